@@ -1,0 +1,1 @@
+"""tundish: the plumbing around an LLM training loop."""

@@ -1,0 +1,92 @@
+"""Every error this library raises on purpose.
+
+Each class derives from `TundishError` and from the builtin that fits, so that both
+`except TundishError` and `except FileNotFoundError` work. A message says what was wrong, where
+(path, rank, sample index), and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+__all__ = [
+    "AlreadyExistsError",
+    "InvalidInputError",
+    "InvalidTypeError",
+    "MissingExtraError",
+    "NotFoundError",
+    "PeerFailedError",
+    "PlanFormatError",
+    "PlanMismatchError",
+    "StateMismatchError",
+    "StorageError",
+    "TundishError",
+    "VoteTimeoutError",
+]
+
+
+class TundishError(Exception):
+    """Base of every error of this library."""
+
+
+class InvalidInputError(TundishError, ValueError):
+    """An argument has a value that cannot be used."""
+
+
+class InvalidTypeError(TundishError, TypeError):
+    """An argument has a type or dtype that cannot be used."""
+
+
+class PlanFormatError(TundishError, ValueError):
+    """A plan folder is damaged, incomplete or of another format version."""
+
+
+class PlanMismatchError(TundishError, ValueError):
+    """A plan and the samples or lengths it is used with do not belong together."""
+
+
+class StateMismatchError(TundishError, ValueError):
+    """A loaded `state_dict` does not fit the object that loads it."""
+
+
+class StorageError(TundishError, OSError):
+    """The file system refused: read-only, full, vanished. `errno` and `filename` are set."""
+
+
+class NotFoundError(StorageError, FileNotFoundError):
+    """A file or folder that was named is not there."""
+
+
+class AlreadyExistsError(StorageError, FileExistsError):
+    """The place to publish to is taken by something else."""
+
+
+class PeerFailedError(TundishError, RuntimeError):
+    """Another rank failed; `rank` names it and the message carries its error."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class VoteTimeoutError(TundishError, TimeoutError):
+    """A rank did not vote before its deadline; `ranks` names the silent ones."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message, ranks)
+        self.ranks = ranks
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class MissingExtraError(TundishError, ImportError):
+    """A feature needs packages that an extra of tundish installs."""
+
+
+def missing_extra(extra: str, needs: str, purpose: str) -> NoReturn:
+    """Raise `MissingExtraError` for `purpose`, naming the `pip install` that mends it."""
+    raise MissingExtraError(f"{purpose} needs {needs}: run `pip install 'tundish[{extra}]'`", name=needs)
