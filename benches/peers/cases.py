@@ -1,0 +1,235 @@
+"""The measures: what is run against what, how the outputs are compared, which ratio is asked for.
+
+Owns the targets. Always holds: contestants of one row take the same inputs; their outputs are read through and compared
+in full before a row is written; targets are judged at 10⁷ samples (10⁸ for memory), the text distribution where
+the row compares with the Python loop over packs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy_forms
+from distributions import DISTRIBUTIONS, TEXT, Distribution, draw_lengths, draw_order
+from measure import Contestant, OutputsDiffer, race
+from megatron_peer import sample_index
+from report import Row, Section, count, duration, times_faster
+
+import tundish as td
+from tundish.packing import shuffled_indices
+
+MAX_LENGTH = 4096
+SEED = 0
+JUDGED_SAMPLES = 10**7
+LOOP = "chunked numpy + Python loop"
+VECTORISED = "vectorised numpy"
+MEGATRON = "megatron-core build_sample_idx"
+# The loop form stands for the original only where it costs what the original costs.
+LOOP_OVER_VECTORISED = (10.0, 17.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How much is run: the full bench or a smoke test of it, and the folder on a real disk that it may fill."""
+
+    samples: tuple[int, ...]
+    curve_samples: tuple[int, ...]
+    least_rounds: int
+    batches: int
+    folder: Path
+
+    def rounds(self, samples: int) -> int:
+        """More rounds where one takes little, so that the least of them is the machine's own."""
+        return self.least_rounds * (10 if samples <= 10**5 else 4 if samples <= 10**6 else 1)
+
+
+def _equal(what: str, ours: Any, theirs: Any) -> None:
+    if not np.array_equal(ours, theirs):
+        raise OutputsDiffer(f"{what}: tundish and its peer disagree")
+
+
+def _all_equal(case: str, ours: numpy_forms.Arrays, theirs: numpy_forms.Arrays) -> None:
+    for field in numpy_forms.FIELDS:
+        _equal(f"{case}, {field}", ours[field], theirs[field])
+
+
+def _sums(arrays: numpy_forms.Arrays) -> tuple[int, ...]:
+    return tuple(int(arrays[field].sum(dtype=np.int64)) for field in numpy_forms.FIELDS)
+
+
+def _mapped_fields(plan: td.PackPlan) -> numpy_forms.Arrays:
+    return {field: getattr(plan, field) for field in numpy_forms.FIELDS}
+
+
+def hard_plan(scale: Scale) -> Section:
+    """All six arrays in memory, the order given and checked."""
+    section = Section(
+        title="Hard plan in memory, order given",
+        note=f"`td.pack(lengths, {MAX_LENGTH}, order=order, threads=1)`: lengths int32, order int64 (a random "
+        "permutation, checked), default checks; nanoseconds are per sample. The numpy forms give int64 arrays, "
+        "compared in full. "
+        "megatron-core's helper is called in its compiled form with one epoch, the partial last sequence dropped and "
+        "one extra token; it gives the starting pairs alone, compared with `plan.sample_index()`. "
+        f"The loop form belongs where it takes {LOOP_OVER_VECTORISED[0]:g} to {LOOP_OVER_VECTORISED[1]:g} times the "
+        "vectorised form, as its original does: the text distribution at 10⁷; chat packs hold many more samples each, "
+        "so the loop over packs weighs less there and is shown without a target.",
+    )
+    for samples in scale.samples:
+        for distribution in DISTRIBUTIONS:
+            section.rows += _hard_plan_rows(scale, samples, distribution)
+    return section
+
+
+def _hard_plan_rows(scale: Scale, samples: int, distribution: Distribution) -> list[Row]:
+    lengths, order = draw_lengths(samples, distribution), draw_order(samples)
+    narrow_order = order.astype(np.int32)
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    case = f"{distribution.name}, {count(samples)}"
+
+    def pack(threads: int) -> td.PackPlan:
+        return td.pack(lengths, MAX_LENGTH, order=order, threads=threads, progress=False)
+
+    def digest(plan: td.PackPlan) -> tuple[int, ...]:
+        return _sums(plan.arrays())
+
+    contestants = {
+        "one": Contestant(lambda: pack(1), digest),
+        "two": Contestant(lambda: pack(2), digest),
+        LOOP: Contestant(lambda: numpy_forms.chunked(lengths, order, MAX_LENGTH), _sums),
+        VECTORISED: Contestant(lambda: numpy_forms.vectorised(lengths, order, MAX_LENGTH), _sums),
+        MEGATRON: Contestant(
+            lambda: sample_index(lengths, narrow_order, MAX_LENGTH, num_tokens),
+            lambda pairs: int(pairs.sum(dtype=np.int64)),
+        ),
+    }
+    seconds = race(contestants, scale.rounds(samples))
+
+    plan = pack(1)
+    expected = numpy_forms.vectorised(lengths, order, MAX_LENGTH)
+    _all_equal(case, plan.arrays(), expected)
+    _all_equal(f"{case}, two threads", pack(2).arrays(), expected)
+    _all_equal(f"{case}, {LOOP}", numpy_forms.chunked(lengths, order, MAX_LENGTH), expected)
+    pairs = sample_index(lengths, narrow_order, MAX_LENGTH, num_tokens)
+    _equal(f"{case}, pairs", plan.sample_index(), pairs)
+
+    judged = samples == JUDGED_SAMPLES
+    loop_judged = judged and distribution is TEXT
+    low, high = LOOP_OVER_VECTORISED
+    loop_ratio = seconds[LOOP] / seconds[VECTORISED]
+    targets = {
+        LOOP: 80.0 if loop_judged else None,
+        VECTORISED: 7.0 if judged else None,
+        MEGATRON: 2.0 if judged else None,
+    }
+    rows = [
+        times_faster(case, seconds["one"], peer, seconds[peer], samples=samples, at_least=target)
+        for peer, target in targets.items()
+    ]
+    two = times_faster(
+        f"{case}, two threads",
+        seconds["two"],
+        "one thread",
+        seconds["one"],
+        samples=samples,
+        at_least=1.6 if judged else None,
+    )
+    band = Row(
+        case=f"{case}, {LOOP}",
+        ours="–",
+        peer=f"over {VECTORISED}",
+        peers=duration(seconds[LOOP]),
+        figure=f"{loop_ratio:.3g}×",
+        target=f"{low:g}–{high:g}×" if loop_judged else "–",
+        met=low <= loop_ratio <= high if loop_judged else None,
+    )
+    return [*rows, two, band]
+
+
+def published(scale: Scale) -> Section:
+    """The same plan published to a real disk, mapped again and read through."""
+    section = Section(
+        title="Hard plan published and mapped again",
+        note="`td.pack(..., threads=1, out=folder)`, every file and folder fsynced, then `PackPlan.load(folder)`, then every "
+        "array summed. The loop form is timed twice: in memory alone, which the target is taken against, and "
+        "with its arrays saved (no fsync, as in the original), mapped and summed, for information.",
+    )
+    for samples in scale.samples:
+        for distribution in DISTRIBUTIONS:
+            section.rows += _published_rows(scale, samples, distribution)
+    return section
+
+
+def _published_rows(scale: Scale, samples: int, distribution: Distribution) -> list[Row]:
+    lengths, order = draw_lengths(samples, distribution), draw_order(samples)
+    ours, theirs = scale.folder / "plan", scale.folder / "numpy"
+
+    def pack_and_map() -> tuple[int, ...]:
+        td.pack(lengths, MAX_LENGTH, order=order, threads=1, out=ours, progress=False)
+        return _sums(_mapped_fields(td.PackPlan.load(ours)))
+
+    def save_and_map() -> tuple[int, ...]:
+        numpy_forms.publish(numpy_forms.chunked(lengths, order, MAX_LENGTH), theirs)
+        return _sums(numpy_forms.map_again(theirs))
+
+    saved = f"{LOOP}, saved and mapped"
+    contestants = {
+        # What others left unwritten is not this contestant's to wait for.
+        "tundish": Contestant(pack_and_map, tuple, prepare=os.sync, clean_up=lambda: shutil.rmtree(ours)),
+        LOOP: Contestant(lambda: numpy_forms.chunked(lengths, order, MAX_LENGTH), _sums),
+        saved: Contestant(save_and_map, tuple, clean_up=lambda: shutil.rmtree(theirs)),
+    }
+    seconds = race(contestants, scale.least_rounds)
+
+    case = f"{distribution.name}, {count(samples)}"
+    td.pack(lengths, MAX_LENGTH, order=order, threads=1, out=ours, progress=False)
+    numpy_forms.publish(numpy_forms.vectorised(lengths, order, MAX_LENGTH), theirs)
+    expected = numpy_forms.map_again(theirs)
+    _all_equal(f"{case}, mapped", td.PackPlan.load(ours).arrays(), expected)
+    # The files are read without tundish too: that is what they are for.
+    _all_equal(f"{case}, files", numpy_forms.map_again(ours), expected)
+    shutil.rmtree(ours)
+    shutil.rmtree(theirs)
+    target = 20.0 if samples == JUDGED_SAMPLES and distribution is TEXT else None
+    return [
+        times_faster(case, seconds["tundish"], LOOP, seconds[LOOP], samples=samples, at_least=target),
+        times_faster(case, seconds["tundish"], saved, seconds[saved], samples=samples),
+    ]
+
+
+def shuffle(scale: Scale) -> Section:
+    """numpy's legacy shuffle, bit for bit."""
+    section = Section(
+        title="The shuffle",
+        note="`tundish.packing.shuffled_indices(n, seed)` against `numpy.random.RandomState(seed).shuffle` on "
+        "`numpy.arange(n)` of int64; compared in full. Nanoseconds are per sample.",
+    )
+    for samples in scale.samples:
+
+        def digest(indices: Any) -> int:
+            return int(np.dot(indices[:1000].astype(np.int64), np.arange(1, min(len(indices), 1000) + 1)))
+
+        contestants = {
+            "tundish": Contestant(lambda samples=samples: shuffled_indices(samples, SEED), digest),
+            "numpy": Contestant(lambda samples=samples: numpy_forms.shuffled(samples, SEED), digest),
+        }
+        seconds = race(contestants, scale.rounds(samples))
+        _equal(
+            f"shuffle, {count(samples)}", shuffled_indices(samples, SEED), numpy_forms.shuffled(samples, SEED)
+        )
+        target = 4.5 if samples == JUDGED_SAMPLES else None
+        section.rows.append(
+            times_faster(
+                count(samples),
+                seconds["tundish"],
+                "numpy",
+                seconds["numpy"],
+                samples=samples,
+                at_least=target,
+            )
+        )
+    return section

@@ -1,0 +1,123 @@
+"""Time and memory from 10⁵ to 10⁸ samples, and the bound on working memory.
+
+Owns the input files of these runs and the processes they run in. Always holds: one process packs one way, so that its peak
+belongs to that way; files are removed when a size is done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cases import JUDGED_SAMPLES, MAX_LENGTH, SEED, Scale
+from distributions import DISTRIBUTIONS, Distribution, draw_order, write_lengths
+from measure import run_child
+from report import Row, Section, count, duration, size
+
+MEMORY_LIMIT = 64 * 2**20
+MEMORY_JUDGED_SAMPLES = 10**8
+SPREAD = 2.0
+# Name of a way, threads, whether the order is given, whether it is published.
+WAYS = (
+    ("in memory", 1, True, False),
+    ("in memory", 2, True, False),
+    ("to files", 1, True, True),
+    ("to files", 2, True, True),
+    ("seed, in memory", 1, False, False),
+    ("seed, to files", 1, False, True),
+)
+
+
+def curve(scale: Scale) -> tuple[Section, Section]:
+    """The curve, and the memory bound read from the same runs."""
+    times = Section(
+        title="Curve of time and memory",
+        note="Each way in a process of its own. In memory, lengths and order are loaded; to files, they are mapped and the plan is "
+        "published with fsync, which sets a floor that small plans feel. Working memory is the peak resident memory that no "
+        "file stands behind, above what the process held before, less the plan's arrays where they stand in memory. "
+        "The spread is the slowest size over the fastest, in nanoseconds a sample.",
+    )
+    memory = Section(
+        title="Memory beyond inputs and outputs",
+        note="Lengths (int32) and order (int64) mapped, the plan written by `out=`; peak resident memory that no file stands "
+        "behind, above what the process held before the call. With the order given it includes one bit a sample for its check; "
+        "with a seed, one index a sample.",
+    )
+    by_way: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for distribution in DISTRIBUTIONS:
+        for samples in scale.curve_samples:
+            for (way, threads, given, to_files), reply in _packed(scale, samples, distribution):
+                nanoseconds = reply["seconds"] / samples * 1e9
+                beyond = max(0, reply["peak"] - (0 if to_files else reply["output_bytes"]))
+                case = f"{distribution.name}, {way}, {threads} thread{'s' if threads > 1 else ''}"
+                by_way[case, way, threads].append(nanoseconds)
+                times.rows.append(
+                    Row(
+                        case=f"{case}, {count(samples)}",
+                        ours=f"{duration(reply['seconds'])} ({nanoseconds:.3g} ns)",
+                        peer="–",
+                        peers="–",
+                        figure=f"{size(beyond)} working memory",
+                    )
+                )
+                if to_files and samples == scale.curve_samples[-1]:
+                    judged = given and samples == MEMORY_JUDGED_SAMPLES
+                    memory.rows.append(
+                        Row(
+                            case=f"{case}, {count(samples)}",
+                            ours=size(beyond),
+                            peer="inputs and outputs",
+                            peers=size(reply["input_bytes"] + reply["output_bytes"]),
+                            figure=size(beyond),
+                            target=f"≤ {size(MEMORY_LIMIT)}" if judged else "–",
+                            met=beyond <= MEMORY_LIMIT if judged else None,
+                        )
+                    )
+    complete = max(scale.curve_samples) > JUDGED_SAMPLES
+    for (case, way, _), nanoseconds_each in by_way.items():
+        spread = max(nanoseconds_each) / min(nanoseconds_each)
+        # fsync costs the same for a plan of any size, so only the ways in memory can be flat.
+        judged = complete and way == "in memory"
+        times.rows.append(
+            Row(
+                case=f"{case}, spread",
+                ours=f"{min(nanoseconds_each):.3g}–{max(nanoseconds_each):.3g} ns",
+                peer="–",
+                peers="–",
+                figure=f"{spread:.3g}×",
+                target=f"≤ {SPREAD:g}×" if judged else "–",
+                met=spread <= SPREAD if judged else None,
+            )
+        )
+    return times, memory
+
+
+def _packed(
+    scale: Scale, samples: int, distribution: Distribution
+) -> list[tuple[tuple[str, int, bool, bool], Any]]:
+    lengths, order = scale.folder / "lengths.npy", scale.folder / "order.npy"
+    write_lengths(lengths, samples, distribution)
+    np.save(order, draw_order(samples))
+    replies = []
+    for way, threads, given, to_files in WAYS:
+        request = {
+            "lengths": str(lengths),
+            "order": str(order) if given else None,
+            "seed": None if given else SEED,
+            "max_length": MAX_LENGTH,
+            "threads": threads,
+            "out": str(scale.folder / "plan") if to_files else None,
+            "rounds": scale.least_rounds if to_files else scale.rounds(samples),
+        }
+        reply = run_child(request)
+        reply["input_bytes"] = _bytes(lengths) + (_bytes(order) if given else 0)
+        replies.append(((way, threads, given, to_files), reply))
+    lengths.unlink()
+    order.unlink()
+    return replies
+
+
+def _bytes(path: Path) -> int:
+    return path.stat().st_size

@@ -1,0 +1,114 @@
+"""The tables of benches/RESULTS.md.
+
+Owns the wording of a figure, of its target and of whether it was met, and the part of the file between the markers. Always
+holds: every cell comes from a measurement or from a target stated in code; text outside the markers stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BEGIN = "<!-- side by side in Python: begin; written by benches/peers/run.py -->"
+END = "<!-- side by side in Python: end -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure. `met` is None where no target is set."""
+
+    case: str
+    ours: str
+    peer: str
+    peers: str
+    figure: str
+    target: str = "–"
+    met: bool | None = None
+
+
+@dataclass(kw_only=True)
+class Section:
+    """The figures of one measure."""
+
+    title: str
+    note: str
+    rows: list[Row] = field(default_factory=list)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit a reader compares in."""
+    for limit, scale, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+        if seconds < limit:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def size(count_of_bytes: float) -> str:
+    """Bytes as MiB."""
+    return f"{count_of_bytes / 2**20:.1f} MiB"
+
+
+def count(samples: int) -> str:
+    """A power of ten as people write it."""
+    digits = str(samples)
+    if digits.strip("0") != "1":
+        return digits
+    return "10" + "".join("⁰¹²³⁴⁵⁶⁷⁸⁹"[int(digit)] for digit in str(len(digits) - 1))
+
+
+def times_faster(
+    case: str, ours: float, peer: str, peers: float, *, samples: int, at_least: float | None = None
+) -> Row:
+    """A row that compares two times in seconds; `at_least` is the ratio that is asked for."""
+    ratio = peers / ours
+    return Row(
+        case=case,
+        ours=f"{duration(ours)} ({ours / samples * 1e9:.3g} ns)",
+        peer=peer,
+        peers=duration(peers),
+        figure=f"{ratio:.3g}×",
+        target="–" if at_least is None else f"≥ {at_least:g}×",
+        met=None if at_least is None else ratio >= at_least,
+    )
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _met(row: Row) -> str:
+    return {None: "–", True: "yes", False: "**no**"}[row.met]
+
+
+def render(sections: list[Section], machine: list[tuple[str, str]], rounds: str) -> str:
+    """The whole part between the markers."""
+    judged = [
+        [section.title, row.case, row.peer, row.figure, row.target, _met(row)]
+        for section in sections
+        for row in section.rows
+        if row.met is not None
+    ]
+    parts = [
+        "# Side by side in Python",
+        "Written by `make bench` from one run; not edited by hand. " + rounds,
+        _table(["", ""], [list(pair) for pair in machine]),
+        "## Targets",
+        _table(["measure", "case", "against", "figure", "target", "met"], judged),
+    ]
+    for section in sections:
+        rows = [[r.case, r.ours, r.peer, r.peers, r.figure, r.target, _met(r)] for r in section.rows]
+        parts += [
+            f"## {section.title}",
+            section.note,
+            _table(["case", "tundish", "against", "its figure", "ratio or figure", "target", "met"], rows),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(path: Path, rendered: str) -> None:
+    """Put `rendered` between the markers of `path`, which is made where it is missing."""
+    earlier = path.read_text() if path.exists() else ""
+    before, _, rest = earlier.partition(BEGIN)
+    after = rest.partition(END)[2]
+    path.write_text(f"{before}{BEGIN}\n{rendered}{END}\n{after.lstrip(chr(10))}")
