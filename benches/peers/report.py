@@ -72,37 +72,36 @@ def times_faster(
     )
 
 
+COLUMNS = ("case", "tundish", "against", "its figure", "figure", "target", "met")
+MET = {None: "–", True: "yes", False: "**no**"}
+
+
+def _cells(row: Row) -> list[str]:
+    return [row.case, row.ours, row.peer, row.peers, row.figure, row.target, MET[row.met]]
+
+
 def _table(header: list[str], rows: list[list[str]]) -> str:
+    """A table without the columns that no row fills."""
+    filled = [column for column in range(len(header)) if any(row[column] != "–" for row in rows)]
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _met(row: Row) -> str:
-    return {None: "–", True: "yes", False: "**no**"}[row.met]
+    return "\n".join("| " + " | ".join(line[column] for column in filled) + " |" for line in lines)
 
 
 def render(sections: list[Section], machine: list[tuple[str, str]], rounds: str) -> str:
     """The whole part between the markers."""
     judged = [
-        [section.title, row.case, row.peer, row.figure, row.target, _met(row)]
-        for section in sections
-        for row in section.rows
-        if row.met is not None
+        [section.title, *_cells(row)] for section in sections for row in section.rows if row.met is not None
     ]
     parts = [
         "# Side by side in Python",
         "Written by `make bench` from one run; not edited by hand. " + rounds,
-        _table(["", ""], [list(pair) for pair in machine]),
-        "## Targets",
-        _table(["measure", "case", "against", "figure", "target", "met"], judged),
+        _table(["machine", ""], [list(pair) for pair in machine]),
     ]
+    if judged:
+        parts += ["## Targets", _table(["measure", *COLUMNS], judged)]
     for section in sections:
-        rows = [[r.case, r.ours, r.peer, r.peers, r.figure, r.target, _met(r)] for r in section.rows]
-        parts += [
-            f"## {section.title}",
-            section.note,
-            _table(["case", "tundish", "against", "its figure", "ratio or figure", "target", "met"], rows),
-        ]
+        rows = [_cells(row) for row in section.rows]
+        parts += [f"## {section.title}", section.note, _table(list(COLUMNS), rows)]
     return "\n\n".join(parts) + "\n"
 
 
