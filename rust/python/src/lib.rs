@@ -1,7 +1,19 @@
 //! The compiled module `tundish._native`: bindings only.
+//!
+//! Each file here binds one core crate; `enter` is the one way from Python into long work, `error` the
+//! one mapping of errors, `threads` the one owner of thread pools.
+#![deny(unsafe_code)]
+
+mod columns;
+mod enter;
+mod error;
+mod packing;
+mod threads;
+
 use pyo3::prelude::*;
 
 #[pymodule]
-fn _native(_module: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+mod _native {
+    #[pymodule_export]
+    use super::packing::{PlanReader, fingerprint, open_plan, pack, save, shuffled_indices, verify, write};
 }

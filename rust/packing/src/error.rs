@@ -1,0 +1,108 @@
+//! Everything that can go wrong with a plan.
+
+use std::path::PathBuf;
+
+use tundish_commit::CommitError;
+
+/// An error of this crate. Positions count from 0.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PackError {
+    /// A length below zero.
+    #[error("lengths of dataset {dataset}: sample {sample} has the negative length {value}; lengths are token counts")]
+    NegativeLength {
+        /// Which dataset.
+        dataset: usize,
+        /// Which sample in it.
+        sample: usize,
+        /// The length found.
+        value: i64,
+    },
+    /// Lengths that add up to 2⁶³ or more.
+    #[error(
+        "lengths of dataset {dataset} add up to 2^63 tokens or more at sample {sample}; such a total cannot be planned"
+    )]
+    TotalTooLarge {
+        /// Which dataset.
+        dataset: usize,
+        /// Which sample in it.
+        sample: usize,
+    },
+    /// An entry of the order that names no sample.
+    #[error("order[{position}] is {value}, but the dataset has {samples} samples (valid: 0 to {samples} - 1)")]
+    OrderOutOfRange {
+        /// Where in the order.
+        position: usize,
+        /// The entry, as it was given.
+        value: i128,
+        /// How many samples there are.
+        samples: usize,
+    },
+    /// A sample named twice by the order.
+    #[error("order[{position}] names sample {sample} again; each sample may be used at most once")]
+    OrderRepeated {
+        /// Where in the order the repetition is.
+        position: usize,
+        /// The sample.
+        sample: usize,
+    },
+    /// An argument that cannot be used.
+    #[error("{0}")]
+    Invalid(String),
+    /// More memory than there is.
+    #[error("the plan takes {bytes} bytes ({packs} packs, up to {pieces} pieces), more than this machine's {available} bytes of memory; write it to a folder with out= or cache_dir=, or raise max_length")]
+    TooLarge {
+        /// Bytes of the six arrays.
+        bytes: u128,
+        /// Packs of the plan.
+        packs: u64,
+        /// Pieces of the plan at most.
+        pieces: u64,
+        /// Physical memory, in bytes.
+        available: u64,
+    },
+    /// The arrays given were written to while they were read.
+    #[error("lengths or order changed while they were being packed; give pack arrays that nobody writes to")]
+    InputChanged,
+    /// A plan folder that is damaged, incomplete or of another version.
+    #[error("{}: {reason}", path.display())]
+    Format {
+        /// The file or folder at fault.
+        path: PathBuf,
+        /// What is wrong with it, and what to do.
+        reason: String,
+    },
+    /// A plan folder or one of its files is not there.
+    #[error("{}: {reason}", path.display())]
+    Missing {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was expected.
+        reason: String,
+    },
+    /// A plan that does not belong to the lengths it is checked against.
+    #[error("{0}")]
+    Mismatch(String),
+    /// A pack number out of range.
+    #[error("pack {index} does not exist: the plan has {packs} packs")]
+    NoSuchPack {
+        /// The number asked for.
+        index: i64,
+        /// Packs of the plan.
+        packs: usize,
+    },
+    /// Reading a file failed.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// Publishing the folder failed.
+    #[error(transparent)]
+    Commit(#[from] CommitError),
+    /// The caller's `Watch` asked to stop.
+    #[error("interrupted")]
+    Interrupted,
+}

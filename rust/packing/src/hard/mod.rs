@@ -1,0 +1,420 @@
+//! Hard packing: the ordered samples are one stream of tokens, cut every `max_length`.
+//!
+//! Source of the method: concatenate-and-cut as GPT-style pre-training does it, with the array layout
+//! of XTuner's HardPackDataset. The lengths are scanned once in their own order (checked, summed,
+//! hashed); then the ordered samples are walked in chunks: their indices and lengths are
+//! copied into scratch memory, and a linear merge cuts them (`kernel`). Copying first makes the
+//! random reads independent of the merge, and keeps inputs that change meanwhile from ever
+//! contradicting what was counted.
+//!
+//! With several threads the chunks of a window are loaded, counted and merged apart; what a chunk
+//! must know of those before it (tokens, pieces, packs, the open pack) are prefix sums over the
+//! chunks of the window (`parallel`).
+//!
+//! Working memory beyond inputs and outputs: at most `SCRATCH_BYTES_A_THREAD` a thread, one bit a
+//! sample with a given order (and up to `EXTRA_MARK_BYTES` more with several threads), one index a
+//! sample with a seed.
+
+mod chunk;
+mod kernel;
+mod marks;
+mod parallel;
+mod scan;
+mod sink;
+
+use std::path::Path;
+
+use rayon::ThreadPool;
+
+use crate::error::PackError;
+use crate::fingerprint::{Fingerprint, Leaf, ParameterHash};
+use crate::folder::FileSink;
+use crate::integers::{Integers, Word};
+use crate::memory::Zero;
+use crate::plan::{FORMAT_VERSION, Facts, OrderKind, Plan};
+use crate::shuffle::{Index, RandomState};
+use crate::watch::Watch;
+
+use chunk::Order;
+use kernel::Cut;
+use marks::Marks;
+pub(crate) use scan::Dataset;
+use scan::Scan;
+pub(crate) use marks::Bits;
+pub(crate) use sink::{Columns, Room, Sink};
+use sink::{Measure, MemorySink};
+
+/// Bound on the scratch memory of one thread, in bytes.
+pub const SCRATCH_BYTES_A_THREAD: usize = 8 << 20;
+/// Bound on the memory for marking used samples beyond one bit a sample, in bytes.
+pub const EXTRA_MARK_BYTES: usize = 16 << 20;
+
+/// Packs that one chunk may close: bounds the scratch memory of file output.
+pub(crate) const PACKS_A_CHUNK: u64 = 1 << 16;
+
+/// Where the order of the samples comes from.
+#[derive(Clone, Copy)]
+pub enum OrderSource<'a> {
+    /// The samples keep their order.
+    Natural,
+    /// This order, of one dataset: indices, each at most once.
+    Given(Integers<'a>),
+    /// The order numpy's `RandomState(seed).shuffle` gives, dataset after dataset in one stream.
+    Seed(u32),
+}
+
+/// What to pack, and how.
+pub struct Request<'a> {
+    /// The lengths of each dataset, in tokens.
+    pub lengths: Vec<Integers<'a>>,
+    /// The order of the samples.
+    pub order: OrderSource<'a>,
+    /// Tokens a pack.
+    pub max_length: u64,
+    /// Leave out the tail that is shorter than a pack, instead of making it a shorter last pack.
+    pub drop_last: bool,
+    /// Pack all datasets as one: sample indices count through, and packs span datasets.
+    pub global_pack: bool,
+    /// Threads to compute on; none means the calling thread alone.
+    pub pool: Option<&'a ThreadPool>,
+}
+
+/// Integers of a plan under computation: `i32` while every bound fits, else `i64`.
+pub(crate) trait Cell: Copy + Zero + Into<i64> + Send + Sync + 'static {
+    /// The unsigned integer that lengths and indices are computed in.
+    type Word: Leaf + Index + Zero;
+    fn from_word(word: Self::Word) -> Self;
+    fn word_of(value: usize) -> Self::Word;
+    fn add(left: Self::Word, right: Self::Word) -> Self::Word;
+    fn sub(left: Self::Word, right: Self::Word) -> Self::Word;
+}
+
+macro_rules! cell {
+    ($cell:ty, $word:ty) => {
+        impl Cell for $cell {
+            type Word = $word;
+            #[inline(always)]
+            fn from_word(word: $word) -> Self {
+                word as $cell
+            }
+            #[inline(always)]
+            fn word_of(value: usize) -> $word {
+                value as $word
+            }
+            #[inline(always)]
+            fn add(left: $word, right: $word) -> $word {
+                left.wrapping_add(right)
+            }
+            #[inline(always)]
+            fn sub(left: $word, right: $word) -> $word {
+                left.wrapping_sub(right)
+            }
+        }
+    };
+}
+cell!(i32, u32);
+cell!(i64, u64);
+
+/// A request whose inputs were checked and hashed.
+pub struct Prepared<'a> {
+    request: Request<'a>,
+    streams: Vec<Dataset<'a>>,
+    scans: Vec<Scan>,
+    fingerprint: Fingerprint,
+}
+
+impl Request<'_> {
+    fn check(&self) -> Result<(), PackError> {
+        if self.max_length == 0 || self.max_length > i64::MAX as u64 {
+            return Err(PackError::Invalid(format!(
+                "max_length is {}; it must be at least 1 token and below 2^63",
+                self.max_length
+            )));
+        }
+        if let OrderSource::Given(_) = self.order {
+            if self.lengths.len() != 1 {
+                return Err(PackError::Invalid("order can be given for a single dataset only".into()));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<'a> Prepared<'a> {
+    /// Check the inputs and compute the plan's fingerprint.
+    ///
+    /// # Errors
+    /// Lengths that are negative or add up to 2⁶³ tokens, a bad `max_length`, an order with several datasets.
+    pub fn new(request: Request<'a>, watch: &mut dyn Watch) -> Result<Self, PackError> {
+        request.check()?;
+        let streams: Vec<Dataset<'a>> = if request.global_pack {
+            vec![Dataset::new(request.lengths.clone(), 0)]
+        } else {
+            request.lengths.iter().enumerate().map(|(id, &lengths)| Dataset::new(vec![lengths], id)).collect()
+        };
+        let mut scans = Vec::with_capacity(streams.len());
+        for stream in &streams {
+            scans.push(scan::scan(stream, request.pool, watch)?);
+        }
+        // Checked as a whole so that prefix sums over datasets cannot overflow either.
+        let mut total = 0u64;
+        for (dataset, scan) in scans.iter().enumerate() {
+            total = total.checked_add(scan.tokens).filter(|&sum| sum < 1 << 63).ok_or(
+                PackError::TotalTooLarge { dataset, sample: streams[dataset].len().saturating_sub(1) },
+            )?;
+        }
+        let mut prepared = Self { request, streams, scans, fingerprint: Fingerprint(0) };
+        prepared.fingerprint = prepared.hash(watch)?;
+        Ok(prepared)
+    }
+
+    /// The identity of the plan that `pack` or `write` will make.
+    #[must_use]
+    pub fn fingerprint(&self) -> Fingerprint {
+        self.fingerprint
+    }
+
+    fn hash(&self, watch: &mut dyn Watch) -> Result<Fingerprint, PackError> {
+        let mut hash = ParameterHash::new("tundish plan");
+        hash.push("format_version", &FORMAT_VERSION.to_le_bytes());
+        hash.push("mode", b"hard");
+        hash.push("max_length", &self.request.max_length.to_le_bytes());
+        hash.push("drop_last", &[u8::from(self.request.drop_last)]);
+        hash.push("global_pack", &[u8::from(self.request.global_pack)]);
+        match self.request.order {
+            OrderSource::Natural => hash.push("order", b"natural"),
+            OrderSource::Seed(seed) => hash.push("seed", &seed.to_le_bytes()),
+            OrderSource::Given(order) => {
+                let digest = scan::hash_column(&order, self.request.pool, watch)?;
+                hash.push("order", &digest.to_le_bytes());
+            }
+        }
+        for scan in &self.scans {
+            for (samples, digest) in &scan.parts {
+                hash.push("samples", &samples.to_le_bytes());
+                hash.push("lengths", &digest.to_le_bytes());
+            }
+        }
+        Ok(hash.finish())
+    }
+
+    /// Bounds on packs and pieces over all streams.
+    fn bounds(&self) -> (u64, u64) {
+        let (mut packs, mut pieces) = (0u64, 0u64);
+        for (stream, scan) in self.streams.iter().zip(&self.scans) {
+            let closed = scan.tokens / self.request.max_length;
+            let tail = u64::from(!self.request.drop_last && scan.tokens % self.request.max_length != 0);
+            packs = packs.saturating_add(closed + tail);
+            let samples = match self.request.order {
+                OrderSource::Given(order) => order.len(),
+                _ => stream.len(),
+            };
+            pieces = pieces.saturating_add(closed).saturating_add(samples as u64);
+        }
+        (packs, pieces)
+    }
+
+    fn is_narrow(&self) -> bool {
+        let largest = i32::MAX as u64;
+        let (packs, pieces) = self.bounds();
+        packs <= largest
+            && pieces <= largest
+            && self.request.max_length <= largest
+            && self.scans.iter().all(|scan| scan.longest <= largest)
+            && self.streams.iter().all(|stream| stream.len() as u64 <= largest)
+    }
+
+    /// Compute the plan in memory.
+    ///
+    /// # Errors
+    /// A bad order; a plan larger than the machine's memory; an interrupt.
+    pub fn pack(&self, watch: &mut dyn Watch) -> Result<Plan, PackError> {
+        let (packs, pieces) = self.bounds();
+        let narrow = self.is_narrow();
+        let bytes = (u128::from(packs) * 5 + u128::from(pieces)) * if narrow { 4 } else { 8 };
+        if let Some(available) = crate::memory::physical_bytes().filter(|&available| bytes > u128::from(available)) {
+            return Err(PackError::TooLarge { bytes, packs, pieces, available });
+        }
+        if narrow {
+            let mut sink = MemorySink::<i32>::new(packs, pieces)?;
+            let facts = self.run(&mut sink, watch)?;
+            Ok(Plan { columns: sink.into_columns().map(crate::plan::Column::I32), facts })
+        } else {
+            let mut sink = MemorySink::<i64>::new(packs, pieces)?;
+            let facts = self.run(&mut sink, watch)?;
+            Ok(Plan { columns: sink.into_columns().map(|column| crate::plan::Column::I64(column).narrowed()), facts })
+        }
+    }
+
+    /// Compute the plan straight into a folder that is published when it is complete and durable.
+    ///
+    /// # Errors
+    /// As `pack`; `PackError::Commit` when the folder cannot be written or `target` is taken.
+    pub fn write(&self, target: &Path, watch: &mut dyn Watch) -> Result<Facts, PackError> {
+        if self.is_narrow() {
+            let mut sink = FileSink::<i32>::create(target, [false; 6])?;
+            let facts = self.run(&mut sink, watch)?;
+            sink.publish(&facts, watch)?;
+            Ok(facts)
+        } else {
+            // Which columns need 64 bits is known only at the end, so a first pass finds out.
+            // Only plans beyond 2³¹ samples, pieces or tokens a sample come here.
+            let mut measure = Measure::default();
+            self.run(&mut measure, watch)?;
+            let mut sink = FileSink::<i64>::create(target, measure.needs_64_bits())?;
+            let facts = self.run(&mut sink, watch)?;
+            sink.publish(&facts, watch)?;
+            Ok(facts)
+        }
+    }
+
+    fn run<C: Cell>(&self, sink: &mut dyn Sink<C>, watch: &mut dyn Watch) -> Result<Facts, PackError> {
+        let request = &self.request;
+        let mut random = match request.order {
+            OrderSource::Seed(seed) => Some(RandomState::new(seed)),
+            _ => None,
+        };
+        let mut packer = Packer::<C> {
+            max_length: C::word_of(usize::try_from(request.max_length).map_err(|_| PackError::InputChanged)?),
+            pool: request.pool,
+            sink,
+            watch,
+            totals: Totals::default(),
+        };
+        let mut tail_start = Vec::with_capacity(self.streams.len());
+        let mut tokens = 0u64;
+        for stream in &self.streams {
+            let shuffled;
+            let order = match request.order {
+                OrderSource::Natural => Order::Natural(stream.len()),
+                OrderSource::Given(given) => Order::Given(given),
+                OrderSource::Seed(_) => {
+                    let random = random.as_mut().ok_or(PackError::InputChanged)?;
+                    shuffled = random.shuffled::<C::Word>(stream.len(), packer.watch)?;
+                    Order::Drawn(&shuffled)
+                }
+            };
+            let (stream_tokens, start) = packer.stream(stream, order, request.drop_last)?;
+            tokens += stream_tokens;
+            tail_start.push(start);
+        }
+        let totals = packer.totals;
+        Ok(Facts {
+            format_version: FORMAT_VERSION,
+            mode: "hard".into(),
+            max_length: request.max_length,
+            drop_last: request.drop_last,
+            global_pack: request.global_pack,
+            order: match request.order {
+                OrderSource::Natural => OrderKind::Natural,
+                OrderSource::Given(_) => OrderKind::Given,
+                OrderSource::Seed(_) => OrderKind::Seed,
+            },
+            seed: match request.order {
+                OrderSource::Seed(seed) => Some(seed),
+                _ => None,
+            },
+            samples: request.lengths.iter().map(|lengths| lengths.len() as u64).collect(),
+            tokens,
+            tokens_packed: totals.tokens_packed,
+            packs: totals.packs as u64,
+            pieces: totals.pieces as u64,
+            empty_on_boundary: totals.empty_on_boundary,
+            tail_start,
+            fingerprint: self.fingerprint.to_string(),
+        })
+    }
+}
+
+/// What the plan holds so far.
+#[derive(Clone, Copy, Default)]
+struct Totals {
+    pieces: usize,
+    /// Pieces of packs that are closed.
+    pieces_closed: usize,
+    packs: usize,
+    empty_on_boundary: u64,
+    tokens_packed: u64,
+}
+
+/// The state of one computation.
+struct Packer<'r, C: Cell> {
+    max_length: C::Word,
+    pool: Option<&'r ThreadPool>,
+    sink: &'r mut dyn Sink<C>,
+    watch: &'r mut dyn Watch,
+    totals: Totals,
+}
+
+/// The state of one stream of tokens.
+struct Stream<C: Cell> {
+    cut: Cut<C::Word>,
+    tokens: u64,
+    /// Empty samples since the last one that was not.
+    empty_run: usize,
+    /// Tokens of that one.
+    last_length: C::Word,
+    id: usize,
+}
+
+impl<C: Cell> Packer<'_, C> {
+    /// Cut one stream; its tokens, and where the tail left out starts in its first sample.
+    fn stream(&mut self, dataset: &Dataset<'_>, order: Order<'_, C>, drop_last: bool) -> Result<(u64, u64), PackError> {
+        let mut stream = Stream::<C> {
+            cut: Cut::default(),
+            tokens: 0,
+            empty_run: 0,
+            last_length: C::Word::default(),
+            id: dataset.id(),
+        };
+        let packs_before = self.totals.packs;
+        let threads = self.pool.map_or(1, ThreadPool::current_num_threads);
+        let mut marks = match order {
+            Order::Given(_) => Some(Marks::new(dataset.len(), threads)?),
+            _ => None,
+        };
+        let mut distinct = if let Some(pool) = self.pool.filter(|_| threads > 1 && order.len() > parallel::WORTHWHILE_SAMPLES) {
+            self.cut_in_parallel(pool, dataset, order, &mut stream, marks.as_mut())?
+        } else {
+            self.cut_serially(dataset, order, &mut stream, marks.as_mut())?
+        };
+        if let Some(marks) = marks {
+            distinct = distinct && marks.finish();
+        }
+        if let (false, Order::Given(given)) = (distinct, order) {
+            return Err(marks::first_repetition(&given, dataset.len()));
+        }
+        let max_length = self.max_length.widen();
+        let closed = (self.totals.packs - packs_before) as u64;
+        let filled = stream.cut.filled.widen();
+        self.totals.tokens_packed += closed * max_length;
+        if filled == 0 {
+            return Ok((stream.tokens, 0));
+        }
+        let start = stream.cut.start.widen();
+        if drop_last {
+            // Pieces of the pack that stayed open.
+            self.sink.retract(self.totals.pieces - self.totals.pieces_closed)?;
+            self.totals.pieces = self.totals.pieces_closed;
+            return Ok((stream.tokens, start));
+        }
+        // The stop of the last pack is the total, so empty samples at the very end are beyond it.
+        self.sink.retract(stream.empty_run)?;
+        self.totals.pieces -= stream.empty_run;
+        self.close_short_pack(&stream)?;
+        self.totals.tokens_packed += filled;
+        Ok((stream.tokens, start))
+    }
+
+    fn close_short_pack(&mut self, stream: &Stream<C>) -> Result<(), PackError> {
+        let room = self.sink.room(0, 1)?;
+        room.indices_cu_len[0] = C::from_word(C::word_of(self.totals.pieces));
+        room.start_offset[0] = C::from_word(stream.cut.start);
+        room.end_offset[0] = C::from_word(stream.last_length);
+        room.longest[0] = C::from_word(stream.cut.longest);
+        self.sink.keep(0, 1, stream.id)?;
+        self.totals.packs += 1;
+        self.totals.pieces_closed = self.totals.pieces;
+        Ok(())
+    }
+}

@@ -1,0 +1,276 @@
+//! Cutting one stream on several threads.
+//!
+//! The order is walked in windows of a few chunks a thread. In each window: (1) chunks are loaded
+//! and summed apart; (2) from the prefix sums each chunk knows where its first token falls in a
+//! pack, and counts its pieces and the pack it leaves open; samples are marked as used; (3) prefix sums of
+//! those counts give each chunk its own slices of the output, and the merges run apart.
+//!
+//! Counting needs no merge: a sample adds one piece, a pack closed within it adds one more, and a sample
+//! that ends on a boundary (an empty one there included) takes one away.
+
+use rayon::ThreadPool;
+use rayon::prelude::*;
+
+use super::chunk::{Chunk, Order};
+use super::kernel::{self, Cut, Room, Written};
+use super::marks::{Bits, Marks};
+use super::scan::Dataset;
+use super::{Cell, PACKS_A_CHUNK, Packer, Stream};
+use crate::error::PackError;
+use crate::integers::Word;
+
+/// Below this many samples one thread is as fast.
+pub(super) const WORTHWHILE_SAMPLES: usize = 1 << 16;
+/// Samples a chunk: enough work that handing it to a thread costs nothing beside it.
+const CHUNK: usize = 1 << 15;
+/// Chunks a thread in one window; more than one, so that a thread that was held up is relieved.
+const CHUNKS_A_THREAD: usize = 4;
+
+/// A chunk and what is known of it before it is merged.
+struct Slot<C: Cell> {
+    chunk: Chunk<C>,
+    error: Option<PackError>,
+    /// Where the cutting stands before the chunk; completed in order.
+    cut: Cut<C::Word>,
+    closed: usize,
+    pieces: usize,
+    /// The open pack at the end, where the chunk closes one.
+    open: Cut<C::Word>,
+    written: Written,
+}
+
+impl<C: Cell> Slot<C> {
+    fn new() -> Self {
+        Self {
+            chunk: Chunk::new(CHUNK),
+            error: None,
+            cut: Cut::default(),
+            closed: 0,
+            pieces: 0,
+            open: Cut::default(),
+            written: Written::default(),
+        }
+    }
+
+    /// Count pieces, and find the open pack at the end by walking back to its first token.
+    fn count(&mut self, max_length: &Divisor) {
+        let filled = self.cut.filled.widen();
+        let mut sum = filled;
+        let mut on_boundary = 0usize;
+        for length in &self.chunk.lengths {
+            sum += length.widen();
+            on_boundary += usize::from(max_length.divides(sum));
+        }
+        self.pieces = self.chunk.lengths.len() + self.closed - on_boundary;
+        let filled_at_end = sum - self.closed as u64 * max_length.value;
+        self.open = Cut { filled: C::Word::truncate(filled_at_end), ..Cut::default() };
+        if self.closed == 0 {
+            self.open.longest = self.chunk.lengths.iter().copied().max().unwrap_or_default();
+            return;
+        }
+        let mut rest = filled_at_end;
+        for &length in self.chunk.lengths.iter().rev() {
+            if rest == 0 {
+                break;
+            }
+            if length.widen() > rest {
+                self.open.start = C::Word::truncate(length.widen() - rest);
+                self.open.longest = self.open.longest.max(C::Word::truncate(rest));
+                break;
+            }
+            self.open.longest = self.open.longest.max(length);
+            rest -= length.widen();
+        }
+    }
+}
+
+/// Tells multiples of a number without dividing.
+///
+/// Source: H. S. Warren, "Hacker's Delight", 2nd edition, section 10-17: for odd d, n is a multiple
+/// exactly if n times the inverse of d modulo 2⁶⁴ is at most (2⁶⁴ - 1) / d; a power of two in the divisor is a
+/// rotation.
+struct Divisor {
+    value: u64,
+    inverse: u64,
+    shift: u32,
+    limit: u64,
+}
+
+impl Divisor {
+    fn new(value: u64) -> Self {
+        let shift = value.trailing_zeros();
+        let odd = value >> shift;
+        // Newton's iteration doubles the correct bits; an odd number is its own inverse to 3 bits.
+        let mut inverse = odd;
+        for _ in 0..5 {
+            inverse = inverse.wrapping_mul(2u64.wrapping_sub(odd.wrapping_mul(inverse)));
+        }
+        Self { value, inverse, shift, limit: u64::MAX / value }
+    }
+
+    #[inline(always)]
+    fn divides(&self, number: u64) -> bool {
+        number.wrapping_mul(self.inverse).rotate_right(self.shift) <= self.limit
+    }
+}
+
+impl<C: Cell> Packer<'_, C> {
+    /// Cut a stream on the threads of `pool`; false, and stopped early, where the order repeats a sample.
+    pub(super) fn cut_in_parallel(
+        &mut self,
+        pool: &ThreadPool,
+        dataset: &Dataset<'_>,
+        order: Order<'_, C>,
+        stream: &mut Stream<C>,
+        mut marks: Option<&mut Marks>,
+    ) -> Result<bool, PackError> {
+        let len = order.len();
+        let longest = dataset.longest_allowed::<C>();
+        let divisor = Divisor::new(self.max_length.widen());
+        let threads = pool.current_num_threads();
+        let window = CHUNK * CHUNKS_A_THREAD * threads;
+        let mut slots: Vec<Slot<C>> = (0..CHUNKS_A_THREAD * threads).map(|_| Slot::new()).collect();
+        for begin in (0..len).step_by(window) {
+            self.watch.tick("packing", begin as u64, len as u64)?;
+            let used = (len - begin).min(window).div_ceil(CHUNK);
+            let slots = &mut slots[..used];
+            pool.install(|| {
+                slots.par_iter_mut().enumerate().with_max_len(1).for_each(|(number, slot)| {
+                    let start = begin + number * CHUNK;
+                    slot.error = slot.chunk.load(dataset, order, start, CHUNK.min(len - start), longest).err();
+                });
+            });
+            if let Some(error) = slots.iter_mut().find_map(|slot| slot.error.take()) {
+                return Err(error);
+            }
+            self.place(slots, stream.cut.filled.widen(), divisor.value);
+            let groups = marks.as_deref_mut().map_or(&mut [][..], Marks::groups);
+            if !count_and_mark(pool, slots, groups, &divisor) {
+                return Ok(false);
+            }
+            let closed: usize = slots.iter().map(|slot| slot.closed).sum();
+            if closed as u64 > PACKS_A_CHUNK * used as u64 {
+                // Packs far shorter than samples: what one merge writes has to be bounded.
+                for slot in &*slots {
+                    self.merge_chunk(&slot.chunk, stream)?;
+                }
+                continue;
+            }
+            self.merge_window(pool, slots, closed, stream)?;
+        }
+        Ok(true)
+    }
+
+    /// Where in a pack each chunk begins, and how many packs it closes.
+    fn place(&self, slots: &mut [Slot<C>], mut filled: u64, max_length: u64) {
+        for slot in slots {
+            slot.cut.filled = C::Word::truncate(filled);
+            let sum = filled + slot.chunk.tokens;
+            slot.closed = (sum / max_length) as usize;
+            filled = sum % max_length;
+        }
+    }
+
+    fn merge_window(
+        &mut self,
+        pool: &ThreadPool,
+        slots: &mut [Slot<C>],
+        closed: usize,
+        stream: &mut Stream<C>,
+    ) -> Result<(), PackError> {
+        let mut cut = stream.cut;
+        for slot in &mut *slots {
+            slot.chunk.note_end(stream);
+            slot.cut = cut;
+            cut = if slot.closed > 0 {
+                slot.open
+            } else {
+                Cut { filled: slot.open.filled, start: cut.start, longest: cut.longest.max(slot.open.longest) }
+            };
+        }
+        stream.cut = cut;
+        let pieces: usize = slots.iter().map(|slot| slot.pieces).sum();
+        let mut pieces_before = self.totals.pieces;
+        let max_length = self.max_length;
+        let mut room = self.sink.room(pieces, closed)?;
+        let mut jobs = Vec::with_capacity(slots.len());
+        for slot in &mut *slots {
+            let own = take_room(&mut room, slot.pieces, slot.closed);
+            jobs.push((pieces_before, own));
+            pieces_before += slot.pieces;
+        }
+        pool.install(|| {
+            slots.par_iter_mut().zip(jobs).with_max_len(1).for_each(|(slot, (pieces_before, mut own))| {
+                let mut cut = slot.cut;
+                let Chunk { indices, lengths, .. } = &slot.chunk;
+                slot.written = kernel::merge(indices, lengths, max_length, &mut cut, pieces_before, &mut own);
+            });
+        });
+        let mut total = Written::default();
+        for slot in slots.iter() {
+            if slot.written.packs > 0 {
+                total.pieces_closed = total.pieces + slot.written.pieces_closed;
+            }
+            total.pieces += slot.written.pieces;
+            total.packs += slot.written.packs;
+            total.skipped += slot.written.skipped;
+        }
+        self.keep(total, stream)
+    }
+}
+
+/// Count every chunk and mark its samples; whether no sample was marked before.
+fn count_and_mark<C: Cell>(pool: &ThreadPool, slots: &mut [Slot<C>], groups: &mut [Bits], divisor: &Divisor) -> bool {
+    pool.install(|| {
+        if groups.is_empty() {
+            slots.par_iter_mut().with_max_len(1).for_each(|slot| slot.count(divisor));
+            return true;
+        }
+        let share = slots.len().div_ceil(groups.len());
+        groups
+            .par_iter_mut()
+            .zip(slots.par_chunks_mut(share))
+            .map(|(bits, slots)| {
+                let mut distinct = true;
+                for slot in slots {
+                    slot.count(divisor);
+                    distinct &= bits.mark(&slot.chunk.indices);
+                }
+                distinct
+            })
+            .reduce(|| true, |left, right| left & right)
+    })
+}
+
+/// Split the first entries off a room.
+fn take_room<'a, S>(room: &mut Room<'a, S>, pieces: usize, packs: usize) -> Room<'a, S> {
+    fn split<'a, S>(slice: &mut &'a mut [S], len: usize) -> &'a mut [S] {
+        let (head, tail) = core::mem::take(slice).split_at_mut(len);
+        *slice = tail;
+        head
+    }
+    Room {
+        indices: split(&mut room.indices, pieces),
+        indices_cu_len: split(&mut room.indices_cu_len, packs),
+        start_offset: split(&mut room.start_offset, packs),
+        end_offset: split(&mut room.end_offset, packs),
+        longest: split(&mut room.longest, packs),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Divisor;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn divisor_agrees_with_division(value in 1u64.., number in any::<u64>(), factor in any::<u64>()) {
+            let divisor = Divisor::new(value);
+            prop_assert_eq!(divisor.divides(number), number % value == 0);
+            if let Some(multiple) = value.checked_mul(factor % 1000) {
+                prop_assert!(divisor.divides(multiple));
+            }
+        }
+    }
+}

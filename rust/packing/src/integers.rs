@@ -1,0 +1,246 @@
+//! A borrowed column of integers of any width, contiguous or strided.
+//!
+//! What always holds: every read is bounds-checked against the length given at construction, is done
+//! once, and goes through a raw pointer. So a column whose values another thread changes meanwhile
+//! gives some value, never undefined behaviour in safe code that trusted two reads to agree.
+#![allow(unsafe_code)]
+
+use core::marker::PhantomData;
+
+/// The integer types a column may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IntegerKind {
+    /// 8 bits, signed
+    I8,
+    /// 16 bits, signed
+    I16,
+    /// 32 bits, signed
+    I32,
+    /// 64 bits, signed
+    I64,
+    /// 8 bits, unsigned
+    U8,
+    /// 16 bits, unsigned
+    U16,
+    /// 32 bits, unsigned
+    U32,
+    /// 64 bits, unsigned
+    U64,
+}
+
+impl IntegerKind {
+    /// Whether values may be negative.
+    #[must_use]
+    pub fn is_signed(self) -> bool {
+        matches!(self, Self::I8 | Self::I16 | Self::I32 | Self::I64)
+    }
+}
+
+/// A borrowed column of integers.
+#[derive(Clone, Copy, Debug)]
+pub struct Integers<'a> {
+    data: *const u8,
+    len: usize,
+    stride: isize,
+    kind: IntegerKind,
+    borrow: PhantomData<&'a [u8]>,
+}
+
+// SAFETY: reads only; the memory outlives 'a by the contract of `from_raw`.
+unsafe impl Send for Integers<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Integers<'_> {}
+
+/// Integers that a column can be read into: widened to 64 bits with their sign, or cut to 32.
+pub trait Word: Copy + Default + Ord + Send + Sync + 'static {
+    /// The low bits of a sign-extended value.
+    fn truncate(value: u64) -> Self;
+    /// The value with zeros above.
+    fn widen(self) -> u64;
+}
+
+impl Word for u32 {
+    #[inline(always)]
+    fn truncate(value: u64) -> Self {
+        value as u32
+    }
+    #[inline(always)]
+    fn widen(self) -> u64 {
+        u64::from(self)
+    }
+}
+
+impl Word for u64 {
+    #[inline(always)]
+    fn truncate(value: u64) -> Self {
+        value
+    }
+    #[inline(always)]
+    fn widen(self) -> u64 {
+        self
+    }
+}
+
+/// A machine integer, sign-extended to 64 bits.
+trait Source: Copy {
+    fn extend(self) -> u64;
+}
+
+macro_rules! source {
+    ($($type:ty),*) => {$(
+        impl Source for $type {
+            #[inline(always)]
+            fn extend(self) -> u64 {
+                self as i64 as u64
+            }
+        }
+    )*};
+}
+source!(i8, i16, i32, i64, u8, u16, u32, u64);
+
+macro_rules! with_type {
+    ($kind:expr, $type:ident => $body:expr) => {
+        match $kind {
+            IntegerKind::I8 => { type $type = i8; $body }
+            IntegerKind::I16 => { type $type = i16; $body }
+            IntegerKind::I32 => { type $type = i32; $body }
+            IntegerKind::I64 => { type $type = i64; $body }
+            IntegerKind::U8 => { type $type = u8; $body }
+            IntegerKind::U16 => { type $type = u16; $body }
+            IntegerKind::U32 => { type $type = u32; $body }
+            IntegerKind::U64 => { type $type = u64; $body }
+        }
+    };
+}
+
+macro_rules! from_slice {
+    ($($type:ty => $kind:ident),*) => {$(
+        impl<'a> From<&'a [$type]> for Integers<'a> {
+            fn from(slice: &'a [$type]) -> Self {
+                // SAFETY: a slice is readable memory of its length for its lifetime.
+                unsafe {
+                    Self::from_raw(slice.as_ptr().cast(), slice.len(), size_of::<$type>() as isize, IntegerKind::$kind)
+                }
+            }
+        }
+    )*};
+}
+from_slice!(i8 => I8, i16 => I16, i32 => I32, i64 => I64, u8 => U8, u16 => U16, u32 => U32, u64 => U64);
+
+impl<'a> Integers<'a> {
+    /// A column over `len` integers of `kind`, `stride` bytes apart, the first at `data`. No alignment is needed.
+    ///
+    /// # Safety
+    /// The memory of every element stays readable for `'a`. Its content may change.
+    #[must_use]
+    pub unsafe fn from_raw(data: *const u8, len: usize, stride: isize, kind: IntegerKind) -> Self {
+        Self { data, len, stride, kind, borrow: PhantomData }
+    }
+
+    /// How many integers.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The type of the integers.
+    #[must_use]
+    pub fn kind(&self) -> IntegerKind {
+        self.kind
+    }
+
+    /// One value, sign-extended to 64 bits.
+    ///
+    /// # Panics
+    /// When `index` is out of range.
+    #[must_use]
+    pub fn get(&self, index: usize) -> u64 {
+        let mut value = [0u64];
+        let indices = [index as u64];
+        self.gather(&indices, &mut value);
+        value[0]
+    }
+
+    /// Read `out.len()` consecutive values from `start` on, and return the bitwise or of them all,
+    /// sign-extended: its top bit tells whether any is negative or 2⁶³ and above, its upper half whether any exceeds 32 bits.
+    ///
+    /// # Panics
+    /// When the range is not within the column.
+    pub fn read<W: Word>(&self, start: usize, out: &mut [W]) -> u64 {
+        assert!(start <= self.len && out.len() <= self.len - start, "range within the column");
+        with_type!(self.kind, T => {
+            // SAFETY: the range was checked against the column's length.
+            unsafe { self.read_typed::<T, W>(start, out) }
+        })
+    }
+
+    /// # Safety
+    /// `start + out.len()` is at most the column's length, and T is the column's type.
+    #[inline(always)]
+    unsafe fn read_typed<T: Source, W: Word>(&self, start: usize, out: &mut [W]) -> u64 {
+        let mut seen = 0u64;
+        if self.stride == size_of::<T>() as isize {
+            // SAFETY: in range, by the caller's promise.
+            let base = unsafe { self.data.cast::<T>().add(start) };
+            for (offset, slot) in out.iter_mut().enumerate() {
+                // SAFETY: in range, by the caller's promise.
+                let value = unsafe { base.add(offset).read_unaligned() }.extend();
+                seen |= value;
+                *slot = W::truncate(value);
+            }
+        } else {
+            for (offset, slot) in out.iter_mut().enumerate() {
+                // SAFETY: in range, by the caller's promise.
+                let value = unsafe { self.at::<T>(start + offset).read_unaligned() }.extend();
+                seen |= value;
+                *slot = W::truncate(value);
+            }
+        }
+        seen
+    }
+
+    #[inline(always)]
+    fn at<T>(&self, index: usize) -> *const T {
+        self.data.wrapping_offset(self.stride.wrapping_mul(index as isize)).cast()
+    }
+
+    /// Read the values at `indices` into `out` (as many as there are indices), and return the
+    /// bitwise or of them all as `read` does.
+    ///
+    /// # Panics
+    /// When an index is out of range, or `out` and `indices` differ in length.
+    pub fn gather<I: Word, W: Word>(&self, indices: &[I], out: &mut [W]) -> u64 {
+        assert_eq!(indices.len(), out.len(), "one slot an index");
+        with_type!(self.kind, T => {
+            if self.stride == size_of::<T>() as isize {
+                self.gather_typed::<T, I, W, true>(indices, out)
+            } else {
+                self.gather_typed::<T, I, W, false>(indices, out)
+            }
+        })
+    }
+
+    #[inline(always)]
+    fn gather_typed<T: Source, I: Word, W: Word, const DENSE: bool>(&self, indices: &[I], out: &mut [W]) -> u64 {
+        // Checked in a loop of its own, which is vectorised; one check an index among the loads
+        // below would leave fewer of them in flight.
+        let largest = indices.iter().copied().max().unwrap_or_default().widen();
+        assert!(indices.is_empty() || largest < self.len as u64, "index within the column");
+        let mut seen = 0u64;
+        for (&index, slot) in indices.iter().zip(out.iter_mut()) {
+            let index = index.widen() as usize;
+            let address = if DENSE { self.data.cast::<T>().wrapping_add(index) } else { self.at::<T>(index) };
+            // SAFETY: no index exceeds the largest, which was checked against the column's length.
+            let value = unsafe { address.read_unaligned() }.extend();
+            seen |= value;
+            *slot = W::truncate(value);
+        }
+        seen
+    }
+}

@@ -1,0 +1,274 @@
+//! Hard packing against its definition, by brute force: nothing here uses the crate's algorithms.
+
+use proptest::prelude::*;
+use tundish_packing::hard::{OrderSource, Prepared, Request};
+use tundish_packing::lookup::{self, Lengths, TO_THE_END};
+use tundish_packing::{Field, Integers, PackError, Plan, Silent, verify};
+
+/// The six columns, by the definition over cumulative lengths.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Expected {
+    columns: [Vec<i64>; 6],
+}
+
+fn oracle(lengths: &[u64], order: &[usize], max_length: u64, drop_last: bool, dataset: i64, out: &mut Expected) {
+    let mut cumulative = vec![0u64];
+    for &sample in order {
+        cumulative.push(cumulative[cumulative.len() - 1] + lengths[sample]);
+    }
+    let total = cumulative[order.len()];
+    let packs = if drop_last { total / max_length } else { total.div_ceil(max_length) };
+    let mut pieces = out.columns[1].len();
+    for pack in 0..packs {
+        let from = pack * max_length;
+        let to = ((pack + 1) * max_length).min(total);
+        let first = (0..order.len()).rev().find(|&s| cumulative[s] <= from).unwrap();
+        let last = (0..order.len()).rev().find(|&e| cumulative[e] < to).unwrap();
+        let longest = (first..=last).map(|s| cumulative[s + 1].min(to) - cumulative[s].max(from)).max().unwrap();
+        pieces += last - first + 1;
+        out.columns[0].push(dataset);
+        out.columns[1].extend(order[first..=last].iter().map(|&sample| sample as i64));
+        out.columns[2].push(pieces as i64);
+        out.columns[3].push((from - cumulative[first]) as i64);
+        out.columns[4].push((to - cumulative[last]) as i64);
+        out.columns[5].push(longest as i64);
+    }
+}
+
+fn columns(plan: &Plan) -> Expected {
+    Expected { columns: plan.columns.each_ref().map(|column| column.to_i64()) }
+}
+
+fn pack(
+    lengths: &[&[u64]],
+    order: OrderSource<'_>,
+    max_length: u64,
+    (drop_last, global_pack): (bool, bool),
+    threads: usize,
+) -> Result<Plan, PackError> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+    let request = Request {
+        lengths: lengths.iter().map(|&column| Integers::from(column)).collect(),
+        order,
+        max_length,
+        drop_last,
+        global_pack,
+        pool: (threads > 1).then_some(&pool),
+    };
+    Prepared::new(request, &mut Silent)?.pack(&mut Silent)
+}
+
+/// Lengths with many zeros, ones and exact multiples, where boundaries fall on samples.
+fn length() -> impl Strategy<Value = u64> {
+    prop_oneof![3 => 0u64..4, 4 => 0u64..40, 1 => 40u64..400, 1 => (0u64..8).prop_map(|n| n * 16)]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn agrees_with_the_definition(
+        lengths in prop::collection::vec(length(), 0..60),
+        keys in prop::collection::vec(any::<u32>(), 60),
+        used in 0usize..=60,
+        max_length in prop_oneof![1u64..50, Just(16u64), Just(1u64)],
+        drop_last in any::<bool>(),
+        given in any::<bool>(),
+    ) {
+        let mut order: Vec<usize> = (0..lengths.len()).collect();
+        if given {
+            order.sort_by_key(|&sample| keys[sample]);
+            order.truncate(used);
+        }
+        let mut expected = Expected::default();
+        oracle(&lengths, &order, max_length, drop_last, 0, &mut expected);
+        let wide: Vec<i64> = order.iter().map(|&sample| sample as i64).collect();
+        let source = if given { OrderSource::Given(Integers::from(&wide[..])) } else { OrderSource::Natural };
+        let plan = pack(&[&lengths], source, max_length, (drop_last, false), 1).unwrap();
+        prop_assert_eq!(&columns(&plan), &expected);
+        let total: u64 = order.iter().map(|&sample| lengths[sample]).sum();
+        prop_assert_eq!(plan.facts.tokens, total);
+        let full = total / max_length * max_length;
+        prop_assert_eq!(plan.facts.tokens_packed, if drop_last { full } else { total });
+        verify::verify(&plan.views(), &plan.facts, &[Integers::from(&lengths[..])], None, &mut Silent).unwrap();
+    }
+
+    #[test]
+    fn several_datasets(
+        datasets in prop::collection::vec(prop::collection::vec(length(), 0..20), 0..5),
+        max_length in 1u64..50,
+        drop_last in any::<bool>(),
+        global_pack in any::<bool>(),
+    ) {
+        let views: Vec<&[u64]> = datasets.iter().map(|column| &column[..]).collect();
+        let mut expected = Expected::default();
+        if global_pack {
+            let all = datasets.concat();
+            oracle(&all, &(0..all.len()).collect::<Vec<_>>(), max_length, drop_last, 0, &mut expected);
+        } else {
+            for (id, column) in datasets.iter().enumerate() {
+                oracle(column, &(0..column.len()).collect::<Vec<_>>(), max_length, drop_last, id as i64, &mut expected);
+            }
+        }
+        let plan = pack(&views, OrderSource::Natural, max_length, (drop_last, global_pack), 1).unwrap();
+        prop_assert_eq!(&columns(&plan), &expected);
+        for seed in [0, 7] {
+            let plan = pack(&views, OrderSource::Seed(seed), max_length, (drop_last, global_pack), 1).unwrap();
+            let lengths: Vec<Integers<'_>> = views.iter().map(|&column| Integers::from(column)).collect();
+            verify::verify(&plan.views(), &plan.facts, &lengths, None, &mut Silent).unwrap();
+        }
+    }
+
+    #[test]
+    fn lookup_gives_the_pieces(
+        lengths in prop::collection::vec(length(), 1..60),
+        max_length in 1u64..50,
+        drop_last in any::<bool>(),
+    ) {
+        let plan = pack(&[&lengths], OrderSource::Seed(3), max_length, (drop_last, false), 1).unwrap();
+        let all: Vec<u64> = (0..plan.facts.packs).collect();
+        let attached = Lengths { datasets: vec![Integers::from(&lengths[..])], global_pack: false };
+        let with = lookup::lookup(&plan.views(), &Integers::from(&all[..]), Some(&attached)).unwrap();
+        let without = lookup::lookup(&plan.views(), &Integers::from(&all[..]), None).unwrap();
+        prop_assert_eq!(&with.sample, &without.sample);
+        for pack in 0..all.len() {
+            let range = with.piece_cu[pack] as usize..with.piece_cu[pack + 1] as usize;
+            let sizes: Vec<i64> = range.clone().map(|piece| with.stop[piece] - with.start[piece]).collect();
+            let tokens: i64 = sizes.iter().sum();
+            prop_assert!(tokens == max_length as i64 || (!drop_last && pack + 1 == all.len()));
+            prop_assert_eq!(*sizes.iter().max().unwrap(), plan.column(Field::Longest).to_i64()[pack]);
+            for piece in range.start..range.end - 1 {
+                prop_assert_eq!(without.stop[piece], TO_THE_END);
+            }
+            prop_assert_eq!(without.stop[range.end - 1], with.stop[range.end - 1]);
+        }
+    }
+}
+
+/// A generator that owes nothing to the crate's.
+fn pseudo_random(seed: u64) -> impl FnMut() -> u64 {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    }
+}
+
+#[test]
+fn any_number_of_threads_gives_the_same_plan() {
+    for (case, max_length) in [(1u64, 7u64), (2, 64), (3, 4096), (4, 100_000_000), (5, 1)] {
+        let mut random = pseudo_random(case);
+        let lengths: Vec<u64> = (0..300_001)
+            .map(|_| match random() % 8 {
+                0 => 0,
+                1 => max_length.min(64),
+                2 => random() % 4,
+                3 if max_length > 1 => random() % 3000,
+                _ => random() % 40,
+            })
+            .collect();
+        let mut order: Vec<u32> = (0..lengths.len() as u32).collect();
+        for last in (1..order.len()).rev() {
+            order.swap(last, (random() % (last as u64 + 1)) as usize);
+        }
+        order.truncate(lengths.len() - (case as usize % 2) * 777);
+        for drop_last in [false, true] {
+            for source in [OrderSource::Given(Integers::from(&order[..])), OrderSource::Natural, OrderSource::Seed(9)] {
+                let one = pack(&[&lengths], source, max_length, (drop_last, false), 1).unwrap();
+                for threads in [2, 3] {
+                    let many = pack(&[&lengths], source, max_length, (drop_last, false), threads).unwrap();
+                    assert!(one == many, "case {case}, {threads} threads, drop_last {drop_last}");
+                }
+                verify::verify(&one.views(), &one.facts, &[Integers::from(&lengths[..])], None, &mut Silent).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn wide_values_are_kept() {
+    let lengths = [1u64 << 40, 5, (1 << 33) + 7];
+    let max_length = 1u64 << 39;
+    let mut expected = Expected::default();
+    oracle(&lengths, &[2, 0, 1], max_length, false, 0, &mut expected);
+    let order = [2i8, 0, 1];
+    let plan =
+        pack(&[&lengths], OrderSource::Given(Integers::from(&order[..])), max_length, (false, false), 1).unwrap();
+    assert_eq!(columns(&plan), expected);
+    assert!(matches!(plan.column(Field::Indices), tundish_packing::plan::Column::I32(_)));
+    assert!(matches!(plan.column(Field::EndOffset), tundish_packing::plan::Column::I64(_)));
+}
+
+#[test]
+fn a_sample_of_very_many_packs() {
+    let lengths = [3u64, 1_000_003, 5, 0, 2_000_000];
+    for max_length in [1u64, 2, 7] {
+        let plan = pack(&[&lengths], OrderSource::Natural, max_length, (false, false), 1).unwrap();
+        let total: u64 = lengths.iter().sum();
+        assert_eq!(plan.facts.packs, total.div_ceil(max_length));
+        verify::verify(&plan.views(), &plan.facts, &[Integers::from(&lengths[..])], None, &mut Silent).unwrap();
+    }
+}
+
+#[test]
+fn bad_orders_and_lengths_are_refused() {
+    let lengths = vec![10u64; 200_000];
+    for threads in [1, 2] {
+        for (position, value) in [(0usize, -1i64), (150_000, 200_000), (199_999, i64::MAX), (70_000, 3)] {
+            let mut order: Vec<i64> = (0..200_000).collect();
+            order[position] = value;
+            let source = OrderSource::Given(Integers::from(&order[..]));
+            match pack(&[&lengths], source, 64, (true, false), threads) {
+                Err(PackError::OrderOutOfRange { position: at, value: found, .. }) => {
+                    assert_eq!((at, found), (position, i128::from(value)));
+                }
+                Err(PackError::OrderRepeated { position: at, sample }) => assert_eq!((at, sample), (position, 3)),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+    let negative = [4i64, 7, -2];
+    let request = |lengths| Request {
+        lengths: vec![lengths],
+        order: OrderSource::Natural,
+        max_length: 4,
+        drop_last: true,
+        global_pack: false,
+        pool: None,
+    };
+    assert!(matches!(
+        Prepared::new(request(Integers::from(&negative[..])), &mut Silent),
+        Err(PackError::NegativeLength { sample: 2, value: -2, .. })
+    ));
+    let large = [1u64 << 62, 1 << 62, 1];
+    assert!(matches!(
+        Prepared::new(request(Integers::from(&large[..])), &mut Silent),
+        Err(PackError::TotalTooLarge { sample: 1, .. })
+    ));
+    assert!(matches!(
+        Prepared::new(request(Integers::from(&[1u64 << 62][..])), &mut Silent).unwrap().pack(&mut Silent),
+        Err(PackError::TooLarge { .. })
+    ));
+}
+
+#[test]
+fn verify_finds_every_changed_value() {
+    let mut random = pseudo_random(5);
+    let lengths: Vec<u64> = (0..400).map(|_| random() % 50).collect();
+    let views = [Integers::from(&lengths[..])];
+    let plan = pack(&[&lengths], OrderSource::Seed(1), 64, (true, false), 1).unwrap();
+    for field in 0..6 {
+        for entry in 0..plan.columns[field].len() {
+            let mut broken = plan.clone();
+            let tundish_packing::plan::Column::I32(values) = &mut broken.columns[field] else { panic!() };
+            values[entry] += 1;
+            let result = verify::verify(&broken.views(), &broken.facts, &views, None, &mut Silent);
+            assert!(result.is_err(), "field {field} entry {entry}");
+        }
+    }
+    let mut other = lengths.clone();
+    other[17] += 1;
+    assert!(verify::verify(&plan.views(), &plan.facts, &[Integers::from(&other[..])], None, &mut Silent).is_err());
+}

@@ -1,0 +1,57 @@
+//! The one door from Python into long work.
+//!
+//! What always holds: the work runs without the GIL; at least every `LOOK_AROUND` the door looks for signals, so
+//! that Ctrl-C ends the work within 100 ms, and tells the caller's progress callback how far it is.
+
+use std::time::{Duration, Instant};
+
+use pyo3::marker::Ungil;
+use pyo3::prelude::*;
+use tundish_packing::{PackError, Watch};
+
+use crate::error::BindingError;
+
+/// Between two looks at signals and progress.
+const LOOK_AROUND: Duration = Duration::from_millis(30);
+
+/// Looks around while work runs.
+pub(crate) struct Door {
+    progress: Option<Py<PyAny>>,
+    last: Instant,
+    raised: Option<PyErr>,
+}
+
+impl Watch for Door {
+    fn tick(&mut self, phase: &'static str, done: u64, total: u64) -> Result<(), PackError> {
+        if self.last.elapsed() < LOOK_AROUND {
+            return Ok(());
+        }
+        let progress = &self.progress;
+        let looked = Python::attach(|py| {
+            py.check_signals()?;
+            if let Some(callback) = progress {
+                callback.call1(py, (phase, done, total))?;
+            }
+            Ok(())
+        });
+        self.last = Instant::now();
+        looked.map_err(|error: PyErr| {
+            self.raised = Some(error);
+            PackError::Interrupted
+        })
+    }
+}
+
+/// Run `work` without the GIL. `progress(phase, done, total)` is called now and then, if there is one.
+pub(crate) fn enter<T, F>(py: Python<'_>, progress: Option<Py<PyAny>>, work: F) -> PyResult<T>
+where
+    T: Ungil + Send,
+    F: Ungil + Send + FnOnce(&mut Door) -> Result<T, BindingError>,
+{
+    let mut door = Door { progress, last: Instant::now(), raised: None };
+    let result = py.detach(|| work(&mut door));
+    match (result, door.raised) {
+        (Err(BindingError::Pack(PackError::Interrupted)), Some(raised)) => Err(raised),
+        (result, _) => result.map_err(PyErr::from),
+    }
+}

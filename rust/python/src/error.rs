@@ -1,0 +1,99 @@
+//! The one mapping from the errors of the core crates to Python's.
+//!
+//! The classes live in `tundish.errors`; each derives from `TundishError` and from the builtin that fits.
+
+use std::path::Path;
+
+use pyo3::exceptions::PyIndexError;
+use pyo3::prelude::*;
+use tundish_commit::CommitError;
+use tundish_packing::PackError;
+
+/// Everything a binding can fail with.
+#[derive(Debug)]
+pub(crate) enum BindingError {
+    Pack(PackError),
+    /// An argument of the wrong type or dtype.
+    Type(String),
+    /// Threads could not be started.
+    Threads(String),
+    /// Raised by Python code that was called, or by a signal.
+    Python(PyErr),
+}
+
+impl From<PackError> for BindingError {
+    fn from(error: PackError) -> Self {
+        Self::Pack(error)
+    }
+}
+
+impl From<PyErr> for BindingError {
+    fn from(error: PyErr) -> Self {
+        Self::Python(error)
+    }
+}
+
+impl From<BindingError> for PyErr {
+    fn from(error: BindingError) -> Self {
+        match error {
+            BindingError::Python(error) => error,
+            BindingError::Type(message) => raise("InvalidTypeError", &message),
+            BindingError::Threads(message) => raise("InvalidInputError", &message),
+            BindingError::Pack(error) => pack_error(&error),
+        }
+    }
+}
+
+fn pack_error(error: &PackError) -> PyErr {
+    let message = error.to_string();
+    match error {
+        PackError::NoSuchPack { .. } => PyIndexError::new_err(message),
+        PackError::Format { .. } => raise("PlanFormatError", &message),
+        PackError::Mismatch(_) => raise("PlanMismatchError", &message),
+        PackError::Missing { path, reason } => raise_os("NotFoundError", ENOENT, reason, path),
+        PackError::Io { path, source } => {
+            raise_os("StorageError", source.raw_os_error().unwrap_or(EIO), &system_message(source), path)
+        }
+        PackError::Commit(error) => commit_error(error),
+        _ => raise("InvalidInputError", &message),
+    }
+}
+
+const EIO: i32 = 5;
+const ENOENT: i32 = 2;
+
+fn commit_error(error: &CommitError) -> PyErr {
+    let class = match error {
+        CommitError::TargetExists { .. } => "AlreadyExistsError",
+        CommitError::ParentMissing { .. } => "NotFoundError",
+        CommitError::InvalidName { .. } => return raise("InvalidInputError", &error.to_string()),
+        _ => "StorageError",
+    };
+    // The message names the path too, and what was being done to it.
+    raise_os(class, error.raw_os_error().unwrap_or(EIO), &error.to_string(), error.path())
+}
+
+fn system_message(source: &std::io::Error) -> String {
+    let text = source.to_string();
+    text.split(" (os error").next().unwrap_or(&text).to_owned()
+}
+
+/// An error of `tundish.errors`, made when it is raised.
+fn raise(class: &str, message: &str) -> PyErr {
+    make(class, |class| class.call1((message,)))
+}
+
+/// One that is an `OSError` too.
+fn raise_os(class: &str, code: i32, message: &str, path: &Path) -> PyErr {
+    make(class, |class| class.call1((code, message, path)))
+}
+
+fn make(class: &str, call: impl for<'py> FnOnce(Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>) -> PyErr {
+    Python::attach(|py| {
+        let made = py.import("tundish.errors").and_then(|module| module.getattr(class)).and_then(call);
+        match made {
+            Ok(error) => PyErr::from_value(error),
+            Err(error) => error,
+        }
+    })
+}

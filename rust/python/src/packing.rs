@@ -1,0 +1,237 @@
+//! Binds `tundish-packing`.
+
+use std::path::PathBuf;
+
+use numpy::{PyArray1, PyUntypedArray};
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use tundish_packing::hard::{OrderSource, Prepared, Request};
+use tundish_packing::lookup::{self, Lengths};
+use tundish_packing::plan::{Column as PlanColumn, Facts, Views};
+use tundish_packing::shuffle::RandomState;
+use tundish_packing::{Integers, PackError, folder, verify as checking};
+
+use crate::columns::Column;
+use crate::enter::{Door, enter};
+use crate::error::BindingError;
+use crate::threads;
+
+/// What `pack`, `write` and `fingerprint` are asked for.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct Job<'py> {
+    lengths: Vec<Bound<'py, PyUntypedArray>>,
+    order: Option<Bound<'py, PyUntypedArray>>,
+    seed: Option<u32>,
+    max_length: u64,
+    drop_last: bool,
+    global_pack: bool,
+    threads: Option<usize>,
+}
+
+impl Job<'_> {
+    /// Check and hash the inputs, then go on with `work`; all of it without the GIL.
+    fn run<T: Send>(
+        &self,
+        py: Python<'_>,
+        progress: Option<Py<PyAny>>,
+        work: impl FnOnce(&Prepared<'_>, &mut Door) -> Result<T, PackError> + Send,
+    ) -> PyResult<T> {
+        let lengths = Column::all(&self.lengths)?;
+        let order = self.order.as_ref().map(Column::new).transpose()?;
+        let (seed, max_length, drop_last, global_pack) =
+            (self.seed, self.max_length, self.drop_last, self.global_pack);
+        let threads = self.threads.unwrap_or_else(threads::available);
+        enter(py, progress, move |door| {
+            let request = Request {
+                lengths: lengths.iter().map(Column::view).collect(),
+                order: match (&order, seed) {
+                    (Some(order), _) => OrderSource::Given(order.view()),
+                    (None, Some(seed)) => OrderSource::Seed(seed),
+                    (None, None) => OrderSource::Natural,
+                },
+                max_length,
+                drop_last,
+                global_pack,
+                pool: threads::pool(threads)?,
+            };
+            let prepared = Prepared::new(request, door)?;
+            Ok(work(&prepared, door)?)
+        })
+    }
+}
+
+/// The facts of a plan as JSON, and its six columns.
+#[pyfunction]
+#[pyo3(signature = (job, progress=None))]
+pub(crate) fn pack<'py>(
+    py: Python<'py>,
+    job: Job<'py>,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<(String, Bound<'py, PyTuple>)> {
+    let plan = job.run(py, progress, |prepared, door| prepared.pack(door))?;
+    let columns = plan.columns.map(|column| to_numpy(py, column));
+    Ok((to_json(&plan.facts)?, PyTuple::new(py, columns)?))
+}
+
+/// Compute a plan straight into the folder `target`; its facts as JSON.
+#[pyfunction]
+#[pyo3(signature = (job, target, progress=None))]
+pub(crate) fn write(py: Python<'_>, job: Job<'_>, target: PathBuf, progress: Option<Py<PyAny>>) -> PyResult<String> {
+    let facts = job.run(py, progress, |prepared, door| prepared.write(&target, door))?;
+    to_json(&facts)
+}
+
+/// The fingerprint of the plan that `pack` would make.
+#[pyfunction]
+#[pyo3(signature = (job, progress=None))]
+pub(crate) fn fingerprint(py: Python<'_>, job: Job<'_>, progress: Option<Py<PyAny>>) -> PyResult<String> {
+    job.run(py, progress, |prepared, _| Ok(prepared.fingerprint().to_string()))
+}
+
+/// Write a plan to a folder.
+#[pyfunction]
+#[pyo3(signature = (columns, facts, target, progress=None))]
+pub(crate) fn save(
+    py: Python<'_>,
+    columns: [Bound<'_, PyUntypedArray>; 6],
+    facts: &str,
+    target: PathBuf,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<()> {
+    let columns = Column::all(&columns)?;
+    let facts = from_json(facts)?;
+    enter(py, progress, move |door| Ok(folder::save(&views(&columns)?, &facts, &target, door)?))
+}
+
+/// Check a plan folder: its facts as JSON, and path, width in bytes, length and offset of each column's values.
+#[pyfunction]
+#[pyo3(signature = (path, progress=None))]
+#[allow(clippy::type_complexity)]
+pub(crate) fn open_plan(
+    py: Python<'_>,
+    path: PathBuf,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<(String, Vec<(PathBuf, u8, u64, u64)>)> {
+    let (facts, files) = enter(py, progress, move |door| Ok(folder::open(&path, door)?))?;
+    let files =
+        files.into_iter().map(|file| (file.path, if file.wide { 8 } else { 4 }, file.len, file.offset)).collect();
+    Ok((to_json(&facts)?, files))
+}
+
+/// Check a plan against lengths.
+#[pyfunction]
+#[pyo3(signature = (columns, facts, lengths, threads=None, progress=None))]
+pub(crate) fn verify(
+    py: Python<'_>,
+    columns: [Bound<'_, PyUntypedArray>; 6],
+    facts: &str,
+    lengths: Vec<Bound<'_, PyUntypedArray>>,
+    threads: Option<usize>,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<()> {
+    let columns = Column::all(&columns)?;
+    let lengths = Column::all(&lengths)?;
+    let facts = from_json(facts)?;
+    enter(py, progress, move |door| {
+        let pool = threads::pool(threads.unwrap_or_else(threads::available))?;
+        let lengths: Vec<Integers<'_>> = lengths.iter().map(Column::view).collect();
+        Ok(checking::verify(&views(&columns)?, &facts, &lengths, pool, door)?)
+    })
+}
+
+/// The order that numpy's `RandomState(seed).shuffle(arange(samples))` gives.
+#[pyfunction]
+#[pyo3(signature = (samples, seed, progress=None))]
+pub(crate) fn shuffled_indices<'py>(
+    py: Python<'py>,
+    samples: usize,
+    seed: u32,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let column = enter(py, progress, move |door| {
+        let mut random = RandomState::new(seed);
+        Ok(if samples <= 1 << 31 {
+            PlanColumn::I32(random.shuffled(samples, door)?)
+        } else {
+            PlanColumn::I64(random.shuffled(samples, door)?)
+        })
+    })?;
+    Ok(to_numpy(py, column))
+}
+
+/// Looks packs up in the columns of a plan.
+#[pyclass(frozen)]
+pub(crate) struct PlanReader {
+    columns: Vec<Column>,
+    lengths: Option<Vec<Column>>,
+    global_pack: bool,
+}
+
+/// dataset_id, piece_cu, sample, start, stop
+type LookupArrays<'py> = (
+    Bound<'py, PyArray1<i64>>,
+    Bound<'py, PyArray1<i64>>,
+    Bound<'py, PyArray1<i64>>,
+    Bound<'py, PyArray1<i64>>,
+    Bound<'py, PyArray1<i64>>,
+);
+
+#[pymethods]
+impl PlanReader {
+    #[new]
+    #[pyo3(signature = (columns, lengths, global_pack))]
+    fn new(
+        columns: [Bound<'_, PyUntypedArray>; 6],
+        lengths: Option<Vec<Bound<'_, PyUntypedArray>>>,
+        global_pack: bool,
+    ) -> PyResult<Self> {
+        let columns = Column::all(&columns)?;
+        views(&columns)?;
+        Ok(Self { columns, lengths: lengths.as_deref().map(Column::all).transpose()?, global_pack })
+    }
+
+    /// The packs numbered `packs`, column by column.
+    fn lookup<'py>(&self, py: Python<'py>, packs: &Bound<'py, PyUntypedArray>) -> PyResult<LookupArrays<'py>> {
+        let packs = Column::new(packs)?;
+        let find = || -> Result<lookup::Lookup, BindingError> {
+            let lengths = self.lengths.as_ref().map(|columns| Lengths {
+                datasets: columns.iter().map(Column::view).collect(),
+                global_pack: self.global_pack,
+            });
+            Ok(lookup::lookup(&views(&self.columns)?, &packs.view(), lengths.as_ref())?)
+        };
+        // A handful of packs takes less time than giving the GIL away and taking it back.
+        let found = if packs.view().len() <= 64 { find()? } else { enter(py, None, |_| find())? };
+        Ok((
+            PyArray1::from_vec(py, found.dataset_id),
+            PyArray1::from_vec(py, found.piece_cu),
+            PyArray1::from_vec(py, found.sample),
+            PyArray1::from_vec(py, found.start),
+            PyArray1::from_vec(py, found.stop),
+        ))
+    }
+}
+
+fn views(columns: &[Column]) -> Result<Views<'_>, BindingError> {
+    let columns: Vec<Integers<'_>> = columns.iter().map(Column::view).collect();
+    match <[Integers<'_>; 6]>::try_from(columns) {
+        Ok(columns) => Views::new(columns).map_err(BindingError::Pack),
+        Err(_) => Err(BindingError::Type("a plan has six columns".into())),
+    }
+}
+
+fn to_numpy(py: Python<'_>, column: PlanColumn) -> Bound<'_, PyAny> {
+    match column {
+        PlanColumn::I32(values) => PyArray1::from_vec(py, values).into_any(),
+        PlanColumn::I64(values) => PyArray1::from_vec(py, values).into_any(),
+    }
+}
+
+fn to_json(facts: &Facts) -> PyResult<String> {
+    facts.to_json().map_err(|error| BindingError::Pack(error).into())
+}
+
+fn from_json(text: &str) -> Result<Facts, BindingError> {
+    Facts::from_json(text).map_err(BindingError::Pack)
+}
