@@ -19,7 +19,7 @@ use crate::threads;
 /// What `pack`, `write` and `fingerprint` are asked for.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
-struct Job<'py> {
+pub(crate) struct Job<'py> {
     lengths: Vec<Bound<'py, PyUntypedArray>>,
     order: Option<Bound<'py, PyUntypedArray>>,
     seed: Option<u32>,

@@ -1,0 +1,306 @@
+"""`pack` and `pack_datasets`: from token lengths to a plan.
+
+Owns the checks of their arguments and where the plan ends up: in memory, in a folder of its own, in a cache, or
+built once a node for all ranks. What always holds: arguments are refused before any work; a plan
+in a folder is published whole or not at all, and is the one that the arguments ask for.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import operator
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tundish import _native
+from tundish.errors import AlreadyExistsError, InvalidInputError, InvalidTypeError, StorageError
+from tundish.packing.columns import IntegerArray, as_integer_column
+from tundish.packing.plan import PackPlan
+from tundish.progress import ProgressLine
+
+__all__ = ["pack", "pack_datasets", "shuffled_indices"]
+
+MODES = ("hard",)
+PathLike = str | os.PathLike[str]
+
+
+def pack(
+    lengths: Any,
+    max_length: int,
+    *,
+    mode: str = "hard",
+    seed: int | None = None,
+    order: Any = None,
+    drop_last: bool = True,
+    threads: int | None = None,
+    out: PathLike | None = None,
+    cache_dir: PathLike | None = None,
+    share: bool = False,
+    group: Any = None,
+    progress: bool | None = None,
+) -> PackPlan:
+    """Plan fixed-length sequences over the samples of one dataset.
+
+    Hard packing: the samples, in order, are one stream of tokens, cut every `max_length` tokens.
+    Pack *i* holds the tokens `i * max_length` … `(i + 1) * max_length - 1` of the stream. Samples of
+    length 0 inside a pack are pieces of it; those on a boundary belong to no pack. The same
+    inputs give the same plan, bit for bit, for any dtype, stride, number of threads and platform.
+
+    Args:
+        lengths: tokens of each sample, shape (n,): a numpy array of any integer dtype (strided and
+            memory-mapped ones too), a torch tensor, a pyarrow array, or a sequence. Read without a
+            copy where it is an array, and kept, so that every `Piece.stop` of the plan is known.
+            Nobody may write to it meanwhile.
+        max_length: tokens a pack, at least 1.
+        mode: "hard".
+        seed: 0 … 2**32 - 1 to shuffle the samples exactly as
+            `numpy.random.RandomState(seed).shuffle(numpy.arange(n))` does; None keeps their order.
+        order: the order itself: integers, shape (k,), each in 0 … n - 1 and none twice; a subset leaves
+            samples out. With it the seed is not used.
+        drop_last: leave out the tail shorter than a pack; False makes it a shorter last pack.
+        threads: threads to compute on; by default all that this process may run on.
+        out: publish the plan as this folder, computing straight into its files: memory beyond the
+            inputs stays bounded, whatever the size of the plan.
+        cache_dir: look the plan up by its fingerprint in this folder, and publish it there if it is missing.
+        share: in a torch.distributed run, a collective call: every rank calls it with the same
+            arguments, one rank a node builds, all others map the files. Needs `out` or `cache_dir`.
+            Without it the call is local.
+        group: the process group that shares; by default all ranks.
+        progress: show progress; by default on a terminal.
+
+    Returns:
+        The plan, mapped from its files with `out` or `cache_dir`, else in memory. Too few tokens
+        for a pack, or no samples at all, give the empty plan.
+
+    Raises:
+        InvalidTypeError: lengths, order, max_length, seed or threads are no integers.
+        InvalidInputError: a negative length, a total of 2**63 tokens or more, a bad order, an argument out of
+            range, a plan larger than memory.
+        AlreadyExistsError: `out` holds something else than this plan.
+        NotFoundError: the parent of `out` does not exist.
+        StorageError: the file system refused.
+        PeerFailedError: with `share`, another rank failed; the message carries its error.
+        KeyboardInterrupt: on Ctrl-C, within 100 ms; nothing half-written stays.
+
+    >>> import numpy as np
+    >>> plan = pack(np.array([5, 3, 9, 2]), 8)
+    >>> len(plan), plan.stats()["tokens_dropped"]
+    (2, 3)
+    >>> plan[1]
+    Pack(dataset_id=0, pieces=[Piece(sample=2, start=0, stop=8)])
+    """
+    column = as_integer_column(lengths, "lengths")
+    return _plan(
+        _job([column], max_length, mode, seed, order, drop_last, False, threads),
+        _Place(out, cache_dir, share, group, progress),
+    )
+
+
+def pack_datasets(
+    lengths: Sequence[Any],
+    max_length: int,
+    *,
+    mode: str = "hard",
+    global_pack: bool = False,
+    seed: int | None = None,
+    drop_last: bool = True,
+    threads: int | None = None,
+    out: PathLike | None = None,
+    cache_dir: PathLike | None = None,
+    share: bool = False,
+    group: Any = None,
+    progress: bool | None = None,
+) -> PackPlan:
+    """Plan fixed-length sequences over several datasets.
+
+    Packs never span datasets, except with `global_pack`, where the datasets are one: sample
+    indices count through, and `dataset_id` is 0. With a seed, the order of each dataset goes on in the
+    same random stream, as one `numpy.random.RandomState(seed)` would that shuffles one after the other. A dataset
+    too short for a pack contributes none.
+
+    Args:
+        lengths: for each dataset its lengths, as `pack` takes them.
+        max_length: as in `pack`; so are all other arguments.
+        mode: "hard".
+        global_pack: pack all datasets as one.
+        seed: see `pack`.
+        drop_last: see `pack`; each dataset has a tail of its own.
+        threads: see `pack`.
+        out: see `pack`.
+        cache_dir: see `pack`.
+        share: see `pack`.
+        group: see `pack`.
+        progress: see `pack`.
+
+    Raises:
+        As `pack`.
+
+    >>> import numpy as np
+    >>> plan = pack_datasets([np.array([5, 3]), np.array([9])], 4)
+    >>> plan.dataset_id.tolist()
+    [0, 0, 1, 1]
+    """
+    if not hasattr(lengths, "__len__") or isinstance(lengths, str | bytes):
+        raise InvalidTypeError("pack_datasets takes a list with the lengths of each dataset")
+    columns = [as_integer_column(column, f"lengths[{number}]") for number, column in enumerate(lengths)]
+    return _plan(
+        _job(columns, max_length, mode, seed, None, drop_last, global_pack, threads),
+        _Place(out, cache_dir, share, group, progress),
+    )
+
+
+def shuffled_indices(n: int, seed: int) -> IntegerArray:
+    """The order that `pack(..., seed=seed)` gives `n` samples.
+
+    Bit for bit what `numpy.random.RandomState(seed).shuffle(numpy.arange(n))` leaves, several times as fast.
+
+    Args:
+        n: how many, at least 0.
+        seed: 0 … 2**32 - 1.
+
+    Returns:
+        A permutation of 0 … n - 1, shape (n,), int32 up to 2**31 samples, else int64.
+
+    Raises:
+        InvalidTypeError, InvalidInputError: arguments that are no integers or out of range.
+
+    >>> shuffled_indices(5, 0).tolist()
+    [2, 0, 1, 3, 4]
+    """
+    return _native.shuffled_indices(_integer(n, "n", 0, 2**62), _integer(seed, "seed", 0, 2**32 - 1))
+
+
+def _job(
+    lengths: list[IntegerArray],
+    max_length: Any,
+    mode: str,
+    seed: Any,
+    order: Any,
+    drop_last: Any,
+    global_pack: Any,
+    threads: Any,
+) -> _native.Job:
+    if mode not in MODES:
+        raise InvalidInputError(f"mode is {mode!r}; the modes are {', '.join(map(repr, MODES))}")
+    for name, flag in (("drop_last", drop_last), ("global_pack", global_pack)):
+        if not isinstance(flag, bool):
+            raise InvalidTypeError(f"{name} must be True or False, not {flag!r}")
+    return {
+        "lengths": lengths,
+        "order": None if order is None else as_integer_column(order, "order"),
+        "seed": None if seed is None else _integer(seed, "seed", 0, 2**32 - 1),
+        "max_length": _integer(max_length, "max_length", 1, 2**63 - 1),
+        "drop_last": drop_last,
+        "global_pack": global_pack,
+        "threads": None if threads is None else _integer(threads, "threads", 1, 4096),
+    }
+
+
+def _integer(value: Any, name: str, smallest: int, largest: int) -> int:
+    if isinstance(value, bool):
+        raise InvalidTypeError(f"{name} must be an integer, not {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidTypeError(f"{name} must be an integer, not {value!r}") from None
+    if not smallest <= number <= largest:
+        raise InvalidInputError(f"{name} is {number}; it must be in {smallest} … {largest}")
+    return number
+
+
+class _Place:
+    """Where a plan is to end up, and who builds it."""
+
+    def __init__(
+        self, out: PathLike | None, cache_dir: PathLike | None, share: Any, group: Any, progress: bool | None
+    ) -> None:
+        if out is not None and cache_dir is not None:
+            raise InvalidInputError("give out or cache_dir, not both: each says where the plan is to lie")
+        if share and out is None and cache_dir is None:
+            raise InvalidInputError("share=True needs cache_dir or out: the ranks of a node share the plan's files")
+        if group is not None and not share:
+            raise InvalidInputError("group has a meaning only with share=True")
+        self.out = None if out is None else Path(out).absolute()
+        self.cache_dir = None if cache_dir is None else Path(cache_dir).absolute()
+        self.share = bool(share)
+        self.group = group
+        self.progress = progress
+
+
+
+def _plan(job: _native.Job, place: _Place) -> PackPlan:
+    with ProgressLine("pack", place.progress) as line:
+        if place.share:
+            return _shared(job, place, line)
+        if place.out is not None:
+            target = place.out
+            expected = _publish(job, target, line)
+        elif place.cache_dir is not None:
+            expected = _native.fingerprint(job, line.callback)
+            target = _cached(place.cache_dir, expected)
+            _fill_cache(job, target, line)
+        else:
+            facts, columns = _native.pack(job, line.callback)
+            return PackPlan(columns, facts, lengths=job["lengths"])
+    return _mapped(job, target, expected)
+
+
+def _shared(job: _native.Job, place: _Place, line: ProgressLine) -> PackPlan:
+    from tundish.distributed import agreed, build_once_per_node
+
+    # Not within the default deadline of a vote: hashing very many lengths may take longer.
+    with agreed("checking what to pack", group=place.group, timeout=None):
+        expected = _native.fingerprint(job, line.callback)
+
+    def build() -> None:
+        if place.out is not None:
+            _publish(job, place.out, line)
+        elif place.cache_dir is not None:
+            _fill_cache(job, _cached(place.cache_dir, expected), line)
+
+    build_once_per_node(build, what="building the plan", group=place.group)
+    with agreed("mapping the plan", group=place.group, timeout=None):
+        target = place.out if place.out is not None else _cached(place.cache_dir or Path(), expected)
+        return _mapped(job, target, expected)
+
+
+def _cached(cache_dir: Path, fingerprint: str) -> Path:
+    return cache_dir / f"plan-{fingerprint}"
+
+
+def _publish(job: _native.Job, target: Path, line: ProgressLine) -> str:
+    """Publish the plan as `target`, unless there is something already; the plan's fingerprint."""
+    try:
+        return str(json.loads(_native.write(job, target, line.callback))["fingerprint"])
+    except AlreadyExistsError:
+        if not (target / "plan.json").exists():
+            raise
+        # Whether it is the same plan, the mapping will tell.
+        return _native.fingerprint(job, line.callback)
+
+
+def _fill_cache(job: _native.Job, target: Path, line: ProgressLine) -> None:
+    if (target / "plan.json").exists():
+        return
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise AlreadyExistsError(error.errno, "is not a folder, so it cannot be the cache_dir", str(target.parent)) from error
+    except OSError as error:
+        raise StorageError(error.errno, f"cannot make the cache_dir: {error.strerror}", str(target.parent)) from error
+    _publish(job, target, line)
+
+
+def _mapped(job: _native.Job, target: Path, expected: str) -> PackPlan:
+    plan = PackPlan.load(target, progress=False)
+    if plan.fingerprint != expected:
+        raise AlreadyExistsError(
+            errno.EEXIST,
+            f"holds another plan (fingerprint {plan.fingerprint}, not {expected}); "
+            "choose another folder or remove this one",
+            str(target),
+        )
+    return plan.with_lengths(job["lengths"])

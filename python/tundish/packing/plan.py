@@ -1,0 +1,352 @@
+"""`PackPlan`: which tokens of which samples make up each pack.
+
+Owns the columns of a plan, in memory or mapped from a folder. What always holds: the columns are
+read-only; a column is int32 where all its values fit, else int64; a plan that was loaded or saved has passed the
+checks of the folder format.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tundish import _native
+from tundish.errors import AlreadyExistsError, InvalidInputError, PlanMismatchError, TundishError
+from tundish.packing.columns import IntegerArray, as_integer_column
+
+__all__ = ["FIELDS", "Pack", "PackBatch", "PackPlan", "Piece"]
+
+FIELDS = ("dataset_id", "indices", "indices_cu_len", "start_offset", "end_offset", "longest")
+
+
+class Piece(NamedTuple):
+    """Tokens `start` … `stop` - 1 of sample `sample`; `stop` None means to the sample's end."""
+
+    sample: int
+    start: int
+    stop: int | None
+
+
+class Pack(NamedTuple):
+    """One packed sequence: the pieces, in order, of samples of dataset `dataset_id`."""
+
+    dataset_id: int
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class PackBatch:
+    """Several packs, column by column.
+
+    Attributes:
+        dataset_id: dataset of each pack, int64, (packs,).
+        piece_cu: pack `k` has the pieces `piece_cu[k]:piece_cu[k + 1]`, int64, (packs + 1,).
+        sample: sample index of each piece, int64, (pieces,).
+        start: first token taken of each piece's sample, int64, (pieces,).
+        stop: one past the last token taken, -1 for "to the sample's end", int64, (pieces,).
+    """
+
+    dataset_id: NDArray[np.int64]
+    piece_cu: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.dataset_id)
+
+    def __iter__(self) -> Iterator[Pack]:
+        bounds = self.piece_cu.tolist()
+        rows = zip(self.sample.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
+        pieces = [Piece(sample, start, None if stop < 0 else stop) for sample, start, stop in rows]
+        for number, dataset in enumerate(self.dataset_id.tolist()):
+            yield Pack(dataset, pieces[bounds[number] : bounds[number + 1]])
+
+
+class PackPlan:
+    """Which tokens of which samples make up each pack of `max_length` tokens.
+
+    Made by `tundish.pack`, `tundish.pack_datasets` or `PackPlan.load`. `plan[i]` is pack *i*; `lookup`
+    gives many at once as arrays; the six columns are attributes (read-only numpy arrays, int32
+    or int64), as is what the plan was made with.
+
+    Attributes:
+        dataset_id: dataset of each pack, (packs,).
+        indices: sample index of each piece, packs in order, (pieces,).
+        indices_cu_len: inclusive cumulative piece count, (packs,): pack *i* has the pieces
+            `indices_cu_len[i - 1]:indices_cu_len[i]`, with 0 before the first.
+        start_offset: first token taken from each pack's first sample, (packs,).
+        end_offset: one past the last token taken from each pack's last sample, (packs,).
+        longest: tokens of each pack's longest piece, (packs,).
+        max_length: tokens a pack.
+        mode: the algorithm, "hard".
+        seed: what the order was drawn from, or None.
+        drop_last: whether the tail shorter than a pack was left out.
+        global_pack: whether all datasets were packed as one.
+        num_samples: samples of each dataset.
+        num_tokens: tokens of the ordered samples.
+        fingerprint: 32 hexadecimal digits, a hash of all inputs that determine the plan.
+        path: the folder that the columns are mapped from, or None.
+    """
+
+    dataset_id: IntegerArray
+    indices: IntegerArray
+    indices_cu_len: IntegerArray
+    start_offset: IntegerArray
+    end_offset: IntegerArray
+    longest: IntegerArray
+
+    def __init__(
+        self,
+        columns: Sequence[NDArray[Any]],
+        facts: str,
+        *,
+        lengths: Sequence[IntegerArray] | None = None,
+        path: Path | None = None,
+    ) -> None:
+        """Not called by users: `pack`, `pack_datasets` and `load` make plans."""
+        self._columns = tuple(columns)
+        for name, column in zip(FIELDS, self._columns, strict=True):
+            column.flags.writeable = False
+            setattr(self, name, column)
+        self._facts_json = facts
+        self._facts: dict[str, Any] = json.loads(facts)
+        self._lengths = None if lengths is None else list(lengths)
+        if self._lengths is not None:
+            self._check_sample_counts(self._lengths)
+        self._reader = _native.PlanReader(self._columns, self._lengths, self._facts["global_pack"])
+        self.path = path
+        self.max_length: int = self._facts["max_length"]
+        self.mode: str = self._facts["mode"]
+        self.seed: int | None = self._facts["seed"]
+        self.drop_last: bool = self._facts["drop_last"]
+        self.global_pack: bool = self._facts["global_pack"]
+        self.num_samples: tuple[int, ...] = tuple(self._facts["samples"])
+        self.num_tokens: int = self._facts["tokens"]
+        self.fingerprint: str = self._facts["fingerprint"]
+
+    def _check_sample_counts(self, lengths: Sequence[IntegerArray]) -> None:
+        expected = self._facts["samples"]
+        found = [len(column) for column in lengths]
+        if found != expected:
+            raise PlanMismatchError(
+                f"the plan was made for {len(expected)} datasets of {expected[:8]} samples, "
+                f"and the lengths are of {len(found)} datasets of {found[:8]}"
+            )
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether the samples' lengths are attached, so that every `Piece.stop` is known."""
+        return self._lengths is not None
+
+    @property
+    def lengths(self) -> list[IntegerArray] | None:
+        """The samples' lengths, one array a dataset, where they are attached."""
+        return self._lengths
+
+    def with_lengths(self, lengths: Any) -> PackPlan:
+        """The same plan with the samples' lengths attached, so that every `Piece.stop` is known.
+
+        Args:
+            lengths: as `pack` takes them; a list of arrays for several datasets.
+
+        Raises:
+            PlanMismatchError: the lengths are of another number of samples.
+        """
+        columns = as_length_columns(lengths, single=len(self.num_samples) == 1)
+        return PackPlan(self._columns, self._facts_json, lengths=columns, path=self.path)
+
+    def __len__(self) -> int:
+        return len(self._columns[2])
+
+    @overload
+    def __getitem__(self, index: int) -> Pack: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Pack]: ...
+    def __getitem__(self, index: int | slice) -> Pack | list[Pack]:
+        """Pack `index`; negative numbers count from the end, a slice gives a list.
+
+        Raises:
+            IndexError: there is no such pack.
+        """
+        if isinstance(index, slice):
+            return list(self.lookup(np.arange(*index.indices(len(self)), dtype=np.int64)))
+        number = operator.index(index)
+        if number < 0:
+            number += len(self)
+        if not 0 <= number < len(self):
+            raise IndexError(f"pack {index} does not exist: the plan has {len(self)} packs")
+        return next(iter(self.lookup(np.array([number], dtype=np.int64))))
+
+    def __iter__(self) -> Iterator[Pack]:
+        for start in range(0, len(self), 1024):
+            stop = min(start + 1024, len(self))
+            yield from self.lookup(np.arange(start, stop, dtype=np.int64))
+
+    def __repr__(self) -> str:
+        where = f", path={str(self.path)!r}" if self.path else ""
+        return (
+            f"PackPlan({len(self)} packs of {self.max_length} tokens, {len(self.indices)} pieces, "
+            f"mode={self.mode!r}, fingerprint={self.fingerprint[:12]}…{where})"
+        )
+
+    def lookup(self, pack_ids: Any) -> PackBatch:
+        """Many packs at once, as arrays.
+
+        Args:
+            pack_ids: pack numbers, integers, shape (k,), each in 0 … len(plan) - 1.
+
+        Raises:
+            IndexError: a number is out of range.
+            PlanMismatchError: the columns are damaged, or name a sample that the attached lengths lack.
+        """
+        return PackBatch(*self._reader.lookup(as_integer_column(pack_ids, "pack_ids")))
+
+    def arrays(self) -> dict[str, NDArray[np.int64]]:
+        """The six columns as int64, by name."""
+        return {
+            name: column.astype(np.int64) for name, column in zip(FIELDS, self._columns, strict=True)
+        }
+
+    def stats(self) -> dict[str, int | float]:
+        """How much is packed, cut and left out; see `tundish.packing.stats.plan_stats`."""
+        from tundish.packing.stats import plan_stats
+
+        return plan_stats(self)
+
+    def sample_index(self, order: Any = None) -> IntegerArray:
+        """Megatron's `sample_index` pairs; see `tundish.packing.stats.megatron_sample_index`."""
+        from tundish.packing.stats import megatron_sample_index
+
+        return megatron_sample_index(self, order)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The content of `plan.json`."""
+        return dict(self._facts)
+
+    def save(self, path: str | os.PathLike[str], *, progress: bool | None = None) -> None:
+        """Publish the plan as the folder `path`: whole and durable, or not at all.
+
+        Saving a plan where the same plan already lies does nothing.
+
+        Args:
+            path: the folder to make; its parent must exist.
+            progress: show progress; by default on a terminal.
+
+        Raises:
+            AlreadyExistsError: something else is there.
+            NotFoundError: the parent folder does not exist.
+            StorageError: the file system refused (read-only, full).
+        """
+        from tundish.progress import ProgressLine
+
+        try:
+            with ProgressLine("plan", progress) as line:
+                _native.save(self._columns, self._facts_json, path, line.callback)
+        except AlreadyExistsError:
+            if not self._lies_at(path):
+                raise
+
+    def _lies_at(self, path: str | os.PathLike[str]) -> bool:
+        try:
+            facts, _ = _native.open_plan(path)
+        except (TundishError, OSError):
+            return False
+        return bool(json.loads(facts) == self._facts)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], lengths: Any = None, *, progress: bool | None = None) -> PackPlan:
+        """Map a plan from its folder, in constant memory.
+
+        Args:
+            path: a folder made by `save`, `out=` or `cache_dir=`.
+            lengths: the samples' lengths, as `pack` takes them (a list of arrays for several datasets), to
+                attach them: every `Piece.stop` is then known. They are not checked against the plan; `verify` does.
+            progress: show progress; by default on a terminal.
+
+        Raises:
+            NotFoundError: the folder or one of its files is missing.
+            PlanFormatError: a file is damaged, truncated, of another version, dtype or shape, or the offset
+                table does not add up; the message names the file.
+            PlanMismatchError: the lengths are of another number of samples.
+        """
+        from tundish.progress import ProgressLine
+
+        with ProgressLine("plan", progress) as line:
+            facts, files = _native.open_plan(path, line.callback)
+        columns = [
+            np.asarray(np.memmap(file, dtype=f"<i{width}", mode="r", offset=offset, shape=(count,)))
+            if count
+            else np.empty(0, dtype=f"<i{width}")
+            for file, width, count, offset in files
+        ]
+        single = len(json.loads(facts)["samples"]) == 1
+        attached = None if lengths is None else as_length_columns(lengths, single=single)
+        return cls(columns, facts, lengths=attached, path=Path(path).absolute())
+
+    def verify(self, lengths: Any = None, *, threads: int | None = None, progress: bool | None = None) -> None:
+        """Check the whole plan against the samples' lengths, by another path than the one that made it.
+
+        The packs' pieces must add up, follow on from one another, use no sample twice, leave out
+        only what may be left out; for a plan in natural or seeded order, the order and the
+        fingerprint are checked too.
+
+        Args:
+            lengths: as `pack` took them; by default the attached ones.
+            threads: as in `pack`.
+            progress: show progress; by default on a terminal.
+
+        Raises:
+            PlanMismatchError: the plan and the lengths do not belong together; the message names the first
+                pack at fault.
+            InvalidInputError: no lengths were given and none are attached.
+        """
+        from tundish.progress import ProgressLine
+
+        if lengths is None:
+            if self._lengths is None:
+                raise InvalidInputError("verify needs the lengths: pass them, or load the plan with lengths=")
+            columns = self._lengths
+        else:
+            columns = as_length_columns(lengths, single=len(self.num_samples) == 1)
+        self._check_sample_counts(columns)
+        with ProgressLine("plan", progress) as line:
+            _native.verify(self._columns, self._facts_json, columns, threads, line.callback)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the plan to a picture file; see `tundish.packing.plot.plot_plan`."""
+        from tundish.packing.plot import plot_plan
+
+        plot_plan(self, path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.path is not None:
+            return _reload, (self.path, self.fingerprint, self._lengths)
+        return _rebuild, (self._columns, self._facts_json, self._lengths)
+
+
+def as_length_columns(lengths: Any, *, single: bool) -> list[IntegerArray]:
+    """The lengths of one dataset, or of a list of datasets, as columns."""
+    if single and not (isinstance(lengths, list | tuple) and len(lengths) == 1 and np.ndim(lengths[0]) == 1):
+        return [as_integer_column(lengths, "lengths")]
+    return [as_integer_column(column, f"lengths[{number}]") for number, column in enumerate(lengths)]
+
+
+def _reload(path: Path, fingerprint: str, lengths: list[IntegerArray] | None) -> PackPlan:
+    plan = PackPlan.load(path, lengths, progress=False)
+    if plan.fingerprint != fingerprint:
+        raise PlanMismatchError(f"{path} holds another plan now than the one that was pickled")
+    return plan
+
+
+def _rebuild(columns: Sequence[NDArray[Any]], facts: str, lengths: list[IntegerArray] | None) -> PackPlan:
+    return PackPlan(columns, facts, lengths=lengths)
