@@ -1,0 +1,97 @@
+//! Failpoints, compiled into test builds only (feature `failpoints`).
+//!
+//! The system calls of `disk.rs` are numbered from 0 over the life of the process. Two environment variables,
+//! read once, say what happens:
+//!
+//! `TUNDISH_FAILPOINT`
+//! : `kill N`: SIGKILL at the Nth hit; call number k is hit number 2k before it is made and 2k + 1 after.
+//! : `fail N ERRNO`: call number N is not made and returns the error number.
+//! : `fail-after N ERRNO`: call number N is made, and its outcome is replaced by the error number.
+//!
+//! `TUNDISH_FAILPOINT_TRACE`
+//! : a file to which each call appends the line `operation TAB path TAB outcome` once it was made. Twice the number
+//!   of lines is the number of hits.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::Path;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use rustix::io::Errno;
+use rustix::process::{Signal, getpid, kill_process};
+
+#[derive(Debug, PartialEq)]
+enum Fault {
+    None,
+    Kill(usize),
+    Fail(usize, Errno),
+    FailAfter(usize, Errno),
+}
+
+struct Setting {
+    fault: Fault,
+    trace: Option<File>,
+}
+
+static CALLS: AtomicUsize = AtomicUsize::new(0);
+static SETTING: OnceLock<Setting> = OnceLock::new();
+
+/// Makes one system call between its two failpoints.
+pub(crate) fn around<T>(
+    operation: &str,
+    path: &Path,
+    system_call: impl FnOnce() -> rustix::io::Result<T>,
+) -> rustix::io::Result<T> {
+    let setting = SETTING.get_or_init(read_setting);
+    let number = CALLS.fetch_add(1, Ordering::SeqCst);
+    hit(setting, 2 * number);
+    let outcome = match setting.fault {
+        Fault::Fail(at, errno) if at == number => Err(errno),
+        Fault::FailAfter(at, errno) if at == number => system_call().and(Err(errno)),
+        _ => system_call(),
+    };
+    if let Some(mut trace) = setting.trace.as_ref() {
+        let result = match &outcome {
+            Ok(_) => "ok".to_owned(),
+            Err(errno) => errno.to_string(),
+        };
+        let line = format!("{operation}\t{}\t{result}\n", path.display());
+        trace.write_all(line.as_bytes()).expect("the trace file can be written");
+    }
+    hit(setting, 2 * number + 1);
+    outcome
+}
+
+fn hit(setting: &Setting, number: usize) {
+    if setting.fault == Fault::Kill(number) {
+        kill_process(getpid(), Signal::KILL).expect("a process may kill itself");
+        // The signal is delivered on the way back from the system call; nothing may run until then.
+        loop {
+            std::thread::park();
+        }
+    }
+}
+
+fn read_setting() -> Setting {
+    let fault = match std::env::var("TUNDISH_FAILPOINT") {
+        Ok(text) => parse(&text).unwrap_or_else(|| panic!("TUNDISH_FAILPOINT={text:?} is not understood")),
+        Err(_) => Fault::None,
+    };
+    let trace = std::env::var_os("TUNDISH_FAILPOINT_TRACE")
+        .map(|path| OpenOptions::new().create(true).append(true).open(path).expect("the trace file can be opened"));
+    Setting { fault, trace }
+}
+
+fn parse(text: &str) -> Option<Fault> {
+    let mut words = text.split(' ');
+    let kind = words.next()?;
+    let number = words.next()?.parse().ok()?;
+    let errno = |word: Option<&str>| Some(Errno::from_raw_os_error(word?.parse().ok()?));
+    match kind {
+        "kill" => Some(Fault::Kill(number)),
+        "fail" => Some(Fault::Fail(number, errno(words.next())?)),
+        "fail-after" => Some(Fault::FailAfter(number, errno(words.next())?)),
+        _ => None,
+    }
+}

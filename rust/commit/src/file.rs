@@ -1,0 +1,113 @@
+//! One file of a folder that is being written.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::io::Errno;
+
+use crate::disk;
+use crate::error::CommitError;
+use crate::ledger::Ledger;
+use crate::writeback::{WINDOW, Writeback};
+
+/// A file of a [`Folder`](crate::Folder), made by [`Folder::create_file`](crate::Folder::create_file).
+///
+/// Each call writes straight to the file, without a buffer of its own: append in pieces of some kilobytes or more.
+/// The file counts as part of the folder only after [`finish`](FolderFile::finish); dropped before that, it
+/// keeps its folder from being published. Files of one folder may be written from several threads.
+#[derive(Debug)]
+pub struct FolderFile {
+    file: File,
+    path: PathBuf,
+    length: u64,
+    writeback: Writeback,
+    ledger: Arc<Ledger>,
+}
+
+impl FolderFile {
+    pub(crate) fn new(descriptor: OwnedFd, path: PathBuf, ledger: Arc<Ledger>) -> Self {
+        ledger.begin(&path);
+        FolderFile { file: File::from(descriptor), path, length: 0, writeback: Writeback::new(), ledger }
+    }
+
+    /// Where the file lies until its folder is published.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Bytes from the start to the end of the last byte written.
+    pub fn len(&self) -> u64 {
+        self.length
+    }
+
+    /// Whether nothing was written yet.
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// Writes all of `bytes` at the end.
+    ///
+    /// # Errors
+    /// [`CommitError::Io`] when a write fails (a full disk, for one), [`CommitError::Poisoned`] when one failed
+    /// before, in whichever file of the folder. After either the folder cannot be published.
+    pub fn append(&mut self, bytes: &[u8]) -> Result<(), CommitError> {
+        self.write_at(self.length, bytes)
+    }
+
+    /// Writes all of `bytes` at `offset`, for a header that is known last. A gap that is left reads as zeros.
+    ///
+    /// # Errors
+    /// As [`append`](FolderFile::append); `EFBIG` for an end beyond 2⁶³ − 1.
+    pub fn write_at(&mut self, offset: u64, bytes: &[u8]) -> Result<(), CommitError> {
+        self.ledger.check()?;
+        let outcome = self.write_all(offset, bytes);
+        self.ledger.note(outcome)
+    }
+
+    /// Cuts off everything from `length` bytes on; does nothing to a file that is not longer.
+    ///
+    /// # Errors
+    /// As [`append`](FolderFile::append).
+    pub fn truncate(&mut self, length: u64) -> Result<(), CommitError> {
+        self.ledger.check()?;
+        if length < self.length {
+            self.ledger.note(disk::truncate(&self.file, length, &self.path))?;
+            self.length = length;
+        }
+        Ok(())
+    }
+
+    /// Makes the bytes durable and closes the file.
+    ///
+    /// # Errors
+    /// As [`append`](FolderFile::append). A failed fsync is final.
+    pub fn finish(self) -> Result<(), CommitError> {
+        self.ledger.check()?;
+        self.ledger.note(disk::fsync(&self.file, &self.path))?;
+        self.ledger.finish(&self.path);
+        Ok(())
+    }
+
+    fn write_all(&mut self, mut offset: u64, mut bytes: &[u8]) -> Result<(), CommitError> {
+        let fits = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= i64::MAX as u64);
+        if !fits {
+            return Err(CommitError::io("write", &self.path, Errno::FBIG));
+        }
+        while !bytes.is_empty() {
+            let piece = &bytes[..bytes.len().min(WINDOW as usize)];
+            let written = disk::write(&self.file, offset, piece, &self.path)?;
+            if written == 0 {
+                // Not an end of file: nothing says that trying again would ever write a byte.
+                return Err(CommitError::io("write", &self.path, Errno::IO));
+            }
+            let end = offset + written as u64;
+            self.length = self.length.max(end);
+            self.writeback.wrote(&self.file, offset..end, &self.path)?;
+            offset = end;
+            bytes = &bytes[written..];
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,187 @@
+//! A folder that is being written, and its publication.
+
+use std::ffi::{OsStr, OsString};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{AtFlags, FileType};
+use rustix::io::Errno;
+
+use crate::claim::{self, Claim};
+use crate::disk;
+use crate::error::CommitError;
+use crate::file::FolderFile;
+use crate::ledger::Ledger;
+use crate::name;
+use crate::sweep::{self, SweepReport};
+
+/// A folder that is being written under a hidden name beside its target.
+///
+/// Dropped without [`publish`](Folder::publish), it removes what it wrote. Files and folder get the modes that the
+/// umask leaves. Only the process that made it removes it: in a child made by `fork` dropping it does nothing, and
+/// as long as such a child lives, a dead writer's folder still counts as live.
+#[derive(Debug)]
+pub struct Folder {
+    parent: OwnedFd,
+    parent_path: PathBuf,
+    target: PathBuf,
+    target_name: OsString,
+    claim: Claim,
+    ledger: Arc<Ledger>,
+    swept: SweepReport,
+    /// The process whose drop removes the hidden folder; `None` once there is nothing to remove.
+    remover: Option<u32>,
+}
+
+impl Folder {
+    /// Begins a folder that is to appear as `target`, whose parent must exist.
+    ///
+    /// What makes the publication impossible is refused here, before anything is written, where it can be known. Then
+    /// leftovers of dead writers in the parent are removed (see [`Folder::swept`]) and the hidden folder
+    /// `.NAME.<16 hexadecimal digits>.incomplete` is made, which a lock marks as that of a live writer.
+    ///
+    /// A relative target is taken from the current folder of now; later changes of it do not matter.
+    ///
+    /// # Errors
+    /// [`CommitError::TargetExists`] when there is anything but an empty directory (a symbolic link counts as
+    /// something), [`CommitError::ParentMissing`], [`CommitError::NotADirectory`], [`CommitError::InvalidName`] for a
+    /// name over 226 bytes among others, and [`CommitError::Io`], as for a parent that may not be written (`EACCES`,
+    /// `EROFS`), a full disk or a target on which a file system is mounted (`EBUSY`).
+    pub fn create(target: impl AsRef<Path>) -> Result<Folder, CommitError> {
+        let (parent_path, target_name) = name::split_target(target.as_ref())?;
+        let target = parent_path.join(&target_name);
+        let parent = sweep::open_parent(&parent_path)?;
+        check_target_is_free(&parent, &target_name, &target)?;
+        let mut swept = SweepReport::default();
+        // Somebody else's leftover that cannot be removed must not keep this folder from being written.
+        if let Err(error) = sweep::sweep_into(&parent, &parent_path, &mut swept) {
+            swept.failed.push(error);
+        }
+        let claim = Claim::make(&parent, &parent_path, &target_name)?;
+        Ok(Folder {
+            parent,
+            parent_path,
+            target,
+            target_name,
+            claim,
+            ledger: Arc::default(),
+            swept,
+            remover: Some(std::process::id()),
+        })
+    }
+
+    /// The absolute path under which the folder will appear.
+    pub fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// The absolute path of the hidden folder, where the files lie until then. Files that others put there are
+    /// published with the rest, but nobody makes them durable.
+    pub fn path(&self) -> &Path {
+        &self.claim.path
+    }
+
+    /// What was found of earlier writers in the parent when this folder was made.
+    pub fn swept(&self) -> &SweepReport {
+        &self.swept
+    }
+
+    /// Makes a new, empty file in the folder. `name` is one plain file name.
+    ///
+    /// # Errors
+    /// [`CommitError::InvalidName`] and [`CommitError::FileExists`], which leave the folder as it was;
+    /// [`CommitError::Io`], after which it cannot be published; [`CommitError::Poisoned`] when that is so already.
+    pub fn create_file(&self, name: &str) -> Result<FolderFile, CommitError> {
+        name::check_file_name(&self.claim.path, name)?;
+        self.ledger.check()?;
+        let path = self.claim.path.join(name);
+        let descriptor = match disk::create_file(&self.claim.directory, name, &path) {
+            Err(error) if error.is(Errno::EXIST) => return Err(CommitError::FileExists { path }),
+            outcome => self.ledger.note(outcome)?,
+        };
+        Ok(FolderFile::new(descriptor, path, Arc::clone(&self.ledger)))
+    }
+
+    /// Makes the folder durable and gives it its final name.
+    ///
+    /// Of several writers to one target exactly one succeeds, if their folders hold any file: an empty folder under
+    /// the target's name counts as absent and is replaced.
+    ///
+    /// # Errors
+    /// With every error but the last the hidden folder is removed and the target is as it was.
+    ///
+    /// - [`CommitError::Unfinished`]: a file was not finished.
+    /// - [`CommitError::Poisoned`]: a write or fsync failed earlier.
+    /// - [`CommitError::TargetExists`]: another writer was first.
+    /// - [`CommitError::ParentMissing`]: the parent was removed meanwhile.
+    /// - [`CommitError::Io`]: the fsync of the folder or the rename failed.
+    /// - [`CommitError::NotDurable`]: the fsync of the parent failed after the rename. The folder is whole, its
+    ///   contents are durable, and it is visible: others may be reading it, so it is not taken back. What is in
+    ///   doubt is its name, which a crash of the machine may undo as a whole; after such a crash the folder is a
+    ///   leftover that the next sweep removes. Do not count it as saved (do not delete what it replaces); to be
+    ///   sure of it, remove it and publish again.
+    pub fn publish(mut self) -> Result<(), CommitError> {
+        self.ledger.check_complete()?;
+        disk::fsync(&self.claim.directory, &self.claim.path)?;
+        let renamed = disk::rename(&self.parent, &self.claim.name, &self.target_name, &self.target);
+        if let Err(error) = renamed {
+            // Network file systems may report failure for a rename that the server carried out.
+            if !self.is_visible()? {
+                return Err(self.explain_rename(error));
+            }
+        }
+        self.remover = None;
+        disk::fsync(&self.parent, &self.parent_path).map_err(|error| match error {
+            CommitError::Io { source, .. } => CommitError::NotDurable { path: self.target.clone(), source },
+            other => other,
+        })
+    }
+
+    fn is_visible(&self) -> Result<bool, CommitError> {
+        claim::leads_to(&self.parent, &self.target_name, &self.claim.directory, &self.target)
+    }
+
+    fn explain_rename(&self, error: CommitError) -> CommitError {
+        if error.is(Errno::NOTEMPTY) || error.is(Errno::EXIST) || error.is(Errno::NOTDIR) {
+            return CommitError::TargetExists { path: self.target.clone() };
+        }
+        if error.is(Errno::NOENT)
+            && let Err(missing) = sweep::open_parent(&self.parent_path)
+        {
+            return missing;
+        }
+        error
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        if self.remover == Some(std::process::id()) {
+            // What cannot be removed now loses its lock with this process's descriptor, and the next sweep takes it.
+            let _ = sweep::remove_locked(&self.parent, &self.claim.name, &self.claim.directory, &self.claim.path);
+        }
+    }
+}
+
+fn check_target_is_free(parent: impl AsFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
+    let taken = || CommitError::TargetExists { path: path.to_path_buf() };
+    let status = match rustix::fs::statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Err(Errno::NOENT) => return Ok(()),
+        outcome => outcome.map_err(|errno| CommitError::io("look at", path, errno))?,
+    };
+    if FileType::from_raw_mode(status.st_mode) != FileType::Directory {
+        return Err(taken());
+    }
+    let directory = match claim::open_folder(&parent, name, path) {
+        Err(error) if error.is(Errno::NOENT) => return Ok(()),
+        outcome => outcome?,
+    };
+    if !sweep::list(&directory, path)?.is_empty() {
+        return Err(taken());
+    }
+    if status.st_dev != claim::stat(&parent, path)?.st_dev {
+        return Err(CommitError::io("rename over the mounted file system at", path, Errno::BUSY));
+    }
+    Ok(())
+}
