@@ -20,6 +20,7 @@ __all__ = [
     "PlanMismatchError",
     "StateMismatchError",
     "StorageError",
+    "StoreLostError",
     "TundishError",
     "VoteTimeoutError",
 ]
@@ -81,6 +82,10 @@ class VoteTimeoutError(TundishError, TimeoutError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class StoreLostError(TundishError, ConnectionError):
+    """The job's key-value store, served by the launcher, is gone or no longer answers."""
 
 
 class MissingExtraError(TundishError, ImportError):

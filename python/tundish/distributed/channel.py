@@ -1,0 +1,308 @@
+"""The protocol of votes: rounds in the job's store, and the watch over the peers of this node.
+
+A `Channel` owns a namespace of the store, a connection to it and a `PeerWatch`. Its invariants:
+
+1. A round has one end. Whoever finds that it is over (the last to arrive, a rank that saw a peer die or a
+   deadline pass) writes the verdict with compare-and-set; the first one written is what every rank reads, so
+   all ranks raise or none does.
+2. Every call to `hold` is the next round on its rank, whatever came of the former one. A rank that comes
+   late reads the verdict of the round it is late for, at once, and is in step again.
+3. The caller's thread never touches the store, which can block for as long as its host is stopped; a thread
+   made for the round does, and a caller whose time is up leaves it behind. It ends when the store answers.
+4. A round leaves one key, its verdict, which is deleted once all ranks were seen in a later round, and in any
+   case after 16 more rounds; the key `floor` tells a rank that comes later still.
+5. The rank that hosts the store leaves a round last, so that it can exit right after.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from tundish.distributed.groups import Membership, unused_name
+from tundish.distributed.jobstore import JobStore, store_host_rank
+from tundish.distributed.verdict import Failure, Verdict
+from tundish.distributed.watch import PeerWatch
+from tundish.errors import InvalidInputError, PeerFailedError, StoreLostError, TundishError, VoteTimeoutError
+
+__all__ = ["Channel"]
+
+_KEPT_ROUNDS = 16
+# How long a failed rank waits for the others to bring their statuses too, so that all failures are named.
+_GATHER_SECONDS = 1.0
+_LINGER_SECONDS = 2.0
+# How long past its deadline a caller waits for the store to take in that the deadline passed.
+_ANSWER_SECONDS = 1.0
+_FIRST_PAUSE = 0.0005
+_SHORT_PAUSE = 0.02
+_LONG_PAUSE = 0.1
+
+
+@dataclass(kw_only=True)
+class _Round:
+    """One vote of this rank; `done` is set by its thread, the flags by its caller."""
+
+    number: int
+    own: Failure | None
+    started: float
+    deadline: float | None
+    done: threading.Event = field(default_factory=threading.Event)
+    posted: bool = False
+    verdict: Verdict | None = None
+    concluder: bool = False
+    trouble: Exception | None = None
+    abandoned: bool = False
+    interruption: Failure | None = None
+
+
+class Channel:
+    """Votes among the members of one group. All members make it, in the same order.
+
+    `node`: ranks that give the same name watch each other and have one builder; they must share a kernel
+    and a network namespace. `mates`: the ranks of this rank's node in the group's order, known after the
+    first complete round.
+    """
+
+    def __init__(self, member: Membership, node: str) -> None:
+        self.member = member
+        self.mates: tuple[int, ...] = ()
+        self._node = node
+        self._process = os.getpid()
+        self._number = 0
+        self._kept: list[int] = []
+        self._own_introduction: str | None = None
+        self._about: dict[int, str] = {}
+        self._closed = False
+        self._lost: Exception | None = None
+        self._turn = threading.Lock()
+        self._wire = threading.Lock()
+        self._host = store_host_rank(member.store)
+        self._store = JobStore(member.store, f"votes/{unused_name(member.name, member.ranks)}")
+        self._watch = PeerWatch()
+
+    def hold(self, own: BaseException | None, what: str, seconds: float | None) -> TundishError | None:
+        """Collective: the next round. Returns what this rank has to raise, None where all went well.
+
+        `own`: this rank's error. `seconds`: how long to wait for the others, None for as long as it takes.
+        """
+        if self._closed:
+            raise InvalidInputError(f"{what}: this voter is closed")
+        if os.getpid() != self._process:
+            raise InvalidInputError(
+                f"{what}: this voter was made before a fork: make one in the process that votes"
+            )
+        with self._turn:
+            now = time.monotonic()
+            current = _Round(
+                number=self._number,
+                own=None if own is None else Failure.of(self.member.rank, own),
+                started=now,
+                deadline=None if seconds is None else now + seconds,
+            )
+            self._number += 1
+            threading.Thread(target=self._run, args=(current,), name="tundish-vote", daemon=True).start()
+            try:
+                answered = current.done.wait(None if seconds is None else seconds + _ANSWER_SECONDS)
+                if not answered and current.verdict is not None:
+                    answered = current.done.wait(_LINGER_SECONDS + _ANSWER_SECONDS)
+            except BaseException as interruption:
+                current.interruption = Failure.of(self.member.rank, interruption)
+                current.done.wait(_ANSWER_SECONDS)
+                raise
+        if not answered:
+            current.abandoned = True
+            return self._unanswered(what, seconds or 0.0)
+        if current.trouble is not None:
+            return self._store_lost(what, current.trouble)
+        if current.verdict is None:
+            raise InvalidInputError(f"{what}: this voter was closed during the vote")
+        return current.verdict.error(what, self.member.rank, late=not current.posted)
+
+    def close(self) -> None:
+        """Let go of sockets, the connection and the store; never waits."""
+        self._closed = True
+        self._release_if_closed()
+
+    def _release_if_closed(self) -> None:
+        # A round in progress holds the wire; its thread comes here when it ends.
+        if self._closed and self._wire.acquire(blocking=False):
+            try:
+                self._watch.close()
+                self._store.close()
+            finally:
+                self._wire.release()
+
+    def _unanswered(self, what: str, seconds: float) -> TundishError:
+        host = "" if self._host is None else f", which rank {self._host} hosts: it is stopped or hung"
+        return VoteTimeoutError(
+            f"{what}: the job's store{host} did not answer within {seconds:.4g} s",
+            () if self._host is None else (self._host,),
+        )
+
+    def _store_lost(self, what: str, trouble: Exception) -> TundishError:
+        if self._host is None or self._host == self.member.rank:
+            return StoreLostError(f"{what}: the job's store is gone or refuses ({trouble}): restart the job")
+        return PeerFailedError(
+            f"{what}: rank {self._host}, which hosts the job's store, was killed or vanished ({trouble})",
+            self._host,
+        )
+
+    # From here on everything runs on a round's thread, which holds the wire.
+
+    def _run(self, current: _Round) -> None:
+        try:
+            with self._wire:
+                if self._lost is not None:
+                    raise self._lost
+                self._go_through(current)
+        except (OSError, RuntimeError) as trouble:
+            self._lost = current.trouble = trouble
+        finally:
+            current.done.set()
+            self._release_if_closed()
+
+    def _go_through(self, current: _Round) -> None:
+        if self._closed:
+            return
+        store, number, me = self._store, current.number, self.member.rank
+        store.connect()
+        self._introduce()
+        verdict = self._verdict(number)
+        if verdict is None and not current.abandoned:
+            store.write(f"{number}/vote/{me}", "" if current.own is None else current.own.to_json())
+            if current.own is not None:
+                store.add(f"{number}/failed", 1)
+            current.posted = True
+            if store.add(f"{number}/arrived", 1) == len(self.member.ranks):
+                verdict = self._conclude(current)
+        if verdict is None:
+            verdict = self._await(current)
+        current.verdict = verdict
+        self._tidy(current, verdict)
+        if verdict.complete and not self.mates:
+            self._meet()
+        if current.posted and self._host in self.member.ranks:
+            self._leave(number, verdict)
+
+    def _introduce(self) -> None:
+        """Once: say which node this rank is on and where it can be watched."""
+        if self._own_introduction is not None:
+            return
+        position = self._store.add(f"node/{self._node}", 1)
+        self._own_introduction = f"node/{self._node}/{position}"
+        about = f"process {os.getpid()} on {socket.gethostname()}"
+        self._store.write(self._own_introduction, json.dumps([self.member.rank, self._watch.address, about]))
+
+    def _meet(self) -> None:
+        """Once, when all have introduced themselves: watch the others of this node."""
+        addresses: dict[int, str] = {}
+        for position in range(1, self._store.add(f"node/{self._node}", 0) + 1):
+            rank, address, about = json.loads(
+                self._store.read(f"node/{self._node}/{position}") or "[-1, '', '']"
+            )
+            addresses[rank] = address
+            self._about[rank] = about
+        self.mates = tuple(rank for rank in self.member.ranks if rank in addresses)
+        del addresses[self.member.rank]
+        self._watch.connect(addresses)
+
+    def _await(self, current: _Round) -> Verdict:
+        """Wait for the verdict, or reach it where this rank is the one to see that the round is over."""
+        pause, look_around = _FIRST_PAUSE, current.started + 1.0
+        crowd = max(1.0, len(self.member.ranks) / 256)  # the store serves every rank's polling
+        while True:
+            self._watch.wait(pause)
+            verdict = self._verdict(current.number)
+            if verdict is not None:
+                return verdict
+            now = time.monotonic()
+            dead = self._watch.vanished()
+            if dead or current.interruption is not None or current.abandoned:
+                return self._conclude(current, dead=dead)
+            if current.deadline is not None and now >= current.deadline:
+                return self._conclude(current)
+            if current.own is not None and now >= current.started + _GATHER_SECONDS:
+                return self._conclude(current)
+            if now >= look_around:
+                look_around = now + 1.0
+                # The last to arrive may have died before it could write the verdict.
+                if self._store.add(f"{current.number}/arrived", 0) >= len(self.member.ranks):
+                    return self._conclude(current)
+                if int(self._store.read("floor") or "0") > current.number:
+                    return Verdict(complete=False, silent=(self.member.rank,))
+            longest = _SHORT_PAUSE if now < current.started + 2.0 else _LONG_PAUSE
+            pause = min(pause * 1.5, longest * crowd)
+
+    def _conclude(self, current: _Round, dead: frozenset[int] = frozenset()) -> Verdict:
+        """Write what this rank knows as the verdict; returns the one that was written first."""
+        number, store = current.number, self._store
+        votes = {f"{number}/vote/{rank}": rank for rank in self.member.ranks}
+        missing = {votes[key] for key in store.missing(list(votes))}
+        failures = {rank: Failure(rank=rank, text=self._obituary(rank)) for rank in dead}
+        if store.add(f"{number}/failed", 0) > 0:
+            for key, rank in votes.items():
+                status = None if rank in missing else store.read(key)
+                if status:
+                    failures[rank] = Failure.from_json(status)
+        if current.interruption is not None:
+            failures[self.member.rank] = current.interruption
+        if current.abandoned and not missing and self._host is not None:
+            missing = {self._host}
+        verdict = Verdict.bounded(
+            complete=not missing and not dead and current.interruption is None,
+            failures=list(failures.values()),
+            silent=[] if failures else sorted(missing),
+            present=len(votes) - len(missing | dead),
+            seconds=time.monotonic() - current.started,
+        )
+        written = verdict.to_json()
+        standing = store.write_once(f"{number}/verdict", written)
+        current.concluder = standing == written
+        return Verdict.from_json(standing)
+
+    def _obituary(self, rank: int) -> str:
+        about = self._about.get(rank)
+        return ("" if about is None else f"({about}) ") + "was killed or vanished"
+
+    def _verdict(self, number: int) -> Verdict | None:
+        text = self._store.read(f"{number}/verdict")
+        return None if text is None else Verdict.from_json(text)
+
+    def _tidy(self, current: _Round, verdict: Verdict) -> None:
+        """Delete what nobody will read again."""
+        number, store = current.number, self._store
+        if current.posted:
+            store.delete(f"{number}/vote/{self.member.rank}")
+        # In a round that was cut short, a rank between its look for the verdict and its vote can bring these
+        # keys back after they were deleted; it is the one to delete them again.
+        if current.concluder or (current.posted and not verdict.complete):
+            store.delete(f"{number}/arrived", f"{number}/failed")
+        self._kept.append(number)
+        count = 1 if verdict.complete else _KEPT_ROUNDS
+        old, self._kept = self._kept[:-count], self._kept[-count:]
+        if current.concluder and old:
+            store.write("floor", str(old[-1] + 1))
+            store.delete(*(f"{former}/verdict" for former in old))
+        if verdict.complete and self.mates and self._own_introduction:
+            # All ranks are past the round after which they read it.
+            store.delete(self._own_introduction)
+            self._own_introduction = ""
+
+    def _leave(self, number: int, verdict: Verdict) -> None:
+        """The host of the store waits until the others have read the verdict; they tell it so."""
+        key = f"{number}/left"
+        if self.member.rank != self._host:
+            self._store.add(key, 1)
+            return
+        until = time.monotonic() + _LINGER_SECONDS
+        gone_before = self._watch.vanished()
+        while time.monotonic() < until:
+            gone_since = self._watch.vanished() - gone_before
+            if self._store.add(key, 0) + len(gone_since) >= verdict.present - 1:
+                break
+            time.sleep(_FIRST_PAUSE)
+        self._store.delete(key)

@@ -1,0 +1,166 @@
+"""Who is in a process group, and groups whose collectives may take long.
+
+What always holds: names under which ranks meet in the job's store (of groups and of voters) come from a
+counter that every member of a set of ranks advances alike, and are never used twice in a process's life, so
+that nothing left in the store by a former group is ever read by a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from tundish.distributed.jobstore import distributed_module
+from tundish.errors import InvalidInputError
+
+__all__ = ["Membership", "long_timeout_group", "membership", "seconds_of", "unused_name"]
+
+_counters: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
+_counters_lock = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """A group as one of its members sees it.
+
+    `ranks`: the global ranks of all members, in the group's order; `rank`: this process's global rank;
+    `name`: the group's name, the same on all members; `store`: the job's store, None in a world of one.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    name: str
+    store: Any
+
+
+def membership(group: Any) -> Membership:
+    """The membership of this process in `group` (None: all ranks of the job).
+
+    Without an initialised process group this is a world of one.
+
+    Raises `InvalidInputError` when this process is not in `group`, when `group` was destroyed, and when
+    `WORLD_SIZE` says that there are other processes but no process group was initialised.
+    """
+    # Where nothing imported torch.distributed yet, nothing initialised it: not worth the seconds.
+    loaded = "torch.distributed" in sys.modules
+    distributed = distributed_module() if loaded or group is not None else None
+    if distributed is None or not distributed.is_initialized():
+        size = os.environ.get("WORLD_SIZE", "1")
+        if size != "1":
+            raise InvalidInputError(
+                f"WORLD_SIZE is {size} but the process group is not initialised: call "
+                "torch.distributed.init_process_group first"
+            )
+        if group is not None:
+            raise InvalidInputError("a group was given but torch.distributed is not initialised (any more)")
+        return Membership(ranks=(0,), rank=0, name="alone", store=None)
+    c10d = distributed.distributed_c10d
+    rank = distributed.get_rank()
+    if group is None:
+        group = distributed.group.WORLD
+    try:
+        ranks = tuple(distributed.get_process_group_ranks(group))
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        ranks = ()  # also what torch hands to ranks that are not in the group they made
+    if rank not in ranks:
+        raise InvalidInputError(
+            f"rank {rank} is not a member of the given group ({group!r}), or the group was destroyed: only "
+            "members may make this call"
+        )
+    return Membership(ranks=ranks, rank=rank, name=str(group.group_name), store=c10d._get_default_store())
+
+
+def unused_name(kind: str, ranks: tuple[int, ...]) -> str:
+    """A name never used before for `kind` among `ranks`: equal on all of them when all ask equally often."""
+    with _counters_lock:
+        number = next(_counters.setdefault((kind, ranks), itertools.count()))
+    digest = hashlib.sha256(repr((kind, ranks)).encode()).hexdigest()[:24]
+    return f"tundish-{digest}-{number}"
+
+
+def seconds_of(timeout: timedelta | float) -> float:
+    """`timeout` in seconds; raises `InvalidInputError` unless it is positive and finite."""
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not (0 < seconds < math.inf):
+        raise InvalidInputError(f"timeout is {timeout!r}: give a positive number of seconds or a timedelta")
+    return seconds
+
+
+@contextlib.contextmanager
+def long_timeout_group(
+    timeout: timedelta | float, ranks: Sequence[int] | None = None, *, backend: str = "gloo"
+) -> Iterator[Any]:
+    """Collective over `ranks`: a process group with a timeout of its own, destroyed at the end of the block.
+
+    For waiting on slow work, which the default group's timeout must not cut short:
+
+        with long_timeout_group(timedelta(hours=2)) as group:
+            torch.distributed.barrier(group)
+
+    Args:
+        timeout: of every collective of the group; seconds or a `timedelta`.
+        ranks: global ranks of the members (None: all ranks). Only members make the call, in the same
+            order as their other calls over the same ranks; others are not waited for.
+        backend: of the group. Keep gloo unless the caller's thread alone uses the group.
+
+    Yields the `ProcessGroup`. It is destroyed also when the block raises, without waiting for the other
+    members.
+
+    Raises `InvalidInputError` for a timeout that is not positive, for ranks that are repeated, out of range
+    or leave out this one, and where torch.distributed is not initialised.
+    """
+    limit = timedelta(seconds=seconds_of(timeout))
+    distributed = distributed_module()
+    if distributed is None or not distributed.is_initialized():
+        raise InvalidInputError(
+            "a group needs torch.distributed: call torch.distributed.init_process_group first"
+        )
+    size, rank = distributed.get_world_size(), distributed.get_rank()
+    members = tuple(range(size)) if ranks is None else tuple(sorted(ranks))
+    if len(set(members)) != len(members) or not all(0 <= member < size for member in members):
+        raise InvalidInputError(f"ranks are {list(members)}: give distinct ranks of 0 to {size - 1}")
+    if rank not in members:
+        raise InvalidInputError(
+            f"rank {rank} is not among the ranks {list(members)}: only members make this call"
+        )
+    group = _new_group(distributed, members, members.index(rank), limit, backend)
+    try:
+        yield group
+    finally:
+        # The default group takes all others along when the block destroyed it.
+        if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
+            distributed.destroy_process_group(group)
+
+
+def _new_group(
+    distributed: Any, members: tuple[int, ...], index: int, timeout: timedelta, backend: str
+) -> Any:
+    """A group of `members` that only they wait for, under a name of its own.
+
+    `new_group(use_local_synchronization=True)` has the right waiting, but names a group by its ranks and the
+    number of groups that the process holds: a second group of the same ranks, made after the first was
+    destroyed, gets the same name, finds the first one's dead addresses in the store and hangs; and members
+    that hold different numbers of groups never meet. So this takes the step below it, where the name can be
+    chosen.
+    """
+    c10d = distributed.distributed_c10d
+    group, _ = c10d._new_process_group_helper(
+        len(members),
+        index,
+        list(members),
+        distributed.Backend(backend),
+        c10d._get_default_store(),
+        unused_name("group", members),
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {member: position for position, member in enumerate(members)}
+    return group

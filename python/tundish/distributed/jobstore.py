@@ -1,0 +1,116 @@
+"""The job's c10d key-value store, reached so that no other user of it is ever held up.
+
+Every operation here returns as soon as the store answers; none waits for a key. A TCPStore gets a
+connection of its own, because one client serves one request at a time and others (the
+rendezvous of a new group) block on theirs for minutes. Other stores hold no connection and are polled.
+An operation can still block while the host of the store is stopped: call from a thread that nobody
+needs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+__all__ = ["JobStore", "distributed_module", "store_host_rank"]
+
+# What compare_set hands back for a key that does not exist; no value that is stored here equals it.
+_ABSENT = "\x00"
+
+
+def distributed_module() -> Any:
+    """`torch.distributed`, imported on first use; None where this torch was built without it."""
+    import torch.distributed
+
+    return torch.distributed if torch.distributed.is_available() else None
+
+
+def _tcp_store(store: Any) -> Any:
+    """The TCPStore under all layers of prefixes; None where another kind of store lies there."""
+    distributed = distributed_module()
+    while isinstance(store, distributed.PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, distributed.TCPStore) else None
+
+
+def store_host_rank(store: Any) -> int | None:
+    """The global rank whose death takes `store` along: 0 where it serves a TCPStore itself.
+
+    None where the launcher serves the store (torchrun) or it is no server (a file).
+    """
+    if _tcp_store(store) is None:
+        return None
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else 0
+
+
+class JobStore:
+    """Operations on the keys under `namespace` of the default group's store `base`.
+
+    To be used by one thread at a time. Keeps `base` alive, and with it the server on the rank that
+    hosts one.
+    """
+
+    def __init__(self, base: Any, namespace: str) -> None:
+        self._base = base
+        self._namespace = namespace
+        self._connection: Any = None
+
+    def connect(self) -> None:
+        """Open the connection; does nothing the second time."""
+        if self._connection is not None:
+            return
+        distributed = distributed_module()
+        server = _tcp_store(self._base)
+        connection = self._base
+        namespace = self._namespace
+        if server is not None:
+            if hasattr(self._base, "clone"):
+                connection = self._base.clone()
+            else:
+                # Before torch 2.8 no store could be cloned. A second client does not see the prefixes of the
+                # first, one of which tells the restarts of an elastic job apart.
+                connection = distributed.TCPStore(
+                    server.host, server.port, None, False, server.timeout, wait_for_workers=False
+                )
+                namespace = f"{namespace}/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._connection = distributed.PrefixStore(namespace, connection)
+
+    def read(self, key: str) -> str | None:
+        """The value of `key`; None where it does not exist. Never waits for it."""
+        value = bytes(self._connection.compare_set(key, _ABSENT, _ABSENT)).decode()
+        return None if value == _ABSENT else value
+
+    def write_once(self, key: str, value: str) -> str:
+        """Set `key` unless it exists; returns the value that it then has, which all callers agree on."""
+        return bytes(self._connection.compare_set(key, "", value)).decode()
+
+    def write(self, key: str, value: str) -> None:
+        """Set `key`. The store may not have taken it in before the next operation that answers."""
+        self._connection.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add `amount` to the counter `key` (0 where it does not exist); returns the sum."""
+        return int(self._connection.add(key, amount))
+
+    def all_exist(self, keys: list[str]) -> bool:
+        """Whether all of `keys` exist; true for none."""
+        return not keys or bool(self._connection.check(keys))
+
+    def missing(self, keys: list[str]) -> list[str]:
+        """Those of `keys` that do not exist, in order, by halving: few requests where few are missing."""
+        if self.all_exist(keys):
+            return []
+        if len(keys) == 1:
+            return keys
+        middle = len(keys) // 2
+        return self.missing(keys[:middle]) + self.missing(keys[middle:])
+
+    def delete(self, *keys: str) -> None:
+        """Remove `keys`; one that does not exist is passed over."""
+        for key in keys:
+            self._connection.delete_key(key)
+
+    def close(self) -> None:
+        """Let go of the connection and of the store."""
+        self._connection = None
+        self._base = None

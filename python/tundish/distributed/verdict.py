@@ -1,0 +1,120 @@
+"""What a vote ended with, as every rank reads it from the store, and the error it means for a rank.
+
+A verdict travels as JSON and is bounded in size, however many ranks fail and whatever they say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tundish.errors import PeerFailedError, TundishError, VoteTimeoutError
+
+__all__ = ["Failure", "Verdict"]
+
+_TEXT_CHARACTERS = 2000
+_DETAILED = 8
+_NAMED = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A rank that cannot go on: `text` is its error, or says how it was lost."""
+
+    rank: int
+    text: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """The failure of `rank` with `error`, its text cut to a bounded length."""
+        try:
+            text = str(error)
+        except Exception:  # an error that cannot even be printed is still a failure
+            text = "(its message cannot be printed)"
+        text = f"failed with {type(error).__name__}" + (f": {text}" if text else "")
+        if len(text) > _TEXT_CHARACTERS:
+            text = text[:_TEXT_CHARACTERS] + f" … ({len(text) - _TEXT_CHARACTERS} characters more)"
+        return cls(rank=rank, text=text)
+
+    def to_json(self) -> str:
+        """The JSON form."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Failure:
+        """From the JSON form."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The one end of a vote.
+
+    `complete`: every rank brought its status. `failures`: ranks that failed or died, ascending. `silent`:
+    ranks that had not voted when the time was up. `present`: the number of ranks, still alive, that had
+    voted. `seconds`: how long they were waited for. The lists hold at most the lowest 256 ranks.
+    """
+
+    complete: bool
+    failures: tuple[Failure, ...] = ()
+    silent: tuple[int, ...] = ()
+    present: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def bounded(
+        cls,
+        *,
+        complete: bool,
+        failures: Sequence[Failure],
+        silent: Sequence[int],
+        present: int,
+        seconds: float,
+    ) -> Verdict:
+        """A verdict of bounded size: only the lowest ranks keep their texts."""
+        ordered = sorted(failures, key=lambda failure: failure.rank)[:_NAMED]
+        brief = [dataclasses.replace(failure, text="failed too") for failure in ordered[_DETAILED:]]
+        return cls(
+            complete=complete,
+            failures=(*ordered[:_DETAILED], *brief),
+            silent=tuple(sorted(silent)[:_NAMED]),
+            present=present,
+            seconds=seconds,
+        )
+
+    def to_json(self) -> str:
+        """The JSON form."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Verdict:
+        """From the JSON form."""
+        fields = json.loads(text)
+        fields["failures"] = tuple(Failure(**failure) for failure in fields["failures"])
+        fields["silent"] = tuple(fields["silent"])
+        return cls(**fields)
+
+    def error(self, what: str, rank: int, *, late: bool) -> TundishError | None:
+        """What `rank` has to raise after the vote on `what`; None where all went well.
+
+        `late`: the vote was over when `rank` came to it.
+        """
+        if self.failures:
+            told = "; ".join(f"rank {failure.rank} {failure.text}" for failure in self.failures)
+            return PeerFailedError(f"{what}: {told}", self.failures[0].rank)
+        if self.complete:
+            return None
+        if late:
+            return VoteTimeoutError(
+                f"{what}: rank {rank} came to this vote after the others had given up waiting for it: it was "
+                "slower than their timeout, or stopped. They raised too, so all can go on with the next vote",
+                (rank,),
+            )
+        names = ("rank " if len(self.silent) == 1 else "ranks ") + ", ".join(map(str, self.silent))
+        return VoteTimeoutError(
+            f"{what}: {names} did not vote within {self.seconds:.4g} s: hung, stopped or elsewhere in the "
+            "program. Look where their stacks are, or give a longer timeout",
+            self.silent,
+        )

@@ -1,0 +1,225 @@
+"""Votes: every rank brings its status, and all ranks raise one error or none.
+
+Two faces of the same protocol (`tundish.distributed.channel`): the functions `vote`, `agreed` and
+`build_once_per_node` for code that runs on each rank's calling thread, and `Voter` for a thread or a
+part that needs a sequence of votes of its own. What always holds: a failing rank raises its own error, all
+others `PeerFailedError` (or `VoteTimeoutError` for a silent rank), and the next vote works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tundish.distributed.channel import Channel
+from tundish.distributed.groups import membership, seconds_of
+from tundish.distributed.jobstore import distributed_module
+from tundish.distributed.watch import node_identity
+
+__all__ = ["DEFAULT_TIMEOUT", "Voter", "agreed", "build_once_per_node", "vote"]
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+T = TypeVar("T")
+
+
+class Voter:
+    """Votes among the members of a group, apart from all other voters. A context manager.
+
+    Collective: all members make it, on their calling threads and in the same order; the constructor ends
+    with a first vote. Afterwards any one thread may vote with it, in the background too: it uses neither
+    NCCL nor the group's own collectives, only the job's store. Two threads need two voters, else
+    their votes could meet in another order on another rank.
+
+    From the constructor on, a member on the same node that is killed is noticed within 1 s of the kernel
+    ending it, by whoever is in a vote, and told to the members on other nodes through the store.
+
+    Args:
+        group: the `ProcessGroup` (None: all ranks). Without torch.distributed, a world of one.
+        timeout: how long the constructor waits for the other members; seconds or a `timedelta`.
+
+    Raises what `vote` raises.
+    """
+
+    def __init__(self, group: Any = None, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
+        self._join(group, node_identity())
+        try:
+            self.vote(what="meeting of a new voter", timeout=timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def _unmet(cls, group: Any, node: str) -> Self:
+        """A voter without the first vote, on a node called `node`.
+
+        Tests give different names to ranks of one machine and so have several nodes.
+        """
+        voter = cls.__new__(cls)
+        voter._join(group, node)
+        return voter
+
+    def _join(self, group: Any, node: str) -> None:
+        member = membership(group)
+        self._rank = member.rank
+        self._channel = Channel(member, node) if len(member.ranks) > 1 else None
+
+    def vote(
+        self,
+        error: BaseException | None = None,
+        *,
+        what: str,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+    ) -> None:
+        """Collective: bring this rank's status; returns when every rank brought a good one.
+
+        Args:
+            error: what went wrong on this rank; None when nothing did.
+            what: the step voted on, for messages: "building the plan".
+            timeout: how long this rank waits for the others; None for as long as it takes.
+
+        Raises:
+            The `error` given, on the rank that gave it.
+            PeerFailedError: another rank failed, or was killed. `rank` is its global rank, the lowest of
+                several; the message names all of them, with type and text of their errors.
+            VoteTimeoutError: a rank did not vote in time (`ranks` names those that did not), or this rank
+                came when the others had given up on it; all ranks are in step for the next vote.
+            StoreLostError: the launcher's store is gone.
+            InvalidInputError: a timeout that is not positive, or a voter closed or taken over a fork.
+
+        Once a rank failed, the others are given one more second to name their own failures.
+        """
+        problem = None
+        if self._channel is not None:
+            seconds = None if timeout is None else seconds_of(timeout)
+            problem = self._channel.hold(error, what, seconds)
+        if error is not None:
+            raise error
+        if problem is not None:
+            raise problem
+
+    @contextlib.contextmanager
+    def agreed(self, what: str, *, timeout: timedelta | float | None = DEFAULT_TIMEOUT) -> Iterator[None]:
+        """Collective: a block of fallible work that ends in a vote, whether it succeeds or raises."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+        self.vote(error, what=what, timeout=timeout)
+
+    def build_once_per_node(
+        self, build: Callable[[], T], *, what: str, timeout: timedelta | float | None = None
+    ) -> T | None:
+        """Collective: run `build` on one rank of every node while the others wait; then all vote.
+
+        The builder of a node is its lowest rank in the group (local rank 0, where the group holds it).
+
+        Args:
+            build: slow work; may be long, and raise anything. It must not vote with this voter.
+            what: what is built, for messages.
+            timeout: how long the others wait for the builders; None, the default, for as long as they take.
+
+        Returns what `build` returned on builders, None on the others, once all builders are done.
+
+        Raises what `vote` raises: a builder's own error on it, `PeerFailedError` on all others, also within
+        1 s when a builder is killed. Ctrl-C in a builder is told to the others likewise.
+        """
+        self.vote(what=f"{what}: meeting before it")
+        built: T | None = None
+        with self.agreed(what, timeout=timeout):
+            if self._channel is None or self._channel.mates[0] == self._rank:
+                built = build()
+        return built
+
+    def close(self) -> None:
+        """Let go of sockets and the store; not collective. Members that still vote see this rank vanish."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+# The voter of a group's calling threads lives exactly as long as the group.
+_voters: weakref.WeakKeyDictionary[Any, Voter] = weakref.WeakKeyDictionary()
+_voters_lock = threading.Lock()
+
+
+def _voter_of(group: Any) -> Voter:
+    member = membership(group)
+    if len(member.ranks) == 1:
+        return Voter._unmet(group, node_identity())
+    key = distributed_module().group.WORLD if group is None else group
+    with _voters_lock:
+        voter = _voters.get(key)
+        if voter is None:
+            voter = _voters[key] = Voter._unmet(group, node_identity())
+            # At exit the kernel closes everything; a finaliser would only meet a half-dead interpreter.
+            weakref.finalize(key, voter.close).atexit = False
+    return voter
+
+
+def vote(
+    error: BaseException | None = None,
+    *,
+    what: str,
+    group: Any = None,
+    timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+) -> None:
+    """Collective over `group` (None: all ranks): bring this rank's status; see `Voter.vote`.
+
+    All members call it from one thread each, in the same order; a background thread takes a `Voter`. In a
+    world of one it raises `error`, if any. A killed peer is noticed from the group's second vote on.
+
+    Raises what `Voter.vote` raises, and `InvalidInputError` when this rank is not in `group` or `WORLD_SIZE`
+    says that there are several processes but no process group is initialised.
+
+    >>> vote(what="loading the data")
+    """
+    _voter_of(group).vote(error, what=what, timeout=timeout)
+
+
+@contextlib.contextmanager
+def agreed(
+    what: str, *, group: Any = None, timeout: timedelta | float | None = DEFAULT_TIMEOUT
+) -> Iterator[None]:
+    """Collective over `group`: a block of fallible work that ends in a vote; see `Voter.vote`.
+
+    A block that raises raises the same error again once it was told to the others. A block that is left well
+    raises when another rank's was not.
+
+    >>> with agreed("loading the data"):
+    ...     lengths = [3, 4]
+    """
+    voter = _voter_of(group)
+    with voter.agreed(what, timeout=timeout):
+        yield
+
+
+def build_once_per_node(
+    build: Callable[[], T],
+    *,
+    what: str,
+    group: Any = None,
+    timeout: timedelta | float | None = None,
+) -> T | None:
+    """Collective over `group`: run `build` on one rank of every node; see `Voter.build_once_per_node`.
+
+    >>> build_once_per_node(lambda: 42, what="building the answer")
+    42
+    """
+    return _voter_of(group).build_once_per_node(build, what=what, timeout=timeout)

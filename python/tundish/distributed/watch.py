@@ -1,0 +1,124 @@
+"""Noticing at once that a process of this node is gone, by what the kernel drops with it.
+
+A `PeerWatch` owns one listening unix socket in the abstract namespace (it has no file, so nothing is
+left on disk) and one connection to each peer's listening socket. What always holds:
+
+1. Nobody accepts or writes: a connection stays silent until its peer's listening socket is gone, so
+   any event on it means that the peer ended, was killed, or closed its watch.
+2. Only the process itself holds its sockets: they are closed on exec, and in children made by fork, which
+   would otherwise keep a killed parent looking alive (workers of a DataLoader outlive their parent by
+   seconds).
+3. Abstract sockets belong to a network namespace: peers must share one (`node_identity` says so).
+
+On systems without abstract sockets (all but Linux) nothing is watched, and only deadlines tell.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import secrets
+import select
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["PeerWatch", "node_identity"]
+
+_BACKLOG = 4096
+_CONNECT_SECONDS = 5.0
+
+_open_watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
+
+
+@functools.cache
+def node_identity() -> str:
+    """A name that processes share exactly when they can watch each other and share memory.
+
+    Made of the host's name, the kernel's boot id and the network and IPC namespaces, so that
+    containers of one machine count as nodes of their own.
+    """
+    parts = [socket.gethostname()]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        parts.extend(str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("net", "ipc"))
+    except OSError:
+        pass  # no /proc: the host's name has to do
+    return "/".join(parts)
+
+
+class PeerWatch:
+    """Watches peers on this node; to be used by one thread at a time.
+
+    `address` names this process's socket (empty where the system has none); peers pass it to `connect`.
+    """
+
+    def __init__(self) -> None:
+        self.address = ""
+        self._listener: socket.socket | None = None
+        self._connections: dict[int, tuple[int, socket.socket]] = {}
+        self._vanished: set[int] = set()
+        self._poll = select.poll()
+        if sys.platform == "linux":
+            self.address = f"tundish-watch-{secrets.token_hex(16)}"
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(f"\0{self.address}")
+            self._listener.listen(_BACKLOG)
+            _open_watches.add(self)
+
+    def connect(self, peers: Mapping[int, str]) -> None:
+        """Watch `peers`, a mapping of rank to address; one that is gone already counts as vanished."""
+        for rank, address in peers.items():
+            if not address or not self.address:
+                continue
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(_CONNECT_SECONDS)
+            try:
+                connection.connect(f"\0{address}")
+            except OSError:
+                connection.close()
+                self._vanished.add(rank)
+                continue
+            self._connections[connection.fileno()] = (rank, connection)
+            self._poll.register(connection, select.POLLIN)
+
+    def vanished(self) -> frozenset[int]:
+        """The ranks found gone so far."""
+        self.wait(0)
+        return frozenset(self._vanished)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep `seconds`, or less where a watched peer vanishes meanwhile."""
+        if not self._connections:
+            time.sleep(seconds)
+            return
+        # poll() takes whole milliseconds; rounding down would turn a short sleep into none.
+        events = self._poll.poll(math.ceil(seconds * 1000))
+        for descriptor, _ in events:
+            rank, connection = self._connections.pop(descriptor)
+            self._poll.unregister(descriptor)
+            connection.close()
+            self._vanished.add(rank)
+
+    def close(self) -> None:
+        """Close every socket; peers that still watch this process see it vanish."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        for descriptor, (_, connection) in self._connections.items():
+            self._poll.unregister(descriptor)
+            connection.close()
+        self._connections.clear()
+        _open_watches.discard(self)
+
+
+def _close_in_child() -> None:
+    for watch in list(_open_watches):
+        watch.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
