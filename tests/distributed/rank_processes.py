@@ -1,0 +1,175 @@
+"""Real ranks for tests: processes that join one torch.distributed job and that a test can signal.
+
+The processes come from a fork server that has torch imported already, which makes a job cost tenths
+of a second instead of seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+LAUNCHER, RANK0, FILE = "launcher", "rank0", "file"
+PATIENCE = 60.0
+
+
+class Line:
+    """A rank's line to the test: `say` what happened, `hear` what to do next."""
+
+    def __init__(self, connection: multiprocessing.connection.Connection) -> None:
+        self._connection = connection
+
+    def say(self, *message: Any) -> None:
+        self._connection.send(message)
+
+    def hear(self) -> Any:
+        return self._connection.recv()
+
+
+Scenario = Callable[[int, Line], None]
+
+
+def _load(path: str, name: str) -> Scenario:
+    """The scenario `name` of the test file `path`, however pytest named the module it made of it."""
+    specification = importlib.util.spec_from_file_location("scenarios", path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    scenario: Scenario = getattr(module, name)
+    return scenario
+
+
+def _run_rank(
+    path: str,
+    name: str,
+    rank: int,
+    size: int,
+    host: str,
+    where: str,
+    seconds: float,
+    connection: multiprocessing.connection.Connection,
+) -> None:
+    import torch.distributed as distributed
+
+    init_method = {RANK0: f"tcp://127.0.0.1:{where}", LAUNCHER: "env://", FILE: f"file://{where}"}[host]
+    if host == LAUNCHER:
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": where,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    line = Line(connection)
+    try:
+        scenario = _load(path, name)
+        distributed.init_process_group(
+            "gloo", init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+        )
+        scenario(rank, line)
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        line.say("end of scenario")
+    except BaseException:
+        line.say("crash", traceback.format_exc())
+        raise
+
+
+class Job:
+    """`size` ranks that run `scenario`; leaving the block ends what still runs.
+
+    `host` says where the job's store is served: by the launcher (as torchrun does; here the test process),
+    by rank 0, or in a file in `folder`. `seconds` is the default group's timeout.
+    """
+
+    def __init__(
+        self, scenario: Scenario, size: int, folder: Path, *, host: str = LAUNCHER, seconds: float = 30.0
+    ) -> None:
+        import torch.distributed as distributed
+
+        self._store: Any = None
+        where = str(folder / "store")
+        if host == LAUNCHER:
+            self._store = distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            where = str(self._store.port)
+        elif host == RANK0:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                where = str(probe.getsockname()[1])
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+        self._lines, self._processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_run_rank,
+                args=(inspect.getfile(scenario), scenario.__name__, rank, size, host, where, seconds, theirs),
+            )
+            process.start()
+            theirs.close()
+            self._lines.append(mine)
+            self._processes.append(process)
+
+    def hear(self, rank: int) -> Any:
+        """The next message of `rank`; a tuple."""
+        if not self._lines[rank].poll(PATIENCE):
+            raise TimeoutError(f"rank {rank} says nothing")
+        message = self._lines[rank].recv()
+        if message[0] == "crash":
+            raise AssertionError(f"rank {rank}:\n{message[1]}")
+        return message
+
+    def hear_all(self, *ranks: int) -> list[Any]:
+        return [self.hear(rank) for rank in ranks or range(len(self._lines))]
+
+    def tell(self, rank: int, message: Any = None) -> None:
+        self._lines[rank].send(message)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        process_id = self._processes[rank].pid
+        assert process_id is not None
+        os.kill(process_id, number)
+
+    def expect_end(self, *ranks: int) -> None:
+        """`ranks` (all by default) come to the end of the scenario and exit well."""
+        ranks = ranks or tuple(range(len(self._lines)))
+        for rank in ranks:
+            assert self.hear(rank) == ("end of scenario",)
+        for rank in ranks:
+            self._processes[rank].join(PATIENCE)
+            assert self._processes[rank].exitcode == 0, (
+                f"rank {rank} exits with {self._processes[rank].exitcode}"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+        for process, line in zip(self._processes, self._lines, strict=True):
+            process.join(PATIENCE)
+            process.close()
+            line.close()
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str, Any]:
+    """What `call` came to: the error's kind ("" for none), its text, and the ranks it names."""
+    try:
+        call()
+    except BaseException as error:
+        return type(error).__name__, str(error), getattr(error, "rank", getattr(error, "ranks", None))
+    return "", "", None

@@ -1,0 +1,92 @@
+"""Groups with their own timeout."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tundish.distributed import long_timeout_group
+from tundish.errors import InvalidInputError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from rank_processes import Job, Line, outcome
+
+
+def groups(rank: int, line: Line) -> None:
+    import torch
+    import torch.distributed as distributed
+
+    world = distributed.distributed_c10d._world
+    groups_before = len(world.pg_map)
+    with long_timeout_group(timedelta(seconds=60)) as group:
+        if rank == 0:
+            time.sleep(3)
+        distributed.barrier(group)
+    line.say("the slow rank was waited for")
+
+    def scope(value: str) -> None:
+        with long_timeout_group(30, [3, 1]) as group:
+            total = torch.tensor(rank)
+            distributed.all_reduce(total, group=group)
+            assert total.item() == 4
+            raise KeyError(value)
+
+    if rank in (1, 3):
+        if rank == 3:
+            # Members that hold different numbers of groups still meet.
+            distributed.new_group([3], use_local_synchronization=True)
+            groups_before += 1
+        for turn in range(3):
+            # The same ranks again, one earlier than the other: nothing of the former group may be found.
+            time.sleep(0.3 * (rank == 3))
+            line.say(*outcome(lambda turn=turn: scope(f"turn {turn}")))
+    else:
+        line.say(*outcome(lambda: long_timeout_group(30, [1, 3]).__enter__()))
+    line.say(*outcome(lambda: long_timeout_group(30, [rank, rank]).__enter__()))
+    line.say(*outcome(lambda: long_timeout_group(30, [rank, 4]).__enter__()))
+    line.say(len(world.pg_map) - groups_before, len(world.pg_group_ranks) - groups_before)
+
+    # Destroyed with everything else, inside the block.
+    with long_timeout_group(30) as group:
+        distributed.barrier(group)
+        line.say("met")
+        line.hear()
+        distributed.destroy_process_group()
+
+
+def test_long_timeout_groups(tmp_path: Path) -> None:
+    # The default group would give up after two seconds.
+    with Job(groups, 4, tmp_path, seconds=2) as job:
+        job.hear_all()
+        for turn in range(3):
+            for rank in (1, 3):
+                assert job.hear(rank) == ("KeyError", f"'turn {turn}'", None)
+        for rank in (0, 2):
+            kind, text, _ = job.hear(rank)
+            assert kind == "InvalidInputError"
+            assert "not among the ranks [1, 3]" in text
+        for sentence in ("give distinct ranks", "give distinct ranks of 0 to 3"):
+            for kind, text, _ in job.hear_all():
+                assert kind == "InvalidInputError"
+                assert sentence in text
+        assert job.hear_all() == [(0, 0)] * 4
+        job.hear_all()
+        for rank in range(4):
+            job.tell(rank)
+        job.expect_end()
+
+
+@pytest.mark.parametrize("timeout", [0, -1, timedelta(0), float("nan"), float("inf")])
+def test_bad_timeouts(timeout: float | timedelta) -> None:
+    with pytest.raises(InvalidInputError, match="positive"), long_timeout_group(timeout):
+        pass
+
+
+def test_without_torch_distributed() -> None:
+    with pytest.raises(InvalidInputError, match="init_process_group"), long_timeout_group(5):
+        pass

@@ -1,0 +1,249 @@
+"""Votes while ranks are killed, stopped, interrupted, or late.
+
+Times are taken on the machine's monotonic clock, which all processes share: from just before the signal is
+sent to the moment the surviving rank has its error in hand.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tundish.distributed import Voter, build_once_per_node, vote
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
+
+# The promise: a killed peer is noticed within this many seconds.
+NOTICED = 1.0
+
+
+def timed(call: Callable[[], Any]) -> tuple[str, str, Any, float]:
+    return (*outcome(call), time.monotonic())
+
+
+def killed_voter(rank: int, line: Line) -> None:
+    # Ranks 0 and 2 are one node, 1 and 3 another.
+    voter = Voter._unmet(None, f"node {rank % 2}")
+    voter.vote(what="all are well")
+    child = 0
+    if rank == 3:
+        # Like a worker of a DataLoader, the child lives on and must not keep its parent looking alive.
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+    line.say("ready", child)
+    if rank == 3:
+        line.hear()
+    line.say(*timed(lambda: voter.vote(what="saving")))
+    line.say(*timed(lambda: voter.vote(what="saving again")))
+
+
+@pytest.mark.parametrize("host", [LAUNCHER, FILE])
+def test_a_killed_rank_is_named_on_all_nodes_within_a_second(host: str, tmp_path: Path) -> None:
+    with Job(killed_voter, 4, tmp_path, host=host) as job:
+        child = job.hear_all()[3][1]
+        time.sleep(0.5)
+        killed = time.monotonic()
+        job.signal(3, signal.SIGKILL)
+        try:
+            for kind, text, named, at in job.hear_all(0, 1, 2):
+                assert (kind, named) == ("PeerFailedError", 3)
+                assert text.startswith("saving: rank 3 (process ")
+                assert "was killed or vanished" in text
+                assert at - killed < NOTICED
+            for kind, _, named, _ in job.hear_all(0, 1, 2):
+                assert (kind, named) == ("PeerFailedError", 3)
+            job.expect_end(0, 1, 2)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def two_votes(rank: int, line: Line) -> None:
+    vote(what="all are well")
+    line.say("ready")
+    if rank == 0:
+        line.hear()
+    line.say(*timed(lambda: vote(what="saving", timeout=2)))
+    line.say(*timed(lambda: vote(what="saving again", timeout=20)))
+
+
+def test_the_host_of_the_store_is_killed(tmp_path: Path) -> None:
+    with Job(two_votes, 3, tmp_path, host=RANK0) as job:
+        job.hear_all()
+        time.sleep(0.5)
+        killed = time.monotonic()
+        job.signal(0, signal.SIGKILL)
+        for kind, text, named, at in job.hear_all(1, 2):
+            assert (kind, named) == ("PeerFailedError", 0)
+            assert "rank 0" in text
+            assert at - killed < NOTICED
+        for kind, _, named, _ in job.hear_all(1, 2):
+            assert (kind, named) == ("PeerFailedError", 0)
+
+
+@pytest.mark.parametrize("host", [LAUNCHER, RANK0])
+def test_a_silent_rank_is_named_and_the_next_vote_works(host: str, tmp_path: Path) -> None:
+    # With the store on rank 0, the others cannot even read it while that rank is stopped.
+    with Job(two_votes, 3, tmp_path, host=host) as job:
+        job.hear_all()
+        began = time.monotonic()
+        job.signal(0, signal.SIGSTOP)
+        for kind, _, named, at in job.hear_all(1, 2):
+            assert (kind, named) == ("VoteTimeoutError", (0,))
+            assert 1.9 < at - began < 4
+        job.signal(0, signal.SIGCONT)
+        job.tell(0)
+        resumed = time.monotonic()
+        kind, text, named, at = job.hear(0)
+        assert (kind, named) == ("VoteTimeoutError", (0,))
+        assert "given up" in text or "came to this vote after" in text
+        assert at - resumed < NOTICED
+        for kind, text, _, _ in job.hear_all():
+            assert kind == "", text
+        job.expect_end()
+
+
+def much_too_late(rank: int, line: Line) -> None:
+    import torch.distributed as distributed
+
+    voter = Voter()
+    store = distributed.distributed_c10d._get_default_store()
+    if rank == 0:
+        line.hear()
+    kinds = [outcome(lambda: voter.vote(what="many", timeout=0.05))[0] for _ in range(40)]
+    line.say(kinds)
+    line.say(int(store.num_keys()))
+    line.say(*outcome(lambda: voter.vote(what="at last")))
+
+
+def test_a_rank_forty_votes_late_gets_in_step(tmp_path: Path) -> None:
+    with Job(much_too_late, 3, tmp_path) as job:
+        for rank in (1, 2):
+            assert job.hear(rank) == (["VoteTimeoutError"] * 40,)
+            assert job.hear(rank)[0] < 40  # verdicts of old votes are not kept for ever
+        job.tell(0)
+        assert job.hear(0) == (["VoteTimeoutError"] * 40,)
+        job.hear(0)
+        for rank in range(3):
+            assert job.hear(rank) == ("", "", None)
+        job.expect_end()
+
+
+def killed_builder(rank: int, line: Line) -> None:
+    voter = Voter._unmet(None, f"node {rank % 2}")
+
+    def build() -> None:
+        line.say("building")
+        time.sleep(1 if rank == 0 else 60)
+
+    line.say(*timed(lambda: voter.build_once_per_node(build, what="building the plan")))
+
+
+def test_a_killed_builder(tmp_path: Path) -> None:
+    with Job(killed_builder, 4, tmp_path) as job:
+        job.hear_all(0, 1)
+        # Rank 0 is still in its own build when rank 1 dies, ranks 2 (another node) and 3 (the same) wait.
+        killed = time.monotonic()
+        job.signal(1, signal.SIGKILL)
+        for kind, text, named, at in job.hear_all(2, 3):
+            assert (kind, named) == ("PeerFailedError", 1)
+            assert text.startswith("building the plan: rank 1 ")
+            assert text.endswith("was killed or vanished")
+            assert at - killed < NOTICED
+        kind, _, named, _ = job.hear(0)
+        assert (kind, named) == ("PeerFailedError", 1)
+        job.expect_end(0, 2, 3)
+
+
+def interrupted(rank: int, line: Line) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def build() -> None:
+        line.say("building")
+        time.sleep(60)
+
+    line.say(*timed(lambda: build_once_per_node(build, what="building the plan")))
+    vote(what="meeting again")
+    line.say("waiting")
+    if rank == 0:
+        line.hear()
+    line.say(*timed(lambda: vote(what="waiting for rank 0")))
+    line.say(*outcome(lambda: vote(what="all is well again")))
+
+
+def test_ctrl_c_is_told_to_the_others(tmp_path: Path) -> None:
+    with Job(interrupted, 3, tmp_path) as job:
+        assert job.hear(0) == ("building",)
+        time.sleep(0.3)
+        sent = time.monotonic()
+        job.signal(0, signal.SIGINT)
+        answers = job.hear_all()
+        assert answers[0][0] == "KeyboardInterrupt"
+        for kind, text, named, at in answers[1:]:
+            assert (kind, named) == ("PeerFailedError", 0)
+            assert text == "building the plan: rank 0 failed with KeyboardInterrupt"
+            assert at - sent < NOTICED
+        job.hear_all()
+        time.sleep(0.3)
+        # In the vote itself, where the caller waits for others.
+        sent = time.monotonic()
+        job.signal(1, signal.SIGINT)
+        kind, _, _, at = job.hear(1)
+        assert kind == "KeyboardInterrupt"
+        assert at - sent < NOTICED
+        kind, text, named, at = job.hear(2)
+        assert (kind, named) == ("PeerFailedError", 1)
+        assert "KeyboardInterrupt" in text
+        assert at - sent < NOTICED
+        job.tell(0)
+        kind, text, named, _ = job.hear(0)
+        assert (kind, named) == ("PeerFailedError", 1)
+        assert job.hear_all() == [("", "", None)] * 3
+        job.expect_end()
+
+
+def leaves_at_once(rank: int, line: Line) -> None:
+    vote(what="all are well")
+    line.say(*outcome(lambda: vote(what="the last step")))
+    if rank == 0:
+        os._exit(0)
+
+
+@pytest.mark.parametrize("host", [RANK0, LAUNCHER])
+def test_a_rank_that_exits_after_the_last_vote_fails_nobody(host: str, tmp_path: Path) -> None:
+    for turn in range(3):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        with Job(leaves_at_once, 4, folder, host=host) as job:
+            assert job.hear_all() == [("", "", None)] * 4
+
+
+def voter_over_a_fork(rank: int, line: Line) -> None:
+    voter = Voter()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        kind, text, _ = outcome(lambda: voter.vote(what="in a child"))
+        os.write(write, f"{kind} {text}".encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    line.say(os.read(read, 1000).decode())
+    voter.vote(what="in the parent")
+
+
+def test_a_voter_stays_with_its_process(tmp_path: Path) -> None:
+    with Job(voter_over_a_fork, 2, tmp_path) as job:
+        for (said,) in job.hear_all():
+            assert said.startswith("InvalidInputError in a child")
+            assert "before a fork" in said
+        job.expect_end()
