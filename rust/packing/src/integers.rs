@@ -159,12 +159,20 @@ impl<'a> Integers<'a> {
     ///
     /// # Panics
     /// When `index` is out of range.
+    #[inline]
     #[must_use]
     pub fn get(&self, index: usize) -> u64 {
-        let mut value = [0u64];
-        let indices = [index as u64];
-        self.gather(&indices, &mut value);
-        value[0]
+        assert!(index < self.len, "index within the column");
+        with_type!(self.kind, T => {
+            // SAFETY: the index was checked against the column's length.
+            unsafe { self.at::<T>(index).read_unaligned() }.extend()
+        })
+    }
+
+    /// Ask the processor to bring the value at `index` into its caches. Any index is fine.
+    #[inline]
+    pub fn prefetch(&self, index: usize) {
+        crate::memory::prefetch_address(self.at::<u8>(index));
     }
 
     /// Read `out.len()` consecutive values from `start` on, and return the bitwise or of them all,

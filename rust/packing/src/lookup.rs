@@ -56,56 +56,80 @@ impl Lengths<'_> {
 
 /// The packs numbered `packs`; each number must be in range.
 ///
+/// Columns are read one after the other for all packs, so that their cache misses overlap.
+///
 /// # Errors
 /// `NoSuchPack`; `Mismatch` where the columns contradict themselves or the lengths.
 pub fn lookup(views: &Views<'_>, packs: &Integers<'_>, lengths: Option<&Lengths<'_>>) -> Result<Lookup, PackError> {
-    let cumulative = views.column(Field::IndicesCuLen);
+    let total = views.packs();
+    let mut numbers = vec![0u64; packs.len()];
+    packs.read(0, &mut numbers);
+    if let Some(&number) = numbers.iter().find(|&&number| number >= total as u64) {
+        return Err(PackError::NoSuchPack { index: number as i64, packs: total });
+    }
+    let gather = |field: Field, at: &[u64]| {
+        let mut values = vec![0u64; at.len()];
+        views.column(field).gather(at, &mut values);
+        values
+    };
+    let ends = gather(Field::IndicesCuLen, &numbers);
+    let mut begins = gather(Field::IndicesCuLen, &numbers.iter().map(|&n| n.saturating_sub(1)).collect::<Vec<_>>());
     let indices = views.column(Field::Indices);
-    let total = cumulative.len();
-    let mut found = Lookup::default();
-    found.dataset_id.reserve(packs.len());
-    found.piece_cu.reserve(packs.len() + 1);
-    found.piece_cu.push(0);
-    let mut scratch: Vec<u64> = Vec::new();
-    for position in 0..packs.len() {
-        let number = packs.get(position);
-        if number >= total as u64 {
-            return Err(PackError::NoSuchPack { index: number as i64, packs: total });
+    let mut piece_cu = Vec::with_capacity(numbers.len() + 1);
+    piece_cu.push(0i64);
+    let mut pieces = 0u64;
+    for ((&number, begin), &end) in numbers.iter().zip(&mut begins).zip(&ends) {
+        if number == 0 {
+            *begin = 0;
         }
-        let pack = number as usize;
-        let begin = if pack == 0 { 0 } else { cumulative.get(pack - 1) };
-        let end = cumulative.get(pack);
-        if begin >= end || end > indices.len() as u64 {
+        if *begin >= end || end > indices.len() as u64 {
             return Err(PackError::Mismatch(format!(
-                "pack {pack}: indices_cu_len says pieces {begin} to {end} of {}; the plan is damaged, make it again",
+                "pack {number}: indices_cu_len says pieces {begin} to {end} of {}; the plan is damaged, make it again",
                 indices.len()
             )));
         }
-        scratch.resize((end - begin) as usize, 0);
-        indices.read(begin as usize, &mut scratch);
-        let dataset = views.column(Field::DatasetId).get(pack) as i64;
-        found.dataset_id.push(dataset);
-        let first = found.sample.len();
-        found.sample.extend(scratch.iter().map(|&sample| sample as i64));
-        found.start.resize(found.sample.len(), 0);
-        found.start[first] = views.column(Field::StartOffset).get(pack) as i64;
-        match lengths {
-            None => found.stop.resize(found.sample.len(), TO_THE_END),
-            Some(lengths) => {
-                for &sample in &found.sample[first..] {
-                    let length = lengths.get(dataset, sample).ok_or_else(|| {
-                        PackError::Mismatch(format!(
-                            "pack {pack} takes sample {sample} of dataset {dataset}, but the lengths have no such sample"
-                        ))
-                    })?;
-                    found.stop.push(length);
-                }
-            }
+        indices.prefetch(*begin as usize);
+        pieces += end - *begin;
+        piece_cu.push(pieces as i64);
+    }
+    let mut found = Lookup {
+        dataset_id: gather(Field::DatasetId, &numbers).into_iter().map(|id| id as i64).collect(),
+        piece_cu,
+        sample: Vec::with_capacity(pieces as usize),
+        start: vec![0; pieces as usize],
+        stop: Vec::new(),
+    };
+    let starts = gather(Field::StartOffset, &numbers);
+    let stops = gather(Field::EndOffset, &numbers);
+    for (&begin, &end) in begins.iter().zip(&ends) {
+        for piece in begin..end {
+            found.sample.push(indices.get(piece as usize) as i64);
         }
-        if let Some(last) = found.stop.last_mut() {
-            *last = views.column(Field::EndOffset).get(pack) as i64;
-        }
-        found.piece_cu.push(found.sample.len() as i64);
+    }
+    found.stop = match lengths {
+        None => vec![TO_THE_END; found.sample.len()],
+        Some(lengths) => stops_by_length(&found, &numbers, lengths)?,
+    };
+    for (pack, (&start, &stop)) in starts.iter().zip(&stops).enumerate() {
+        found.start[found.piece_cu[pack] as usize] = start as i64;
+        found.stop[found.piece_cu[pack + 1] as usize - 1] = stop as i64;
     }
     Ok(found)
+}
+
+/// The length of each piece's sample.
+fn stops_by_length(found: &Lookup, numbers: &[u64], lengths: &Lengths<'_>) -> Result<Vec<i64>, PackError> {
+    let mut stops = Vec::with_capacity(found.sample.len());
+    for (pack, &dataset) in found.dataset_id.iter().enumerate() {
+        for &sample in &found.sample[found.piece_cu[pack] as usize..found.piece_cu[pack + 1] as usize] {
+            let Some(length) = lengths.get(dataset, sample) else {
+                return Err(PackError::Mismatch(format!(
+                    "pack {} takes sample {sample} of dataset {dataset}, but the lengths have no such sample",
+                    numbers[pack]
+                )));
+            };
+            stops.push(length);
+        }
+    }
+    Ok(stops)
 }

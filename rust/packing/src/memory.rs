@@ -83,18 +83,23 @@ pub(crate) fn physical_bytes() -> Option<u64> {
     None
 }
 
-/// Ask the processor to bring `array[index]` into its caches, to be written soon. Any index is fine.
+/// Ask the processor to bring `array[index]` into its caches. Any index is fine.
 #[inline(always)]
 pub(crate) fn prefetch<T>(array: &[T], index: usize) {
+    prefetch_address(array.as_ptr().wrapping_add(index).cast());
+}
+
+/// Ask the processor to bring what lies at `address` into its caches. Any address is fine.
+#[inline(always)]
+pub(crate) fn prefetch_address(address: *const u8) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch never faults, whatever the address; `wrapping_add` forms it without the
-    // promise to stay in bounds.
+    // SAFETY: a prefetch never faults, whatever the address.
     unsafe {
         use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T0>(array.as_ptr().wrapping_add(index).cast());
+        _mm_prefetch::<_MM_HINT_T0>(address.cast());
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (array, index);
+    let _ = address;
 }
 
 /// The array as bytes in this machine's order.

@@ -1,0 +1,73 @@
+//! Hard packing in the core: nanoseconds a sample, order given and checked, in memory and published.
+
+use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
+use tundish_packing::hard::{OrderSource, Prepared, Request};
+use tundish_packing::{Integers, Silent};
+
+mod distributions;
+use distributions::{Lengths, permutation};
+
+const MAX_LENGTH: u64 = 4096;
+
+fn hard_pack(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("hard_pack");
+    group.sample_size(10).sampling_mode(SamplingMode::Flat);
+    for samples in [100_000usize, 1_000_000, 10_000_000] {
+        group.throughput(Throughput::Elements(samples as u64));
+        let order = permutation(samples);
+        for distribution in [Lengths::Text, Lengths::Chat] {
+            let lengths = distribution.draw(samples);
+            for threads in [1usize, 2] {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads start");
+                let request = || Request {
+                    lengths: vec![Integers::from(&lengths[..])],
+                    order: OrderSource::Given(Integers::from(&order[..])),
+                    max_length: MAX_LENGTH,
+                    drop_last: true,
+                    global_pack: false,
+                    pool: (threads > 1).then_some(&pool),
+                };
+                let name = format!("{distribution:?}/{threads} threads");
+                group.bench_function(BenchmarkId::new(name, samples), |bencher| {
+                    bencher.iter(|| {
+                        let prepared = Prepared::new(request(), &mut Silent).expect("good lengths");
+                        prepared.pack(&mut Silent).expect("a good order")
+                    });
+                });
+            }
+        }
+    }
+    group.finish();
+}
+
+fn published(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("hard_pack_published");
+    group.sample_size(10).sampling_mode(SamplingMode::Flat);
+    let samples = 10_000_000usize;
+    group.throughput(Throughput::Elements(samples as u64));
+    let (lengths, order) = (Lengths::Text.draw(samples), permutation(samples));
+    let request = || Request {
+        lengths: vec![Integers::from(&lengths[..])],
+        order: OrderSource::Given(Integers::from(&order[..])),
+        max_length: MAX_LENGTH,
+        drop_last: true,
+        global_pack: false,
+        pool: None,
+    };
+    // Beside the build folder, which is on a real disk; the system's temporary folder may not be.
+    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder for plans");
+    let mut number = 0;
+    group.bench_function(BenchmarkId::new("Text/1 thread", samples), |bencher| {
+        bencher.iter(|| {
+            number += 1;
+            let target = folder.path().join(format!("plan-{number}"));
+            let prepared = Prepared::new(request(), &mut Silent).expect("good lengths");
+            prepared.write(&target, &mut Silent).expect("a disk with room");
+            tundish_packing::folder::open(&target, &mut Silent).expect("a whole plan");
+        });
+    });
+    group.finish();
+}
+
+criterion_group!(benches, hard_pack, published);
+criterion_main!(benches);
