@@ -180,3 +180,29 @@ fn absent_is_fine(outcome: Result<(), CommitError>) -> Result<(), CommitError> {
         outcome => outcome,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_published_while_it_was_being_swept_is_left_alone() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join(".plan.0000000000000001.incomplete");
+        std::fs::create_dir(&path).unwrap();
+        std::fs::write(path.join("file"), b"keep").unwrap();
+        let name = path.file_name().unwrap();
+        let parent_directory = open_parent(parent.path()).unwrap();
+        let directory = claim::open_folder(&parent_directory, name, &path).unwrap();
+        // Its writer publishes it and ends, between the sweeper's open and its lock.
+        let target = parent.path().join("plan");
+        std::fs::rename(&path, &target).unwrap();
+        assert!(matches!(claim::try_lock(&directory, &path), Ok(Lock::Taken)));
+        assert!(!remove_locked(&parent_directory, name, &directory, &path).unwrap());
+        // Another folder under the old name is not the one that is locked either.
+        std::fs::create_dir(&path).unwrap();
+        assert!(!remove_locked(&parent_directory, name, &directory, &path).unwrap());
+        assert!(path.exists());
+        assert_eq!(std::fs::read(target.join("file")).unwrap(), b"keep");
+    }
+}

@@ -43,17 +43,18 @@ impl Writeback {
             return Ok(());
         }
         self.dirty_bytes = 0;
-        match self.advance(file, dirty, path) {
-            Err(error) if is_missing(&error) => {
-                self.supported = false;
-                Ok(())
-            }
-            outcome => outcome,
-        }
+        self.advance(file, dirty, path)
     }
 
     fn advance(&mut self, file: &File, full: Range<u64>, path: &Path) -> Result<(), CommitError> {
-        disk::start_writeback(file, &full, path)?;
+        match disk::start_writeback(file, &full, path) {
+            // Only the first start can find out: later, and from a wait, the same numbers are those of lost bytes.
+            Err(error) if self.under_way.is_none() && is_missing(&error) => {
+                self.supported = false;
+                return Ok(());
+            }
+            outcome => outcome?,
+        }
         if let Some(before) = self.under_way.replace(full) {
             disk::wait_for_writeback(file, &before, path)?;
         }
