@@ -1,0 +1,355 @@
+"""A plan as one picture.
+
+Owns what the picture counts and how it looks. What always holds: the plan is read in slices, so that memory does
+not grow with it, and of a very large plan an even selection of slices stands for the whole, which the picture
+says; the user's own pyplot state is neither used nor changed; the file under its final name is complete.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tundish.errors import InvalidInputError, NotFoundError, StorageError, missing_extra
+
+if TYPE_CHECKING:
+    from tundish.packing.plan import PackPlan
+
+__all__ = ["plot_plan"]
+
+# Packs, and pieces, that are looked at together: some tens of megabytes.
+SLICE_PACKS = 1 << 16
+SLICE_PIECES = 1 << 20
+# Read at most about this many pieces; a picture made of more would look the same.
+MOST_PIECES = 1 << 26
+# Counts of pieces a pack, and of packs a sample, from here on are one.
+LAST_BIN = 1 << 16
+FORMATS = (".png", ".svg", ".pdf")
+# Histograms over a wide range of lengths: bins of equal ratio, this many a doubling.
+BINS_A_DOUBLING = 4
+
+INK, SOFT, GRID = "#22303c", "#6b7a88", "#e3e8ec"
+BLUE, ORANGE, PALE = "#2f6f9f", "#d9772b", "#b9cfdf"
+
+
+@dataclass
+class Counts:
+    """What the picture shows. `share`: the part of the plan's packs that was read, 0 to 1.
+
+    `lengths`: samples by length, in bins of equal ratio (bin 0: empty samples), or packs by their longest piece
+    where the plan has no lengths attached; `pieces`: packs by number of pieces; `parts`: samples by the number of
+    packs they lie in; `tokens`: of these samples; `padded`: the same with padding, if each sample, cut only where it
+    is longer than a pack, were padded to packs.
+    """
+
+    share: float = 1.0
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(64 * BINS_A_DOUBLING, np.int64))
+    pieces: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
+    parts: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
+    tokens: int = 0
+    padded: int = 0
+
+
+def plot_plan(plan: PackPlan, path: str | os.PathLike[str]) -> Path:
+    """Draw `plan` to `path` (`.png`, `.svg` or `.pdf`) and return the path.
+
+    The picture shows the samples' lengths (of plans without lengths attached: each pack's longest piece), pieces a
+    pack, how many samples are cut, and the tokens that are lost, beside what padding would have cost.
+
+    Raises `MissingExtraError` without matplotlib, `InvalidInputError` for another kind of picture, `StorageError`
+    or `NotFoundError` where the file cannot be written.
+    """
+    target = Path(path)
+    if target.suffix.lower() not in FORMATS:
+        raise InvalidInputError(
+            f"{target}: a plot is written as one of {', '.join(FORMATS)}; name the file so"
+        )
+    if not target.parent.is_dir():
+        raise NotFoundError(2, "no such folder to write the plot to; make it first", str(target.parent))
+    try:
+        import matplotlib.backends.backend_agg as agg
+        from matplotlib.figure import Figure
+    except ImportError:
+        missing_extra("plot", "matplotlib", "plotting a plan")
+    figure = Figure(figsize=(12, 8), dpi=150, facecolor="white")
+    agg.FigureCanvasAgg(figure)
+    _draw(figure, plan, count(plan))
+    _publish(figure, target)
+    return target
+
+
+def count(plan: PackPlan, most_pieces: int = MOST_PIECES) -> Counts:
+    """Count what the picture shows, reading at most about `most_pieces` pieces."""
+    counts = Counts()
+    packs = len(plan)
+    read = 0
+    for first, stop in _slices(packs, len(plan.indices), most_pieces):
+        _count_slice(plan, first, stop, counts)
+        read += stop - first
+    counts.share = read / packs if packs else 1.0
+    return counts
+
+
+def _slices(packs: int, pieces: int, most_pieces: int) -> Iterator[tuple[int, int]]:
+    total = math.ceil(packs / SLICE_PACKS)
+    chosen = total if pieces <= most_pieces else max(1, total * most_pieces // pieces)
+    for number in range(chosen):
+        first = number * total // chosen * SLICE_PACKS
+        yield first, min(first + SLICE_PACKS, packs)
+
+
+def _count_slice(plan: PackPlan, first: int, stop: int, counts: Counts) -> None:
+    before = int(plan.indices_cu_len[first - 1]) if first else 0
+    if int(plan.indices_cu_len[stop - 1]) - before > SLICE_PIECES and stop - first > 1:
+        middle = (first + stop) // 2
+        _count_slice(plan, first, middle, counts)
+        _count_slice(plan, middle, stop, counts)
+        return
+    cu = np.asarray(plan.indices_cu_len[first:stop], np.int64)
+    pieces = np.diff(cu, prepend=before)
+    counts.pieces = _add(counts.pieces, np.bincount(np.minimum(pieces, LAST_BIN)))
+
+    # A pack that starts inside a sample holds a later part of it. That part is the last one unless it fills the pack
+    # and the next pack goes on with the same sample. Before it, the sample filled all its packs but the first.
+    look = min(stop + 1, len(plan))
+    start = np.asarray(plan.start_offset[first:look], np.int64)
+    dataset = np.asarray(plan.dataset_id[first:look])
+    goes_on = np.zeros(stop - first, bool)
+    goes_on[: look - first - 1] = (start[1:] > 0) & (dataset[1:] == dataset[:-1])
+    start = start[: stop - first]
+    last_part = (start > 0) & ((pieces > 1) | ~goes_on)
+    parts = -(-start[last_part] // plan.max_length) + 1
+    counts.parts = _add(counts.parts, np.bincount(np.minimum(parts, LAST_BIN)))
+    whole = int(pieces.sum()) - int((start > 0).sum()) - int((goes_on & ((start == 0) | (pieces > 1))).sum())
+    counts.parts = _add(counts.parts, np.array([0, whole]))
+
+    if not plan.has_lengths:
+        longest = np.asarray(plan.longest[first:stop], np.int64)
+        counts.lengths += _by_length(longest, len(counts.lengths))
+        return
+    batch = plan.lookup(np.arange(first, stop, dtype=np.int64))
+    # A sample's last piece stops at the sample's length.
+    lengths = np.delete(batch.stop, batch.piece_cu[1:][goes_on] - 1)
+    counts.lengths += _by_length(lengths, len(counts.lengths))
+    counts.tokens += int(lengths.sum())
+    counts.padded += int((-(-lengths // plan.max_length)).sum()) * plan.max_length
+
+
+def _by_length(lengths: np.ndarray, bins: int) -> np.ndarray:
+    # Bin 0 is for length 0; bin b >= 1 holds the lengths from bin_edge(b) to below bin_edge(b + 1).
+    where = np.zeros(len(lengths), np.int64)
+    filled = lengths > 0
+    where[filled] = 1 + np.floor(np.log2(lengths[filled]) * BINS_A_DOUBLING + 1e-9).astype(np.int64)
+    return np.bincount(np.minimum(where, bins - 1), minlength=bins)
+
+
+def _add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    if len(left) < len(right):
+        left, right = right, left
+    total = left.astype(np.int64)
+    total[: len(right)] += right
+    return total
+
+
+def _draw(figure: Any, plan: PackPlan, counts: Counts) -> None:
+    grid = figure.add_gridspec(2, 2, left=0.07, right=0.97, top=0.83, bottom=0.09, hspace=0.42, wspace=0.2)
+    stats = plan.stats()
+    figure.text(
+        0.07,
+        0.945,
+        f"{len(plan):,} packs of {plan.max_length:,} tokens",
+        fontsize=20,
+        color=INK,
+        weight="bold",
+    )
+    line = (
+        f"{stats['samples']:,} samples   ·   {_short(stats['tokens'])} tokens   ·   {plan.mode} packing   ·   "
+        f"seed {'none' if plan.seed is None else plan.seed}   ·   {plan.fingerprint[:12]}"
+    )
+    if counts.share < 1:
+        line += f"   ·   estimated from {_percent(counts.share)} of the packs"
+    figure.text(0.07, 0.905, line, fontsize=11, color=SOFT)
+    _draw_lengths(figure.add_subplot(grid[0, 0]), plan, counts)
+    _draw_pieces(figure.add_subplot(grid[0, 1]), stats, counts)
+    _draw_cuts(figure.add_subplot(grid[1, 0]), counts)
+    _draw_tokens(figure.add_subplot(grid[1, 1]), stats, counts)
+
+
+def _draw_lengths(axes: Any, plan: PackPlan, counts: Counts) -> None:
+    title = "Length of samples" if plan.has_lengths else "Longest piece of each pack"
+    _frame(axes, title, "tokens", "samples" if plan.has_lengths else "packs")
+    filled = np.flatnonzero(counts.lengths[1:])
+    if not len(filled):
+        _nothing(axes)
+        return
+    low, high = int(filled[0]), int(filled[-1]) + 1
+    edges = 2.0 ** (np.arange(low, high + 1) / BINS_A_DOUBLING)
+    axes.stairs(counts.lengths[1 + low : 1 + high] / counts.share, edges, fill=True, color=BLUE)
+    axes.set_xscale("log", base=4 if high - low > 6 * BINS_A_DOUBLING else 2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.minorticks_off()
+    _headroom(axes)
+    axes.set_xlim(edges[0] / 1.2, max(edges[-1], plan.max_length) * 1.2)
+    axes.axvline(plan.max_length, color=ORANGE, linewidth=1.5)
+    axes.annotate(
+        f"pack length {plan.max_length:,} ",
+        (plan.max_length, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(-3, -4),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        color=ORANGE,
+        fontsize=9.5,
+    )
+    if counts.lengths[0]:
+        empty = counts.lengths[0] / counts.share
+        _note(axes, f"and {empty:,.0f} empty samples")
+
+
+def _draw_pieces(axes: Any, stats: dict[str, Any], counts: Counts) -> None:
+    _frame(axes, "Pieces a pack", "pieces", "packs")
+    if not counts.pieces.any():
+        _nothing(axes)
+        return
+    mean = stats["pieces_per_pack"]
+    # The last pack in a thousand would stretch the axis until the others are one bar.
+    reached = np.cumsum(counts.pieces) / counts.pieces.sum()
+    end = int(np.searchsorted(reached, 0.999)) + 1
+    width = max(1, math.ceil(end / 60))
+    edges = np.arange(0, end + width, width) + (1 if width == 1 else 0)
+    sums = np.array([counts.pieces[low : low + width].sum() for low in edges[:-1]])
+    axes.stairs(sums / counts.share, edges - 0.5, fill=True, color=BLUE)
+    _headroom(axes)
+    axes.axvline(mean, color=ORANGE, linewidth=1.5)
+    axes.annotate(
+        f" mean {mean:,.1f}",
+        (mean, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(3, -4),
+        textcoords="offset points",
+        va="top",
+        color=ORANGE,
+        fontsize=9.5,
+    )
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    _note(axes, f"most: {stats['max_pieces_per_pack']:,} pieces")
+
+
+def _draw_cuts(axes: Any, counts: Counts) -> None:
+    total = int(counts.parts.sum())
+    _frame(axes, "Packs a sample lies in", "packs", "samples")
+    if not total:
+        _nothing(axes)
+        return
+    shown = 6
+    heights = np.zeros(shown, np.int64)
+    tail = counts.parts[1:]
+    heights[: min(shown, len(tail))] = tail[:shown]
+    heights[-1] += tail[shown:].sum()
+    while len(heights) > 3 and heights[-1] == 0:
+        heights = heights[:-1]
+    names = ["1 (whole)", *(str(number) for number in range(2, len(heights) + 1))]
+    if len(tail) > shown:
+        names[-1] += " or more"
+    bars = axes.bar(names, heights / counts.share, color=[BLUE] + [ORANGE] * (len(heights) - 1), width=0.7)
+    axes.bar_label(bars, [_percent(height / total) for height in heights], color=INK, fontsize=9.5, padding=3)
+    axes.margins(y=0.15)
+    cut = (total - int(counts.parts[1])) / total
+    _note(axes, f"{_percent(cut)} of the samples are cut")
+
+
+def _draw_tokens(axes: Any, stats: dict[str, Any], counts: Counts) -> None:
+    _frame(axes, "Where the tokens go", "", "")
+    axes.grid(False)
+    rows = [("packed", stats["tokens_packed"], stats["tokens_dropped"], ORANGE, "dropped")]
+    if counts.padded:
+        # The share is of the samples that were read; it stands for all.
+        padding = (counts.padded / counts.tokens - 1) * stats["tokens"]
+        rows.append(("padded", stats["tokens"], padding, PALE, "padding"))
+    widest = max(1.0, max(kept + lost for _, kept, lost, _, _ in rows))
+    for row, (name, kept, lost, color, word) in enumerate(rows):
+        axes.barh(row, kept / widest, color=BLUE, height=0.42)
+        axes.barh(row, lost / widest, left=kept / widest, color=color, height=0.42)
+        share = lost / (kept + lost) if kept + lost else 0.0
+        axes.text(
+            0,
+            row - 0.29,
+            f"{name}: {_short(kept)} tokens, {_short(lost)} {word} ({_percent(share)})",
+            color=INK,
+            fontsize=10.5,
+            va="bottom",
+        )
+    axes.set_ylim(len(rows) - 0.35 if len(rows) > 1 else 1.0, -0.75)
+    axes.set_xlim(0, 1)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines["bottom"].set_visible(False)
+    if counts.padded:
+        _below(axes, "padded: each sample filled up to a whole number of packs")
+
+
+def _frame(axes: Any, title: str, below: str, beside: str) -> None:
+    axes.set_title(title, loc="left", fontsize=13, color=INK, weight="bold", pad=10)
+    axes.set_xlabel(below, color=SOFT, fontsize=10)
+    axes.set_ylabel(beside, color=SOFT, fontsize=10)
+    axes.tick_params(colors=SOFT, labelsize=9, length=0)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+    axes.yaxis.set_major_formatter(lambda value, _: _short(value))
+
+
+def _headroom(axes: Any) -> None:
+    # So that the label at the top of a line never lies on a bar.
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
+
+
+def _note(axes: Any, text: str) -> None:
+    axes.text(1, 1.045, text, transform=axes.transAxes, ha="right", va="bottom", color=SOFT, fontsize=9.5)
+
+
+def _below(axes: Any, text: str) -> None:
+    axes.text(0, -0.09, text, transform=axes.transAxes, va="top", color=SOFT, fontsize=9.5)
+
+
+def _nothing(axes: Any) -> None:
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.text(0.5, 0.5, "nothing", transform=axes.transAxes, ha="center", color=SOFT, fontsize=11)
+
+
+def _percent(share: float) -> str:
+    if 0 < share < 0.001:
+        return "< 0.1 %"
+    return f"{share * 100:.1f} %"
+
+
+def _short(number: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= 0.9995 * size:
+            return f"{number / size:.3g} {letter}"
+    return f"{number:.3g}" if number != int(number) else f"{int(number)}"
+
+
+def _publish(figure: Any, target: Path) -> None:
+    # A plot can be drawn again, so nothing is fsynced; but a picture that is there is a whole one.
+    beside = target.with_name(f".{target.name}.{os.getpid()}.incomplete")
+    try:
+        try:
+            figure.savefig(beside, format=target.suffix[1:].lower())
+            beside.replace(target)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(
+            error.errno, f"the plot cannot be written: {error.strerror}", str(target)
+        ) from error

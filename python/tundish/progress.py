@@ -1,0 +1,105 @@
+"""The one line that shows how far long work is.
+
+Owns the only use of tqdm. What always holds: the line goes to standard error, so that standard output stays
+the caller's; nothing is shown unless standard error is a terminal or the caller insists; a line that cannot be
+drawn is given up silently and never disturbs the work it is about.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["ProgressLine"]
+
+
+class ProgressLine:
+    """A progress line, as a context manager; on leaving, the line is wiped.
+
+    `progress`: `None` shows it when standard error is a terminal, `True` always, `False` never.
+    `shown` says whether anything will be drawn, so that work whose progress nobody sees need not report it.
+
+    >>> with ProgressLine("pack", progress=False) as line:
+    ...     line.update("cutting", 5, 10)
+    """
+
+    def __init__(self, title: str, progress: bool | None = None) -> None:
+        self.shown = _stderr_is_terminal() if progress is None else progress
+        self._title = title
+        self._phase: str | None = None
+        self._bar: Any = None
+
+    def update(self, phase: str, done: int, total: int) -> None:
+        """Show that `done` of `total` units of `phase` are done; a new phase starts the line afresh.
+
+        A `total` of 0 says that nobody knows it: the line stays as it is.
+        """
+        if not self.shown or not total:
+            return
+        try:
+            if phase != self._phase:
+                self._start(phase)
+            self._bar.total = total
+            self._bar.update(done - self._bar.n)
+        except Exception:  # noqa: BLE001 (whatever it is, the work goes on)
+            self._give_up()
+
+    @property
+    def callback(self) -> Callable[[str, int, int], None] | None:
+        """`update` for the compiled module, which calls it now and then; None where nothing would be drawn."""
+        return self.update if self.shown else None
+
+    def close(self) -> None:
+        """Wipe the line; a later `update` is ignored."""
+        self.shown = False
+        if self._bar is not None:
+            try:
+                self._bar.close()
+            except Exception:  # noqa: BLE001 (whatever it is, the work goes on)
+                self._give_up()
+        self._bar = None
+
+    def _start(self, phase: str) -> None:
+        from tqdm import tqdm
+
+        class Line(tqdm):  # type: ignore[type-arg]
+            # tqdm's monitor is a thread for every process that ever showed a line; rates here need none.
+            monitor_interval = 0
+
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = Line(
+            total=1,
+            desc=f"{self._title}: {phase}",
+            # Phases count samples, packs or bytes: a share and a time tell more than the number.
+            bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed} < {remaining}",
+            leave=False,
+            dynamic_ncols=True,
+            file=sys.stderr,
+        )
+        self._phase = phase
+
+    def _give_up(self) -> None:
+        self.shown = False
+        if self._bar is not None:
+            # A bar that is not disabled draws itself once more when it is collected.
+            self._bar.disable = True
+        self._bar = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _stderr_is_terminal() -> bool:
+    # Standard error may be missing (a windowless Python) or closed (a daemon): then nobody watches.
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:
+        return False
