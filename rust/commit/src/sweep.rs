@@ -182,6 +182,7 @@ fn absent_is_fine(outcome: Result<(), CommitError>) -> Result<(), CommitError> {
 }
 
 #[cfg(test)]
+#[expect(clippy::disallowed_methods, reason = "the test plays the writer")]
 mod tests {
     use super::*;
 

@@ -1,5 +1,7 @@
 //! What one writer sees: what is published, what is refused, what is cleared away.
 
+#![expect(clippy::disallowed_methods, reason = "the tests build what the crate has to cope with")]
+
 mod common;
 
 use std::fs;

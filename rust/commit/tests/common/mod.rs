@@ -5,6 +5,7 @@
 
 // Each test executable uses its own part.
 #![allow(dead_code)]
+#![allow(clippy::disallowed_methods)]
 
 use std::fs;
 use std::io::{BufRead, BufReader};
