@@ -1,0 +1,119 @@
+# One command each, on a fresh machine as on a warm one: it makes .venv, installs what it needs, builds, runs.
+#
+# A stamp in .venv/stamps says that a step is done. It is dated before the step's work and put in place after it,
+# so that an interrupted step is done again and a file that changes meanwhile counts as newer. Two makes at once
+# take turns at the environment.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMPS := .venv/stamps
+PEERS := .venv-bench/bin
+PEER_STAMPS := .venv-bench/stamps
+
+# maturin looks here for the interpreter, and refuses to choose between this and conda's.
+export VIRTUAL_ENV := $(CURDIR)/.venv
+unexport CONDA_PREFIX
+
+# A folder is newer when a file in it comes or goes.
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -type d -o -name '*.rs' -o -name Cargo.toml)
+CORE_TESTS := --features tundish-commit/failpoints
+PYTHON_FOLDERS := python tests benches examples
+
+.NOTPARALLEL:
+.PHONY: help demo test bench lint wheel audit tools
+
+help:
+	@echo 'make demo    pack real text and train a small model on it, on two ranks'
+	@echo 'make test    every test, in Rust and in Python'
+	@echo 'make bench   the Rust benches, then tundish beside its peers; writes benches/RESULTS.md'
+	@echo 'make lint    formats, lints, types, stubs'
+	@echo 'make wheel   one wheel for every Python from 3.11 on, into dist/'
+	@echo 'make audit   licences, sources and known vulnerabilities of the Rust dependencies'
+
+demo: $(STAMPS)/with-examples
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_packed.py --out out/demo
+
+test: $(STAMPS)/with-test
+	@if cargo nextest --version >/dev/null 2>&1; then \
+	    set -x; cargo nextest run $(CORE_TESTS) --final-status-level skip; \
+	else \
+	    set -x; cargo test --lib --bins --tests $(CORE_TESTS); \
+	fi
+	cargo test --doc $(CORE_TESTS)
+	$(BIN)/python -m pytest
+
+lint: $(STAMPS)/with-lint
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	cargo clippy --locked --workspace --all-targets $(CORE_TESTS) -- -D warnings
+	$(BIN)/ruff format --check $(PYTHON_FOLDERS)
+	$(BIN)/ruff check $(PYTHON_FOLDERS)
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml tundish._native
+
+wheel: $(STAMPS)/maturin
+	rm -f dist/tundish-*.whl
+	$(BIN)/maturin build --release --locked --out dist
+
+bench: wheel $(PEER_STAMPS)/peers
+	cargo bench
+	$(PEERS)/python -m pip install --quiet --no-deps --force-reinstall dist/tundish-*.whl
+	$(PEERS)/python benches/peers/run.py
+
+audit:
+	$(call needs,cargo,$(RUST_HINT))
+	@cargo deny --version >/dev/null 2>&1 || { echo 'make: cargo-deny is missing: run `cargo install cargo-deny --locked`' >&2; exit 1; }
+	cargo deny --locked check bans licenses sources
+	cargo deny --locked check advisories
+
+# ---- How the environments come about ----
+
+RUST_HINT := install Rust with rustup (https://rustup.rs)
+RUST_LEAST := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+needs = @command -v $(1) >/dev/null 2>&1 || { echo 'make: $(1) is missing: $(2)' >&2; exit 1; }
+complain = { echo "make: $(1)" >&2; exit 1; }
+begin = @mkdir -p $(@D) && touch $@.begun
+end = @mv $@.begun $@
+
+# Whoever comes second to an environment waits; a system without flock has no second.
+locked = $(if $(FLOCK),$(FLOCK) $(1)/.lock )
+FLOCK := $(shell command -v flock)
+
+tools:
+	$(call needs,$(PYTHON),run `apt-get install python3 python3-venv` or set PYTHON=)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || $(call complain,$(PYTHON) is $$($(PYTHON) --version 2>&1); tundish needs Python 3.11 or newer; set PYTHON=)
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	    || $(call complain,$(PYTHON) cannot make environments: run \`apt-get install python3-venv\`)
+	$(call needs,cargo,$(RUST_HINT))
+	$(call needs,rustc,$(RUST_HINT))
+	@rustc=$$(rustc --version | cut -d ' ' -f 2); \
+	    printf '%s\n' $(RUST_LEAST) "$$rustc" | sort -CV \
+	    || $(call complain,rustc is $$rustc; tundish needs $(RUST_LEAST) or newer: run \`rustup update stable\`)
+	$(call needs,cc,run `apt-get install build-essential`)
+
+$(STAMPS)/maturin: | tools
+	$(begin)
+	$(call locked,.venv)$(PYTHON) -m venv .venv
+	$(call locked,.venv)$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'maturin>=1.9,<2'
+	$(end)
+
+# The compiled module lies in python/tundish, where `git clean` may have removed it.
+$(STAMPS)/native: $(RUST_SOURCES) $(STAMPS)/maturin $(if $(wildcard python/tundish/_native*.so),,missing)
+	$(begin)
+	$(call locked,.venv)$(BIN)/maturin develop --release --skip-install
+	$(end)
+
+.PHONY: missing
+missing:
+
+$(STAMPS)/with-%: pyproject.toml $(STAMPS)/maturin | $(STAMPS)/native
+	$(begin)
+	$(call locked,.venv)$(BIN)/python -m pip install --no-build-isolation --editable '.[$*]'
+	$(end)
+
+$(PEER_STAMPS)/peers: benches/peers/requirements.txt | tools
+	$(begin)
+	$(PYTHON) -m venv .venv-bench
+	$(call locked,.venv-bench)$(PEERS)/python -m pip install --upgrade 'pip>=24' --requirement $<
+	$(end)
