@@ -1,8 +1,8 @@
 """The measures: what is run against what, how the outputs are compared, which ratio is asked for.
 
-Owns the targets. Always holds: contestants of one row take the same inputs; their outputs are read through and compared
-in full before a row is written; targets are judged at 10⁷ samples (10⁸ for memory), the text distribution where
-the row compares with the Python loop over packs.
+Owns the targets. Always holds: contestants of one row take the same inputs; their outputs are read through
+and compared in full before a row is written; targets are judged at 10⁷ samples (10⁸ for memory), the text
+distribution where the row compares with the Python loop over packs.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def hard_plan(scale: Scale) -> Section:
     """All six arrays in memory, the order given and checked."""
     section = Section(
         title="Hard plan in memory, order given",
-        note=f"`td.pack(lengths, {MAX_LENGTH}, order=order, threads=1)`: lengths int32, order int64 (a random "
-        "permutation, checked), default checks; nanoseconds are per sample. The numpy forms give int64 arrays, "
-        "compared in full. "
-        "megatron-core's helper is called in its compiled form with one epoch, the partial last sequence dropped and "
-        "one extra token; it gives the starting pairs alone, compared with `plan.sample_index()`. "
-        f"The loop form belongs where it takes {LOOP_OVER_VECTORISED[0]:g} to {LOOP_OVER_VECTORISED[1]:g} times the "
-        "vectorised form, as its original does: the text distribution at 10⁷; chat packs hold many more samples each, "
-        "so the loop over packs weighs less there and is shown without a target.",
+        note=f"`td.pack(lengths, {MAX_LENGTH}, order=order, threads=1)`: lengths int32, order int64 (a "
+        "random permutation, checked), default checks; nanoseconds are per sample. The numpy forms "
+        "give int64 arrays, compared in full. megatron-core's helper is called in its compiled form "
+        "with one epoch, the partial last sequence dropped and one extra token; it gives the "
+        "starting pairs alone, compared with `plan.sample_index()`. The loop form belongs where it "
+        f"takes {LOOP_OVER_VECTORISED[0]:g} to {LOOP_OVER_VECTORISED[1]:g} times the vectorised "
+        "form, as its original does: the text distribution at 10⁷; chat packs hold many more "
+        "samples each, so the loop over packs weighs less there and is shown without a target.",
     )
     for samples in scale.samples:
         for distribution in DISTRIBUTIONS:
@@ -154,9 +154,10 @@ def published(scale: Scale) -> Section:
     """The same plan published to a real disk, mapped again and read through."""
     section = Section(
         title="Hard plan published and mapped again",
-        note="`td.pack(..., threads=1, out=folder)`, every file and folder fsynced, then `PackPlan.load(folder)`, then every "
-        "array summed. The loop form is timed twice: in memory alone, which the target is taken against, and "
-        "with its arrays saved (no fsync, as in the original), mapped and summed, for information.",
+        note="`td.pack(..., threads=1, out=folder)`, every file and folder fsynced, then "
+        "`PackPlan.load(folder)`, then every array summed. The loop form is timed twice: in memory "
+        "alone, which the target is taken against, and with its arrays saved (no fsync, as in the "
+        "original), mapped and summed, for information.",
     )
     for samples in scale.samples:
         for distribution in DISTRIBUTIONS:
@@ -205,8 +206,9 @@ def shuffle(scale: Scale) -> Section:
     """numpy's legacy shuffle, bit for bit."""
     section = Section(
         title="The shuffle",
-        note="`tundish.packing.shuffled_indices(n, seed)` against `numpy.random.RandomState(seed).shuffle` on "
-        "`numpy.arange(n)` of int64; compared in full. Nanoseconds are per sample.",
+        note="`tundish.packing.shuffled_indices(n, seed)` against "
+        "`numpy.random.RandomState(seed).shuffle` on `numpy.arange(n)` of int64; compared in full. "
+        "Nanoseconds are per sample.",
     )
     for samples in scale.samples:
 

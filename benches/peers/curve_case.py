@@ -1,7 +1,7 @@
 """Time and memory from 10⁵ to 10⁸ samples, and the bound on working memory.
 
-Owns the input files of these runs and the processes they run in. Always holds: one process packs one way, so that its peak
-belongs to that way; files are removed when a size is done.
+Owns the input files of these runs and the processes they run in. Always holds: one process packs one way,
+so that its peak belongs to that way; files are removed when a size is done.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ def curve(scale: Scale) -> tuple[Section, Section]:
     """The curve, and the memory bound read from the same runs."""
     times = Section(
         title="Curve of time and memory",
-        note="Each way in a process of its own. In memory, lengths and order are loaded; to files, they are mapped and the plan is "
-        "published with fsync, which sets a floor that small plans feel. Working memory is the peak resident memory that no "
-        "file stands behind, above what the process held before, less the plan's arrays where they stand in memory. "
-        "The spread is the slowest size over the fastest, in nanoseconds a sample.",
+        note="Each way in a process of its own. In memory, lengths and order are loaded; to files, they "
+        "are mapped and the plan is published with fsync, which sets a floor that small plans feel. "
+        "Working memory is the peak resident memory that no file stands behind, above what the "
+        "process held before, less what the plan's arrays hold where they stand in memory. The "
+        "spread is the slowest size over the fastest, in nanoseconds a sample.",
     )
     memory = Section(
         title="Memory beyond inputs and outputs",
-        note="Lengths (int32) and order (int64) mapped, the plan written by `out=`; peak resident memory that no file stands "
-        "behind, above what the process held before the call. With the order given it includes one bit a sample for its check; "
-        "with a seed, one index a sample.",
+        note="Lengths (int32) and order (int64) mapped, the plan written by `out=`; peak resident memory "
+        "that no file stands behind, above what the process held before the call. With the order "
+        "given it includes one bit a sample for its check; with a seed, one index a sample.",
     )
     by_way: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for distribution in DISTRIBUTIONS:
         for samples in scale.curve_samples:
             for (way, threads, given, to_files), reply in _packed(scale, samples, distribution):
                 nanoseconds = reply["seconds"] / samples * 1e9
-                beyond = max(0, reply["peak"] - (0 if to_files else reply["output_bytes"]))
+                beyond = max(0, reply["peak"] - (0 if to_files else reply["held"]))
                 case = f"{distribution.name}, {way}, {threads} thread{'s' if threads > 1 else ''}"
                 by_way[case, way, threads].append(nanoseconds)
                 times.rows.append(

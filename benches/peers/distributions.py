@@ -1,7 +1,8 @@
 """The inputs of the bench: token lengths and orders.
 
-Owns the two length distributions that every measure uses and the way they are written to disk. Always holds: the same
-distribution and count give the same lengths, in memory and on disk; a length lies in 1…32768.
+Owns the two length distributions that every measure uses and the way they are written to disk. Always
+holds: the same distribution and count give the same lengths, in memory and on disk; a length lies in
+1…32768.
 """
 
 from __future__ import annotations

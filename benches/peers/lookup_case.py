@@ -1,7 +1,7 @@
 """Look-up of packs from a mapped plan.
 
-Owns the comparison of `plan.lookup` and of `plan[i]` with indexing the mapped arrays by hand. Always holds: all
-contestants look up the same packs, and what they find is the same.
+Owns the comparison of `plan.lookup` and of `plan[i]` with indexing the mapped arrays by hand. Always holds:
+all contestants look up the same packs, and what they find is the same.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def lookup(scale: Scale) -> Section:
     samples = scale.samples[-1]
     section = Section(
         title=f"Look-up of packs in batches of {BATCH}",
-        note="`plan.lookup(ids)` on `PackPlan.load(folder)` against a Python loop that takes dataset, samples, starts and stops "
-        'of each pack from the arrays of `numpy.load(..., mmap_mode="r")`, as the original does. Plain views of the same maps '
-        "save the loop the cost of numpy's memmap class and are shown for information, as are `plan[i]` objects. "
-        f"Each figure is over {scale.batches} batches of random packs; nanoseconds are per pack.",
+        note="`plan.lookup(ids)` on `PackPlan.load(folder)` against a Python loop that takes dataset, "
+        "samples, starts and stops of each pack from the arrays of `numpy.load(..., "
+        'mmap_mode="r")`, as the original does. Plain views of the same maps save the loop the cost '
+        "of numpy's memmap class and are shown for information, as are `plan[i]` objects. Each "
+        f"figure is over {scale.batches} batches of random packs; nanoseconds are per pack.",
     )
     for distribution in DISTRIBUTIONS:
         section.rows += _rows(scale, samples, distribution)

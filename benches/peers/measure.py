@@ -1,8 +1,8 @@
 """How time, memory and the machine are measured.
 
-Owns the clock, the interleaving of the contestants and the reading of /proc. Always holds: in each round every
-contestant runs once, so that a drift of the machine meets all alike; a contestant's earlier result is freed before its
-next call; the time reported is the least of all rounds.
+Owns the clock, the interleaving of the contestants and the reading of /proc. Always holds: in each round
+every contestant runs once, so that a drift of the machine meets all alike; a contestant's earlier result is
+freed before its next call; the time reported is the least of all rounds.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Hard packing, publication, shuffle and look-up as people write them with numpy.
 
-Owns the reference forms that tundish is measured against and compared with. Nothing here imports tundish. Always holds:
-`chunked` and `vectorised` return the same six int64 arrays for the same inputs.
+Owns the reference forms that tundish is measured against and compared with. Nothing here imports tundish.
+Always holds: `chunked` and `vectorised` return the same six int64 arrays for the same inputs.
 
-Source of the method: `chunked` follows the way of XTuner's HardPackDataset (a batched search over chunks of 10,000
-packs on the cumulative lengths of the ordered samples, a Python loop over the packs of each chunk, then a merge), run in
-one process; `publish` and `map_again` follow the way that class keeps its arrays on disk.
+Source of the method: `chunked` follows the way of XTuner's HardPackDataset (a batched search over chunks of
+10,000 packs on the cumulative lengths of the ordered samples, a Python loop over the packs of each chunk,
+then a merge), run in one process; `publish` and `map_again` follow the way that class keeps its arrays on
+disk.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def publish(arrays: Arrays, folder: Path) -> None:
     unfinished.mkdir()
     for field in FIELDS:
         np.save(unfinished / f"{field}.npy", arrays[field])
-    os.rename(unfinished, folder)
+    unfinished.rename(folder)
 
 
 def map_again(folder: Path) -> Arrays:

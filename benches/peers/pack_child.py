@@ -1,18 +1,21 @@
 """One way of packing in a process of its own, so that its memory can be watched from outside.
 
-Owns nothing but its reply. Takes a JSON request as its argument (see `cases.packed_in_child`), packs something small to
-have everything loaded, says "ready", waits for a line on stdin, packs `rounds` times, and prints one line of JSON.
+Owns nothing but its reply. Takes a JSON request as its argument (made in `curve_case`), packs
+something small to have everything loaded, says "ready", waits for a line on stdin, packs `rounds` times,
+and prints one line of JSON.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+from measure import counted_memory
 
 import tundish as td
 
@@ -26,6 +29,7 @@ def main() -> None:
     order = np.load(request["order"], mmap_mode=mmap_mode) if request["order"] else None
     td.pack(np.full(1000, 10, dtype=np.int32), 64, order=np.arange(1000), threads=request["threads"])
 
+    before = counted_memory(os.getpid())
     print("ready", flush=True)
     sys.stdin.readline()
     seconds = float("inf")
@@ -51,11 +55,16 @@ def main() -> None:
             plan.dataset_id,
         )
         output_bytes = sum(field.nbytes for field in fields)
+        # Pages of an array that were never written take no memory, so the plan may hold less than its bytes.
+        held = min(output_bytes, counted_memory(os.getpid()) - before)
         packs = len(plan)
         del plan, fields
         if folder:
             shutil.rmtree(folder)
-    print(json.dumps({"seconds": seconds, "output_bytes": output_bytes, "packs": packs}), flush=True)
+    print(
+        json.dumps({"seconds": seconds, "output_bytes": output_bytes, "held": held, "packs": packs}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The tables of benches/RESULTS.md.
 
-Owns the wording of a figure, of its target and of whether it was met, and the part of the file between the markers. Always
-holds: every cell comes from a measurement or from a target stated in code; text outside the markers stays as it is.
+Owns the wording of a figure, of its target and of whether it was met, and the part of the file between the
+markers. Always holds: every cell comes from a measurement or from a target stated in code; text outside the
+markers stays as it is.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
     python benches/peers/run.py --only NAME  one measure, printed
     python benches/peers/run.py --quick      a smoke test on small inputs, printed
 
-Owns the command line and the scratch folder on the checkout's disk, which is removed at the end. Always holds: a missing
-peer, or two outputs that differ, ends the run with a status other than 0 and leaves RESULTS.md as it was; only a full run
-writes it, so that every figure in it is from one run. An unmet target is written down, not hidden and not an error.
+Owns the command line and the scratch folder on the checkout's disk, which is removed at the end. Always
+holds: a missing peer, or two outputs that differ, ends the run with a status other than 0 and leaves
+RESULTS.md as it was; only a full run writes it, so that every figure in it is from one run. An unmet target
+is written down, not hidden and not an error.
 """
 
 from __future__ import annotations
