@@ -11,12 +11,18 @@ import errno
 import json
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tundish import _native
-from tundish.errors import AlreadyExistsError, InvalidInputError, InvalidTypeError, StorageError
+from tundish.errors import (
+    AlreadyExistsError,
+    InvalidInputError,
+    InvalidTypeError,
+    PlanMismatchError,
+    StorageError,
+)
 from tundish.packing.columns import IntegerArray, as_integer_column
 from tundish.packing.plan import PackPlan
 from tundish.progress import ProgressLine
@@ -24,6 +30,8 @@ from tundish.progress import ProgressLine
 __all__ = ["pack", "pack_datasets", "shuffled_indices"]
 
 MODES = ("hard",)
+# Seconds that ranks wait for one another to hash or map; far beyond what either takes for 10^9 samples.
+PATIENCE = 3600.0
 PathLike = str | os.PathLike[str]
 
 
@@ -92,11 +100,12 @@ def pack(
     >>> plan[1]
     Pack(dataset_id=0, pieces=[Piece(sample=2, start=0, stop=8)])
     """
-    column = as_integer_column(lengths, "lengths")
-    return _plan(
-        _job([column], max_length, mode, seed, order, drop_last, False, threads),
-        _Place(out, cache_dir, share, group, progress),
-    )
+
+    def job() -> _native.Job:
+        column = as_integer_column(lengths, "lengths")
+        return _job([column], max_length, mode, seed, order, drop_last, False, threads)
+
+    return _plan(job, _Place(out, cache_dir, share, group, progress))
 
 
 def pack_datasets(
@@ -143,13 +152,14 @@ def pack_datasets(
     >>> plan.dataset_id.tolist()
     [0, 0, 1, 1]
     """
-    if not hasattr(lengths, "__len__") or isinstance(lengths, str | bytes):
-        raise InvalidTypeError("pack_datasets takes a list with the lengths of each dataset")
-    columns = [as_integer_column(column, f"lengths[{number}]") for number, column in enumerate(lengths)]
-    return _plan(
-        _job(columns, max_length, mode, seed, None, drop_last, global_pack, threads),
-        _Place(out, cache_dir, share, group, progress),
-    )
+
+    def job() -> _native.Job:
+        if not hasattr(lengths, "__len__") or isinstance(lengths, str | bytes):
+            raise InvalidTypeError("pack_datasets takes a list with the lengths of each dataset")
+        columns = [as_integer_column(column, f"lengths[{number}]") for number, column in enumerate(lengths)]
+        return _job(columns, max_length, mode, seed, None, drop_last, global_pack, threads)
+
+    return _plan(job, _Place(out, cache_dir, share, group, progress))
 
 
 def shuffled_indices(n: int, seed: int) -> IntegerArray:
@@ -220,7 +230,9 @@ class _Place:
         if out is not None and cache_dir is not None:
             raise InvalidInputError("give out or cache_dir, not both: each says where the plan is to lie")
         if share and out is None and cache_dir is None:
-            raise InvalidInputError("share=True needs cache_dir or out: the ranks of a node share the plan's files")
+            raise InvalidInputError(
+                "share=True needs cache_dir or out: the ranks of a node share the plan's files"
+            )
         if group is not None and not share:
             raise InvalidInputError("group has a meaning only with share=True")
         self.out = None if out is None else Path(out).absolute()
@@ -230,11 +242,11 @@ class _Place:
         self.progress = progress
 
 
-
-def _plan(job: _native.Job, place: _Place) -> PackPlan:
+def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
     with ProgressLine("pack", place.progress) as line:
         if place.share:
-            return _shared(job, place, line)
+            return _shared(checked, place, line)
+        job = checked()
         if place.out is not None:
             target = place.out
             expected = _publish(job, target, line)
@@ -248,22 +260,28 @@ def _plan(job: _native.Job, place: _Place) -> PackPlan:
     return _mapped(job, target, expected)
 
 
-def _shared(job: _native.Job, place: _Place, line: ProgressLine) -> PackPlan:
+def _shared(checked: Callable[[], _native.Job], place: _Place, line: ProgressLine) -> PackPlan:
     from tundish.distributed import agreed, build_once_per_node
 
-    # Not within the default deadline of a vote: hashing very many lengths may take longer.
-    with agreed("checking what to pack", group=place.group, timeout=None):
+    # Arguments are checked within a vote too: a rank that got bad ones must not leave the others waiting.
+    with agreed("checking what to pack", group=place.group, timeout=PATIENCE):
+        job = checked()
         expected = _native.fingerprint(job, line.callback)
+        target = place.out if place.out is not None else _cached(place.cache_dir or Path(), expected)
 
     def build() -> None:
-        if place.out is not None:
-            _publish(job, place.out, line)
-        elif place.cache_dir is not None:
-            _fill_cache(job, _cached(place.cache_dir, expected), line)
+        if place.cache_dir is not None:
+            _fill_cache(job, target, line)
+        else:
+            _publish(job, target, line)
 
     build_once_per_node(build, what="building the plan", group=place.group)
-    with agreed("mapping the plan", group=place.group, timeout=None):
-        target = place.out if place.out is not None else _cached(place.cache_dir or Path(), expected)
+    with agreed("mapping the plan", group=place.group, timeout=PATIENCE):
+        if not target.exists():
+            raise PlanMismatchError(
+                f"no rank of this node built {target}: with share=True all ranks must pass the same "
+                "arguments, and share one file system on a node"
+            )
         return _mapped(job, target, expected)
 
 
@@ -288,9 +306,13 @@ def _fill_cache(job: _native.Job, target: Path, line: ProgressLine) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise AlreadyExistsError(error.errno, "is not a folder, so it cannot be the cache_dir", str(target.parent)) from error
+        raise AlreadyExistsError(
+            error.errno, "is not a folder, so it cannot be the cache_dir", str(target.parent)
+        ) from error
     except OSError as error:
-        raise StorageError(error.errno, f"cannot make the cache_dir: {error.strerror}", str(target.parent)) from error
+        raise StorageError(
+            error.errno, f"cannot make the cache_dir: {error.strerror}", str(target.parent)
+        ) from error
     _publish(job, target, line)
 
 

@@ -212,9 +212,7 @@ class PackPlan:
 
     def arrays(self) -> dict[str, NDArray[np.int64]]:
         """The six columns as int64, by name."""
-        return {
-            name: column.astype(np.int64) for name, column in zip(FIELDS, self._columns, strict=True)
-        }
+        return {name: column.astype(np.int64) for name, column in zip(FIELDS, self._columns, strict=True)}
 
     def stats(self) -> dict[str, int | float]:
         """How much is packed, cut and left out; see `tundish.packing.stats.plan_stats`."""
@@ -264,7 +262,9 @@ class PackPlan:
         return bool(json.loads(facts) == self._facts)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], lengths: Any = None, *, progress: bool | None = None) -> PackPlan:
+    def load(
+        cls, path: str | os.PathLike[str], lengths: Any = None, *, progress: bool | None = None
+    ) -> PackPlan:
         """Map a plan from its folder, in constant memory.
 
         Args:
@@ -293,7 +293,9 @@ class PackPlan:
         attached = None if lengths is None else as_length_columns(lengths, single=single)
         return cls(columns, facts, lengths=attached, path=Path(path).absolute())
 
-    def verify(self, lengths: Any = None, *, threads: int | None = None, progress: bool | None = None) -> None:
+    def verify(
+        self, lengths: Any = None, *, threads: int | None = None, progress: bool | None = None
+    ) -> None:
         """Check the whole plan against the samples' lengths, by another path than the one that made it.
 
         The packs' pieces must add up, follow on from one another, use no sample twice, leave out

@@ -109,7 +109,9 @@ def megatron_sample_index(plan: PackPlan, order: Any = None) -> IntegerArray:
     """
     facts = plan.facts
     if len(facts["tail_start"]) != 1:
-        raise InvalidInputError("sample_index needs a plan of one dataset, or of several with global_pack=True")
+        raise InvalidInputError(
+            "sample_index needs a plan of one dataset, or of several with global_pack=True"
+        )
     packs = len(plan)
     tail = plan.num_tokens - facts["tokens_packed"] > 0
     rows = np.zeros((packs + tail, 2), dtype=np.int64)

@@ -1,0 +1,220 @@
+"""Packing under kills, signals, full and vanished disks, forks and inputs that change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tundish as td
+from tundish.errors import InvalidInputError, StorageError
+
+SAMPLES = 3_000_000
+BUILD = """
+import sys, numpy as np, tundish as td
+lengths = np.load({lengths!r}, mmap_mode="r")
+print("ready", flush=True)
+plan = td.pack(lengths, 512, seed=1, {place})
+print(plan.fingerprint, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def lengths_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("inputs") / "lengths.npy"
+    np.save(file, np.random.default_rng(0).integers(0, 2000, SAMPLES))
+    return file
+
+
+def start(lengths: Path, place: str) -> subprocess.Popen[str]:
+    code = BUILD.format(lengths=str(lengths), place=place)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_sigkill_leaves_a_whole_plan_or_none(lengths_file: Path, tmp_path: Path) -> None:
+    """Killed at many instants; what is visible is whole, and the next builder clears the rest away."""
+    lengths = np.load(lengths_file, mmap_mode="r")
+    begun = time.monotonic()
+    finished = start(lengths_file, f"out={str(tmp_path / 'first')!r}")
+    finished.communicate(timeout=60)
+    assert finished.returncode == 0
+    duration = time.monotonic() - begun
+    whole = td.PackPlan.load(tmp_path / "first")
+    seen_leftovers = 0
+    for step in range(8):
+        cache = tmp_path / "cache"
+        builder = start(lengths_file, f"cache_dir={str(cache)!r}")
+        time.sleep(duration * step / 8)
+        builder.kill()
+        builder.communicate(timeout=60)
+        for entry in cache.iterdir() if cache.exists() else ():
+            if entry.name.startswith("."):
+                seen_leftovers += 1
+                continue
+            plan = td.PackPlan.load(entry, lengths)
+            assert plan.fingerprint == whole.fingerprint
+            assert np.array_equal(plan.longest, whole.longest)
+            for file in entry.iterdir():
+                file.unlink()
+            entry.rmdir()
+    assert seen_leftovers > 0, "no kill met a folder half-written; the test shows nothing"
+    plan = td.pack(lengths, 512, seed=1, cache_dir=cache)
+    plan.verify()
+    assert [entry.name for entry in cache.iterdir()] == [f"plan-{whole.fingerprint}"]
+
+
+def test_two_builders_at_once_end_with_one_plan(lengths_file: Path, tmp_path: Path) -> None:
+    builders = [start(lengths_file, f"cache_dir={str(tmp_path / 'cache')!r}") for _ in range(3)]
+    answers = [builder.communicate(timeout=100) for builder in builders]
+    assert [builder.returncode for builder in builders] == [0, 0, 0], answers
+    assert len({answer[0] for answer in answers}) == 1
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize("where", ["memory", "files"])
+def test_ctrl_c_ends_the_work_within_100_ms(lengths_file: Path, tmp_path: Path, where: str) -> None:
+    lengths = np.tile(np.load(lengths_file), 5)
+    place = {} if where == "memory" else {"out": tmp_path / "plan"}
+    waits = []
+    for delay in (0.05, 0.1, 0.15, 0.2):
+        sent = [0.0]
+
+        def interrupt(sent: list[float] = sent) -> None:
+            sent[0] = time.monotonic()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        timer = threading.Timer(delay, interrupt)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            td.pack(lengths, 512, seed=0, **place)
+        waits.append(time.monotonic() - sent[0])
+        timer.join()
+        assert list(tmp_path.iterdir()) == []
+    assert sorted(waits)[len(waits) // 2] < 0.1, waits
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[Path]:
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True, timeout=30)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True, timeout=30)
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    lengths = np.full(500_000, 300)
+    with small_disk(tmp_path / "disk", "size=2m") as disk:
+        for write in (
+            lambda: td.pack(lengths, 512, out=disk / "plan"),
+            lambda: td.pack(lengths, 512).save(disk / "plan"),
+            lambda: td.pack(lengths, 512, cache_dir=disk),
+        ):
+            with pytest.raises(StorageError, match="plan") as caught:
+                write()
+            assert caught.value.errno == 28
+            assert list(disk.iterdir()) == []
+
+
+def test_a_read_only_disk_is_refused(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "ro") as disk:
+        for write in (
+            lambda: td.pack([5, 5], 2, out=disk / "plan"),
+            lambda: td.pack([5, 5], 2).save(disk / "plan"),
+            lambda: td.pack([5, 5], 2, cache_dir=disk / "cache"),
+        ):
+            with pytest.raises(StorageError, match="disk") as caught:
+                write()
+            assert caught.value.errno == 30
+
+
+def test_packing_works_in_a_forked_child() -> None:
+    """The parent's pool has threads that a child does not inherit; a child that waited for them would hang."""
+    lengths = np.random.default_rng(0).integers(0, 50, 500_000)
+    expected = td.pack(lengths, 64, threads=2).fingerprint
+    busy = threading.Thread(target=lambda: [td.pack(lengths, 64, threads=2) for _ in range(20)])
+    busy.start()
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                signal.alarm(60)
+                code = 0 if td.pack(lengths, 64, threads=2).fingerprint == expected else 2
+            finally:
+                os._exit(code)
+        children.append(child)
+        time.sleep(0.02)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    busy.join()
+
+
+def test_inputs_that_change_meanwhile_never_crash() -> None:
+    """The arrays are read without the GIL; whoever writes to them gets an error or a wrong plan, no more."""
+    code = """
+import threading, numpy as np, tundish as td
+lengths = np.random.default_rng(0).integers(0, 2000, 300_000)
+order = np.random.default_rng(1).permutation(len(lengths))
+stop = threading.Event()
+def disturb():
+    random = np.random.default_rng(2)
+    while not stop.is_set():
+        lengths[random.integers(0, len(lengths), 1000)] = random.choice([0, 1, -5, 2**40, 2**62, 700])
+        order[random.integers(0, len(order), 100)] = random.choice([0, -1, 2**50, 17, len(order)])
+        lengths[:] = np.clip(lengths, 0, 5000)
+writers = [threading.Thread(target=disturb) for _ in range(2)]
+for writer in writers: writer.start()
+errors = plans = 0
+for attempt in range(150):
+    np.copyto(order, np.random.default_rng(1).permutation(len(lengths)))
+    try:
+        plan = td.pack(lengths, 64, order=order if attempt % 2 else None, threads=1 + attempt % 2)
+        plans += 1
+    except td.TundishError:
+        errors += 1
+stop.set()
+for writer in writers: writer.join()
+print(plans, errors)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    _, errors = map(int, done.stdout.split())
+    assert errors > 0, "nothing ever changed while it was read; the test shows nothing"
+
+
+def test_a_cache_that_was_tampered_with_is_not_used(tmp_path: Path) -> None:
+    plan = td.pack([5, 5, 5], 4, cache_dir=tmp_path)
+    other = td.pack([5, 5, 6], 4, cache_dir=tmp_path)
+    assert plan.path is not None and other.path is not None
+    for file in plan.path.iterdir():
+        file.write_bytes((other.path / file.name).read_bytes())
+    with pytest.raises(FileExistsError, match="another plan"):
+        td.pack([5, 5, 5], 4, cache_dir=tmp_path)
+    (plan.path / "plan.json").unlink()
+    with pytest.raises(FileExistsError):
+        td.pack([5, 5, 5], 4, cache_dir=tmp_path)
+
+
+def test_bad_input_leaves_no_folder(tmp_path: Path) -> None:
+    for arguments in ({"order": [0, 0]}, {"order": [7]}):
+        with pytest.raises(InvalidInputError):
+            td.pack([5, 5], 2, out=tmp_path / "plan", **arguments)
+        with pytest.raises(InvalidInputError):
+            td.pack([5, 5], 2, cache_dir=tmp_path, **arguments)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,127 @@
+"""`td.pack(share=True)` on real ranks: built once, mapped by all, and no rank hangs when another fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from rank_processes import Job, Line, outcome
+
+LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)
+
+
+def share(folder: Path, **options: object) -> td.PackPlan:
+    options = {"lengths": LENGTHS, "max_length": 256, "seed": 4, "cache_dir": folder / "cache", **options}
+    return td.pack(share=True, progress=False, **options)  # type: ignore[arg-type]
+
+
+def good_and_bad_calls(rank: int, line: Line) -> None:
+    folder = Path(line.hear())
+    plan = share(folder)
+    line.say("shared", plan.fingerprint, str(plan.path), plan.stats()["packs"])
+    line.say(*outcome(lambda: share(folder, lengths=LENGTHS if rank else -LENGTHS)))
+    line.say(*outcome(lambda: share(folder, order=[0.5] if rank == 1 else None)))
+    line.say(*outcome(lambda: share(folder, seed=5 + rank)))
+    line.say(*outcome(lambda: share(folder, cache_dir=None, out=folder / "absent" / "plan")))
+    # Local, so that one rank alone may call it.
+    if rank == 0:
+        td.pack(LENGTHS, 256, cache_dir=folder / "local", progress=False)
+    again = share(folder, cache_dir=None, out=folder / "plan")
+    line.say("again", again.fingerprint)
+
+
+def test_all_ranks_map_one_plan_or_raise_one_error(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    with Job(good_and_bad_calls, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, str(tmp_path / "shared"))
+        shared = job.hear_all()
+        assert len({message[1:3] for message in shared}) == 1
+        alone = td.pack(LENGTHS, 256, seed=4)
+        assert shared[0][1] == alone.fingerprint
+        assert shared[0][3] == len(alone)
+
+        negative = job.hear_all()
+        assert [message[0] for message in negative] == [
+            "InvalidInputError",
+            "PeerFailedError",
+            "PeerFailedError",
+        ]
+        assert all("negative length" in message[1] for message in negative)
+        floats = job.hear_all()
+        assert [message[0] for message in floats] == [
+            "PeerFailedError",
+            "InvalidTypeError",
+            "PeerFailedError",
+        ]
+        assert all("order" in message[1] for message in floats)
+        different = job.hear_all()
+        assert [message[0] for message in different] == [
+            "PeerFailedError",
+            "PlanMismatchError",
+            "PlanMismatchError",
+        ]
+        assert all("same arguments" in message[1] for message in different)
+        absent = job.hear_all()
+        assert [message[0] for message in absent] == ["NotFoundError", "PeerFailedError", "PeerFailedError"]
+        assert all("absent" in message[1] for message in absent)
+
+        assert {message[1] for message in job.hear_all()} == {alone.fingerprint}
+        job.expect_end()
+
+
+def slow_build(rank: int, line: Line) -> None:
+    folder = Path(line.hear())
+    if rank == 0:
+        # A builder that takes longer than the default group's timeout, and can be killed on the way.
+        from tundish.packing import build
+
+        publish = build._publish
+
+        def slowly(*arguments: object) -> str:
+            line.say("building")
+            time.sleep(5)
+            return publish(*arguments)  # type: ignore[arg-type]
+
+        build._publish = slowly
+    kind, text, *rest = outcome(lambda: share(folder).fingerprint)
+    line.say(kind, text, *rest, time.monotonic())
+
+
+def test_a_slow_builder_is_waited_for(tmp_path: Path) -> None:
+    with Job(slow_build, 2, tmp_path, seconds=2.0) as job:
+        for rank in range(2):
+            job.tell(rank, str(tmp_path))
+        assert job.hear(0) == ("building",)
+        assert [message[:2] for message in job.hear_all()] == [("", ""), ("", "")]
+        job.expect_end()
+    assert td.pack(LENGTHS, 256, seed=4).fingerprint in os.listdir(tmp_path / "cache")[0]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_killed_builder_is_noticed_within_a_second(tmp_path: Path, again: bool) -> None:
+    with Job(slow_build, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, str(tmp_path))
+        assert job.hear(0) == ("building",)
+        killed = time.monotonic()
+        job.signal(0, signal.SIGKILL)
+        for message in job.hear_all(1, 2):
+            assert message[0] == "PeerFailedError"
+            assert "rank 0" in message[1]
+            assert message[-1] - killed < 1.0
+        job.expect_end(1, 2)
+    if again:
+        td.pack(LENGTHS, 256, seed=4, cache_dir=tmp_path / "cache").verify()
+    visible = os.listdir(tmp_path / "cache") if (tmp_path / "cache").exists() else []
+    assert len(visible) == again
