@@ -1,0 +1,123 @@
+"""What users keep samples in, read as arrays.
+
+Owns which shapes of datasets and samples are taken. What always holds: arrays and tensors are viewed and not
+copied, so that a piece of a long memory-mapped sample costs the piece; whatever else a sample may
+hold is refused with the sample named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError
+
+__all__ = ["Sample", "SampleSource", "as_datasets", "as_sample"]
+
+
+class SampleSource(Protocol):
+    """What samples are drawn from: a map-style dataset, a HF `Dataset`, a list, rows of an array."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Sample(NamedTuple):
+    """One sample as arrays of any integer dtype, views of what the dataset gave, both (tokens,)."""
+
+    tokens: NDArray[Any]
+    labels: NDArray[Any]
+
+
+def as_sample(row: Any, where: str) -> Sample:
+    """Read one row of a dataset; `where` names it in errors.
+
+    Raises:
+        InvalidTypeError: it holds something else than token ids.
+        InvalidInputError: its labels are not as many as its tokens.
+    """
+    if not isinstance(row, Mapping):
+        tokens = _as_token_array(row, where)
+        return Sample(tokens, tokens)
+    if "input_ids" not in row:
+        raise InvalidTypeError(f"{where} has no input_ids; its keys are {sorted(map(str, row))[:8]}")
+    tokens = _as_token_array(row["input_ids"], f"input_ids of {where}")
+    own = row.get("labels")
+    if own is None:
+        return Sample(tokens, tokens)
+    labels = _as_token_array(own, f"labels of {where}")
+    if len(labels) != len(tokens):
+        raise InvalidInputError(
+            f"{where} has {len(tokens)} input_ids but {len(labels)} labels: they must be as many"
+        )
+    return Sample(tokens, labels)
+
+
+def _as_token_array(value: Any, what: str) -> NDArray[Any]:
+    try:
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidTypeError(f"{what} cannot be read as an array of token ids: {error}") from error
+    if array.ndim != 1:
+        raise InvalidTypeError(
+            f"{what} must be one-dimensional token ids, got {type(value).__name__} of shape {array.shape}"
+        )
+    if array.dtype.kind not in "iu" and array.size:
+        raise InvalidTypeError(f"{what} must be integers, got {type(value).__name__} of dtype {array.dtype}")
+    return array
+
+
+def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSource, ...]:
+    """Tell one dataset from several, and check them against what the plan was made for.
+
+    Raises:
+        InvalidTypeError: something is no dataset.
+        PlanMismatchError: the number of datasets or of a dataset's samples is another one.
+    """
+    several = isinstance(datasets, list | tuple) and not _holds_samples(datasets, num_samples)
+    found: tuple[Any, ...] = tuple(datasets) if several else (datasets,)
+    for number, dataset in enumerate(found):
+        usable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not usable or isinstance(dataset, Mapping | str | bytes) or _is_row(dataset):
+            raise InvalidTypeError(
+                f"dataset {number} is of type {type(dataset).__name__}: a dataset has a length and gives "
+                "samples by their numbers; several datasets are a list"
+            )
+    if len(found) != len(num_samples):
+        raise PlanMismatchError(
+            f"the plan was made for {len(num_samples)} datasets and {len(found)} are given: "
+            "pass them in its order"
+        )
+    for number, (dataset, expected) in enumerate(zip(found, num_samples, strict=True)):
+        if len(dataset) != expected:
+            raise PlanMismatchError(
+                f"dataset {number} has {len(dataset)} samples, the plan was made for {expected}: "
+                "pass the dataset that was planned, or plan this one"
+            )
+    return found
+
+
+def _holds_samples(items: Sequence[Any], num_samples: tuple[int, ...]) -> bool:
+    """Whether a list holds the samples of one dataset rather than datasets."""
+    for item in items:
+        if isinstance(item, Mapping):
+            return True
+        if isinstance(item, np.ndarray | torch.Tensor):
+            return _is_row(item)
+        if not isinstance(item, list | tuple):
+            return False
+        if item:
+            return isinstance(item[0], int | np.integer)
+    # Nothing but empty lists: each may be a sample or a dataset without samples.
+    return num_samples == (len(items),)
+
+
+def _is_row(value: Any) -> bool:
+    """Whether an array holds the tokens of one sample; one of objects or of rows holds samples."""
+    return (
+        isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1 and value.dtype != np.dtype(object)
+    )

@@ -1,0 +1,155 @@
+"""`PackedCollator` against transformers: its own collator, and models on packs and on pieces apart."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+
+import tundish as td
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+VOCABULARY = 120
+
+
+def make_dataset(own_labels: bool, *, mask_first_token: bool = False, seed: int = 0) -> Any:
+    """Packs with cut samples, pieces of one token, samples without tokens and a short last pack."""
+    draws = np.random.default_rng(seed)
+    lengths = np.concatenate([draws.integers(0, 40, 40), [0, 1, 1, 1, 150, 1]])
+    rows: list[dict[str, Any]] = []
+    for length in lengths:
+        tokens = draws.integers(0, VOCABULARY, length)
+        rows.append({"input_ids": tokens})
+        if own_labels:
+            rows[-1]["labels"] = np.where(draws.random(length) < 0.4, -100, tokens)
+    plan = td.pack(lengths, 64, seed=seed, drop_last=False)
+    return td.PackedDataset(rows, plan, mask_first_token=mask_first_token)
+
+
+def pieces_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each piece of the items as a feature of its own."""
+    pieces = []
+    for item in items:
+        bounds = item["cu_seqlens"].tolist()
+        for start, stop in pairwise(bounds):
+            pieces.append({key: item[key][start:stop] for key in ("input_ids", "labels")})
+    return pieces
+
+
+def batches_of(dataset: Any) -> list[list[int]]:
+    last = len(dataset) - 1
+    return [[0], [last], [0, 1, 2], [last, 3], list(range(len(dataset)))]
+
+
+@pytest.mark.parametrize("own_labels", [False, True])
+@pytest.mark.parametrize("mask_first_token", [False, True])
+@pytest.mark.parametrize("return_flash_attn_kwargs", [False, True])
+@pytest.mark.parametrize("return_seq_idx", [False, True])
+def test_yields_what_transformers_own_collator_yields(
+    own_labels: bool, mask_first_token: bool, return_flash_attn_kwargs: bool, return_seq_idx: bool
+) -> None:
+    dataset = make_dataset(own_labels, mask_first_token=mask_first_token)
+    options = {"return_flash_attn_kwargs": return_flash_attn_kwargs, "return_seq_idx": return_seq_idx}
+    for indices in batches_of(dataset):
+        items = dataset.__getitems__(indices)
+        ours = td.PackedCollator(**options)(items)
+        theirs = DataCollatorWithFlattening(return_tensors="pt", **options)(pieces_of(items))
+        assert set(ours) == set(theirs)
+        for key, value in theirs.items():
+            if isinstance(value, torch.Tensor):
+                assert ours[key].dtype == value.dtype, key
+                assert ours[key].shape == value.shape, key
+                assert torch.equal(ours[key], value), key
+            else:
+                assert type(ours[key]) is type(value), key
+                assert ours[key] == value, key
+
+
+def test_items_stay_as_they_are() -> None:
+    items = make_dataset(own_labels=False).__getitems__([0])
+    before = items[0]["labels"].clone()
+    td.PackedCollator()(items)["input_ids"].zero_()
+    assert torch.equal(items[0]["labels"], before)
+    assert torch.equal(items[0]["input_ids"], before)
+
+
+def make_model(attention: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            # Weights of the usual size give a loss that hardly depends on what is attended to.
+            initializer_range=0.3,
+            attn_implementation=attention,
+        )
+    )
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("own_labels", [False, True])
+@pytest.mark.parametrize("return_flash_attn_kwargs", [False, True])
+def test_the_loss_of_packs_is_that_of_their_pieces_apart(
+    attention: str, own_labels: bool, return_flash_attn_kwargs: bool
+) -> None:
+    dataset = make_dataset(own_labels)
+    items = dataset.__getitems__([0, 3, len(dataset) - 1])
+    model = make_model(attention)
+    batch = td.PackedCollator(return_flash_attn_kwargs=return_flash_attn_kwargs)(items)
+    packed = model(**batch, use_cache=False).loss
+    packed.backward()
+    gradient = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+
+    model.zero_grad()
+    total, counted = torch.zeros(()), 0
+    for piece in pieces_of(items):
+        labels = piece["labels"][1:]
+        kept = int((labels != -100).sum())
+        if kept:
+            logits = model(input_ids=piece["input_ids"][None], use_cache=False).logits[0, :-1]
+            total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            counted += kept
+    apart = total / counted
+    apart.backward()
+
+    assert abs(packed.item() - apart.item()) < 1e-5
+    torch.testing.assert_close(
+        gradient, model.model.layers[0].self_attn.k_proj.weight.grad, rtol=1e-4, atol=1e-6
+    )
+    # The same row with pieces that see each other: the comparison above is able to fail.
+    del batch["position_ids"]
+    assert abs(model(**batch, use_cache=False).loss.item() - apart.item()) > 1e-2
+
+
+def test_as_the_collate_fn_of_a_data_loader_with_workers() -> None:
+    dataset = make_dataset(own_labels=True)
+    sampler = td.PackedBatchSampler(dataset.plan, 3, seed=5)
+    collator = td.PackedCollator(return_flash_attn_kwargs=True)
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collator, num_workers=2)
+    received = list(loader)
+    assert len(received) == len(sampler)
+    for batch, indices in zip(received, list(sampler), strict=True):
+        for key, value in collator(dataset.__getitems__(indices)).items():
+            assert torch.equal(torch.as_tensor(batch[key]), torch.as_tensor(value)), key
+
+
+def test_what_is_no_batch_of_packs_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="at least one item"):
+        td.PackedCollator()([])
+    good = make_dataset(own_labels=False)[0]
+    with pytest.raises(
+        InvalidTypeError, match="item 1 of the batch lacks position_ids, cu_seqlens, max_seqlen"
+    ):
+        td.PackedCollator()([good, {"input_ids": torch.zeros(1), "labels": torch.zeros(1)}])
+    with pytest.raises(InvalidTypeError, match="return_seq_idx must be True or False"):
+        td.PackedCollator(return_seq_idx=1)  # type: ignore[arg-type]
