@@ -1,0 +1,99 @@
+"""The order in which an epoch goes through packs, as global batches.
+
+Owns the draws. What always holds:
+
+1. The order is determined by the arguments of `EpochOrder`; no rank and no world size is among them.
+2. Any step can be reached without walking the ones before it, so that resuming is as fast as starting.
+3. Draws come from `numpy.random.RandomState`, whose stream numpy keeps frozen: a run that was saved
+   under one version of numpy goes on under another.
+4. Working memory is one permutation (4 bytes a pack below 2³¹ packs; none without `shuffle`), made at the
+   first batch, and with `longest` one window of 64 global batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["EpochOrder"]
+
+_Packs = NDArray[np.integer[Any]]
+
+# Long enough that there are like packs for every step of a window, short enough that the packs of a step
+# stay a random choice and are not the same in every epoch.
+_WINDOW_BATCHES = 64
+
+
+class EpochOrder:
+    """Global batches of `global_batch` packs, `steps` of them.
+
+    The packs are shuffled (or stay as they are) and repeated from the start as often as the steps take.
+    With `longest` given, each window of 64 global batches is sorted by it, cut into global batches, and
+    these are shuffled within the window, as are the packs within each.
+
+    Args:
+        packs: how many there are.
+        global_batch: packs a step.
+        steps: global batches of the epoch.
+        seed, epoch: what the draws are made from, each in 0 … 2³² − 1.
+        shuffle: whether the packs are shuffled.
+        longest: longest piece of each pack, (packs,), or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        packs: int,
+        global_batch: int,
+        steps: int,
+        seed: int,
+        epoch: int,
+        shuffle: bool,
+        longest: _Packs | None,
+    ) -> None:
+        self._packs = packs
+        self._global_batch = global_batch
+        self._steps = steps
+        self._draws = (seed, epoch)
+        self._shuffle = shuffle
+        self._longest = longest
+        self._order: _Packs | None = None
+        self._window: tuple[int, _Packs] | None = None
+
+    def global_batch(self, step: int) -> list[int]:
+        """Give the packs of a step."""
+        if self._longest is None:
+            batch = self._ordered(step * self._global_batch, (step + 1) * self._global_batch)
+        else:
+            number, row = divmod(step, _WINDOW_BATCHES)
+            if self._window is None or self._window[0] != number:
+                self._window = number, self._grouped(number, self._longest)
+            batch = self._window[1][row]
+        return batch.tolist()  # type: ignore[no-any-return]
+
+    def release(self) -> None:
+        """Give the memory back; it is made again when a batch is asked for."""
+        self._order = self._window = None
+
+    def _ordered(self, start: int, stop: int) -> _Packs:
+        positions = np.arange(start, stop, dtype=np.int64) % self._packs
+        if not self._shuffle:
+            return positions
+        if self._order is None:
+            self._order = np.arange(self._packs, dtype="i4" if self._packs < 2**31 else "i8")
+            np.random.RandomState(self._draws).shuffle(self._order)
+        return self._order[positions]
+
+    def _grouped(self, number: int, longest: _Packs) -> _Packs:
+        first = number * _WINDOW_BATCHES
+        batches = min(_WINDOW_BATCHES, self._steps - first)
+        packs = self._ordered(first * self._global_batch, (first + batches) * self._global_batch)
+        packs = packs[np.argsort(longest[packs], kind="stable")].reshape(batches, self._global_batch)
+        # A stream of its own for each window: a resume then needs the draws of no window before it.
+        draws = np.random.RandomState((*self._draws, number))
+        packs = packs[draws.permutation(batches)]
+        # Without this the last rank would always have the longest packs of the step.
+        within = np.argsort(draws.random_sample(packs.shape), axis=1, kind="stable")
+        return np.take_along_axis(packs, within, axis=1)

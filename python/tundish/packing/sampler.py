@@ -1,0 +1,333 @@
+"""Which packs each rank trains on at each step, and where to go on after a stop.
+
+Owns where a rank stands in an epoch; `tundish.packing.epoch_order` owns the order. What always holds:
+
+1. The order of global batches depends on the plan, the global batch (`batch_size * world_size`), the
+   seed, the epoch and the options, never on the rank or on how the global batch is split over ranks.
+   Rank `r` takes the `r`-th run of `batch_size` entries of each global batch.
+2. Every rank has the same number of steps, known without talking to another rank.
+3. A state is loaded whole or refused whole.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError
+from tundish.packing.epoch_order import EpochOrder
+
+if TYPE_CHECKING:
+    from tundish.packing.plan import PackPlan
+
+__all__ = ["PackedBatchSampler"]
+
+STATE_VERSION = 1
+SEED_LIMIT = 2**32
+
+
+class PackedBatchSampler:
+    """Lists of pack indices for one rank; the `batch_sampler` of a `torch.utils.data.DataLoader`.
+
+    An epoch is a sequence of global batches of `batch_size * world_size` packs; this rank's part of each
+    is `batch_size` of them. `len(sampler)` is the number of steps in a whole epoch, the same on every rank.
+
+    Args:
+        plan: the packs to draw from.
+        batch_size: packs a rank takes at each step.
+        rank, world_size: this process and how many there are. Each left out is taken from
+            `torch.distributed` if it is initialised, else from the variables `RANK` and `WORLD_SIZE` that
+            torchrun sets, else it is 0 of 1.
+        seed: 0 … 2³² − 1; the same on every rank.
+        epoch: the first epoch; `set_epoch` moves on.
+        shuffle: draw a new order of packs each epoch. `False` keeps the plan's order.
+        drop_last: `False` fills the last global batch with the packs that began the epoch (again and again
+            when there are fewer packs than a global batch), `True` leaves out the packs that do not fill one.
+        group_by_longest: put packs whose `longest` piece is alike into the same step. The cost of attention
+            grows with the square of a piece's length, and a step lasts as long as its slowest rank.
+            Windows of 64 global batches of the shuffled order are sorted by `longest` and cut into global
+            batches, which are then shuffled, as are the packs within each: every step holds like
+            packs, and long and short steps still come in random order.
+
+    Raises:
+        InvalidTypeError, InvalidInputError: an argument that cannot be used.
+    """
+
+    def __init__(
+        self,
+        plan: PackPlan,
+        batch_size: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        seed: int = 0,
+        epoch: int = 0,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        group_by_longest: bool = False,
+    ) -> None:
+        for name, value in (
+            ("shuffle", shuffle),
+            ("drop_last", drop_last),
+            ("group_by_longest", group_by_longest),
+        ):
+            if not isinstance(value, bool):
+                raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
+        if group_by_longest and not shuffle:
+            raise InvalidInputError("group_by_longest changes the order of packs: it needs shuffle=True")
+        self.batch_size = _whole_number("batch_size", batch_size, 1)
+        running_rank, running_world_size = _running_ranks() if rank is None or world_size is None else (0, 1)
+        self.world_size = _whole_number(
+            "world_size", running_world_size if world_size is None else world_size, 1
+        )
+        self.rank = _whole_number("rank", running_rank if rank is None else rank, 0)
+        if self.rank >= self.world_size:
+            raise InvalidInputError(
+                f"rank {self.rank} is not below world_size {self.world_size}: ranks count from 0; "
+                "give both rank and world_size, or neither"
+            )
+        self.seed = _whole_number("seed", seed, 0, SEED_LIMIT)
+        self._epoch = _whole_number("epoch", epoch, 0, SEED_LIMIT)
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.group_by_longest = group_by_longest
+        self._plan = plan
+        self._packs = len(plan)
+        global_batch = self.global_batch
+        self._steps = self._packs // global_batch if drop_last else -(-self._packs // global_batch)
+        self._first_step = 0
+        self._newest: _Steps | None = None
+
+    @property
+    def global_batch(self) -> int:
+        """Packs that all ranks together take at each step."""
+        return self.batch_size * self.world_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration goes through."""
+        return self._epoch
+
+    @property
+    def step(self) -> int:
+        """Steps of this epoch handed out so far; before iterating, the step that iterating starts at."""
+        return self._first_step if self._newest is None else self._newest.step
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to `epoch`: call it on every rank before iterating, as with torch's `DistributedSampler`.
+
+        Another epoch starts at its first step. The epoch that the sampler is at already changes nothing, so
+        that a loop may call this right after `load_state_dict`.
+        """
+        epoch = _whole_number("epoch", epoch, 0, SEED_LIMIT)
+        if epoch != self._epoch:
+            self._move(epoch, 0)
+
+    def __len__(self) -> int:
+        """Count the steps of a whole epoch, the same on every rank and the same after a resume."""
+        return self._steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Hand out this rank's packs, a list of `batch_size` indices a step.
+
+        After `load_state_dict` the first iteration starts at the step that was loaded; every other one
+        starts at the epoch's first step. The newest iterator is the one that `step` and `state_dict` tell of.
+        """
+        self._newest = None
+        return _Steps(self)
+
+    def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
+        """Where this epoch stands: plain integers, booleans and strings.
+
+        A `DataLoader` with workers draws batches ahead of the training loop, so that the number the sampler
+        has handed out is not the number that was trained on. Say the latter then:
+
+        Args:
+            steps_done: steps of this epoch that are done, counted from the epoch's start, also after a
+                resume. Left out, it is the number handed out, which is right without workers, and
+                with loaders that take this state at each draw, as torchdata's `StatefulDataLoader` does.
+
+        Raises:
+            InvalidInputError: `steps_done` lies outside of what this iteration has handed out.
+        """
+        step = self.step
+        if steps_done is not None:
+            first = step if self._newest is None else self._newest.first
+            steps_done = _whole_number("steps_done", steps_done, 0)
+            if not first <= steps_done <= step:
+                raise InvalidInputError(
+                    f"steps_done is {steps_done}, but this iteration began at step {first} of epoch "
+                    f"{self._epoch} and has handed out the steps before {step}: count from the epoch's "
+                    "start, also after a resume"
+                )
+            step = steps_done
+        return self._identity() | {"epoch": self._epoch, "step": step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the epoch and step that `state` tells of; the next iteration starts there.
+
+        The rank, and how the global batch is split into `batch_size` and `world_size`, may differ from when
+        the state was saved. The state of an epoch that is through makes the next iteration an empty one,
+        unless the sampler already is at the epoch after it: that one then starts at its first step. A
+        refused state changes nothing.
+
+        Raises:
+            StateMismatchError: the state is not one of this class and version, is damaged, or was saved with
+                another plan, global batch, seed or option.
+        """
+        if not isinstance(state, Mapping):
+            raise StateMismatchError(f"a sampler's state is a dict, got {type(state).__name__}")
+        if state.get("kind") != "PackedBatchSampler":
+            raise StateMismatchError(
+                f"this is no state of a PackedBatchSampler: its kind is {state.get('kind')!r}"
+            )
+        if state.get("version") != STATE_VERSION:
+            raise StateMismatchError(
+                f"the state has version {state.get('version')!r}, this release of tundish reads "
+                f"{STATE_VERSION}: load it with the release that saved it"
+            )
+        identity = self._identity()
+        missing = [key for key in (*identity, "epoch", "step") if key not in state]
+        if missing:
+            raise StateMismatchError(f"the sampler's state lacks {', '.join(missing)}: it was cut or edited")
+        for key, mine in identity.items():
+            theirs = state[key]
+            if type(theirs) is not type(mine):
+                raise StateMismatchError(
+                    f"{key} in the sampler's state is {theirs!r}, but must be of type {type(mine).__name__}: "
+                    "it was edited"
+                )
+            if theirs != mine:
+                raise StateMismatchError(self._difference(key, mine, theirs))
+        epoch = _state_number(state, "epoch", SEED_LIMIT - 1)
+        step = _state_number(state, "step", self._steps)
+        if step == self._steps and self._epoch == epoch + 1:
+            # torchdata's StatefulDataLoader loads the state of a finished epoch after the loop has called
+            # `set_epoch` for the next one, and would be taken back by it.
+            epoch, step = self._epoch, 0
+        self._move(epoch, step)
+
+    def _identity(self) -> dict[str, Any]:
+        """All that determines the order of global batches, save the epoch."""
+        return {
+            "kind": "PackedBatchSampler",
+            "version": STATE_VERSION,
+            "plan": self._plan.fingerprint,
+            "packs": self._packs,
+            "global_batch": self.global_batch,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+            "group_by_longest": self.group_by_longest,
+        }
+
+    def _difference(self, key: str, mine: object, theirs: object) -> str:
+        if key in ("plan", "packs"):
+            what = "fingerprint" if key == "plan" else "number of packs"
+            return (
+                f"the state was saved with another plan: its {what} is {theirs}, this sampler's is {mine}. "
+                "Load the plan of that run, or start the epoch anew"
+            )
+        if key == "global_batch":
+            return (
+                f"the state was saved with a global batch of {theirs} packs, this sampler's is "
+                f"{self.batch_size} x {self.world_size} ranks = {mine}. "
+                f"Choose batch_size and world_size whose product is {theirs}"
+            )
+        return (
+            f"the state was saved with {key}={theirs}, this sampler has {key}={mine}. "
+            f"Construct it with {key}={theirs}"
+        )
+
+    def _move(self, epoch: int, step: int) -> None:
+        self._epoch = epoch
+        self._first_step = step
+        self._newest = None
+
+    def _begin(self, steps: _Steps) -> EpochOrder:
+        """Settle the epoch and the first step of an iterator that draws its first batch."""
+        steps.first = steps.step = self._first_step
+        self._first_step = 0
+        self._newest = steps
+        return EpochOrder(
+            packs=self._packs,
+            global_batch=self.global_batch,
+            steps=self._steps,
+            seed=self.seed,
+            epoch=self._epoch,
+            shuffle=self.shuffle,
+            longest=self._plan.longest if self.group_by_longest else None,
+        )
+
+
+class _Steps:
+    """One pass through the steps of an epoch, from `first` on; `step` have been handed out or skipped."""
+
+    def __init__(self, sampler: PackedBatchSampler) -> None:
+        self.first = self.step = 0
+        self._sampler = sampler
+        self._order: EpochOrder | None = None
+
+    def __iter__(self) -> _Steps:
+        return self
+
+    def __next__(self) -> list[int]:
+        sampler = self._sampler
+        if self._order is None:
+            # Not before the first draw: a DataLoader with workers makes two iterators and draws from one.
+            self._order = sampler._begin(self)
+        if self.step >= len(sampler):
+            self._order.release()
+            raise StopIteration
+        packs = self._order.global_batch(self.step)
+        self.step += 1
+        start = sampler.rank * sampler.batch_size
+        return packs[start : start + sampler.batch_size]
+
+
+def _whole_number(name: str, value: object, minimum: int, limit: int | None = None) -> int:
+    if isinstance(value, bool | np.bool_):
+        raise InvalidTypeError(f"{name} must be an integer, got {value!r}")
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidTypeError(f"{name} must be an integer, got {value!r}") from None
+    if number < minimum or (limit is not None and number >= limit):
+        allowed = f"at least {minimum}" if limit is None else f"in {minimum} … {limit - 1}"
+        raise InvalidInputError(f"{name} must be {allowed}, got {number}")
+    return number
+
+
+def _state_number(state: Mapping[str, Any], key: str, maximum: int) -> int:
+    number = state[key]
+    if type(number) is not int or not 0 <= number <= maximum:
+        raise StateMismatchError(
+            f"{key} in the sampler's state is {number!r}, but must be an integer in 0 … {maximum}: "
+            "it was edited"
+        )
+    return number
+
+
+def _running_ranks() -> tuple[int, int]:
+    """Rank and world size of this process, from whoever started it."""
+    # A process that never imported torch.distributed cannot have initialised it.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    if found["RANK"] is None and found["WORLD_SIZE"] is None:
+        return 0, 1
+    for name, text in found.items():
+        if text is None or not text.isdecimal():
+            raise InvalidInputError(
+                f"the environment has RANK={found['RANK']} and WORLD_SIZE={found['WORLD_SIZE']}: {name} is "
+                "no whole number. Set both as torchrun does, or give rank and world_size"
+            )
+    return int(found["RANK"] or 0), int(found["WORLD_SIZE"] or 1)
