@@ -1,0 +1,114 @@
+"""Every example that a reader can copy runs: docstrings, README.md and docs/.
+
+A Markdown file is read from top to bottom in one scratch folder: its ```python blocks share their names, as a reader
+who types them in would; blocks of prompts (`>>>`) are also compared with what they print; of its ```console
+blocks each line `$ tundish …` or `$ python …` is run and has to succeed. A docstring has a scratch folder of its own.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import tundish as td
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+COMMANDS = ("tundish", "python")
+
+
+class Block(NamedTuple):
+    """One fenced block: its language, its text, and the line of the page on which the text begins."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks(page: str) -> Iterator[Block]:
+    for found in FENCE.finditer(page):
+        indent = found["indent"]
+        text = "".join(line.removeprefix(indent) for line in found["text"].splitlines(keepends=True))
+        yield Block(found["language"], text, page.count("\n", 0, found.start("text")) + 1)
+
+
+def run_python(block: Block, page: Path, names: dict[str, Any]) -> None:
+    if block.text.lstrip().startswith(">>>"):
+        example = doctest.DocTestParser().get_doctest(block.text, names, page.name, str(page), block.line - 1)
+        # Names that the block binds are there for the blocks after it.
+        example.globs = names
+        assert_passes(example)
+    else:
+        # The page's own line numbers stand in a traceback.
+        exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), names)
+
+
+def run_console(block: Block, page: Path) -> None:
+    binaries = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}"}
+    for offset, line in enumerate(block.text.replace("\\\n", "").splitlines()):
+        command = shlex.split(line.removeprefix("$ "), comments=True)
+        if line.startswith("$ ") and command[0] in COMMANDS:
+            ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            assert ran.returncode == 0, f"{page}:{block.line + offset}: {line}\n{ran.stdout}{ran.stderr}"
+
+
+def assert_passes(example: doctest.DocTest) -> None:
+    report: list[str] = []
+    result = doctest.DocTestRunner(optionflags=OPTIONS).run(example, out=report.append, clear_globs=False)
+    assert result.failed == 0, "".join(report)
+
+
+def docstrings() -> list[doctest.DocTest]:
+    names = [found.name for found in pkgutil.walk_packages(td.__path__, "tundish.")]
+    modules = [td, *(importlib.import_module(name) for name in names if not name.endswith("__main__"))]
+    finder = doctest.DocTestFinder()
+    found = [example for module in modules for example in finder.find(module, module.__name__)]
+    return [example for example in found if example.examples]
+
+
+@pytest.fixture(autouse=True)
+def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
+def test_page(page: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__page__"}
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language in ("python", "pycon"):
+            run_python(block, page, names)
+        elif block.language == "console":
+            run_console(block, page)
+
+
+@pytest.mark.parametrize("example", docstrings(), ids=lambda example: example.name)
+def test_docstring(example: doctest.DocTest) -> None:
+    assert_passes(example)
+
+
+def test_the_readme_shows_python() -> None:
+    assert any(block.language == "python" for block in blocks(PAGES[0].read_text(encoding="utf-8")))
+
+
+def test_an_example_that_prints_otherwise_fails() -> None:
+    with pytest.raises(AssertionError, match="Expected"):
+        run_python(Block("python", ">>> 1 + 1\n3\n", 1), Path("page.md"), {})
+
+
+def test_a_command_that_fails_fails() -> None:
+    with pytest.raises(AssertionError, match=r"page.md:7: \$ python"):
+        run_console(Block("console", "$ python -c 'raise SystemExit(3)'\n", 7), Path("page.md"))
