@@ -60,7 +60,11 @@ def pytest_make_collect_report(
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.stash[_lost] and _nothing_is_out_of_reach() and session.exitstatus == pytest.ExitCode.OK:
+    if (
+        session.config.stash[_lost]
+        and _nothing_is_out_of_reach()
+        and session.exitstatus == pytest.ExitCode.OK
+    ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

@@ -268,7 +268,9 @@ class PrintVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
 
-        parser.exit(message=f"tundish {version('tundish')}\n")
+        # argparse would print it to standard error.
+        _write(f"tundish {version('tundish')}")
+        parser.exit()
 
 
 def _add_lengths(parser: argparse.ArgumentParser, several: str) -> None:
