@@ -83,11 +83,15 @@ impl Claim {
             Err(error) if error.is(Errno::NOENT) => return Ok(None),
             outcome => outcome?,
         };
-        match try_lock(&directory, path)? {
-            Lock::HeldByAnother => return Ok(None),
-            Lock::Taken | Lock::Unknown => {}
-        }
-        Ok(leads_to(&parent, name, &directory, path)?.then_some(directory))
+        Ok(is_kept(&parent, name, &directory, path)?.then_some(directory))
+    }
+}
+
+/// Locks a new folder; `false` when a sweeper was faster.
+fn is_kept(parent: impl AsFd, name: &OsStr, directory: impl AsFd, path: &Path) -> Result<bool, CommitError> {
+    match try_lock(&directory, path)? {
+        Lock::HeldByAnother => Ok(false),
+        Lock::Taken | Lock::Unknown => leads_to(parent, name, directory, path),
     }
 }
 
@@ -176,4 +180,50 @@ pub(crate) fn is_local(directory: impl AsFd) -> bool {
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn is_local(_directory: impl AsFd) -> bool {
     true
+}
+
+#[cfg(test)]
+#[expect(clippy::disallowed_methods, reason = "the tests play the writer and the sweeper")]
+mod tests {
+    use super::*;
+    use crate::sweep::open_parent;
+
+    /// A new folder, as it is between `mkdir` and `flock`.
+    fn new_folder() -> (tempfile::TempDir, OwnedFd, PathBuf, OwnedFd) {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join(".plan.0000000000000001.incomplete");
+        std::fs::create_dir(&path).unwrap();
+        let parent_directory = open_parent(parent.path()).unwrap();
+        let directory = open_folder(&parent_directory, path.file_name().unwrap(), &path).unwrap();
+        (parent, parent_directory, path, directory)
+    }
+
+    #[test]
+    fn a_new_folder_is_kept_where_no_sweeper_comes() {
+        let (_parent, parent_directory, path, directory) = new_folder();
+        let name = path.file_name().unwrap();
+        assert!(is_kept(&parent_directory, name, &directory, &path).unwrap());
+        let again = open_folder(&parent_directory, name, &path).unwrap();
+        assert!(matches!(try_lock(&again, &path), Ok(Lock::HeldByAnother)));
+    }
+
+    #[test]
+    fn a_new_folder_that_a_sweeper_is_removing_is_given_up() {
+        let (_parent, parent_directory, path, directory) = new_folder();
+        let name = path.file_name().unwrap();
+        let sweeper = open_folder(&parent_directory, name, &path).unwrap();
+        assert!(matches!(try_lock(&sweeper, &path), Ok(Lock::Taken)));
+        assert!(!is_kept(&parent_directory, name, &directory, &path).unwrap());
+    }
+
+    #[test]
+    fn a_new_folder_that_a_sweeper_removed_is_given_up() {
+        let (_parent, parent_directory, path, directory) = new_folder();
+        let name = path.file_name().unwrap();
+        std::fs::remove_dir(&path).unwrap();
+        assert!(!is_kept(&parent_directory, name, &directory, &path).unwrap());
+        // Nor is another one of that name taken for it.
+        std::fs::create_dir(&path).unwrap();
+        assert!(!is_kept(&parent_directory, name, &directory, &path).unwrap());
+    }
 }

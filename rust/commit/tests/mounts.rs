@@ -22,8 +22,10 @@ fn a_full_disk_is_reported_with_the_path_and_leaves_nothing() {
     let folder = Folder::create(&target).unwrap();
     let mut file = folder.create_file("large").unwrap();
     let path = file.path().to_path_buf();
-    // The last write that fits is cut short by the kernel before the next one fails.
-    let error = (0..8).find_map(|_| file.append(&[1; 300_000]).err()).expect("two megabytes do not fit");
+    // Three appends fit; of the fourth the kernel writes a part, which must not pass for the whole.
+    let failed = (0..8).find_map(|number| Some((number, file.append(&[1; 300_000]).err()?)));
+    let (number, error) = failed.expect("two megabytes do not fit");
+    assert_eq!(number, 3);
     assert_eq!(error.raw_os_error(), Some(ENOSPC));
     assert_eq!(error.path(), path);
     assert!(error.to_string().contains("large"), "{error}");

@@ -16,13 +16,33 @@ fn child() {
     let Some((role, target, mark)) = common::role() else {
         return;
     };
-    assert_eq!(role, "relative");
-    std::env::set_current_dir(target.parent().unwrap()).unwrap();
-    let folder = Folder::create("plan").unwrap();
-    assert_eq!(folder.target(), target);
-    std::env::set_current_dir("/").unwrap();
-    fill(&folder, mark).unwrap();
-    folder.publish().unwrap();
+    match role.as_str() {
+        "relative" => {
+            std::env::set_current_dir(target.parent().unwrap()).unwrap();
+            let folder = Folder::create("plan").unwrap();
+            assert_eq!(folder.target(), target);
+            std::env::set_current_dir("/").unwrap();
+            fill(&folder, mark).unwrap();
+            folder.publish().unwrap();
+        }
+        "fork" => {
+            let folder = Folder::create(&target).unwrap();
+            fill(&folder, mark).unwrap();
+            // SAFETY: the child only makes system calls and frees memory, which glibc allows after a fork.
+            let process = unsafe { libc::fork() };
+            if process == 0 {
+                drop(folder);
+                // SAFETY: ends the child at once, without the harness's own clean-up.
+                unsafe { libc::_exit(0) };
+            }
+            let mut status = 0;
+            // SAFETY: waits for the process that was just made, and writes to a live integer.
+            assert_eq!(unsafe { libc::waitpid(process, &mut status, 0) }, process);
+            assert_eq!(status, 0);
+            folder.publish().unwrap();
+        }
+        other => panic!("unknown role {other}"),
+    }
 }
 
 #[test]
@@ -56,6 +76,15 @@ fn a_relative_target_is_fixed_when_the_folder_is_made() {
     let status = common::child("relative", &target, 3).status().unwrap();
     assert!(status.success());
     assert_complete(&target, 3);
+}
+
+#[test]
+fn a_forked_child_does_not_remove_its_parent_s_folder() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("plan");
+    let status = common::child("fork", &target, 4).status().unwrap();
+    assert!(status.success());
+    assert_complete(&target, 4);
 }
 
 #[test]
