@@ -8,7 +8,7 @@
 //! 2. A write or fsync that failed is never taken for one that succeeded: the kernel may have dropped the bytes and
 //!    forgotten the error, so the folder can no longer be published, and the fsync is not tried again.
 //! 3. A writer that dies at any instant leaves at most its hidden folder. The next [`Folder::create`] in the
-//!    same parent, or [`sweep`], removes it; the folder of a live writer is never touched (see `claim.rs`).
+//!    same parent, or [`sweep()`], removes it; the folder of a live writer is never touched (see `claim.rs`).
 //! 4. Every system call that changes the disk goes through `disk.rs`, where test builds (feature `failpoints`) can
 //!    be killed or made to fail at each one.
 //!
