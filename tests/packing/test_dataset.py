@@ -309,7 +309,7 @@ def test_a_changed_length_names_sample_and_dataset_of_a_global_pack() -> None:
         ([8, 3, 6, 5, 4, 6], 2),  # an inner sample shorter
         ([8, 4, 7, 5, 4, 6], 1),  # an inner sample longer
         ([7, 3, 7, 5, 4, 6], 0),  # a piece beyond its sample's end
-        ([8, 2, 8, 5, 4, 6], 1),  # the total is right, the longest piece is not
+        ([8, 2, 8, 5, 4, 6], 1),  # one shorter, the next longer by as much
         ([8, 3, 1, 5, 4, 6], 1),  # the last sample ends before the pack does
     ],
 )
@@ -320,6 +320,13 @@ def test_without_lengths_pack_and_dataset_are_named(lengths: list[int], pack: in
     dataset[0]
     with pytest.raises(PlanMismatchError, match=f"pack {pack + 1} of dataset 1 "):
         dataset.__getitems__(range(len(dataset)))
+
+
+def test_without_lengths_a_right_total_of_wrong_pieces_is_refused() -> None:
+    plan = without_lengths(td.pack([3, 4, 5], 8))
+    assert len(td.PackedDataset(make_samples([3, 4, 5]), plan)[0]["input_ids"]) == 8
+    with pytest.raises(PlanMismatchError, match=r"holds 8 tokens, its longest piece 5; .* 8, the longest 4"):
+        td.PackedDataset(make_samples([2, 5, 5]), plan)[0]
 
 
 @pytest.mark.parametrize("one", [True, False])

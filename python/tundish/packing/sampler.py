@@ -17,15 +17,13 @@ import operator
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError
 from tundish.packing.epoch_order import EpochOrder
-
-if TYPE_CHECKING:
-    from tundish.packing.plan import PackPlan
+from tundish.packing.plan import PackPlan
 
 __all__ = ["PackedBatchSampler"]
 
@@ -73,6 +71,8 @@ class PackedBatchSampler:
         drop_last: bool = False,
         group_by_longest: bool = False,
     ) -> None:
+        if not isinstance(plan, PackPlan):
+            raise InvalidTypeError(f"plan must be a PackPlan, got {type(plan).__name__}")
         for name, value in (
             ("shuffle", shuffle),
             ("drop_last", drop_last),
@@ -116,9 +116,9 @@ class PackedBatchSampler:
         return self._epoch
 
     @property
-    def step(self) -> int:
-        """Steps of this epoch handed out so far; before iterating, the step that iterating starts at."""
-        return self._first_step if self._newest is None else self._newest.step
+    def start_step(self) -> int:
+        """The step that the next iteration starts at: 0, but for the first one after `load_state_dict`."""
+        return self._first_step
 
     def set_epoch(self, epoch: int) -> None:
         """Go to `epoch`: call it on every rank before iterating, as with torch's `DistributedSampler`.
@@ -138,7 +138,7 @@ class PackedBatchSampler:
         """Hand out this rank's packs, a list of `batch_size` indices a step.
 
         After `load_state_dict` the first iteration starts at the step that was loaded; every other one
-        starts at the epoch's first step. The newest iterator is the one that `step` and `state_dict` tell of.
+        starts at the epoch's first step. `state_dict` tells of the newest iterator.
         """
         self._newest = None
         return _Steps(self)
@@ -157,9 +157,10 @@ class PackedBatchSampler:
         Raises:
             InvalidInputError: `steps_done` lies outside of what this iteration has handed out.
         """
-        step = self.step
+        first, step = self._first_step, self._first_step
+        if self._newest is not None:
+            first, step = self._newest.first, self._newest.step
         if steps_done is not None:
-            first = step if self._newest is None else self._newest.first
             steps_done = _whole_number("steps_done", steps_done, 0)
             if not first <= steps_done <= step:
                 raise InvalidInputError(

@@ -1,0 +1,485 @@
+"""`PackedBatchSampler`: partition, equal steps and resuming, against the words of its documentation."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import tundish as td
+from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError
+
+
+def plan_of(packs: int) -> td.PackPlan:
+    return td.pack(np.ones(packs, dtype=np.int64), 1)
+
+
+def mixed_plan(packs: int, seed: int = 0) -> td.PackPlan:
+    """A plan whose packs differ widely in their longest piece."""
+    lengths = np.random.default_rng(seed).lognormal(3, 1.2, 40 * packs).astype(np.int64) + 1
+    order = np.arange(len(lengths))
+    plan = td.pack(lengths, 512, order=order)
+    assert len(plan) >= packs
+    return plan
+
+
+@st.composite
+def splits(draw: Any) -> tuple[int, int, int]:
+    """A global batch and two numbers of ranks that divide it."""
+    first, second, times = draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    return first * second * times, first, second
+
+
+options = st.fixed_dictionaries(
+    {"shuffle": st.just(True), "drop_last": st.booleans(), "group_by_longest": st.booleans()}
+) | st.fixed_dictionaries({"shuffle": st.just(False), "drop_last": st.booleans()})
+
+
+def samplers_of(
+    plan: td.PackPlan, global_batch: int, ranks: int, **given: Any
+) -> list[td.PackedBatchSampler]:
+    return [
+        td.PackedBatchSampler(plan, global_batch // ranks, rank=rank, world_size=ranks, **given)
+        for rank in range(ranks)
+    ]
+
+
+def global_batches(samplers: list[td.PackedBatchSampler]) -> list[list[int]]:
+    """What all ranks together take at each step, the ranks in order."""
+    return [list(chain(*parts)) for parts in zip(*map(list, samplers), strict=True)]
+
+
+@given(
+    packs=st.integers(0, 200),
+    split=splits(),
+    seed=st.integers(0, 2**32 - 1),
+    epoch=st.integers(0, 2**32 - 1),
+    options=options,
+)
+def test_ranks_share_each_epoch_and_take_the_same_number_of_steps(
+    packs: int, split: tuple[int, int, int], seed: int, epoch: int, options: dict[str, bool]
+) -> None:
+    global_batch, ranks, other_ranks = split
+    plan = plan_of(packs)
+    samplers = samplers_of(plan, global_batch, ranks, seed=seed, epoch=epoch, **options)
+    steps = packs // global_batch if options["drop_last"] else (packs + global_batch - 1) // global_batch
+    batches = global_batches(samplers)
+
+    assert [len(sampler) for sampler in samplers] == [steps] * ranks
+    assert len(batches) == steps
+    assert all(len(batch) == global_batch for batch in batches)
+    taken = Counter(pack for batch in batches for pack in batch)
+    assert set(taken) <= set(range(packs))
+    if options["drop_last"]:
+        assert all(count == 1 for count in taken.values())
+    elif packs:
+        assert set(taken) == set(range(packs))
+        assert max(taken.values()) - min(taken.values()) <= 1
+    if not options["shuffle"]:
+        flat = [pack for batch in batches for pack in batch]
+        assert flat == [position % packs for position in range(steps * global_batch)]
+    others = samplers_of(plan, global_batch, other_ranks, seed=seed, epoch=epoch, **options)
+    assert global_batches(others) == batches
+    # Without set_epoch, the same epoch again.
+    assert global_batches(samplers) == batches
+
+
+@given(packs=st.integers(1, 200), split=splits(), epoch=st.integers(0, 9), options=options, data=st.data())
+def test_resuming_goes_on_with_the_next_batch_on_any_number_of_ranks(
+    packs: int, split: tuple[int, int, int], epoch: int, options: dict[str, bool], data: st.DataObject
+) -> None:
+    global_batch, ranks, other_ranks = split
+    plan = plan_of(packs)
+    samplers = samplers_of(plan, global_batch, ranks, seed=1, epoch=epoch, **options)
+    whole = global_batches(samplers)
+    following = global_batches(samplers_of(plan, global_batch, ranks, seed=1, epoch=epoch + 1, **options))
+    stop = data.draw(st.integers(0, len(whole)))
+    states = []
+    for sampler in samplers:
+        assert len(list(islice(iter(sampler), stop))) == stop
+        states.append(sampler.state_dict())
+    assert all(state == states[0] for state in states)
+
+    state = json.loads(json.dumps(states[0]))
+    resumed = samplers_of(plan, global_batch, other_ranks, seed=1, **options)
+    for sampler in resumed:
+        sampler.load_state_dict(state)
+        sampler.set_epoch(epoch)
+        assert (sampler.epoch, sampler.start_step, len(sampler)) == (epoch, stop, len(whole))
+        assert sampler.state_dict() == state
+    assert global_batches(resumed) == whole[stop:]
+    # Once only: the epoch starts at its beginning again.
+    assert global_batches(resumed) == whole
+    for sampler in resumed:
+        sampler.set_epoch(epoch + 1)
+    assert global_batches(resumed) == following
+
+
+def test_each_epoch_and_seed_has_an_order_of_its_own() -> None:
+    plan = plan_of(64)
+    orders = set()
+    for seed in (0, 1, 2**32 - 1):
+        sampler = td.PackedBatchSampler(plan, 8, 0, 1, seed)
+        for epoch in (0, 1, 2, 2**32 - 1):
+            sampler.set_epoch(epoch)
+            orders.add(tuple(map(tuple, sampler)))
+            assert list(sampler) == list(td.PackedBatchSampler(plan, 8, 0, 1, seed, epoch))
+    assert len(orders) == 12
+
+
+def test_the_order_is_the_documented_one_on_every_version() -> None:
+    # What was drawn once must be drawn for good, or a saved state resumes at other packs.
+    order = np.arange(20)
+    np.random.RandomState([7, 3]).shuffle(order)
+    sampler = td.PackedBatchSampler(plan_of(20), 5, 0, 1, seed=7, epoch=3)
+    assert list(sampler) == order.reshape(4, 5).tolist()
+    assert next(iter(sampler)) == [17, 18, 5, 11, 6]
+    grouped = td.PackedBatchSampler(plan_of(260), 2, 0, 2, seed=7, epoch=3, group_by_longest=True)
+    assert list(grouped)[64] == [239, 255]
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_grouping_gives_a_step_packs_of_like_longest(drop_last: bool) -> None:
+    plan = mixed_plan(4000)
+    longest = np.asarray(plan.longest)
+
+    def spread(group: bool) -> np.ndarray[Any, Any]:
+        ranks = samplers_of(plan, 16, 4, seed=3, drop_last=drop_last, group_by_longest=group)
+        return longest[np.array(global_batches(ranks))].std(axis=1)
+
+    assert np.median(spread(True)) < 0.05 * np.median(spread(False))
+
+
+def test_grouping_keeps_steps_and_ranks_random() -> None:
+    plan = mixed_plan(8000)
+    longest = np.asarray(plan.longest)
+    ranks = samplers_of(plan, 16, 4, seed=3, group_by_longest=True)
+    cost = longest[np.array(global_batches(ranks))].astype(float)
+    steps = cost.mean(axis=1)
+    assert abs(np.corrcoef(steps[:-1], steps[1:])[0, 1]) < 0.15
+    by_rank = cost.reshape(len(steps), 4, 4).mean(axis=(0, 2))
+    assert by_rank.max() / by_rank.min() < 1.02
+    first = global_batches(ranks)
+    for sampler in ranks:
+        sampler.set_epoch(1)
+    partners = {frozenset(batch) for batch in first} & {frozenset(batch) for batch in global_batches(ranks)}
+    assert not partners
+
+
+@pytest.mark.parametrize("start_method", [None, "fork", "spawn"])
+def test_resuming_under_a_data_loader_that_draws_ahead(start_method: str | None) -> None:
+    plan = plan_of(60)
+    samples = [[number] for number in range(60)]
+
+    def loader_of(sampler: td.PackedBatchSampler) -> DataLoader[Any]:
+        return DataLoader(
+            td.PackedDataset(samples, plan),
+            batch_sampler=sampler,
+            collate_fn=tokens_of,
+            num_workers=0 if start_method is None else 2,
+            multiprocessing_context=start_method,
+        )
+
+    first = td.PackedBatchSampler(plan, 3, 1, 2, seed=4)
+    whole = list(first)
+    state: dict[str, Any] = {}
+    for step, batch in enumerate(loader_of(first), start=first.start_step):
+        assert batch == whole[step]
+        if step == 3:
+            state = first.state_dict(steps_done=step + 1)
+            break
+    second = td.PackedBatchSampler(plan, 3, 1, 2, seed=4)
+    second.load_state_dict(state)
+    received = []
+    for step, batch in enumerate(loader_of(second), start=second.start_step):
+        received.append(batch)
+        assert second.state_dict(steps_done=step + 1)["step"] == step + 1
+    assert received == whole[4:]
+
+
+def tokens_of(items: list[dict[str, Any]]) -> list[int]:
+    return [int(item["input_ids"]) for item in items]
+
+
+def test_persistent_workers_go_through_epoch_after_epoch() -> None:
+    plan = plan_of(24)
+    sampler = td.PackedBatchSampler(plan, 4, 0, 1)
+    expected = [list(td.PackedBatchSampler(plan, 4, 0, 1, epoch=epoch)) for epoch in range(3)]
+    sampler.load_state_dict(td.PackedBatchSampler(plan, 4, 0, 1).state_dict() | {"step": 2})
+    loader = DataLoader(
+        td.PackedDataset([[number] for number in range(24)], plan),
+        batch_sampler=sampler,
+        collate_fn=tokens_of,
+        num_workers=1,
+        persistent_workers=True,
+    )
+    received = []
+    for epoch in range(sampler.epoch, 3):
+        sampler.set_epoch(epoch)
+        received.append(list(loader))
+    assert received == [expected[0][2:], *expected[1:]]
+
+
+def test_the_newest_iterator_is_the_one_that_counts() -> None:
+    sampler = td.PackedBatchSampler(plan_of(12), 2, 0, 1)
+    batches = list(sampler)
+    assert sampler.state_dict()["step"] == 6
+    first = iter(sampler)
+    next(first)
+    assert (sampler.start_step, sampler.state_dict()["step"]) == (0, 1)
+    second = iter(sampler)
+    assert sampler.state_dict()["step"] == 0
+    assert next(second) == batches[0]
+    assert list(first) == batches[1:]
+    assert sampler.state_dict()["step"] == 1
+    sampler.set_epoch(1)
+    assert sampler.state_dict()["step"] == 0
+
+
+def test_steps_done_must_be_steps_of_this_iteration() -> None:
+    sampler = td.PackedBatchSampler(plan_of(12), 2, 0, 1)
+    assert sampler.state_dict(steps_done=0)["step"] == 0
+    with pytest.raises(InvalidInputError, match=r"steps_done is 1, but .* handed out the steps before 0"):
+        sampler.state_dict(steps_done=1)
+    sampler.load_state_dict(sampler.state_dict() | {"step": 3})
+    iterator = iter(sampler)
+    next(iterator)
+    assert sampler.state_dict(steps_done=3)["step"] == 3
+    assert sampler.state_dict(steps_done=4)["step"] == 4
+    for wrong in (1, 5):
+        with pytest.raises(
+            InvalidInputError, match=r"began at step 3 of epoch 0 and has handed out .* before 4"
+        ):
+            sampler.state_dict(steps_done=wrong)
+    for wrong_type in (True, 3.0, "3"):
+        with pytest.raises(InvalidTypeError, match="steps_done must be an integer"):
+            sampler.state_dict(steps_done=wrong_type)  # type: ignore[arg-type]
+
+
+def test_the_state_of_a_finished_epoch() -> None:
+    plan = plan_of(6)
+    finished = td.PackedBatchSampler(plan, 2, 0, 1, epoch=4)
+    assert len(list(finished)) == 3
+    state = finished.state_dict()
+    at_start = td.PackedBatchSampler(plan, 2, 0, 1)
+    at_start.load_state_dict(state)
+    assert (at_start.epoch, list(at_start)) == (4, [])
+    # A loader that loads the state after the loop has named the epoch does not take the loop back.
+    at_next = td.PackedBatchSampler(plan, 2, 0, 1)
+    at_next.set_epoch(5)
+    at_next.load_state_dict(state)
+    assert list(at_next) == list(td.PackedBatchSampler(plan, 2, 0, 1, epoch=5))
+    assert at_next.epoch == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": "0" * 32}, "saved with another plan: its fingerprint is 0{32}, this sampler's is"),
+        ({"packs": 41}, "saved with another plan: its number of packs is 41, this sampler's is 40"),
+        ({"global_batch": 6}, r"global batch of 6 packs, this sampler's is 2 x 2 ranks = 4\. Choose"),
+        ({"seed": 1}, "saved with seed=1, this sampler has seed=0"),
+        ({"shuffle": False}, "saved with shuffle=False, this sampler has shuffle=True"),
+        ({"drop_last": True}, "saved with drop_last=True, this sampler has drop_last=False"),
+        ({"group_by_longest": True}, "saved with group_by_longest=True"),
+        ({"version": 2}, "has version 2, this release of tundish reads 1"),
+        ({"version": None}, "has version None"),
+        (
+            {"kind": "DistributedSampler"},
+            "no state of a PackedBatchSampler: its kind is 'DistributedSampler'",
+        ),
+        ({"step": 11}, "step in the sampler's state is 11, but must be an integer in 0 … 10"),
+        ({"step": -1}, "step in the sampler's state is -1"),
+        ({"step": True}, "step in the sampler's state is True"),
+        ({"step": 1.0}, "step in the sampler's state is 1.0"),
+        ({"epoch": "0"}, "epoch in the sampler's state is '0'"),
+        ({"epoch": 2**32}, "epoch in the sampler's state is 4294967296"),
+        ({"seed": 0.0}, "seed in the sampler's state is 0.0, but must be of type int"),
+        ({"shuffle": 1}, "shuffle in the sampler's state is 1, but must be of type bool"),
+        ({"plan": None}, "plan in the sampler's state is None, but must be of type str"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
+    change: dict[str, Any], message: str
+) -> None:
+    plan = plan_of(40)
+    state = td.PackedBatchSampler(plan, 4, 0, 1).state_dict() | {"step": 5}
+    sampler = td.PackedBatchSampler(plan, 2, 1, 2, epoch=3)
+    iterator = iter(sampler)
+    next(iterator)
+    with pytest.raises(StateMismatchError, match=message):
+        sampler.load_state_dict(state | change)
+    assert (sampler.epoch, sampler.start_step, sampler.state_dict()["step"]) == (3, 0, 1)
+    sampler.load_state_dict(state)
+    assert (sampler.epoch, sampler.start_step, sampler.state_dict()["step"]) == (0, 5, 5)
+
+
+@pytest.mark.parametrize("key", ["plan", "packs", "global_batch", "seed", "shuffle", "epoch", "step"])
+def test_a_state_that_lacks_a_key_is_refused(key: str) -> None:
+    sampler = td.PackedBatchSampler(plan_of(4), 2, 0, 1)
+    state = sampler.state_dict()
+    del state[key]
+    with pytest.raises(StateMismatchError, match=f"lacks {key}: it was cut or edited"):
+        sampler.load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [None, [], "state", 1, {}])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(StateMismatchError):
+        td.PackedBatchSampler(plan_of(4), 2, 0, 1).load_state_dict(state)
+
+
+def test_the_state_of_another_plan_of_as_many_packs_is_refused() -> None:
+    state = td.PackedBatchSampler(td.pack([4] * 4, 4), 2, 0, 1).state_dict()
+    with pytest.raises(StateMismatchError, match="another plan: its fingerprint"):
+        td.PackedBatchSampler(td.pack([8] * 2, 4), 2, 0, 1).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"batch_size": 0}, InvalidInputError, "batch_size must be at least 1, got 0"),
+        ({"batch_size": -3}, InvalidInputError, "batch_size must be at least 1, got -3"),
+        ({"batch_size": True}, InvalidTypeError, "batch_size must be an integer, got True"),
+        ({"batch_size": 2.0}, InvalidTypeError, "batch_size must be an integer, got 2.0"),
+        ({"batch_size": None}, InvalidTypeError, "batch_size must be an integer, got None"),
+        ({"rank": 2}, InvalidInputError, "rank 2 is not below world_size 2"),
+        ({"rank": -1}, InvalidInputError, "rank must be at least 0, got -1"),
+        ({"rank": 0.0}, InvalidTypeError, "rank must be an integer"),
+        ({"world_size": 0}, InvalidInputError, "world_size must be at least 1, got 0"),
+        ({"world_size": np.True_}, InvalidTypeError, "world_size must be an integer"),
+        ({"seed": -1}, InvalidInputError, "seed must be in 0 … 4294967295, got -1"),
+        ({"seed": 2**32}, InvalidInputError, "seed must be in 0 … 4294967295, got 4294967296"),
+        ({"seed": None}, InvalidTypeError, "seed must be an integer"),
+        ({"epoch": -1}, InvalidInputError, "epoch must be in 0"),
+        ({"epoch": "1"}, InvalidTypeError, "epoch must be an integer"),
+        ({"shuffle": 1}, InvalidTypeError, "shuffle must be True or False"),
+        ({"drop_last": None}, InvalidTypeError, "drop_last must be True or False"),
+        ({"group_by_longest": 0}, InvalidTypeError, "group_by_longest must be True or False"),
+        ({"group_by_longest": True, "shuffle": False}, InvalidInputError, "needs shuffle=True"),
+    ],
+)
+def test_bad_arguments_are_refused(given: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        td.PackedBatchSampler(plan_of(4), **({"batch_size": 2, "rank": 1, "world_size": 2} | given))
+
+
+def test_something_else_than_a_plan_is_refused() -> None:
+    with pytest.raises(InvalidTypeError, match="plan must be a PackPlan, got list"):
+        td.PackedBatchSampler([0, 1], 2)  # type: ignore[arg-type]
+
+
+def test_numpy_integers_are_integers() -> None:
+    sampler = td.PackedBatchSampler(plan_of(4), np.int64(2), np.int32(0), np.uint8(1), np.uint32(3))
+    assert json.loads(json.dumps(sampler.state_dict())) == sampler.state_dict()
+    for epoch in (-1, True, 1.0):
+        with pytest.raises((InvalidInputError, InvalidTypeError), match="epoch must be"):
+            sampler.set_epoch(epoch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("group_by_longest", [True, False])
+def test_an_empty_plan_gives_no_steps(drop_last: bool, group_by_longest: bool) -> None:
+    plan = td.pack([], 4)
+    sampler = td.PackedBatchSampler(plan, 2, drop_last=drop_last, group_by_longest=group_by_longest)
+    assert (len(sampler), list(sampler)) == (0, [])
+    sampler.load_state_dict(sampler.state_dict())
+    assert list(sampler) == []
+
+
+def test_fewer_packs_than_a_global_batch() -> None:
+    batches = global_batches(samplers_of(plan_of(3), 8, 4))
+    assert sorted(Counter(batches[0]).values()) == [2, 3, 3]
+    assert global_batches(samplers_of(plan_of(3), 8, 4, drop_last=True)) == []
+
+
+def test_pickles() -> None:
+    sampler = td.PackedBatchSampler(plan_of(12), 2, 0, 1)
+    next(iter(sampler))
+    sampler.load_state_dict(sampler.state_dict() | {"step": 2})
+    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    names = ("RANK", "WORLD_SIZE")
+    before = {name: os.environ.pop(name, None) for name in names}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def test_ranks_come_from_the_environment() -> None:
+    plan = plan_of(8)
+    with environment():
+        sampler = td.PackedBatchSampler(plan, 2)
+        assert (sampler.rank, sampler.world_size) == (0, 1)
+    with environment(RANK="2", WORLD_SIZE="4"):
+        sampler = td.PackedBatchSampler(plan, 2)
+        assert (sampler.rank, sampler.world_size) == (2, 4)
+        sampler = td.PackedBatchSampler(plan, 2, rank=0, world_size=1)
+        assert (sampler.rank, sampler.world_size) == (0, 1)
+        sampler = td.PackedBatchSampler(plan, 2, rank=3)
+        assert (sampler.rank, sampler.world_size) == (3, 4)
+    for variables in ({"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "a", "WORLD_SIZE": "2"}):
+        with environment(**variables), pytest.raises(InvalidInputError, match="environment has RANK="):
+            td.PackedBatchSampler(plan, 2)
+    with environment(RANK="4", WORLD_SIZE="4"), pytest.raises(InvalidInputError, match="rank 4 is not below"):
+        td.PackedBatchSampler(plan, 2)
+
+
+def report_ranks(rank: int, meeting: str, answers: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    # What the group says counts, not what a launcher left in the environment.
+    os.environ.update(RANK="7", WORLD_SIZE="9")
+    sampler = td.PackedBatchSampler(plan_of(8), 2, seed=1)
+    answers.put((rank, sampler.rank, sampler.world_size, list(sampler)))
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_come_from_the_process_group(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    processes = [
+        context.Process(target=report_ranks, args=(rank, str(tmp_path / "meeting"), answers))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    found = sorted(answers.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(timeout=30)
+        assert process.exitcode == 0
+    assert [answer[:3] for answer in found] == [(0, 0, 2), (1, 1, 2)]
+    assert sorted(pack for answer in found for batch in answer[3] for pack in batch) == list(range(8))
+
+
+def test_needs_no_torch() -> None:
+    program = (
+        "import sys, numpy, tundish as td\n"
+        "sampler = td.PackedBatchSampler(td.pack(numpy.ones(9, int), 2), 2, group_by_longest=True)\n"
+        "assert len(list(sampler)) == len(sampler) == 2 and sampler.state_dict()['step'] == 2\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
