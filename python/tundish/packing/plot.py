@@ -115,13 +115,13 @@ def _count_slice(plan: PackPlan, first: int, stop: int, counts: Counts) -> None:
     pieces = np.diff(cu, prepend=before)
     counts.pieces = _add(counts.pieces, np.bincount(np.minimum(pieces, LAST_BIN)))
 
-    # A pack that starts inside a sample holds a later part of it. That part is the last one unless it fills the pack
-    # and the next pack goes on with the same sample. Before it, the sample filled all its packs but the first.
+    # A pack that starts inside a sample holds a later part of it. That part is the last one unless it fills the
+    # pack and the next pack goes on with it, which the first pack of a dataset never does. Before it, the sample
+    # filled all its packs but the first.
     look = min(stop + 1, len(plan))
     start = np.asarray(plan.start_offset[first:look], np.int64)
-    dataset = np.asarray(plan.dataset_id[first:look])
     goes_on = np.zeros(stop - first, bool)
-    goes_on[: look - first - 1] = (start[1:] > 0) & (dataset[1:] == dataset[:-1])
+    goes_on[: look - first - 1] = start[1:] > 0
     start = start[: stop - first]
     last_part = (start > 0) & ((pieces > 1) | ~goes_on)
     parts = -(-start[last_part] // plan.max_length) + 1
@@ -142,7 +142,7 @@ def _count_slice(plan: PackPlan, first: int, stop: int, counts: Counts) -> None:
 
 
 def _by_length(lengths: np.ndarray, bins: int) -> np.ndarray:
-    # Bin 0 is for length 0; bin b >= 1 holds the lengths from bin_edge(b) to below bin_edge(b + 1).
+    # Bin 0 is for length 0; bin b >= 1 begins at 2 ** ((b - 1) / BINS_A_DOUBLING).
     where = np.zeros(len(lengths), np.int64)
     filled = lengths > 0
     where[filled] = 1 + np.floor(np.log2(lengths[filled]) * BINS_A_DOUBLING + 1e-9).astype(np.int64)

@@ -1,0 +1,129 @@
+"""The corpus of `train_packed.py`: the source files of this machine's own Python standard library.
+
+Thousands of real documents that every machine has, so that the example needs no network. To train on your own
+data, replace this module: all that packing asks for is the token count of each document and a way to read
+document *i*.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_DOCUMENT = "<|end|>"
+DOCUMENTS_AT_ONCE = 256
+
+
+@dataclass
+class Corpus:
+    """Tokenised documents, end to end in one memory-mapped file; document *i* is `corpus[i]`.
+
+    All ranks of a machine map the same file, so that its pages are in memory once.
+    """
+
+    folder: Path
+    vocabulary: int
+    text_bytes: int
+    tokens: np.ndarray
+    bounds: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, shape (documents,)."""
+        return np.diff(self.bounds)
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.tokens[self.bounds[index] : self.bounds[index + 1]]
+
+
+def open_corpus(folder: Path) -> Corpus:
+    """Map what `prepare_corpus` wrote."""
+    facts = json.loads((folder / "corpus.json").read_text())
+    return Corpus(
+        folder=folder,
+        vocabulary=facts["vocabulary"],
+        text_bytes=facts["text_bytes"],
+        tokens=np.load(folder / "tokens.npy", mmap_mode="r"),
+        bounds=np.load(folder / "bounds.npy", mmap_mode="r"),
+    )
+
+
+def corpus_folder(out: Path, limit: int | None, vocabulary: int) -> Path:
+    """Where under `out` the corpus of at most `limit` documents lies, named by all that decides what is in it."""
+    key = hashlib.sha256(f"{vocabulary} {END_OF_DOCUMENT}".encode())
+    for path in source_files(limit):
+        status = path.stat()
+        key.update(f"{path} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return out / f"corpus-{key.hexdigest()[:12]}"
+
+
+def prepare_corpus(folder: Path, limit: int | None, vocabulary: int) -> None:
+    """Train a tokenizer, tokenise the documents and write both to `folder`; does nothing if they are there."""
+    if folder.exists():
+        return
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in source_files(limit)]
+    tokenizer = train_tokenizer(texts, vocabulary)
+    # Written under another name and then renamed, so that a run that is killed leaves no half corpus to the next.
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.incomplete")
+    unfinished.mkdir(parents=True)
+    try:
+        tokens, bounds = tokenise(tokenizer, texts)
+        np.save(unfinished / "tokens.npy", tokens)
+        np.save(unfinished / "bounds.npy", bounds)
+        tokenizer.save(str(unfinished / "tokenizer.json"))
+        facts = {
+            "vocabulary": tokenizer.get_vocab_size(),
+            "text_bytes": sum(len(text.encode()) for text in texts),
+        }
+        (unfinished / "corpus.json").write_text(json.dumps(facts))
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def source_files(limit: int | None) -> list[Path]:
+    """The standard library's files, in the same order everywhere; with a `limit`, evenly chosen ones."""
+    library = Path(sysconfig.get_path("stdlib"))
+    installed = {"site-packages", "dist-packages"}
+    files = sorted(path for path in library.rglob("*.py") if installed.isdisjoint(path.parts))
+    if limit is None or limit >= len(files):
+        return files
+    return [files[number * len(files) // limit] for number in range(limit)]
+
+
+def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
+    """A byte-level BPE tokenizer: no text is outside its vocabulary."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # A quarter of the text knows the frequent words as well as all of it does.
+    tokenizer.train_from_iterator(texts[::4] if len(texts) > 1000 else texts, trainer)
+    return tokenizer
+
+
+def tokenise(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens end to end, and where each document begins and ends, shape (documents + 1,)."""
+    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    parts: list[np.ndarray] = []
+    # The tokenizer works on all cores within a call; calls of bounded size let Ctrl-C through between them.
+    for first in range(0, len(texts), DOCUMENTS_AT_ONCE):
+        encodings = tokenizer.encode_batch_fast(texts[first : first + DOCUMENTS_AT_ONCE])
+        parts += [np.array([*encoding.ids, end], dtype=np.int32) for encoding in encodings]
+    return np.concatenate(parts), np.cumsum([0, *(len(part) for part in parts)])

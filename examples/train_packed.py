@@ -1,0 +1,204 @@
+"""Train a small Llama on packed sequences, from text files to a loss that goes down.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_packed.py --out out/demo
+
+or, on one process, `python examples/train_packed.py --out out/demo`. Needs `pip install 'tundish[examples]'` and
+no network; takes a minute or two on two cores. Running it again reuses the tokens and the plan of the first time.
+
+What it shows: documents of any length become sequences of one length, so that every step costs the same and no
+token is padding, while no document sees another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Before transformers is imported: nothing here is to be looked up on a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from python_corpus import Corpus, corpus_folder, open_corpus, prepare_corpus
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tundish as td
+
+
+def main() -> None:
+    options = read_options()
+    # The ranks share the cores of one machine: more threads a rank than cores a rank would only fight.
+    torch.set_num_threads(1)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        # Started without torchrun: a group of one, so that the code below is the same.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run(options)
+    finally:
+        # Also on an error and on Ctrl-C, so that the other ranks are not left waiting for this one.
+        dist.destroy_process_group()
+
+
+def run(options: argparse.Namespace) -> None:
+    # Tokenising may take longer than the process group waits in a collective, so the others do not wait in one.
+    # If this fails on the rank that does it, or the rank is killed, all ranks raise.
+    folder = corpus_folder(options.out, options.documents, options.vocabulary)
+    say(f"tokenising to {folder}")
+    td.distributed.build_once_per_node(
+        lambda: prepare_corpus(folder, options.documents, options.vocabulary), what="tokenising the documents"
+    )
+    corpus = open_corpus(folder)
+
+    # One rank plans, all ranks map its files. A second run finds the plan by its fingerprint.
+    plan = td.pack(
+        corpus.lengths, options.max_length, seed=options.seed, cache_dir=options.out / "plans", share=True
+    )
+    report_data(corpus, plan, options)
+    if dist.get_rank() == 0:
+        plan.plot(options.out / "plan.png")
+
+    losses, tokens_per_second = train(corpus, plan, options)
+
+    window = max(1, options.steps // 10)
+    start, end = float(np.mean(losses[:window])), float(np.mean(losses[-window:]))
+    say(f"{'loss':<12}{start:.3f} -> {end:.3f} (means of the first and last {window} steps)")
+    say(
+        f"{'speed':<12}{tokens_per_second:,.0f} tokens/s on {dist.get_world_size()} rank(s), none of them padding"
+    )
+    say(f"{'picture':<12}{options.out / 'plan.png'}")
+    if not end < start:
+        # All ranks see the same losses, so all of them stop here.
+        sys.exit(f"the loss did not go down: {start:.3f} at the start, {end:.3f} at the end")
+
+
+def train(corpus: Corpus, plan: td.PackPlan, options: argparse.Namespace) -> tuple[list[float], float]:
+    """Train; returns the loss of each step, averaged over ranks, and tokens a second of all ranks."""
+    sampler = td.PackedBatchSampler(plan, options.batch_size, seed=options.seed)
+    if not len(sampler):
+        sys.exit(f"{plan.num_tokens:,} tokens do not fill one pack of {options.max_length:,}")
+    loader = DataLoader(
+        td.PackedDataset(corpus, plan),
+        batch_sampler=sampler,
+        # Lays the packs of a batch end to end in one row. Their position_ids begin at 0 in each piece of a document;
+        # that is how transformers keeps attention within pieces.
+        collate_fn=td.PackedCollator(),
+    )
+
+    torch.manual_seed(options.seed)
+    model = DistributedDataParallel(LlamaForCausalLM(model_config(corpus.vocabulary, options.max_length)))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    say(f"{'model':<12}Llama with {parameters / 1e6:.1f} million parameters")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95))
+    warm_up = max(1, options.steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm_up))
+
+    losses: list[float] = []
+    tokens_of_a_step = plan.max_length * sampler.global_batch
+    started = time.perf_counter()
+    for step, batch in enumerate(itertools.islice(epochs(loader, sampler), options.steps), start=1):
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        # For the report only; gradients were averaged by DistributedDataParallel.
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+        if step % max(1, options.steps // 10) == 0:
+            speed = step * tokens_of_a_step / (time.perf_counter() - started)
+            say(f"step {step:>4}/{options.steps}   loss {losses[-1]:.3f}   {speed:,.0f} tokens/s")
+    return losses, len(losses) * tokens_of_a_step / (time.perf_counter() - started)
+
+
+def epochs(loader: DataLoader[Any], sampler: td.PackedBatchSampler) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches without end, each epoch in an order of its own."""
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        yield from loader
+
+
+def model_config(vocabulary: int, max_length: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        # Positions begin at 0 in each piece, and no piece is longer than a pack.
+        max_position_embeddings=max_length,
+        # A cache of keys and values is for generating; with one, position_ids no longer tell pieces apart.
+        use_cache=False,
+    )
+
+
+def report_data(corpus: Corpus, plan: td.PackPlan, options: argparse.Namespace) -> None:
+    stats = plan.stats()
+    in_batch, to_pack = padding_shares(corpus.lengths, options.max_length, options.batch_size, options.seed)
+    cut = stats["samples_cut"] / max(1, len(corpus))
+    say(f"{'documents':<12}{len(corpus):,}, {corpus.text_bytes / 1e6:.1f} MB of Python")
+    say(f"{'tokens':<12}{plan.num_tokens:,}, vocabulary {corpus.vocabulary:,}")
+    say(
+        f"{'packs':<12}{len(plan):,} of {plan.max_length:,} tokens; {cut:.1%} of the documents are cut, "
+        f"{stats['tokens_dropped']:,} tokens dropped"
+    )
+    say(f"{'plan':<12}{plan.path}")
+    say(
+        f"{'padding':<12}would have been {in_batch:.1%} of all tokens (padded to the longest of a batch) "
+        f"or {to_pack:.1%} (to {plan.max_length:,}); packed: none"
+    )
+
+
+def padding_shares(lengths: np.ndarray, max_length: int, batch_size: int, seed: int) -> tuple[float, float]:
+    """Which share of a batch would be padding without packing: padded to its longest row, and to `max_length`.
+
+    Rows are the documents, cut where they are longer than `max_length`, in random order.
+    """
+    whole_rows = int((lengths // max_length).sum())
+    rests = lengths % max_length
+    rows = np.concatenate([np.full(whole_rows, max_length), rests[rests > 0]])
+    rows = np.random.RandomState(seed).permutation(rows)
+    batches = rows[: len(rows) // batch_size * batch_size].reshape(-1, batch_size)
+    in_batch = 1 - batches.sum() / max(1, batch_size * batches.max(axis=1, initial=0).sum())
+    return float(in_batch), float(1 - rows.sum() / (len(rows) * max_length))
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a small Llama on packed sequences.")
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for all that is written")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--max-length", type=int, default=1024, help="tokens a pack")
+    parser.add_argument("--batch-size", type=int, default=2, help="packs a rank and step")
+    parser.add_argument("--documents", type=int, default=None, help="use at most so many (default: all)")
+    parser.add_argument("--vocabulary", type=int, default=8192, help="tokens the tokenizer learns")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    for name, smallest in (("steps", 2), ("max_length", 2), ("batch_size", 1), ("vocabulary", 257)):
+        if getattr(options, name) < smallest:
+            parser.error(f"--{name.replace('_', '-')} must be at least {smallest}")
+    if options.documents is not None and options.documents < 1:
+        parser.error("--documents must be at least 1")
+    return options
+
+
+def say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The example in `examples/` trains on real text, on two ranks and on one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tundish as td
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "train_packed.py"
+SMALL = ["--documents", "40", "--vocabulary", "400", "--max-length", "128", "--steps", "10"]
+TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def demo(launcher: list[str], out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*launcher, str(SCRIPT), "--out", str(out), *SMALL, *options],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(out: Path) -> subprocess.CompletedProcess[str]:
+    return demo(TWO_RANKS, out)
+
+
+def test_two_ranks_train_and_say_what_happened(
+    two_ranks: subprocess.CompletedProcess[str], out: Path
+) -> None:
+    assert two_ranks.returncode == 0, two_ranks.stderr
+    said = two_ranks.stdout
+    assert re.search(r"^documents +40, ", said, re.MULTILINE)
+    assert re.search(r"^padding +would have been \d+\.\d% of all tokens", said, re.MULTILINE)
+    # Every line is said once, not by each rank.
+    assert said.count("step   10/10") == 1
+    match = re.search(r"^loss +(\S+) -> (\S+)", said, re.MULTILINE)
+    assert match
+    assert float(match[2]) < float(match[1])
+    assert (out / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(out.rglob("*incomplete*"))
+
+
+def test_its_plan_is_the_plan_of_its_tokens(two_ranks: subprocess.CompletedProcess[str], out: Path) -> None:
+    assert two_ranks.returncode == 0, two_ranks.stderr
+    (corpus,) = out.glob("corpus-*")
+    (folder,) = (out / "plans").iterdir()
+    bounds = np.load(corpus / "bounds.npy")
+    tokens = np.load(corpus / "tokens.npy", mmap_mode="r")
+    vocabulary = json.loads((corpus / "corpus.json").read_text())["vocabulary"]
+    assert bounds[-1] == len(tokens)
+    assert tokens.min() >= 0
+    assert tokens.max() < vocabulary == 400
+    # Every document ends with the mark of its end, and with no other.
+    (end,) = {int(token) for token in tokens[bounds[1:] - 1]}
+    assert np.count_nonzero(tokens == end) == 40
+    td.PackPlan.load(folder).verify(np.diff(bounds))
+
+
+def test_one_process_uses_the_tokens_of_a_former_run_and_says_when_the_loss_rises(
+    two_ranks: subprocess.CompletedProcess[str], out: Path
+) -> None:
+    assert two_ranks.returncode == 0, two_ranks.stderr
+    before = {path: path.stat().st_mtime_ns for path in out.glob("corpus-*/*")}
+    # Steps this long throw any model off.
+    run = demo([sys.executable], out, "--learning-rate", "50")
+    assert run.returncode == 1
+    assert "the loss did not go down" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert {path: path.stat().st_mtime_ns for path in out.glob("corpus-*/*")} == before
+
+
+def test_ctrl_c_ends_both_ranks(two_ranks: subprocess.CompletedProcess[str], out: Path) -> None:
+    assert two_ranks.returncode == 0, two_ranks.stderr
+    # A session of its own, so that the signal reaches launcher and ranks as a terminal's would, and nobody else.
+    running = subprocess.Popen(
+        [*TWO_RANKS, str(SCRIPT), "--out", str(out), *SMALL, "--steps", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+    try:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line.startswith("model"):
+                break
+        os.killpg(running.pid, signal.SIGINT)
+        assert running.wait(timeout=60) != 0
+        # The group is empty once every rank is gone too.
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(running.pid, 0)
+            except ProcessLookupError:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("a rank outlived the launcher")
+        assert not list(out.rglob("*incomplete*"))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
