@@ -103,44 +103,66 @@ impl Writer {
     }
 }
 
+/// Entries of each column that are gathered before they are written.
+const GATHERED: usize = 1 << 16;
+
 /// Writes columns straight to the files of a folder, as they are computed.
 pub(crate) struct FileSink<C> {
     writer: Writer,
     room: Columns<C>,
-    ids: Vec<C>,
+    dataset_id: Vec<C>,
+    pieces: usize,
+    packs: usize,
 }
 
 impl<C: Cell> FileSink<C> {
     pub(crate) fn create(target: &Path, wide: [bool; 6]) -> Result<Self, PackError> {
-        Ok(Self { writer: Writer::create(target, wide)?, room: Columns::default(), ids: Vec::new() })
+        let writer = Writer::create(target, wide)?;
+        Ok(Self { writer, room: Columns::default(), dataset_id: Vec::new(), pieces: 0, packs: 0 })
     }
 
-    pub(crate) fn publish(self, facts: &Facts, watch: &mut dyn Watch) -> Result<(), PackError> {
+    pub(crate) fn publish(mut self, facts: &Facts, watch: &mut dyn Watch) -> Result<(), PackError> {
+        self.flush()?;
         self.writer.publish(facts, watch)
+    }
+
+    fn flush(&mut self) -> Result<(), PackError> {
+        self.writer.append(Field::DatasetId, &self.dataset_id)?;
+        self.writer.append(Field::Indices, &self.room.indices[..self.pieces])?;
+        for (field, column) in Field::ALL[2..].iter().zip(&self.room.packs) {
+            self.writer.append(*field, &column[..self.packs])?;
+        }
+        self.dataset_id.clear();
+        (self.pieces, self.packs) = (0, 0);
+        Ok(())
     }
 }
 
 impl<C: Cell> Sink<C> for FileSink<C> {
     fn room(&mut self, pieces: usize, packs: usize) -> Result<Room<'_, C>, PackError> {
-        Ok(self.room.room(pieces, packs))
+        if self.pieces + pieces > GATHERED || self.packs + packs > GATHERED {
+            self.flush()?;
+        }
+        Ok(self.room.room((self.pieces, pieces), (self.packs, packs)))
     }
 
     fn keep(&mut self, pieces: usize, packs: usize, dataset_id: usize) -> Result<(), PackError> {
-        self.writer.append(Field::Indices, &self.room.indices[..pieces])?;
-        self.ids.clear();
-        self.ids.resize(packs, C::from_word(C::word_of(dataset_id)));
-        self.writer.append(Field::DatasetId, &self.ids)?;
-        for (field, column) in Field::ALL[2..].iter().zip(&self.room.packs) {
-            self.writer.append(*field, &column[..packs])?;
-        }
+        self.pieces += pieces;
+        self.packs += packs;
+        self.dataset_id.resize(self.packs, C::from_word(C::word_of(dataset_id)));
         Ok(())
     }
 
     fn retract(&mut self, pieces: usize) -> Result<(), PackError> {
-        let (file, wide, len) = &mut self.writer.files[Field::Indices as usize];
-        *len -= pieces as u64;
-        let width = if *wide { 8 } else { 4 };
-        file.truncate(HEADER_BYTES as u64 + *len * width)?;
+        let gathered = pieces.min(self.pieces);
+        self.pieces -= gathered;
+        let written = (pieces - gathered) as u64;
+        if written > 0 {
+            let (file, wide, len) = &mut self.writer.files[Field::Indices as usize];
+            *len -= written;
+            let width = if *wide { 8 } else { 4 };
+            file.truncate(HEADER_BYTES as u64 + *len * width)?;
+        }
         Ok(())
     }
 }

@@ -51,7 +51,7 @@ pub fn verify(
         global_pack: facts.global_pack,
         pool,
     };
-    let fingerprint = Prepared::new(request, watch)?.fingerprint().to_string();
+    let fingerprint = Prepared::new(request, watch)?.fingerprint(watch)?.to_string();
     let streams: Vec<Dataset<'_>> = if facts.global_pack {
         vec![Dataset::new(lengths.to_vec(), 0)]
     } else {

@@ -35,7 +35,7 @@ impl Job<'_> {
         &self,
         py: Python<'_>,
         progress: Option<Py<PyAny>>,
-        work: impl FnOnce(&Prepared<'_>, &mut Door) -> Result<T, PackError> + Send,
+        work: impl FnOnce(&mut Prepared<'_>, &mut Door) -> Result<T, PackError> + Send,
     ) -> PyResult<T> {
         let lengths = Column::all(&self.lengths)?;
         let order = self.order.as_ref().map(Column::new).transpose()?;
@@ -55,8 +55,8 @@ impl Job<'_> {
                 global_pack,
                 pool: threads::pool(threads)?,
             };
-            let prepared = Prepared::new(request, door)?;
-            Ok(work(&prepared, door)?)
+            let mut prepared = Prepared::new(request, door)?;
+            Ok(work(&mut prepared, door)?)
         })
     }
 }
@@ -86,7 +86,7 @@ pub(crate) fn write(py: Python<'_>, job: Job<'_>, target: PathBuf, progress: Opt
 #[pyfunction]
 #[pyo3(signature = (job, progress=None))]
 pub(crate) fn fingerprint(py: Python<'_>, job: Job<'_>, progress: Option<Py<PyAny>>) -> PyResult<String> {
-    job.run(py, progress, |prepared, _| Ok(prepared.fingerprint().to_string()))
+    job.run(py, progress, |prepared, door| Ok(prepared.fingerprint(door)?.to_string()))
 }
 
 /// Write a plan to a folder.

@@ -1,4 +1,4 @@
-//! One chunk of ordered samples in scratch memory, and the serial walk over chunks.
+//! Ordered samples in scratch memory, and the serial walk over them.
 //!
 //! What always holds: each index and each length is read from the caller's arrays once; everything
 //! after works on the copy.
@@ -8,11 +8,14 @@ use super::marks::Marks;
 use super::scan::Dataset;
 use super::{Cell, PACKS_A_CHUNK, Packer, Stream};
 use crate::error::PackError;
+use crate::fingerprint;
 use crate::integers::{Integers, Word};
 use crate::shuffle::Index;
 
-/// Samples a chunk: indices and lengths of one lie in the second-level cache together.
-pub(super) const CHUNK: usize = 8192;
+/// Samples whose indices are read together: one leaf of the fingerprint.
+const CHUNK: usize = fingerprint::LEAF;
+/// Samples that are merged together, while the lengths of as many are prefetched: a cache line each.
+const BLOCK: usize = 512;
 /// Chunks between two looks at the watch: a few milliseconds.
 const CHUNKS_A_TICK: usize = 64;
 
@@ -75,6 +78,27 @@ impl<C: Cell> Order<'_, C> {
     }
 }
 
+/// Read the lengths of the samples at positions `start`, … of the order, whose indices are `indices`; their sum.
+///
+/// The scan saw every length; one that is longer now was changed since. Refusing it keeps sums from wrapping.
+fn read_lengths<C: Cell>(
+    dataset: &Dataset<'_>,
+    order: Order<'_, C>,
+    start: usize,
+    indices: &[C::Word],
+    lengths: &mut [C::Word],
+) -> Result<u64, PackError> {
+    let seen = match order {
+        Order::Natural(_) => dataset.read(start, lengths),
+        _ => dataset.gather(indices, lengths),
+    };
+    if seen > C::LARGEST {
+        return Err(PackError::InputChanged);
+    }
+    // Fewer than 2³² lengths of at most 2³¹, or lengths that an overflow would have shown in the scan.
+    Ok(lengths.iter().fold(0u64, |sum, length| sum.saturating_add(length.widen())))
+}
+
 /// A run of ordered samples.
 pub(super) struct Chunk<C: Cell> {
     pub(super) indices: Vec<C::Word>,
@@ -95,40 +119,35 @@ impl<C: Cell> Chunk<C> {
         order: Order<'_, C>,
         start: usize,
         count: usize,
-        longest: u64,
     ) -> Result<(), PackError> {
         self.indices.resize(count, C::Word::default());
         self.lengths.resize(count, C::Word::default());
         order.read(start, &mut self.indices, dataset.len())?;
-        let seen = match order {
-            Order::Natural(_) => dataset.read(start, &mut self.lengths),
-            _ => dataset.gather(&self.indices, &mut self.lengths),
-        };
-        // The scan saw every length; one that is longer now was changed since. Without this, sums
-        // of changed lengths could wrap.
-        if seen > longest && (seen >> 63 != 0 || self.lengths.iter().any(|length| length.widen() > longest)) {
-            return Err(PackError::InputChanged);
-        }
-        self.tokens = self.lengths.iter().map(|length| length.widen()).sum();
+        self.tokens = read_lengths(dataset, order, start, &self.indices, &mut self.lengths)?;
         Ok(())
     }
+}
 
-    /// Add what a later stream or the end of this one must know of these samples.
-    pub(super) fn note_end(&self, stream: &mut Stream<C>) {
+impl<C: Cell> Stream<C> {
+    /// Take note of what the end of the stream must know of these samples.
+    pub(super) fn note(&mut self, lengths: &[C::Word], tokens: u64) {
         let zero = C::Word::default();
-        match self.lengths.iter().rposition(|&length| length != zero) {
+        match lengths.iter().rposition(|&length| length != zero) {
             Some(last) => {
-                stream.empty_run = self.lengths.len() - 1 - last;
-                stream.last_length = self.lengths[last];
+                self.empty_run = lengths.len() - 1 - last;
+                self.last_length = lengths[last];
             }
-            None => stream.empty_run += self.lengths.len(),
+            None => self.empty_run += lengths.len(),
         }
-        stream.tokens += self.tokens;
+        self.tokens += tokens;
     }
 }
 
 impl<C: Cell> Packer<'_, C> {
     /// Cut a stream on the calling thread; false, and stopped early, where the order repeats a sample.
+    ///
+    /// While one block is merged, the lengths of the next are prefetched, so that the memory works
+    /// while the processor does.
     pub(super) fn cut_serially(
         &mut self,
         dataset: &Dataset<'_>,
@@ -137,41 +156,64 @@ impl<C: Cell> Packer<'_, C> {
         mut marks: Option<&mut Marks>,
     ) -> Result<bool, PackError> {
         let len = order.len();
-        let mut chunk = Chunk::<C>::new(CHUNK.min(len));
+        let mut indices = vec![C::Word::default(); CHUNK.min(len)];
+        let mut lengths = vec![C::Word::default(); BLOCK.min(len)];
         for (number, start) in (0..len).step_by(CHUNK).enumerate() {
             if number % CHUNKS_A_TICK == 0 {
                 self.watch.tick("packing", start as u64, len as u64)?;
             }
-            chunk.load(dataset, order, start, CHUNK.min(len - start), dataset.longest_allowed::<C>())?;
-            if marks.as_deref_mut().is_some_and(|marks| !marks.mark(&chunk.indices)) {
-                return Ok(false);
+            let indices = &mut indices[..CHUNK.min(len - start)];
+            order.read(start, indices, dataset.len())?;
+            if let Some(hash) = &mut self.order_hash {
+                hash.push(fingerprint::leaf(indices));
             }
-            self.merge_chunk(&chunk, stream)?;
+            for begin in (0..indices.len()).step_by(BLOCK) {
+                let (block, rest) = indices[begin..].split_at(BLOCK.min(indices.len() - begin));
+                let lengths = &mut lengths[..block.len()];
+                let tokens = read_lengths(dataset, order, start + begin, block, lengths)?;
+                if marks.as_deref_mut().is_some_and(|marks| !marks.mark(block)) {
+                    return Ok(false);
+                }
+                // Lengths in their own order come from the memory by themselves.
+                let next = if matches!(order, Order::Natural(_)) { &rest[..0] } else { rest };
+                self.merge_samples(block, lengths, tokens, stream, |offset| {
+                    if let Some(index) = next.get(offset) {
+                        dataset.prefetch(index.widen() as usize);
+                    }
+                })?;
+            }
         }
         Ok(true)
     }
 
-    /// Cut one chunk, in several steps where it closes very many packs.
-    pub(super) fn merge_chunk(&mut self, chunk: &Chunk<C>, stream: &mut Stream<C>) -> Result<(), PackError> {
-        chunk.note_end(stream);
+    /// Cut samples, in several steps where they close very many packs.
+    pub(super) fn merge_samples(
+        &mut self,
+        indices: &[C::Word],
+        lengths: &[C::Word],
+        tokens: u64,
+        stream: &mut Stream<C>,
+        ahead: impl Fn(usize) + Copy,
+    ) -> Result<(), PackError> {
+        stream.note(lengths, tokens);
         let max_length = self.max_length.widen();
         let closes = |filled: C::Word, tokens: u64| (filled.widen() + tokens) / max_length;
-        if closes(stream.cut.filled, chunk.tokens) <= PACKS_A_CHUNK {
-            let closed = closes(stream.cut.filled, chunk.tokens) as usize;
-            return self.merge_run(&chunk.indices, &chunk.lengths, closed, stream);
+        let closed = closes(stream.cut.filled, tokens);
+        if closed <= PACKS_A_CHUNK {
+            return self.merge_run(indices, lengths, closed as usize, stream, ahead);
         }
         let mut begin = 0usize;
         let mut tokens = 0u64;
-        for position in 0..chunk.lengths.len() {
-            let length = chunk.lengths[position].widen();
+        for position in 0..lengths.len() {
+            let length = lengths[position].widen();
             if closes(stream.cut.filled, tokens + length) > PACKS_A_CHUNK {
                 let run = begin..position;
                 let closed = closes(stream.cut.filled, tokens) as usize;
-                self.merge_run(&chunk.indices[run.clone()], &chunk.lengths[run], closed, stream)?;
+                self.merge_run(&indices[run.clone()], &lengths[run], closed, stream, ahead)?;
                 begin = position;
                 tokens = 0;
                 if closes(stream.cut.filled, length) > PACKS_A_CHUNK {
-                    self.cut_long_sample(chunk.indices[position], chunk.lengths[position], stream)?;
+                    self.cut_long_sample(indices[position], lengths[position], stream)?;
                     begin = position + 1;
                     continue;
                 }
@@ -179,7 +221,7 @@ impl<C: Cell> Packer<'_, C> {
             tokens += length;
         }
         let closed = closes(stream.cut.filled, tokens) as usize;
-        self.merge_run(&chunk.indices[begin..], &chunk.lengths[begin..], closed, stream)
+        self.merge_run(&indices[begin..], &lengths[begin..], closed, stream, ahead)
     }
 
     fn merge_run(
@@ -188,10 +230,11 @@ impl<C: Cell> Packer<'_, C> {
         lengths: &[C::Word],
         closed: usize,
         stream: &mut Stream<C>,
+        ahead: impl Fn(usize),
     ) -> Result<(), PackError> {
         let mut room = self.sink.room(indices.len() + closed, closed)?;
-        let written =
-            kernel::merge(indices, lengths, self.max_length, &mut stream.cut, self.totals.pieces, &mut room);
+        let pieces = self.totals.pieces;
+        let written = kernel::merge(indices, lengths, self.max_length, &mut stream.cut, pieces, &mut room, ahead);
         self.keep(written, stream)
     }
 
@@ -212,7 +255,7 @@ impl<C: Cell> Packer<'_, C> {
         let zero = C::Word::default();
         let mut taken = C::sub(self.max_length, stream.cut.filled);
         // Up to the next boundary the sample is like any other that ends there.
-        self.merge_run(&[index], &[taken], 1, stream)?;
+        self.merge_run(&[index], &[taken], 1, stream, |_| ())?;
         let mut rest = C::sub(length, taken);
         loop {
             let packs = (rest.widen() / self.max_length.widen()).min(PACKS_A_CHUNK) as usize;

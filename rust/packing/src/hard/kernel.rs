@@ -2,7 +2,8 @@
 //!
 //! It owns no memory: it reads the samples of one chunk and writes into slices that its caller made
 //! large enough. What always holds: `Cut` alone decides what the next sample does, so chunks merge by
-//! handing on their `Cut`, and every slice access is bounds-checked.
+//! handing on their `Cut`; and nothing is written beyond the slices, whatever the samples.
+#![allow(unsafe_code)]
 
 use super::Cell;
 
@@ -41,7 +42,11 @@ pub(crate) struct Room<'a, S> {
 
 /// Cut the samples `indices` of `lengths` tokens, going on from `cut`.
 ///
-/// `pieces_before` pieces of the plan precede this chunk's.
+/// `pieces_before` pieces of the plan precede this chunk's. `ahead` is called once for about every sample, with
+/// its position: the place to ask for memory that will be needed soon, while there is arithmetic to do.
+///
+/// # Panics
+/// When the room is too small for what the samples make.
 pub(crate) fn merge<C: Cell>(
     indices: &[C::Word],
     lengths: &[C::Word],
@@ -49,45 +54,148 @@ pub(crate) fn merge<C: Cell>(
     cut: &mut Cut<C::Word>,
     pieces_before: usize,
     room: &mut Room<'_, C>,
+    ahead: impl Fn(usize),
 ) -> Written {
-    let zero = C::Word::default();
-    let (mut pieces, mut packs, mut pieces_closed, mut skipped) = (0usize, 0usize, 0usize, 0usize);
-    let Cut { mut filled, mut start, mut longest } = *cut;
-    // One length for all pack fields lets the compiler check the index once.
+    let samples = indices.len().min(lengths.len());
     let packs_room = room.indices_cu_len.len();
-    let ends = &mut room.end_offset[..packs_room];
-    let starts = &mut room.start_offset[..packs_room];
-    let longests = &mut room.longest[..packs_room];
-    let cumulative = &mut room.indices_cu_len[..packs_room];
-    let pieces_out = &mut *room.indices;
-    for (&index, &length) in indices.iter().zip(lengths) {
-        let sum = C::add(filled, length);
-        if sum < max_length {
-            if sum == zero {
-                // An empty sample on the boundary belongs to neither pack.
-                skipped += 1;
-                continue;
-            }
-            pieces_out[pieces] = C::from_word(index);
-            pieces += 1;
-            longest = longest.max(length);
-            filled = sum;
+    let mut output = Output {
+        indices: &mut *room.indices,
+        cumulative: &mut *room.indices_cu_len,
+        starts: &mut room.start_offset[..packs_room],
+        ends: &mut room.end_offset[..packs_room],
+        longests: &mut room.longest[..packs_room],
+        pieces_before,
+        written: Written::default(),
+    };
+    let mut position = 0usize;
+    while position < samples {
+        let sure = output.sure().min(samples - position);
+        if sure == 0 {
+            ahead(position);
+            output.careful(indices[position], lengths[position], max_length, cut);
+            position += 1;
             continue;
         }
-        let mut taken = C::sub(max_length, filled);
+        let done = output.fast(&indices[position..][..sure], &lengths[position..][..sure], max_length, cut, |offset| {
+            ahead(position + offset);
+        });
+        position += done;
+        if done < sure {
+            output.careful(indices[position], lengths[position], max_length, cut);
+            position += 1;
+        }
+    }
+    output.written.pieces_closed = match output.written.packs {
+        0 => 0,
+        packs => C::difference(output.cumulative[packs - 1], pieces_before),
+    };
+    output.written
+}
+
+/// The slices that one chunk is written to, and how far they are.
+struct Output<'a, C> {
+    indices: &'a mut [C],
+    cumulative: &'a mut [C],
+    starts: &'a mut [C],
+    ends: &'a mut [C],
+    longests: &'a mut [C],
+    pieces_before: usize,
+    written: Written,
+}
+
+impl<C: Cell> Output<'_, C> {
+    /// Samples for which `fast` surely has room: each writes two pieces and touches two packs.
+    fn sure(&self) -> usize {
+        let pieces = self.indices.len().saturating_sub(self.written.pieces) / 2;
+        let packs = self.cumulative.len().saturating_sub(self.written.packs + 1);
+        pieces.min(packs)
+    }
+
+    /// Cut samples of which each crosses at most one boundary and none ends on one; stops before the first other.
+    ///
+    /// Whether a sample crosses a boundary is a coin toss that the processor cannot predict. So both
+    /// outcomes are written: the sample twice, the open pack as if it ended here, and the
+    /// counters decide what the next sample overwrites.
+    #[inline]
+    fn fast(
+        &mut self,
+        indices: &[C::Word],
+        lengths: &[C::Word],
+        max_length: C::Word,
+        cut: &mut Cut<C::Word>,
+        ahead: impl Fn(usize),
+    ) -> usize {
+        let zero = C::Word::default();
+        let one = C::word_of(1);
+        let last = C::sub(max_length, one);
+        assert!(indices.len() == lengths.len() && indices.len() <= self.sure(), "room for every sample");
+        let (mut pieces, mut packs) = (self.written.pieces, self.written.packs);
+        let Cut { mut filled, mut longest, .. } = *cut;
+        self.starts[packs] = C::from_word(cut.start);
+        let mut done = indices.len();
+        for (offset, (&index, &length)) in indices.iter().zip(lengths).enumerate() {
+            ahead(offset);
+            let sum = C::add(filled, length);
+            let taken = C::sub(max_length, filled);
+            let crosses = sum >= max_length;
+            let rest = C::sub(sum, if crosses { max_length } else { zero });
+            // One test for both exceptions: nothing left over, or more than a whole pack.
+            if C::sub(rest, one) >= last {
+                done = offset;
+                break;
+            }
+            let longest_here = longest.max(length.min(taken));
+            // SAFETY: `sure` held for as many samples as there are, and each raises `pieces` by at most two and
+            // `packs` by at most one; so pieces + 1 < indices.len() and packs + 1 < starts.len(), and
+            // the other slices of packs are as long as `starts`.
+            unsafe {
+                *self.indices.get_unchecked_mut(pieces) = C::from_word(index);
+                *self.indices.get_unchecked_mut(pieces + 1) = C::from_word(index);
+                *self.cumulative.get_unchecked_mut(packs) =
+                    C::from_word(C::word_of(self.pieces_before + pieces + 1));
+                *self.ends.get_unchecked_mut(packs) = C::from_word(taken);
+                *self.longests.get_unchecked_mut(packs) = C::from_word(longest_here);
+                *self.starts.get_unchecked_mut(packs + 1) = C::from_word(taken);
+            }
+            pieces += 1 + usize::from(crosses);
+            packs += usize::from(crosses);
+            longest = if crosses { rest } else { longest_here };
+            filled = rest;
+        }
+        *cut = Cut { filled, start: C::to_word(self.starts[packs]), longest };
+        (self.written.pieces, self.written.packs) = (pieces, packs);
+        done
+    }
+
+    /// Cut any one sample.
+    #[inline(never)]
+    fn careful(&mut self, index: C::Word, length: C::Word, max_length: C::Word, cut: &mut Cut<C::Word>) {
+        let zero = C::Word::default();
+        let sum = C::add(cut.filled, length);
+        if sum == zero {
+            // An empty sample on the boundary belongs to neither pack.
+            self.written.skipped += 1;
+            return;
+        }
+        if sum < max_length {
+            self.piece(index);
+            cut.longest = cut.longest.max(length);
+            cut.filled = sum;
+            return;
+        }
+        let mut taken = C::sub(max_length, cut.filled);
         let mut rest = C::sub(length, taken);
-        longest = longest.max(taken);
+        cut.longest = cut.longest.max(taken);
         loop {
-            pieces_out[pieces] = C::from_word(index);
-            pieces += 1;
-            starts[packs] = C::from_word(start);
-            ends[packs] = C::from_word(taken);
-            longests[packs] = C::from_word(longest);
-            cumulative[packs] = C::from_word(C::word_of(pieces_before + pieces));
-            packs += 1;
-            pieces_closed = pieces;
-            start = taken;
-            longest = max_length;
+            self.piece(index);
+            let pack = self.written.packs;
+            self.starts[pack] = C::from_word(cut.start);
+            self.ends[pack] = C::from_word(taken);
+            self.longests[pack] = C::from_word(cut.longest);
+            self.cumulative[pack] = C::from_word(C::word_of(self.pieces_before + self.written.pieces));
+            self.written.packs += 1;
+            cut.start = taken;
+            cut.longest = max_length;
             if rest < max_length {
                 break;
             }
@@ -95,16 +203,18 @@ pub(crate) fn merge<C: Cell>(
             rest = C::sub(rest, max_length);
         }
         if rest == zero {
-            start = zero;
+            cut.start = zero;
         } else {
-            pieces_out[pieces] = C::from_word(index);
-            pieces += 1;
+            self.piece(index);
         }
-        longest = rest;
-        filled = rest;
+        cut.longest = rest;
+        cut.filled = rest;
     }
-    *cut = Cut { filled, start, longest };
-    Written { pieces, packs, pieces_closed, skipped }
+
+    fn piece(&mut self, index: C::Word) {
+        self.indices[self.written.pieces] = C::from_word(index);
+        self.written.pieces += 1;
+    }
 }
 
 /// The packs that lie wholly inside one long sample, written a batch at a time.

@@ -27,7 +27,7 @@ use std::path::Path;
 use rayon::ThreadPool;
 
 use crate::error::PackError;
-use crate::fingerprint::{Fingerprint, Leaf, ParameterHash};
+use crate::fingerprint::{ColumnHash, Fingerprint, Leaf, ParameterHash};
 use crate::folder::FileSink;
 use crate::integers::{Integers, Word};
 use crate::memory::Zero;
@@ -83,8 +83,15 @@ pub struct Request<'a> {
 pub(crate) trait Cell: Copy + Zero + Into<i64> + Send + Sync + 'static {
     /// The unsigned integer that lengths and indices are computed in.
     type Word: Leaf + Index + Zero;
+    /// The largest value.
+    const LARGEST: u64;
     fn from_word(word: Self::Word) -> Self;
+    fn to_word(self) -> Self::Word;
     fn word_of(value: usize) -> Self::Word;
+    /// How far a count is beyond `before`.
+    fn difference(count: Self, before: usize) -> usize {
+        usize::try_from(count.into()).unwrap_or(0).saturating_sub(before)
+    }
     fn add(left: Self::Word, right: Self::Word) -> Self::Word;
     fn sub(left: Self::Word, right: Self::Word) -> Self::Word;
 }
@@ -93,9 +100,14 @@ macro_rules! cell {
     ($cell:ty, $word:ty) => {
         impl Cell for $cell {
             type Word = $word;
+            const LARGEST: u64 = <$cell>::MAX as u64;
             #[inline(always)]
             fn from_word(word: $word) -> Self {
                 word as $cell
+            }
+            #[inline(always)]
+            fn to_word(self) -> $word {
+                self as $word
             }
             #[inline(always)]
             fn word_of(value: usize) -> $word {
@@ -120,7 +132,8 @@ pub struct Prepared<'a> {
     request: Request<'a>,
     streams: Vec<Dataset<'a>>,
     scans: Vec<Scan>,
-    fingerprint: Fingerprint,
+    /// Hash of the order given, once it is known.
+    order_digest: Option<u128>,
 }
 
 impl Request<'_> {
@@ -141,7 +154,7 @@ impl Request<'_> {
 }
 
 impl<'a> Prepared<'a> {
-    /// Check the inputs and compute the plan's fingerprint.
+    /// Check and hash the lengths.
     ///
     /// # Errors
     /// Lengths that are negative or add up to 2⁶³ tokens, a bad `max_length`, an order with several datasets.
@@ -163,18 +176,21 @@ impl<'a> Prepared<'a> {
                 PackError::TotalTooLarge { dataset, sample: streams[dataset].len().saturating_sub(1) },
             )?;
         }
-        let mut prepared = Self { request, streams, scans, fingerprint: Fingerprint(0) };
-        prepared.fingerprint = prepared.hash(watch)?;
-        Ok(prepared)
+        Ok(Self { request, streams, scans, order_digest: None })
     }
 
     /// The identity of the plan that `pack` or `write` will make.
-    #[must_use]
-    pub fn fingerprint(&self) -> Fingerprint {
-        self.fingerprint
+    ///
+    /// # Errors
+    /// An interrupt. The order is only hashed here; whether it is one, packing will tell.
+    pub fn fingerprint(&mut self, watch: &mut dyn Watch) -> Result<Fingerprint, PackError> {
+        if let (OrderSource::Given(order), None) = (self.request.order, self.order_digest) {
+            self.order_digest = Some(scan::hash_column(&order, self.request.pool, watch)?);
+        }
+        Ok(self.identity(self.order_digest.unwrap_or_default()))
     }
 
-    fn hash(&self, watch: &mut dyn Watch) -> Result<Fingerprint, PackError> {
+    fn identity(&self, order_digest: u128) -> Fingerprint {
         let mut hash = ParameterHash::new("tundish plan");
         hash.push("format_version", &FORMAT_VERSION.to_le_bytes());
         hash.push("mode", b"hard");
@@ -184,10 +200,7 @@ impl<'a> Prepared<'a> {
         match self.request.order {
             OrderSource::Natural => hash.push("order", b"natural"),
             OrderSource::Seed(seed) => hash.push("seed", &seed.to_le_bytes()),
-            OrderSource::Given(order) => {
-                let digest = scan::hash_column(&order, self.request.pool, watch)?;
-                hash.push("order", &digest.to_le_bytes());
-            }
+            OrderSource::Given(_) => hash.push("order", &order_digest.to_le_bytes()),
         }
         for scan in &self.scans {
             for (samples, digest) in &scan.parts {
@@ -195,7 +208,7 @@ impl<'a> Prepared<'a> {
                 hash.push("lengths", &digest.to_le_bytes());
             }
         }
-        Ok(hash.finish())
+        hash.finish()
     }
 
     /// Bounds on packs and pieces over all streams.
@@ -280,6 +293,11 @@ impl<'a> Prepared<'a> {
             sink,
             watch,
             totals: Totals::default(),
+            order_hash: match request.order {
+                // Hashed while it is read, if it was not before.
+                OrderSource::Given(_) if self.order_digest.is_none() => Some(ColumnHash::default()),
+                _ => None,
+            },
         };
         let mut tail_start = Vec::with_capacity(self.streams.len());
         let mut tokens = 0u64;
@@ -299,6 +317,10 @@ impl<'a> Prepared<'a> {
             tail_start.push(start);
         }
         let totals = packer.totals;
+        let order_digest = match (packer.order_hash, request.order) {
+            (Some(hash), OrderSource::Given(order)) => hash.finish(order.len() as u64),
+            _ => self.order_digest.unwrap_or_default(),
+        };
         Ok(Facts {
             format_version: FORMAT_VERSION,
             mode: "hard".into(),
@@ -321,7 +343,7 @@ impl<'a> Prepared<'a> {
             pieces: totals.pieces as u64,
             empty_on_boundary: totals.empty_on_boundary,
             tail_start,
-            fingerprint: self.fingerprint.to_string(),
+            fingerprint: self.identity(order_digest).to_string(),
         })
     }
 }
@@ -344,6 +366,7 @@ struct Packer<'r, C: Cell> {
     sink: &'r mut dyn Sink<C>,
     watch: &'r mut dyn Watch,
     totals: Totals,
+    order_hash: Option<ColumnHash>,
 }
 
 /// The state of one stream of tokens.

@@ -17,12 +17,13 @@ use super::marks::{Bits, Marks};
 use super::scan::Dataset;
 use super::{Cell, PACKS_A_CHUNK, Packer, Stream};
 use crate::error::PackError;
+use crate::fingerprint::{self, LEAF};
 use crate::integers::Word;
 
 /// Below this many samples one thread is as fast.
 pub(super) const WORTHWHILE_SAMPLES: usize = 1 << 16;
 /// Samples a chunk: enough work that handing it to a thread costs nothing beside it.
-const CHUNK: usize = 1 << 15;
+const CHUNK: usize = 4 * LEAF;
 /// Chunks a thread in one window; more than one, so that a thread that was held up is relieved.
 const CHUNKS_A_THREAD: usize = 4;
 
@@ -30,6 +31,8 @@ const CHUNKS_A_THREAD: usize = 4;
 struct Slot<C: Cell> {
     chunk: Chunk<C>,
     error: Option<PackError>,
+    /// Hashes of the indices, where the order is hashed.
+    leaves: Vec<u128>,
     /// Where the cutting stands before the chunk; completed in order.
     cut: Cut<C::Word>,
     closed: usize,
@@ -44,6 +47,7 @@ impl<C: Cell> Slot<C> {
         Self {
             chunk: Chunk::new(CHUNK),
             error: None,
+            leaves: Vec::new(),
             cut: Cut::default(),
             closed: 0,
             pieces: 0,
@@ -125,7 +129,7 @@ impl<C: Cell> Packer<'_, C> {
         mut marks: Option<&mut Marks>,
     ) -> Result<bool, PackError> {
         let len = order.len();
-        let longest = dataset.longest_allowed::<C>();
+        let hashing = self.order_hash.is_some();
         let divisor = Divisor::new(self.max_length.widen());
         let threads = pool.current_num_threads();
         let window = CHUNK * CHUNKS_A_THREAD * threads;
@@ -137,11 +141,18 @@ impl<C: Cell> Packer<'_, C> {
             pool.install(|| {
                 slots.par_iter_mut().enumerate().with_max_len(1).for_each(|(number, slot)| {
                     let start = begin + number * CHUNK;
-                    slot.error = slot.chunk.load(dataset, order, start, CHUNK.min(len - start), longest).err();
+                    slot.error = slot.chunk.load(dataset, order, start, CHUNK.min(len - start)).err();
+                    if hashing && slot.error.is_none() {
+                        slot.leaves.clear();
+                        slot.leaves.extend(slot.chunk.indices.chunks(LEAF).map(fingerprint::leaf));
+                    }
                 });
             });
             if let Some(error) = slots.iter_mut().find_map(|slot| slot.error.take()) {
                 return Err(error);
+            }
+            if let Some(hash) = &mut self.order_hash {
+                slots.iter().flat_map(|slot| &slot.leaves).for_each(|&leaf| hash.push(leaf));
             }
             self.place(slots, stream.cut.filled.widen(), divisor.value);
             let groups = marks.as_deref_mut().map_or(&mut [][..], Marks::groups);
@@ -152,7 +163,8 @@ impl<C: Cell> Packer<'_, C> {
             if closed as u64 > PACKS_A_CHUNK * used as u64 {
                 // Packs far shorter than samples: what one merge writes has to be bounded.
                 for slot in &*slots {
-                    self.merge_chunk(&slot.chunk, stream)?;
+                    let Chunk { indices, lengths, tokens } = &slot.chunk;
+                    self.merge_samples(indices, lengths, *tokens, stream, |_| ())?;
                 }
                 continue;
             }
@@ -180,7 +192,7 @@ impl<C: Cell> Packer<'_, C> {
     ) -> Result<(), PackError> {
         let mut cut = stream.cut;
         for slot in &mut *slots {
-            slot.chunk.note_end(stream);
+            stream.note(&slot.chunk.lengths, slot.chunk.tokens);
             slot.cut = cut;
             cut = if slot.closed > 0 {
                 slot.open
@@ -203,7 +215,7 @@ impl<C: Cell> Packer<'_, C> {
             slots.par_iter_mut().zip(jobs).with_max_len(1).for_each(|(slot, (pieces_before, mut own))| {
                 let mut cut = slot.cut;
                 let Chunk { indices, lengths, .. } = &slot.chunk;
-                slot.written = kernel::merge(indices, lengths, max_length, &mut cut, pieces_before, &mut own);
+                slot.written = kernel::merge(indices, lengths, max_length, &mut cut, pieces_before, &mut own, |_| ());
             });
         });
         let mut total = Written::default();

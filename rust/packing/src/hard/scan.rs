@@ -3,7 +3,6 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::Cell;
 use crate::error::PackError;
 use crate::fingerprint::{self, ColumnHash, LEAF};
 use crate::integers::{Integers, Word};
@@ -42,11 +41,6 @@ impl<'a> Dataset<'a> {
         self.id
     }
 
-    /// The longest length that computing in `C` has room for.
-    pub(super) fn longest_allowed<C: Cell>(&self) -> u64 {
-        if size_of::<C>() == 4 { i32::MAX as u64 } else { i64::MAX as u64 }
-    }
-
     /// As `Integers::read`, across parts.
     pub(crate) fn read<W: Word>(&self, start: usize, out: &mut [W]) -> u64 {
         let mut seen = 0u64;
@@ -60,6 +54,14 @@ impl<'a> Dataset<'a> {
             part += 1;
         }
         seen
+    }
+
+    /// Ask for the length of a sample that will be read soon.
+    #[inline(always)]
+    pub(crate) fn prefetch(&self, index: usize) {
+        if let [only] = &self.parts[..] {
+            only.prefetch(index);
+        }
     }
 
     fn part_of(&self, index: usize) -> usize {

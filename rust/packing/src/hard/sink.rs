@@ -35,12 +35,13 @@ impl<C> Default for Columns<C> {
 }
 
 impl<C: Cell> Columns<C> {
-    pub(crate) fn room(&mut self, pieces: usize, packs: usize) -> Room<'_, C> {
-        grow(&mut self.indices, pieces);
+    /// Room for pieces and packs, each behind some that are there: `(there, more)`.
+    pub(crate) fn room(&mut self, pieces: (usize, usize), packs: (usize, usize)) -> Room<'_, C> {
+        grow(&mut self.indices, pieces.0 + pieces.1 + SPARE);
         for column in &mut self.packs {
-            grow(column, packs);
+            grow(column, packs.0 + packs.1 + SPARE);
         }
-        room_from(&mut self.indices, 0, &mut self.packs, 0)
+        room_from(&mut self.indices, pieces.0, &mut self.packs, packs.0)
     }
 }
 
@@ -55,6 +56,9 @@ fn room_from<'a, C>(indices: &'a mut [C], piece: usize, packs: &'a mut [Vec<C>; 
     Room { indices: &mut indices[piece..], indices_cu_len, start_offset, end_offset, longest }
 }
 
+/// Entries beyond those needed, so that the merge need not be careful at the end of a chunk.
+const SPARE: usize = 4;
+
 /// Keeps the columns in memory.
 pub(crate) struct MemorySink<C> {
     dataset_id: Vec<C>,
@@ -68,8 +72,8 @@ impl<C: Cell> MemorySink<C> {
     /// For at most `packs` packs and `pieces` pieces.
     pub(crate) fn new(packs: u64, pieces: u64) -> Result<Self, PackError> {
         // Untouched zeros cost nothing, so bounds that turn out too large cost nothing either.
-        let packs = usize::try_from(packs).unwrap_or(usize::MAX);
-        let pieces = usize::try_from(pieces).unwrap_or(usize::MAX);
+        let packs = usize::try_from(packs).unwrap_or(usize::MAX).saturating_add(SPARE);
+        let pieces = usize::try_from(pieces).unwrap_or(usize::MAX).saturating_add(SPARE);
         Ok(Self {
             dataset_id: memory::zeroed(packs)?,
             indices: memory::zeroed(pieces)?,
@@ -135,7 +139,7 @@ impl Measure {
 
 impl Sink<i64> for Measure {
     fn room(&mut self, pieces: usize, packs: usize) -> Result<Room<'_, i64>, PackError> {
-        Ok(self.room.room(pieces, packs))
+        Ok(self.room.room((0, pieces), (0, packs)))
     }
 
     fn keep(&mut self, pieces: usize, packs: usize, dataset_id: usize) -> Result<(), PackError> {
