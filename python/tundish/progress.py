@@ -7,6 +7,7 @@ drawn is given up silently and never disturbs the work it is about.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -76,7 +77,9 @@ class ProgressLine:
             # Phases count samples, packs or bytes: a share and a time tell more than the number.
             bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed} < {remaining}",
             leave=False,
-            dynamic_ncols=True,
+            ncols=_columns(),
+            # Given, so that tqdm does not ask such a terminal as `_columns` speaks of and then draws nothing.
+            nrows=20,
             file=sys.stderr,
         )
         self._phase = phase
@@ -103,3 +106,11 @@ def _stderr_is_terminal() -> bool:
         return sys.stderr is not None and sys.stderr.isatty()
     except ValueError:
         return False
+
+
+def _columns() -> int:
+    # Terminals without a window (of containers, of build services) say that they have 0 columns.
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80

@@ -1,0 +1,401 @@
+"""The command `tundish`, run as a user runs it: what it prints where, and with which exit code it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tundish as td
+from tundish import cli
+
+COMMAND = [sys.executable, "-c", "import sys; from tundish.cli import main; sys.exit(main())"]
+
+
+def tundish(*words: object, **settings: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=60, check=False, **settings
+    )
+
+
+def answer(*words: object, code: int = 0, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What `--json` prints, in this process: quicker where the process itself is not what is tested."""
+    assert cli.main([*map(str, words), "--json"]) == code
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    parsed = json.loads(out)
+    assert isinstance(parsed, dict)
+    return parsed
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.npy"
+    np.save(path, np.random.default_rng(0).integers(1, 900, 2000, dtype=np.int32))
+    return path
+
+
+@pytest.fixture
+def plan(lengths: Path, tmp_path: Path) -> Path:
+    td.pack(np.load(lengths), 512, seed=7, out=tmp_path / "plan")
+    return tmp_path / "plan"
+
+
+def test_pack_show_and_verify(lengths: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan"
+    packed = tundish("pack", lengths, "--max-length", 512, "--seed", 7, "--out", out)
+    assert (packed.returncode, packed.stderr) == (0, "")
+    expected = td.pack(np.load(lengths), 512, seed=7)
+    made = td.PackPlan.load(out)
+    assert made.fingerprint == expected.fingerprint
+    for name, column in expected.arrays().items():
+        np.testing.assert_array_equal(made.arrays()[name], column)
+
+    shown = tundish("plan", "show", out)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    for name, value in [
+        ("packs", f"{len(expected):,}"),
+        ("pieces", f"{len(expected.indices):,}"),
+        ("samples cut", f"{expected.stats()['samples_cut']:,}"),
+        ("tokens dropped", f"{expected.stats()['tokens_dropped']:,}"),
+        ("fingerprint", expected.fingerprint),
+        ("seed", "7"),
+    ]:
+        assert re.search(rf"^{name} +{re.escape(value)}$", shown.stdout, re.MULTILINE), (name, shown.stdout)
+
+    verified = tundish("plan", "verify", out, lengths)
+    assert (verified.returncode, verified.stderr) == (0, "")
+    assert expected.fingerprint in verified.stdout
+
+
+def test_json_is_one_object_with_the_same_facts(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan"
+    packed = answer("pack", lengths, "--max-length", 512, "--keep-last", "--out", out, capsys=capsys)
+    expected = td.pack(np.load(lengths), 512, drop_last=False)
+    for name, value in expected.stats().items():
+        assert packed[name] == value
+    assert packed["fingerprint"] == expected.fingerprint
+    assert packed["drop_last"] is False
+    assert packed["bytes"] == sum(column.nbytes for column in expected._columns)
+    shown = answer("plan", "show", out, capsys=capsys)
+    assert {**shown, "seconds": packed["seconds"]} == packed
+    assert answer("plan", "verify", out, lengths, capsys=capsys)["verified"] is True
+
+
+def test_order_threads_and_several_datasets(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    array = np.load(lengths)
+    order = np.random.default_rng(1).permutation(2000)[:1500]
+    np.save(tmp_path / "order.npy", order)
+    ordered = answer(
+        *("pack", lengths, "--max-length", 512, "--order", tmp_path / "order.npy", "--threads", 2),
+        *("--mode", "hard", "--out", tmp_path / "ordered"),
+        capsys=capsys,
+    )
+    assert ordered["fingerprint"] == td.pack(array, 512, order=order).fingerprint
+
+    both = [lengths, tmp_path / "second.npy"]
+    np.save(both[1], array[::-1])
+    for options in ([], ["--global-pack"]):
+        out = tmp_path / f"both{len(options)}"
+        found = answer("pack", *both, "--max-length", 512, "--seed", 3, *options, "--out", out, capsys=capsys)
+        expected = td.pack_datasets([array, array[::-1]], 512, seed=3, global_pack=bool(options))
+        assert found["fingerprint"] == expected.fingerprint
+        assert found["datasets"] == 2
+        answer("plan", "verify", out, *both, capsys=capsys)
+        answer("plan", "verify", out, *reversed(both), code=1, capsys=capsys)
+
+
+def test_the_plot(plan: Path, lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--lengths", lengths]):
+        picture = tmp_path / f"fill{len(words)}.png"
+        facts = answer("plan", "show", plan, "--plot", picture, *words, capsys=capsys)
+        assert facts["plot"] == str(picture)
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_that_does_not_hold_is_exit_1(plan: Path, lengths: Path, tmp_path: Path) -> None:
+    others = np.load(lengths)
+    others[[5, 6]] += [1, -1]
+    np.save(tmp_path / "others.npy", others)
+    run = tundish("plan", "verify", plan, tmp_path / "others.npy")
+    assert run.returncode == 1
+    assert_one_clear_line(run, "")
+
+    run = tundish("plan", "verify", plan, lengths, lengths)
+    assert run.returncode == 1
+    assert_one_clear_line(run, "1 dataset")
+
+    with (plan / "indices.npy").open("r+b") as file:
+        file.truncate(1000)
+    run = tundish("plan", "show", plan)
+    assert run.returncode == 1
+    assert_one_clear_line(run, "indices.npy")
+
+
+def assert_one_clear_line(run: subprocess.CompletedProcess[str], mentions: str) -> None:
+    assert run.stdout == ""
+    assert run.stderr.startswith("tundish: ")
+    assert run.stderr.count("\n") == 1
+    assert mentions in run.stderr
+    assert "Error(" not in run.stderr
+
+
+BAD = {
+    "no command": ([], "COMMAND", 2),
+    "no max length": (["pack", "good.npy", "--out", "new"], "--max-length", 2),
+    "max length of no number": (["pack", "good.npy", "--max-length", "many", "--out", "new"], "many", 2),
+    "max length of zero": (["pack", "good.npy", "--max-length", "0", "--out", "new"], "max_length is 0", 2),
+    "seed too large": (
+        ["pack", "good.npy", "--max-length", "8", "--seed", "4294967296", "--out", "new"],
+        "4294967296",
+        2,
+    ),
+    "negative seed": (["pack", "good.npy", "--max-length", "8", "--seed", "-1", "--out", "new"], "-1", 2),
+    "no threads": (["pack", "good.npy", "--max-length", "8", "--threads", "0", "--out", "new"], "threads", 2),
+    "seed and order": (
+        ["pack", "good.npy", "--max-length", "8", "--seed", "0", "--order", "good.npy", "--out", "new"],
+        "--order",
+        2,
+    ),
+    "an order for two": (
+        ["pack", "good.npy", "good.npy", "--max-length", "8", "--order", "good.npy", "--out", "new"],
+        "one dataset",
+        2,
+    ),
+    "bad order": (
+        ["pack", "good.npy", "--max-length", "8", "--order", "good.npy", "--out", "new"],
+        "order",
+        2,
+    ),
+    "negative length": (["pack", "negative.npy", "--max-length", "8", "--out", "new"], "sample 1", 2),
+    "floats": (["pack", "floats.npy", "--max-length", "8", "--out", "new"], "float64", 2),
+    "two dimensions": (["pack", "square.npy", "--max-length", "8", "--out", "new"], "dimension", 2),
+    "objects": (["pack", "objects.npy", "--max-length", "8", "--out", "new"], "objects.npy", 2),
+    "not a .npy file": (["pack", "text.npy", "--max-length", "8", "--out", "new"], "text.npy", 2),
+    "truncated": (["pack", "short.npy", "--max-length", "8", "--out", "new"], "short.npy", 2),
+    "no such lengths": (["pack", "none.npy", "--max-length", "8", "--out", "new"], "none.npy", 3),
+    "lengths that are a folder": (["pack", ".", "--max-length", "8", "--out", "new"], "", 3),
+    "no such parent": (["pack", "good.npy", "--max-length", "8", "--out", "no/new"], "no", 3),
+    "a place that is taken": (["pack", "good.npy", "--max-length", "8", "--out", "taken"], "taken", 3),
+    "no such plan": (["plan", "show", "none"], "none", 3),
+    "a plan that is none": (["plan", "show", "taken"], "taken", 3),
+    "a kind of picture": (["plan", "show", "plan", "--plot", "fill.gif"], "fill.gif", 2),
+    "no place for a picture": (["plan", "show", "plan", "--plot", "no/fill.png"], "no", 3),
+}
+
+
+@pytest.fixture
+def yard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    np.save("good.npy", np.array([5, 3, 9, 2]))
+    np.save("negative.npy", np.array([5, -3]))
+    np.save("floats.npy", np.array([5.0, 3.0]))
+    np.save("square.npy", np.ones((2, 2), dtype=int))
+    np.save("objects.npy", np.array([5, None], dtype=object), allow_pickle=True)
+    Path("text.npy").write_text("5 3 9 2\n")
+    Path("short.npy").write_bytes(Path("good.npy").read_bytes()[:-8])
+    Path("taken").mkdir()
+    Path("taken", "file").write_text("mine")
+    td.pack(np.array([5, 3, 9, 2]), 8, out="plan")
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_users_mistake_is_one_line_and_its_exit_code(
+    case: str, yard: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, mentions, code = BAD[case]
+    before = sorted(yard.rglob("*"))
+    assert cli.main(words) == code
+    out, line = capsys.readouterr()
+    assert out == ""
+    assert line.startswith("tundish: ")
+    assert line.count("\n") == 1
+    assert mentions in line
+    assert sorted(yard.rglob("*")) == before
+
+    error = answer(*words, code=code, capsys=capsys)["error"]
+    assert error["exit_code"] == code
+    assert mentions in error["message"]
+    assert error["kind"].endswith("Error")
+
+
+def test_empty_lengths_make_the_empty_plan(yard: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("empty.npy", np.zeros(0, dtype=np.int64))
+    assert answer("pack", "empty.npy", "--max-length", 8, "--out", "new", capsys=capsys)["packs"] == 0
+    assert answer("plan", "verify", "new", "empty.npy", capsys=capsys)["verified"] is True
+
+
+def test_a_bug_keeps_its_traceback(
+    yard: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(plan: td.PackPlan) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(td.PackPlan, "stats", broken)
+    assert cli.main(["plan", "show", "plan", "--json"]) == 70
+    out, line = capsys.readouterr()
+    assert "Traceback" in line
+    assert json.loads(out)["error"]["kind"] == "ZeroDivisionError"
+
+
+def test_a_missing_extra_is_exit_4(
+    yard: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    error = answer("plan", "show", "plan", "--plot", "fill.png", code=4, capsys=capsys)["error"]
+    assert "pip install 'tundish[plot]'" in error["message"]
+
+
+def test_help_is_quick_and_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help"], ["pack", "--help"], ["plan", "show", "--help"], ["plan", "verify", "--help"]):
+        assert cli.main(words) == 0
+        assert "130  interrupted" in capsys.readouterr().out
+    code = (
+        "import sys; from tundish.cli import main; main(sys.argv[1:]);"
+        "print([name for name in ('torch', 'matplotlib', 'tqdm', 'transformers') if name in sys.modules])"
+    )
+    for words in (["--help"], ["--version"], ["plan", "show", "none"]):
+        run = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+        assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_version() -> None:
+    run = tundish("--version")
+    assert (run.returncode, run.stdout) == (0, f"tundish {td.__version__}\n")
+
+
+def test_the_command_is_installed() -> None:
+    installed = Path(sys.executable).with_name("tundish")
+    run = subprocess.run([installed, "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout == f"tundish {td.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["plan", "show", "plan"], ["plan", "show", "plan", "--json"]])
+def test_a_reader_that_goes_away_is_no_traceback(words: list[str], yard: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        run = subprocess.run(
+            [*COMMAND, *words], stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+        )
+    finally:
+        os.close(writer)
+    assert (run.returncode, run.stderr) == (141, "")
+
+
+def test_a_full_disk_behind_standard_output_is_exit_3(yard: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        run = subprocess.run(
+            [*COMMAND, "plan", "show", "plan"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert run.returncode == 3
+    assert run.stderr.count("\n") == 1
+    assert "No space left" in run.stderr
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Enough to work on that a signal arrives in the middle of it.
+    path = tmp_path_factory.mktemp("many") / "lengths.npy"
+    np.save(path, np.full(20_000_000, 3, dtype=np.uint8))
+    return path
+
+
+def test_ctrl_c_is_exit_130_and_leaves_nothing(many: Path, tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        [
+            *(*COMMAND, "pack", many, "--max-length", "8", "--seed", "0", "--threads", "1", "--json"),
+            *("--out", tmp_path / "plan"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        # The folder being written shows that the work has begun.
+        while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert list(tmp_path.iterdir()) != [tmp_path / "plan"]
+        running.send_signal(signal.SIGINT)
+        out, line = running.communicate(timeout=60)
+    finally:
+        running.kill()
+        running.communicate()
+    assert running.returncode == 130
+    assert line == "tundish: interrupted\n"
+    assert json.loads(out)["error"]["exit_code"] == 130
+    assert not list(tmp_path.iterdir())
+
+
+def on_a_terminal(*words: object) -> str:
+    """Standard error of a run whose standard error is a terminal (of 0 columns, as those of containers are)."""
+    main, other = pty.openpty()
+    running = subprocess.Popen(
+        [*COMMAND, *map(str, words)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=other
+    )
+    os.close(other)
+    shown = b""
+    try:
+        while running.poll() is None or select.select([main], [], [], 0)[0]:
+            if select.select([main], [], [], 0.05)[0]:
+                try:
+                    shown += os.read(main, 65536)
+                except OSError:
+                    # A terminal whose other side is closed reads as an input/output error on Linux.
+                    break
+        assert running.wait(timeout=60) == 0
+    finally:
+        running.kill()
+        running.communicate()
+        os.close(main)
+    return shown.decode()
+
+
+def test_progress_is_shown_on_a_terminal_only(many: Path, tmp_path: Path) -> None:
+    words = ["pack", many, "--max-length", "64", "--seed", "0", "--threads", "1", "--out"]
+    assert "shuffling" in on_a_terminal(*words, tmp_path / "one")
+    assert on_a_terminal(*words, tmp_path / "two", "--no-progress") == ""
+    run = tundish(*words, tmp_path / "three", "--json")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert json.loads(run.stdout)["packs"] == 20_000_000 * 3 // 64
+
+
+def test_a_progress_line_that_cannot_be_drawn_does_not_disturb(
+    many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+        def flush(self) -> None:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", Broken())
+    assert len(td.pack(np.load(many, mmap_mode="r"), 64, seed=0)) == 20_000_000 * 3 // 64
