@@ -6,6 +6,7 @@ of a second instead of seconds.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -13,7 +14,9 @@ import multiprocessing.connection
 import os
 import signal
 import socket
+import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -72,6 +75,10 @@ def _run_rank(
         }
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     line = Line(connection)
+    # What finalisers complain of (a socket left open) is printed and forgotten unless somebody listens.
+    warnings.simplefilter("error", ResourceWarning)
+    complaints: list[str] = []
+    sys.unraisablehook = lambda unraisable: complaints.append(repr(unraisable.exc_value))
     try:
         scenario = _load(path, name)
         distributed.init_process_group(
@@ -80,6 +87,9 @@ def _run_rank(
         scenario(rank, line)
         if distributed.is_initialized():
             distributed.destroy_process_group()
+        gc.collect()
+        if complaints:
+            raise AssertionError(complaints)
         line.say("end of scenario")
     except BaseException:
         line.say("crash", traceback.format_exc())

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from tundish.distributed import Voter, agreed, build_once_per_node, vote
 from tundish.distributed import voter as voter_module
-from tundish.errors import InvalidInputError, PeerFailedError
+from tundish.errors import InvalidInputError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
@@ -179,6 +180,53 @@ def test_nothing_grows_and_nothing_is_left(tmp_path: Path) -> None:
         job.expect_end()
 
 
+def close_finishes(rank: int, line: Line) -> None:
+    voter = Voter()
+    kinds = []
+    for step in range(60):
+        # Rank 1 comes at about the moment when the others give up, sometimes before, sometimes after.
+        voter.vote(what="in step")
+        if rank == 1:
+            time.sleep(0.03 + 0.0002 * step)
+        timeout = 0.03 + 0.0001 * step
+        kinds.append(outcome(lambda timeout=timeout: voter.vote(what="close", timeout=timeout))[0])
+    line.say(kinds)
+    voter.close()
+
+
+def test_a_late_vote_counts_for_all_or_for_none(tmp_path: Path) -> None:
+    with Job(close_finishes, 3, tmp_path) as job:
+        first, *others = job.hear_all()
+        assert others == [first, first]
+        assert set(first[0]) <= {"", "VoteTimeoutError"}
+        job.expect_end()
+
+
+def occupied(rank: int, line: Line) -> None:
+    import torch.distributed as distributed
+
+    vote(what="all are well")
+    store = distributed.distributed_c10d._get_default_store()
+    spare = store.clone()
+    # As gloo does while it waits for the members of a new group: the job's own client is taken.
+    waiting = threading.Thread(target=store.wait, args=(["released"], timedelta(seconds=60)))
+    waiting.start()
+    time.sleep(0.2)
+    vote(what="while the client is taken", timeout=20)
+    line.say(waiting.is_alive())
+    line.hear()
+    spare.set("released", "now")
+    waiting.join()
+
+
+def test_a_client_of_the_store_that_others_block_does_not_block_votes(tmp_path: Path) -> None:
+    with Job(occupied, 2, tmp_path) as job:
+        assert job.hear_all() == [(True,)] * 2
+        for rank in range(2):
+            job.tell(rank)
+        job.expect_end()
+
+
 def builds(rank: int, line: Line) -> None:
     began = time.monotonic()
 
@@ -240,10 +288,6 @@ def test_several_processes_without_a_group(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(InvalidInputError, match="init_process_group"), agreed("too early"):
         ran.append(1)
     assert not ran
-
-
-def test_error_names_a_rank() -> None:
-    assert PeerFailedError("text", 3).rank == 3
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

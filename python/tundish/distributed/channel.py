@@ -44,13 +44,18 @@ _LONG_PAUSE = 0.1
 
 @dataclass(kw_only=True)
 class _Round:
-    """One vote of this rank; `done` is set by its thread, the flags by its caller."""
+    """One vote of this rank. Its thread sets `verdict` and `done`, its caller the two flags.
+
+    `lock` decides between a caller that gives up and a verdict that comes at that moment: the caller returns
+    the verdict, or its thread sees `abandoned`.
+    """
 
     number: int
     own: Failure | None
     started: float
     deadline: float | None
     done: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
     posted: bool = False
     verdict: Verdict | None = None
     concluder: bool = False
@@ -113,14 +118,17 @@ class Channel:
                 current.interruption = Failure.of(self.member.rank, interruption)
                 current.done.wait(_ANSWER_SECONDS)
                 raise
+        with current.lock:
+            verdict = current.verdict
+            current.abandoned = verdict is None
+        if verdict is not None:
+            # It stands, even where the store was lost or stopped right after.
+            return verdict.error(what, self.member.rank, late=not current.posted)
         if not answered:
-            current.abandoned = True
             return self._unanswered(what, seconds or 0.0)
         if current.trouble is not None:
             return self._store_lost(what, current.trouble)
-        if current.verdict is None:
-            raise InvalidInputError(f"{what}: this voter was closed during the vote")
-        return current.verdict.error(what, self.member.rank, late=not current.posted)
+        raise InvalidInputError(f"{what}: this voter was closed during the vote")
 
     def close(self) -> None:
         """Let go of sockets, the connection and the store; never waits."""
@@ -137,10 +145,11 @@ class Channel:
                 self._wire.release()
 
     def _unanswered(self, what: str, seconds: float) -> TundishError:
-        host = "" if self._host is None else f", which rank {self._host} hosts: it is stopped or hung"
+        text = f"{what}: the job's store did not answer within {seconds:.4g} s"
+        if self._host is None:
+            return VoteTimeoutError(f"{text}: look at the launcher that serves it", ())
         return VoteTimeoutError(
-            f"{what}: the job's store{host} did not answer within {seconds:.4g} s",
-            () if self._host is None else (self._host,),
+            f"{text}: rank {self._host}, which hosts it, is stopped or hung", (self._host,)
         )
 
     def _store_lost(self, what: str, trouble: Exception) -> TundishError:
@@ -171,7 +180,7 @@ class Channel:
         store, number, me = self._store, current.number, self.member.rank
         store.connect()
         self._introduce()
-        verdict = self._verdict(number)
+        verdict = self._verdict(number) or self._forgotten(number)
         if verdict is None and not current.abandoned:
             store.write(f"{number}/vote/{me}", "" if current.own is None else current.own.to_json())
             if current.own is not None:
@@ -181,12 +190,18 @@ class Channel:
                 verdict = self._conclude(current)
         if verdict is None:
             verdict = self._await(current)
-        current.verdict = verdict
-        self._tidy(current, verdict)
-        if verdict.complete and not self.mates:
+        met_before = bool(self.mates)
+        if verdict.complete and not met_before:
             self._meet()
+        with current.lock:
+            current.verdict = verdict
+        self._tidy(current, verdict)
+        if verdict.complete and met_before and self._own_introduction:
+            # All ranks are past the round after which they read it.
+            store.delete(self._own_introduction)
+            self._own_introduction = ""
         if current.posted and self._host in self.member.ranks:
-            self._leave(number, verdict)
+            self._leave(current, verdict)
 
     def _introduce(self) -> None:
         """Once: say which node this rank is on and where it can be watched."""
@@ -201,9 +216,7 @@ class Channel:
         """Once, when all have introduced themselves: watch the others of this node."""
         addresses: dict[int, str] = {}
         for position in range(1, self._store.add(f"node/{self._node}", 0) + 1):
-            rank, address, about = json.loads(
-                self._store.read(f"node/{self._node}/{position}") or "[-1, '', '']"
-            )
+            rank, address, about = json.loads(self._store.read(f"node/{self._node}/{position}") or "[]")
             addresses[rank] = address
             self._about[rank] = about
         self.mates = tuple(rank for rank in self.member.ranks if rank in addresses)
@@ -232,8 +245,9 @@ class Channel:
                 # The last to arrive may have died before it could write the verdict.
                 if self._store.add(f"{current.number}/arrived", 0) >= len(self.member.ranks):
                     return self._conclude(current)
-                if int(self._store.read("floor") or "0") > current.number:
-                    return Verdict(complete=False, silent=(self.member.rank,))
+                verdict = self._forgotten(current.number)
+                if verdict is not None:
+                    return verdict
             longest = _SHORT_PAUSE if now < current.started + 2.0 else _LONG_PAUSE
             pause = min(pause * 1.5, longest * crowd)
 
@@ -250,10 +264,11 @@ class Channel:
                     failures[rank] = Failure.from_json(status)
         if current.interruption is not None:
             failures[self.member.rank] = current.interruption
-        if current.abandoned and not missing and self._host is not None:
-            missing = {self._host}
+        if current.abandoned:
+            # The store could not be read in time; who else was silent cannot be told.
+            missing = set() if self._host is None else {self._host}
         verdict = Verdict.bounded(
-            complete=not missing and not dead and current.interruption is None,
+            complete=not (missing or dead or current.interruption or current.abandoned),
             failures=list(failures.values()),
             silent=[] if failures else sorted(missing),
             present=len(votes) - len(missing | dead),
@@ -272,6 +287,12 @@ class Channel:
         text = self._store.read(f"{number}/verdict")
         return None if text is None else Verdict.from_json(text)
 
+    def _forgotten(self, number: int) -> Verdict | None:
+        """For a round whose verdict was deleted since: what it came to for a rank this far behind."""
+        if int(self._store.read("floor") or "0") <= number:
+            return None
+        return Verdict(complete=False, silent=(self.member.rank,))
+
     def _tidy(self, current: _Round, verdict: Verdict) -> None:
         """Delete what nobody will read again."""
         number, store = current.number, self._store
@@ -287,15 +308,17 @@ class Channel:
         if current.concluder and old:
             store.write("floor", str(old[-1] + 1))
             store.delete(*(f"{former}/verdict" for former in old))
-        if verdict.complete and self.mates and self._own_introduction:
-            # All ranks are past the round after which they read it.
-            store.delete(self._own_introduction)
-            self._own_introduction = ""
 
-    def _leave(self, number: int, verdict: Verdict) -> None:
-        """The host of the store waits until the others have read the verdict; they tell it so."""
-        key = f"{number}/left"
+    def _leave(self, current: _Round, verdict: Verdict) -> None:
+        """The host of the store waits until the others have read the verdict; they tell it so.
+
+        They also tell when it came too late for them: a host that was stopped can complete a round that
+        nobody could read in time. It then has to raise as they did.
+        """
+        key, unread = f"{current.number}/left", f"{current.number}/unread"
         if self.member.rank != self._host:
+            if current.abandoned and verdict.complete:
+                self._store.write(unread, "yes")
             self._store.add(key, 1)
             return
         until = time.monotonic() + _LINGER_SECONDS
@@ -305,4 +328,8 @@ class Channel:
             if self._store.add(key, 0) + len(gone_since) >= verdict.present - 1:
                 break
             time.sleep(_FIRST_PAUSE)
+        if verdict.complete and self._store.read(unread) is not None:
+            with current.lock:
+                current.verdict = Verdict(complete=False, silent=(self.member.rank,))
+            self._store.delete(unread)
         self._store.delete(key)

@@ -106,12 +106,14 @@ class Verdict:
             return PeerFailedError(f"{what}: {told}", self.failures[0].rank)
         if self.complete:
             return None
-        if late:
+        if late or rank in self.silent:
             return VoteTimeoutError(
                 f"{what}: rank {rank} came to this vote after the others had given up waiting for it: it was "
                 "slower than their timeout, or stopped. They raised too, so all can go on with the next vote",
                 (rank,),
             )
+        if not self.silent:
+            return VoteTimeoutError(f"{what}: the job's store did not answer another rank in time", ())
         names = ("rank " if len(self.silent) == 1 else "ranks ") + ", ".join(map(str, self.silent))
         return VoteTimeoutError(
             f"{what}: {names} did not vote within {self.seconds:.4g} s: hung, stopped or elsewhere in the "

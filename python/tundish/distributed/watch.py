@@ -79,9 +79,13 @@ class PeerWatch:
             connection.settimeout(_CONNECT_SECONDS)
             try:
                 connection.connect(f"\0{address}")
-            except OSError:
+            except ConnectionRefusedError:
                 connection.close()
                 self._vanished.add(rank)
+                continue
+            except OSError:
+                # Out of descriptors, say: no sign of death. Deadlines have to do for this peer.
+                connection.close()
                 continue
             self._connections[connection.fileno()] = (rank, connection)
             self._poll.register(connection, select.POLLIN)
