@@ -20,6 +20,8 @@ import pytest
 import tundish as td
 from tundish import cli
 
+# Buffered, as a user's output is: what cannot be written shows late.
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 COMMAND = [sys.executable, "-c", "import sys; from tundish.cli import main; sys.exit(main())"]
 
 
@@ -294,7 +296,13 @@ def test_a_reader_that_goes_away_is_no_traceback(words: list[str], yard: Path) -
     os.close(reader)
     try:
         run = subprocess.run(
-            [*COMMAND, *words], stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=60
+            [*COMMAND, *words],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=BUFFERED,
+            check=False,
+            timeout=60,
         )
     finally:
         os.close(writer)
@@ -308,6 +316,7 @@ def test_a_full_disk_behind_standard_output_is_exit_3(yard: Path) -> None:
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
+            env=BUFFERED,
             check=False,
             timeout=60,
         )
