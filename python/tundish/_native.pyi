@@ -1,10 +1,22 @@
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, TypedDict, final
+from typing import Any, TypedDict, final, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = [
+    "PlanReader",
+    "fingerprint",
+    "open_plan",
+    "pack",
+    "save",
+    "shuffled_indices",
+    "verify",
+    "write",
+]
+
+@type_check_only
 class Job(TypedDict):
     lengths: Sequence[NDArray[Any]]
     order: NDArray[Any] | None
@@ -23,7 +35,9 @@ def fingerprint(job: Job, progress: _Progress | None = None) -> str: ...
 def save(
     columns: Sequence[NDArray[Any]], facts: str, target: _Path, progress: _Progress | None = None
 ) -> None: ...
-def open_plan(path: _Path, progress: _Progress | None = None) -> tuple[str, list[tuple[Any, int, int, int]]]: ...
+def open_plan(
+    path: _Path, progress: _Progress | None = None
+) -> tuple[str, list[tuple[Any, int, int, int]]]: ...
 def verify(
     columns: Sequence[NDArray[Any]],
     facts: str,
@@ -32,11 +46,13 @@ def verify(
     progress: _Progress | None = None,
 ) -> None: ...
 def shuffled_indices(samples: int, seed: int, progress: _Progress | None = None) -> NDArray[Any]: ...
+
 @final
 class PlanReader:
     def __new__(
         cls, columns: Sequence[NDArray[Any]], lengths: Sequence[NDArray[Any]] | None, global_pack: bool
     ) -> PlanReader: ...
+    def pack(self, number: int) -> tuple[int, list[tuple[int, int, int | None]]]: ...
     def lookup(
         self, packs: NDArray[Any]
     ) -> tuple[

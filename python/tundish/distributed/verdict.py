@@ -31,7 +31,7 @@ class Failure:
         """The failure of `rank` with `error`, its text cut to a bounded length."""
         try:
             text = str(error)
-        except Exception:  # an error that cannot even be printed is still a failure
+        except Exception:  # noqa: BLE001 (an error that cannot even be printed is still a failure)
             text = "(its message cannot be printed)"
         text = f"failed with {type(error).__name__}" + (f": {text}" if text else "")
         if len(text) > _TEXT_CHARACTERS:

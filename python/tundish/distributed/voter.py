@@ -109,7 +109,7 @@ class Voter:
         error: BaseException | None = None
         try:
             yield
-        except BaseException as caught:
+        except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         self.vote(error, what=what, timeout=timeout)
 
