@@ -31,7 +31,7 @@ help:
 	@echo 'make audit   licences, sources and known vulnerabilities of the Rust dependencies'
 
 demo: $(STAMPS)/with-examples
-	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_packed.py --out out/demo
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_packed.py --out out/demo
 
 test: $(STAMPS)/with-test
 	@if cargo nextest --version >/dev/null 2>&1; then \
@@ -68,7 +68,7 @@ audit:
 
 # ---- How the environments come about ----
 
-RUST_HINT := install Rust with rustup (https://rustup.rs)
+RUST_HINT := install Rust with rustup
 RUST_LEAST := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 needs = @command -v $(1) >/dev/null 2>&1 || { echo 'make: $(1) is missing: $(2)' >&2; exit 1; }
 complain = { echo "make: $(1)" >&2; exit 1; }

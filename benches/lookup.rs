@@ -20,9 +20,7 @@ fn look_up(criterion: &mut Criterion) {
         global_pack: false,
         pool: None,
     };
-    let plan = Prepared::new(request, &mut Silent)
-        .and_then(|prepared| prepared.pack(&mut Silent))
-        .expect("a plan");
+    let plan = Prepared::new(request, &mut Silent).and_then(|prepared| prepared.pack(&mut Silent)).expect("a plan");
     let packs: Vec<i64> =
         RandomState::new(3).shuffled(plan.facts.packs as usize, &mut Silent).expect("memory for an order");
     let mut batches = packs.chunks_exact(1024).cycle();

@@ -184,7 +184,8 @@ class PackPlan:
             number += len(self)
         if not 0 <= number < len(self):
             raise IndexError(f"pack {index} does not exist: the plan has {len(self)} packs")
-        return next(iter(self.lookup(np.array([number], dtype=np.int64))))
+        dataset_id, pieces = self._reader.pack(number)
+        return Pack(dataset_id, [Piece._make(piece) for piece in pieces])
 
     def __iter__(self) -> Iterator[Pack]:
         for start in range(0, len(self), 1024):

@@ -50,7 +50,9 @@ pub enum PackError {
     #[error("{0}")]
     Invalid(String),
     /// More memory than there is.
-    #[error("the plan takes {bytes} bytes ({packs} packs, up to {pieces} pieces), more than this machine's {available} bytes of memory; write it to a folder with out= or cache_dir=, or raise max_length")]
+    #[error(
+        "the plan takes {bytes} bytes ({packs} packs, up to {pieces} pieces), more than this machine's {available} bytes of memory; write it to a folder with out= or cache_dir=, or raise max_length"
+    )]
     TooLarge {
         /// Bytes of the six arrays.
         bytes: u128,

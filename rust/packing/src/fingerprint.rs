@@ -7,8 +7,8 @@
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_128_with_seed};
 
-use crate::memory;
 use crate::integers::Word;
+use crate::memory;
 
 /// Values a leaf; part of the format: another number gives other fingerprints.
 pub const LEAF: usize = 8192;

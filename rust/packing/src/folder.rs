@@ -218,7 +218,8 @@ fn read_facts(folder: &Path) -> Result<Facts, PackError> {
     let path = folder.join(FACTS_FILE);
     let wrong = |reason: String| PackError::Format { path: path.clone(), reason };
     if !folder.is_dir() {
-        let reason = if folder.exists() { "is not a plan folder" } else { "does not exist; a plan folder was expected" };
+        let reason =
+            if folder.exists() { "is not a plan folder" } else { "does not exist; a plan folder was expected" };
         return Err(PackError::Missing { path: folder.to_path_buf(), reason: reason.into() });
     }
     let file = open_file(&path)?;

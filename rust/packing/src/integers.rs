@@ -101,14 +101,38 @@ source!(i8, i16, i32, i64, u8, u16, u32, u64);
 macro_rules! with_type {
     ($kind:expr, $type:ident => $body:expr) => {
         match $kind {
-            IntegerKind::I8 => { type $type = i8; $body }
-            IntegerKind::I16 => { type $type = i16; $body }
-            IntegerKind::I32 => { type $type = i32; $body }
-            IntegerKind::I64 => { type $type = i64; $body }
-            IntegerKind::U8 => { type $type = u8; $body }
-            IntegerKind::U16 => { type $type = u16; $body }
-            IntegerKind::U32 => { type $type = u32; $body }
-            IntegerKind::U64 => { type $type = u64; $body }
+            IntegerKind::I8 => {
+                type $type = i8;
+                $body
+            }
+            IntegerKind::I16 => {
+                type $type = i16;
+                $body
+            }
+            IntegerKind::I32 => {
+                type $type = i32;
+                $body
+            }
+            IntegerKind::I64 => {
+                type $type = i64;
+                $body
+            }
+            IntegerKind::U8 => {
+                type $type = u8;
+                $body
+            }
+            IntegerKind::U16 => {
+                type $type = u16;
+                $body
+            }
+            IntegerKind::U32 => {
+                type $type = u32;
+                $body
+            }
+            IntegerKind::U64 => {
+                type $type = u64;
+                $body
+            }
         }
     };
 }
@@ -170,8 +194,8 @@ impl<'a> Integers<'a> {
     }
 
     /// Ask the processor to bring the value at `index` into its caches. Any index is fine.
-    #[inline]
-    pub fn prefetch(&self, index: usize) {
+    #[inline(always)]
+    pub fn prefetch(self, index: usize) {
         crate::memory::prefetch_address(self.at::<u8>(index));
     }
 
@@ -236,8 +260,7 @@ impl<'a> Integers<'a> {
 
     #[inline(always)]
     fn gather_typed<T: Source, I: Word, W: Word, const DENSE: bool>(&self, indices: &[I], out: &mut [W]) -> u64 {
-        // Checked in a loop of its own, which is vectorised; one check an index among the loads
-        // below would leave fewer of them in flight.
+        // Checked in a loop of its own, which is vectorised: cheaper than one more test among the loads.
         let largest = indices.iter().copied().max().unwrap_or_default().widen();
         assert!(indices.is_empty() || largest < self.len as u64, "index within the column");
         let mut seen = 0u64;

@@ -56,13 +56,8 @@ fn advise_huge<T>(array: &[T]) {
     let end = (array.as_ptr() as usize + bytes) & !(PAGE - 1);
     // SAFETY: the range lies within the array; the advice changes how pages are backed, not what they hold.
     // A kernel without huge pages refuses, which costs speed only.
-    let _ = unsafe {
-        rustix::mm::madvise(
-            begin as *mut core::ffi::c_void,
-            end - begin,
-            rustix::mm::Advice::LinuxHugepage,
-        )
-    };
+    let _ =
+        unsafe { rustix::mm::madvise(begin as *mut core::ffi::c_void, end - begin, rustix::mm::Advice::LinuxHugepage) };
 }
 
 #[cfg(not(target_os = "linux"))]

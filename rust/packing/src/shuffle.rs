@@ -90,7 +90,7 @@ impl RandomState {
             };
             order.swap(drawn, last);
             unswapped = last;
-            if unswapped % SWAPS_A_TICK == 0 {
+            if unswapped.is_multiple_of(SWAPS_A_TICK) {
                 watch.tick("shuffling", (len - unswapped) as u64, len as u64)?;
             }
         }

@@ -138,7 +138,7 @@ impl Walk<'_> {
         let mut short = false;
         let total = self.views.packs();
         while self.pack < total && ids.get(self.pack) == stream.id() as u64 {
-            if self.pack % PACKS_A_TICK == 0 {
+            if self.pack.is_multiple_of(PACKS_A_TICK) {
                 watch.tick("verifying", self.pack as u64, total as u64)?;
             }
             if short {
@@ -177,7 +177,10 @@ impl Walk<'_> {
                 // Which samples were to be used is not known, only how many tokens in all.
                 let tokens = self.facts.tokens;
                 if tokens < progress.used_tokens {
-                    return wrong(format!("the packs' samples have {} tokens, the plan {tokens}", progress.used_tokens));
+                    return wrong(format!(
+                        "the packs' samples have {} tokens, the plan {tokens}",
+                        progress.used_tokens
+                    ));
                 }
                 tokens
             }
@@ -195,7 +198,9 @@ impl Walk<'_> {
         self.tokens = self.tokens.saturating_add(tokens);
         let left = tokens.saturating_sub(packed);
         if packed > tokens || (self.facts.drop_last && left >= max_length) || (!self.facts.drop_last && left != 0) {
-            return wrong(format!("{packed} of {tokens} tokens are packed, {left} left out, with packs of {max_length}"));
+            return wrong(format!(
+                "{packed} of {tokens} tokens are packed, {left} left out, with packs of {max_length}"
+            ));
         }
         if short && tokens % max_length == 0 {
             return wrong("the last pack is short though the tokens fill it".into());
@@ -211,7 +216,12 @@ impl Walk<'_> {
     }
 
     /// Check one pack; its tokens.
-    fn one_pack(&mut self, stream: &Dataset<'_>, order: KnownOrder<'_>, progress: &mut Progress) -> Result<u64, PackError> {
+    fn one_pack(
+        &mut self,
+        stream: &Dataset<'_>,
+        order: KnownOrder<'_>,
+        progress: &mut Progress,
+    ) -> Result<u64, PackError> {
         let end_piece = self.views.column(Field::IndicesCuLen).get(self.pack);
         let indices = self.views.column(Field::Indices);
         if end_piece <= self.piece || end_piece > indices.len() as u64 {

@@ -39,8 +39,7 @@ impl Job<'_> {
     ) -> PyResult<T> {
         let lengths = Column::all(&self.lengths)?;
         let order = self.order.as_ref().map(Column::new).transpose()?;
-        let (seed, max_length, drop_last, global_pack) =
-            (self.seed, self.max_length, self.drop_last, self.global_pack);
+        let (seed, max_length, drop_last, global_pack) = (self.seed, self.max_length, self.drop_last, self.global_pack);
         let threads = self.threads.unwrap_or_else(threads::available);
         enter(py, progress, move |door| {
             let request = Request {
@@ -168,6 +167,8 @@ pub(crate) struct PlanReader {
     global_pack: bool,
 }
 
+/// sample, start, stop
+type Piece = (i64, i64, Option<i64>);
 /// dataset_id, piece_cu, sample, start, stop
 type LookupArrays<'py> = (
     Bound<'py, PyArray1<i64>>,
@@ -191,18 +192,24 @@ impl PlanReader {
         Ok(Self { columns, lengths: lengths.as_deref().map(Column::all).transpose()?, global_pack })
     }
 
+    /// The dataset of pack `number`, and sample, start and stop of each of its pieces.
+    fn pack(&self, number: usize) -> PyResult<(i64, Vec<Piece>)> {
+        let number = [number as u64];
+        let found = self.find(&Integers::from(&number[..]))?;
+        let pieces = found.sample.iter().zip(&found.start).zip(&found.stop);
+        let pieces =
+            pieces.map(|((&sample, &start), &stop)| (sample, start, (stop != lookup::TO_THE_END).then_some(stop)));
+        Ok((found.dataset_id[0], pieces.collect()))
+    }
+
     /// The packs numbered `packs`, column by column.
     fn lookup<'py>(&self, py: Python<'py>, packs: &Bound<'py, PyUntypedArray>) -> PyResult<LookupArrays<'py>> {
         let packs = Column::new(packs)?;
-        let find = || -> Result<lookup::Lookup, BindingError> {
-            let lengths = self.lengths.as_ref().map(|columns| Lengths {
-                datasets: columns.iter().map(Column::view).collect(),
-                global_pack: self.global_pack,
-            });
-            Ok(lookup::lookup(&views(&self.columns)?, &packs.view(), lengths.as_ref())?)
-        };
         // A handful of packs takes less time than giving the GIL away and taking it back.
-        let found = if packs.view().len() <= 64 { find()? } else { enter(py, None, |_| find())? };
+        let found = match packs.view().len() {
+            0..=64 => self.find(&packs.view())?,
+            _ => enter(py, None, |_| self.find(&packs.view()))?,
+        };
         Ok((
             PyArray1::from_vec(py, found.dataset_id),
             PyArray1::from_vec(py, found.piece_cu),
@@ -210,6 +217,16 @@ impl PlanReader {
             PyArray1::from_vec(py, found.start),
             PyArray1::from_vec(py, found.stop),
         ))
+    }
+}
+
+impl PlanReader {
+    fn find(&self, packs: &Integers<'_>) -> Result<lookup::Lookup, BindingError> {
+        let lengths = self.lengths.as_ref().map(|columns| Lengths {
+            datasets: columns.iter().map(Column::view).collect(),
+            global_pack: self.global_pack,
+        });
+        Ok(lookup::lookup(&views(&self.columns)?, packs, lengths.as_ref())?)
     }
 }
 

@@ -68,9 +68,7 @@ pub(crate) fn pool(threads: usize) -> Result<Option<&'static ThreadPool>, Bindin
 }
 
 fn start(threads: usize) -> Result<ThreadPool, BindingError> {
-    ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .thread_name(|number| format!("tundish-{number}"))
-        .build()
-        .map_err(|error| BindingError::Threads(format!("cannot start {threads} threads: {error}; pass a smaller threads=")))
+    ThreadPoolBuilder::new().num_threads(threads).thread_name(|number| format!("tundish-{number}")).build().map_err(
+        |error| BindingError::Threads(format!("cannot start {threads} threads: {error}; pass a smaller threads=")),
+    )
 }

@@ -156,31 +156,33 @@ impl<C: Cell> Packer<'_, C> {
         mut marks: Option<&mut Marks>,
     ) -> Result<bool, PackError> {
         let len = order.len();
-        let mut indices = vec![C::Word::default(); CHUNK.min(len)];
+        // One block more than a chunk, so that there is always a next block to look at.
+        let mut indices = vec![C::Word::default(); CHUNK.min(len) + BLOCK];
         let mut lengths = vec![C::Word::default(); BLOCK.min(len)];
+        // Lengths in their own order come from the memory by themselves.
+        let ahead = dataset.only_part().filter(|_| !matches!(order, Order::Natural(_)));
         for (number, start) in (0..len).step_by(CHUNK).enumerate() {
-            if number % CHUNKS_A_TICK == 0 {
+            if number.is_multiple_of(CHUNKS_A_TICK) {
                 self.watch.tick("packing", start as u64, len as u64)?;
             }
-            let indices = &mut indices[..CHUNK.min(len - start)];
-            order.read(start, indices, dataset.len())?;
+            let count = CHUNK.min(len - start);
+            order.read(start, &mut indices[..count], dataset.len())?;
             if let Some(hash) = &mut self.order_hash {
-                hash.push(fingerprint::leaf(indices));
+                hash.push(fingerprint::leaf(&indices[..count]));
             }
-            for begin in (0..indices.len()).step_by(BLOCK) {
-                let (block, rest) = indices[begin..].split_at(BLOCK.min(indices.len() - begin));
+            for begin in (0..count).step_by(BLOCK) {
+                let (block, next) = indices[begin..].split_at(BLOCK.min(count - begin));
                 let lengths = &mut lengths[..block.len()];
                 let tokens = read_lengths(dataset, order, start + begin, block, lengths)?;
                 if marks.as_deref_mut().is_some_and(|marks| !marks.mark(block)) {
                     return Ok(false);
                 }
-                // Lengths in their own order come from the memory by themselves.
-                let next = if matches!(order, Order::Natural(_)) { &rest[..0] } else { rest };
-                self.merge_samples(block, lengths, tokens, stream, |offset| {
-                    if let Some(index) = next.get(offset) {
-                        dataset.prefetch(index.widen() as usize);
-                    }
-                })?;
+                match ahead {
+                    Some(column) => self.merge_samples(block, lengths, tokens, stream, |offset| {
+                        column.prefetch(next[offset & (BLOCK - 1)].widen() as usize);
+                    })?,
+                    None => self.merge_samples(block, lengths, tokens, stream, |_| ())?,
+                }
             }
         }
         Ok(true)

@@ -125,44 +125,51 @@ impl<C: Cell> Output<'_, C> {
         cut: &mut Cut<C::Word>,
         ahead: impl Fn(usize),
     ) -> usize {
-        let zero = C::Word::default();
         let one = C::word_of(1);
         let last = C::sub(max_length, one);
         assert!(indices.len() == lengths.len() && indices.len() <= self.sure(), "room for every sample");
-        let (mut pieces, mut packs) = (self.written.pieces, self.written.packs);
+        let first_pack = self.written.packs;
+        let (mut pieces, mut packs) = (self.written.pieces, first_pack);
         let Cut { mut filled, mut longest, .. } = *cut;
-        self.starts[packs] = C::from_word(cut.start);
+        let (out, cumulative) = (self.indices.as_mut_ptr(), self.cumulative.as_mut_ptr());
+        let (ends, longests) = (self.ends.as_mut_ptr(), self.longests.as_mut_ptr());
+        let mut count = C::word_of(self.pieces_before + pieces + 1);
         let mut done = indices.len();
         for (offset, (&index, &length)) in indices.iter().zip(lengths).enumerate() {
             ahead(offset);
             let sum = C::add(filled, length);
             let taken = C::sub(max_length, filled);
-            let crosses = sum >= max_length;
-            let rest = C::sub(sum, if crosses { max_length } else { zero });
+            let stays = sum < max_length;
+            let rest = if stays { sum } else { C::sub(sum, max_length) };
             // One test for both exceptions: nothing left over, or more than a whole pack.
             if C::sub(rest, one) >= last {
                 done = offset;
                 break;
             }
-            let longest_here = longest.max(length.min(taken));
+            let longest_here = longest.max(if stays { length } else { taken });
             // SAFETY: `sure` held for as many samples as there are, and each raises `pieces` by at most two and
-            // `packs` by at most one; so pieces + 1 < indices.len() and packs + 1 < starts.len(), and
-            // the other slices of packs are as long as `starts`.
+            // `packs` by at most one; so pieces + 1 and packs stay within the slices.
             unsafe {
-                *self.indices.get_unchecked_mut(pieces) = C::from_word(index);
-                *self.indices.get_unchecked_mut(pieces + 1) = C::from_word(index);
-                *self.cumulative.get_unchecked_mut(packs) =
-                    C::from_word(C::word_of(self.pieces_before + pieces + 1));
-                *self.ends.get_unchecked_mut(packs) = C::from_word(taken);
-                *self.longests.get_unchecked_mut(packs) = C::from_word(longest_here);
-                *self.starts.get_unchecked_mut(packs + 1) = C::from_word(taken);
+                *out.add(pieces) = C::from_word(index);
+                *out.add(pieces + 1) = C::from_word(index);
+                *cumulative.add(packs) = C::from_word(count);
+                *ends.add(packs) = C::from_word(taken);
+                *longests.add(packs) = C::from_word(longest_here);
             }
-            pieces += 1 + usize::from(crosses);
-            packs += usize::from(crosses);
-            longest = if crosses { rest } else { longest_here };
+            let crosses = usize::from(!stays);
+            pieces += 1 + crosses;
+            packs += crosses;
+            count = C::add(count, C::add(one, C::word_of(crosses)));
+            longest = if stays { longest_here } else { rest };
             filled = rest;
         }
-        *cut = Cut { filled, start: C::to_word(self.starts[packs]), longest };
+        // None of these packs ended with its sample, so each next one starts where it ended.
+        let mut start = cut.start;
+        for pack in first_pack..packs {
+            self.starts[pack] = C::from_word(start);
+            start = C::to_word(self.ends[pack]);
+        }
+        *cut = Cut { filled, start, longest };
         (self.written.pieces, self.written.packs) = (pieces, packs);
         done
     }

@@ -37,10 +37,10 @@ use crate::watch::Watch;
 
 use chunk::Order;
 use kernel::Cut;
+pub(crate) use marks::Bits;
 use marks::Marks;
 pub(crate) use scan::Dataset;
 use scan::Scan;
-pub(crate) use marks::Bits;
 pub(crate) use sink::{Columns, Room, Sink};
 use sink::{Measure, MemorySink};
 
@@ -144,10 +144,8 @@ impl Request<'_> {
                 self.max_length
             )));
         }
-        if let OrderSource::Given(_) = self.order {
-            if self.lengths.len() != 1 {
-                return Err(PackError::Invalid("order can be given for a single dataset only".into()));
-            }
+        if matches!(self.order, OrderSource::Given(_)) && self.lengths.len() != 1 {
+            return Err(PackError::Invalid("order can be given for a single dataset only".into()));
         }
         Ok(())
     }
@@ -172,9 +170,10 @@ impl<'a> Prepared<'a> {
         // Checked as a whole so that prefix sums over datasets cannot overflow either.
         let mut total = 0u64;
         for (dataset, scan) in scans.iter().enumerate() {
-            total = total.checked_add(scan.tokens).filter(|&sum| sum < 1 << 63).ok_or(
-                PackError::TotalTooLarge { dataset, sample: streams[dataset].len().saturating_sub(1) },
-            )?;
+            total = total
+                .checked_add(scan.tokens)
+                .filter(|&sum| sum < 1 << 63)
+                .ok_or(PackError::TotalTooLarge { dataset, sample: streams[dataset].len().saturating_sub(1) })?;
         }
         Ok(Self { request, streams, scans, order_digest: None })
     }
@@ -396,11 +395,12 @@ impl<C: Cell> Packer<'_, C> {
             Order::Given(_) => Some(Marks::new(dataset.len(), threads)?),
             _ => None,
         };
-        let mut distinct = if let Some(pool) = self.pool.filter(|_| threads > 1 && order.len() > parallel::WORTHWHILE_SAMPLES) {
-            self.cut_in_parallel(pool, dataset, order, &mut stream, marks.as_mut())?
-        } else {
-            self.cut_serially(dataset, order, &mut stream, marks.as_mut())?
-        };
+        let mut distinct =
+            if let Some(pool) = self.pool.filter(|_| threads > 1 && order.len() > parallel::WORTHWHILE_SAMPLES) {
+                self.cut_in_parallel(pool, dataset, order, &mut stream, marks.as_mut())?
+            } else {
+                self.cut_serially(dataset, order, &mut stream, marks.as_mut())?
+            };
         if let Some(marks) = marks {
             distinct = distinct && marks.finish();
         }

@@ -56,11 +56,11 @@ impl<'a> Dataset<'a> {
         seen
     }
 
-    /// Ask for the length of a sample that will be read soon.
-    #[inline(always)]
-    pub(crate) fn prefetch(&self, index: usize) {
-        if let [only] = &self.parts[..] {
-            only.prefetch(index);
+    /// The column to prefetch lengths from, where there is but one.
+    pub(crate) fn only_part(&self) -> Option<Integers<'a>> {
+        match self.parts[..] {
+            [only] => Some(only),
+            _ => None,
         }
     }
 
