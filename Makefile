@@ -5,6 +5,7 @@
 # take turns at the environment.
 
 PYTHON ?= python3
+FUZZ_SECONDS ?= 60
 BIN := .venv/bin
 STAMPS := .venv/stamps
 PEERS := .venv-bench/bin
@@ -20,7 +21,7 @@ CORE_TESTS := --features tundish-commit/failpoints
 PYTHON_FOLDERS := python tests benches examples
 
 .NOTPARALLEL:
-.PHONY: help demo test bench lint wheel audit tools
+.PHONY: help demo test bench lint wheel fuzz audit tools
 
 help:
 	@echo 'make demo    pack real text and train a small model on it, on two ranks'
@@ -28,6 +29,7 @@ help:
 	@echo 'make bench   the Rust benches, then tundish beside its peers; writes benches/RESULTS.md'
 	@echo 'make lint    formats, lints, types, stubs'
 	@echo 'make wheel   one wheel for every Python from 3.11 on, into dist/'
+	@echo 'make fuzz    plan folders of arbitrary bytes, FUZZ_SECONDS long'
 	@echo 'make audit   licences, sources and known vulnerabilities of the Rust dependencies'
 
 demo: $(STAMPS)/with-examples
@@ -59,6 +61,12 @@ bench: wheel $(PEER_STAMPS)/peers
 	cargo bench
 	$(PEERS)/python -m pip install --quiet --no-deps --force-reinstall dist/tundish-*.whl
 	$(PEERS)/python benches/peers/run.py
+
+fuzz:
+	$(call needs,cargo,$(RUST_HINT))
+	@cargo fuzz --version >/dev/null 2>&1 || { echo 'make: cargo-fuzz is missing: run `cargo install cargo-fuzz --locked`' >&2; exit 1; }
+	@# libFuzzer's coverage counters are an unstable flag of rustc, which the stable compiler takes with this.
+	RUSTC_BOOTSTRAP=1 cargo fuzz run load_plan -- -max_total_time=$(FUZZ_SECONDS)
 
 audit:
 	$(call needs,cargo,$(RUST_HINT))

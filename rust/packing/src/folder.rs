@@ -287,18 +287,18 @@ fn check_facts(facts: &Facts) -> Result<(), String> {
 }
 
 fn open_file(path: &Path) -> Result<File, PackError> {
-    let file = File::open(path).map_err(|source| match source.kind() {
+    let failed = |source: std::io::Error| match source.kind() {
         ErrorKind::NotFound => PackError::Missing {
             path: path.to_path_buf(),
             reason: "is missing from the plan folder; make the plan again".into(),
         },
         _ => PackError::Io { path: path.to_path_buf(), source },
-    })?;
-    let kind = file.metadata().map_err(|source| PackError::Io { path: path.to_path_buf(), source })?.file_type();
-    if !kind.is_file() {
+    };
+    // Before it is opened: opening a pipe would wait for somebody to write to it.
+    if !std::fs::metadata(path).map_err(failed)?.is_file() {
         return Err(PackError::Format { path: path.to_path_buf(), reason: "is not a regular file".into() });
     }
-    Ok(file)
+    File::open(path).map_err(failed)
 }
 
 fn open_column(folder: &Path, field: Field, facts: &Facts) -> Result<ColumnFile, PackError> {
