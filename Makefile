@@ -46,6 +46,7 @@ test: $(STAMPS)/with-test
 
 lint: $(STAMPS)/with-lint
 	cargo fmt --all --check
+	cargo fmt --manifest-path fuzz/Cargo.toml --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked --workspace --all-targets $(CORE_TESTS) -- -D warnings
 	$(BIN)/ruff format --check $(PYTHON_FOLDERS)
