@@ -36,6 +36,9 @@ impl IntegerKind {
     }
 }
 
+/// Values between the prefetch of one and its use: as many as the memory system can have in flight.
+const GATHER_AHEAD: usize = 48;
+
 /// A borrowed column of integers.
 #[derive(Clone, Copy, Debug)]
 pub struct Integers<'a> {
@@ -248,23 +251,40 @@ impl<'a> Integers<'a> {
     /// # Panics
     /// When an index is out of range, or `out` and `indices` differ in length.
     pub fn gather<I: Word, W: Word>(&self, indices: &[I], out: &mut [W]) -> u64 {
+        self.gather_while(indices, out, |_, _| ())
+    }
+
+    /// As `gather`, and call `each` with every position and index: work that costs nothing beside the memory's latency.
+    ///
+    /// # Panics
+    /// As `gather`.
+    pub fn gather_while<I: Word, W: Word>(&self, indices: &[I], out: &mut [W], each: impl FnMut(usize, u64)) -> u64 {
         assert_eq!(indices.len(), out.len(), "one slot an index");
         with_type!(self.kind, T => {
             if self.stride == size_of::<T>() as isize {
-                self.gather_typed::<T, I, W, true>(indices, out)
+                self.gather_typed::<T, I, W, true>(indices, out, each)
             } else {
-                self.gather_typed::<T, I, W, false>(indices, out)
+                self.gather_typed::<T, I, W, false>(indices, out, each)
             }
         })
     }
 
     #[inline(always)]
-    fn gather_typed<T: Source, I: Word, W: Word, const DENSE: bool>(&self, indices: &[I], out: &mut [W]) -> u64 {
+    fn gather_typed<T: Source, I: Word, W: Word, const DENSE: bool>(
+        &self,
+        indices: &[I],
+        out: &mut [W],
+        mut each: impl FnMut(usize, u64),
+    ) -> u64 {
         // Checked in a loop of its own, which is vectorised: cheaper than one more test among the loads.
         let largest = indices.iter().copied().max().unwrap_or_default().widen();
         assert!(indices.is_empty() || largest < self.len as u64, "index within the column");
         let mut seen = 0u64;
-        for (&index, slot) in indices.iter().zip(out.iter_mut()) {
+        for (position, (&index, slot)) in indices.iter().zip(out.iter_mut()).enumerate() {
+            if let Some(ahead) = indices.get(position + GATHER_AHEAD) {
+                self.prefetch(ahead.widen() as usize);
+            }
+            each(position, index.widen());
             let index = index.widen() as usize;
             let address = if DENSE { self.data.cast::<T>().wrapping_add(index) } else { self.at::<T>(index) };
             // SAFETY: no index exceeds the largest, which was checked against the column's length.

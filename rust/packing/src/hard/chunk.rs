@@ -4,7 +4,7 @@
 //! after works on the copy.
 
 use super::kernel::{self, Written};
-use super::marks::Marks;
+use super::marks::{Bits, Tally};
 use super::scan::Dataset;
 use super::{Cell, PACKS_A_CHUNK, Packer, Stream};
 use crate::error::PackError;
@@ -12,10 +12,8 @@ use crate::fingerprint;
 use crate::integers::{Integers, Word};
 use crate::shuffle::Index;
 
-/// Samples whose indices are read together: one leaf of the fingerprint.
+/// Samples a chunk: one leaf of the fingerprint; indices and lengths lie in the second-level cache together.
 const CHUNK: usize = fingerprint::LEAF;
-/// Samples that are merged together, while the lengths of as many are prefetched: a cache line each.
-const BLOCK: usize = 512;
 /// Chunks between two looks at the watch: a few milliseconds.
 const CHUNKS_A_TICK: usize = 64;
 
@@ -78,41 +76,29 @@ impl<C: Cell> Order<'_, C> {
     }
 }
 
-/// Read the lengths of the samples at positions `start`, … of the order, whose indices are `indices`; their sum.
-///
-/// The scan saw every length; one that is longer now was changed since. Refusing it keeps sums from wrapping.
-fn read_lengths<C: Cell>(
-    dataset: &Dataset<'_>,
-    order: Order<'_, C>,
-    start: usize,
-    indices: &[C::Word],
-    lengths: &mut [C::Word],
-) -> Result<u64, PackError> {
-    let seen = match order {
-        Order::Natural(_) => dataset.read(start, lengths),
-        _ => dataset.gather(indices, lengths),
-    };
-    if seen > C::LARGEST {
-        return Err(PackError::InputChanged);
-    }
-    // Fewer than 2³² lengths of at most 2³¹, or lengths that an overflow would have shown in the scan.
-    Ok(lengths.iter().fold(0u64, |sum, length| sum.saturating_add(length.widen())))
-}
-
 /// A run of ordered samples.
 pub(super) struct Chunk<C: Cell> {
     pub(super) indices: Vec<C::Word>,
     pub(super) lengths: Vec<C::Word>,
     /// Tokens of all samples.
     pub(super) tokens: u64,
+    /// Tally of the indices, where the order is of all samples.
+    pub(super) tally: Tally,
 }
 
 impl<C: Cell> Chunk<C> {
     pub(super) fn new(capacity: usize) -> Self {
-        Self { indices: Vec::with_capacity(capacity), lengths: Vec::with_capacity(capacity), tokens: 0 }
+        Self {
+            indices: Vec::with_capacity(capacity),
+            lengths: Vec::with_capacity(capacity),
+            tokens: 0,
+            tally: Tally::default(),
+        }
     }
 
     /// Copy the samples at positions `start` … `start + count` of the order.
+    ///
+    /// The scan saw every length; one that is longer now was changed since. Refusing it keeps sums from wrapping.
     pub(super) fn load(
         &mut self,
         dataset: &Dataset<'_>,
@@ -122,8 +108,21 @@ impl<C: Cell> Chunk<C> {
     ) -> Result<(), PackError> {
         self.indices.resize(count, C::Word::default());
         self.lengths.resize(count, C::Word::default());
-        order.read(start, &mut self.indices, dataset.len())?;
-        self.tokens = read_lengths(dataset, order, start, &self.indices, &mut self.lengths)?;
+        let (indices, lengths) = (&mut self.indices[..], &mut self.lengths[..]);
+        order.read(start, indices, dataset.len())?;
+        let mut tally = Tally::default();
+        let seen = match order {
+            Order::Natural(_) => dataset.read(start, lengths),
+            Order::Given(given) if given.len() == dataset.len() => {
+                dataset.gather_while(indices, lengths, |position, index| tally.count(index, (start + position) as u64))
+            }
+            _ => dataset.gather(indices, lengths),
+        };
+        if seen > C::LARGEST {
+            return Err(PackError::InputChanged);
+        }
+        self.tally = tally;
+        self.tokens = self.lengths.iter().fold(0u64, |sum, length| sum.saturating_add(length.widen()));
         Ok(())
     }
 }
@@ -144,48 +143,32 @@ impl<C: Cell> Stream<C> {
 }
 
 impl<C: Cell> Packer<'_, C> {
-    /// Cut a stream on the calling thread; false, and stopped early, where the order repeats a sample.
-    ///
-    /// While one block is merged, the lengths of the next are prefetched, so that the memory works
-    /// while the processor does.
+    /// Cut a stream on the calling thread; false where the order repeats a sample.
     pub(super) fn cut_serially(
         &mut self,
         dataset: &Dataset<'_>,
         order: Order<'_, C>,
         stream: &mut Stream<C>,
-        mut marks: Option<&mut Marks>,
+        mut marks: Option<&mut Bits>,
     ) -> Result<bool, PackError> {
         let len = order.len();
-        // One block more than a chunk, so that there is always a next block to look at.
-        let mut indices = vec![C::Word::default(); CHUNK.min(len) + BLOCK];
-        let mut lengths = vec![C::Word::default(); BLOCK.min(len)];
-        // Lengths in their own order come from the memory by themselves.
-        let ahead = dataset.only_part().filter(|_| !matches!(order, Order::Natural(_)));
+        let mut chunk = Chunk::new(CHUNK.min(len));
+        let mut tally = Tally::default();
         for (number, start) in (0..len).step_by(CHUNK).enumerate() {
             if number.is_multiple_of(CHUNKS_A_TICK) {
                 self.watch.tick("packing", start as u64, len as u64)?;
             }
-            let count = CHUNK.min(len - start);
-            order.read(start, &mut indices[..count], dataset.len())?;
+            chunk.load(dataset, order, start, CHUNK.min(len - start))?;
+            tally.join(chunk.tally);
             if let Some(hash) = &mut self.order_hash {
-                hash.push(fingerprint::leaf(&indices[..count]));
+                hash.push(fingerprint::leaf(&chunk.indices));
             }
-            for begin in (0..count).step_by(BLOCK) {
-                let (block, next) = indices[begin..].split_at(BLOCK.min(count - begin));
-                let lengths = &mut lengths[..block.len()];
-                let tokens = read_lengths(dataset, order, start + begin, block, lengths)?;
-                if marks.as_deref_mut().is_some_and(|marks| !marks.mark(block)) {
-                    return Ok(false);
-                }
-                match ahead {
-                    Some(column) => self.merge_samples(block, lengths, tokens, stream, |offset| {
-                        column.prefetch(next[offset & (BLOCK - 1)].widen() as usize);
-                    })?,
-                    None => self.merge_samples(block, lengths, tokens, stream, |_| ())?,
-                }
+            if marks.as_deref_mut().is_some_and(|marks| !marks.mark(&chunk.indices)) {
+                return Ok(false);
             }
+            self.merge_samples(&chunk.indices, &chunk.lengths, chunk.tokens, stream)?;
         }
-        Ok(true)
+        Ok(tally.is_even())
     }
 
     /// Cut samples, in several steps where they close very many packs.
@@ -195,14 +178,13 @@ impl<C: Cell> Packer<'_, C> {
         lengths: &[C::Word],
         tokens: u64,
         stream: &mut Stream<C>,
-        ahead: impl Fn(usize) + Copy,
     ) -> Result<(), PackError> {
         stream.note(lengths, tokens);
         let max_length = self.max_length.widen();
         let closes = |filled: C::Word, tokens: u64| (filled.widen() + tokens) / max_length;
         let closed = closes(stream.cut.filled, tokens);
         if closed <= PACKS_A_CHUNK {
-            return self.merge_run(indices, lengths, closed as usize, stream, ahead);
+            return self.merge_run(indices, lengths, closed as usize, stream);
         }
         let mut begin = 0usize;
         let mut tokens = 0u64;
@@ -211,7 +193,7 @@ impl<C: Cell> Packer<'_, C> {
             if closes(stream.cut.filled, tokens + length) > PACKS_A_CHUNK {
                 let run = begin..position;
                 let closed = closes(stream.cut.filled, tokens) as usize;
-                self.merge_run(&indices[run.clone()], &lengths[run], closed, stream, ahead)?;
+                self.merge_run(&indices[run.clone()], &lengths[run], closed, stream)?;
                 begin = position;
                 tokens = 0;
                 if closes(stream.cut.filled, length) > PACKS_A_CHUNK {
@@ -223,7 +205,7 @@ impl<C: Cell> Packer<'_, C> {
             tokens += length;
         }
         let closed = closes(stream.cut.filled, tokens) as usize;
-        self.merge_run(&indices[begin..], &lengths[begin..], closed, stream, ahead)
+        self.merge_run(&indices[begin..], &lengths[begin..], closed, stream)
     }
 
     fn merge_run(
@@ -232,11 +214,10 @@ impl<C: Cell> Packer<'_, C> {
         lengths: &[C::Word],
         closed: usize,
         stream: &mut Stream<C>,
-        ahead: impl Fn(usize),
     ) -> Result<(), PackError> {
         let mut room = self.sink.room(indices.len() + closed, closed)?;
         let pieces = self.totals.pieces;
-        let written = kernel::merge(indices, lengths, self.max_length, &mut stream.cut, pieces, &mut room, ahead);
+        let written = kernel::merge(indices, lengths, self.max_length, &mut stream.cut, pieces, closed, &mut room);
         self.keep(written, stream)
     }
 
@@ -257,7 +238,7 @@ impl<C: Cell> Packer<'_, C> {
         let zero = C::Word::default();
         let mut taken = C::sub(self.max_length, stream.cut.filled);
         // Up to the next boundary the sample is like any other that ends there.
-        self.merge_run(&[index], &[taken], 1, stream, |_| ())?;
+        self.merge_run(&[index], &[taken], 1, stream)?;
         let mut rest = C::sub(length, taken);
         loop {
             let packs = (rest.widen() / self.max_length.widen()).min(PACKS_A_CHUNK) as usize;

@@ -42,8 +42,7 @@ pub(crate) struct Room<'a, S> {
 
 /// Cut the samples `indices` of `lengths` tokens, going on from `cut`.
 ///
-/// `pieces_before` pieces of the plan precede this chunk's. `ahead` is called once for about every sample, with
-/// its position: the place to ask for memory that will be needed soon, while there is arithmetic to do.
+/// `pieces_before` pieces of the plan precede this chunk's; `packs_expected` only chooses the quicker way.
 ///
 /// # Panics
 /// When the room is too small for what the samples make.
@@ -53,8 +52,8 @@ pub(crate) fn merge<C: Cell>(
     max_length: C::Word,
     cut: &mut Cut<C::Word>,
     pieces_before: usize,
+    packs_expected: usize,
     room: &mut Room<'_, C>,
-    ahead: impl Fn(usize),
 ) -> Written {
     let samples = indices.len().min(lengths.len());
     let packs_room = room.indices_cu_len.len();
@@ -68,19 +67,19 @@ pub(crate) fn merge<C: Cell>(
         written: Written::default(),
     };
     let mut position = 0usize;
+    // A boundary every few samples cannot be predicted; one every twelve or more mostly can.
+    let rare = packs_expected.saturating_mul(12) < samples;
     while position < samples {
         let sure = output.sure().min(samples - position);
-        if sure == 0 {
-            ahead(position);
-            output.careful(indices[position], lengths[position], max_length, cut);
-            position += 1;
-            continue;
+        if sure > 0 {
+            let (indices, lengths) = (&indices[position..][..sure], &lengths[position..][..sure]);
+            position += if rare {
+                output.until_boundary(indices, lengths, max_length, cut)
+            } else {
+                output.fast(indices, lengths, max_length, cut)
+            };
         }
-        let done = output.fast(&indices[position..][..sure], &lengths[position..][..sure], max_length, cut, |offset| {
-            ahead(position + offset);
-        });
-        position += done;
-        if done < sure {
+        if position < samples {
             output.careful(indices[position], lengths[position], max_length, cut);
             position += 1;
         }
@@ -117,14 +116,7 @@ impl<C: Cell> Output<'_, C> {
     /// outcomes are written: the sample twice, the open pack as if it ended here, and the
     /// counters decide what the next sample overwrites.
     #[inline]
-    fn fast(
-        &mut self,
-        indices: &[C::Word],
-        lengths: &[C::Word],
-        max_length: C::Word,
-        cut: &mut Cut<C::Word>,
-        ahead: impl Fn(usize),
-    ) -> usize {
+    fn fast(&mut self, indices: &[C::Word], lengths: &[C::Word], max_length: C::Word, cut: &mut Cut<C::Word>) -> usize {
         let one = C::word_of(1);
         let last = C::sub(max_length, one);
         assert!(indices.len() == lengths.len() && indices.len() <= self.sure(), "room for every sample");
@@ -136,7 +128,6 @@ impl<C: Cell> Output<'_, C> {
         let mut count = C::word_of(self.pieces_before + pieces + 1);
         let mut done = indices.len();
         for (offset, (&index, &length)) in indices.iter().zip(lengths).enumerate() {
-            ahead(offset);
             let sum = C::add(filled, length);
             let taken = C::sub(max_length, filled);
             let stays = sum < max_length;
@@ -171,6 +162,34 @@ impl<C: Cell> Output<'_, C> {
         }
         *cut = Cut { filled, start, longest };
         (self.written.pieces, self.written.packs) = (pieces, packs);
+        done
+    }
+
+    /// Take samples into the open pack; stops before the first that fills it or is empty on a boundary.
+    #[inline]
+    fn until_boundary(
+        &mut self,
+        indices: &[C::Word],
+        lengths: &[C::Word],
+        max_length: C::Word,
+        cut: &mut Cut<C::Word>,
+    ) -> usize {
+        let zero = C::Word::default();
+        let room = &mut self.indices[self.written.pieces..][..indices.len()];
+        let Cut { mut filled, mut longest, .. } = *cut;
+        let mut done = 0usize;
+        for ((&index, &length), slot) in indices.iter().zip(lengths).zip(room) {
+            let sum = C::add(filled, length);
+            if sum >= max_length || sum == zero {
+                break;
+            }
+            *slot = C::from_word(index);
+            longest = longest.max(length);
+            filled = sum;
+            done += 1;
+        }
+        (cut.filled, cut.longest) = (filled, longest);
+        self.written.pieces += done;
         done
     }
 

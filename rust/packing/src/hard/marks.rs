@@ -1,9 +1,10 @@
-//! Which samples an order has used: one bit each, so that a repeated one is found.
+//! Whether an order names no sample twice.
 //!
-//! With several threads there are several bit arrays, each marked by one thread at a time, as many as
-//! `EXTRA_MARK_BYTES` allows; a sample marked in two of them is found when they are joined.
+//! An order of all samples is a permutation exactly if its indices are, as a multiset, those of all samples. The
+//! two multisets are compared by the sum of a 64-bit hash over each (`Tally`), which costs no memory and no
+//! access to any: an order that repeats a sample passes with a probability of 2⁻⁶⁴. An order of some of the
+//! samples takes one bit a sample (`Bits`). Either way a repetition that was found is then named by an exact walk.
 
-use super::EXTRA_MARK_BYTES;
 use crate::error::PackError;
 use crate::integers::{Integers, Word};
 use crate::memory;
@@ -32,43 +33,42 @@ impl Bits {
     }
 }
 
-/// The bit arrays of one order.
-pub(super) struct Marks {
-    groups: Vec<Bits>,
-}
+/// The sum of the hashes of indices, less that of the positions they stand at: zero for a permutation.
+///
+/// Source of hashing multisets by sums: D. Clarke et al., "Incremental Multiset Hash Functions" (2003).
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Tally(u64);
 
-impl Marks {
-    pub(super) fn new(samples: usize, threads: usize) -> Result<Self, PackError> {
-        let extra = EXTRA_MARK_BYTES / samples.div_ceil(64).max(1) / 8;
-        let groups = threads.min(1 + extra);
-        Ok(Self { groups: (0..groups).map(|_| Bits::new(samples)).collect::<Result<_, _>>()? })
+impl Tally {
+    /// Count `index` at `position`.
+    #[inline(always)]
+    pub(super) fn count(&mut self, index: u64, position: u64) {
+        self.0 = self.0.wrapping_add(mix(index)).wrapping_sub(mix(position));
     }
 
-    /// The arrays, to be marked by one thread each.
-    pub(super) fn groups(&mut self) -> &mut [Bits] {
-        &mut self.groups
+    /// Join the tallies of two runs of an order.
+    pub(super) fn join(&mut self, other: Self) {
+        self.0 = self.0.wrapping_add(other.0);
     }
 
-    /// Mark on the calling thread; whether all were unmarked.
-    pub(super) fn mark<W: Word>(&mut self, indices: &[W]) -> bool {
-        self.groups[0].mark(indices)
-    }
-
-    /// Join the arrays; whether no sample was marked in two of them.
-    pub(super) fn finish(mut self) -> bool {
-        let Some((all, rest)) = self.groups.split_first_mut() else { return true };
-        rest.iter().all(|bits| {
-            all.0.iter_mut().zip(&bits.0).all(|(word, other)| {
-                let distinct = *word & other == 0;
-                *word |= other;
-                distinct
-            })
-        })
+    /// Whether as many hashes were put in as taken out.
+    pub(super) fn is_even(self) -> bool {
+        self == Self::default()
     }
 }
 
-/// The error that names the first repetition in an order that has one: walks it once more, so that
-/// the answer does not depend on the number of threads.
+/// A bijection of 64 bits whose every output bit depends on every input bit (the finalizer of A. Appleby's MurmurHash3,
+/// with an offset, so that small indices differ in many bits from the start).
+#[inline(always)]
+fn mix(index: u64) -> u64 {
+    let mut hash = index.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    hash = (hash ^ (hash >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    hash = (hash ^ (hash >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    hash ^ (hash >> 33)
+}
+
+/// The error that names the first repetition in an order that has one: walks it from the start, so that the
+/// answer does not depend on the number of threads.
 #[cold]
 pub(super) fn first_repetition(order: &Integers<'_>, samples: usize) -> PackError {
     let mut bits = match Bits::new(samples) {
@@ -85,4 +85,26 @@ pub(super) fn first_repetition(order: &Integers<'_>, samples: usize) -> PackErro
         }
     }
     PackError::InputChanged
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_two_changes_of_a_permutation_are_noticed() {
+        let samples = 40u64;
+        for (first, second) in (0..samples).flat_map(|a| (0..samples).map(move |b| (a, b))) {
+            for (left, right) in (0..samples).flat_map(|a| (0..samples).map(move |b| (a, b))) {
+                let mut order: Vec<u64> = (0..samples).rev().collect();
+                order[first as usize] = left;
+                order[second as usize] = right;
+                let mut tally = Tally::default();
+                order.iter().zip(0..).for_each(|(&index, position)| tally.count(index, position));
+                let mut sorted = order.clone();
+                sorted.sort_unstable();
+                assert_eq!(tally.is_even(), sorted.iter().copied().eq(0..samples));
+            }
+        }
+    }
 }

@@ -12,8 +12,7 @@
 //! chunks of the window (`parallel`).
 //!
 //! Working memory beyond inputs and outputs: at most `SCRATCH_BYTES_A_THREAD` a thread, one bit a
-//! sample with a given order (and up to `EXTRA_MARK_BYTES` more with several threads), one index a
-//! sample with a seed.
+//! sample with a given order of some of the samples (none with one of all), one index a sample with a seed.
 
 mod chunk;
 mod kernel;
@@ -38,7 +37,6 @@ use crate::watch::Watch;
 use chunk::Order;
 use kernel::Cut;
 pub(crate) use marks::Bits;
-use marks::Marks;
 pub(crate) use scan::Dataset;
 use scan::Scan;
 pub(crate) use sink::{Columns, Room, Sink};
@@ -46,8 +44,6 @@ use sink::{Measure, MemorySink};
 
 /// Bound on the scratch memory of one thread, in bytes.
 pub const SCRATCH_BYTES_A_THREAD: usize = 8 << 20;
-/// Bound on the memory for marking used samples beyond one bit a sample, in bytes.
-pub const EXTRA_MARK_BYTES: usize = 16 << 20;
 
 /// Packs that one chunk may close: bounds the scratch memory of file output.
 pub(crate) const PACKS_A_CHUNK: u64 = 1 << 16;
@@ -391,19 +387,17 @@ impl<C: Cell> Packer<'_, C> {
         };
         let packs_before = self.totals.packs;
         let threads = self.pool.map_or(1, ThreadPool::current_num_threads);
+        // An order of all samples is checked by its tally, one of some of them by marking each.
         let mut marks = match order {
-            Order::Given(_) => Some(Marks::new(dataset.len(), threads)?),
+            Order::Given(given) if given.len() != dataset.len() => Some(Bits::new(dataset.len())?),
             _ => None,
         };
-        let mut distinct =
+        let distinct =
             if let Some(pool) = self.pool.filter(|_| threads > 1 && order.len() > parallel::WORTHWHILE_SAMPLES) {
                 self.cut_in_parallel(pool, dataset, order, &mut stream, marks.as_mut())?
             } else {
                 self.cut_serially(dataset, order, &mut stream, marks.as_mut())?
             };
-        if let Some(marks) = marks {
-            distinct = distinct && marks.finish();
-        }
         if let (false, Order::Given(given)) = (distinct, order) {
             return Err(marks::first_repetition(&given, dataset.len()));
         }

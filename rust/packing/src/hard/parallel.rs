@@ -2,7 +2,7 @@
 //!
 //! The order is walked in windows of a few chunks a thread. In each window: (1) chunks are loaded
 //! and summed apart; (2) from the prefix sums each chunk knows where its first token falls in a
-//! pack, and counts its pieces and the pack it leaves open; samples are marked as used; (3) prefix sums of
+//! pack, and counts its pieces and the pack it leaves open; (3) prefix sums of
 //! those counts give each chunk its own slices of the output, and the merges run apart.
 //!
 //! Counting needs no merge: a sample adds one piece, a pack closed within it adds one more, and a sample
@@ -13,7 +13,7 @@ use rayon::prelude::*;
 
 use super::chunk::{Chunk, Order};
 use super::kernel::{self, Cut, Room, Written};
-use super::marks::{Bits, Marks};
+use super::marks::{Bits, Tally};
 use super::scan::Dataset;
 use super::{Cell, PACKS_A_CHUNK, Packer, Stream};
 use crate::error::PackError;
@@ -126,9 +126,10 @@ impl<C: Cell> Packer<'_, C> {
         dataset: &Dataset<'_>,
         order: Order<'_, C>,
         stream: &mut Stream<C>,
-        mut marks: Option<&mut Marks>,
+        mut marks: Option<&mut Bits>,
     ) -> Result<bool, PackError> {
         let len = order.len();
+        let mut tally = Tally::default();
         let hashing = self.order_hash.is_some();
         let divisor = Divisor::new(self.max_length.widen());
         let threads = pool.current_num_threads();
@@ -155,22 +156,24 @@ impl<C: Cell> Packer<'_, C> {
                 slots.iter().flat_map(|slot| &slot.leaves).for_each(|&leaf| hash.push(leaf));
             }
             self.place(slots, stream.cut.filled.widen(), divisor.value);
-            let groups = marks.as_deref_mut().map_or(&mut [][..], Marks::groups);
-            if !count_and_mark(pool, slots, groups, &divisor) {
+            for slot in &*slots {
+                tally.join(slot.chunk.tally);
+            }
+            if !count_and_mark(pool, slots, marks.as_deref_mut(), &divisor) {
                 return Ok(false);
             }
             let closed: usize = slots.iter().map(|slot| slot.closed).sum();
             if closed as u64 > PACKS_A_CHUNK * used as u64 {
                 // Packs far shorter than samples: what one merge writes has to be bounded.
                 for slot in &*slots {
-                    let Chunk { indices, lengths, tokens } = &slot.chunk;
-                    self.merge_samples(indices, lengths, *tokens, stream, |_| ())?;
+                    let Chunk { indices, lengths, tokens, .. } = &slot.chunk;
+                    self.merge_samples(indices, lengths, *tokens, stream)?;
                 }
                 continue;
             }
             self.merge_window(pool, slots, closed, stream)?;
         }
-        Ok(true)
+        Ok(tally.is_even())
     }
 
     /// Where in a pack each chunk begins, and how many packs it closes.
@@ -215,7 +218,8 @@ impl<C: Cell> Packer<'_, C> {
             slots.par_iter_mut().zip(jobs).with_max_len(1).for_each(|(slot, (pieces_before, mut own))| {
                 let mut cut = slot.cut;
                 let Chunk { indices, lengths, .. } = &slot.chunk;
-                slot.written = kernel::merge(indices, lengths, max_length, &mut cut, pieces_before, &mut own, |_| ());
+                let closed = slot.closed;
+                slot.written = kernel::merge(indices, lengths, max_length, &mut cut, pieces_before, closed, &mut own);
             });
         });
         let mut total = Written::default();
@@ -231,27 +235,17 @@ impl<C: Cell> Packer<'_, C> {
     }
 }
 
-/// Count every chunk and mark its samples; whether no sample was marked before.
-fn count_and_mark<C: Cell>(pool: &ThreadPool, slots: &mut [Slot<C>], groups: &mut [Bits], divisor: &Divisor) -> bool {
+/// Count every chunk, and mark its samples where that is asked for; whether no sample was marked before.
+fn count_and_mark<C: Cell>(
+    pool: &ThreadPool,
+    slots: &mut [Slot<C>],
+    marks: Option<&mut Bits>,
+    divisor: &Divisor,
+) -> bool {
     pool.install(|| {
-        if groups.is_empty() {
-            slots.par_iter_mut().with_max_len(1).for_each(|slot| slot.count(divisor));
-            return true;
-        }
-        let share = slots.len().div_ceil(groups.len());
-        groups
-            .par_iter_mut()
-            .zip(slots.par_chunks_mut(share))
-            .map(|(bits, slots)| {
-                let mut distinct = true;
-                for slot in slots {
-                    slot.count(divisor);
-                    distinct &= bits.mark(&slot.chunk.indices);
-                }
-                distinct
-            })
-            .reduce(|| true, |left, right| left & right)
-    })
+        slots.par_iter_mut().with_max_len(1).for_each(|slot| slot.count(divisor));
+    });
+    marks.is_none_or(|marks| slots.iter().all(|slot| marks.mark(&slot.chunk.indices)))
 }
 
 /// Split the first entries off a room.

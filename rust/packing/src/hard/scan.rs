@@ -56,25 +56,23 @@ impl<'a> Dataset<'a> {
         seen
     }
 
-    /// The column to prefetch lengths from, where there is but one.
-    pub(crate) fn only_part(&self) -> Option<Integers<'a>> {
-        match self.parts[..] {
-            [only] => Some(only),
-            _ => None,
-        }
-    }
-
     fn part_of(&self, index: usize) -> usize {
         self.starts.partition_point(|&start| start <= index).saturating_sub(1)
     }
 
     /// As `Integers::gather`, across parts.
     pub(crate) fn gather<W: Word>(&self, indices: &[W], out: &mut [W]) -> u64 {
+        self.gather_while(indices, out, |_, _| ())
+    }
+
+    /// As `Integers::gather_while`, across parts.
+    pub(crate) fn gather_while<W: Word>(&self, indices: &[W], out: &mut [W], mut each: impl FnMut(usize, u64)) -> u64 {
         if let [only] = &self.parts[..] {
-            return only.gather(indices, out);
+            return only.gather_while(indices, out, each);
         }
         let mut seen = 0u64;
-        for (&index, slot) in indices.iter().zip(out) {
+        for (position, (&index, slot)) in indices.iter().zip(out).enumerate() {
+            each(position, index.widen());
             let index = index.widen() as usize;
             let part = self.part_of(index);
             let value = self.parts[part].get(index - self.starts[part]);
