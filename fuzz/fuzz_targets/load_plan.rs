@@ -6,16 +6,16 @@
 #![no_main]
 
 use std::fs;
-use std::path::Path;
 use std::sync::OnceLock;
 
 use libfuzzer_sys::fuzz_target;
-use tundish_packing::hard::{OrderSource, Prepared, Request};
-use tundish_packing::lookup::{Lengths, lookup};
-use tundish_packing::plan::Views;
-use tundish_packing::{Field, Integers, Silent, folder, verify};
+use tundish_packing::hard::Prepared;
+use tundish_packing::{Field, Silent, folder};
 
-const LENGTHS: [u64; 12] = [5, 0, 17, 3, 300, 1, 0, 64, 9, 2, 40, 11];
+#[path = "../../rust/packing/tests/reading/mod.rs"]
+mod reading;
+use reading::{request, use_folder};
+
 const MARKER: &[u8] = b"\n--\n";
 
 fn names() -> Vec<String> {
@@ -28,43 +28,9 @@ fn good() -> &'static [Vec<u8>] {
     GOOD.get_or_init(|| {
         let parent = tempfile::tempdir().expect("a temporary folder");
         let target = parent.path().join("plan");
-        let request = Request {
-            lengths: vec![Integers::from(&LENGTHS[..])],
-            order: OrderSource::Seed(1),
-            max_length: 16,
-            drop_last: true,
-            global_pack: false,
-            pool: None,
-        };
-        Prepared::new(request, &mut Silent).and_then(|plan| plan.write(&target, &mut Silent)).expect("a plan");
+        Prepared::new(request(), &mut Silent).and_then(|plan| plan.write(&target, &mut Silent)).expect("a plan");
         names().iter().map(|name| fs::read(target.join(name)).expect("a file")).collect()
     })
-}
-
-fn use_folder(path: &Path) -> Option<()> {
-    let (facts, files) = folder::open(path, &mut Silent).ok()?;
-    let columns: Vec<Vec<i64>> = files
-        .iter()
-        .map(|file| {
-            let bytes = fs::read(&file.path).expect("a file that was opened");
-            let width = if file.wide { 8 } else { 4 };
-            bytes[file.offset as usize..]
-                .chunks_exact(width)
-                .map(|entry| match *entry {
-                    [a, b, c, d] => i64::from(i32::from_le_bytes([a, b, c, d])),
-                    _ => i64::from_le_bytes(entry.try_into().expect("eight bytes")),
-                })
-                .collect()
-        })
-        .collect();
-    let views: Vec<Integers<'_>> = columns.iter().map(|column| Integers::from(&column[..])).collect();
-    let views = Views::new(views.try_into().ok()?).ok()?;
-    let attached = Lengths { datasets: vec![Integers::from(&LENGTHS[..])], global_pack: facts.global_pack };
-    for pack in 0..views.packs() as u64 {
-        let _ = lookup(&views, &Integers::from(&[pack][..]), None);
-        let _ = lookup(&views, &Integers::from(&[pack][..]), Some(&attached));
-    }
-    verify::verify(&views, &facts, &attached.datasets, None, &mut Silent).ok()
 }
 
 fuzz_target!(|data: &[u8]| {
@@ -83,5 +49,5 @@ fuzz_target!(|data: &[u8]| {
         };
         fs::write(parent.path().join(name), bytes).expect("a write");
     }
-    use_folder(parent.path());
+    let _ = use_folder(parent.path());
 });
