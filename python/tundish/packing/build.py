@@ -30,6 +30,8 @@ from tundish.progress import ProgressLine
 __all__ = ["pack", "pack_datasets", "shuffled_indices"]
 
 MODES = ("hard",)
+# Pools are kept for the life of the process, so a slip of the pen must not start thousands of threads.
+MOST_THREADS = 512
 # Seconds that ranks wait for one another to hash or map; far beyond what either takes for 10^9 samples.
 PATIENCE = 3600.0
 PathLike = str | os.PathLike[str]
@@ -69,7 +71,7 @@ def pack(
         order: the order itself: integers, shape (k,), each in 0 … n - 1 and none twice; a subset leaves
             samples out. With it the seed is not used.
         drop_last: leave out the tail shorter than a pack; False makes it a shorter last pack.
-        threads: threads to compute on; by default all that this process may run on.
+        threads: threads to compute on, 1 … 512; by default all that this process may run on.
         out: publish the plan as this folder, computing straight into its files: memory beyond the
             inputs stays bounded, whatever the size of the plan.
         cache_dir: look the plan up by its fingerprint in this folder, and publish it there if it is missing.
@@ -205,7 +207,7 @@ def _job(
         "max_length": _integer(max_length, "max_length", 1, 2**63 - 1),
         "drop_last": drop_last,
         "global_pack": global_pack,
-        "threads": None if threads is None else _integer(threads, "threads", 1, 4096),
+        "threads": None if threads is None else _integer(threads, "threads", 1, MOST_THREADS),
     }
 
 
