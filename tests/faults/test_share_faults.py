@@ -33,6 +33,7 @@ def good_and_bad_calls(rank: int, line: Line) -> None:
     line.say(*outcome(lambda: share(folder, order=[0.5] if rank == 1 else None)))
     line.say(*outcome(lambda: share(folder, seed=5 + rank)))
     line.say(*outcome(lambda: share(folder, cache_dir=None, out=folder / "absent" / "plan")))
+    line.say(*outcome(lambda: share(folder, out=folder / "plan" if rank == 2 else None)))
     # Local, so that one rank alone may call it.
     if rank == 0:
         td.pack(LENGTHS, 256, cache_dir=folder / "local", progress=False)
@@ -75,9 +76,43 @@ def test_all_ranks_map_one_plan_or_raise_one_error(tmp_path: Path) -> None:
         absent = job.hear_all()
         assert [message[0] for message in absent] == ["NotFoundError", "PeerFailedError", "PeerFailedError"]
         assert all("absent" in message[1] for message in absent)
+        both = job.hear_all()
+        assert [message[0] for message in both] == ["PeerFailedError", "PeerFailedError", "InvalidInputError"]
+        assert all("not both" in message[1] for message in both)
 
         assert {message[1] for message in job.hear_all()} == {alone.fingerprint}
         job.expect_end()
+
+
+class KilledWhileRead:
+    """Lengths that take the process with them, as the system does that runs out of memory."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+
+    def __array__(self, *_arguments: object, **_options: object) -> np.ndarray:
+        self.line.say("reading")
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+
+def killed_at_once(rank: int, line: Line) -> None:
+    folder = Path(line.hear())
+    lengths = KilledWhileRead(line) if rank == 1 else LENGTHS
+    line.say(*outcome(lambda: share(folder, lengths=lengths)), time.monotonic())
+
+
+def test_a_rank_killed_over_its_lengths_is_noticed_in_the_first_call(tmp_path: Path) -> None:
+    with Job(killed_at_once, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, str(tmp_path))
+        assert job.hear(1) == ("reading",)
+        killed = time.monotonic()
+        for message in job.hear_all(0, 2):
+            assert message[0] == "PeerFailedError"
+            assert "rank 1" in message[1]
+            assert message[-1] - killed < 1.0
+        job.expect_end(0, 2)
 
 
 def slow_build(rank: int, line: Line) -> None:

@@ -272,6 +272,17 @@ def test_a_mapped_plan_is_small_to_pickle(folder: Path) -> None:
     assert len(pickle.dumps(td.PackPlan.load(folder))) < 1000
 
 
+def test_mapped_lengths_travel_as_where_they_lie(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    lengths = np.load(tmp_path / "lengths.npy", mmap_mode="r")
+    plan = td.pack(lengths, 128, out=tmp_path / "plan")
+    pickled = pickle.dumps(plan)
+    assert len(pickled) < 1000
+    assert list(pickle.loads(pickled)) == list(plan)
+    part = pickle.loads(pickle.dumps(td.pack(lengths[3:900], 128)))
+    assert list(part) == list(td.pack(LENGTHS[3:900], 128))
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 40), st.booleans(), st.integers(0, 9))
 def test_stats_add_up(lengths: list[int], max_length: int, drop_last: bool, seed: int) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tundish.packing.build import pack, pack_datasets, shuffled_indices
+from tundish.packing.build import pack, pack_datasets
+from tundish.packing.order import shuffled_indices
 from tundish.packing.plan import Pack, PackBatch, PackPlan, Piece
 from tundish.packing.sampler import PackedBatchSampler
 

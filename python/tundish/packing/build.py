@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import errno
 import json
-import operator
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from tundish.errors import (
     PlanMismatchError,
     StorageError,
 )
-from tundish.packing.columns import IntegerArray, as_integer_column
+from tundish.packing.columns import IntegerArray, as_integer, as_integer_column
 from tundish.packing.plan import PackPlan
 from tundish.progress import ProgressLine
 
-__all__ = ["pack", "pack_datasets", "shuffled_indices"]
+__all__ = ["pack", "pack_datasets"]
 
 MODES = ("hard",)
 # Pools are kept for the life of the process, so a slip of the pen must not start thousands of threads.
@@ -107,7 +107,7 @@ def pack(
         column = as_integer_column(lengths, "lengths")
         return _job([column], max_length, mode, seed, order, drop_last, False, threads)
 
-    return _plan(job, _Place(out, cache_dir, share, group, progress))
+    return _plan(job, _Place(out=out, cache_dir=cache_dir, share=share, group=group, progress=progress))
 
 
 def pack_datasets(
@@ -161,28 +161,7 @@ def pack_datasets(
         columns = [as_integer_column(column, f"lengths[{number}]") for number, column in enumerate(lengths)]
         return _job(columns, max_length, mode, seed, None, drop_last, global_pack, threads)
 
-    return _plan(job, _Place(out, cache_dir, share, group, progress))
-
-
-def shuffled_indices(n: int, seed: int) -> IntegerArray:
-    """The order that `pack(..., seed=seed)` gives `n` samples.
-
-    Bit for bit what `numpy.random.RandomState(seed).shuffle(numpy.arange(n))` leaves, several times as fast.
-
-    Args:
-        n: how many, at least 0.
-        seed: 0 … 2**32 - 1.
-
-    Returns:
-        A permutation of 0 … n - 1, shape (n,), int32 up to 2**31 samples, else int64.
-
-    Raises:
-        InvalidTypeError, InvalidInputError: arguments that are no integers or out of range.
-
-    >>> shuffled_indices(5, 0).tolist()
-    [2, 0, 1, 3, 4]
-    """
-    return _native.shuffled_indices(_integer(n, "n", 0, 2**62), _integer(seed, "seed", 0, 2**32 - 1))
+    return _plan(job, _Place(out=out, cache_dir=cache_dir, share=share, group=group, progress=progress))
 
 
 def _job(
@@ -203,73 +182,74 @@ def _job(
     return {
         "lengths": lengths,
         "order": None if order is None else as_integer_column(order, "order"),
-        "seed": None if seed is None else _integer(seed, "seed", 0, 2**32 - 1),
-        "max_length": _integer(max_length, "max_length", 1, 2**63 - 1),
+        "seed": None if seed is None else as_integer(seed, "seed", 0, 2**32 - 1),
+        "max_length": as_integer(max_length, "max_length", 1, 2**63 - 1),
         "drop_last": drop_last,
         "global_pack": global_pack,
-        "threads": None if threads is None else _integer(threads, "threads", 1, MOST_THREADS),
+        "threads": None if threads is None else as_integer(threads, "threads", 1, MOST_THREADS),
     }
 
 
-def _integer(value: Any, name: str, smallest: int, largest: int) -> int:
-    if isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be an integer, not {value!r}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidTypeError(f"{name} must be an integer, not {value!r}") from None
-    if not smallest <= number <= largest:
-        raise InvalidInputError(f"{name} is {number}; it must be in {smallest} … {largest}")
-    return number
-
-
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a plan is to end up, and who builds it."""
+    """Where a plan is to end up, as the caller said it."""
 
-    def __init__(
-        self, out: PathLike | None, cache_dir: PathLike | None, share: Any, group: Any, progress: bool | None
-    ) -> None:
-        if out is not None and cache_dir is not None:
+    out: PathLike | None
+    cache_dir: PathLike | None
+    share: bool
+    group: Any
+    progress: bool | None
+
+    def check(self) -> None:
+        if not isinstance(self.share, bool):
+            raise InvalidTypeError(f"share must be True or False, not {self.share!r}")
+        if self.out is not None and self.cache_dir is not None:
             raise InvalidInputError("give out or cache_dir, not both: each says where the plan is to lie")
-        if share and out is None and cache_dir is None:
+        if self.share and self.out is None and self.cache_dir is None:
             raise InvalidInputError(
                 "share=True needs cache_dir or out: the ranks of a node share the plan's files"
             )
-        if group is not None and not share:
+        if self.group is not None and not self.share:
             raise InvalidInputError("group has a meaning only with share=True")
-        self.out = None if out is None else Path(out).absolute()
-        self.cache_dir = None if cache_dir is None else Path(cache_dir).absolute()
-        self.share = bool(share)
-        self.group = group
-        self.progress = progress
+        for name, path in (("out", self.out), ("cache_dir", self.cache_dir)):
+            if path is not None and (not isinstance(path, str | os.PathLike) or not os.fspath(path)):
+                raise InvalidTypeError(f"{name} must be the path of a folder, not {path!r}")
+
+    def target(self, job: _native.Job, line: ProgressLine) -> tuple[Path, str | None]:
+        """The plan's folder, and the plan's fingerprint where the folder is named by it."""
+        if self.cache_dir is None:
+            return Path(self.out or "").absolute(), None
+        fingerprint = _native.fingerprint(job, line.callback)
+        return Path(self.cache_dir).absolute() / f"plan-{fingerprint}", fingerprint
 
 
 def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
     with ProgressLine("pack", place.progress) as line:
         if place.share:
             return _shared(checked, place, line)
+        place.check()
         job = checked()
-        if place.out is not None:
-            target = place.out
-            expected = _publish(job, target, line)
-        elif place.cache_dir is not None:
-            expected = _native.fingerprint(job, line.callback)
-            target = _cached(place.cache_dir, expected)
-            _fill_cache(job, target, line)
-        else:
+        if place.out is None and place.cache_dir is None:
             facts, columns = _native.pack(job, line.callback)
             return PackPlan(columns, facts, lengths=job["lengths"])
-    return _mapped(job, target, expected)
+        target, fingerprint = place.target(job, line)
+        if fingerprint is not None:
+            _fill_cache(job, target, line)
+            return _mapped(job, target, fingerprint)
+        return _mapped(job, target, _publish(job, target, line))
 
 
 def _shared(checked: Callable[[], _native.Job], place: _Place, line: ProgressLine) -> PackPlan:
-    from tundish.distributed import agreed, build_once_per_node
+    from tundish.distributed import agreed, build_once_per_node, vote
 
+    # Ranks watch one another from their first vote on; so that comes before any work, which may be killed.
+    vote(what="meeting to pack", group=place.group)
     # Arguments are checked within a vote too: a rank that got bad ones must not leave the others waiting.
     with agreed("checking what to pack", group=place.group, timeout=PATIENCE):
+        place.check()
         job = checked()
+        target, _ = place.target(job, line)
         expected = _native.fingerprint(job, line.callback)
-        target = place.out if place.out is not None else _cached(place.cache_dir or Path(), expected)
 
     def build() -> None:
         if place.cache_dir is not None:
@@ -285,10 +265,6 @@ def _shared(checked: Callable[[], _native.Job], place: _Place, line: ProgressLin
                 "arguments, and share one file system on a node"
             )
         return _mapped(job, target, expected)
-
-
-def _cached(cache_dir: Path, fingerprint: str) -> Path:
-    return cache_dir / f"plan-{fingerprint}"
 
 
 def _publish(job: _native.Job, target: Path, line: ProgressLine) -> str:

@@ -7,6 +7,8 @@ wrapped or turned into a Python list on the way.
 
 from __future__ import annotations
 
+import operator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,8 @@ def as_integer_column(values: Any, name: str) -> IntegerArray:
     elif isinstance(values, np.ma.MaskedArray):
         raise InvalidTypeError(f"{name} is a masked array; fill or drop the masked entries first")
     try:
-        array = np.asarray(values)
+        # A memory map stays one, so that it can be pickled as what it is.
+        array = values if type(values) is np.memmap else np.asarray(values)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidTypeError(f"{name} cannot be read as an array of integers: {error}") from error
     if array.ndim != 1:
@@ -75,3 +78,65 @@ def _from_arrow(values: Any, name: str) -> Any:
         return values.to_numpy(zero_copy_only=True) if hasattr(values, "to_numpy") else values
     except (TypeError, ValueError) as error:
         raise InvalidTypeError(f"{name} is a pyarrow object that is no array of integers: {error}") from error
+
+
+def as_length_columns(lengths: Any, *, single: bool) -> list[IntegerArray]:
+    """The lengths of one dataset, or of a list of datasets, as columns."""
+    if single and not (isinstance(lengths, list | tuple) and len(lengths) == 1 and np.ndim(lengths[0]) == 1):
+        return [as_integer_column(lengths, "lengths")]
+    return [as_integer_column(column, f"lengths[{number}]") for number, column in enumerate(lengths)]
+
+
+@dataclass(frozen=True, slots=True)
+class _MappedColumn:
+    """Where a memory-mapped column lies: what is pickled in its place."""
+
+    path: str
+    dtype: str
+    offset: int
+    count: int
+
+
+def packed_lengths(lengths: list[IntegerArray] | None) -> list[Any] | None:
+    """`lengths` to be pickled: of a column that is mapped whole from a file, only where it lies.
+
+    A worker process then maps the same file instead of getting a copy.
+    """
+    if lengths is None:
+        return None
+    return [
+        _MappedColumn(str(column.filename), column.dtype.str, column.offset, len(column))
+        if isinstance(column, np.memmap) and _is_whole(column)
+        else np.asarray(column)
+        for column in lengths
+    ]
+
+
+def _is_whole(column: np.memmap[Any, Any]) -> bool:
+    # A view of a map keeps the map's offset, whatever part it shows; only the map itself has an `mmap` as its base.
+    return column.filename is not None and column.mode == "r" and not isinstance(column.base, np.ndarray)
+
+
+def unpacked_lengths(lengths: list[Any] | None) -> list[IntegerArray] | None:
+    """The inverse of `packed_lengths`."""
+    if lengths is None:
+        return None
+    return [
+        np.memmap(column.path, column.dtype, "r", column.offset, (column.count,))
+        if isinstance(column, _MappedColumn)
+        else column
+        for column in lengths
+    ]
+
+
+def as_integer(value: Any, name: str, smallest: int, largest: int) -> int:
+    """`value` as an int in `smallest` … `largest`; booleans are refused."""
+    if isinstance(value, bool):
+        raise InvalidTypeError(f"{name} must be an integer, not {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidTypeError(f"{name} must be an integer, not {value!r}") from None
+    if not smallest <= number <= largest:
+        raise InvalidInputError(f"{name} is {number}; it must be in {smallest} … {largest}")
+    return number

@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 
 from tundish import _native
 from tundish.errors import AlreadyExistsError, InvalidInputError, PlanMismatchError, TundishError
-from tundish.packing.columns import IntegerArray, as_integer_column
+from tundish.packing.columns import (
+    IntegerArray,
+    as_integer_column,
+    as_length_columns,
+    packed_lengths,
+    unpacked_lengths,
+)
 
 __all__ = ["FIELDS", "Pack", "PackBatch", "PackPlan", "Piece"]
 
@@ -333,23 +339,16 @@ class PackPlan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is not None:
-            return _reload, (self.path, self.fingerprint, self._lengths)
-        return _rebuild, (self._columns, self._facts_json, self._lengths)
+            return _reload, (self.path, self.fingerprint, packed_lengths(self._lengths))
+        return _rebuild, (self._columns, self._facts_json, packed_lengths(self._lengths))
 
 
-def as_length_columns(lengths: Any, *, single: bool) -> list[IntegerArray]:
-    """The lengths of one dataset, or of a list of datasets, as columns."""
-    if single and not (isinstance(lengths, list | tuple) and len(lengths) == 1 and np.ndim(lengths[0]) == 1):
-        return [as_integer_column(lengths, "lengths")]
-    return [as_integer_column(column, f"lengths[{number}]") for number, column in enumerate(lengths)]
-
-
-def _reload(path: Path, fingerprint: str, lengths: list[IntegerArray] | None) -> PackPlan:
-    plan = PackPlan.load(path, lengths, progress=False)
+def _reload(path: Path, fingerprint: str, lengths: list[Any] | None) -> PackPlan:
+    plan = PackPlan.load(path, unpacked_lengths(lengths), progress=False)
     if plan.fingerprint != fingerprint:
         raise PlanMismatchError(f"{path} holds another plan now than the one that was pickled")
     return plan
 
 
-def _rebuild(columns: Sequence[NDArray[Any]], facts: str, lengths: list[IntegerArray] | None) -> PackPlan:
-    return PackPlan(columns, facts, lengths=lengths)
+def _rebuild(columns: Sequence[NDArray[Any]], facts: str, lengths: list[Any] | None) -> PackPlan:
+    return PackPlan(columns, facts, lengths=unpacked_lengths(lengths))

@@ -9,6 +9,7 @@ import numpy as np
 
 from tundish.errors import InvalidInputError
 from tundish.packing.columns import IntegerArray, as_integer_column
+from tundish.packing.order import shuffled_indices
 
 if TYPE_CHECKING:
     from tundish.packing.plan import PackPlan
@@ -140,8 +141,6 @@ def _positions_in_order(plan: PackPlan, order: Any, tail: bool) -> IntegerArray:
     if kind == "natural":
         ordered: IntegerArray = np.arange(len(lengths))
     elif kind == "seed":
-        from tundish.packing.build import shuffled_indices
-
         ordered = shuffled_indices(len(lengths), int(plan.facts["seed"]))
     elif order is None:
         raise InvalidInputError(
