@@ -81,8 +81,9 @@ RUST_HINT := install Rust with rustup
 RUST_LEAST := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
 needs = @command -v $(1) >/dev/null 2>&1 || { echo 'make: $(1) is missing: $(2)' >&2; exit 1; }
 complain = { echo "make: $(1)" >&2; exit 1; }
-begin = @mkdir -p $(@D) && touch $@.begun
-end = @mv $@.begun $@
+# The parent of a recipe's shell is make itself, so each of two makes has a date of its own.
+begin = @mkdir -p $(@D) && touch $@.begun-$$PPID
+end = @mv $@.begun-$$PPID $@
 
 # Whoever comes second to an environment waits; a system without flock has no second.
 locked = $(if $(FLOCK),$(FLOCK) $(1)/.lock )
