@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,8 +75,10 @@ def prepare_corpus(folder: Path, limit: int | None, vocabulary: int) -> None:
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in source_files(limit)]
     tokenizer = train_tokenizer(texts, vocabulary)
     # Written under another name and then renamed, so that a run that is killed leaves no half corpus to the next.
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.incomplete")
-    unfinished.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.parent.glob("*.incomplete"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".incomplete", dir=folder.parent))
     try:
         tokens, bounds = tokenise(tokenizer, texts)
         np.save(unfinished / "tokens.npy", tokens)

@@ -3,18 +3,20 @@
 Owns the command line's words, its exit codes and what it prints. What always holds: results go to standard
 output and everything else to standard error; with `--json` standard output is exactly one JSON object, also
 when the command fails; an error that the user can mend is one line without a traceback, and a bug keeps its
-traceback. torch is never imported, and nothing heavy is before the arguments are understood.
+traceback. torch is never imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -60,6 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (default: the process's own) and return the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     as_json = "--json" in words
+    for stream in (sys.stdout, sys.stderr):
+        # A path need not be text in the terminal's encoding.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         options = build_parser().parse_args(words)
         result = options.run(options)
@@ -248,6 +254,10 @@ class OutputClosedError(Exception):
 class Parser(argparse.ArgumentParser):
     """argparse, with its errors raised as this library's own so that `--json` covers them."""
 
+    def __init__(self, **settings: Any) -> None:
+        # An abbreviated `--json` would not be seen before the arguments are understood.
+        super().__init__(allow_abbrev=False, **settings)
+
     def error(self, message: str) -> NoReturn:
         raise InvalidInputError(f"{message} (see `{self.prog} --help`)")
 
@@ -310,8 +320,11 @@ def _map_array(path: Path) -> np.ndarray:
     if magic != b"\x93NUMPY":
         raise InvalidInputError(f"{path}: not a .npy file; write the array with numpy.save")
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
-    except ValueError as error:
+        with warnings.catch_warnings():
+            # What numpy says of a strange header, it says in its error too.
+            warnings.simplefilter("ignore")
+            return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+    except (ValueError, TypeError, OverflowError, SyntaxError) as error:
         raise InvalidInputError(f"{path}: cannot be mapped: {error}") from error
 
 
@@ -344,7 +357,9 @@ def _one_line(error: BaseException) -> str:
 
 def _fail(message: str, kind: str, code: int, as_json: bool) -> int:
     if sys.stderr is not None:
-        print(f"tundish: {message}", file=sys.stderr)
+        # Where nobody can be told, the exit code still tells.
+        with contextlib.suppress(OSError):
+            print(f"tundish: {message}", file=sys.stderr, flush=True)
     if as_json:
         # Where this cannot be written either, the failure to report is still the first one.
         with contextlib.suppress(OSError, OutputClosedError):

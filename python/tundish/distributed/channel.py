@@ -168,7 +168,7 @@ class Channel:
                 if self._lost is not None:
                     raise self._lost
                 self._go_through(current)
-        except (OSError, RuntimeError) as trouble:
+        except Exception as trouble:  # noqa: BLE001 (the caller has to hear of whatever ended the round)
             self._lost = current.trouble = trouble
         finally:
             current.done.set()

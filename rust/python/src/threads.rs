@@ -2,11 +2,13 @@
 //!
 //! It owns every pool of this module. What always holds: a pool is used only by the process that
 //! made it. A forked child inherits the memory of a pool but none of its threads, so it makes its own and leaves
-//! the inherited one untouched; and since the list is only ever appended to, by one atomic exchange, no
-//! lock can be found held by a thread that does not exist in the child.
+//! the inherited one untouched; and since the list is only ever appended to, by one compare-and-exchange of a
+//! pointer, there is no lock that a child could find held by a thread it does not have.
+#![allow(unsafe_code)]
 
 use std::process;
-use std::sync::OnceLock;
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::thread;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -18,10 +20,10 @@ use crate::error::BindingError;
 struct Node {
     process: u32,
     pool: ThreadPool,
-    next: OnceLock<Box<Node>>,
+    next: AtomicPtr<Node>,
 }
 
-static FIRST: OnceLock<Box<Node>> = OnceLock::new();
+static FIRST: AtomicPtr<Node> = AtomicPtr::new(ptr::null_mut());
 
 /// How many threads this process may run on at once.
 pub(crate) fn available() -> usize {
@@ -37,33 +39,31 @@ pub(crate) fn pool(threads: usize) -> Result<Option<&'static ThreadPool>, Bindin
         return Ok(None);
     }
     let process = process::id();
-    let mut fresh: Option<Box<Node>> = None;
-    let mut slot = &FIRST;
+    let mut fresh: *mut Node = ptr::null_mut();
+    let mut link: &'static AtomicPtr<Node> = &FIRST;
     loop {
-        let node = match slot.get() {
-            Some(node) => node,
-            None => {
-                let node = match fresh.take() {
-                    Some(node) => node,
-                    None => Box::new(Node { process, pool: start(threads)?, next: OnceLock::new() }),
-                };
-                match slot.set(node) {
-                    Ok(()) => match slot.get() {
-                        Some(node) => node,
-                        None => continue,
-                    },
-                    // Another thread was first; what was made here goes behind it.
-                    Err(node) => {
-                        fresh = Some(node);
-                        continue;
-                    }
-                }
+        let mut node = link.load(Ordering::Acquire);
+        if node.is_null() {
+            if fresh.is_null() {
+                let pool = start(threads)?;
+                fresh = Box::into_raw(Box::new(Node { process, pool, next: AtomicPtr::new(ptr::null_mut()) }));
             }
-        };
+            // Whoever comes second goes on behind the first, with the pool it has made.
+            node = match link.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => std::mem::replace(&mut fresh, ptr::null_mut()),
+                Err(first) => first,
+            };
+        }
+        // SAFETY: not null, made by `Box::into_raw` above, published with release ordering and never freed.
+        let node: &'static Node = unsafe { &*node };
         if node.process == process && node.pool.current_num_threads() == threads {
+            if !fresh.is_null() {
+                // SAFETY: made by `Box::into_raw` above, and never published.
+                drop(unsafe { Box::from_raw(fresh) });
+            }
             return Ok(Some(&node.pool));
         }
-        slot = &node.next;
+        link = &node.next;
     }
 }
 
