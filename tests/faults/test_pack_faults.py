@@ -198,6 +198,37 @@ print(plans, errors)
     assert errors > 0, "nothing ever changed while it was read; the test shows nothing"
 
 
+def test_lengths_that_grow_beyond_any_sum_meanwhile_never_panic() -> None:
+    """64-bit arithmetic, with lengths that overflow it as soon as they are changed."""
+    code = """
+import threading, time, numpy as np, tundish as td
+small = np.zeros(200_000, np.int64)
+small[0] = 2**31 + 5
+large = np.full(200_000, 2**62)
+lengths = small.copy()
+stop = threading.Event()
+def disturb():
+    while not stop.is_set():
+        lengths[:] = large
+        lengths[:] = small
+        time.sleep(0.0002)
+writer = threading.Thread(target=disturb)
+writer.start()
+errors = 0
+for attempt in range(600):
+    try:
+        td.pack(lengths, (2**40, 2**62)[attempt % 2], threads=1 + attempt // 2 % 2)
+    except td.TundishError:
+        errors += 1
+stop.set()
+writer.join()
+print(errors)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert int(done.stdout) > 0, "nothing ever changed while it was read; the test shows nothing"
+
+
 def test_a_cache_that_was_tampered_with_is_not_used(tmp_path: Path) -> None:
     plan = td.pack([5, 5, 5], 4, cache_dir=tmp_path)
     other = td.pack([5, 5, 6], 4, cache_dir=tmp_path)

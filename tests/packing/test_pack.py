@@ -176,6 +176,8 @@ def test_bad_lengths_are_refused(lengths: object, error: type[Exception], says: 
         ({"order": [-1]}, InvalidInputError, r"order\[0\] is -1"),
         ({"order": [0, 2, 0]}, InvalidInputError, r"order\[2\] names sample 0 again"),
         ({"order": [0.0]}, InvalidTypeError, "order"),
+        ({"order": np.broadcast_to(np.int64(0), 2**40)}, InvalidInputError, "for 3 samples"),
+        ({"share": "no", "cache_dir": "x"}, InvalidTypeError, "share"),
         ({"order": np.array([2**64 - 1], dtype=np.uint64)}, InvalidInputError, r"order\[0\]"),
         ({"out": "a", "cache_dir": "b"}, InvalidInputError, "not both"),
         ({"share": True}, InvalidInputError, "cache_dir"),

@@ -19,6 +19,7 @@ import tundish as td
 from tundish.errors import (
     AlreadyExistsError,
     InvalidInputError,
+    InvalidTypeError,
     NotFoundError,
     PlanFormatError,
     PlanMismatchError,
@@ -337,6 +338,41 @@ def test_sample_index_needs_one_stream() -> None:
         [0, 4],
         [1, 3],
     ]
+
+
+def test_impossible_requests_are_errors_not_the_end_of_the_process() -> None:
+    plan = td.pack(np.ones(100, dtype=np.int8), 10)
+    with pytest.raises(InvalidInputError, match="memory"):
+        plan.lookup(np.broadcast_to(np.int64(0), 2**44))
+    for threads in (0, -1, 2**70, True, "x", 1.5):
+        with pytest.raises((InvalidInputError, InvalidTypeError), match="threads"):
+            plan.verify(threads=threads)
+
+
+@pytest.mark.parametrize("path", ["", ".", b"plan", 7])
+def test_a_plan_cannot_take_the_place_of_the_current_folder(
+    path: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((InvalidInputError, InvalidTypeError)):
+        td.pack([8], 8, out=path)
+    with pytest.raises((InvalidInputError, InvalidTypeError)):
+        td.pack([8], 8).save(path)
+    assert Path.cwd() == tmp_path and list(tmp_path.iterdir()) == []
+
+
+def test_negative_numbers_in_a_folder_reach_nobody(tmp_path: Path) -> None:
+    for name in ("dataset_id", "indices", "start_offset", "end_offset"):
+        folder = tmp_path / name
+        td.pack_datasets([[8], [8]], 8, out=folder)
+        rewrite(values={0: -1})(folder / f"{name}.npy")
+        with pytest.raises(PlanMismatchError, match=name):
+            td.PackPlan.load(folder)[0]
+
+
+def test_the_facts_are_a_copy(plan: td.PackPlan) -> None:
+    plan.facts["samples"].append(9)
+    assert plan.facts["samples"] == [2000]
 
 
 def test_repr_names_the_plan(folder: Path) -> None:

@@ -23,15 +23,19 @@ from tundish.errors import (
     PlanMismatchError,
     StorageError,
 )
-from tundish.packing.columns import IntegerArray, as_integer, as_integer_column
+from tundish.packing.columns import (
+    IntegerArray,
+    as_integer,
+    as_integer_column,
+    as_new_folder,
+    as_threads,
+)
 from tundish.packing.plan import PackPlan
 from tundish.progress import ProgressLine
 
 __all__ = ["pack", "pack_datasets"]
 
 MODES = ("hard",)
-# Pools are kept for the life of the process, so a slip of the pen must not start thousands of threads.
-MOST_THREADS = 512
 # Seconds that ranks wait for one another to hash or map; far beyond what either takes for 10^9 samples.
 PATIENCE = 3600.0
 PathLike = str | os.PathLike[str]
@@ -186,7 +190,7 @@ def _job(
         "max_length": as_integer(max_length, "max_length", 1, 2**63 - 1),
         "drop_last": drop_last,
         "global_pack": global_pack,
-        "threads": None if threads is None else as_integer(threads, "threads", 1, MOST_THREADS),
+        "threads": as_threads(threads),
     }
 
 
@@ -211,9 +215,10 @@ class _Place:
             )
         if self.group is not None and not self.share:
             raise InvalidInputError("group has a meaning only with share=True")
-        for name, path in (("out", self.out), ("cache_dir", self.cache_dir)):
-            if path is not None and (not isinstance(path, str | os.PathLike) or not os.fspath(path)):
-                raise InvalidTypeError(f"{name} must be the path of a folder, not {path!r}")
+        if self.out is not None:
+            as_new_folder(self.out, "out")
+        if self.cache_dir is not None and not isinstance(self.cache_dir, str | os.PathLike):
+            raise InvalidTypeError(f"cache_dir must be the path of a folder, not {self.cache_dir!r}")
 
     def target(self, job: _native.Job, line: ProgressLine) -> tuple[Path, str | None]:
         """The plan's folder, and the plan's fingerprint where the folder is named by it."""

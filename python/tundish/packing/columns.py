@@ -8,13 +8,18 @@ wrapped or turned into a Python list on the way.
 from __future__ import annotations
 
 import operator
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, InvalidTypeError
+
+# Pools are kept for the life of the process, so a slip of the pen must not start thousands of threads.
+MOST_THREADS = 512
 
 IntegerArray = NDArray[np.integer[Any]]
 
@@ -140,3 +145,20 @@ def as_integer(value: Any, name: str, smallest: int, largest: int) -> int:
     if not smallest <= number <= largest:
         raise InvalidInputError(f"{name} is {number}; it must be in {smallest} … {largest}")
     return number
+
+
+def as_threads(threads: Any) -> int | None:
+    """The argument `threads`: None, or 1 … `MOST_THREADS`."""
+    return None if threads is None else as_integer(threads, "threads", 1, MOST_THREADS)
+
+
+def as_new_folder(path: Any, name: str) -> Path:
+    """The absolute path of a folder to be made, which cannot be the current one."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
+        raise InvalidTypeError(f"{name} must be the path of a folder, not {path!r}")
+    folder = Path(path).absolute()
+    if Path(os.path.normpath(folder)) == Path.cwd():
+        raise InvalidInputError(
+            f"{name} is {os.fspath(path)!r}, the current folder; name a folder to be made"
+        )
+    return folder

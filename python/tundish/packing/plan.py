@@ -7,6 +7,7 @@ checks of the folder format.
 
 from __future__ import annotations
 
+import copy
 import json
 import operator
 import os
@@ -24,6 +25,8 @@ from tundish.packing.columns import (
     IntegerArray,
     as_integer_column,
     as_length_columns,
+    as_new_folder,
+    as_threads,
     packed_lengths,
     unpacked_lengths,
 )
@@ -236,7 +239,7 @@ class PackPlan:
     @property
     def facts(self) -> Mapping[str, Any]:
         """The content of `plan.json`."""
-        return dict(self._facts)
+        return copy.deepcopy(self._facts)
 
     def save(self, path: str | os.PathLike[str], *, progress: bool | None = None) -> None:
         """Publish the plan as the folder `path`: whole and durable, or not at all.
@@ -256,7 +259,7 @@ class PackPlan:
 
         try:
             with ProgressLine("plan", progress) as line:
-                _native.save(self._columns, self._facts_json, path, line.callback)
+                _native.save(self._columns, self._facts_json, as_new_folder(path, "path"), line.callback)
         except AlreadyExistsError:
             if not self._lies_at(path):
                 raise
@@ -329,7 +332,7 @@ class PackPlan:
             columns = as_length_columns(lengths, single=len(self.num_samples) == 1)
         self._check_sample_counts(columns)
         with ProgressLine("plan", progress) as line:
-            _native.verify(self._columns, self._facts_json, columns, threads, line.callback)
+            _native.verify(self._columns, self._facts_json, columns, as_threads(threads), line.callback)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan to a picture file; see `tundish.packing.plot.plot_plan`."""

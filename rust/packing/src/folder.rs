@@ -280,6 +280,12 @@ fn check_facts(facts: &Facts) -> Result<(), String> {
     if facts.tail_start.len() != streams {
         return Err(format!("{} datasets have {} tails", streams, facts.tail_start.len()));
     }
+    if facts.tail_start.iter().any(|&start| start > i64::MAX as u64 || (facts.packs == 0 && start != 0)) {
+        return Err("a tail starts where no sample is".into());
+    }
+    if facts.order == crate::plan::OrderKind::Given && facts.samples.len() != 1 {
+        return Err("an order is given for a single dataset only".into());
+    }
     if facts.samples.iter().try_fold(0u64, |sum, &samples| sum.checked_add(samples)).is_none_or(|sum| sum > 1 << 63) {
         return Err("the numbers of samples overflow".into());
     }

@@ -5,6 +5,7 @@
 
 use crate::error::PackError;
 use crate::integers::Integers;
+use crate::memory;
 use crate::plan::{Field, Views};
 
 /// In `Lookup::stop`: to the sample's end, which only the lengths tell.
@@ -62,18 +63,20 @@ impl Lengths<'_> {
 /// `NoSuchPack`; `Mismatch` where the columns contradict themselves or the lengths.
 pub fn lookup(views: &Views<'_>, packs: &Integers<'_>, lengths: Option<&Lengths<'_>>) -> Result<Lookup, PackError> {
     let total = views.packs();
-    let mut numbers = vec![0u64; packs.len()];
+    let mut numbers = memory::zeroed::<u64>(packs.len())?;
     packs.read(0, &mut numbers);
     if let Some(&number) = numbers.iter().find(|&&number| number >= total as u64) {
         return Err(PackError::NoSuchPack { index: number as i64, packs: total });
     }
     let gather = |field: Field, at: &[u64]| {
-        let mut values = vec![0u64; at.len()];
-        views.column(field).gather(at, &mut values);
-        values
+        let mut values = memory::zeroed::<u64>(at.len())?;
+        if views.column(field).gather(at, &mut values) >> 63 != 0 {
+            return Err(PackError::Mismatch(format!("{} has negative values; the plan is damaged", field.name())));
+        }
+        Ok(values)
     };
-    let ends = gather(Field::IndicesCuLen, &numbers);
-    let mut begins = gather(Field::IndicesCuLen, &numbers.iter().map(|&n| n.saturating_sub(1)).collect::<Vec<_>>());
+    let ends = gather(Field::IndicesCuLen, &numbers)?;
+    let mut begins = gather(Field::IndicesCuLen, &numbers.iter().map(|&n| n.saturating_sub(1)).collect::<Vec<_>>())?;
     let indices = views.column(Field::Indices);
     let mut piece_cu = Vec::with_capacity(numbers.len() + 1);
     piece_cu.push(0i64);
@@ -93,21 +96,32 @@ pub fn lookup(views: &Views<'_>, packs: &Integers<'_>, lengths: Option<&Lengths<
         piece_cu.push(pieces as i64);
     }
     let mut found = Lookup {
-        dataset_id: gather(Field::DatasetId, &numbers).into_iter().map(|id| id as i64).collect(),
+        dataset_id: gather(Field::DatasetId, &numbers)?.into_iter().map(|id| id as i64).collect(),
         piece_cu,
-        sample: Vec::with_capacity(pieces as usize),
-        start: vec![0; pieces as usize],
+        sample: memory::zeroed(pieces as usize)?,
+        start: memory::zeroed(pieces as usize)?,
         stop: Vec::new(),
     };
-    let starts = gather(Field::StartOffset, &numbers);
-    let stops = gather(Field::EndOffset, &numbers);
+    let starts = gather(Field::StartOffset, &numbers)?;
+    let stops = gather(Field::EndOffset, &numbers)?;
+    let mut slots = found.sample.iter_mut();
+    let mut seen = 0u64;
     for (&begin, &end) in begins.iter().zip(&ends) {
-        for piece in begin..end {
-            found.sample.push(indices.get(piece as usize) as i64);
+        for (piece, slot) in (begin..end).zip(&mut slots) {
+            let sample = indices.get(piece as usize);
+            seen |= sample;
+            *slot = sample as i64;
         }
     }
+    if seen >> 63 != 0 {
+        return Err(PackError::Mismatch("indices has negative values; the plan is damaged".into()));
+    }
     found.stop = match lengths {
-        None => vec![TO_THE_END; found.sample.len()],
+        None => {
+            let mut stops = memory::zeroed(found.sample.len())?;
+            stops.fill(TO_THE_END);
+            stops
+        }
         Some(lengths) => stops_by_length(&found, &numbers, lengths)?,
     };
     for (pack, (&start, &stop)) in starts.iter().zip(&stops).enumerate() {

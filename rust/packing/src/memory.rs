@@ -1,6 +1,6 @@
 //! Large zeroed arrays, and hints to the processor and the kernel about memory.
 //!
-//! The only `unsafe` of this crate beside `integers`. Nothing here changes what is computed.
+//! Nothing here changes what is computed.
 #![allow(unsafe_code)]
 
 use std::alloc::Layout;

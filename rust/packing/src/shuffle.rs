@@ -73,8 +73,11 @@ impl RandomState {
     /// When memory for the array is refused, or `watch` interrupts.
     pub fn shuffled<I: Index>(&mut self, len: usize, watch: &mut dyn Watch) -> Result<Vec<I>, PackError> {
         let mut order = memory::zeroed::<I>(len)?;
-        for (value, slot) in order.iter_mut().enumerate() {
-            *slot = I::from_usize(value);
+        for (number, part) in order.chunks_mut(SWAPS_A_TICK).enumerate() {
+            watch.tick("shuffling", 0, len as u64)?;
+            for (offset, slot) in part.iter_mut().enumerate() {
+                *slot = I::from_usize(number * SWAPS_A_TICK + offset);
+            }
         }
         // Positions above 2³² take 64-bit draws.
         let mut unswapped = len;

@@ -13,8 +13,8 @@ use crate::plan::{Facts, Field, OrderKind, Views};
 use crate::shuffle::RandomState;
 use crate::watch::Watch;
 
-/// Packs between two looks at the watch.
-const PACKS_A_TICK: usize = 1 << 15;
+/// Pieces between two looks at the watch.
+const PIECES_A_TICK: u64 = 1 << 16;
 
 /// Check `views` and `facts` against `lengths`, one column a dataset.
 ///
@@ -138,13 +138,10 @@ impl Walk<'_> {
         let mut short = false;
         let total = self.views.packs();
         while self.pack < total && ids.get(self.pack) == stream.id() as u64 {
-            if self.pack.is_multiple_of(PACKS_A_TICK) {
-                watch.tick("verifying", self.pack as u64, total as u64)?;
-            }
             if short {
                 return self.wrong("follows a shorter one; only the last pack of a dataset may be short");
             }
-            let tokens = self.one_pack(stream, order, &mut progress)?;
+            let tokens = self.one_pack(stream, order, &mut progress, watch)?;
             if tokens != self.facts.max_length {
                 if self.facts.drop_last || tokens > self.facts.max_length {
                     return self.wrong(format!("holds {tokens} tokens instead of {}", self.facts.max_length));
@@ -221,6 +218,7 @@ impl Walk<'_> {
         stream: &Dataset<'_>,
         order: KnownOrder<'_>,
         progress: &mut Progress,
+        watch: &mut dyn Watch,
     ) -> Result<u64, PackError> {
         let end_piece = self.views.column(Field::IndicesCuLen).get(self.pack);
         let indices = self.views.column(Field::Indices);
@@ -232,6 +230,9 @@ impl Walk<'_> {
         let end = self.views.column(Field::EndOffset).get(self.pack);
         let (mut tokens, mut longest) = (0u64, 0u64);
         for piece in first..end_piece {
+            if piece.is_multiple_of(PIECES_A_TICK) {
+                watch.tick("verifying", piece, indices.len() as u64)?;
+            }
             let sample = indices.get(piece as usize);
             if sample >= stream.len() as u64 {
                 return self.wrong(format!("names sample {sample} of {}", stream.len()));

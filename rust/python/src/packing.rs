@@ -193,9 +193,10 @@ impl PlanReader {
     }
 
     /// The dataset of pack `number`, and sample, start and stop of each of its pieces.
-    fn pack(&self, number: usize) -> PyResult<(i64, Vec<Piece>)> {
+    fn pack(&self, py: Python<'_>, number: usize) -> PyResult<(i64, Vec<Piece>)> {
         let number = [number as u64];
-        let found = self.find(&Integers::from(&number[..]))?;
+        let number = Integers::from(&number[..]);
+        let found = if self.is_quick(1) { self.find(&number)? } else { enter(py, None, |_| self.find(&number))? };
         let pieces = found.sample.iter().zip(&found.start).zip(&found.stop);
         let pieces =
             pieces.map(|((&sample, &start), &stop)| (sample, start, (stop != lookup::TO_THE_END).then_some(stop)));
@@ -205,10 +206,10 @@ impl PlanReader {
     /// The packs numbered `packs`, column by column.
     fn lookup<'py>(&self, py: Python<'py>, packs: &Bound<'py, PyUntypedArray>) -> PyResult<LookupArrays<'py>> {
         let packs = Column::new(packs)?;
-        // A handful of packs takes less time than giving the GIL away and taking it back.
-        let found = match packs.view().len() {
-            0..=64 => self.find(&packs.view())?,
-            _ => enter(py, None, |_| self.find(&packs.view()))?,
+        let found = if self.is_quick(packs.view().len()) {
+            self.find(&packs.view())?
+        } else {
+            enter(py, None, |_| self.find(&packs.view()))?
         };
         Ok((
             PyArray1::from_vec(py, found.dataset_id),
@@ -221,6 +222,13 @@ impl PlanReader {
 }
 
 impl PlanReader {
+    /// Whether so many packs take less time than giving the GIL away and taking it back.
+    fn is_quick(&self, packs: usize) -> bool {
+        let [_, indices, cumulative, ..] = &self.columns[..] else { return false };
+        let pieces_a_pack = indices.view().len() / cumulative.view().len().max(1);
+        packs.saturating_mul(pieces_a_pack + 1) <= 1024
+    }
+
     fn find(&self, packs: &Integers<'_>) -> Result<lookup::Lookup, BindingError> {
         let lengths = self.lengths.as_ref().map(|columns| Lengths {
             datasets: columns.iter().map(Column::view).collect(),

@@ -129,7 +129,10 @@ impl<C: Cell> Chunk<C> {
 
 impl<C: Cell> Stream<C> {
     /// Take note of what the end of the stream must know of these samples.
-    pub(super) fn note(&mut self, lengths: &[C::Word], tokens: u64) {
+    ///
+    /// # Errors
+    /// `InputChanged` where there are more tokens by now than the scan found: room was made for those alone.
+    pub(super) fn note(&mut self, lengths: &[C::Word], tokens: u64) -> Result<(), PackError> {
         let zero = C::Word::default();
         match lengths.iter().rposition(|&length| length != zero) {
             Some(last) => {
@@ -138,7 +141,8 @@ impl<C: Cell> Stream<C> {
             }
             None => self.empty_run += lengths.len(),
         }
-        self.tokens += tokens;
+        self.tokens = self.tokens.saturating_add(tokens);
+        if self.tokens > self.limit { Err(PackError::InputChanged) } else { Ok(()) }
     }
 }
 
@@ -179,7 +183,7 @@ impl<C: Cell> Packer<'_, C> {
         tokens: u64,
         stream: &mut Stream<C>,
     ) -> Result<(), PackError> {
-        stream.note(lengths, tokens);
+        stream.note(lengths, tokens)?;
         let max_length = self.max_length.widen();
         let closes = |filled: C::Word, tokens: u64| (filled.widen() + tokens) / max_length;
         let closed = closes(stream.cut.filled, tokens);

@@ -2,8 +2,13 @@
 //!
 //! An order of all samples is a permutation exactly if its indices are, as a multiset, those of all samples. The
 //! two multisets are compared by the sum of a 64-bit hash over each (`Tally`), which costs no memory and no
-//! access to any: an order that repeats a sample passes with a probability of 2⁻⁶⁴. An order of some of the
+//! access to any. The hash has a key that each process draws from the system's randomness, so no order can be made to
+//! collide; one that repeats a sample passes with a probability of about 2⁻⁶⁴. An order of some of the
 //! samples takes one bit a sample (`Bits`). Either way a repetition that was found is then named by an exact walk.
+
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::sync::OnceLock;
 
 use crate::error::PackError;
 use crate::integers::{Integers, Word};
@@ -36,32 +41,47 @@ impl Bits {
 /// The sum of the hashes of indices, less that of the positions they stand at: zero for a permutation.
 ///
 /// Source of hashing multisets by sums: D. Clarke et al., "Incremental Multiset Hash Functions" (2003).
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Tally(u64);
+#[derive(Clone, Copy)]
+pub(super) struct Tally {
+    sum: u64,
+    key: u64,
+}
+
+/// The key of this process's tallies.
+fn key() -> u64 {
+    static KEY: OnceLock<u64> = OnceLock::new();
+    *KEY.get_or_init(|| RandomState::new().build_hasher().finish())
+}
+
+impl Default for Tally {
+    fn default() -> Self {
+        Self { sum: 0, key: key() }
+    }
+}
 
 impl Tally {
     /// Count `index` at `position`.
     #[inline(always)]
     pub(super) fn count(&mut self, index: u64, position: u64) {
-        self.0 = self.0.wrapping_add(mix(index)).wrapping_sub(mix(position));
+        self.sum = self.sum.wrapping_add(mix(index, self.key)).wrapping_sub(mix(position, self.key));
     }
 
     /// Join the tallies of two runs of an order.
     pub(super) fn join(&mut self, other: Self) {
-        self.0 = self.0.wrapping_add(other.0);
+        self.sum = self.sum.wrapping_add(other.sum);
     }
 
     /// Whether as many hashes were put in as taken out.
     pub(super) fn is_even(self) -> bool {
-        self == Self::default()
+        self.sum == 0
     }
 }
 
 /// A bijection of 64 bits whose every output bit depends on every input bit (the finalizer of A. Appleby's MurmurHash3,
-/// with an offset, so that small indices differ in many bits from the start).
+/// of a keyed index).
 #[inline(always)]
-fn mix(index: u64) -> u64 {
-    let mut hash = index.wrapping_add(0x9e37_79b9_7f4a_7c15);
+fn mix(index: u64, key: u64) -> u64 {
+    let mut hash = index.wrapping_add(key);
     hash = (hash ^ (hash >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
     hash = (hash ^ (hash >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
     hash ^ (hash >> 33)

@@ -140,8 +140,17 @@ impl Request<'_> {
                 self.max_length
             )));
         }
-        if matches!(self.order, OrderSource::Given(_)) && self.lengths.len() != 1 {
-            return Err(PackError::Invalid("order can be given for a single dataset only".into()));
+        if let OrderSource::Given(order) = self.order {
+            let [lengths] = self.lengths[..] else {
+                return Err(PackError::Invalid("order can be given for a single dataset only".into()));
+            };
+            if order.len() > lengths.len() {
+                return Err(PackError::Invalid(format!(
+                    "order has {} entries for {} samples; each sample may be used at most once",
+                    order.len(),
+                    lengths.len()
+                )));
+            }
         }
         Ok(())
     }
@@ -296,7 +305,7 @@ impl<'a> Prepared<'a> {
         };
         let mut tail_start = Vec::with_capacity(self.streams.len());
         let mut tokens = 0u64;
-        for stream in &self.streams {
+        for (stream, scan) in self.streams.iter().zip(&self.scans) {
             let shuffled;
             let order = match request.order {
                 OrderSource::Natural => Order::Natural(stream.len()),
@@ -307,7 +316,7 @@ impl<'a> Prepared<'a> {
                     Order::Drawn(&shuffled)
                 }
             };
-            let (stream_tokens, start) = packer.stream(stream, order, request.drop_last)?;
+            let (stream_tokens, start) = packer.stream(stream, scan.tokens, order, request.drop_last)?;
             tokens += stream_tokens;
             tail_start.push(start);
         }
@@ -368,6 +377,8 @@ struct Packer<'r, C: Cell> {
 struct Stream<C: Cell> {
     cut: Cut<C::Word>,
     tokens: u64,
+    /// Tokens that the scan found; more of them than that were changed since.
+    limit: u64,
     /// Empty samples since the last one that was not.
     empty_run: usize,
     /// Tokens of that one.
@@ -377,10 +388,17 @@ struct Stream<C: Cell> {
 
 impl<C: Cell> Packer<'_, C> {
     /// Cut one stream; its tokens, and where the tail left out starts in its first sample.
-    fn stream(&mut self, dataset: &Dataset<'_>, order: Order<'_, C>, drop_last: bool) -> Result<(u64, u64), PackError> {
+    fn stream(
+        &mut self,
+        dataset: &Dataset<'_>,
+        tokens: u64,
+        order: Order<'_, C>,
+        drop_last: bool,
+    ) -> Result<(u64, u64), PackError> {
         let mut stream = Stream::<C> {
             cut: Cut::default(),
             tokens: 0,
+            limit: tokens,
             empty_run: 0,
             last_length: C::Word::default(),
             id: dataset.id(),

@@ -155,6 +155,10 @@ impl<C: Cell> Packer<'_, C> {
             if let Some(hash) = &mut self.order_hash {
                 slots.iter().flat_map(|slot| &slot.leaves).for_each(|&leaf| hash.push(leaf));
             }
+            let tokens = slots.iter().fold(stream.tokens, |sum, slot| sum.saturating_add(slot.chunk.tokens));
+            if tokens > stream.limit {
+                return Err(PackError::InputChanged);
+            }
             self.place(slots, stream.cut.filled.widen(), divisor.value);
             for slot in &*slots {
                 tally.join(slot.chunk.tally);
@@ -195,7 +199,7 @@ impl<C: Cell> Packer<'_, C> {
     ) -> Result<(), PackError> {
         let mut cut = stream.cut;
         for slot in &mut *slots {
-            stream.note(&slot.chunk.lengths, slot.chunk.tokens);
+            stream.note(&slot.chunk.lengths, slot.chunk.tokens)?;
             slot.cut = cut;
             cut = if slot.closed > 0 {
                 slot.open
