@@ -20,7 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish import _native
-from tundish.errors import AlreadyExistsError, InvalidInputError, PlanMismatchError, TundishError
+from tundish.errors import (
+    AlreadyExistsError,
+    InvalidInputError,
+    NotFoundError,
+    PlanMismatchError,
+    TundishError,
+)
 from tundish.packing.columns import (
     IntegerArray,
     as_integer_column,
@@ -293,12 +299,17 @@ class PackPlan:
 
         with ProgressLine("plan", progress) as line:
             facts, files = _native.open_plan(path, line.callback)
-        columns = [
-            np.asarray(np.memmap(file, dtype=f"<i{width}", mode="r", offset=offset, shape=(count,)))
-            if count
-            else np.empty(0, dtype=f"<i{width}")
-            for file, width, count, offset in files
-        ]
+        try:
+            columns = [
+                np.asarray(np.memmap(file, dtype=f"<i{width}", mode="r", offset=offset, shape=(count,)))
+                if count
+                else np.empty(0, dtype=f"<i{width}")
+                for file, width, count, offset in files
+            ]
+        except FileNotFoundError as error:
+            raise NotFoundError(
+                error.errno, "was removed while the plan was being mapped", str(error.filename)
+            ) from error
         single = len(json.loads(facts)["samples"]) == 1
         attached = None if lengths is None else as_length_columns(lengths, single=single)
         return cls(columns, facts, lengths=attached, path=Path(path).absolute())

@@ -11,7 +11,8 @@
 //! must know of those before it (tokens, pieces, packs, the open pack) are prefix sums over the
 //! chunks of the window (`parallel`).
 //!
-//! Working memory beyond inputs and outputs: at most `SCRATCH_BYTES_A_THREAD` a thread, one bit a
+//! Working memory beyond inputs and outputs: at most `SCRATCH_BYTES_A_THREAD` a thread (several times
+//! that in 64-bit arithmetic with files as output), one bit a
 //! sample with a given order of some of the samples (none with one of all), one index a sample with a seed.
 
 mod chunk;
