@@ -253,8 +253,8 @@ def _shared(checked: Callable[[], _native.Job], place: _Place, line: ProgressLin
     with agreed("checking what to pack", group=place.group, timeout=PATIENCE):
         place.check()
         job = checked()
-        target, _ = place.target(job, line)
-        expected = _native.fingerprint(job, line.callback)
+        target, fingerprint = place.target(job, line)
+        expected = fingerprint or _native.fingerprint(job, line.callback)
 
     def build() -> None:
         if place.cache_dir is not None:

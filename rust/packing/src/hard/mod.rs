@@ -11,9 +11,9 @@
 //! must know of those before it (tokens, pieces, packs, the open pack) are prefix sums over the
 //! chunks of the window (`parallel`).
 //!
-//! Working memory beyond inputs and outputs: at most `SCRATCH_BYTES_A_THREAD` a thread (several times
-//! that in 64-bit arithmetic with files as output), one bit a
-//! sample with a given order of some of the samples (none with one of all), one index a sample with a seed.
+//! Working memory beyond inputs and outputs: at most 8 MiB a thread (several times that in 64-bit
+//! arithmetic with files as output), one bit a sample with a given order of some of the samples (none with
+//! one of all), one index a sample with a seed.
 
 mod chunk;
 mod kernel;
@@ -42,9 +42,6 @@ pub(crate) use scan::Dataset;
 use scan::Scan;
 pub(crate) use sink::{Columns, Room, Sink};
 use sink::{Measure, MemorySink};
-
-/// Bound on the scratch memory of one thread, in bytes.
-pub const SCRATCH_BYTES_A_THREAD: usize = 8 << 20;
 
 /// Packs that one chunk may close: bounds the scratch memory of file output.
 pub(crate) const PACKS_A_CHUNK: u64 = 1 << 16;
