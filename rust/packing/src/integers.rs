@@ -37,7 +37,7 @@ impl IntegerKind {
 }
 
 /// Values between the prefetch of one and its use: as many as the memory system can have in flight.
-const GATHER_AHEAD: usize = 48;
+const GATHER_AHEAD: usize = 160;
 
 /// A borrowed column of integers.
 #[derive(Clone, Copy, Debug)]

@@ -4,15 +4,17 @@
 #![allow(unsafe_code)]
 
 use std::alloc::Layout;
+use std::sync::atomic::AtomicU64;
 
 use crate::error::PackError;
 
 /// Types whose all-zero bytes are a valid value.
-pub(crate) trait Zero: Copy + Default {}
+pub(crate) trait Zero: Default {}
 impl Zero for u32 {}
 impl Zero for u64 {}
 impl Zero for i32 {}
 impl Zero for i64 {}
+impl Zero for AtomicU64 {}
 
 /// Arrays from this size on are backed by huge pages: fewer faults while filling them, fewer
 /// address-translation misses while reading them at random.
@@ -98,7 +100,7 @@ pub(crate) fn prefetch_address(address: *const u8) {
 }
 
 /// The array as bytes in this machine's order.
-pub(crate) fn as_bytes<T: Zero>(array: &[T]) -> &[u8] {
+pub(crate) fn as_bytes<T: Zero + Copy>(array: &[T]) -> &[u8] {
     // SAFETY: T is a plain integer without padding; any alignment suits u8; the lifetime is the array's.
     unsafe { core::slice::from_raw_parts(array.as_ptr().cast(), size_of_val(array)) }
 }

@@ -4,77 +4,18 @@
 //! after works on the copy.
 
 use super::kernel::{self, Written};
-use super::marks::{Bits, Tally};
+use super::marks::Marks;
+use super::order::Order;
 use super::scan::Dataset;
-use super::{Cell, PACKS_A_CHUNK, Packer, Stream};
+use super::{Cell, Packer, Stream, packs_a_chunk};
 use crate::error::PackError;
-use crate::fingerprint;
-use crate::integers::{Integers, Word};
-use crate::shuffle::Index;
+use crate::fingerprint::{self, LEAF};
+use crate::integers::Word;
 
 /// Samples a chunk: one leaf of the fingerprint; indices and lengths lie in the second-level cache together.
-const CHUNK: usize = fingerprint::LEAF;
+const CHUNK: usize = LEAF;
 /// Chunks between two looks at the watch: a few milliseconds.
 const CHUNKS_A_TICK: usize = 64;
-
-/// The order of the samples of one stream.
-#[derive(Clone, Copy)]
-pub(super) enum Order<'a, C: Cell> {
-    /// 0 … n - 1.
-    Natural(usize),
-    /// As the caller gave it, yet to be checked.
-    Given(Integers<'a>),
-    /// As drawn from a seed.
-    Drawn(&'a [C::Word]),
-}
-
-impl<C: Cell> Order<'_, C> {
-    pub(super) fn len(&self) -> usize {
-        match self {
-            Self::Natural(len) => *len,
-            Self::Given(order) => order.len(),
-            Self::Drawn(order) => order.len(),
-        }
-    }
-
-    /// Read the indices from position `start` on, all of them below `samples`.
-    fn read(&self, start: usize, out: &mut [C::Word], samples: usize) -> Result<(), PackError> {
-        match self {
-            Self::Natural(_) => {
-                for (offset, slot) in out.iter_mut().enumerate() {
-                    *slot = C::Word::from_usize(start + offset);
-                }
-                Ok(())
-            }
-            Self::Drawn(order) => {
-                out.copy_from_slice(&order[start..start + out.len()]);
-                Ok(())
-            }
-            Self::Given(order) => {
-                let seen = order.read(start, out);
-                // The or of all values bounds each of them, and has the top bit of a negative one.
-                if seen < samples as u64 {
-                    return Ok(());
-                }
-                let mut wide = vec![0u64; out.len()];
-                order.read(start, &mut wide);
-                match wide.iter().position(|&value| value >= samples as u64) {
-                    None => {
-                        for (slot, &value) in out.iter_mut().zip(&wide) {
-                            *slot = C::Word::truncate(value);
-                        }
-                        Ok(())
-                    }
-                    Some(offset) => {
-                        let value = wide[offset];
-                        let value = if order.kind().is_signed() { i128::from(value as i64) } else { i128::from(value) };
-                        Err(PackError::OrderOutOfRange { position: start + offset, value, samples })
-                    }
-                }
-            }
-        }
-    }
-}
 
 /// A run of ordered samples.
 pub(super) struct Chunk<C: Cell> {
@@ -82,8 +23,18 @@ pub(super) struct Chunk<C: Cell> {
     pub(super) lengths: Vec<C::Word>,
     /// Tokens of all samples.
     pub(super) tokens: u64,
-    /// Tally of the indices, where the order is of all samples.
-    pub(super) tally: Tally,
+    /// Whether every index is one of a sample that was not marked before. The lengths are complete only if so.
+    pub(super) sound: bool,
+    /// Hashes of the indices, where the order is hashed.
+    pub(super) leaves: Vec<u128>,
+}
+
+/// What is done with an order while it is read.
+pub(super) struct Checks {
+    /// Where its samples are marked, to find one that is named twice.
+    pub(super) marks: Option<Marks>,
+    /// Whether it is hashed.
+    pub(super) hashing: bool,
 }
 
 impl<C: Cell> Chunk<C> {
@@ -92,37 +43,47 @@ impl<C: Cell> Chunk<C> {
             indices: Vec::with_capacity(capacity),
             lengths: Vec::with_capacity(capacity),
             tokens: 0,
-            tally: Tally::default(),
+            sound: true,
+            leaves: Vec::new(),
         }
     }
 
-    /// Copy the samples at positions `start` … `start + count` of the order.
+    /// Copy the samples at positions `start` … `start + count` of the order, leaf by leaf, so that each is marked,
+    /// hashed and summed while it lies in the first-level cache.
     ///
     /// The scan saw every length; one that is longer now was changed since. Refusing it keeps sums from wrapping.
     pub(super) fn load(
         &mut self,
         dataset: &Dataset<'_>,
         order: Order<'_, C>,
+        checks: &Checks,
         start: usize,
         count: usize,
     ) -> Result<(), PackError> {
         self.indices.resize(count, C::Word::default());
         self.lengths.resize(count, C::Word::default());
-        let (indices, lengths) = (&mut self.indices[..], &mut self.lengths[..]);
-        order.read(start, indices, dataset.len())?;
-        let mut tally = Tally::default();
-        let seen = match order {
-            Order::Natural(_) => dataset.read(start, lengths),
-            Order::Given(given) if given.len() == dataset.len() => {
-                dataset.gather_while(indices, lengths, |position, index| tally.count(index, (start + position) as u64))
+        self.leaves.clear();
+        (self.tokens, self.sound) = (0, true);
+        let leaves = self.indices.chunks_mut(LEAF).zip(self.lengths.chunks_mut(LEAF));
+        for (start, (indices, lengths)) in (start..).step_by(LEAF).zip(leaves) {
+            if !order.read(start, indices, dataset.len()) {
+                self.sound = false;
+                return Ok(());
             }
-            _ => dataset.gather(indices, lengths),
-        };
-        if seen > C::LARGEST {
-            return Err(PackError::InputChanged);
+            let (seen, distinct) = match (order, &checks.marks) {
+                (Order::Natural(_), _) => (dataset.read(start, lengths), true),
+                (_, Some(marks)) => marks.gather(dataset, indices, lengths),
+                (_, None) => (dataset.gather(indices, lengths), true),
+            };
+            if seen > C::LARGEST {
+                return Err(PackError::InputChanged);
+            }
+            if checks.hashing {
+                self.leaves.push(fingerprint::leaf(indices));
+            }
+            self.sound &= distinct;
+            self.tokens = self.tokens.saturating_add(C::sum(lengths));
         }
-        self.tally = tally;
-        self.tokens = self.lengths.iter().fold(0u64, |sum, length| sum.saturating_add(length.widen()));
         Ok(())
     }
 }
@@ -147,32 +108,30 @@ impl<C: Cell> Stream<C> {
 }
 
 impl<C: Cell> Packer<'_, C> {
-    /// Cut a stream on the calling thread; false where the order repeats a sample.
+    /// Cut a stream on the calling thread; false, and stopped early, where the order is not one.
     pub(super) fn cut_serially(
         &mut self,
         dataset: &Dataset<'_>,
         order: Order<'_, C>,
         stream: &mut Stream<C>,
-        mut marks: Option<&mut Bits>,
+        checks: &Checks,
     ) -> Result<bool, PackError> {
         let len = order.len();
         let mut chunk = Chunk::new(CHUNK.min(len));
-        let mut tally = Tally::default();
         for (number, start) in (0..len).step_by(CHUNK).enumerate() {
             if number.is_multiple_of(CHUNKS_A_TICK) {
                 self.watch.tick("packing", start as u64, len as u64)?;
             }
-            chunk.load(dataset, order, start, CHUNK.min(len - start))?;
-            tally.join(chunk.tally);
-            if let Some(hash) = &mut self.order_hash {
-                hash.push(fingerprint::leaf(&chunk.indices));
-            }
-            if marks.as_deref_mut().is_some_and(|marks| !marks.mark(&chunk.indices)) {
+            chunk.load(dataset, order, checks, start, CHUNK.min(len - start))?;
+            if !chunk.sound {
                 return Ok(false);
+            }
+            if let Some(hash) = &mut self.order_hash {
+                chunk.leaves.iter().for_each(|&leaf| hash.push(leaf));
             }
             self.merge_samples(&chunk.indices, &chunk.lengths, chunk.tokens, stream)?;
         }
-        Ok(tally.is_even())
+        Ok(true)
     }
 
     /// Cut samples, in several steps where they close very many packs.
@@ -187,20 +146,20 @@ impl<C: Cell> Packer<'_, C> {
         let max_length = self.max_length.widen();
         let closes = |filled: C::Word, tokens: u64| (filled.widen() + tokens) / max_length;
         let closed = closes(stream.cut.filled, tokens);
-        if closed <= PACKS_A_CHUNK {
+        if closed <= packs_a_chunk::<C>() {
             return self.merge_run(indices, lengths, closed as usize, stream);
         }
         let mut begin = 0usize;
         let mut tokens = 0u64;
         for position in 0..lengths.len() {
             let length = lengths[position].widen();
-            if closes(stream.cut.filled, tokens + length) > PACKS_A_CHUNK {
+            if closes(stream.cut.filled, tokens + length) > packs_a_chunk::<C>() {
                 let run = begin..position;
                 let closed = closes(stream.cut.filled, tokens) as usize;
                 self.merge_run(&indices[run.clone()], &lengths[run], closed, stream)?;
                 begin = position;
                 tokens = 0;
-                if closes(stream.cut.filled, length) > PACKS_A_CHUNK {
+                if closes(stream.cut.filled, length) > packs_a_chunk::<C>() {
                     self.cut_long_sample(indices[position], lengths[position], stream)?;
                     begin = position + 1;
                     continue;
@@ -245,7 +204,7 @@ impl<C: Cell> Packer<'_, C> {
         self.merge_run(&[index], &[taken], 1, stream)?;
         let mut rest = C::sub(length, taken);
         loop {
-            let packs = (rest.widen() / self.max_length.widen()).min(PACKS_A_CHUNK) as usize;
+            let packs = (rest.widen() / self.max_length.widen()).min(packs_a_chunk::<C>()) as usize;
             if packs == 0 {
                 break;
             }

@@ -1,21 +1,33 @@
-//! Whether an order names no sample twice.
+//! Whether an order names no sample twice: one bit a sample, marked while the lengths are gathered.
 //!
-//! An order of all samples is a permutation exactly if its indices are, as a multiset, those of all samples. The
-//! two multisets are compared by the sum of a 64-bit hash over each (`Tally`), which costs no memory and no
-//! access to any. The hash has a key that each process draws from the system's randomness, so no order can be made to
-//! collide; one that repeats a sample passes with a probability of about 2⁻⁶⁴. An order of some of the
-//! samples takes one bit a sample (`Bits`). Either way a repetition that was found is then named by an exact walk.
+//! What always holds: a sample that is named twice is found, whichever threads read its entries. On several
+//! threads each marks a set of its own, and the sets are compared at the end, as long as they take
+//! no more than `OWN_BYTES` together; beyond, all mark one set, each with an atomic instruction, which costs twice the time
+//! and no more memory.
 
-use std::collections::hash_map::RandomState;
-use std::hash::{BuildHasher, Hasher};
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::scan::Dataset;
 use crate::error::PackError;
-use crate::integers::{Integers, Word};
+use crate::integers::Word;
 use crate::memory;
+
+/// What sets of several threads may take together.
+const OWN_BYTES: usize = 32 << 20;
+/// Sets from this size on lie beyond the second-level cache, so that marks are worth a prefetch.
+const PREFETCH_FROM_BYTES: usize = 4 << 20;
+/// Marks between the prefetch of a word and its use.
+const AHEAD: usize = 64;
 
 /// One bit a sample.
 pub(crate) struct Bits(Vec<u64>);
+
+/// Word and bit of a sample.
+#[inline(always)]
+fn place(index: u64) -> (usize, u64) {
+    ((index >> 6) as usize, 1 << (index & 63))
+}
 
 impl Bits {
     /// A bit for each of `samples` samples.
@@ -25,106 +37,147 @@ impl Bits {
 
     /// Mark samples, none of them out of range; whether all of them were unmarked.
     pub(crate) fn mark<W: Word>(&mut self, indices: &[W]) -> bool {
-        let bits = &mut self.0[..];
-        let mut repeated = 0u64;
-        for &index in indices {
-            let index = index.widen();
-            let word = &mut bits[(index >> 6) as usize];
-            let bit = 1u64 << (index & 63);
-            repeated |= *word & bit;
-            *word |= bit;
-        }
-        repeated == 0
+        indices.iter().fold(0, |repeated, index| repeated | self.mark_one(index.widen())) == 0
     }
-}
 
-/// The sum of the hashes of indices, less that of the positions they stand at: zero for a permutation.
-///
-/// Source of hashing multisets by sums: D. Clarke et al., "Incremental Multiset Hash Functions" (2003).
-#[derive(Clone, Copy)]
-pub(super) struct Tally {
-    sum: u64,
-    key: u64,
-}
-
-/// The key of this process's tallies.
-fn key() -> u64 {
-    static KEY: OnceLock<u64> = OnceLock::new();
-    *KEY.get_or_init(|| RandomState::new().build_hasher().finish())
-}
-
-impl Default for Tally {
-    fn default() -> Self {
-        Self { sum: 0, key: key() }
-    }
-}
-
-impl Tally {
-    /// Count `index` at `position`.
+    /// Mark one sample; not zero if it was marked before.
     #[inline(always)]
-    pub(super) fn count(&mut self, index: u64, position: u64) {
-        self.sum = self.sum.wrapping_add(mix(index, self.key)).wrapping_sub(mix(position, self.key));
-    }
-
-    /// Join the tallies of two runs of an order.
-    pub(super) fn join(&mut self, other: Self) {
-        self.sum = self.sum.wrapping_add(other.sum);
-    }
-
-    /// Whether as many hashes were put in as taken out.
-    pub(super) fn is_even(self) -> bool {
-        self.sum == 0
+    fn mark_one(&mut self, index: u64) -> u64 {
+        let (word, bit) = place(index);
+        let word = &mut self.0[word];
+        let before = *word & bit;
+        *word |= bit;
+        before
     }
 }
 
-/// A bijection of 64 bits whose every output bit depends on every input bit (the finalizer of A. Appleby's MurmurHash3,
-/// of a keyed index).
-#[inline(always)]
-fn mix(index: u64, key: u64) -> u64 {
-    let mut hash = index.wrapping_add(key);
-    hash = (hash ^ (hash >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
-    hash = (hash ^ (hash >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
-    hash ^ (hash >> 33)
+/// The marks of one order, made on one thread or several.
+pub(super) enum Marks {
+    /// A set for each thread.
+    Own(Vec<Mutex<Bits>>),
+    /// One set for all.
+    Shared(Vec<AtomicU64>),
 }
 
-/// The error that names the first repetition in an order that has one: walks it from the start, so that the
-/// answer does not depend on the number of threads.
-#[cold]
-pub(super) fn first_repetition(order: &Integers<'_>, samples: usize) -> PackError {
-    let mut bits = match Bits::new(samples) {
-        Ok(bits) => bits,
-        Err(error) => return error,
-    };
-    for position in 0..order.len() {
-        let sample = order.get(position);
-        if sample >= samples as u64 {
-            return PackError::InputChanged;
+/// The set of the calling thread.
+fn own(sets: &[Mutex<Bits>]) -> MutexGuard<'_, Bits> {
+    sets[rayon::current_thread_index().unwrap_or(0)].lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Marks {
+    /// For `samples` samples, marked by the threads of one pool, or by one that is of none.
+    pub(super) fn new(samples: usize, threads: usize) -> Result<Self, PackError> {
+        if threads > 1 && samples.div_ceil(8).saturating_mul(threads) > OWN_BYTES {
+            return memory::zeroed(samples.div_ceil(64)).map(Self::Shared);
         }
-        if !bits.mark(&[sample]) {
-            return PackError::OrderRepeated { position, sample: sample as usize };
+        (0..threads.max(1)).map(|_| Bits::new(samples).map(Mutex::new)).collect::<Result<_, _>>().map(Self::Own)
+    }
+
+    /// Gather the lengths at `indices` and mark these; the or of the lengths, and whether none was marked before.
+    ///
+    /// Marking costs little here, beside the latency of the lengths.
+    pub(super) fn gather<W: Word>(&self, dataset: &Dataset<'_>, indices: &[W], lengths: &mut [W]) -> (u64, bool) {
+        let mut repeated = 0;
+        let ahead = |position: usize| indices.get(position + AHEAD).map(|index| place(index.widen()).0);
+        let seen = match self {
+            Self::Own(sets) => {
+                let bits = &mut *own(sets);
+                if size_of_val(&bits.0[..]) < PREFETCH_FROM_BYTES {
+                    dataset.gather_while(indices, lengths, |_, index| repeated |= bits.mark_one(index))
+                } else {
+                    dataset.gather_while(indices, lengths, |position, index| {
+                        if let Some(word) = ahead(position) {
+                            memory::prefetch(&bits.0, word);
+                        }
+                        repeated |= bits.mark_one(index);
+                    })
+                }
+            }
+            Self::Shared(words) => dataset.gather_while(indices, lengths, |position, index| {
+                if let Some(word) = ahead(position) {
+                    memory::prefetch(words, word);
+                }
+                let (word, bit) = place(index);
+                repeated |= words[word].fetch_or(bit, Ordering::Relaxed) & bit;
+            }),
+        };
+        (seen, repeated == 0)
+    }
+
+    /// Mark samples, none of them out of range; whether none was marked before.
+    pub(super) fn mark<W: Word>(&self, indices: &[W]) -> bool {
+        match self {
+            Self::Own(sets) => own(sets).mark(indices),
+            Self::Shared(words) => {
+                let repeated = indices.iter().fold(0, |repeated, index| {
+                    let (word, bit) = place(index.widen());
+                    repeated | words[word].fetch_or(bit, Ordering::Relaxed) & bit
+                });
+                repeated == 0
+            }
         }
     }
-    PackError::InputChanged
+
+    /// Whether no sample is marked in two sets.
+    pub(super) fn are_disjoint(self) -> bool {
+        let Self::Own(sets) = self else { return true };
+        let mut sets = sets.into_iter().map(|set| set.into_inner().unwrap_or_else(PoisonError::into_inner).0);
+        let Some(mut all) = sets.next() else { return true };
+        sets.all(|set| {
+            let both = all.iter_mut().zip(set).fold(0, |both, (all, word)| {
+                let common = *all & word;
+                *all |= word;
+                both | common
+            });
+            both == 0
+        })
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::integers::Integers;
+
+    /// Mark an order in pieces of four, each on any thread of a pool.
+    fn is_distinct(order: &[u64], samples: usize, threads: usize, marks: Marks) -> bool {
+        let lengths = vec![1u8; samples];
+        let dataset = Dataset::new(vec![Integers::from(&lengths[..])], 0);
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let distinct = pool.broadcast(|context| {
+            let mut distinct = true;
+            for (number, piece) in order.chunks(4).enumerate().skip(context.index()).step_by(threads) {
+                // The two ways to mark.
+                distinct &= match number % 2 {
+                    0 => marks.gather(&dataset, piece, &mut vec![0; piece.len()]).1,
+                    _ => marks.mark(piece),
+                };
+            }
+            distinct
+        });
+        distinct.into_iter().all(|distinct| distinct) && marks.are_disjoint()
+    }
 
     #[test]
-    fn any_two_changes_of_a_permutation_are_noticed() {
-        let samples = 40u64;
-        for (first, second) in (0..samples).flat_map(|a| (0..samples).map(move |b| (a, b))) {
-            for (left, right) in (0..samples).flat_map(|a| (0..samples).map(move |b| (a, b))) {
-                let mut order: Vec<u64> = (0..samples).rev().collect();
-                order[first as usize] = left;
-                order[second as usize] = right;
-                let mut tally = Tally::default();
-                order.iter().zip(0..).for_each(|(&index, position)| tally.count(index, position));
-                let mut sorted = order.clone();
-                sorted.sort_unstable();
-                assert_eq!(tally.is_even(), sorted.iter().copied().eq(0..samples));
+    fn a_sample_named_twice_is_found_whichever_threads_read_it() {
+        let samples = 24usize;
+        for threads in [1, 2, 3] {
+            for (first, second) in (0..samples).flat_map(|a| (0..samples).map(move |b| (a, b))) {
+                let mut order: Vec<u64> = (0..samples as u64).rev().collect();
+                order[first] = order[second];
+                let own = Marks::new(samples, threads).unwrap();
+                assert_eq!(is_distinct(&order, samples, threads, own), first == second);
+                let shared = Marks::Shared(memory::zeroed(1).unwrap());
+                assert_eq!(is_distinct(&order, samples, threads, shared), first == second);
             }
         }
+    }
+
+    #[test]
+    fn sets_of_many_threads_stay_within_their_bound() {
+        let samples = 8 * (OWN_BYTES / 2);
+        assert!(matches!(Marks::new(samples, 2).unwrap(), Marks::Own(sets) if sets.len() == 2));
+        assert!(matches!(Marks::new(samples + 8, 2).unwrap(), Marks::Shared(_)));
+        assert!(matches!(Marks::new(samples * 3, 1).unwrap(), Marks::Own(sets) if sets.len() == 1));
     }
 }

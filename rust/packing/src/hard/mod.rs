@@ -11,13 +11,13 @@
 //! must know of those before it (tokens, pieces, packs, the open pack) are prefix sums over the
 //! chunks of the window (`parallel`).
 //!
-//! Working memory beyond inputs and outputs: at most 8 MiB a thread (several times that in 64-bit
-//! arithmetic with files as output), one bit a sample with a given order of some of the samples (none with
-//! one of all), one index a sample with a seed.
+//! Working memory beyond inputs and outputs: at most 8 MiB a thread, and with a given order one bit a
+//! sample and 32 MiB (`marks`), or with a seed one index a sample.
 
 mod chunk;
 mod kernel;
 mod marks;
+mod order;
 mod parallel;
 mod scan;
 mod sink;
@@ -35,16 +35,20 @@ use crate::plan::{FORMAT_VERSION, Facts, OrderKind, Plan};
 use crate::shuffle::{Index, RandomState};
 use crate::watch::Watch;
 
-use chunk::Order;
+use chunk::Checks;
 use kernel::Cut;
 pub(crate) use marks::Bits;
+use marks::Marks;
+use order::Order;
 pub(crate) use scan::Dataset;
 use scan::Scan;
 pub(crate) use sink::{Columns, Room, Sink};
 use sink::{Measure, MemorySink};
 
-/// Packs that one chunk may close: bounds the scratch memory of file output.
-pub(crate) const PACKS_A_CHUNK: u64 = 1 << 16;
+/// Packs that one chunk may close: bounds the scratch memory of file output, in bytes.
+const fn packs_a_chunk<C>() -> u64 {
+    (1 << 17) / size_of::<C>() as u64
+}
 
 /// Where the order of the samples comes from.
 #[derive(Clone, Copy)]
@@ -87,11 +91,13 @@ pub(crate) trait Cell: Copy + Zero + Into<i64> + Send + Sync + 'static {
         usize::try_from(count.into()).unwrap_or(0).saturating_sub(before)
     }
     fn add(left: Self::Word, right: Self::Word) -> Self::Word;
+    /// The sum of all values, none of them beyond `LARGEST`, or 2⁶⁴ - 1 where it is more.
+    fn sum(values: &[Self::Word]) -> u64;
     fn sub(left: Self::Word, right: Self::Word) -> Self::Word;
 }
 
 macro_rules! cell {
-    ($cell:ty, $word:ty) => {
+    ($cell:ty, $word:ty, $sum:expr) => {
         impl Cell for $cell {
             type Word = $word;
             const LARGEST: u64 = <$cell>::MAX as u64;
@@ -111,6 +117,10 @@ macro_rules! cell {
             fn add(left: $word, right: $word) -> $word {
                 left.wrapping_add(right)
             }
+            #[inline]
+            fn sum(values: &[$word]) -> u64 {
+                $sum(values)
+            }
             #[inline(always)]
             fn sub(left: $word, right: $word) -> $word {
                 left.wrapping_sub(right)
@@ -118,8 +128,9 @@ macro_rules! cell {
         }
     };
 }
-cell!(i32, u32);
-cell!(i64, u64);
+// 2³³ values of 31 bits have to come together before their sum wraps; a leaf has far fewer.
+cell!(i32, u32, |values: &[u32]| values.iter().map(|&value| u64::from(value)).sum());
+cell!(i64, u64, |values: &[u64]| values.iter().fold(0u64, |sum, &value| sum.saturating_add(value)));
 
 /// A request whose inputs were checked and hashed.
 pub struct Prepared<'a> {
@@ -252,11 +263,11 @@ impl<'a> Prepared<'a> {
         }
         if narrow {
             let mut sink = MemorySink::<i32>::new(packs, pieces)?;
-            let facts = self.run(&mut sink, watch)?;
+            let facts = self.run(&mut sink, false, watch)?;
             Ok(Plan { columns: sink.into_columns().map(crate::plan::Column::I32), facts })
         } else {
             let mut sink = MemorySink::<i64>::new(packs, pieces)?;
-            let facts = self.run(&mut sink, watch)?;
+            let facts = self.run(&mut sink, false, watch)?;
             Ok(Plan { columns: sink.into_columns().map(|column| crate::plan::Column::I64(column).narrowed()), facts })
         }
     }
@@ -267,23 +278,32 @@ impl<'a> Prepared<'a> {
     /// As `pack`; `PackError::Commit` when the folder cannot be written or `target` is taken.
     pub fn write(&self, target: &Path, watch: &mut dyn Watch) -> Result<Facts, PackError> {
         if self.is_narrow() {
+            // A bad order is refused before anything is written.
+            if let (OrderSource::Given(order), [stream]) = (self.request.order, &self.streams[..]) {
+                order::check::<i32>(&order, stream.len(), self.request.pool, watch)?;
+            }
             let mut sink = FileSink::<i32>::create(target, [false; 6])?;
-            let facts = self.run(&mut sink, watch)?;
+            let facts = self.run(&mut sink, true, watch)?;
             sink.publish(&facts, watch)?;
             Ok(facts)
         } else {
-            // Which columns need 64 bits is known only at the end, so a first pass finds out.
+            // Which columns need 64 bits is known only at the end, so a first pass finds out, and checks the order.
             // Only plans beyond 2³¹ samples, pieces or tokens a sample come here.
             let mut measure = Measure::default();
-            self.run(&mut measure, watch)?;
+            self.run(&mut measure, false, watch)?;
             let mut sink = FileSink::<i64>::create(target, measure.needs_64_bits())?;
-            let facts = self.run(&mut sink, watch)?;
+            let facts = self.run(&mut sink, true, watch)?;
             sink.publish(&facts, watch)?;
             Ok(facts)
         }
     }
 
-    fn run<C: Cell>(&self, sink: &mut dyn Sink<C>, watch: &mut dyn Watch) -> Result<Facts, PackError> {
+    fn run<C: Cell>(
+        &self,
+        sink: &mut dyn Sink<C>,
+        order_checked: bool,
+        watch: &mut dyn Watch,
+    ) -> Result<Facts, PackError> {
         let request = &self.request;
         let mut random = match request.order {
             OrderSource::Seed(seed) => Some(RandomState::new(seed)),
@@ -300,6 +320,7 @@ impl<'a> Prepared<'a> {
                 OrderSource::Given(_) if self.order_digest.is_none() => Some(ColumnHash::default()),
                 _ => None,
             },
+            order_checked,
         };
         let mut tail_start = Vec::with_capacity(self.streams.len());
         let mut tokens = 0u64;
@@ -369,6 +390,8 @@ struct Packer<'r, C: Cell> {
     watch: &'r mut dyn Watch,
     totals: Totals,
     order_hash: Option<ColumnHash>,
+    /// Whether a given order is known to be one.
+    order_checked: bool,
 }
 
 /// The state of one stream of tokens.
@@ -403,19 +426,20 @@ impl<C: Cell> Packer<'_, C> {
         };
         let packs_before = self.totals.packs;
         let threads = self.pool.map_or(1, ThreadPool::current_num_threads);
-        // An order of all samples is checked by its tally, one of some of them by marking each.
-        let mut marks = match order {
-            Order::Given(given) if given.len() != dataset.len() => Some(Bits::new(dataset.len())?),
+        let parallel = self.pool.filter(|_| threads > 1 && order.len() > parallel::WORTHWHILE_SAMPLES);
+        let marks = match order {
+            Order::Given(_) if !self.order_checked => Some(Marks::new(dataset.len(), parallel.map_or(1, |_| threads))?),
             _ => None,
         };
-        let distinct =
-            if let Some(pool) = self.pool.filter(|_| threads > 1 && order.len() > parallel::WORTHWHILE_SAMPLES) {
-                self.cut_in_parallel(pool, dataset, order, &mut stream, marks.as_mut())?
-            } else {
-                self.cut_serially(dataset, order, &mut stream, marks.as_mut())?
-            };
-        if let (false, Order::Given(given)) = (distinct, order) {
-            return Err(marks::first_repetition(&given, dataset.len()));
+        let checks = Checks { marks, hashing: self.order_hash.is_some() };
+        let distinct = match parallel {
+            Some(pool) => self.cut_in_parallel(pool, dataset, order, &mut stream, &checks)?,
+            None => self.cut_serially(dataset, order, &mut stream, &checks)?,
+        };
+        if let Order::Given(given) = order
+            && !(distinct && checks.marks.is_none_or(Marks::are_disjoint))
+        {
+            return Err(order::first_fault(&given, dataset.len(), self.watch));
         }
         let max_length = self.max_length.widen();
         let closed = (self.totals.packs - packs_before) as u64;

@@ -11,13 +11,13 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::chunk::{Chunk, Order};
+use super::chunk::{Checks, Chunk};
 use super::kernel::{self, Cut, Room, Written};
-use super::marks::{Bits, Tally};
+use super::order::Order;
 use super::scan::Dataset;
-use super::{Cell, PACKS_A_CHUNK, Packer, Stream};
+use super::{Cell, Packer, Stream, packs_a_chunk};
 use crate::error::PackError;
-use crate::fingerprint::{self, LEAF};
+use crate::fingerprint::LEAF;
 use crate::integers::Word;
 
 /// Below this many samples one thread is as fast.
@@ -31,8 +31,6 @@ const CHUNKS_A_THREAD: usize = 4;
 struct Slot<C: Cell> {
     chunk: Chunk<C>,
     error: Option<PackError>,
-    /// Hashes of the indices, where the order is hashed.
-    leaves: Vec<u128>,
     /// Where the cutting stands before the chunk; completed in order.
     cut: Cut<C::Word>,
     closed: usize,
@@ -47,7 +45,6 @@ impl<C: Cell> Slot<C> {
         Self {
             chunk: Chunk::new(CHUNK),
             error: None,
-            leaves: Vec::new(),
             cut: Cut::default(),
             closed: 0,
             pieces: 0,
@@ -119,18 +116,16 @@ impl Divisor {
 }
 
 impl<C: Cell> Packer<'_, C> {
-    /// Cut a stream on the threads of `pool`; false, and stopped early, where the order repeats a sample.
+    /// Cut a stream on the threads of `pool`; false, and stopped early, where the order is not one.
     pub(super) fn cut_in_parallel(
         &mut self,
         pool: &ThreadPool,
         dataset: &Dataset<'_>,
         order: Order<'_, C>,
         stream: &mut Stream<C>,
-        mut marks: Option<&mut Bits>,
+        checks: &Checks,
     ) -> Result<bool, PackError> {
         let len = order.len();
-        let mut tally = Tally::default();
-        let hashing = self.order_hash.is_some();
         let divisor = Divisor::new(self.max_length.widen());
         let threads = pool.current_num_threads();
         let window = CHUNK * CHUNKS_A_THREAD * threads;
@@ -142,32 +137,26 @@ impl<C: Cell> Packer<'_, C> {
             pool.install(|| {
                 slots.par_iter_mut().enumerate().with_max_len(1).for_each(|(number, slot)| {
                     let start = begin + number * CHUNK;
-                    slot.error = slot.chunk.load(dataset, order, start, CHUNK.min(len - start)).err();
-                    if hashing && slot.error.is_none() {
-                        slot.leaves.clear();
-                        slot.leaves.extend(slot.chunk.indices.chunks(LEAF).map(fingerprint::leaf));
-                    }
+                    slot.error = slot.chunk.load(dataset, order, checks, start, CHUNK.min(len - start)).err();
                 });
             });
             if let Some(error) = slots.iter_mut().find_map(|slot| slot.error.take()) {
                 return Err(error);
             }
             if let Some(hash) = &mut self.order_hash {
-                slots.iter().flat_map(|slot| &slot.leaves).for_each(|&leaf| hash.push(leaf));
+                slots.iter().flat_map(|slot| &slot.chunk.leaves).for_each(|&leaf| hash.push(leaf));
             }
             let tokens = slots.iter().fold(stream.tokens, |sum, slot| sum.saturating_add(slot.chunk.tokens));
             if tokens > stream.limit {
                 return Err(PackError::InputChanged);
             }
             self.place(slots, stream.cut.filled.widen(), divisor.value);
-            for slot in &*slots {
-                tally.join(slot.chunk.tally);
-            }
-            if !count_and_mark(pool, slots, marks.as_deref_mut(), &divisor) {
+            if !slots.iter().all(|slot| slot.chunk.sound) {
                 return Ok(false);
             }
+            pool.install(|| slots.par_iter_mut().with_max_len(1).for_each(|slot| slot.count(&divisor)));
             let closed: usize = slots.iter().map(|slot| slot.closed).sum();
-            if closed as u64 > PACKS_A_CHUNK * used as u64 {
+            if closed as u64 > packs_a_chunk::<C>() * used as u64 {
                 // Packs far shorter than samples: what one merge writes has to be bounded.
                 for slot in &*slots {
                     let Chunk { indices, lengths, tokens, .. } = &slot.chunk;
@@ -177,7 +166,7 @@ impl<C: Cell> Packer<'_, C> {
             }
             self.merge_window(pool, slots, closed, stream)?;
         }
-        Ok(tally.is_even())
+        Ok(true)
     }
 
     /// Where in a pack each chunk begins, and how many packs it closes.
@@ -237,19 +226,6 @@ impl<C: Cell> Packer<'_, C> {
         }
         self.keep(total, stream)
     }
-}
-
-/// Count every chunk, and mark its samples where that is asked for; whether no sample was marked before.
-fn count_and_mark<C: Cell>(
-    pool: &ThreadPool,
-    slots: &mut [Slot<C>],
-    marks: Option<&mut Bits>,
-    divisor: &Divisor,
-) -> bool {
-    pool.install(|| {
-        slots.par_iter_mut().with_max_len(1).for_each(|slot| slot.count(divisor));
-    });
-    marks.is_none_or(|marks| slots.iter().all(|slot| marks.mark(&slot.chunk.indices)))
 }
 
 /// Split the first entries off a room.

@@ -1,0 +1,69 @@
+//! A bad order: the first wrong entry is named, by every way to make a plan and on any number of threads, and nothing
+//! is written before.
+
+use std::path::Path;
+
+use tundish_packing::hard::{OrderSource, Prepared, Request};
+use tundish_packing::{Integers, PackError, Silent, Watch};
+
+const SAMPLES: usize = 200_000;
+
+/// Fails the test as soon as anything lies in the folder.
+struct Untouched<'a>(&'a Path);
+
+impl Watch for Untouched<'_> {
+    fn tick(&mut self, phase: &'static str, _done: u64, _total: u64) -> Result<(), PackError> {
+        assert_eq!(std::fs::read_dir(self.0).unwrap().count(), 0, "written while {phase}");
+        Ok(())
+    }
+}
+
+/// The position that the error names, and whether it is said to be out of range.
+fn named(error: &PackError) -> (usize, bool) {
+    match error {
+        PackError::OrderOutOfRange { position, .. } => (*position, true),
+        PackError::OrderRepeated { position, .. } => (*position, false),
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn the_first_wrong_entry_is_named_and_nothing_is_written() {
+    let lengths = vec![10u16; SAMPLES];
+    let parent = tempfile::tempdir().unwrap();
+    // Positions and values of two wrong entries; the first of them in the order is the one to be named.
+    let cases: [([(usize, i64); 2], (usize, bool)); 5] = [
+        ([(0, -1), (5, 7)], (0, true)),
+        ([(70_000, 3), (199_999, SAMPLES as i64)], (70_000, false)),
+        ([(150_000, i64::MAX), (150_001, 3)], (150_000, true)),
+        ([(199_998, 1), (199_999, i64::MIN)], (199_998, false)),
+        ([(100_000, 5), (130_000, 5)], (100_000, false)),
+    ];
+    for (faults, expected) in cases {
+        let mut order: Vec<i64> = (0..SAMPLES as i64).collect();
+        for (position, value) in faults {
+            order[position] = value;
+        }
+        // The whole of the samples, and a part.
+        for (order, lengths) in [(&order[..], &lengths[..]), (&order[..], &[&lengths[..], &[1]].concat()[..])] {
+            for threads in 1..5 {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                let request = Request {
+                    lengths: vec![Integers::from(lengths)],
+                    order: OrderSource::Given(Integers::from(order)),
+                    max_length: 64,
+                    drop_last: true,
+                    global_pack: false,
+                    pool: Some(&pool),
+                };
+                let prepared = Prepared::new(request, &mut Silent).unwrap();
+                let in_memory = prepared.pack(&mut Silent).unwrap_err();
+                let target = parent.path().join("plan");
+                let to_files = prepared.write(&target, &mut Untouched(parent.path())).unwrap_err();
+                assert_eq!(named(&in_memory), expected, "{faults:?} in memory, {threads} threads");
+                assert_eq!(named(&to_files), expected, "{faults:?} to files, {threads} threads");
+                assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
+            }
+        }
+    }
+}
