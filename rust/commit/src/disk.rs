@@ -65,9 +65,16 @@ pub(crate) fn wait_for_writeback(file: &File, range: &Range<u64>, path: &Path) -
     call("wait for writeback of", path, || retry_on_intr(|| writeback::wait(file, range)))
 }
 
-/// Renames `from` to `to` within `parent`; `to` may be an empty directory.
-pub(crate) fn rename(parent: impl AsFd, from: &OsStr, to: &OsStr, path: &Path) -> Result<(), CommitError> {
-    call("rename the finished folder to", path, || retry_on_intr(|| rustix::fs::renameat(&parent, from, &parent, to)))
+/// Renames `from`, in one open directory, to `to`, in another of the same file system. A folder takes the place of an
+/// empty directory, a file that of anything but a directory.
+pub(crate) fn rename(
+    (from_folder, from): (impl AsFd, &OsStr),
+    (to_folder, to): (impl AsFd, &OsStr),
+    path: &Path,
+) -> Result<(), CommitError> {
+    call("rename what is finished to", path, || {
+        retry_on_intr(|| rustix::fs::renameat(&from_folder, from, &to_folder, to))
+    })
 }
 
 /// Removes the name of a file that is not a directory.

@@ -84,10 +84,15 @@ impl FolderFile {
     /// # Errors
     /// As [`append`](FolderFile::append). A failed fsync is final.
     pub fn finish(self) -> Result<(), CommitError> {
+        self.finish_open().map(drop)
+    }
+
+    /// [`finish`](FolderFile::finish), for who asks afterwards where the file went.
+    pub(crate) fn finish_open(self) -> Result<File, CommitError> {
         self.ledger.check()?;
         self.ledger.note(disk::fsync(&self.file, &self.path))?;
         self.ledger.finish(&self.path);
-        Ok(())
+        Ok(self.file)
     }
 
     fn write_all(&mut self, mut offset: u64, mut bytes: &[u8]) -> Result<(), CommitError> {

@@ -1,4 +1,4 @@
-//! A folder that is being written, and its publication.
+//! A folder that is being written, its publication, and that of one file.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, OwnedFd};
@@ -49,10 +49,18 @@ impl Folder {
     /// name over 226 bytes among others, and [`CommitError::Io`], as for a parent that may not be written (`EACCES`,
     /// `EROFS`), a full disk or a target on which a file system is mounted (`EBUSY`).
     pub fn create(target: impl AsRef<Path>) -> Result<Folder, CommitError> {
-        let (parent_path, target_name) = name::split_target(target.as_ref())?;
+        Self::begin(target.as_ref(), check_target_is_free)
+    }
+
+    /// Begins a folder once `check` has seen the open parent, the target's name in it, and its path.
+    fn begin(
+        target: &Path,
+        check: impl FnOnce(&OwnedFd, &OsStr, &Path) -> Result<(), CommitError>,
+    ) -> Result<Folder, CommitError> {
+        let (parent_path, target_name) = name::split_target(target)?;
         let target = parent_path.join(&target_name);
         let parent = sweep::open_parent(&parent_path)?;
-        check_target_is_free(&parent, &target_name, &target)?;
+        check(&parent, &target_name, &target)?;
         let mut swept = SweepReport::default();
         // Somebody else's leftover that cannot be removed must not keep this folder from being written.
         if let Err(error) = sweep::sweep_into(&parent, &parent_path, &mut swept) {
@@ -124,22 +132,28 @@ impl Folder {
     pub fn publish(mut self) -> Result<(), CommitError> {
         self.ledger.check_complete()?;
         disk::fsync(&self.claim.directory, &self.claim.path)?;
-        let renamed = disk::rename(&self.parent, &self.claim.name, &self.target_name, &self.target);
-        if let Err(error) = renamed {
-            // Network file systems may report failure for a rename that the server carried out.
-            if !self.is_visible()? {
-                return Err(self.explain_rename(error));
-            }
-        }
+        let renamed = disk::rename((&self.parent, &self.claim.name), (&self.parent, &self.target_name), &self.target);
+        self.confirm(renamed, &self.claim.directory)?;
         self.remover = None;
+        self.make_name_durable()
+    }
+
+    /// Takes the rename of what is open as `moved` for done where it was, whatever it answered: network file systems
+    /// may report failure for a rename that the server carried out.
+    fn confirm(&self, renamed: Result<(), CommitError>, moved: impl AsFd) -> Result<(), CommitError> {
+        match renamed {
+            Err(error) if !claim::leads_to(&self.parent, &self.target_name, moved, &self.target)? => {
+                Err(self.explain_rename(error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn make_name_durable(&self) -> Result<(), CommitError> {
         disk::fsync(&self.parent, &self.parent_path).map_err(|error| match error {
             CommitError::Io { source, .. } => CommitError::NotDurable { path: self.target.clone(), source },
             other => other,
         })
-    }
-
-    fn is_visible(&self) -> Result<bool, CommitError> {
-        claim::leads_to(&self.parent, &self.target_name, &self.claim.directory, &self.target)
     }
 
     fn explain_rename(&self, error: CommitError) -> CommitError {
@@ -155,6 +169,34 @@ impl Folder {
     }
 }
 
+/// Writes `bytes` as the file `target`, whose parent must exist, in one step: readers find the whole new file or what
+/// was there before, also after a crash of the machine.
+///
+/// A file under that name is replaced, a symbolic link too (not what it leads to). The new file gets the mode that the
+/// umask leaves. Until it is complete it lies in a hidden folder as a [`Folder`] does, so that the same sweeps remove
+/// what a dead writer left; this call makes one too.
+///
+/// # Errors
+/// As [`Folder::create`], [`FolderFile::append`] and [`Folder::publish`]; instead of
+/// [`CommitError::TargetExists`], `EISDIR` for a target that is a directory. With every error but
+/// [`CommitError::NotDurable`] the target is as it was.
+pub fn replace_file(target: impl AsRef<Path>, bytes: &[u8]) -> Result<(), CommitError> {
+    let folder = Folder::begin(target.as_ref(), check_target_is_no_folder)?;
+    let name = "file";
+    let mut file = folder.create_file(name)?;
+    file.append(bytes)?;
+    let file = file.finish_open()?;
+    disk::fsync(&folder.claim.directory, &folder.claim.path)?;
+    let renamed = disk::rename(
+        (&folder.claim.directory, OsStr::new(name)),
+        (&folder.parent, &folder.target_name),
+        &folder.target,
+    );
+    folder.confirm(renamed, &file)?;
+    // Dropping the folder removes the rest of it: nothing now.
+    folder.make_name_durable()
+}
+
 impl Drop for Folder {
     fn drop(&mut self) {
         if self.remover == Some(std::process::id()) {
@@ -164,23 +206,34 @@ impl Drop for Folder {
     }
 }
 
-fn check_target_is_free(parent: impl AsFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
+fn check_target_is_no_folder(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
+    match rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Err(Errno::NOENT) => Ok(()),
+        Err(errno) => Err(CommitError::io("look at", path, errno)),
+        Ok(status) if FileType::from_raw_mode(status.st_mode) == FileType::Directory => {
+            Err(CommitError::io("put a file in the place of", path, Errno::ISDIR))
+        }
+        Ok(_) => Ok(()),
+    }
+}
+
+fn check_target_is_free(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
     let taken = || CommitError::TargetExists { path: path.to_path_buf() };
-    let status = match rustix::fs::statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW) {
+    let status = match rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
         Err(Errno::NOENT) => return Ok(()),
         outcome => outcome.map_err(|errno| CommitError::io("look at", path, errno))?,
     };
     if FileType::from_raw_mode(status.st_mode) != FileType::Directory {
         return Err(taken());
     }
-    let directory = match claim::open_folder(&parent, name, path) {
+    let directory = match claim::open_folder(parent, name, path) {
         Err(error) if error.is(Errno::NOENT) => return Ok(()),
         outcome => outcome?,
     };
     if !sweep::list(&directory, path)?.is_empty() {
         return Err(taken());
     }
-    if status.st_dev != claim::stat(&parent, path)?.st_dev {
+    if status.st_dev != claim::stat(parent, path)?.st_dev {
         return Err(CommitError::io("rename over the mounted file system at", path, Errno::BUSY));
     }
     Ok(())

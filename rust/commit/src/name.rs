@@ -46,9 +46,9 @@ pub(crate) fn split_target(target: &Path) -> Result<(PathBuf, OsString), CommitE
     let invalid = |reason| CommitError::InvalidName { path: target.to_path_buf(), reason };
     // `file_name` alone would take `plan/.` for `plan`.
     if target.as_os_str().as_bytes().ends_with(b"/.") {
-        return Err(invalid("it does not end in the name of a folder"));
+        return Err(invalid("it does not end in a name"));
     }
-    let name = target.file_name().ok_or_else(|| invalid("it does not end in the name of a folder"))?;
+    let name = target.file_name().ok_or_else(|| invalid("it does not end in a name"))?;
     if name.as_bytes().contains(&0) {
         return Err(invalid("it holds a zero byte"));
     }

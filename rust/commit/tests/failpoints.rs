@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use common::{assert_complete, child as writer, contents, entries, fill};
-use tundish_commit::{CommitError, Folder, sweep};
+use tundish_commit::{CommitError, Folder, replace_file, sweep};
 
 const EIO: i32 = 5;
 const EINVAL: i32 = 22;
@@ -34,6 +34,7 @@ fn child() {
         "publish" => publish(&target, mark),
         "stubborn" => publish_stubbornly(&target, mark),
         "large" => publish_large(&target),
+        "replace" => replace_file(&target, &picture(mark)),
         "drop" => Folder::create(&target).and_then(|folder| fill(&folder, mark)),
         other => panic!("unknown role {other}"),
     };
@@ -81,6 +82,11 @@ fn publish_large(target: &Path) -> Result<(), CommitError> {
     folder.publish()
 }
 
+/// The bytes of a file that is replaced; `mark` tells the old ones from the new.
+fn picture(mark: u8) -> Vec<u8> {
+    vec![mark; 70_000 + usize::from(mark)]
+}
+
 /// One run of the scenario in a fresh parent.
 struct Run {
     parent: tempfile::TempDir,
@@ -96,7 +102,15 @@ struct Call {
 
 impl Run {
     fn new(role: &str, fault: Option<&str>) -> Self {
+        Self::in_place_of(None, role, fault)
+    }
+
+    /// A run where the target is a file already, if `old` gives its bytes.
+    fn in_place_of(old: Option<&[u8]>, role: &str, fault: Option<&str>) -> Self {
         let parent = tempfile::tempdir().unwrap();
+        if let Some(old) = old {
+            fs::write(parent.path().join("plan"), old).unwrap();
+        }
         let leftover = parent.path().join(LEFTOVER);
         fs::create_dir(&leftover).unwrap();
         fs::write(leftover.join("a"), b"x").unwrap();
@@ -318,4 +332,77 @@ fn early_writeback_is_bounded_and_its_errors_are_final() {
     assert_eq!(tries.count(), 1);
     let lost = Run::new("large", Some(&format!("fail {} {EINVAL}", waits[0])));
     assert_eq!(lost.outcome(), format!("error {EINVAL}"));
+}
+
+/// Runs `replace_file` over an old file; what the target holds then is the old bytes or the new ones, whole.
+fn replace(fault: Option<&str>) -> (Run, bool) {
+    let run = Run::in_place_of(Some(&picture(NEXT)), "replace", fault);
+    let found = fs::read(run.target()).unwrap();
+    let is_new = found == picture(FIRST);
+    assert!(is_new || found == picture(NEXT), "{fault:?}: the file is neither the old one nor the new one");
+    (run, is_new)
+}
+
+#[test]
+fn a_replaced_file_is_durable_before_it_is_visible() {
+    let (run, is_new) = replace(None);
+    assert_eq!((run.outcome().as_str(), is_new), ("published", true));
+    assert_eq!(entries(run.parent.path()), ["plan"]);
+    let steps: Vec<_> = run.trace[position(&run.trace, "create folder")..]
+        .iter()
+        .map(|call| (call.operation.split(' ').next().unwrap(), call.path.as_path()))
+        .collect();
+    let folder = steps[0].1;
+    let file = steps[1].1;
+    let parent = run.parent.path();
+    let target = run.target();
+    assert_eq!(file.parent(), Some(folder));
+    let expected = [
+        ("create", folder),
+        ("create", file),
+        ("write", file),
+        ("fsync", file),
+        ("fsync", folder),
+        ("rename", &target),
+        ("fsync", parent),
+        ("remove", folder),
+    ];
+    assert_eq!(steps, expected);
+}
+
+#[test]
+fn a_replacer_killed_at_any_failpoint_leaves_the_old_file_or_the_new_one() {
+    let calls = replace(None).0.trace;
+    let rename = position(&calls, "rename");
+    for hit in 0..2 * calls.len() {
+        let context = format!("killed at hit {hit}, {}", calls[hit / 2].operation);
+        let (run, is_new) = replace(Some(&format!("kill {hit}")));
+        assert_eq!(run.output.status.signal(), Some(SIGKILL), "{context}");
+        assert_eq!(is_new, hit > 2 * rename, "{context}");
+        run.assert_next_writer_works(&context);
+    }
+}
+
+#[test]
+fn a_failing_call_fails_the_replacement_or_is_no_part_of_it() {
+    let calls = replace(None).0.trace;
+    let create = position(&calls, "create folder");
+    let rename = position(&calls, "rename");
+    for mode in ["fail", "fail-after"] {
+        for (number, call) in calls.iter().enumerate() {
+            let context = format!("{mode} at call {number}, {}", call.operation);
+            let (run, is_new) = replace(Some(&format!("{mode} {number} {ENOSPC}")));
+            let expected = if number < create || number > rename + 1 || (mode == "fail-after" && number == rename) {
+                "published".to_owned()
+            } else if number == rename + 1 {
+                format!("not-durable {ENOSPC}")
+            } else {
+                format!("error {ENOSPC}")
+            };
+            assert_eq!(run.outcome(), expected, "{context}");
+            assert_eq!(is_new, !expected.starts_with("error"), "{context}");
+            run.assert_no_fsync_twice(&context);
+            run.assert_next_writer_works(&context);
+        }
+    }
 }

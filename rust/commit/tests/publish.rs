@@ -9,7 +9,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
 use common::{assert_complete, contents, entries, fill, publish};
-use tundish_commit::{CommitError, Folder, sweep};
+use tundish_commit::{CommitError, Folder, replace_file, sweep};
 
 #[test]
 fn child() {
@@ -300,6 +300,43 @@ fn bad_names_are_refused() {
     // None of these refusals harms the folder.
     folder.publish().unwrap();
     assert_eq!(entries(&target), [name]);
+}
+
+#[test]
+fn a_file_is_replaced_and_nothing_else_is_touched() {
+    let parent = tempfile::tempdir().unwrap();
+    let path = |name: &str| parent.path().join(name);
+    let leftover = path(".old.00000000ffffffff.incomplete");
+    fs::create_dir(&leftover).unwrap();
+    fs::write(path("elsewhere"), b"keep").unwrap();
+    symlink(path("elsewhere"), path("link.png")).unwrap();
+    for (name, bytes) in
+        [("new.png", &b"first"[..]), ("new.png", b"second, longer"), ("new.png", b""), ("link.png", b"x")]
+    {
+        replace_file(path(name), bytes).unwrap();
+        assert_eq!(fs::read(path(name)).unwrap(), bytes);
+    }
+    assert_eq!(fs::read(path("elsewhere")).unwrap(), b"keep");
+    assert!(!path("link.png").is_symlink());
+    assert_eq!(entries(parent.path()), ["elsewhere", "link.png", "new.png"]);
+    fs::write(path("reference"), b"").unwrap();
+    let mode = |name: &str| fs::metadata(path(name)).unwrap().mode();
+    assert_eq!(mode("new.png"), mode("reference"));
+}
+
+#[test]
+fn a_file_takes_no_folder_s_place() {
+    let parent = tempfile::tempdir().unwrap();
+    let taken = parent.path().join("taken");
+    fs::create_dir(&taken).unwrap();
+    let error = replace_file(&taken, b"x").unwrap_err();
+    assert_eq!((error.raw_os_error(), error.path()), (Some(libc::EISDIR), taken.as_path()));
+    let missing = parent.path().join("missing");
+    let error = replace_file(missing.join("file"), b"x").unwrap_err();
+    assert!(matches!(&error, CommitError::ParentMissing { path } if *path == missing));
+    let error = replace_file(parent.path().join("nul\0byte"), b"x").unwrap_err();
+    assert!(matches!(error, CommitError::InvalidName { .. }), "{error}");
+    assert_eq!(entries(parent.path()), ["taken"]);
 }
 
 #[test]
