@@ -10,6 +10,7 @@ __all__ = [
     "fingerprint",
     "open_plan",
     "pack",
+    "replace_file",
     "save",
     "shuffled_indices",
     "verify",
@@ -45,6 +46,7 @@ def verify(
     threads: int | None = None,
     progress: _Progress | None = None,
 ) -> None: ...
+def replace_file(target: _Path, contents: bytes) -> None: ...
 def shuffled_indices(samples: int, seed: int, progress: _Progress | None = None) -> NDArray[Any]: ...
 
 @final

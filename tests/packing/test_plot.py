@@ -142,6 +142,15 @@ def test_a_picture_is_replaced_and_keeps_to_the_umask(tmp_path: Path) -> None:
     assert target.stat().st_mode & 0o777 == 0o640
 
 
+def test_what_a_killed_writer_left_goes_with_the_next_picture(tmp_path: Path) -> None:
+    leftover = tmp_path / ".plan.png.00000000000000aa.incomplete"
+    leftover.mkdir()
+    (leftover / "file").write_bytes(PNG)
+    (tmp_path / ".mine.png.incomplete").write_bytes(b"keep")
+    plan_of(np.arange(100), 64).plot(tmp_path / "plan.png")
+    assert sorted(os.listdir(tmp_path)) == [".mine.png.incomplete", "plan.png"]
+
+
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     plan = plan_of(np.arange(100), 64)
     with pytest.raises(InvalidInputError, match=r"plan\.jpeg.*\.png"):

@@ -2,11 +2,12 @@
 
 Owns what the picture counts and how it looks. What always holds: the plan is read in slices, so that memory does
 not grow with it, and of a very large plan an even selection of slices stands for the whole, which the picture
-says; the user's own pyplot state is neither used nor changed; the file under its final name is complete.
+says; the user's own pyplot state is neither used nor changed; the file under its final name is complete and durable.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tundish.errors import InvalidInputError, NotFoundError, StorageError, missing_extra
+from tundish import _native
+from tundish.errors import InvalidInputError, NotFoundError, missing_extra
 
 if TYPE_CHECKING:
     from tundish.packing.plan import PackPlan
@@ -80,7 +82,9 @@ def plot_plan(plan: PackPlan, path: str | os.PathLike[str]) -> Path:
     figure = Figure(figsize=(12, 8), dpi=150, facecolor="white")
     agg.FigureCanvasAgg(figure)
     _draw(figure, plan, count(plan))
-    _publish(figure, target)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=target.suffix[1:].lower())
+    _native.replace_file(target, picture.getvalue())
     return target
 
 
@@ -338,18 +342,3 @@ def _short(number: float) -> str:
         if abs(number) >= 0.9995 * size:
             return f"{number / size:.3g} {letter}"
     return f"{number:.3g}" if number != int(number) else f"{int(number)}"
-
-
-def _publish(figure: Any, target: Path) -> None:
-    # A plot can be drawn again, so nothing is fsynced; but a picture that is there is a whole one.
-    beside = target.with_name(f".{target.name}.{os.getpid()}.incomplete")
-    try:
-        try:
-            figure.savefig(beside, format=target.suffix[1:].lower())
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"the plot cannot be written: {error.strerror}", str(target)
-        ) from error

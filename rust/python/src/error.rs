@@ -13,6 +13,7 @@ use tundish_packing::PackError;
 #[derive(Debug)]
 pub(crate) enum BindingError {
     Pack(PackError),
+    Commit(CommitError),
     /// An argument of the wrong type or dtype.
     Type(String),
     /// Threads could not be started.
@@ -24,6 +25,12 @@ pub(crate) enum BindingError {
 impl From<PackError> for BindingError {
     fn from(error: PackError) -> Self {
         Self::Pack(error)
+    }
+}
+
+impl From<CommitError> for BindingError {
+    fn from(error: CommitError) -> Self {
+        Self::Commit(error)
     }
 }
 
@@ -40,6 +47,7 @@ impl From<BindingError> for PyErr {
             BindingError::Type(message) => raise("InvalidTypeError", &message),
             BindingError::Threads(message) => raise("InvalidInputError", &message),
             BindingError::Pack(error) => pack_error(&error),
+            BindingError::Commit(error) => commit_error(&error),
         }
     }
 }

@@ -5,6 +5,7 @@
 #![deny(unsafe_code)]
 
 mod columns;
+mod commit;
 mod enter;
 mod error;
 mod packing;
@@ -14,6 +15,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use super::commit::replace_file;
     #[pymodule_export]
     use super::packing::{PlanReader, fingerprint, open_plan, pack, save, shuffled_indices, verify, write};
 }
