@@ -1,0 +1,139 @@
+"""What a kind of checkpoint gives to the checkpointer, and the handle of a save that callers hold.
+
+A save goes through three hands. Its `Plan` is made on the caller's thread of every rank and refuses what can be
+refused early; `stage` takes the tensors into host memory; `Staged` is what the kind's finalize thread works
+on. What always holds: nothing of a plan changes the disk before every rank has one and all are equal; whatever
+happens after `reserve`, `release` is called once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tundish._native import FileFacts
+
+__all__ = ["Plan", "PlannedFile", "Save", "Staged", "WriteOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedFile:
+    """A file of a checkpoint that is yet to be written: `rank` is the rank within the group that writes it."""
+
+    name: str
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """How the files of one save are written.
+
+    `checksum`: whether checksums are computed on the way. `writers_per_node`: processes of this node that may
+    write at once. `progress`: called now and then with the bytes written so far, from any thread.
+    """
+
+    checksum: bool
+    writers_per_node: int
+    progress: Callable[[int], None]
+
+
+class Staged(Protocol):
+    """A save whose tensors are in host memory, or on their way there."""
+
+    def wait_staged(self, timeout: float | None) -> None:
+        """Block until host memory holds everything; raises what went wrong on the way, `TimeoutError`."""
+
+    def prewrite(self, folder: Path) -> list[FileFacts]:
+        """Write all files but the weights, durably. On the group's first rank, on a background thread."""
+
+    def write(self, folder: Path, options: WriteOptions) -> list[FileFacts]:
+        """Write this rank's files and block until they are durable. On a background thread of every rank."""
+
+    def release(self) -> None:
+        """Give the host memory back, whatever came before. Never raises."""
+
+
+class Plan(Protocol):
+    """What one save will write, known from names, shapes and dtypes alone.
+
+    `files`: all files with weights, equal on all ranks; empty where the kind learns them only while
+    staging. `staged_bytes`: host memory that this rank's staging takes. `written_bytes`: what the whole checkpoint will
+    take on the disk, of all ranks. `fingerprint`: equal on all ranks exactly where their plans agree.
+    """
+
+    @property
+    def files(self) -> tuple[PlannedFile, ...]: ...
+    @property
+    def staged_bytes(self) -> int: ...
+    @property
+    def written_bytes(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+    def reserve(self) -> None:
+        """Take the host memory, local to this rank; raises `MemoryError` kinds. Before the vote, so that no
+        rank waits in a collective for one that has no memory."""
+
+    def stage(self) -> Staged:
+        """Take the tensors. On the caller's thread, collective where they are sharded. When it returns from an eager
+        staging, nothing that the caller does to the model changes what is saved."""
+
+    def release(self) -> None:
+        """Give back what `reserve` took, where `stage` is not called after it. Never raises."""
+
+
+class Save(Future[Path]):
+    """A save under way: a future of the path it is published under.
+
+    `result()` raises what the save failed with, the same on every rank; it cannot be cancelled.
+    """
+
+    def __init__(self, kind: str, step: int, total_bytes: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.step = step
+        self._total = total_bytes
+        self._written = 0
+        self._is_staged = threading.Event()
+        self.set_running_or_notify_cancel()
+
+    def staged(self, timeout: float | None = None) -> None:
+        """Block until host memory holds everything that this rank saves.
+
+        Raises `TimeoutError`; where staging failed, what it failed with.
+        """
+        if not self._is_staged.wait(timeout):
+            raise TimeoutError(f"step {self.step} ({self.kind}) was not staged within {timeout} s")
+        if self.done() and (error := self.exception()) is not None and not self._was_staged:
+            raise error
+
+    _was_staged = False
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes that this rank has written so far, and all that it will write."""
+        return (self._total if self.done() and self.exception() is None else self._written), self._total
+
+    # For the checkpointer alone.
+
+    def note_staged(self) -> None:
+        """Everything is in host memory."""
+        self._was_staged = True
+        self._is_staged.set()
+
+    def note_written(self, written: int) -> None:
+        """So many bytes are written."""
+        self._written = written
+
+    def finish(self, path: Path) -> None:
+        """The checkpoint is published and recorded."""
+        self.set_result(path)
+
+    def fail(self, error: BaseException) -> None:
+        """The save came to nothing, or what follows publication failed."""
+        self.set_exception(error)
+        self._is_staged.set()
