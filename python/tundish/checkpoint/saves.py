@@ -76,12 +76,16 @@ class Plan(Protocol):
     def fingerprint(self) -> str: ...
 
     def reserve(self) -> None:
-        """Take the host memory, local to this rank; raises `MemoryError` kinds. Before the vote, so that no
-        rank waits in a collective for one that has no memory."""
+        """Take the host memory, local to this rank; raises `MemoryError` kinds.
+
+        Before the vote, so that no rank waits in a collective for one that has no memory.
+        """
 
     def stage(self) -> Staged:
-        """Take the tensors. On the caller's thread, collective where they are sharded. When it returns from an eager
-        staging, nothing that the caller does to the model changes what is saved."""
+        """Take the tensors. On the caller's thread, collective where they are sharded.
+
+        When it returns from an eager staging, nothing that the caller does to the model changes what is saved.
+        """
 
     def release(self) -> None:
         """Give back what `reserve` took, where `stage` is not called after it. Never raises."""

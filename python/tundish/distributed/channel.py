@@ -44,7 +44,7 @@ _LONG_PAUSE = 0.1
 
 @dataclass(kw_only=True)
 class _Round:
-    """One vote of this rank. Its thread sets `verdict` and `done`, its caller the two flags.
+    """One vote of this rank. Its thread sets `verdict`, `gathered` and `done`, its caller the two flags.
 
     `lock` decides between a caller that gives up and a verdict that comes at that moment: the caller returns
     the verdict, or its thread sees `abandoned`.
@@ -52,8 +52,11 @@ class _Round:
 
     number: int
     own: Failure | None
+    same: str | None
+    brought: str | None
     started: float
     deadline: float | None
+    gathered: list[str] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     posted: bool = False
@@ -89,10 +92,20 @@ class Channel:
         self._store = JobStore(member.store, f"votes/{unused_name(member.name, member.ranks)}")
         self._watch = PeerWatch()
 
-    def hold(self, own: BaseException | None, what: str, seconds: float | None) -> TundishError | None:
+    def hold(
+        self,
+        own: BaseException | None,
+        what: str,
+        seconds: float | None,
+        *,
+        same: str | None = None,
+        brought: str | None = None,
+    ) -> tuple[TundishError | None, list[str]]:
         """Collective: the next round. Returns what this rank has to raise, None where all went well.
 
         `own`: this rank's error. `seconds`: how long to wait for the others, None for as long as it takes.
+        `same`: what has to be equal on all ranks. `brought`: what the first member is to get of every rank; in
+        the group's order it returns them, the others an empty list.
         """
         if self._closed:
             raise InvalidInputError(f"{what}: this voter is closed")
@@ -105,6 +118,8 @@ class Channel:
             current = _Round(
                 number=self._number,
                 own=None if own is None else Failure.of(self.member.rank, own),
+                same=same,
+                brought=brought,
                 started=now,
                 deadline=None if seconds is None else now + seconds,
             )
@@ -123,11 +138,11 @@ class Channel:
             current.abandoned = verdict is None
         if verdict is not None:
             # It stands, even where the store was lost or stopped right after.
-            return verdict.error(what, self.member.rank, late=not current.posted)
+            return verdict.error(what, self.member.rank, late=not current.posted), current.gathered
         if not answered:
-            return self._unanswered(what, seconds or 0.0)
+            return self._unanswered(what, seconds or 0.0), []
         if current.trouble is not None:
-            return self._store_lost(what, current.trouble)
+            return self._store_lost(what, current.trouble), []
         raise InvalidInputError(f"{what}: this voter was closed during the vote")
 
     def close(self) -> None:
@@ -182,6 +197,9 @@ class Channel:
         self._introduce()
         verdict = self._verdict(number) or self._forgotten(number)
         if verdict is None and not current.abandoned:
+            self._compare(current)
+            if current.brought is not None:
+                store.write(f"{number}/brought/{me}", current.brought)
             store.write(f"{number}/vote/{me}", "" if current.own is None else current.own.to_json())
             if current.own is not None:
                 store.add(f"{number}/failed", 1)
@@ -190,6 +208,7 @@ class Channel:
                 verdict = self._conclude(current)
         if verdict is None:
             verdict = self._await(current)
+        self._gather(current, verdict)
         met_before = bool(self.mates)
         if verdict.complete and not met_before:
             self._meet()
@@ -202,6 +221,26 @@ class Channel:
             self._own_introduction = ""
         if current.posted and self._host in self.member.ranks:
             self._leave(current, verdict)
+
+    def _compare(self, current: _Round) -> None:
+        """Fail where another rank brought something else that has to be the same."""
+        if current.same is None:
+            return
+        standing = self._store.write_once(f"{current.number}/same", current.same)
+        if standing != current.same and current.own is None:
+            text = f"brought {current.same!r} where another rank brought {standing!r}"
+            current.own = Failure(rank=self.member.rank, text=text)
+
+    def _gather(self, current: _Round, verdict: Verdict) -> None:
+        """Take what all ranks brought, on the first member; where the round failed, each takes its own back."""
+        if current.brought is None:
+            return
+        keys = [f"{current.number}/brought/{rank}" for rank in self.member.ranks]
+        if not verdict.complete or verdict.failures:
+            self._store.delete(f"{current.number}/brought/{self.member.rank}")
+        elif self.member.rank == self.member.ranks[0]:
+            current.gathered = [self._store.read(key) or "" for key in keys]
+            self._store.delete(*keys)
 
     def _introduce(self) -> None:
         """Once: say which node this rank is on and where it can be watched."""
@@ -301,7 +340,7 @@ class Channel:
         # In a round that was cut short, a rank between its look for the verdict and its vote can bring these
         # keys back after they were deleted; it is the one to delete them again.
         if current.concluder or (current.posted and not verdict.complete):
-            store.delete(f"{number}/arrived", f"{number}/failed")
+            store.delete(f"{number}/arrived", f"{number}/failed", f"{number}/same")
         self._kept.append(number)
         count = 1 if verdict.complete else _KEPT_ROUNDS
         old, self._kept = self._kept[:-count], self._kept[-count:]

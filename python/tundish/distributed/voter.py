@@ -74,6 +74,7 @@ class Voter:
         error: BaseException | None = None,
         *,
         what: str,
+        same: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
     ) -> None:
         """Collective: bring this rank's status; returns when every rank brought a good one.
@@ -81,6 +82,8 @@ class Voter:
         Args:
             error: what went wrong on this rank; None when nothing did.
             what: the step voted on, for messages: "building the plan".
+            same: what has to be equal on all ranks, not empty: a rank that brings something else fails.
+                Either all ranks give it or none.
             timeout: how long this rank waits for the others; None for as long as it takes.
 
         Raises:
@@ -94,14 +97,45 @@ class Voter:
 
         Once a rank failed, the others are given one more second to name their own failures.
         """
-        problem = None
+        self._hold(error, what, timeout, same=same)
+
+    def gather(
+        self,
+        value: str,
+        error: BaseException | None = None,
+        *,
+        what: str,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+    ) -> list[str]:
+        """Collective: a vote to which every rank also brings `value`, for the group's first rank.
+
+        Returns the values of all ranks in the group's order there, an empty list on the others. They travel
+        through the job's store: kilobytes, not megabytes.
+
+        Raises what `vote` raises.
+        """
+        values = self._hold(error, what, timeout, brought=value)
+        return [value] if self._channel is None else values
+
+    def _hold(
+        self,
+        error: BaseException | None,
+        what: str,
+        timeout: timedelta | float | None,
+        *,
+        same: str | None = None,
+        brought: str | None = None,
+    ) -> list[str]:
+        problem: BaseException | None = None
+        values: list[str] = []
         if self._channel is not None:
             seconds = None if timeout is None else seconds_of(timeout)
-            problem = self._channel.hold(error, what, seconds)
+            problem, values = self._channel.hold(error, what, seconds, same=same, brought=brought)
         if error is not None:
             raise error
         if problem is not None:
             raise problem
+        return values
 
     @contextlib.contextmanager
     def agreed(self, what: str, *, timeout: timedelta | float | None = DEFAULT_TIMEOUT) -> Iterator[None]:
