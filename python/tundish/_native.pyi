@@ -6,15 +6,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "FileFacts",
+    "Image",
     "PlanReader",
+    "ShardWriter",
+    "checksum_file",
     "fingerprint",
     "open_plan",
     "pack",
     "replace_file",
     "save",
     "shuffled_indices",
+    "staging_stats",
+    "trim_staging",
     "verify",
+    "verify_folder",
     "write",
+    "write_sidecar",
 ]
 
 @type_check_only
@@ -60,3 +68,52 @@ class PlanReader:
     ) -> tuple[
         NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]
     ]: ...
+
+@final
+class Image:
+    def __new__(cls, size: int) -> Image: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@type_check_only
+class StagingStats(TypedDict):
+    in_use: int
+    cached: int
+    peak: int
+
+def staging_stats() -> StagingStats: ...
+def trim_staging() -> int: ...
+
+@final
+class FileFacts:
+    def __new__(cls, name: str, size: int, checksum: str | None) -> FileFacts: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def checksum(self) -> str | None: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self, /) -> int: ...
+
+@final
+class ShardWriter:
+    def __new__(
+        cls,
+        folder: _Path,
+        files: Sequence[tuple[str, int]],
+        *,
+        checksum: bool,
+        writers_per_node: int,
+    ) -> ShardWriter: ...
+    def write(self, name: str, offset: int, image: Image, start: int, length: int) -> None: ...
+    def progress(self) -> tuple[int, int]: ...
+    def finish(self) -> list[FileFacts]: ...
+    def abort(self) -> None: ...
+
+def write_sidecar(folder: _Path, name: str, contents: bytes) -> FileFacts: ...
+def checksum_file(path: _Path) -> FileFacts: ...
+def verify_folder(folder: _Path, *, progress: _Progress | None = None) -> None: ...
