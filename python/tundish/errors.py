@@ -14,6 +14,7 @@ __all__ = [
     "InvalidInputError",
     "InvalidTypeError",
     "MissingExtraError",
+    "NoSuchPackError",
     "NotFoundError",
     "PeerFailedError",
     "PlanFormatError",
@@ -38,6 +39,10 @@ class InvalidTypeError(TundishError, TypeError):
     """An argument has a type or dtype that cannot be used."""
 
 
+class NoSuchPackError(TundishError, IndexError):
+    """A pack was asked for by a number that the plan does not have."""
+
+
 class PlanFormatError(TundishError, ValueError):
     """A plan folder is damaged, incomplete or of another format version."""
 
@@ -52,6 +57,13 @@ class StateMismatchError(TundishError, ValueError):
 
 class StorageError(TundishError, OSError):
     """The file system refused: read-only, full, vanished. `errno` and `filename` are set."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        # Sentences of the compiled module name their path where it belongs; at the end it would stand twice.
+        if isinstance(self.filename, str) and self.filename in str(self.strerror):
+            return text.removesuffix(f": {self.filename!r}")
+        return text
 
 
 class NotFoundError(StorageError, FileNotFoundError):
@@ -90,6 +102,11 @@ class StoreLostError(TundishError, ConnectionError):
 
 class MissingExtraError(TundishError, ImportError):
     """A feature needs packages that an extra of tundish installs."""
+
+
+def shown(number: int) -> str:
+    """`number` as a message can hold it: Python refuses to write out thousands of digits, and nobody reads them."""
+    return str(number) if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
 
 
 def missing_extra(extra: str, needs: str, purpose: str) -> NoReturn:

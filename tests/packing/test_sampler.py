@@ -304,7 +304,7 @@ def test_the_state_of_a_finished_epoch() -> None:
             {"kind": "DistributedSampler"},
             "no state of a PackedBatchSampler: its kind is 'DistributedSampler'",
         ),
-        ({"step": 11}, "step in the sampler's state is 11, but must be an integer in 0 … 10"),
+        ({"step": 11}, "step in the sampler's state is 11, but must be in 0 … 10"),
         ({"step": -1}, "step in the sampler's state is -1"),
         ({"step": True}, "step in the sampler's state is True"),
         ({"step": 1.0}, "step in the sampler's state is 1.0"),
@@ -313,6 +313,11 @@ def test_the_state_of_a_finished_epoch() -> None:
         ({"seed": 0.0}, "seed in the sampler's state is 0.0, but must be of type int"),
         ({"shuffle": 1}, "shuffle in the sampler's state is 1, but must be of type bool"),
         ({"plan": None}, "plan in the sampler's state is None, but must be of type str"),
+        ({"packs": 10**5000}, "another plan: its number of packs is an integer of 16610 bits"),
+        ({"step": 10**5000}, "step in the sampler's state is an integer of 16610 bits"),
+        ({"version": True}, "version in the sampler.s state is True, but must be of type int"),
+        ({"packs": np.float64(40)}, "packs in the sampler's state is .*40.0.*, but must be of type int"),
+        ({"step": np.True_}, "step in the sampler's state is .*True.*, but must be of type int"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
@@ -328,6 +333,40 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
     assert (sampler.epoch, sampler.start_step, sampler.state_dict()["step"]) == (3, 0, 1)
     sampler.load_state_dict(state)
     assert (sampler.epoch, sampler.start_step, sampler.state_dict()["step"]) == (0, 5, 5)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint32, torch.tensor])
+def test_a_state_may_come_back_with_integers_of_another_type(kind: Any) -> None:
+    """What stores checkpoints may turn plain integers into numpy's or torch's; their values are what counts."""
+    sampler = td.PackedBatchSampler(plan_of(40), 4, 0, 1, seed=3, epoch=2)
+    rest = list(sampler)[5:]
+    state = sampler.state_dict() | {"step": 5}
+    stored = {key: kind(value) if type(value) is int else value for key, value in state.items()}
+    assert sum(type(value) is not type(state[key]) for key, value in stored.items()) == 6
+    resumed = td.PackedBatchSampler(plan_of(40), 4, 0, 1, seed=3)
+    resumed.load_state_dict(stored)
+    assert list(resumed) == rest
+    assert resumed.state_dict() == sampler.state_dict() and type(resumed.epoch) is int
+
+
+def test_what_a_sampler_was_made_with_cannot_be_changed() -> None:
+    sampler = td.PackedBatchSampler(plan_of(40), 4, 0, 2, seed=3)
+    facts = {
+        "batch_size": 4,
+        "rank": 0,
+        "world_size": 2,
+        "seed": 3,
+        "shuffle": True,
+        "drop_last": False,
+        "group_by_longest": False,
+        "global_batch": 8,
+        "epoch": 0,
+        "start_step": 0,
+    }
+    for name, value in facts.items():
+        assert getattr(sampler, name) == value
+        with pytest.raises(AttributeError, match=name):
+            setattr(sampler, name, value)
 
 
 @pytest.mark.parametrize("key", ["plan", "packs", "global_batch", "seed", "shuffle", "epoch", "step"])
@@ -354,25 +393,33 @@ def test_the_state_of_another_plan_of_as_many_packs_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
-        ({"batch_size": 0}, InvalidInputError, "batch_size must be at least 1, got 0"),
-        ({"batch_size": -3}, InvalidInputError, "batch_size must be at least 1, got -3"),
-        ({"batch_size": True}, InvalidTypeError, "batch_size must be an integer, got True"),
-        ({"batch_size": 2.0}, InvalidTypeError, "batch_size must be an integer, got 2.0"),
-        ({"batch_size": None}, InvalidTypeError, "batch_size must be an integer, got None"),
+        ({"batch_size": 0}, InvalidInputError, "batch_size is 0; it must be in 1"),
+        ({"batch_size": -3}, InvalidInputError, "batch_size is -3; it must be in 1"),
+        ({"batch_size": True}, InvalidTypeError, "batch_size must be an integer, not True"),
+        ({"batch_size": 2.0}, InvalidTypeError, "batch_size must be an integer, not 2.0"),
+        ({"batch_size": None}, InvalidTypeError, "batch_size must be an integer, not None"),
         ({"rank": 2}, InvalidInputError, "rank 2 is not below world_size 2"),
-        ({"rank": -1}, InvalidInputError, "rank must be at least 0, got -1"),
+        ({"rank": -1}, InvalidInputError, "rank is -1; it must be in 0"),
         ({"rank": 0.0}, InvalidTypeError, "rank must be an integer"),
-        ({"world_size": 0}, InvalidInputError, "world_size must be at least 1, got 0"),
+        ({"world_size": 0}, InvalidInputError, "world_size is 0; it must be in 1"),
         ({"world_size": np.True_}, InvalidTypeError, "world_size must be an integer"),
-        ({"seed": -1}, InvalidInputError, "seed must be in 0 … 4294967295, got -1"),
-        ({"seed": 2**32}, InvalidInputError, "seed must be in 0 … 4294967295, got 4294967296"),
+        ({"seed": -1}, InvalidInputError, "seed is -1; it must be in 0 … 4294967295"),
+        ({"seed": 2**32}, InvalidInputError, "seed is 4294967296; it must be in 0 … 4294967295"),
         ({"seed": None}, InvalidTypeError, "seed must be an integer"),
-        ({"epoch": -1}, InvalidInputError, "epoch must be in 0"),
+        ({"epoch": -1}, InvalidInputError, "epoch is -1; it must be in 0"),
         ({"epoch": "1"}, InvalidTypeError, "epoch must be an integer"),
         ({"shuffle": 1}, InvalidTypeError, "shuffle must be True or False"),
         ({"drop_last": None}, InvalidTypeError, "drop_last must be True or False"),
         ({"group_by_longest": 0}, InvalidTypeError, "group_by_longest must be True or False"),
         ({"group_by_longest": True, "shuffle": False}, InvalidInputError, "needs shuffle=True"),
+        ({"batch_size": 10**19}, InvalidInputError, "batch_size is 10000000000000000000; it must be in 1"),
+        (
+            {"batch_size": 10**5000},
+            InvalidInputError,
+            "batch_size is an integer of 16610 bits; it must be in 1",
+        ),
+        ({"world_size": 10**19}, InvalidInputError, "world_size is 10000000000000000000; it must be in 1"),
+        ({"batch_size": 2**13, "world_size": 2**12}, InvalidInputError, "= 33554432 packs a step"),
     ],
 )
 def test_bad_arguments_are_refused(given: dict[str, Any], kind: type[Exception], message: str) -> None:
@@ -389,7 +436,7 @@ def test_numpy_integers_are_integers() -> None:
     sampler = td.PackedBatchSampler(plan_of(4), np.int64(2), np.int32(0), np.uint8(1), np.uint32(3))
     assert json.loads(json.dumps(sampler.state_dict())) == sampler.state_dict()
     for epoch in (-1, True, 1.0):
-        with pytest.raises((InvalidInputError, InvalidTypeError), match="epoch must be"):
+        with pytest.raises((InvalidInputError, InvalidTypeError), match="epoch"):
             sampler.set_epoch(epoch)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, shown
 
 # Pools are kept for the life of the process, so a slip of the pen must not start thousands of threads.
 MOST_THREADS = 512
@@ -143,7 +143,7 @@ def as_integer(value: Any, name: str, smallest: int, largest: int) -> int:
     except TypeError:
         raise InvalidTypeError(f"{name} must be an integer, not {value!r}") from None
     if not smallest <= number <= largest:
-        raise InvalidInputError(f"{name} is {number}; it must be in {smallest} … {largest}")
+        raise InvalidInputError(f"{name} is {shown(number)}; it must be in {smallest} … {largest}")
     return number
 
 

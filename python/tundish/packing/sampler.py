@@ -7,6 +7,7 @@ Owns where a rank stands in an epoch; `tundish.packing.epoch_order` owns the ord
    Rank `r` takes the `r`-th run of `batch_size` entries of each global batch.
 2. Every rank has the same number of steps, known without talking to another rank.
 3. A state is loaded whole or refused whole.
+4. What a sampler was made with stays as it is: the number of steps and every saved state depend on it.
 
 Nothing here imports torch.
 """
@@ -19,16 +20,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
-from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError
+from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError, shown
+from tundish.packing.columns import as_integer
 from tundish.packing.epoch_order import EpochOrder
 from tundish.packing.plan import PackPlan
 
 __all__ = ["PackedBatchSampler"]
 
 STATE_VERSION = 1
-SEED_LIMIT = 2**32
+LARGEST_SEED = 2**32 - 1
+# Packs a step of all ranks together; more is a slip of the pen, which would take the memory of the machine.
+LARGEST_GLOBAL_BATCH = 2**24
 
 
 class PackedBatchSampler:
@@ -82,22 +84,27 @@ class PackedBatchSampler:
                 raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
         if group_by_longest and not shuffle:
             raise InvalidInputError("group_by_longest changes the order of packs: it needs shuffle=True")
-        self.batch_size = _whole_number("batch_size", batch_size, 1)
         running_rank, running_world_size = _running_ranks() if rank is None or world_size is None else (0, 1)
-        self.world_size = _whole_number(
-            "world_size", running_world_size if world_size is None else world_size, 1
-        )
-        self.rank = _whole_number("rank", running_rank if rank is None else rank, 0)
-        if self.rank >= self.world_size:
+        rank = running_rank if rank is None else rank
+        world_size = running_world_size if world_size is None else world_size
+        self._batch_size = as_integer(batch_size, "batch_size", 1, LARGEST_GLOBAL_BATCH)
+        self._world_size = as_integer(world_size, "world_size", 1, LARGEST_GLOBAL_BATCH)
+        self._rank = as_integer(rank, "rank", 0, LARGEST_GLOBAL_BATCH)
+        if self._rank >= self._world_size:
             raise InvalidInputError(
-                f"rank {self.rank} is not below world_size {self.world_size}: ranks count from 0; "
+                f"rank {self._rank} is not below world_size {self._world_size}: ranks count from 0; "
                 "give both rank and world_size, or neither"
             )
-        self.seed = _whole_number("seed", seed, 0, SEED_LIMIT)
-        self._epoch = _whole_number("epoch", epoch, 0, SEED_LIMIT)
-        self.shuffle = shuffle
-        self.drop_last = drop_last
-        self.group_by_longest = group_by_longest
+        if self.global_batch > LARGEST_GLOBAL_BATCH:
+            raise InvalidInputError(
+                f"batch_size {self._batch_size} x world_size {self._world_size} = {self.global_batch} packs a step; "
+                f"there may be {LARGEST_GLOBAL_BATCH}: batch_size counts the packs of one rank"
+            )
+        self._seed = as_integer(seed, "seed", 0, LARGEST_SEED)
+        self._epoch = as_integer(epoch, "epoch", 0, LARGEST_SEED)
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._group_by_longest = group_by_longest
         self._plan = plan
         self._packs = len(plan)
         global_batch = self.global_batch
@@ -106,9 +113,38 @@ class PackedBatchSampler:
         self._newest: _Steps | None = None
 
     @property
+    def batch_size(self) -> int:
+        """Packs that this rank takes at each step."""
+        return self._batch_size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def seed(self) -> int:
+        return self._seed
+
+    @property
+    def shuffle(self) -> bool:
+        return self._shuffle
+
+    @property
+    def drop_last(self) -> bool:
+        return self._drop_last
+
+    @property
+    def group_by_longest(self) -> bool:
+        return self._group_by_longest
+
+    @property
     def global_batch(self) -> int:
         """Packs that all ranks together take at each step."""
-        return self.batch_size * self.world_size
+        return self._batch_size * self._world_size
 
     @property
     def epoch(self) -> int:
@@ -126,7 +162,7 @@ class PackedBatchSampler:
         Another epoch starts at its first step. The epoch that the sampler is at already changes nothing, so
         that a loop may call this right after `load_state_dict`.
         """
-        epoch = _whole_number("epoch", epoch, 0, SEED_LIMIT)
+        epoch = as_integer(epoch, "epoch", 0, LARGEST_SEED)
         if epoch != self._epoch:
             self._move(epoch, 0)
 
@@ -161,7 +197,7 @@ class PackedBatchSampler:
         if self._newest is not None:
             first, step = self._newest.first, self._newest.step
         if steps_done is not None:
-            steps_done = _whole_number("steps_done", steps_done, 0)
+            steps_done = as_integer(steps_done, "steps_done", 0, 2**63 - 1)
             if not first <= steps_done <= step:
                 raise InvalidInputError(
                     f"steps_done is {steps_done}, but this iteration began at step {first} of epoch "
@@ -199,16 +235,12 @@ class PackedBatchSampler:
         if missing:
             raise StateMismatchError(f"the sampler's state lacks {', '.join(missing)}: it was cut or edited")
         for key, mine in identity.items():
-            theirs = state[key]
-            if type(theirs) is not type(mine):
-                raise StateMismatchError(
-                    f"{key} in the sampler's state is {theirs!r}, but must be of type {type(mine).__name__}: "
-                    "it was edited"
-                )
+            theirs = _fact_of_state(state, key, type(mine))
             if theirs != mine:
-                raise StateMismatchError(self._difference(key, mine, theirs))
-        epoch = _state_number(state, "epoch", SEED_LIMIT - 1)
-        step = _state_number(state, "step", self._steps)
+                said = shown(theirs) if isinstance(theirs, int) else theirs
+                raise StateMismatchError(self._difference(key, mine, said))
+        epoch = _number_of_state(state, "epoch", LARGEST_SEED)
+        step = _number_of_state(state, "step", self._steps)
         if step == self._steps and self._epoch == epoch + 1:
             # torchdata's StatefulDataLoader loads the state of a finished epoch after the loop has called
             # `set_epoch` for the next one, and would be taken back by it.
@@ -293,25 +325,26 @@ class _Steps:
         return packs[start : start + sampler.batch_size]
 
 
-def _whole_number(name: str, value: object, minimum: int, limit: int | None = None) -> int:
-    if isinstance(value, bool | np.bool_):
-        raise InvalidTypeError(f"{name} must be an integer, got {value!r}")
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidTypeError(f"{name} must be an integer, got {value!r}") from None
-    if number < minimum or (limit is not None and number >= limit):
-        allowed = f"at least {minimum}" if limit is None else f"in {minimum} … {limit - 1}"
-        raise InvalidInputError(f"{name} must be {allowed}, got {number}")
-    return number
+def _fact_of_state(state: Mapping[str, Any], key: str, kind: type) -> Any:
+    """A value of a state as the type that it was saved with; storing may have made another integer type of an int."""
+    value = state[key]
+    if kind is int and not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    elif type(value) is kind:
+        return value
+    raise StateMismatchError(
+        f"{key} in the sampler's state is {value!r}, but must be of type {kind.__name__}"
+    )
 
 
-def _state_number(state: Mapping[str, Any], key: str, maximum: int) -> int:
-    number = state[key]
-    if type(number) is not int or not 0 <= number <= maximum:
+def _number_of_state(state: Mapping[str, Any], key: str, maximum: int) -> int:
+    number: int = _fact_of_state(state, key, int)
+    if not 0 <= number <= maximum:
         raise StateMismatchError(
-            f"{key} in the sampler's state is {number!r}, but must be an integer in 0 … {maximum}: "
-            "it was edited"
+            f"{key} in the sampler's state is {shown(number)}, but must be in 0 … {maximum}: it was edited"
         )
     return number
 
