@@ -11,6 +11,7 @@ from typing import NoReturn
 
 __all__ = [
     "AlreadyExistsError",
+    "CallbackError",
     "InvalidInputError",
     "InvalidTypeError",
     "MissingExtraError",
@@ -72,6 +73,10 @@ class NotFoundError(StorageError, FileNotFoundError):
 
 class AlreadyExistsError(StorageError, FileExistsError):
     """The place to publish to is taken by something else."""
+
+
+class CallbackError(TundishError, RuntimeError):
+    """A checkpoint is published, but a callback that was to hear of it failed."""
 
 
 class PeerFailedError(TundishError, RuntimeError):

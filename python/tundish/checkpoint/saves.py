@@ -104,6 +104,7 @@ class Save(Future[Path]):
         self._total = total_bytes
         self._written = 0
         self._is_staged = threading.Event()
+        self._was_staged = False
         self.set_running_or_notify_cancel()
 
     def staged(self, timeout: float | None = None) -> None:
@@ -113,10 +114,8 @@ class Save(Future[Path]):
         """
         if not self._is_staged.wait(timeout):
             raise TimeoutError(f"step {self.step} ({self.kind}) was not staged within {timeout} s")
-        if self.done() and (error := self.exception()) is not None and not self._was_staged:
-            raise error
-
-    _was_staged = False
+        if not self._was_staged:
+            self.result()
 
     def progress(self) -> tuple[int, int]:
         """Bytes that this rank has written so far, and all that it will write."""

@@ -82,7 +82,9 @@ class Channel:
         self._process = os.getpid()
         self._number = 0
         self._kept: list[int] = []
-        self._own_introduction: str | None = None
+        self._introduced = False
+        # The key that says it, for as long as it is in the store.
+        self._introduction: str | None = None
         self._about: dict[int, str] = {}
         self._closed = False
         self._lost: Exception | None = None
@@ -215,19 +217,19 @@ class Channel:
         with current.lock:
             current.verdict = verdict
         self._tidy(current, verdict)
-        if verdict.complete and met_before and self._own_introduction:
+        if verdict.complete and met_before and self._introduction is not None:
             # All ranks are past the round after which they read it.
-            store.delete(self._own_introduction)
-            self._own_introduction = ""
+            store.delete(self._introduction)
+            self._introduction = None
         if current.posted and self._host in self.member.ranks:
             self._leave(current, verdict)
 
     def _compare(self, current: _Round) -> None:
         """Fail where another rank brought something else that has to be the same."""
-        if current.same is None:
+        if current.same is None or current.own is not None:
             return
         standing = self._store.write_once(f"{current.number}/same", current.same)
-        if standing != current.same and current.own is None:
+        if standing != current.same:
             text = f"brought {current.same!r} where another rank brought {standing!r}"
             current.own = Failure(rank=self.member.rank, text=text)
 
@@ -244,12 +246,13 @@ class Channel:
 
     def _introduce(self) -> None:
         """Once: say which node this rank is on and where it can be watched."""
-        if self._own_introduction is not None:
+        if self._introduced:
             return
+        self._introduced = True
         position = self._store.add(f"node/{self._node}", 1)
-        self._own_introduction = f"node/{self._node}/{position}"
+        self._introduction = f"node/{self._node}/{position}"
         about = f"process {os.getpid()} on {socket.gethostname()}"
-        self._store.write(self._own_introduction, json.dumps([self.member.rank, self._watch.address, about]))
+        self._store.write(self._introduction, json.dumps([self.member.rank, self._watch.address, about]))
 
     def _meet(self) -> None:
         """Once, when all have introduced themselves: watch the others of this node."""

@@ -1,0 +1,98 @@
+"""What happens when a save fails in the background.
+
+What always holds: a failure is logged with its traceback and its rank, and is acted upon once, within a second
+of being known; it is also on the save's future, whatever the policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from tundish.errors import InvalidInputError
+
+__all__ = ["FailurePolicy", "OnFailure"]
+
+OnFailure = Literal["terminate", "raise"] | Callable[[BaseException], Any]
+
+# How long a process that was asked to end may take before it is made to.
+GRACE_SECONDS = 10.0
+
+_logger = logging.getLogger("tundish.checkpoint")
+
+
+class FailurePolicy:
+    """The `on_failure` of a checkpointer.
+
+    "terminate" ends this process, and with it the group that it leads, so that a launcher restarts the job
+    from the last good checkpoint. "raise" raises at the next call into the checkpointer. A callable gets the
+    error, on a background thread; what it raises is logged.
+    """
+
+    def __init__(self, on_failure: OnFailure, rank: int) -> None:
+        if on_failure not in ("terminate", "raise") and not callable(on_failure):
+            raise InvalidInputError(
+                f"on_failure is {on_failure!r}: give 'terminate', 'raise' or a function of the error"
+            )
+        self._on_failure = on_failure
+        self._rank = rank
+        self._pending: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def act(self, error: BaseException, what: str) -> None:
+        """Deal with a failure of `what`. Never raises."""
+        # A log that cannot be written must not keep the failure from being acted on.
+        with contextlib.suppress(Exception):
+            _logger.error("rank %d: %s failed", self._rank, what, exc_info=error)
+        if self._on_failure == "raise":
+            with self._lock:
+                self._pending = self._pending or error
+        elif self._on_failure == "terminate":
+            _end_process(self._rank, what)
+        else:
+            try:
+                self._on_failure(error)
+            except Exception:
+                _logger.exception("rank %d: on_failure itself failed after %s", self._rank, what)
+
+    def raise_pending(self) -> None:
+        """Raise a failure that nobody was told of yet, under "raise"."""
+        with self._lock:
+            error, self._pending = self._pending, None
+        if error is not None:
+            raise error
+
+
+def _end_process(rank: int, what: str) -> None:
+    """Ask this process to end, with the group it leads; make it end after a grace."""
+    leads = os.getpgrp() == os.getpid()
+    with contextlib.suppress(Exception):
+        _logger.critical(
+            "rank %d: ending this process%s because %s failed; the last published checkpoint is whole",
+            rank,
+            " and its group" if leads else "",
+            what,
+        )
+        sys.stderr.flush()
+    threading.Thread(target=_insist, args=(leads,), name="tundish-end", daemon=True).start()
+    _signal(signal.SIGTERM, leads=leads)
+
+
+def _insist(leads: bool) -> None:
+    time.sleep(GRACE_SECONDS)
+    _signal(signal.SIGKILL, leads=leads)
+    os._exit(1)
+
+
+def _signal(number: signal.Signals, *, leads: bool) -> None:
+    if leads:
+        os.killpg(os.getpid(), number)
+    else:
+        os.kill(os.getpid(), number)

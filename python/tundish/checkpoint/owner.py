@@ -1,0 +1,75 @@
+"""What the group's first rank does to the root, and nobody else.
+
+What always holds: a step is begun on the caller's thread and published, or abandoned, on its lane's; retention is
+applied only to what the root says is published, and by one lane at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import threading
+from pathlib import Path
+
+from tundish import _native
+from tundish.checkpoint.lane import Job
+from tundish.checkpoint.reading import KINDS, Kind, checkpoints_of
+from tundish.checkpoint.retention import Retention
+from tundish.errors import StorageError
+
+__all__ = ["Owner"]
+
+# How long a start waits for an owner that is dying.
+_WAIT_SECONDS = 60.0
+
+
+class Owner:
+    """The owned root of a checkpointer."""
+
+    def __init__(self, path: Path, retention: Retention) -> None:
+        self.path = path
+        self._retention = retention
+        self._lock = threading.Lock()
+        self._root = _native.CheckpointRoot(path, wait_seconds=_WAIT_SECONDS)
+
+    def begin(self, kind: Kind, step: int, written_bytes: int, *, overwrite: bool) -> None:
+        """Make the folder of a step; refuses one that is published, below the newest, or too large for the disk."""
+        status = os.statvfs(self.path)
+        free = status.f_bavail * status.f_frsize
+        if written_bytes > free:
+            raise StorageError(
+                errno.ENOSPC,
+                f"step {step} ({kind}) takes {written_bytes} bytes, and {free} are free: make room, or keep fewer",
+                str(self.path),
+            )
+        self._root.begin(kind, step, overwrite=overwrite)
+
+    def publish(self, job: Job, manifest: str) -> Path:
+        """Give a complete folder its name, durably, and record it."""
+        return Path(self._root.publish(job.save.kind, job.save.step, manifest, overwrite=job.overwrite))
+
+    def abandon(self, kind: str, step: int) -> None:
+        """Remove what a save that failed left."""
+        self._root.abandon(kind, step)
+
+    def prune(self, kind: str) -> None:
+        """Remove what retention does not keep, except what somebody reads."""
+        with self._lock:
+            known = next(known for known in KINDS if known == kind)
+            retention = copy.copy(self._retention)
+            for step in retention.surplus(checkpoints_of(self._root, self.path, known)):
+                self._root.remove(kind, step)
+
+    def protect(self, step: int) -> None:
+        """Keep the checkpoints of `step`."""
+        with self._lock:
+            self._retention.protected.add(step)
+
+    def discard_after(self, step: int) -> None:
+        """Set the checkpoints above `step` aside."""
+        self._root.discard_after(step)
+
+    def close(self) -> None:
+        """Let go of the root."""
+        self._root.close()

@@ -1,0 +1,81 @@
+"""Which checkpoints of a kind may go, once a newer one is durable.
+
+Pure: it looks at what is published and answers with steps. What always holds: the newest checkpoint is never among
+them, nor a protected one, nor any while no count was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tundish.errors import InvalidInputError
+
+__all__ = ["Checkpoint", "Retention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A published checkpoint: whole, and durable.
+
+    `kind`: "hf" or "dcp". `tag`: what the save was called, None without. `size`: bytes of all files.
+    `extra`: what was saved beside the tensors of a DCP checkpoint (step, epoch, consumed tokens).
+    """
+
+    kind: str
+    step: int
+    path: Path
+    tag: str | None
+    size: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Retention:
+    """What is kept of one kind.
+
+    Args:
+        keep_last: how many of the newest untagged checkpoints; None keeps all.
+        keep_every: also those whose step is a multiple of this.
+        keep: also those for which this says so.
+        keep_tagged: how many of the newest of each tag; tags that are not named keep all of theirs.
+
+    Raises `InvalidInputError` for counts below 1.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep: Callable[[Checkpoint], bool] | None = None
+    keep_tagged: Mapping[str, int] = field(default_factory=dict)
+    protected: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        counts = {"keep_last": self.keep_last, "keep_every": self.keep_every}
+        counts |= {f"keep_tagged[{tag!r}]": count for tag, count in self.keep_tagged.items()}
+        for name, count in counts.items():
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+                raise InvalidInputError(f"{name} is {count!r}: give a whole number of at least 1")
+
+    def surplus(self, published: Sequence[Checkpoint]) -> list[int]:
+        """Steps of `published` (one kind, ascending) that need not be kept, oldest first."""
+        counted: dict[str | None, int] = {}
+        surplus = []
+        for position, checkpoint in enumerate(reversed(published)):
+            rank = counted.get(checkpoint.tag, 0)
+            counted[checkpoint.tag] = rank + 1
+            limit = self.keep_last if checkpoint.tag is None else self.keep_tagged.get(checkpoint.tag)
+            if limit is None or rank < limit or position == 0 or self._is_kept(checkpoint):
+                continue
+            surplus.append(checkpoint.step)
+        return surplus[::-1]
+
+    def _is_kept(self, checkpoint: Checkpoint) -> bool:
+        if checkpoint.step in self.protected:
+            return True
+        if checkpoint.tag is not None:
+            return False
+        if self.keep_every is not None and checkpoint.step % self.keep_every == 0:
+            return True
+        return self.keep is not None and bool(self.keep(checkpoint))
