@@ -1,6 +1,7 @@
 """The checkpointer: opens a root over a group of ranks and takes saves from the caller's thread.
 
-It owns a lane a kind (`lane`), the staging budget, the failure policy and, on the group's first rank, the root.
+The kinds are imported by the calls that need them: torch.distributed.checkpoint takes a second, which whoever only
+reads need not pay. It owns a lane a kind (`lane`), the staging budget, the failure policy and, on the group's first rank, the root.
 What always holds:
 
 1. A save is refused on all ranks, before anything is staged, or taken by all.
@@ -33,7 +34,7 @@ from tundish.checkpoint.lane import Job, Lane
 from tundish.checkpoint.owner import Owner
 from tundish.checkpoint.reading import KINDS, Kind, ReadOnlyRoot, check_step
 from tundish.checkpoint.retention import Checkpoint, Retention
-from tundish.checkpoint.saves import Plan, Save, Staged
+from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, Plan, Save, Staged, Staging
 from tundish.distributed import Voter, long_timeout_group
 from tundish.distributed.groups import membership, seconds_of
 from tundish.errors import InvalidInputError, StorageError
@@ -207,6 +208,7 @@ class Checkpointer:
         `StepExistsError`, `StepOrderError`, `StorageError` (too little disk). With `on_failure="raise"` also what an
         earlier save failed with.
         """
+        from tundish.checkpoint.hf import plan_hf
 
         def make_plan() -> Plan:
             return plan_hf(
@@ -249,6 +251,7 @@ class Checkpointer:
 
         Returns and raises as `save_hf`. The files are plain DCP, which `torch.distributed.checkpoint.load` reads.
         """
+        from tundish.checkpoint.dcp import plan_dcp
 
         def make_plan() -> Plan:
             return plan_dcp(
@@ -377,6 +380,8 @@ class Checkpointer:
         Raises `NotFoundError` where there is none, `CorruptCheckpointError`, and `StateMismatchError` where
         `state_dict` does not fit, on all ranks.
         """
+        from tundish.checkpoint.dcp import load_newest_dcp
+
         self._check_open()
         return load_newest_dcp(
             state_dict,

@@ -45,8 +45,9 @@ class Publisher(Protocol):
 class Job:
     """One save on its way through a lane.
 
-    `staged` is the error instead where staging failed on this rank: the others hear of it in the next vote. `folder` is where its files lie until it is published as `target`. `is_answered`: the caller hears of a failure
-    by itself, so that the failure policy need not act. `release` is called when the save is over.
+    `staged` is the error instead where staging failed on this rank: the others hear of it in the next vote.
+    `folder` is where the files lie until they are published as `target`. `is_answered`: the caller hears of a
+    failure by itself, so that the failure policy need not act. `release` is called when the save is over.
     """
 
     save: Save

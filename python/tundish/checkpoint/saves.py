@@ -13,11 +13,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from tundish._native import FileFacts
 
-__all__ = ["Plan", "PlannedFile", "Save", "Staged", "WriteOptions"]
+__all__ = ["DEFAULT_SHARD_BYTES", "Plan", "PlannedFile", "Save", "Staged", "Staging", "WriteOptions"]
+
+Staging = Literal["eager", "lazy"]
+
+# What transformers takes by default: 50 GB, in decimal.
+DEFAULT_SHARD_BYTES = 50 * 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
