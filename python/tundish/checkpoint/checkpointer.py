@@ -1,8 +1,8 @@
 """The checkpointer: opens a root over a group of ranks and takes saves from the caller's thread.
 
-The kinds are imported by the calls that need them: torch.distributed.checkpoint takes a second, which whoever only
-reads need not pay. It owns a lane a kind (`lane`), the staging budget, the failure policy and, on the group's first rank, the root.
-What always holds:
+It owns a lane a kind (`lane`), the staging budget, the failure policy and, on the group's first rank, the root. The
+kinds are imported by the calls that need them: torch.distributed.checkpoint takes a second, which whoever only reads
+need not pay. What always holds:
 
 1. A save is refused on all ranks, before anything is staged, or taken by all.
 2. All ranks make the same calls in the same order; a call that fails on one rank fails on all.
@@ -27,9 +27,7 @@ from typing import Any, Self
 
 from tundish import _native
 from tundish.checkpoint.budget import StagingBudget
-from tundish.checkpoint.dcp import load_newest_dcp, plan_dcp
 from tundish.checkpoint.failure import FailurePolicy, OnFailure
-from tundish.checkpoint.hf import DEFAULT_SHARD_BYTES, Staging, plan_hf
 from tundish.checkpoint.lane import Job, Lane
 from tundish.checkpoint.owner import Owner
 from tundish.checkpoint.reading import KINDS, Kind, ReadOnlyRoot, check_step

@@ -1,0 +1,57 @@
+"""The staging budget: never beyond its limit but for one save that is larger by itself."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tundish.checkpoint.budget import StagingBudget
+from tundish.errors import InvalidInputError
+
+
+def test_a_save_that_exceeds_what_is_free_waits_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    budget = StagingBudget(100)
+    budget.take(70, "save one")
+    budget.take(30, "save two")
+    assert not caplog.records
+    taken = threading.Event()
+
+    def third() -> None:
+        budget.take(60, "save three")
+        taken.set()
+
+    thread = threading.Thread(target=third)
+    thread.start()
+    budget.give_back(30)
+    assert not taken.wait(0.2)
+    budget.give_back(70)
+    assert taken.wait(10)
+    thread.join()
+    assert "save three waits for the save before it" in caplog.text
+    assert budget.stats() == {"in_use": 60, "peak": 100, "limit": 100}
+
+
+def test_a_save_larger_than_the_limit_has_it_for_itself() -> None:
+    budget = StagingBudget(100)
+    budget.take(1000, "a large save")
+    taken = threading.Event()
+    thread = threading.Thread(target=lambda: (budget.take(1, "a small save"), taken.set()))
+    thread.start()
+    assert not taken.wait(0.2)
+    budget.give_back(1000)
+    assert taken.wait(10)
+    thread.join()
+
+
+def test_without_a_limit_nothing_waits() -> None:
+    budget = StagingBudget(None)
+    for _ in range(10):
+        budget.take(1 << 50, "a save")
+    assert budget.stats()["peak"] == 10 << 50
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, True, "1GB"])
+def test_limits_that_are_none_are_refused(limit: object) -> None:
+    with pytest.raises(InvalidInputError, match="staging_limit_bytes"):
+        StagingBudget(limit)  # type: ignore[arg-type]

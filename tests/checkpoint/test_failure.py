@@ -1,0 +1,99 @@
+"""What a failed save does to its process: ended, told at the next call, or handed to a function."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from tundish.checkpoint.failure import FailurePolicy
+from tundish.errors import InvalidInputError
+
+PROGRAM = """
+    import os, signal, sys, threading, time
+    from tundish.checkpoint import failure
+
+    if sys.argv[1] == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        failure.GRACE_SECONDS = 0.5
+    if sys.argv[1] == "child":
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+    policy = failure.FailurePolicy("terminate", 3)
+    print(time.time(), flush=True)
+    threading.Thread(target=policy.act, args=(OSError(28, "full"), "save_hf of step 7")).start()
+    time.sleep(60)
+"""
+
+
+def run(mode: str, *, leads: bool) -> tuple[int, float, str]:
+    """Exit status, seconds from the failure to the end, and what was logged."""
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), mode]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=leads
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        started = float(process.stdout.readline())
+        process.wait(30)
+        seconds = time.time() - started
+        # Comes to an end only when every process that held the pipe has ended.
+        return process.returncode, seconds, process.stderr.read()
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_terminate_ends_the_process_within_a_second(leads: bool) -> None:
+    status, seconds, logged = run("plain", leads=leads)
+    assert status == -signal.SIGTERM
+    assert seconds < 1
+    assert "rank 3: save_hf of step 7 failed" in logged
+    assert "[Errno 28] full" in logged
+
+
+def test_terminate_takes_along_the_group_that_the_process_leads() -> None:
+    started = time.monotonic()
+    status, _, _ = run("child", leads=True)
+    assert status == -signal.SIGTERM
+    assert time.monotonic() - started < 20
+
+
+def test_a_process_that_ignores_the_request_is_killed() -> None:
+    status, seconds, _ = run("deaf", leads=False)
+    assert status == -signal.SIGKILL
+    assert 0.5 <= seconds < 5
+
+
+def test_raise_tells_once() -> None:
+    policy = FailurePolicy("raise", 0)
+    policy.raise_pending()
+    first = OSError(5, "first")
+    policy.act(first, "a save")
+    policy.act(OSError(5, "second"), "a save")
+    with pytest.raises(OSError, match="first"):
+        policy.raise_pending()
+    policy.raise_pending()
+
+
+def test_a_function_gets_the_error_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[BaseException] = []
+
+    def on_failure(error: BaseException) -> None:
+        told.append(error)
+        raise RuntimeError("the pager is down")
+
+    error = OSError(5, "lost")
+    FailurePolicy(on_failure, 2).act(error, "save_dcp of step 9")
+    assert told == [error]
+    assert "the pager is down" in caplog.text
+    assert "rank 2" in caplog.text
+
+
+@pytest.mark.parametrize("on_failure", ["explode", None, 3])
+def test_other_policies_are_refused(on_failure: object) -> None:
+    with pytest.raises(InvalidInputError, match="on_failure"):
+        FailurePolicy(on_failure, 0)  # type: ignore[arg-type]

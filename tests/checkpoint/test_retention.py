@@ -1,0 +1,64 @@
+"""What may be pruned, against a second reading of the rules that goes checkpoint by checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tundish.checkpoint.retention import Checkpoint, Retention
+from tundish.errors import InvalidInputError
+
+
+def checkpoint(step: int, tag: str | None = None) -> Checkpoint:
+    return Checkpoint(kind="hf", step=step, path=Path(f"hf-{step}"), tag=tag, size=1)
+
+
+counts = st.none() | st.integers(1, 4)
+published = st.dictionaries(st.integers(0, 60), st.sampled_from([None, None, "snapshot", "best"])).map(
+    lambda steps: [checkpoint(step, tag) for step, tag in sorted(steps.items())]
+)
+
+
+@given(published, counts, counts, st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)), counts)
+def test_surplus_is_what_no_rule_keeps(
+    there: list[Checkpoint],
+    keep_last: int | None,
+    keep_every: int | None,
+    protected: set[int],
+    chosen: set[int],
+    snapshots: int | None,
+) -> None:
+    retention = Retention(
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep=lambda checkpoint: checkpoint.step in chosen,
+        keep_tagged={} if snapshots is None else {"snapshot": snapshots},
+        protected=protected,
+    )
+    surplus = retention.surplus(there)
+
+    def is_kept(one: Checkpoint) -> bool:
+        newer = [other for other in there if other.step > one.step]
+        if not newer or one.step in protected:
+            return True
+        newer_alike = sum(other.tag == one.tag for other in newer)
+        if one.tag == "snapshot":
+            return snapshots is None or newer_alike < snapshots
+        if one.tag is not None:
+            return True
+        every = keep_every is not None and one.step % keep_every == 0
+        return keep_last is None or newer_alike < keep_last or every or one.step in chosen
+
+    assert surplus == [one.step for one in there if not is_kept(one)]
+
+
+@pytest.mark.parametrize("argument", ["keep_last", "keep_every"])
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "3"])
+def test_counts_that_are_none_are_refused(argument: str, count: object) -> None:
+    with pytest.raises(InvalidInputError, match=argument):
+        Retention(**{argument: count})  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="best"):
+        Retention(keep_tagged={"best": count})  # type: ignore[dict-item]
