@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tundish._native import FileFacts
+from tundish import _native
 from tundish.checkpoint.saves import Save, Staged, WriteOptions
 from tundish.distributed import Voter
 from tundish.errors import CallbackError
@@ -191,14 +191,14 @@ class Lane:
             except Exception as caught:
                 raise CallbackError(f"{job.what} is published, but a callback failed: {caught!r}") from caught
 
-    def _prepare(self, job: Job, staged: Staged) -> list[FileFacts]:
+    def _prepare(self, job: Job, staged: Staged) -> list[_native.FileFacts]:
         """Wait for the tensors; the first rank writes everything else."""
         staged.wait_staged(None)
         job.save.note_staged()
         self._announce("staged", self.kind, job.save.step)
         return [] if self._publisher is None else staged.prewrite(job.folder)
 
-    def _write(self, job: Job, staged: Staged) -> list[FileFacts]:
+    def _write(self, job: Job, staged: Staged) -> list[_native.FileFacts]:
         """Write this rank's files; on the first rank the facts of all ranks' files."""
         options = WriteOptions(
             checksum=self._checksum,
@@ -206,7 +206,7 @@ class Lane:
             progress=job.save.note_written,
         )
         error: BaseException | None = None
-        own: list[FileFacts] = []
+        own: list[_native.FileFacts] = []
         try:
             own = staged.write(job.folder, options)
             self._announce("written", self.kind, job.save.step)
@@ -216,9 +216,9 @@ class Lane:
         what = f"{job.what}: writing"
         gathered = self._voter.gather(told, error, what=what, timeout=self._timeout)
         self._announce("voted", self.kind, job.save.step)
-        return [FileFacts(*facts) for text in gathered for facts in json.loads(text)]
+        return [_native.FileFacts(*facts) for text in gathered for facts in json.loads(text)]
 
-    def _manifest(self, job: Job, facts: list[FileFacts]) -> str:
+    def _manifest(self, job: Job, facts: list[_native.FileFacts]) -> str:
         manifest = {
             "format_version": FORMAT_VERSION,
             "kind": self.kind,

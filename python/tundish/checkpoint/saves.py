@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from tundish._native import FileFacts
+from tundish import _native
 
 __all__ = ["DEFAULT_SHARD_BYTES", "Plan", "PlannedFile", "Save", "Staged", "Staging", "WriteOptions"]
 
@@ -53,10 +53,10 @@ class Staged(Protocol):
     def wait_staged(self, timeout: float | None) -> None:
         """Block until host memory holds everything; raises what went wrong on the way, `TimeoutError`."""
 
-    def prewrite(self, folder: Path) -> list[FileFacts]:
+    def prewrite(self, folder: Path) -> list[_native.FileFacts]:
         """Write all files but the weights, durably. On the group's first rank, on a background thread."""
 
-    def write(self, folder: Path, options: WriteOptions) -> list[FileFacts]:
+    def write(self, folder: Path, options: WriteOptions) -> list[_native.FileFacts]:
         """Write this rank's files and block until they are durable. On a background thread of every rank."""
 
     def release(self) -> None:
