@@ -70,6 +70,38 @@ def test_yields_what_transformers_own_collator_yields(
                 assert ours[key] == value, key
 
 
+ITEM = {
+    "input_ids": torch.tensor([1]),
+    "labels": torch.tensor([1]),
+    "position_ids": torch.tensor([0]),
+    "cu_seqlens": torch.tensor([0, 1], dtype=torch.int32),
+    "max_seqlen": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("items", "says"),
+    [
+        ([5], "item 0 of the batch is of type int"),
+        ([ITEM, None], "item 1 of the batch is of type NoneType"),
+        (["input_ids labels position_ids cu_seqlens max_seqlen"], "item 0 of the batch is of type str"),
+        ([ITEM | {"labels": [1], "cu_seqlens": [0, 1]}], "item 0 .* no tensor as its labels, cu_seqlens"),
+        (
+            [ITEM, {"input_ids": ITEM["input_ids"]}],
+            "item 1 .* lacks labels, position_ids, cu_seqlens, max_seqlen",
+        ),
+        (ITEM, "a batch is a list of items of a PackedDataset, not of type dict"),
+        (iter([ITEM]), "not of type list_iterator"),
+        (None, "not of type NoneType"),
+        ("items", "not of type str"),
+    ],
+)
+def test_what_is_no_batch_is_refused(items: Any, says: str) -> None:
+    with pytest.raises(InvalidTypeError, match=says):
+        td.PackedCollator()(items)
+    assert td.PackedCollator()([ITEM, ITEM])["input_ids"].tolist() == [[1, 1]]
+
+
 def test_items_stay_as_they_are() -> None:
     items = make_dataset(own_labels=False).__getitems__([0])
     before = items[0]["labels"].clone()

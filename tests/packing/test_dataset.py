@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset
 
 import tundish as td
-from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError
+from tundish.errors import InvalidInputError, InvalidTypeError, NoSuchPackError, PlanMismatchError
 
 Samples = list[list[int]]
 
@@ -432,3 +432,34 @@ def test_workers_of_a_data_loader(start_method: str, tmp_path: Path) -> None:
     for item, index in zip(received, expected, strict=True):
         for key, value in dataset[index].items():
             assert torch.equal(torch.as_tensor(item[key]), torch.as_tensor(value)), key
+
+
+@pytest.mark.parametrize("key", ["input_ids", "labels"])
+@pytest.mark.parametrize("dtype", ["<u8", ">u8"])
+def test_an_id_that_int64_does_not_hold_is_refused(key: str, dtype: str) -> None:
+    rows = [{"input_ids": np.arange(6, dtype=np.uint64)} for _ in range(4)]
+    values = np.arange(6, dtype=dtype)
+    values[[4, 5]] = 2**63, 2**64 - 1
+    rows[2] = {"input_ids": np.arange(6), "labels": np.arange(6)} | {key: values}
+    plan = td.pack_datasets([[6, 6], [6, 6]], 2)
+    dataset = td.PackedDataset([rows[:2], rows[2:]], plan)
+    # Only what a pack takes is looked at.
+    for pack in (6, 7, 9, 11):
+        first = 2 * (pack % 3)
+        assert dataset[pack]["input_ids"].tolist() == [first, first + 1]
+    with pytest.raises(
+        InvalidInputError,
+        match=f"{key} of sample 0 of dataset 1 hold 9223372036854775808 at position 4: .*2.*63",
+    ):
+        dataset[8]
+
+
+@pytest.mark.parametrize("number", [3, -4, 2**63, 10**5000], ids=["behind", "before", "64 bits", "digits"])
+def test_a_pack_that_does_not_exist_is_named(number: int) -> None:
+    dataset = td.PackedDataset([[1, 2, 3]], td.pack([3], 1))
+    with pytest.raises(
+        NoSuchPackError, match=r"pack (\S+|an integer of 16610 bits) does not exist: .* 3 packs"
+    ):
+        dataset[number]
+    with pytest.raises(IndexError):
+        dataset[number]

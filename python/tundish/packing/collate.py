@@ -17,7 +17,8 @@ from tundish.packing.dataset import IGNORED_LABEL
 
 __all__ = ["PackedCollator"]
 
-_ITEM_KEYS = ("input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen")
+_TENSOR_KEYS = ("input_ids", "labels", "position_ids", "cu_seqlens")
+_ITEM_KEYS = (*_TENSOR_KEYS, "max_seqlen")
 
 
 class PackedCollator:
@@ -59,15 +60,7 @@ class PackedCollator:
             InvalidInputError: there are no items.
             InvalidTypeError: an item does not come from a `PackedDataset`.
         """
-        if not items:
-            raise InvalidInputError("a batch needs at least one item")
-        for number, item in enumerate(items):
-            missing = [key for key in _ITEM_KEYS if key not in item]
-            if missing:
-                raise InvalidTypeError(
-                    f"item {number} of the batch lacks {', '.join(missing)}: "
-                    "PackedCollator takes items of a PackedDataset"
-                )
+        _check(items)
         bounds = [torch.zeros(1, dtype=torch.int32)]
         before = 0
         for item in items:
@@ -94,3 +87,25 @@ class PackedCollator:
                 "max_length_k": longest,
             }
         return batch
+
+
+def _check(items: Any) -> None:
+    if not isinstance(items, Sequence) or isinstance(items, str | bytes):
+        raise InvalidTypeError(
+            f"a batch is a list of items of a PackedDataset, not of type {type(items).__name__}: "
+            "PackedCollator is a collate_fn, which the DataLoader calls with such a list"
+        )
+    if not items:
+        raise InvalidInputError("a batch needs at least one item")
+    for number, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            wrong = f"is of type {type(item).__name__}"
+        elif missing := [key for key in _ITEM_KEYS if key not in item]:
+            wrong = f"lacks {', '.join(missing)}"
+        elif others := [key for key in _TENSOR_KEYS if not isinstance(item[key], torch.Tensor)]:
+            wrong = f"has no tensor as its {', '.join(others)}"
+        else:
+            continue
+        raise InvalidTypeError(
+            f"item {number} of the batch {wrong}: PackedCollator takes items of a PackedDataset"
+        )

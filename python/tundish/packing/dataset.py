@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from tundish.errors import InvalidTypeError, PlanMismatchError
+from tundish.errors import InvalidTypeError, NoSuchPackError, PlanMismatchError, shown
 from tundish.packing.plan import PackBatch, PackPlan
 from tundish.packing.samples import Sample, SampleSource, as_datasets, as_sample
 
@@ -83,10 +83,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """Pack `index`; negative numbers count from the end.
 
         Raises:
-            IndexError: there is no such pack.
+            NoSuchPackError: there is no such pack (an `IndexError`).
             PlanMismatchError: a sample's length disagrees with the plan.
             InvalidTypeError: a sample holds something else than token ids.
-            InvalidInputError: a sample's labels are not as many as its tokens.
+            InvalidInputError: a sample's labels are not as many as its tokens, or one of its ids is 2⁶³ or more.
         """
         return self.__getitems__([index])[0]
 
@@ -122,7 +122,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             except TypeError:
                 raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}") from None
             if not -count <= number < count:
-                raise IndexError(f"pack {number} does not exist: the plan has {count} packs")
+                raise NoSuchPackError(f"pack {shown(number)} does not exist: the plan has {count} packs")
             numbers.append(number + count if number < 0 else number)
         return np.array(numbers, dtype=np.int64)
 
@@ -238,13 +238,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         bounds = np.zeros(len(spans) + 1, dtype=np.int64)
         sizes = [stop - start for _, start, stop in spans]
         np.cumsum(sizes, out=bounds[1:])
-        # The kinds were checked; "unsafe" lets unsigned 64-bit ids through.
-        tokens = np.concatenate(
-            [sample.tokens[start:stop] for sample, start, stop in spans], dtype=np.int64, casting="unsafe"
-        )
-        labels = np.concatenate(
-            [sample.labels[start:stop] for sample, start, stop in spans], dtype=np.int64, casting="unsafe"
-        )
+        pieces = [sample.piece(start, stop) for sample, start, stop in spans]
+        # Kinds and values were checked; "unsafe" lets unsigned 64-bit ids through.
+        tokens = np.concatenate([tokens for tokens, _ in pieces], dtype=np.int64, casting="unsafe")
+        labels = np.concatenate([labels for _, labels in pieces], dtype=np.int64, casting="unsafe")
         if self.mask_first_token:
             labels[bounds[:-1]] = IGNORED_LABEL
         positions = np.arange(len(tokens), dtype=np.int64)

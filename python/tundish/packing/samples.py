@@ -27,10 +27,26 @@ class SampleSource(Protocol):
 
 
 class Sample(NamedTuple):
-    """One sample as arrays of any integer dtype, views of what the dataset gave, both (tokens,)."""
+    """One sample as arrays of any integer dtype, views of what the dataset gave, both (tokens,).
+
+    `where` names it in errors.
+    """
 
     tokens: NDArray[Any]
     labels: NDArray[Any]
+    where: str
+
+    def piece(self, start: int, stop: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Tokens and labels of the positions `start` … `stop` - 1; every value fits int64.
+
+        Raises:
+            InvalidInputError: one does not.
+        """
+        tokens, labels = self.tokens[start:stop], self.labels[start:stop]
+        _check_range(tokens, start, "input_ids", self.where)
+        if self.labels is not self.tokens:
+            _check_range(labels, start, "labels", self.where)
+        return tokens, labels
 
 
 def as_sample(row: Any, where: str) -> Sample:
@@ -42,19 +58,31 @@ def as_sample(row: Any, where: str) -> Sample:
     """
     if not isinstance(row, Mapping):
         tokens = _as_token_array(row, where)
-        return Sample(tokens, tokens)
+        return Sample(tokens, tokens, where)
     if "input_ids" not in row:
         raise InvalidTypeError(f"{where} has no input_ids; its keys are {sorted(map(str, row))[:8]}")
     tokens = _as_token_array(row["input_ids"], f"input_ids of {where}")
     own = row.get("labels")
     if own is None:
-        return Sample(tokens, tokens)
+        return Sample(tokens, tokens, where)
     labels = _as_token_array(own, f"labels of {where}")
     if len(labels) != len(tokens):
         raise InvalidInputError(
             f"{where} has {len(tokens)} input_ids but {len(labels)} labels: they must be as many"
         )
-    return Sample(tokens, labels)
+    return Sample(tokens, labels, where)
+
+
+def _check_range(values: NDArray[Any], start: int, key: str, where: str) -> None:
+    # Only values that are used are looked at: the rest of a mapped sample need not be read.
+    if (values.dtype.kind, values.dtype.itemsize) != ("u", 8):
+        return
+    beyond = np.flatnonzero(values > np.iinfo(np.int64).max)
+    if len(beyond):
+        raise InvalidInputError(
+            f"{key} of {where} hold {values[beyond[0]]} at position {start + beyond[0]}: "
+            "tensors of ids are int64, so they must be below 2**63"
+        )
 
 
 def _as_token_array(value: Any, what: str) -> NDArray[Any]:
