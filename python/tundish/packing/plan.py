@@ -23,9 +23,11 @@ from tundish import _native
 from tundish.errors import (
     AlreadyExistsError,
     InvalidInputError,
+    NoSuchPackError,
     NotFoundError,
     PlanMismatchError,
     TundishError,
+    shown,
 )
 from tundish.packing.columns import (
     IntegerArray,
@@ -190,15 +192,14 @@ class PackPlan:
         """Pack `index`; negative numbers count from the end, a slice gives a list.
 
         Raises:
-            IndexError: there is no such pack.
+            NoSuchPackError: there is no such pack (an `IndexError`).
         """
         if isinstance(index, slice):
             return list(self.lookup(np.arange(*index.indices(len(self)), dtype=np.int64)))
-        number = operator.index(index)
-        if number < 0:
-            number += len(self)
+        asked = operator.index(index)
+        number = asked + len(self) if asked < 0 else asked
         if not 0 <= number < len(self):
-            raise IndexError(f"pack {index} does not exist: the plan has {len(self)} packs")
+            raise NoSuchPackError(f"pack {shown(asked)} does not exist: the plan has {len(self)} packs")
         dataset_id, pieces = self._reader.pack(number)
         return Pack(dataset_id, [Piece._make(piece) for piece in pieces])
 
@@ -221,7 +222,7 @@ class PackPlan:
             pack_ids: pack numbers, integers, shape (k,), each in 0 … len(plan) - 1.
 
         Raises:
-            IndexError: a number is out of range.
+            NoSuchPackError: a number is out of range.
             PlanMismatchError: the columns are damaged, or name a sample that the attached lengths lack.
         """
         return PackBatch(*self._reader.lookup(as_integer_column(pack_ids, "pack_ids")))

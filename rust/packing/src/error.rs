@@ -88,8 +88,8 @@ pub enum PackError {
     /// A pack number out of range.
     #[error("pack {index} does not exist: the plan has {packs} packs")]
     NoSuchPack {
-        /// The number asked for.
-        index: i64,
+        /// The number asked for, as it was given.
+        index: i128,
         /// Packs of the plan.
         packs: usize,
     },

@@ -66,7 +66,8 @@ pub fn lookup(views: &Views<'_>, packs: &Integers<'_>, lengths: Option<&Lengths<
     let mut numbers = memory::zeroed::<u64>(packs.len())?;
     packs.read(0, &mut numbers);
     if let Some(&number) = numbers.iter().find(|&&number| number >= total as u64) {
-        return Err(PackError::NoSuchPack { index: number as i64, packs: total });
+        let index = if packs.kind().is_signed() { i128::from(number as i64) } else { i128::from(number) };
+        return Err(PackError::NoSuchPack { index, packs: total });
     }
     let gather = |field: Field, at: &[u64]| {
         let mut values = memory::zeroed::<u64>(at.len())?;

@@ -4,7 +4,6 @@
 
 use std::path::Path;
 
-use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use tundish_commit::CommitError;
 use tundish_packing::PackError;
@@ -55,7 +54,7 @@ impl From<BindingError> for PyErr {
 fn pack_error(error: &PackError) -> PyErr {
     let message = error.to_string();
     match error {
-        PackError::NoSuchPack { .. } => PyIndexError::new_err(message),
+        PackError::NoSuchPack { .. } => raise("NoSuchPackError", &message),
         PackError::Format { .. } => raise("PlanFormatError", &message),
         PackError::Mismatch(_) => raise("PlanMismatchError", &message),
         PackError::Missing { path, reason } => raise_os("NotFoundError", ENOENT, reason, path),
@@ -78,12 +77,16 @@ fn commit_error(error: &CommitError) -> PyErr {
         _ => "StorageError",
     };
     // The message names the path too, and what was being done to it.
-    raise_os(class, error.raw_os_error().unwrap_or(EIO), &error.to_string(), error.path())
+    raise_os(class, error.raw_os_error().unwrap_or(EIO), &without_number(&error.to_string()), error.path())
 }
 
 fn system_message(source: &std::io::Error) -> String {
-    let text = source.to_string();
-    text.split(" (os error").next().unwrap_or(&text).to_owned()
+    without_number(&source.to_string())
+}
+
+/// Without the number that Rust writes behind the system's words: the exception carries it as its `errno`.
+fn without_number(text: &str) -> String {
+    text.rsplit_once(" (os error").map_or(text, |(words, _)| words).to_owned()
 }
 
 /// An error of `tundish.errors`, made when it is raised.
