@@ -6,12 +6,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "CheckpointReadLock",
+    "CheckpointRoot",
     "FileFacts",
     "Image",
     "PlanReader",
+    "ReadonlyCheckpoints",
     "ShardWriter",
     "checksum_file",
     "fingerprint",
+    "open_checkpoints_readonly",
     "open_plan",
     "pack",
     "replace_file",
@@ -117,3 +121,59 @@ class ShardWriter:
 def write_sidecar(folder: _Path, name: str, contents: bytes) -> FileFacts: ...
 def checksum_file(path: _Path) -> FileFacts: ...
 def verify_folder(folder: _Path, *, progress: _Progress | None = None) -> None: ...
+
+@type_check_only
+class Checkpoint(TypedDict):
+    kind: str
+    step: int
+    path: str
+    tag: str | None
+    bytes: int
+    world_size: int | None
+    extra: Any
+
+@type_check_only
+class Recovery(TypedDict):
+    removed: list[str]
+    live: list[str]
+    set_aside: list[str]
+    repaired: list[str]
+    ignored: dict[str, str]
+    failed: list[str]
+
+# Classes below have a method called list.
+_Checkpoints = list[Checkpoint]
+_Paths = list[str]
+
+@final
+class CheckpointRoot:
+    def __new__(cls, path: _Path, *, wait_seconds: float) -> CheckpointRoot: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def recovered(self) -> Recovery: ...
+    def begin(self, kind: str, step: int, *, overwrite: bool) -> str: ...
+    def publish(self, kind: str, step: int, manifest_json: str, *, overwrite: bool) -> str: ...
+    def abandon(self, kind: str, step: int) -> None: ...
+    def list(self) -> _Checkpoints: ...
+    def latest(self, kind: str) -> str | None: ...
+    def remove(self, kind: str, step: int) -> None: ...
+    def discard_after(self, step: int) -> _Paths: ...
+    def read_lock(self, kind: str, step: int) -> CheckpointReadLock: ...
+    def close(self) -> None: ...
+
+@final
+class ReadonlyCheckpoints:
+    @property
+    def path(self) -> str: ...
+    def list(self) -> _Checkpoints: ...
+    def latest(self, kind: str) -> str | None: ...
+    def read_lock(self, kind: str, step: int) -> CheckpointReadLock: ...
+
+@final
+class CheckpointReadLock:
+    @property
+    def path(self) -> str: ...
+    def release(self) -> None: ...
+
+def open_checkpoints_readonly(path: _Path) -> ReadonlyCheckpoints: ...

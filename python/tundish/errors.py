@@ -11,6 +11,8 @@ from typing import NoReturn
 
 __all__ = [
     "AlreadyExistsError",
+    "CheckpointInUseError",
+    "CorruptCheckpointError",
     "CallbackError",
     "InvalidInputError",
     "InvalidTypeError",
@@ -20,7 +22,10 @@ __all__ = [
     "PeerFailedError",
     "PlanFormatError",
     "PlanMismatchError",
+    "RootInUseError",
     "StateMismatchError",
+    "StepExistsError",
+    "StepOrderError",
     "StorageError",
     "StoreLostError",
     "TundishError",
@@ -77,6 +82,33 @@ class AlreadyExistsError(StorageError, FileExistsError):
 
 class CallbackError(TundishError, RuntimeError):
     """A checkpoint is published, but a callback that was to hear of it failed."""
+
+
+class RootInUseError(StorageError, BlockingIOError):
+    """Another process owns the checkpoint root; the message names its host and process id."""
+
+
+class CheckpointInUseError(StorageError):
+    """A checkpoint may not go: it is being read, or written, or is the newest of its kind."""
+
+
+class StepExistsError(AlreadyExistsError):
+    """A checkpoint of this kind and step is published, or being written, already."""
+
+
+class StepOrderError(InvalidInputError):
+    """A save below the newest published step of its kind."""
+
+
+class CorruptCheckpointError(TundishError, ValueError):
+    """A checkpoint is damaged; `paths` names its files that are missing, changed or not its own."""
+
+    def __init__(self, message: str, paths: tuple[str, ...] = ()) -> None:
+        super().__init__(message, paths)
+        self.paths = paths
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class PeerFailedError(TundishError, RuntimeError):
