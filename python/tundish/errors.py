@@ -11,9 +11,9 @@ from typing import NoReturn
 
 __all__ = [
     "AlreadyExistsError",
+    "CallbackError",
     "CheckpointInUseError",
     "CorruptCheckpointError",
-    "CallbackError",
     "InvalidInputError",
     "InvalidTypeError",
     "MissingExtraError",
