@@ -29,7 +29,7 @@ fn look_up(criterion: &mut Criterion) {
     group.bench_function("1024 packs", |bencher| {
         bencher.iter(|| {
             let batch = batches.next().expect("endless");
-            lookup(&plan.views(), &Integers::from(batch), None).expect("packs that exist")
+            lookup::<Integers<'_>>(&plan.views(), &Integers::from(batch), None, &mut Silent).expect("packs that exist")
         });
     });
     group.finish();

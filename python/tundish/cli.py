@@ -162,6 +162,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("plan", type=Path, metavar="PLAN", help="the plan folder")
     _add_lengths(verify, "the same files, in the same order, as were packed")
+    verify.add_argument(
+        "--order", type=Path, metavar="FILE.npy", help="the order that was packed with --order, if one was"
+    )
     _add_threads(verify)
     verify.set_defaults(run=run_verify)
     return parser
@@ -216,7 +219,10 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
     from tundish.packing.plan import PackPlan
 
     plan = PackPlan.load(options.plan, progress=_progress(options))
-    plan.verify(_map_lengths(options.lengths, plan), threads=options.threads, progress=_progress(options))
+    order = None if options.order is None else _map_array(options.order)
+    plan.verify(
+        _map_lengths(options.lengths, plan), order=order, threads=options.threads, progress=_progress(options)
+    )
     facts = {"verified": True, **describe(plan, options.plan)}
     text = f"{options.plan}: all {facts['packs']:,} packs hold (fingerprint {plan.fingerprint})"
     return {"json": facts, "text": text}

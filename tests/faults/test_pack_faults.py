@@ -107,6 +107,35 @@ def test_ctrl_c_ends_the_work_within_100_ms(lengths_file: Path, tmp_path: Path, 
     assert sorted(waits)[len(waits) // 2] < 0.1, waits
 
 
+def test_ctrl_c_ends_a_look_up_and_a_check_within_100_ms() -> None:
+    many = np.broadcast_to(np.int64(0), 40_000_000)
+    one = td.pack([8], 8)
+    # Packs of one piece each, and one pack of all pieces.
+    calls = {
+        "many packs": lambda: one.lookup(many),
+        "a large pack": lambda: large[0],
+        "verify": lambda: large.verify(),
+    }
+    lengths = np.ones(40_000_000, dtype=np.int8)
+    large = td.pack(lengths, len(lengths))
+    for name, call in calls.items():
+        waits = []
+        for delay in (0.02, 0.05, 0.08):
+            sent = [0.0]
+
+            def interrupt(sent: list[float] = sent) -> None:
+                sent[0] = time.monotonic()
+                os.kill(os.getpid(), signal.SIGINT)
+
+            timer = threading.Timer(delay, interrupt)
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            waits.append(time.monotonic() - sent[0])
+            timer.join()
+        assert sorted(waits)[1] < 0.1, (name, waits)
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
     folder.mkdir()

@@ -43,7 +43,7 @@ def test_agrees_with_the_definition(data: st.DataObject) -> None:
     for pack in range(len(plan)):
         found = [tuple(piece) for piece in plan[pack].pieces]
         assert found == pieces(expected, [lengths], pack)
-    plan.verify()
+    plan.verify(order=order)
 
 
 @settings(max_examples=100, deadline=None)

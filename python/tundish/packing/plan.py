@@ -24,13 +24,13 @@ from tundish.errors import (
     AlreadyExistsError,
     InvalidInputError,
     NoSuchPackError,
-    NotFoundError,
     PlanMismatchError,
     TundishError,
     shown,
 )
 from tundish.packing.columns import (
     IntegerArray,
+    as_absolute,
     as_integer_column,
     as_length_columns,
     as_new_folder,
@@ -295,56 +295,70 @@ class PackPlan:
             PlanFormatError: a file is damaged, truncated, of another version, dtype or shape, or the offset
                 table does not add up; the message names the file.
             PlanMismatchError: the lengths are of another number of samples.
+            StorageError: the file system refused.
+
+        Each file is opened once, and what was checked is what is mapped: files that are replaced or removed
+        meanwhile or later do not matter. Files that are overwritten in place change the plan, and a file that is
+        truncated while it is mapped ends the process that reads it (SIGBUS).
         """
         from tundish.progress import ProgressLine
 
+        folder = as_absolute(path, "path")
         with ProgressLine("plan", progress) as line:
-            facts, files = _native.open_plan(path, line.callback)
-        try:
-            columns = [
-                np.asarray(np.memmap(file, dtype=f"<i{width}", mode="r", offset=offset, shape=(count,)))
-                if count
-                else np.empty(0, dtype=f"<i{width}")
-                for file, width, count, offset in files
-            ]
-        except FileNotFoundError as error:
-            raise NotFoundError(
-                error.errno, "was removed while the plan was being mapped", str(error.filename)
-            ) from error
+            facts, columns = _native.open_plan(folder, line.callback)
         single = len(json.loads(facts)["samples"]) == 1
         attached = None if lengths is None else as_length_columns(lengths, single=single)
-        return cls(columns, facts, lengths=attached, path=Path(path).absolute())
+        return cls(columns, facts, lengths=attached, path=folder)
 
     def verify(
-        self, lengths: Any = None, *, threads: int | None = None, progress: bool | None = None
+        self,
+        lengths: Any = None,
+        *,
+        order: Any = None,
+        threads: int | None = None,
+        progress: bool | None = None,
     ) -> None:
         """Check the whole plan against the samples' lengths, by another path than the one that made it.
 
-        The packs' pieces must add up, follow on from one another, use no sample twice, leave out
-        only what may be left out; for a plan in natural or seeded order, the order and the
-        fingerprint are checked too.
+        Checked are every entry of the six columns and every value of `plan.json`. The ordered samples are walked pack
+        by pack: each piece must be of the next sample or go on where the pack before stopped, each pack must be full,
+        and what the packs leave out is counted: the tail and where it starts, empty samples on boundaries, tokens. The
+        fingerprint of lengths, order and parameters must be the plan's. None of the algorithm that
+        cuts packs is used; the shuffle of a seed and the hash are the same code that made the plan.
+
+        Not checked is what the plan does not hold: whether the lengths are those of your samples
+        (`PackedDataset` compares them as it reads).
 
         Args:
             lengths: as `pack` took them; by default the attached ones.
+            order: the order that `pack` took as `order=`. Needed for a plan that says it was made with one, else what
+                it says about its order could not be checked; refused for a plan that says it was made without.
             threads: as in `pack`.
             progress: show progress; by default on a terminal.
 
         Raises:
-            PlanMismatchError: the plan and the lengths do not belong together; the message names the first
-                pack at fault.
-            InvalidInputError: no lengths were given and none are attached.
+            PlanMismatchError: the plan does not belong to the lengths and the order, or an order is given and the
+                plan says it has none; the message names the first pack or the value at fault.
+            InvalidInputError: no lengths were given and none are attached, or no order and the plan
+                says it was made with one; or lengths or an order that `pack` would refuse.
+
+        >>> from tundish import pack
+        >>> pack([5, 3, 9], 8, seed=1).verify()
+        >>> pack([5, 3, 9], 8, order=[2, 0]).verify(order=[2, 0])
         """
         from tundish.progress import ProgressLine
 
         if lengths is None:
             if self._lengths is None:
                 raise InvalidInputError("verify needs the lengths: pass them, or load the plan with lengths=")
-            columns = self._lengths
-        else:
-            columns = as_length_columns(lengths, single=len(self.num_samples) == 1)
+            lengths = self._lengths
+        columns = as_length_columns(lengths, single=len(self.num_samples) == 1)
         self._check_sample_counts(columns)
+        given = None if order is None else as_integer_column(order, "order")
         with ProgressLine("plan", progress) as line:
-            _native.verify(self._columns, self._facts_json, columns, as_threads(threads), line.callback)
+            _native.verify(
+                self._columns, self._facts_json, columns, given, as_threads(threads), line.callback
+            )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the plan to a picture file; see `tundish.packing.plot.plot_plan`."""

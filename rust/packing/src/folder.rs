@@ -1,11 +1,17 @@
 //! A plan as a folder: `plan.json` and one `.npy` file a field.
 //!
 //! It owns the format. What always holds: a folder is published by `tundish-commit`, whole and
-//! durable or not at all; `open` believes nothing it has not checked, and reads in constant memory.
+//! durable or not at all; `open` believes nothing it has not checked, opens each file once and maps
+//! what it checked, and reads in constant memory.
 
 use std::fs::File;
-use std::io::{ErrorKind, Read, Seek, SeekFrom};
+use std::io::{ErrorKind, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
+use rustix::io::Errno;
 
 use serde::Deserialize;
 use tundish_commit::{Folder, FolderFile};
@@ -13,8 +19,9 @@ use tundish_commit::{Folder, FolderFile};
 use crate::error::PackError;
 use crate::hard::{Cell, Columns, Room, Sink};
 use crate::integers::IntegerKind;
+use crate::mapping::MappedColumn;
 use crate::memory;
-use crate::npy::{self, HEADER_BYTES};
+use crate::npy::{self, HEADER_BYTES, Layout};
 use crate::plan::{FORMAT_VERSION, Facts, Field, Views};
 use crate::watch::Watch;
 
@@ -29,19 +36,6 @@ const STEP_BYTES: usize = 1 << 20;
 #[must_use]
 pub fn file_name(field: Field) -> String {
     format!("{}.npy", field.name())
-}
-
-/// One column's file, checked.
-#[derive(Clone, Debug)]
-pub struct ColumnFile {
-    /// Where it is.
-    pub path: PathBuf,
-    /// Whether its values have 8 bytes; else 4.
-    pub wide: bool,
-    /// How many values.
-    pub len: u64,
-    /// Where in the file they begin.
-    pub offset: u64,
 }
 
 /// Columns on their way into a folder.
@@ -197,176 +191,173 @@ pub fn save(views: &Views<'_>, facts: &Facts, target: &Path, watch: &mut dyn Wat
     writer.publish(facts, watch)
 }
 
-/// Read and check a plan folder.
+/// Check a plan folder and map its columns, in the order of `Field::ALL`.
 ///
 /// Checked are the version, the parameters, each file's header and size, and that the offset
 /// table rises strictly to the number of pieces. Time is linear in the packs, memory constant.
 ///
 /// # Errors
 /// `Missing` or `Format` with the file at fault.
-pub fn open(folder: &Path, watch: &mut dyn Watch) -> Result<(Facts, Vec<ColumnFile>), PackError> {
-    let facts = read_facts(folder)?;
-    let mut files = Vec::with_capacity(6);
-    for field in Field::ALL {
-        files.push(open_column(folder, field, &facts)?);
+pub fn open(folder: &Path, watch: &mut dyn Watch) -> Result<(Facts, [MappedColumn; 6]), PackError> {
+    if cfg!(target_endian = "big") {
+        return Err(PackError::Invalid("plan files are little-endian and cannot be mapped on this machine".into()));
     }
-    check_offsets(&files[Field::IndicesCuLen as usize], &facts, watch)?;
-    Ok((facts, files))
+    let folder = PlanFolder::open(folder)?;
+    let facts = folder.facts()?;
+    let files = all(Field::ALL.map(|field| folder.column(field, &facts)))?;
+    files[Field::IndicesCuLen as usize].check_offsets(&facts, watch)?;
+    Ok((facts, all(files.map(ColumnFile::map))?))
 }
 
-fn read_facts(folder: &Path) -> Result<Facts, PackError> {
-    let path = folder.join(FACTS_FILE);
-    let wrong = |reason: String| PackError::Format { path: path.clone(), reason };
-    if !folder.is_dir() {
-        let reason =
-            if folder.exists() { "is not a plan folder" } else { "does not exist; a plan folder was expected" };
-        return Err(PackError::Missing { path: folder.to_path_buf(), reason: reason.into() });
+fn all<T>(columns: [Result<T, PackError>; 6]) -> Result<[T; 6], PackError> {
+    let [a, b, c, d, e, f] = columns;
+    Ok([a?, b?, c?, d?, e?, f?])
+}
+
+/// A folder, opened once: files of a folder that takes its place meanwhile are not mixed with its own.
+struct PlanFolder {
+    path: PathBuf,
+    directory: OwnedFd,
+}
+
+impl PlanFolder {
+    fn open(path: &Path) -> Result<Self, PackError> {
+        let missing = |reason: &str| PackError::Missing { path: path.to_path_buf(), reason: reason.into() };
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
+            Errno::NOENT => missing("does not exist; a plan folder was expected"),
+            Errno::NOTDIR => missing("is not a plan folder"),
+            _ => PackError::Io { path: path.to_path_buf(), source: errno.into() },
+        })?;
+        Ok(Self { path: path.to_path_buf(), directory })
     }
-    let file = open_file(&path)?;
-    let mut text = String::new();
-    file.take(LARGEST_FACTS + 1).read_to_string(&mut text).map_err(|source| match source.kind() {
-        ErrorKind::InvalidData => wrong("is not text; make the plan again".into()),
-        _ => PackError::Io { path: path.clone(), source },
-    })?;
-    if text.len() as u64 > LARGEST_FACTS {
-        return Err(wrong(format!("is larger than {LARGEST_FACTS} bytes; it is no plan's")));
+
+    fn file(&self, name: &str) -> Result<(PathBuf, File), PackError> {
+        let path = self.path.join(name);
+        let failed = |errno: Errno| match errno {
+            Errno::NOENT => PackError::Missing {
+                path: path.clone(),
+                reason: "is missing from the plan folder; make the plan again".into(),
+            },
+            _ => PackError::Io { path: path.clone(), source: errno.into() },
+        };
+        let check = |status: Stat| match FileType::from_raw_mode(status.st_mode) {
+            FileType::RegularFile => Ok(()),
+            _ => Err(PackError::Format { path: path.clone(), reason: "is not a regular file".into() }),
+        };
+        // Before it is opened, which does things to some devices; and after it, for what took its place meanwhile.
+        check(rustix::fs::statat(&self.directory, name, AtFlags::empty()).map_err(failed)?)?;
+        // A pipe is opened at once with NONBLOCK, and would be waited for without it.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(&self.directory, name, flags, Mode::empty()).map_err(failed)?;
+        check(rustix::fs::fstat(&file).map_err(failed)?)?;
+        Ok((path, File::from(file)))
     }
-    // The version first: the rest of a later version may well look different.
-    #[derive(Deserialize)]
-    struct Version {
-        format_version: Option<u64>,
+
+    fn facts(&self) -> Result<Facts, PackError> {
+        let (path, file) = self.file(FACTS_FILE)?;
+        let wrong = |reason: String| PackError::Format { path: path.clone(), reason };
+        let mut text = String::new();
+        file.take(LARGEST_FACTS + 1).read_to_string(&mut text).map_err(|source| match source.kind() {
+            ErrorKind::InvalidData => wrong("is not text; make the plan again".into()),
+            _ => PackError::Io { path: path.clone(), source },
+        })?;
+        if text.len() as u64 > LARGEST_FACTS {
+            return Err(wrong(format!("is larger than {LARGEST_FACTS} bytes; it is no plan's")));
+        }
+        // The version first: the rest of a later version may well look different.
+        #[derive(Deserialize)]
+        struct Version {
+            format_version: Option<u64>,
+        }
+        let version: Version =
+            serde_json::from_str(&text).map_err(|error| wrong(format!("is not valid JSON: {error}")))?;
+        match version.format_version {
+            Some(version) if version == u64::from(FORMAT_VERSION) => {}
+            Some(version) => {
+                return Err(wrong(format!(
+                    "has format version {version}, and this version of tundish reads {FORMAT_VERSION}; make the plan again"
+                )));
+            }
+            None => return Err(wrong("has no format_version; it is no plan's".into())),
+        }
+        let facts: Facts =
+            serde_json::from_str(&text).map_err(|error| wrong(format!("does not describe a plan: {error}")))?;
+        facts.check().map_err(|reason| wrong(format!("contradicts itself: {reason}; make the plan again")))?;
+        Ok(facts)
     }
-    let version: Version = serde_json::from_str(&text).map_err(|error| wrong(format!("is not valid JSON: {error}")))?;
-    match version.format_version {
-        Some(version) if version == u64::from(FORMAT_VERSION) => {}
-        Some(version) => {
+
+    fn column(&self, field: Field, facts: &Facts) -> Result<ColumnFile, PackError> {
+        let (path, mut file) = self.file(&file_name(field))?;
+        let wrong = |reason: String| PackError::Format { path: path.clone(), reason };
+        let layout = npy::read_header(&mut file, &path)?;
+        let expected = if field == Field::Indices { facts.pieces } else { facts.packs };
+        if layout.len != expected {
             return Err(wrong(format!(
-                "has format version {version}, and this version of tundish reads {FORMAT_VERSION}; make the plan again"
+                "has the shape ({},), but {FACTS_FILE} says ({expected},); make the plan again",
+                layout.len
             )));
         }
-        None => return Err(wrong("has no format_version; it is no plan's".into())),
-    }
-    let facts: Facts =
-        serde_json::from_str(&text).map_err(|error| wrong(format!("does not describe a plan: {error}")))?;
-    check_facts(&facts).map_err(|reason| wrong(format!("contradicts itself: {reason}; make the plan again")))?;
-    Ok(facts)
-}
-
-fn check_facts(facts: &Facts) -> Result<(), String> {
-    if facts.mode != "hard" {
-        return Err(format!("mode {:?} is unknown", facts.mode));
-    }
-    if facts.max_length == 0 || facts.max_length > i64::MAX as u64 {
-        return Err(format!("max_length is {}", facts.max_length));
-    }
-    let hexadecimal = |digit: u8| digit.is_ascii_digit() || (b'a'..=b'f').contains(&digit);
-    if facts.fingerprint.len() != 32 || !facts.fingerprint.bytes().all(hexadecimal) {
-        return Err("the fingerprint is not 32 hexadecimal digits".into());
-    }
-    if facts.seed.is_some() != (facts.order == crate::plan::OrderKind::Seed) {
-        return Err("order and seed do not go together".into());
-    }
-    if facts.tokens > i64::MAX as u64 || facts.tokens_packed > facts.tokens {
-        return Err(format!("{} of {} tokens are packed", facts.tokens_packed, facts.tokens));
-    }
-    if facts.pieces < facts.packs {
-        return Err(format!("{} packs have {} pieces", facts.packs, facts.pieces));
-    }
-    let full = u128::from(facts.packs) * u128::from(facts.max_length);
-    if u128::from(facts.tokens_packed) > full || (facts.drop_last && u128::from(facts.tokens_packed) != full) {
-        return Err(format!("{} packs hold {} tokens", facts.packs, facts.tokens_packed));
-    }
-    let streams = if facts.global_pack { 1 } else { facts.samples.len() };
-    if facts.tail_start.len() != streams {
-        return Err(format!("{} datasets have {} tails", streams, facts.tail_start.len()));
-    }
-    if facts.tail_start.iter().any(|&start| start > i64::MAX as u64 || (facts.packs == 0 && start != 0)) {
-        return Err("a tail starts where no sample is".into());
-    }
-    if facts.order == crate::plan::OrderKind::Given && facts.samples.len() != 1 {
-        return Err("an order is given for a single dataset only".into());
-    }
-    if facts.samples.iter().try_fold(0u64, |sum, &samples| sum.checked_add(samples)).is_none_or(|sum| sum > 1 << 63) {
-        return Err("the numbers of samples overflow".into());
-    }
-    Ok(())
-}
-
-fn open_file(path: &Path) -> Result<File, PackError> {
-    let failed = |source: std::io::Error| match source.kind() {
-        ErrorKind::NotFound => PackError::Missing {
-            path: path.to_path_buf(),
-            reason: "is missing from the plan folder; make the plan again".into(),
-        },
-        _ => PackError::Io { path: path.to_path_buf(), source },
-    };
-    // Before it is opened: opening a pipe would wait for somebody to write to it.
-    if !std::fs::metadata(path).map_err(failed)?.is_file() {
-        return Err(PackError::Format { path: path.to_path_buf(), reason: "is not a regular file".into() });
-    }
-    File::open(path).map_err(failed)
-}
-
-fn open_column(folder: &Path, field: Field, facts: &Facts) -> Result<ColumnFile, PackError> {
-    let path = folder.join(file_name(field));
-    let wrong = |reason: String| PackError::Format { path: path.clone(), reason };
-    let mut file = open_file(&path)?;
-    let layout = npy::read_header(&mut file, &path)?;
-    let expected = if field == Field::Indices { facts.pieces } else { facts.packs };
-    if layout.len != expected {
-        return Err(wrong(format!(
-            "has the shape ({},), but {FACTS_FILE} says ({expected},); make the plan again",
-            layout.len
-        )));
-    }
-    let width = if layout.wide { 8 } else { 4 };
-    let size = file.metadata().map_err(|source| PackError::Io { path: path.clone(), source })?.len();
-    let needed = u128::from(layout.len) * width + u128::from(layout.offset);
-    if u128::from(size) != needed {
-        let verdict = if u128::from(size) < needed { "is truncated" } else { "is too long" };
-        return Err(wrong(format!("{verdict}: {size} bytes instead of {needed}; make the plan again")));
-    }
-    Ok(ColumnFile { path, wide: layout.wide, len: layout.len, offset: layout.offset })
-}
-
-fn check_offsets(column: &ColumnFile, facts: &Facts, watch: &mut dyn Watch) -> Result<(), PackError> {
-    let wrong = |reason: String| PackError::Format { path: column.path.clone(), reason };
-    let failed = |source| PackError::Io { path: column.path.clone(), source };
-    let mut file = File::open(&column.path).map_err(failed)?;
-    file.seek(SeekFrom::Start(column.offset)).map_err(failed)?;
-    let width = if column.wide { 8 } else { 4 };
-    let mut buffer = vec![0u8; STEP_BYTES];
-    let mut before = 0i64;
-    let mut done = 0u64;
-    while done < column.len {
-        watch.tick("checking the plan", done, column.len)?;
-        let count = (column.len - done).min((STEP_BYTES / width) as u64) as usize;
-        let bytes = &mut buffer[..count * width];
-        file.read_exact(bytes).map_err(failed)?;
-        let check = |pack: usize, value: i64, before: i64| {
-            if value > before {
-                return Ok(value);
-            }
-            Err(wrong(format!(
-                "does not add up: entry {} is {value} after {before}, but cumulative piece counts rise; make the plan again",
-                done + pack as u64
-            )))
-        };
-        for (pack, entry) in bytes.chunks_exact(width).enumerate() {
-            let value = match *entry {
-                [a, b, c, d] => i64::from(i32::from_le_bytes([a, b, c, d])),
-                [a, b, c, d, e, f, g, h] => i64::from_le_bytes([a, b, c, d, e, f, g, h]),
-                _ => before,
-            };
-            before = check(pack, value, before)?;
+        let size = file.metadata().map_err(|source| PackError::Io { path: path.clone(), source })?.len();
+        let needed = layout.file_bytes();
+        if u128::from(size) != needed {
+            let verdict = if u128::from(size) < needed { "is truncated" } else { "is too long" };
+            return Err(wrong(format!("{verdict}: {size} bytes instead of {needed}; make the plan again")));
         }
-        done += count as u64;
+        Ok(ColumnFile { path, file, layout })
     }
-    if before as u64 != facts.pieces {
-        return Err(wrong(format!(
-            "does not add up: it ends at {before}, but the plan has {} pieces; make the plan again",
-            facts.pieces
-        )));
+}
+
+/// One column's file, opened once; its header and size are right.
+struct ColumnFile {
+    path: PathBuf,
+    file: File,
+    layout: Layout,
+}
+
+impl ColumnFile {
+    fn map(self) -> Result<MappedColumn, PackError> {
+        MappedColumn::new(&self.file, self.layout).map_err(|source| PackError::Io { path: self.path, source })
     }
-    Ok(())
+
+    /// Read rather than mapped: a file that is cut short meanwhile is an error here, and would end the process there.
+    fn check_offsets(&self, facts: &Facts, watch: &mut dyn Watch) -> Result<(), PackError> {
+        let wrong = |reason: String| PackError::Format { path: self.path.clone(), reason };
+        let Layout { len, .. } = self.layout;
+        let width = self.layout.width();
+        let mut buffer = vec![0u8; STEP_BYTES];
+        let mut before = 0i64;
+        let mut done = 0u64;
+        while done < len {
+            watch.tick("checking the plan", done, len)?;
+            let count = (len - done).min((STEP_BYTES / width) as u64) as usize;
+            let bytes = &mut buffer[..count * width];
+            self.file
+                .read_exact_at(bytes, HEADER_BYTES as u64 + done * width as u64)
+                .map_err(|source| PackError::Io { path: self.path.clone(), source })?;
+            for (pack, entry) in bytes.chunks_exact(width).enumerate() {
+                let value = match *entry {
+                    [a, b, c, d] => i64::from(i32::from_le_bytes([a, b, c, d])),
+                    [a, b, c, d, e, f, g, h] => i64::from_le_bytes([a, b, c, d, e, f, g, h]),
+                    _ => before,
+                };
+                if value <= before {
+                    return Err(wrong(format!(
+                        "does not add up: entry {} is {value} after {before}, but cumulative piece counts rise; \
+                         make the plan again",
+                        done + pack as u64
+                    )));
+                }
+                before = value;
+            }
+            done += count as u64;
+        }
+        if before as u64 != facts.pieces {
+            return Err(wrong(format!(
+                "does not add up: it ends at {before}, but the plan has {} pieces; make the plan again",
+                facts.pieces
+            )));
+        }
+        Ok(())
+    }
 }

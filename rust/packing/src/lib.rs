@@ -1,7 +1,7 @@
 //! Plans of fixed-length token sequences, computed over slices of sample lengths.
 //!
 //! This crate owns the algorithms (`hard`), the random order (`shuffle`), the plan and its folder on
-//! disk (`plan`, `folder`), look-ups in it (`lookup`) and its check (`verify`). It knows neither Python nor torch.
+//! disk (`plan`, `folder`, `mapping`), look-ups in it (`lookup`) and its check (`verify`). It knows neither Python nor torch.
 //!
 //! What always holds:
 //! 1. The same inputs give the same plan, for any number of threads and on any platform.
@@ -17,6 +17,7 @@ pub mod folder;
 pub mod hard;
 pub mod integers;
 pub mod lookup;
+pub mod mapping;
 mod memory;
 mod npy;
 pub mod plan;

@@ -1,5 +1,8 @@
 //! The `.npy` format, as far as a plan needs it: one-dimensional, little-endian, 4 or 8 bytes a value.
 //!
+//! What always holds: for a width and a length there is one header, the one that `numpy.save` writes; it is what is
+//! written, and nothing else is read.
+//!
 //! Source of the format: the NumPy Enhancement Proposal 1 (R. Kern) and numpy's `format.py` documentation.
 
 use std::io::Read;
@@ -7,26 +10,24 @@ use std::path::Path;
 
 use crate::error::PackError;
 
-/// Bytes of a header this library writes; a multiple of 64, so that mapped values are aligned.
+/// Bytes of such a header, whatever the length: numpy pads to a multiple of 64, so that mapped values are aligned.
 pub(crate) const HEADER_BYTES: usize = 128;
 const MAGIC: &[u8] = b"\x93NUMPY";
-/// A one-dimensional header is well under this; more is no array of ours.
-const LONGEST_HEADER: usize = 4096;
+const VERSION: [u8; 2] = [1, 0];
+/// Magic, version and the length of the text.
+const TEXT_AT: usize = 10;
 
 /// The header of an array of `len` signed integers of 4 or 8 bytes.
 pub(crate) fn header(wide: bool, len: u64) -> [u8; HEADER_BYTES] {
-    let text = format!("{{'descr': '{}', 'fortran_order': False, 'shape': ({len},), }}", descr(wide));
+    let descr = if wide { "<i8" } else { "<i4" };
+    let text = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({len},), }}");
     let mut bytes = [b' '; HEADER_BYTES];
-    bytes[..MAGIC.len()].copy_from_slice(MAGIC);
-    bytes[6..8].copy_from_slice(&[1, 0]);
-    bytes[8..10].copy_from_slice(&((HEADER_BYTES - 10) as u16).to_le_bytes());
-    bytes[10..10 + text.len()].copy_from_slice(text.as_bytes());
+    bytes[..6].copy_from_slice(MAGIC);
+    bytes[6..8].copy_from_slice(&VERSION);
+    bytes[8..TEXT_AT].copy_from_slice(&((HEADER_BYTES - TEXT_AT) as u16).to_le_bytes());
+    bytes[TEXT_AT..TEXT_AT + text.len()].copy_from_slice(text.as_bytes());
     bytes[HEADER_BYTES - 1] = b'\n';
     bytes
-}
-
-fn descr(wide: bool) -> &'static str {
-    if wide { "<i8" } else { "<i4" }
 }
 
 /// What a header says.
@@ -34,85 +35,111 @@ fn descr(wide: bool) -> &'static str {
 pub(crate) struct Layout {
     pub(crate) wide: bool,
     pub(crate) len: u64,
-    /// Where the values begin in the file.
-    pub(crate) offset: u64,
 }
 
-/// Read a header; an error is a sentence that says what is wrong with it.
+impl Layout {
+    /// Bytes of a value.
+    pub(crate) fn width(self) -> usize {
+        if self.wide { 8 } else { 4 }
+    }
+
+    /// Bytes of the file that the header begins.
+    pub(crate) fn file_bytes(self) -> u128 {
+        HEADER_BYTES as u128 + u128::from(self.len) * self.width() as u128
+    }
+}
+
+/// Read the header of the file at `path`.
+///
+/// # Errors
+/// `Format` with what is wrong with it.
 pub(crate) fn read_header(file: &mut impl Read, path: &Path) -> Result<Layout, PackError> {
     let wrong = |reason: String| PackError::Format { path: path.to_path_buf(), reason };
-    let mut read = |bytes: &mut [u8]| {
-        file.read_exact(bytes).map_err(|source| {
-            if source.kind() == std::io::ErrorKind::UnexpectedEof {
-                wrong("is truncated within its header; make the plan again".into())
-            } else {
-                PackError::Io { path: path.to_path_buf(), source }
-            }
-        })
-    };
-    let mut start = [0u8; 8];
-    read(&mut start)?;
-    if &start[..6] != MAGIC {
-        return Err(wrong("is not a .npy file".into()));
+    let mut bytes = Vec::with_capacity(HEADER_BYTES);
+    file.take(HEADER_BYTES as u64)
+        .read_to_end(&mut bytes)
+        .map_err(|source| PackError::Io { path: path.to_path_buf(), source })?;
+    if !MAGIC.starts_with(&bytes[..bytes.len().min(MAGIC.len())]) {
+        return Err(wrong("is not a .npy file; make the plan again".into()));
     }
-    let mut size = [0u8; 4];
-    let (header_len, prefix) = match start[6] {
-        1 => {
-            read(&mut size[..2])?;
-            (u32::from_le_bytes(size) as usize, 10)
-        }
-        2 | 3 => {
-            read(&mut size)?;
-            (u32::from_le_bytes(size) as usize, 12)
-        }
-        version => return Err(wrong(format!("has the unknown .npy version {version}"))),
+    let Ok(bytes) = <[u8; HEADER_BYTES]>::try_from(bytes) else {
+        return Err(wrong("is truncated within its header; make the plan again".into()));
     };
-    if header_len > LONGEST_HEADER {
-        return Err(wrong(format!("has a header of {header_len} bytes; a plan's are at most {LONGEST_HEADER}")));
-    }
-    let mut text = vec![0u8; header_len];
-    read(&mut text)?;
-    let text = String::from_utf8(text).map_err(|_| wrong("has a header that is not text".into()))?;
-    let wide = match value_of(&text, "descr") {
-        Some(value) if value.starts_with("'<i4'") => false,
-        Some(value) if value.starts_with("'<i8'") => true,
-        Some(value) => {
-            let found: String = value.chars().take_while(|&c| c != ',').collect();
-            return Err(wrong(format!("has the dtype {found}; a plan's arrays are '<i4' (int32) or '<i8' (int64)")));
+    let text = String::from_utf8_lossy(&bytes[TEXT_AT..]);
+    let len = value_of(&text, "shape").and_then(|shape| shape.strip_prefix('(')?.split_once(',')?.0.parse().ok());
+    for wide in [false, true] {
+        // Compared as a whole: what a reader of parts would overlook cannot differ.
+        if let Some(len) = len
+            && bytes == header(wide, len)
+        {
+            return Ok(Layout { wide, len });
         }
-        None => return Err(wrong("has a header without descr".into())),
-    };
-    if !value_of(&text, "fortran_order").is_some_and(|value| value.starts_with("False")) {
-        return Err(wrong("is not in C order".into()));
     }
-    let shape = value_of(&text, "shape")
-        .and_then(|value| value.strip_prefix('('))
-        .and_then(|value| value.split_once(')'))
-        .map(|(inside, _)| inside.trim().to_owned())
-        .ok_or_else(|| wrong("has a header without shape".into()))?;
-    let len = shape
-        .strip_suffix(',')
-        .and_then(|digits| digits.trim().parse::<u64>().ok())
-        .ok_or_else(|| wrong(format!("has the shape ({shape}); a plan's arrays have one dimension")))?;
-    Ok(Layout { wide, len, offset: (prefix + header_len) as u64 })
+    Err(wrong(format!("{}; make the plan again", complaint(&bytes, &text))))
 }
 
-/// The text after `'key':` in a header.
+/// What is wrong with a header that is not the one for any width and length.
+fn complaint(bytes: &[u8; HEADER_BYTES], text: &str) -> String {
+    let until = |text: &str, end: char| text.split(end).next().unwrap_or_default().trim().to_owned();
+    if bytes[6..8] != VERSION {
+        return format!("has the .npy version {}.{}; a plan's arrays have 1.0", bytes[6], bytes[7]);
+    }
+    match value_of(text, "descr").map(|value| until(value, ',')) {
+        Some(descr) if descr != "'<i4'" && descr != "'<i8'" => {
+            return format!("has the dtype {descr}; a plan's arrays are '<i4' (int32) or '<i8' (int64)");
+        }
+        _ => {}
+    }
+    match value_of(text, "shape").map(|value| until(value, ')')) {
+        Some(shape) if shape.split(',').filter(|part| !part.trim().is_empty()).count() != 1 => {
+            return format!("has the shape {shape}); a plan's arrays have one dimension");
+        }
+        _ => {}
+    }
+    "has another header than numpy.save writes for a one-dimensional array of int32 or int64".to_owned()
+}
+
+/// The text after `'key': ` in a header.
 fn value_of<'a>(text: &'a str, key: &str) -> Option<&'a str> {
-    let (_, rest) = text.split_once(&format!("'{key}'"))?;
-    Some(rest.trim_start().strip_prefix(':')?.trim_start())
+    Some(text.split_once(&format!("'{key}': "))?.1)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn read(bytes: &[u8]) -> Result<Layout, PackError> {
+        read_header(&mut &bytes[..], Path::new("x.npy"))
+    }
+
     #[test]
     fn what_is_written_is_read() {
         for (wide, len) in [(false, 0), (true, 1), (false, u64::from(u32::MAX)), (true, u64::MAX)] {
-            let bytes = header(wide, len);
-            let layout = read_header(&mut &bytes[..], Path::new("x.npy")).expect("a header of ours");
-            assert_eq!(layout, Layout { wide, len, offset: HEADER_BYTES as u64 });
+            assert_eq!(read(&header(wide, len)).expect("a header of ours"), Layout { wide, len });
+        }
+    }
+
+    #[test]
+    fn any_changed_byte_is_another_header_or_none() {
+        let good = header(false, 907);
+        for position in 0..HEADER_BYTES {
+            for value in 0..=u8::MAX {
+                let mut bytes = good;
+                bytes[position] = value;
+                match read(&bytes) {
+                    // A digit may have become another one.
+                    Ok(Layout { wide, len }) => assert_eq!(bytes, header(wide, len), "byte {position} is {value}"),
+                    Err(error) => assert!(error.to_string().starts_with("x.npy: "), "{error}"),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn part_of_a_header_is_truncated() {
+        let good = header(true, 5);
+        for end in 0..HEADER_BYTES {
+            assert!(read(&good[..end]).expect_err("no header").to_string().contains("truncated"));
         }
     }
 }

@@ -7,6 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::PackError;
 use crate::integers::Integers;
+use crate::watch::Watch;
+
+/// Values between two looks at the watch: a fraction of a millisecond.
+const VALUES_A_TICK: usize = 1 << 16;
 
 /// The fields of a plan, in the order they are documented and stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,14 +88,31 @@ impl Column {
         }
     }
 
-    /// The same values in 32 bits, where all of them fit.
-    pub(crate) fn narrowed(self) -> Self {
-        match self {
-            Self::I64(values) if values.iter().all(|&value| i32::try_from(value).is_ok()) => {
-                Self::I32(values.into_iter().map(|value| value as i32).collect())
+    /// Keep the values in 32 bits, where all of them fit.
+    ///
+    /// # Errors
+    /// An interrupt, which leaves the column empty or as it was.
+    pub(crate) fn narrow(&mut self, watch: &mut dyn Watch) -> Result<(), PackError> {
+        let Self::I64(values) = self else { return Ok(()) };
+        let total = values.len() as u64;
+        for (number, part) in values.chunks(VALUES_A_TICK).enumerate() {
+            watch.tick("narrowing", (number * VALUES_A_TICK) as u64, total)?;
+            if part.iter().any(|&value| i32::try_from(value).is_err()) {
+                return Ok(());
             }
-            other => other,
         }
+        let narrow = |(position, value): (usize, i64)| {
+            if position.is_multiple_of(VALUES_A_TICK) {
+                watch.tick("narrowing", position as u64, total)?;
+            }
+            Ok(value as i32)
+        };
+        // Collected in place: the memory of the wide values becomes that of the narrow ones, and half of it is given back.
+        let mut narrowed: Vec<i32> =
+            std::mem::take(values).into_iter().enumerate().map(narrow).collect::<Result<_, PackError>>()?;
+        narrowed.shrink_to_fit();
+        *self = Self::I32(narrowed);
+        Ok(())
     }
 }
 
@@ -161,6 +182,51 @@ impl Facts {
     /// `Invalid` where the text does not describe a plan.
     pub fn from_json(text: &str) -> Result<Self, PackError> {
         serde_json::from_str(text).map_err(|error| PackError::Invalid(format!("does not describe a plan: {error}")))
+    }
+
+    /// Whether they go together; an error is a clause that says which do not.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        if self.format_version != FORMAT_VERSION {
+            return Err(format!("format version {} is unknown", self.format_version));
+        }
+        if self.mode != "hard" {
+            return Err(format!("mode {:?} is unknown", self.mode));
+        }
+        if self.max_length == 0 || self.max_length > i64::MAX as u64 {
+            return Err(format!("max_length is {}", self.max_length));
+        }
+        let hexadecimal = |digit: u8| digit.is_ascii_digit() || (b'a'..=b'f').contains(&digit);
+        if self.fingerprint.len() != 32 || !self.fingerprint.bytes().all(hexadecimal) {
+            return Err("the fingerprint is not 32 hexadecimal digits".into());
+        }
+        if self.seed.is_some() != (self.order == OrderKind::Seed) {
+            return Err("order and seed do not go together".into());
+        }
+        if self.tokens > i64::MAX as u64 || self.tokens_packed > self.tokens {
+            return Err(format!("{} of {} tokens are packed", self.tokens_packed, self.tokens));
+        }
+        if self.pieces < self.packs {
+            return Err(format!("{} packs have {} pieces", self.packs, self.pieces));
+        }
+        let full = u128::from(self.packs) * u128::from(self.max_length);
+        if u128::from(self.tokens_packed) > full || (self.drop_last && u128::from(self.tokens_packed) != full) {
+            return Err(format!("{} packs hold {} tokens", self.packs, self.tokens_packed));
+        }
+        let streams = if self.global_pack { 1 } else { self.samples.len() };
+        if self.tail_start.len() != streams {
+            return Err(format!("{} datasets have {} tails", streams, self.tail_start.len()));
+        }
+        if self.tail_start.iter().any(|&start| start > i64::MAX as u64 || (self.packs == 0 && start != 0)) {
+            return Err("a tail starts where no sample is".into());
+        }
+        if self.order == OrderKind::Given && self.samples.len() != 1 {
+            return Err("an order is given for a single dataset only".into());
+        }
+        if self.samples.iter().try_fold(0u64, |sum, &samples| sum.checked_add(samples)).is_none_or(|sum| sum > 1 << 63)
+        {
+            return Err("the numbers of samples overflow".into());
+        }
+        Ok(())
     }
 }
 

@@ -1,51 +1,47 @@
-//! The check of a whole plan against the lengths it was made for.
+//! The check of a whole plan against the lengths, and the order, that it was made for.
 //!
-//! It goes the other way round than `hard`: it starts from the packs, adds up the pieces that
-//! each one names, and demands that they fill it, follow on from the pack before, use no sample
-//! twice and leave out only what may be left out. Nothing of the merge is used.
+//! It goes the other way round than `hard`: it starts from the packs and demands of every piece that it is the next
+//! of the ordered samples, or goes on where the pack before stopped, and of every pack that its pieces fill it; what
+//! the packs leave out is counted sample by sample. Nothing of the merge is used, only the check of the lengths, the
+//! shuffle and the hash are those that made the plan.
+//!
+//! What always holds: of a plan that passes, every value of every column and every one of its facts was compared with
+//! what the lengths and the order make of it. Lengths that change meanwhile give an error and nothing worse.
 
 use rayon::ThreadPool;
 
 use crate::error::PackError;
-use crate::hard::{Bits, Dataset, OrderSource, Prepared, Request};
+use crate::folder::FACTS_FILE;
+use crate::hard::{Dataset, OrderSource, Prepared, Request};
 use crate::integers::Integers;
-use crate::plan::{Facts, Field, OrderKind, Views};
+use crate::memory;
+use crate::plan::{Column, Facts, Field, OrderKind, Views};
 use crate::shuffle::RandomState;
 use crate::watch::Watch;
 
-/// Pieces between two looks at the watch.
-const PIECES_A_TICK: u64 = 1 << 16;
+/// Samples and pieces between two looks at the watch: microseconds in memory, and still below 100 ms where each of
+/// them waits for a page from a disk.
+const STEP: usize = 1024;
 
-/// Check `views` and `facts` against `lengths`, one column a dataset.
-///
-/// For plans whose order is natural or drawn from a seed the order itself is checked too, and the fingerprint.
+/// Check `views` and `facts` against `lengths`, one column a dataset, and against the order, where one was given.
 ///
 /// # Errors
-/// `Mismatch` with the first pack that does not fit, and why; as `Prepared::new` for lengths that are none.
+/// `Mismatch` with the first pack that does not fit, and why. `Invalid` where the plan was made with an order
+/// that is not given here; `OrderOutOfRange` and `OrderRepeated` for one that is none; as `Prepared::new` for lengths.
 pub fn verify(
     views: &Views<'_>,
     facts: &Facts,
     lengths: &[Integers<'_>],
+    order: Option<Integers<'_>>,
     pool: Option<&ThreadPool>,
     watch: &mut dyn Watch,
 ) -> Result<(), PackError> {
-    let given: Vec<u64> = lengths.iter().map(|column| column.len() as u64).collect();
-    if given != facts.samples {
-        return Err(PackError::Mismatch(format!(
-            "the plan was made for {} samples (by dataset: {:?}), but the lengths are of {} (by dataset: {:?})",
-            facts.samples.iter().sum::<u64>(),
-            &facts.samples[..facts.samples.len().min(8)],
-            given.iter().sum::<u64>(),
-            &given[..given.len().min(8)],
-        )));
-    }
-    let order = match (facts.order, facts.seed) {
-        (OrderKind::Seed, Some(seed)) => OrderSource::Seed(seed),
-        _ => OrderSource::Natural,
-    };
+    facts.check().map_err(|reason| PackError::Mismatch(format!("{FACTS_FILE} contradicts itself: {reason}")))?;
+    check_counts(views, facts, lengths)?;
+    let source = order_source(facts, order)?;
     let request = Request {
         lengths: lengths.to_vec(),
-        order,
+        order: source,
         max_length: facts.max_length,
         drop_last: facts.drop_last,
         global_pack: facts.global_pack,
@@ -58,45 +54,167 @@ pub fn verify(
         lengths.iter().enumerate().map(|(id, &column)| Dataset::new(vec![column], id)).collect()
     };
     let mut random = facts.seed.map(RandomState::new);
-    let mut walk = Walk { views, facts, pack: 0, piece: 0, tokens: 0, packed: 0 };
+    let mut walk = Walk { views, facts, pack: 0, piece: 0, tokens: 0, packed: 0, empty_on_boundary: 0 };
     for (stream, &tail_start) in streams.iter().zip(&facts.tail_start) {
-        let shuffled: Option<Vec<u64>> = match (&mut random, facts.order) {
-            (Some(random), OrderKind::Seed) => Some(random.shuffled::<u64>(stream.len(), watch)?),
-            _ => None,
+        let drawn = random.as_mut().map(|random| draw(random, stream.len(), watch)).transpose()?;
+        let order = match source {
+            OrderSource::Natural => None,
+            OrderSource::Given(order) => {
+                check_order(&order, stream.len(), watch)?;
+                Some(order)
+            }
+            OrderSource::Seed(_) => drawn.as_ref().map(Column::view),
         };
-        let order = match facts.order {
-            OrderKind::Natural => KnownOrder::Natural,
-            OrderKind::Seed => shuffled.as_deref().map_or(KnownOrder::Unknown, KnownOrder::Drawn),
-            OrderKind::Given => KnownOrder::Unknown,
-        };
-        walk.stream(stream, order, tail_start, watch)?;
+        walk.stream(Ordered::new(stream, order), tail_start, watch)?;
     }
     walk.finish()?;
-    if facts.order != OrderKind::Given && fingerprint != facts.fingerprint {
+    if fingerprint != facts.fingerprint {
         return Err(PackError::Mismatch(format!(
-            "the plan's fingerprint is {}, but that of the lengths and parameters is {fingerprint}",
+            "the plan's fingerprint is {}, but that of the lengths, order and parameters is {fingerprint}",
             facts.fingerprint
         )));
     }
     Ok(())
 }
 
-/// The order that the samples must come in, where it is known.
-#[derive(Clone, Copy)]
-enum KnownOrder<'a> {
-    Natural,
-    Drawn(&'a [u64]),
-    Unknown,
+fn check_counts(views: &Views<'_>, facts: &Facts, lengths: &[Integers<'_>]) -> Result<(), PackError> {
+    let given: Vec<u64> = lengths.iter().map(|column| column.len() as u64).collect();
+    if given != facts.samples {
+        return Err(PackError::Mismatch(format!(
+            "the plan was made for {} samples (by dataset: {:?}), but the lengths are of {} (by dataset: {:?})",
+            facts.samples.iter().sum::<u64>(),
+            &facts.samples[..facts.samples.len().min(8)],
+            given.iter().fold(0u64, |sum, &samples| sum.saturating_add(samples)),
+            &given[..given.len().min(8)],
+        )));
+    }
+    let found = (views.packs() as u64, views.column(Field::Indices).len() as u64);
+    if found != (facts.packs, facts.pieces) {
+        return Err(PackError::Mismatch(format!(
+            "the columns hold {} packs of {} pieces, but {FACTS_FILE} says {} of {}",
+            found.0, found.1, facts.packs, facts.pieces
+        )));
+    }
+    Ok(())
 }
 
-impl KnownOrder<'_> {
-    fn sample_at(&self, position: u64) -> Option<u64> {
-        match self {
-            Self::Natural => Some(position),
-            Self::Drawn(order) => order.get(position as usize).copied(),
-            Self::Unknown => None,
+/// The order that the plan says it has; one that is given must be what it says.
+fn order_source<'a>(facts: &Facts, order: Option<Integers<'a>>) -> Result<OrderSource<'a>, PackError> {
+    let given = |says: String| {
+        PackError::Mismatch(format!(
+            "an order was given, but {FACTS_FILE} says that {says}: leave the order out, or use the plan made with it"
+        ))
+    };
+    match (facts.order, facts.seed, order) {
+        (OrderKind::Given, _, Some(order)) => Ok(OrderSource::Given(order)),
+        (OrderKind::Given, _, None) => Err(PackError::Invalid(format!(
+            "{FACTS_FILE} says that the plan was made with an order (order=): pass the same order to verify, \
+             else neither the order of the samples nor the fingerprint can be checked"
+        ))),
+        (OrderKind::Seed, Some(seed), None) => Ok(OrderSource::Seed(seed)),
+        (OrderKind::Seed, seed, _) => {
+            Err(given(format!("the samples were shuffled with the seed {}", seed.unwrap_or_default())))
+        }
+        (OrderKind::Natural, _, None) => Ok(OrderSource::Natural),
+        (OrderKind::Natural, _, Some(_)) => Err(given("the samples kept their order".into())),
+    }
+}
+
+fn draw(random: &mut RandomState, samples: usize, watch: &mut dyn Watch) -> Result<Column, PackError> {
+    Ok(if samples <= 1 << 31 {
+        Column::I32(random.shuffled(samples, watch)?)
+    } else {
+        Column::I64(random.shuffled(samples, watch)?)
+    })
+}
+
+/// Whether every entry of an order names a sample, and no two the same.
+fn check_order(order: &Integers<'_>, samples: usize, watch: &mut dyn Watch) -> Result<(), PackError> {
+    let mut used = memory::zeroed::<u64>(samples.div_ceil(64))?;
+    let mut entries = vec![0u64; order.len().min(STEP)];
+    for start in (0..order.len()).step_by(STEP) {
+        watch.tick("checking the order", start as u64, order.len() as u64)?;
+        let entries = &mut entries[..(order.len() - start).min(STEP)];
+        order.read(start, entries);
+        for (position, &sample) in (start..).zip(&*entries) {
+            if sample >= samples as u64 {
+                let value = if order.kind().is_signed() { i128::from(sample as i64) } else { i128::from(sample) };
+                return Err(PackError::OrderOutOfRange { position, value, samples });
+            }
+            let (word, bit) = (&mut used[(sample / 64) as usize], 1u64 << (sample % 64));
+            if *word & bit != 0 {
+                return Err(PackError::OrderRepeated { position, sample: sample as usize });
+            }
+            *word |= bit;
         }
     }
+    Ok(())
+}
+
+/// The samples of a stream in their order, each with its length, read a window at a time.
+struct Ordered<'a> {
+    stream: &'a Dataset<'a>,
+    /// None for the samples' own order.
+    order: Option<Integers<'a>>,
+    len: usize,
+    /// Position behind the window.
+    read: usize,
+    samples: Vec<u64>,
+    lengths: Vec<u64>,
+    /// Where in the window the next sample is.
+    next: usize,
+}
+
+impl<'a> Ordered<'a> {
+    fn new(stream: &'a Dataset<'a>, order: Option<Integers<'a>>) -> Self {
+        let len = order.map_or(stream.len(), |order| order.len());
+        Self { stream, order, len, read: 0, samples: Vec::new(), lengths: Vec::new(), next: 0 }
+    }
+
+    /// The next sample and its length.
+    fn next(&mut self, watch: &mut dyn Watch) -> Result<Option<(u64, u64)>, PackError> {
+        if self.next == self.samples.len() {
+            self.fill(watch)?;
+        }
+        let found = self.samples.get(self.next).copied().zip(self.lengths.get(self.next).copied());
+        self.next += usize::from(found.is_some());
+        Ok(found)
+    }
+
+    fn fill(&mut self, watch: &mut dyn Watch) -> Result<(), PackError> {
+        watch.tick("verifying", self.read as u64, self.len as u64)?;
+        let count = (self.len - self.read).min(STEP);
+        self.samples.resize(count, 0);
+        self.lengths.resize(count, 0);
+        let seen = match self.order {
+            None => {
+                self.samples.iter_mut().zip(self.read as u64..).for_each(|(slot, sample)| *slot = sample);
+                self.stream.read(self.read, &mut self.lengths)
+            }
+            Some(order) => {
+                order.read(self.read, &mut self.samples);
+                if self.samples.iter().any(|&sample| sample >= self.stream.len() as u64) {
+                    return Err(PackError::InputChanged);
+                }
+                self.stream.gather(&self.samples, &mut self.lengths)
+            }
+        };
+        if seen >> 63 != 0 {
+            return Err(PackError::InputChanged);
+        }
+        self.read += count;
+        self.next = 0;
+        Ok(())
+    }
+}
+
+/// A sample that a pack takes from, or that the next one goes on with.
+#[derive(Clone, Copy)]
+struct Open {
+    sample: u64,
+    length: u64,
+    /// First token that no pack has taken yet.
+    at: u64,
 }
 
 /// How far the check is.
@@ -107,17 +225,7 @@ struct Walk<'a> {
     piece: u64,
     tokens: u64,
     packed: u64,
-}
-
-/// What one stream carries from pack to pack.
-struct Progress {
-    used: Bits,
-    /// Tokens of all samples used so far.
-    used_tokens: u64,
-    /// The sample that the last pack cut, and where.
-    cut: Option<(u64, u64)>,
-    /// Position in the known order.
-    position: u64,
+    empty_on_boundary: u64,
 }
 
 impl Walk<'_> {
@@ -125,135 +233,109 @@ impl Walk<'_> {
         Err(PackError::Mismatch(format!("pack {}: {reason}", self.pack)))
     }
 
-    fn stream(
-        &mut self,
-        stream: &Dataset<'_>,
-        order: KnownOrder<'_>,
-        tail_start: u64,
-        watch: &mut dyn Watch,
-    ) -> Result<(), PackError> {
+    fn stream(&mut self, mut samples: Ordered<'_>, tail_start: u64, watch: &mut dyn Watch) -> Result<(), PackError> {
         let ids = self.views.column(Field::DatasetId);
-        let mut progress = Progress { used: Bits::new(stream.len())?, used_tokens: 0, cut: None, position: 0 };
+        let id = samples.stream.id() as u64;
+        let mut open = None;
         let mut packed = 0u64;
-        let mut short = false;
-        let total = self.views.packs();
-        while self.pack < total && ids.get(self.pack) == stream.id() as u64 {
-            if short {
+        let mut short = None;
+        while self.pack < self.views.packs() && ids.get(self.pack) == id {
+            if short.is_some() {
                 return self.wrong("follows a shorter one; only the last pack of a dataset may be short");
             }
-            let tokens = self.one_pack(stream, order, &mut progress, watch)?;
+            let tokens = self.one_pack(&mut samples, &mut open, watch)?;
             if tokens != self.facts.max_length {
                 if self.facts.drop_last || tokens > self.facts.max_length {
                     return self.wrong(format!("holds {tokens} tokens instead of {}", self.facts.max_length));
                 }
-                short = true;
+                short = Some(self.views.column(Field::StartOffset).get(self.pack));
             }
-            packed += tokens;
+            packed = packed.saturating_add(tokens);
             self.pack += 1;
         }
-        self.tail(stream, order, &progress, tail_start, packed, short)?;
-        self.packed += packed;
-        Ok(())
-    }
-
-    /// What the packs of a stream leave out must be less than a pack, and nothing where the tail is kept.
-    fn tail(
-        &mut self,
-        stream: &Dataset<'_>,
-        order: KnownOrder<'_>,
-        progress: &Progress,
-        tail_start: u64,
-        packed: u64,
-        short: bool,
-    ) -> Result<(), PackError> {
-        let dataset = stream.id();
-        let wrong = |reason: String| Err(PackError::Mismatch(format!("dataset {dataset}: {reason}")));
+        let start = short.or(open.map(|open| open.at)).unwrap_or_default();
+        let left = self.left_out(samples, open, short.is_none(), watch)?;
+        let tokens = packed.saturating_add(left);
+        let wrong = |reason: String| Err(PackError::Mismatch(format!("dataset {id}: {reason}")));
         let max_length = self.facts.max_length;
-        let tokens = match order {
-            KnownOrder::Unknown => {
-                // Which samples were to be used is not known, only how many tokens in all.
-                let tokens = self.facts.tokens;
-                if tokens < progress.used_tokens {
-                    return wrong(format!(
-                        "the packs' samples have {} tokens, the plan {tokens}",
-                        progress.used_tokens
-                    ));
-                }
-                tokens
-            }
-            _ => {
-                let mut scratch = vec![0u64; 8192];
-                let mut tokens = 0u64;
-                for start in (0..stream.len()).step_by(scratch.len()) {
-                    let values = &mut scratch[..(stream.len() - start).min(8192)];
-                    stream.read(start, values);
-                    tokens = values.iter().fold(tokens, |sum, &length| sum.saturating_add(length));
-                }
-                tokens
-            }
-        };
-        self.tokens = self.tokens.saturating_add(tokens);
-        let left = tokens.saturating_sub(packed);
-        if packed > tokens || (self.facts.drop_last && left >= max_length) || (!self.facts.drop_last && left != 0) {
+        if if self.facts.drop_last { left >= max_length } else { left != 0 } {
             return wrong(format!(
                 "{packed} of {tokens} tokens are packed, {left} left out, with packs of {max_length}"
             ));
         }
-        if short && tokens % max_length == 0 {
-            return wrong("the last pack is short though the tokens fill it".into());
+        if tail_start != start {
+            return wrong(format!(
+                "the tail starts at token {start} of its sample, but {FACTS_FILE} says at {tail_start}"
+            ));
         }
-        let start = match progress.cut {
-            Some((_, at)) if left > 0 => at,
-            _ => 0,
-        };
-        if self.facts.drop_last && left > 0 && tail_start != start {
-            return wrong(format!("the tail starts at token {start} of its sample, not at {tail_start}"));
-        }
+        self.tokens = self.tokens.saturating_add(tokens);
+        self.packed = self.packed.saturating_add(packed);
         Ok(())
+    }
+
+    /// Tokens behind the packs of a stream, which end on a boundary unless the last one is short.
+    fn left_out(
+        &mut self,
+        mut samples: Ordered<'_>,
+        open: Option<Open>,
+        on_boundary: bool,
+        watch: &mut dyn Watch,
+    ) -> Result<u64, PackError> {
+        let mut left = open.map_or(0, |open| open.length - open.at);
+        while let Some((_, length)) = samples.next(watch)? {
+            self.empty_on_boundary += u64::from(on_boundary && left == 0 && length == 0);
+            left = left.saturating_add(length);
+        }
+        Ok(left)
     }
 
     /// Check one pack; its tokens.
     fn one_pack(
         &mut self,
-        stream: &Dataset<'_>,
-        order: KnownOrder<'_>,
-        progress: &mut Progress,
+        samples: &mut Ordered<'_>,
+        open: &mut Option<Open>,
         watch: &mut dyn Watch,
     ) -> Result<u64, PackError> {
-        let end_piece = self.views.column(Field::IndicesCuLen).get(self.pack);
         let indices = self.views.column(Field::Indices);
+        let [end_piece, start, end, recorded] =
+            [Field::IndicesCuLen, Field::StartOffset, Field::EndOffset, Field::Longest]
+                .map(|field| self.views.column(field).get(self.pack));
         if end_piece <= self.piece || end_piece > indices.len() as u64 {
             return self.wrong(format!("indices_cu_len goes from {} to {end_piece}", self.piece));
         }
         let first = self.piece;
-        let start = self.views.column(Field::StartOffset).get(self.pack);
-        let end = self.views.column(Field::EndOffset).get(self.pack);
         let (mut tokens, mut longest) = (0u64, 0u64);
         for piece in first..end_piece {
-            if piece.is_multiple_of(PIECES_A_TICK) {
+            if piece.is_multiple_of(STEP as u64) {
                 watch.tick("verifying", piece, indices.len() as u64)?;
             }
             let sample = indices.get(piece as usize);
-            if sample >= stream.len() as u64 {
-                return self.wrong(format!("names sample {sample} of {}", stream.len()));
+            let Some(expected) = self.expected(samples, open.take(), piece == first, watch)? else {
+                return self.wrong(format!("uses sample {sample} after the end of the order"));
+            };
+            if sample != expected.sample {
+                return self.wrong(format!("uses sample {sample} where the order has sample {}", expected.sample));
             }
-            let mut length = [0u64];
-            stream.gather(&[sample], &mut length);
-            let [length] = length;
             let begins = if piece == first { start } else { 0 };
-            let stops = if piece + 1 == end_piece { end } else { length };
-            if begins > stops || stops > length || (begins == stops && (length != 0 || piece == first)) {
-                return self.wrong(format!("takes tokens {begins} to {stops} of sample {sample}, which has {length}"));
+            if begins != expected.at {
+                return self.wrong(format!(
+                    "takes sample {sample} from token {begins} on, but it comes to it at token {}",
+                    expected.at
+                ));
             }
-            if piece + 1 == end_piece && stops == 0 {
-                return self.wrong(format!("ends with the empty sample {sample}, which belongs to no pack"));
+            let last = piece + 1 == end_piece;
+            let stops = if last { end } else { expected.length };
+            // An empty sample may lie inside a pack, never at its end.
+            if stops > expected.length || (last && stops <= begins) {
+                return self.wrong(format!(
+                    "takes tokens {begins} to {stops} of sample {sample}, which has {}",
+                    expected.length
+                ));
             }
-            self.follow(stream, order, progress, sample, begins, length, piece == first)?;
             tokens = tokens.saturating_add(stops - begins);
             longest = longest.max(stops - begins);
-            progress.cut = (stops < length).then_some((sample, stops));
+            *open = (stops < expected.length).then_some(Open { at: stops, ..expected });
         }
-        let recorded = self.views.column(Field::Longest).get(self.pack);
         if recorded != longest {
             return self.wrong(format!("its longest piece has {longest} tokens, not {recorded}"));
         }
@@ -261,72 +343,46 @@ impl Walk<'_> {
         Ok(tokens)
     }
 
-    /// A piece must go on where the one before stopped, or begin the next sample of the order.
-    #[allow(clippy::too_many_arguments)]
-    fn follow(
-        &self,
-        stream: &Dataset<'_>,
-        order: KnownOrder<'_>,
-        progress: &mut Progress,
-        sample: u64,
-        begins: u64,
-        length: u64,
-        first: bool,
-    ) -> Result<(), PackError> {
-        if let Some((cut, at)) = progress.cut {
-            if (cut, at) != (sample, begins) {
-                return self.wrong(format!(
-                    "takes sample {sample} from token {begins}, but the pack before stopped at token {at} of sample {cut}"
-                ));
+    /// What the next piece must be of: the rest of the open sample, or the next one of the order.
+    fn expected(
+        &mut self,
+        samples: &mut Ordered<'_>,
+        open: Option<Open>,
+        on_boundary: bool,
+        watch: &mut dyn Watch,
+    ) -> Result<Option<Open>, PackError> {
+        if open.is_some() {
+            return Ok(open);
+        }
+        while let Some((sample, length)) = samples.next(watch)? {
+            if !(on_boundary && length == 0) {
+                return Ok(Some(Open { sample, length, at: 0 }));
             }
-            return Ok(());
+            // An empty sample on a boundary belongs to no pack.
+            self.empty_on_boundary += 1;
         }
-        if begins != 0 {
-            return self.wrong(format!("leaves out the first {begins} tokens of sample {sample}"));
-        }
-        if !progress.used.mark(&[sample]) {
-            return self.wrong(format!("uses sample {sample}, which was used before"));
-        }
-        progress.used_tokens = progress.used_tokens.saturating_add(length);
-        if matches!(order, KnownOrder::Unknown) {
-            return Ok(());
-        }
-        loop {
-            let Some(expected) = order.sample_at(progress.position) else {
-                return self.wrong(format!("uses sample {sample} after the end of the order"));
-            };
-            progress.position += 1;
-            if expected == sample {
-                return Ok(());
-            }
-            let mut skipped = [1u64];
-            if expected < stream.len() as u64 {
-                stream.gather(&[expected], &mut skipped);
-            }
-            // Only empty samples on a boundary are passed over.
-            if !first || skipped != [0] {
-                return self.wrong(format!("uses sample {sample} where the order has sample {expected}"));
-            }
-        }
+        Ok(None)
     }
 
+    /// What the whole must add up to.
     fn finish(&self) -> Result<(), PackError> {
-        let total = self.views.packs();
-        if self.pack != total {
+        let Facts { tokens, tokens_packed, empty_on_boundary, pieces, .. } = *self.facts;
+        if self.pack != self.views.packs() {
             return self.wrong(format!(
                 "is of dataset {}, out of turn or unknown",
                 self.views.column(Field::DatasetId).get(self.pack)
             ));
         }
-        if (self.tokens, self.packed) != (self.facts.tokens, self.facts.tokens_packed) {
-            return Err(PackError::Mismatch(format!(
-                "{} of {} tokens are packed, but {} says {} of {}",
-                self.packed,
-                self.tokens,
-                crate::folder::FACTS_FILE,
-                self.facts.tokens_packed,
-                self.facts.tokens
-            )));
+        let counts = [
+            ("tokens", self.tokens, tokens),
+            ("tokens_packed", self.packed, tokens_packed),
+            ("pieces", self.piece, pieces),
+            ("empty_on_boundary", self.empty_on_boundary, empty_on_boundary),
+        ];
+        for (name, counted, said) in counts {
+            if counted != said {
+                return Err(PackError::Mismatch(format!("{name} is {counted}, but {FACTS_FILE} says {said}")));
+            }
         }
         Ok(())
     }

@@ -3,12 +3,15 @@
 
 use std::fs;
 
+use std::path::{Path, PathBuf};
+
 use proptest::prelude::*;
 use tundish_packing::hard::Prepared;
-use tundish_packing::{PackError, Silent, folder};
+use tundish_packing::mapping::MappedColumn;
+use tundish_packing::{Field, PackError, Silent, Watch, folder};
 
 mod reading;
-use reading::{request, use_folder};
+use reading::{request, use_folder, values};
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
@@ -35,7 +38,7 @@ proptest! {
             bytes.resize(length, 0);
         }
         fs::write(&names[file], &bytes).expect("a write");
-        // Blanks in a header may change, and a byte may be overwritten with itself; values may not change.
+        // A byte may be overwritten with itself, and blanks of plan.json may change; values may not.
         if let Ok(columns) = use_folder(&target) {
             prop_assert_eq!(columns, whole);
         }
@@ -56,4 +59,62 @@ fn a_pipe_in_place_of_a_file_is_refused_and_not_waited_for() {
         fs::remove_file(&file).expect("a removal");
         fs::write(&file, kept).expect("a write");
     }
+}
+
+/// Changes a folder as soon as `open` looks around, which it does when every file is checked but the offsets.
+struct Meanwhile<F: FnMut()>(F);
+
+impl<F: FnMut()> Watch for Meanwhile<F> {
+    fn tick(&mut self, _phase: &'static str, _done: u64, _total: u64) -> Result<(), PackError> {
+        (self.0)();
+        Ok(())
+    }
+}
+
+/// Two plans of the same size with other values, in one folder.
+fn two_plans(parent: &Path) -> (PathBuf, PathBuf) {
+    let targets = (parent.join("plan"), parent.join("other"));
+    for (target, seed) in [(&targets.0, 1), (&targets.1, 2)] {
+        let request =
+            tundish_packing::hard::Request { order: tundish_packing::hard::OrderSource::Seed(seed), ..request() };
+        Prepared::new(request, &mut Silent).and_then(|p| p.write(target, &mut Silent)).expect("a plan");
+    }
+    targets
+}
+
+fn mapped(columns: &[MappedColumn; 6]) -> Vec<Vec<i64>> {
+    columns.iter().map(|column| values(&column.view())).collect()
+}
+
+#[test]
+fn what_takes_the_place_of_a_file_after_its_check_is_never_mapped() {
+    for field in Field::ALL {
+        let parent = tempfile::tempdir().expect("a temporary folder");
+        let (target, other) = two_plans(parent.path());
+        let (_, columns) = folder::open(&target, &mut Silent).expect("a plan");
+        let before = mapped(&columns);
+        let name = folder::file_name(field);
+        // Cut to its header: mapped as long as the one that was checked, it would end the process.
+        let mut bytes = fs::read(other.join(&name)).expect("a file");
+        bytes.truncate(128);
+        fs::write(other.join(&name), bytes).expect("a write");
+        let mut swap = Meanwhile(|| {
+            let _ = fs::rename(other.join(&name), target.join(&name));
+        });
+        let (_, columns) = folder::open(&target, &mut swap).expect("a plan");
+        assert!(!other.join(&name).exists(), "nothing was swapped; the test shows nothing");
+        assert_eq!(mapped(&columns), before, "{name}");
+    }
+}
+
+#[test]
+fn a_plan_removed_after_its_check_stays_readable() {
+    let parent = tempfile::tempdir().expect("a temporary folder");
+    let (target, _) = two_plans(parent.path());
+    let (_, columns) = folder::open(&target, &mut Silent).expect("a plan");
+    let before = mapped(&columns);
+    let mut remove = Meanwhile(|| fs::remove_dir_all(&target).unwrap_or_default());
+    let (_, columns) = folder::open(&target, &mut remove).expect("a plan");
+    assert!(!target.exists());
+    assert_eq!(mapped(&columns), before);
 }

@@ -7,6 +7,7 @@ use numpy::{PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use tundish_packing::Integers;
 use tundish_packing::integers::IntegerKind;
+use tundish_packing::lookup::AsIntegers;
 
 use crate::error::BindingError;
 
@@ -62,5 +63,11 @@ impl Column {
         // SAFETY: numpy guarantees shape and strides to lie within the array's memory, and the array
         // is kept alive for as long as `self` is borrowed.
         unsafe { Integers::from_raw(self.data, self.len, self.stride, self.kind) }
+    }
+}
+
+impl AsIntegers for Column {
+    fn as_integers(&self) -> Integers<'_> {
+        self.view()
     }
 }

@@ -8,6 +8,7 @@ mod columns;
 mod commit;
 mod enter;
 mod error;
+mod mapped;
 mod packing;
 mod threads;
 

@@ -6,14 +6,15 @@ use numpy::{PyArray1, PyUntypedArray};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use tundish_packing::hard::{OrderSource, Prepared, Request};
-use tundish_packing::lookup::{self, Lengths};
+use tundish_packing::lookup::{self, Lengths, Lookup};
 use tundish_packing::plan::{Column as PlanColumn, Facts, Views};
 use tundish_packing::shuffle::RandomState;
-use tundish_packing::{Integers, PackError, folder, verify as checking};
+use tundish_packing::{Integers, PackError, Silent, folder, verify as checking};
 
 use crate::columns::Column;
 use crate::enter::{Door, enter};
 use crate::error::BindingError;
+use crate::mapped;
 use crate::threads;
 
 /// What `pack`, `write` and `fingerprint` are asked for.
@@ -98,44 +99,45 @@ pub(crate) fn save(
     target: PathBuf,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<()> {
-    let columns = Column::all(&columns)?;
+    let columns = six(&columns)?;
     let facts = from_json(facts)?;
     enter(py, progress, move |door| Ok(folder::save(&views(&columns)?, &facts, &target, door)?))
 }
 
-/// Check a plan folder: its facts as JSON, and path, width in bytes, length and offset of each column's values.
+/// Check a plan folder and map it: the facts as JSON, and the six columns.
 #[pyfunction]
 #[pyo3(signature = (path, progress=None))]
-#[allow(clippy::type_complexity)]
-pub(crate) fn open_plan(
-    py: Python<'_>,
+pub(crate) fn open_plan<'py>(
+    py: Python<'py>,
     path: PathBuf,
     progress: Option<Py<PyAny>>,
-) -> PyResult<(String, Vec<(PathBuf, u8, u64, u64)>)> {
-    let (facts, files) = enter(py, progress, move |door| Ok(folder::open(&path, door)?))?;
-    let files =
-        files.into_iter().map(|file| (file.path, if file.wide { 8 } else { 4 }, file.len, file.offset)).collect();
-    Ok((to_json(&facts)?, files))
+) -> PyResult<(String, Bound<'py, PyTuple>)> {
+    let (facts, columns) = enter(py, progress, move |door| Ok(folder::open(&path, door)?))?;
+    let columns: Vec<_> = columns.into_iter().map(|column| mapped::as_numpy(py, column)).collect::<PyResult<_>>()?;
+    Ok((to_json(&facts)?, PyTuple::new(py, columns)?))
 }
 
-/// Check a plan against lengths.
+/// Check a plan against lengths, and the order that was given.
 #[pyfunction]
-#[pyo3(signature = (columns, facts, lengths, threads=None, progress=None))]
+#[pyo3(signature = (columns, facts, lengths, order=None, threads=None, progress=None))]
 pub(crate) fn verify(
     py: Python<'_>,
     columns: [Bound<'_, PyUntypedArray>; 6],
     facts: &str,
     lengths: Vec<Bound<'_, PyUntypedArray>>,
+    order: Option<Bound<'_, PyUntypedArray>>,
     threads: Option<usize>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<()> {
-    let columns = Column::all(&columns)?;
+    let columns = six(&columns)?;
     let lengths = Column::all(&lengths)?;
+    let order = order.as_ref().map(Column::new).transpose()?;
     let facts = from_json(facts)?;
     enter(py, progress, move |door| {
         let pool = threads::pool(threads.unwrap_or_else(threads::available))?;
         let lengths: Vec<Integers<'_>> = lengths.iter().map(Column::view).collect();
-        Ok(checking::verify(&views(&columns)?, &facts, &lengths, pool, door)?)
+        let order = order.as_ref().map(Column::view);
+        Ok(checking::verify(&views(&columns)?, &facts, &lengths, order, pool, door)?)
     })
 }
 
@@ -162,10 +164,12 @@ pub(crate) fn shuffled_indices<'py>(
 /// Looks packs up in the columns of a plan.
 #[pyclass(frozen)]
 pub(crate) struct PlanReader {
-    columns: Vec<Column>,
-    lengths: Option<Vec<Column>>,
-    global_pack: bool,
+    columns: [Column; 6],
+    lengths: Option<Lengths<Column>>,
 }
+
+/// Packs, or pieces, that take less time than giving the GIL away and taking it back.
+const QUICK: usize = 1024;
 
 /// sample, start, stop
 type Piece = (i64, i64, Option<i64>);
@@ -187,16 +191,16 @@ impl PlanReader {
         lengths: Option<Vec<Bound<'_, PyUntypedArray>>>,
         global_pack: bool,
     ) -> PyResult<Self> {
-        let columns = Column::all(&columns)?;
+        let columns = six(&columns)?;
         views(&columns)?;
-        Ok(Self { columns, lengths: lengths.as_deref().map(Column::all).transpose()?, global_pack })
+        let lengths = lengths.as_deref().map(Column::all).transpose()?;
+        Ok(Self { columns, lengths: lengths.map(|columns| Lengths::new(columns, global_pack)) })
     }
 
     /// The dataset of pack `number`, and sample, start and stop of each of its pieces.
     fn pack(&self, py: Python<'_>, number: usize) -> PyResult<(i64, Vec<Piece>)> {
         let number = [number as u64];
-        let number = Integers::from(&number[..]);
-        let found = if self.is_quick(1) { self.find(&number)? } else { enter(py, None, |_| self.find(&number))? };
+        let found = self.find(py, &Integers::from(&number[..]))?;
         let pieces = found.sample.iter().zip(&found.start).zip(&found.stop);
         let pieces =
             pieces.map(|((&sample, &start), &stop)| (sample, start, (stop != lookup::TO_THE_END).then_some(stop)));
@@ -206,11 +210,7 @@ impl PlanReader {
     /// The packs numbered `packs`, column by column.
     fn lookup<'py>(&self, py: Python<'py>, packs: &Bound<'py, PyUntypedArray>) -> PyResult<LookupArrays<'py>> {
         let packs = Column::new(packs)?;
-        let found = if self.is_quick(packs.view().len()) {
-            self.find(&packs.view())?
-        } else {
-            enter(py, None, |_| self.find(&packs.view()))?
-        };
+        let found = self.find(py, &packs.view())?;
         Ok((
             PyArray1::from_vec(py, found.dataset_id),
             PyArray1::from_vec(py, found.piece_cu),
@@ -222,28 +222,27 @@ impl PlanReader {
 }
 
 impl PlanReader {
-    /// Whether so many packs take less time than giving the GIL away and taking it back.
-    fn is_quick(&self, packs: usize) -> bool {
-        let [_, indices, cumulative, ..] = &self.columns[..] else { return false };
-        let pieces_a_pack = indices.view().len() / cumulative.view().len().max(1);
-        packs.saturating_mul(pieces_a_pack + 1) <= 1024
-    }
-
-    fn find(&self, packs: &Integers<'_>) -> Result<lookup::Lookup, BindingError> {
-        let lengths = self.lengths.as_ref().map(|columns| Lengths {
-            datasets: columns.iter().map(Column::view).collect(),
-            global_pack: self.global_pack,
-        });
-        Ok(lookup::lookup(&views(&self.columns)?, packs, lengths.as_ref())?)
+    fn find(&self, py: Python<'_>, packs: &Integers<'_>) -> PyResult<Lookup> {
+        let views = views(&self.columns)?;
+        let lengths = self.lengths.as_ref();
+        if packs.len() > QUICK {
+            return enter(py, None, |door| Ok(lookup::lookup(&views, packs, lengths, door)?));
+        }
+        let located = lookup::locate(&views, packs, &mut Silent).map_err(BindingError::Pack)?;
+        if located.pieces() > QUICK {
+            return enter(py, None, |door| Ok(located.read(&views, lengths, door)?));
+        }
+        Ok(located.read(&views, lengths, &mut Silent).map_err(BindingError::Pack)?)
     }
 }
 
-fn views(columns: &[Column]) -> Result<Views<'_>, BindingError> {
-    let columns: Vec<Integers<'_>> = columns.iter().map(Column::view).collect();
-    match <[Integers<'_>; 6]>::try_from(columns) {
-        Ok(columns) => Views::new(columns).map_err(BindingError::Pack),
-        Err(_) => Err(BindingError::Type("a plan has six columns".into())),
-    }
+fn six(columns: &[Bound<'_, PyUntypedArray>; 6]) -> Result<[Column; 6], BindingError> {
+    let [a, b, c, d, e, f] = columns.each_ref().map(Column::new);
+    Ok([a?, b?, c?, d?, e?, f?])
+}
+
+fn views(columns: &[Column; 6]) -> Result<Views<'_>, BindingError> {
+    Ok(Views::new(columns.each_ref().map(Column::view))?)
 }
 
 fn to_numpy(py: Python<'_>, column: PlanColumn) -> Bound<'_, PyAny> {

@@ -37,7 +37,6 @@ use crate::watch::Watch;
 
 use chunk::Checks;
 use kernel::Cut;
-pub(crate) use marks::Bits;
 use marks::Marks;
 use order::Order;
 pub(crate) use scan::Dataset;
@@ -268,7 +267,11 @@ impl<'a> Prepared<'a> {
         } else {
             let mut sink = MemorySink::<i64>::new(packs, pieces)?;
             let facts = self.run(&mut sink, false, watch)?;
-            Ok(Plan { columns: sink.into_columns().map(|column| crate::plan::Column::I64(column).narrowed()), facts })
+            let mut columns = sink.into_columns().map(crate::plan::Column::I64);
+            for column in &mut columns {
+                column.narrow(watch)?;
+            }
+            Ok(Plan { columns, facts })
         }
     }
 

@@ -1,0 +1,104 @@
+//! Long calls look at the watch often, and end when it says so.
+
+use tundish_packing::hard::{OrderSource, Prepared, Request};
+use tundish_packing::lookup::{Lengths, lookup};
+use tundish_packing::plan::Column;
+use tundish_packing::{Field, Integers, PackError, Plan, Silent, Watch, verify};
+
+/// Interrupts at the tick number `stop_at`, which counts from 0.
+struct Stop {
+    stop_at: u64,
+    ticks: u64,
+}
+
+impl Watch for Stop {
+    fn tick(&mut self, _phase: &'static str, _done: u64, _total: u64) -> Result<(), PackError> {
+        self.ticks += 1;
+        if self.ticks > self.stop_at { Err(PackError::Interrupted) } else { Ok(()) }
+    }
+}
+
+/// Run `work` to its end, which takes `at_least` ticks, then interrupt it at several of them.
+fn ends_at_any_tick(at_least: u64, work: impl Fn(&mut dyn Watch) -> Result<(), PackError>) {
+    let mut watch = Stop { stop_at: u64::MAX, ticks: 0 };
+    work(&mut watch).unwrap();
+    let total = watch.ticks;
+    assert!(total >= at_least, "{total} ticks instead of {at_least}");
+    for step in 0..10 {
+        let stop_at = (total - 1) * step / 9;
+        let mut watch = Stop { stop_at, ticks: 0 };
+        assert!(matches!(work(&mut watch), Err(PackError::Interrupted)), "tick {stop_at} of {total}");
+        assert_eq!(watch.ticks, stop_at + 1, "went on after it was interrupted");
+    }
+}
+
+fn request(lengths: &[i64], max_length: u64) -> Request<'_> {
+    Request {
+        lengths: vec![Integers::from(lengths)],
+        order: OrderSource::Natural,
+        max_length,
+        drop_last: true,
+        global_pack: false,
+        pool: None,
+    }
+}
+
+fn plan(lengths: &[i64], max_length: u64) -> Plan {
+    Prepared::new(request(lengths, max_length), &mut Silent).unwrap().pack(&mut Silent).unwrap()
+}
+
+#[test]
+fn looking_up_many_packs() {
+    let lengths = vec![3i64; 40_000];
+    let plan = plan(&lengths, 2);
+    let packs: Vec<u64> = (0..plan.facts.packs).collect();
+    let attached = Lengths::new(vec![Integers::from(&lengths[..])], true);
+    // Once to find the packs, once to read them.
+    ends_at_any_tick(2 * plan.facts.packs / 1024, |watch| {
+        lookup(&plan.views(), &Integers::from(&packs[..]), Some(&attached), watch).map(drop)
+    });
+}
+
+#[test]
+fn looking_up_one_pack_of_many_pieces() {
+    let lengths = vec![1i64; 300_000];
+    let plan = plan(&lengths, 300_000);
+    let attached = Lengths::new(vec![Integers::from(&lengths[..])], false);
+    ends_at_any_tick(300_000 / 1024, |watch| {
+        lookup(&plan.views(), &Integers::from(&[0u8][..]), Some(&attached), watch).map(drop)
+    });
+}
+
+#[test]
+fn verifying_what_no_pack_holds() {
+    // Nothing but a tail, then nothing but empty samples on the boundary.
+    for length in [1i64, 0] {
+        let lengths = vec![length; 300_000];
+        let plan = plan(&lengths, 1_000_000);
+        assert_eq!(plan.facts.packs, 0);
+        ends_at_any_tick(300_000 / 1024, |watch| {
+            verify::verify(&plan.views(), &plan.facts, &[Integers::from(&lengths[..])], None, None, watch)
+        });
+    }
+}
+
+#[test]
+fn verifying_one_sample_of_many_packs() {
+    let lengths = [300_000i64];
+    let plan = plan(&lengths, 1);
+    ends_at_any_tick(300_000 / 1024, |watch| {
+        verify::verify(&plan.views(), &plan.facts, &[Integers::from(&lengths[..])], None, None, watch)
+    });
+}
+
+#[test]
+fn narrowing_the_columns_of_a_plan_in_64_bit_arithmetic() {
+    let mut lengths = vec![1i64; 2_000_000];
+    lengths.push(1 << 33);
+    let prepared = Prepared::new(request(&lengths, 1 << 20), &mut Silent).unwrap();
+    let plan = prepared.pack(&mut Silent).unwrap();
+    assert!(matches!(plan.column(Field::Indices), Column::I32(_)));
+    assert!(matches!(plan.column(Field::EndOffset), Column::I64(_)));
+    // Once to see that all indices fit, once to narrow them.
+    ends_at_any_tick(2 * (2_000_000 / 65_536), |watch| prepared.pack(watch).map(drop));
+}

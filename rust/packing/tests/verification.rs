@@ -1,0 +1,177 @@
+//! What `verify` finds: whatever is changed in a plan, in its facts, in the lengths or in the order.
+
+use tundish_packing::hard::{OrderSource, Prepared, Request};
+use tundish_packing::plan::{Column, OrderKind};
+use tundish_packing::{Integers, PackError, Plan, Silent, verify};
+
+/// Empty samples everywhere, on boundaries too; the second dataset has no tail.
+const FIRST: [u64; 24] = [0, 5, 11, 0, 0, 16, 0, 3, 40, 0, 5, 0, 0, 1, 2, 0, 13, 0, 0, 50, 0, 7, 0, 2];
+const SECOND: [u64; 4] = [0, 16, 0, 32];
+/// Of the first dataset: some of the samples.
+const ORDER: [i16; 20] = [9, 2, 1, 0, 3, 4, 20, 19, 7, 8, 12, 11, 10, 5, 6, 21, 22, 23, 13, 14];
+const MAX_LENGTH: u64 = 16;
+
+fn columns(lengths: &[&'static [u64]]) -> Vec<Integers<'static>> {
+    lengths.iter().map(|&column| Integers::from(column)).collect()
+}
+
+/// A plan with the lengths and the order that it was made from.
+struct Case {
+    plan: Plan,
+    lengths: Vec<Integers<'static>>,
+    order: Option<Integers<'static>>,
+}
+
+impl Case {
+    fn new(lengths: &[&'static [u64]], order: OrderSource<'static>, drop_last: bool, global_pack: bool) -> Self {
+        let lengths = columns(lengths);
+        let request =
+            Request { lengths: lengths.clone(), order, max_length: MAX_LENGTH, drop_last, global_pack, pool: None };
+        let plan = Prepared::new(request, &mut Silent).and_then(|prepared| prepared.pack(&mut Silent)).unwrap();
+        let order = match order {
+            OrderSource::Given(order) => Some(order),
+            _ => None,
+        };
+        Self { plan, lengths, order }
+    }
+
+    fn all() -> Vec<Self> {
+        let mut cases = Vec::new();
+        for drop_last in [true, false] {
+            let given = OrderSource::Given(Integers::from(&ORDER[..]));
+            cases.push(Self::new(&[&FIRST], given, drop_last, false));
+            for order in [OrderSource::Natural, OrderSource::Seed(3)] {
+                cases.push(Self::new(&[&FIRST], order, drop_last, false));
+                cases.push(Self::new(&[&FIRST, &SECOND], order, drop_last, false));
+                cases.push(Self::new(&[&FIRST, &SECOND], order, drop_last, true));
+            }
+        }
+        cases
+    }
+
+    fn verify(&self, plan: &Plan) -> Result<(), PackError> {
+        verify::verify(&plan.views(), &plan.facts, &self.lengths, self.order, None, &mut Silent)
+    }
+}
+
+#[test]
+fn nothing_changed_is_fine() {
+    for case in Case::all() {
+        case.verify(&case.plan).unwrap();
+        assert!(case.plan.facts.empty_on_boundary > 0, "the case shows nothing about empty samples");
+    }
+}
+
+#[test]
+fn any_changed_value_of_a_column_is_found() {
+    for case in Case::all() {
+        for field in 0..6 {
+            for entry in 0..case.plan.columns[field].len() {
+                for change in [-1, 1] {
+                    let mut broken = case.plan.clone();
+                    let Column::I32(values) = &mut broken.columns[field] else { panic!("values fit 32 bits") };
+                    values[entry] += change;
+                    let found = case.verify(&broken);
+                    assert!(matches!(found, Err(PackError::Mismatch(_))), "field {field} entry {entry}: {found:?}");
+                }
+            }
+        }
+    }
+}
+
+type Change = fn(&mut Plan);
+
+#[test]
+fn any_changed_fact_is_found() {
+    let changes: [(&str, Change); 16] = [
+        ("format_version", |plan| plan.facts.format_version += 1),
+        ("mode", |plan| plan.facts.mode = "soft".into()),
+        ("max_length", |plan| plan.facts.max_length += 1),
+        ("drop_last", |plan| plan.facts.drop_last ^= true),
+        ("global_pack", |plan| plan.facts.global_pack ^= true),
+        ("seed", |plan| plan.facts.seed = plan.facts.seed.map_or(Some(3), |seed| Some(seed + 1))),
+        ("samples", |plan| plan.facts.samples[0] += 1),
+        ("samples of one more", |plan| plan.facts.samples.push(0)),
+        ("tokens", |plan| plan.facts.tokens += 1),
+        ("tokens_packed", |plan| plan.facts.tokens_packed -= 1),
+        ("packs", |plan| plan.facts.packs -= 1),
+        ("pieces", |plan| plan.facts.pieces += 1),
+        ("empty_on_boundary", |plan| plan.facts.empty_on_boundary -= 1),
+        ("tail_start", |plan| plan.facts.tail_start[0] += 1),
+        ("tails", |plan| plan.facts.tail_start.clear()),
+        ("fingerprint", |plan| plan.facts.fingerprint = "0".repeat(32)),
+    ];
+    for case in Case::all() {
+        for (name, change) in changes {
+            let mut broken = case.plan.clone();
+            change(&mut broken);
+            let found = case.verify(&broken);
+            assert!(matches!(found, Err(PackError::Mismatch(_))), "{name}: {found:?}");
+        }
+    }
+}
+
+#[test]
+fn a_plan_cannot_talk_itself_out_of_the_check_of_its_order() {
+    for case in Case::all() {
+        let one_dataset = case.lengths.len() == 1;
+        for kind in [OrderKind::Natural, OrderKind::Seed, OrderKind::Given] {
+            let mut broken = case.plan.clone();
+            broken.facts.order = kind;
+            broken.facts.seed = (kind == OrderKind::Seed).then_some(3);
+            if broken.facts != case.plan.facts {
+                match case.verify(&broken) {
+                    Err(PackError::Mismatch(_)) => {}
+                    // No order was given: it is asked for.
+                    Err(PackError::Invalid(text)) if kind == OrderKind::Given && one_dataset => {
+                        assert!(text.contains("order"), "{text}");
+                    }
+                    found => panic!("{kind:?}: {found:?}"),
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn another_order_is_found_and_one_that_is_none_refused() {
+    let case = Case::new(&[&FIRST], OrderSource::Given(Integers::from(&ORDER[..])), true, false);
+    let verify = |order: &[i16]| {
+        let order = Some(Integers::from(order));
+        verify::verify(&case.plan.views(), &case.plan.facts, &case.lengths, order, None, &mut Silent)
+    };
+    verify(&ORDER).unwrap();
+    for (left, right) in (0..ORDER.len()).flat_map(|left| (0..left).map(move |right| (left, right))) {
+        let mut order = ORDER;
+        order.swap(left, right);
+        assert!(matches!(verify(&order), Err(PackError::Mismatch(_))), "{left} and {right} swapped");
+        order[left] = order[right];
+        match verify(&order) {
+            Err(PackError::OrderRepeated { position, .. }) => assert_eq!(position, left.max(right)),
+            found => panic!("{found:?}"),
+        }
+        order[left] = if left % 2 == 0 { -1 } else { FIRST.len() as i16 };
+        match verify(&order) {
+            Err(PackError::OrderOutOfRange { position, value, .. }) => {
+                assert_eq!((position, value), (left, order[left].into()));
+            }
+            found => panic!("{found:?}"),
+        }
+    }
+    assert!(matches!(verify(&ORDER[1..]), Err(PackError::Mismatch(_))));
+    assert!(matches!(verify(&[0; 25]), Err(PackError::Invalid(_))));
+}
+
+#[test]
+fn other_lengths_are_found() {
+    for drop_last in [true, false] {
+        let case = Case::new(&[&FIRST], OrderSource::Seed(3), drop_last, false);
+        for sample in 0..FIRST.len() {
+            let mut other = FIRST;
+            other[sample] += 1;
+            let lengths = [Integers::from(&other[..])];
+            let found = verify::verify(&case.plan.views(), &case.plan.facts, &lengths, None, None, &mut Silent);
+            assert!(matches!(found, Err(PackError::Mismatch(_))), "sample {sample}: {found:?}");
+        }
+    }
+}

@@ -1,0 +1,291 @@
+"""A plan as a folder: what is written, what is read, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tundish as td
+from tundish.errors import (
+    AlreadyExistsError,
+    InvalidInputError,
+    InvalidTypeError,
+    NotFoundError,
+    PlanFormatError,
+    PlanMismatchError,
+)
+
+FIELDS = ("dataset_id", "indices", "indices_cu_len", "start_offset", "end_offset", "longest")
+LENGTHS = np.random.default_rng(11).integers(0, 300, 2000)
+
+
+@pytest.fixture
+def plan() -> td.PackPlan:
+    return td.pack(LENGTHS, 128, seed=5)
+
+
+@pytest.fixture
+def folder(plan: td.PackPlan, tmp_path: Path) -> Path:
+    plan.save(tmp_path / "plan")
+    return tmp_path / "plan"
+
+
+def test_what_is_saved_is_loaded(plan: td.PackPlan, folder: Path) -> None:
+    loaded = td.PackPlan.load(folder, LENGTHS)
+    assert loaded.path == folder
+    assert loaded.facts == plan.facts
+    for name in FIELDS:
+        column = getattr(loaded, name)
+        assert column.dtype == np.int32
+        assert not column.flags.writeable
+        assert np.array_equal(column, getattr(plan, name))
+    assert list(loaded) == list(plan)
+    loaded.verify()
+
+
+def test_the_files_are_plain_npy(plan: td.PackPlan, folder: Path) -> None:
+    assert sorted(file.name for file in folder.iterdir()) == sorted(
+        [f"{name}.npy" for name in FIELDS] + ["plan.json"]
+    )
+    for name in FIELDS:
+        column = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+        assert np.array_equal(column, getattr(plan, name))
+    assert json.loads((folder / "plan.json").read_text())["fingerprint"] == plan.fingerprint
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 3}, {"order": np.arange(2000)[::-1]}, {"drop_last": False}])
+def test_files_written_directly_hold_the_same_bytes(options: dict[str, object], tmp_path: Path) -> None:
+    td.pack(LENGTHS, 128, **options).save(tmp_path / "saved")
+    td.pack(LENGTHS, 128, out=tmp_path / "direct", **options)
+    names = [f"{name}.npy" for name in FIELDS] + ["plan.json"]
+    for name in names:
+        assert (tmp_path / "saved" / name).read_bytes() == (tmp_path / "direct" / name).read_bytes(), name
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["direct", "saved"]
+
+
+@pytest.mark.parametrize("packs", [0, 1, 9, 1000])
+def test_numpy_writes_the_same_files(packs: int, tmp_path: Path) -> None:
+    """So whatever numpy writes is read: it is byte for byte what this library writes."""
+    for name, lengths in {"int32": np.full(packs, 8), "int64": np.full(packs, 2**40)}.items():
+        td.pack(lengths, int(lengths.max(initial=8)), out=tmp_path / name)
+        for field in FIELDS:
+            file = tmp_path / name / f"{field}.npy"
+            before = file.read_bytes()
+            np.save(file, np.load(file))
+            assert file.read_bytes() == before
+        td.PackPlan.load(tmp_path / name, lengths).verify()
+
+
+def reformat(version: tuple[int, int]) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        column = np.load(file)
+        with file.open("wb") as stream:
+            np.lib.format.write_array(stream, column, version=version)
+
+    return change
+
+
+def reword(old: bytes, new: bytes) -> Callable[[Path], None]:
+    """Another header of the same length that means the same, or nothing."""
+
+    def change(file: Path) -> None:
+        content = file.read_bytes()
+        header, values = content[:128], content[128:]
+        assert old in header
+        header = header.replace(old, new)
+        file.write_bytes(header[:127].ljust(127) + b"\n" + values)
+
+    return change
+
+
+def align_to_16(file: Path) -> None:
+    """As numpy before 1.14 did."""
+    content = file.read_bytes()
+    text = content[10:128].rstrip()
+    text += b" " * (-(10 + len(text) + 1) % 16) + b"\n"
+    file.write_bytes(content[:8] + len(text).to_bytes(2, "little") + text + content[128:])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (reformat((2, 0)), "version 2.0"),
+        (reformat((3, 0)), "version 3.0"),
+        (align_to_16, "another header"),
+        (reword(b"False", b"True "), "another header"),
+        (reword(b"'<i4'", b"'=i4'"), "dtype '=i4'"),
+        (reword(b"'<i4'", b"'<u4'"), "dtype '<u4'"),
+        (reword(b"'<i4'", b"'|O' "), "dtype '.O'"),
+        (reword(b"'descr': ", b"'descr':  "), "another header"),
+        (reword(b"'descr'", b'"descr"'), "another header"),
+        (reword(b", }", b"}"), "another header"),
+        (reword(b"(", b"(+"), "another header"),
+        (reword(b"(", b"(0"), "another header"),
+        (reword(b",)", b")"), "another header"),
+        (reword(b"'shape'", b"'shape': (9,), 'shape'"), "another header|truncated|shape"),
+    ],
+)
+def test_a_header_that_numpy_does_not_write_for_us_is_refused(
+    folder: Path, change: Callable[[Path], None], says: str
+) -> None:
+    for field in ("indices", "longest"):
+        file = folder / f"{field}.npy"
+        kept = file.read_bytes()
+        change(file)
+        with pytest.raises(PlanFormatError, match=says) as caught:
+            td.PackPlan.load(folder)
+        assert str(file) in str(caught.value)
+        file.write_bytes(kept)
+    td.PackPlan.load(folder)
+
+
+def test_mapped_columns_outlive_the_plan_and_stay_read_only(folder: Path) -> None:
+    expected = np.load(folder / "indices.npy")
+    column = td.PackPlan.load(folder).indices
+    shutil.rmtree(folder)
+    gc.collect()
+    assert np.array_equal(column, expected)
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        column.flags.writeable = True
+
+
+def test_a_mapped_plan_holds_no_file_open(folder: Path) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    plan = td.PackPlan.load(folder)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert len(plan) > 0
+
+
+def test_saving_the_same_plan_twice_is_fine_and_another_is_refused(plan: td.PackPlan, folder: Path) -> None:
+    plan.save(folder)
+    with pytest.raises(AlreadyExistsError, match="plan"):
+        td.pack(LENGTHS, 64).save(folder)
+    with pytest.raises(AlreadyExistsError, match="another plan"):
+        td.pack(LENGTHS, 64, out=folder)
+    assert td.PackPlan.load(folder).fingerprint == plan.fingerprint
+    assert td.pack(LENGTHS, 128, seed=5, out=folder).fingerprint == plan.fingerprint
+
+
+def test_a_folder_with_other_content_is_left_alone(plan: td.PackPlan, tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    target.mkdir()
+    (target / "thesis.tex").write_text("years of work")
+    for save in (lambda: plan.save(target), lambda: td.pack(LENGTHS, 64, out=target)):
+        with pytest.raises(FileExistsError):
+            save()
+    assert [file.name for file in tmp_path.rglob("*")] == ["mine", "thesis.tex"]
+    taken = tmp_path / "file"
+    taken.write_text("x")
+    with pytest.raises(OSError, match="file"):
+        plan.save(taken)
+    with pytest.raises(OSError, match="file"):
+        td.pack(LENGTHS, 64, cache_dir=taken)
+    with pytest.raises(NotFoundError, match="absent"):
+        plan.save(tmp_path / "absent" / "plan")
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def set_fact(name: str, value: object) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        facts = json.loads(file.read_text())
+        facts[name] = value
+        file.write_text(json.dumps(facts))
+
+    return change
+
+
+def rewrite(**changes: object) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        column = np.load(file)
+        column = column.astype(changes.get("dtype", column.dtype)).reshape(changes.get("shape", column.shape))
+        for position, value in dict(changes.get("values", {})).items():
+            column[position] = value
+        np.save(file, column)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        ("plan.json", set_fact("format_version", 2), "version 2"),
+        ("plan.json", set_fact("format_version", None), "format_version"),
+        ("plan.json", set_fact("max_length", 0), "max_length"),
+        ("plan.json", set_fact("packs", -1), "-1"),
+        ("plan.json", set_fact("surprise", 1), "surprise"),
+        ("plan.json", set_fact("mode", "other"), "other"),
+        ("plan.json", set_fact("fingerprint", "x"), "fingerprint"),
+        ("plan.json", set_fact("tokens_packed", 1), "tokens"),
+        ("plan.json", lambda file: file.write_text("{"), "JSON"),
+        ("plan.json", lambda file: file.write_bytes(b"\xff\xfe"), "text"),
+        ("plan.json", lambda file: file.write_text("[]"), "JSON|format_version"),
+        *[(f"{field}.npy", truncate, "truncated") for field in FIELDS],
+        *[(f"{field}.npy", lambda file: file.write_bytes(b""), "truncated") for field in FIELDS],
+        *[(f"{field}.npy", rewrite(dtype=np.float32), "dtype") for field in FIELDS],
+        *[(f"{field}.npy", rewrite(dtype=">i4"), "dtype") for field in FIELDS],
+        *[(f"{field}.npy", rewrite(dtype=np.int16), "dtype") for field in FIELDS],
+        *[(f"{field}.npy", rewrite(shape=(-1, 1)), "shape") for field in FIELDS],
+        ("longest.npy", lambda file: file.write_bytes(file.read_bytes() + b"0"), "too long"),
+        ("longest.npy", lambda file: file.write_bytes(b"not an array"), "npy"),
+        ("indices_cu_len.npy", rewrite(values={0: 0}), "add up"),
+        ("indices_cu_len.npy", rewrite(values={7: -1}), "add up"),
+        ("indices_cu_len.npy", rewrite(values={-1: 10**6}), "add up"),
+    ],
+)
+def test_a_damaged_folder_is_refused_by_file(
+    folder: Path, name: str, damage: Callable[[Path], object], says: str
+) -> None:
+    damage(folder / name)
+    with pytest.raises(PlanFormatError, match=says) as caught:
+        td.PackPlan.load(folder)
+    assert str(folder / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*[f"{field}.npy" for field in FIELDS], "plan.json"])
+def test_a_missing_file_is_named(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(NotFoundError) as caught:
+        td.PackPlan.load(folder)
+    assert caught.value.filename == str(folder / name)
+    shutil.rmtree(folder)
+    with pytest.raises(NotFoundError):
+        td.PackPlan.load(folder)
+
+
+def test_damage_that_loading_cannot_see_is_found_in_use(folder: Path) -> None:
+    """Values inside the columns are not all checked on loading; they must never be trusted with memory."""
+    rewrite(values={0: 2**31 - 1, 5: -7})(folder / "indices.npy")
+    damaged = td.PackPlan.load(folder, LENGTHS)
+    with pytest.raises(PlanMismatchError, match="no such sample"):
+        damaged[0]
+
+
+@pytest.mark.parametrize("path", ["", ".", b"plan", 7])
+def test_a_plan_cannot_take_the_place_of_the_current_folder(
+    path: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((InvalidInputError, InvalidTypeError)):
+        td.pack([8], 8, out=path)
+    with pytest.raises((InvalidInputError, InvalidTypeError)):
+        td.pack([8], 8).save(path)
+    assert Path.cwd() == tmp_path and list(tmp_path.iterdir()) == []
+
+
+def test_negative_numbers_in_a_folder_reach_nobody(tmp_path: Path) -> None:
+    for name in ("dataset_id", "indices", "start_offset", "end_offset"):
+        folder = tmp_path / name
+        td.pack_datasets([[8], [8]], 8, out=folder)
+        rewrite(values={0: -1})(folder / f"{name}.npy")
+        with pytest.raises(PlanMismatchError, match=name):
+            td.PackPlan.load(folder)[0]

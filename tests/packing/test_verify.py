@@ -1,0 +1,161 @@
+"""`PackPlan.verify`: it finds whatever does not belong together, and says what it cannot check."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tundish as td
+from tundish.errors import InvalidInputError, InvalidTypeError, PlanFormatError, PlanMismatchError
+
+FIELDS = ("dataset_id", "indices", "indices_cu_len", "start_offset", "end_offset", "longest")
+# Empty samples, on boundaries too, for every order used here.
+LENGTHS = np.random.default_rng(11).integers(0, 9, 400) // 3 * 4
+ORDER = np.random.default_rng(3).permutation(400)[:350]
+
+
+def edit(folder: Path, **changes: Any) -> td.PackPlan:
+    """Load a saved plan whose plan.json was changed by hand."""
+    file = folder / "plan.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return td.PackPlan.load(folder)
+
+
+def test_any_changed_value_is_found(tmp_path: Path) -> None:
+    lengths = LENGTHS[:30]
+    plan = td.pack(lengths, 16, seed=5)
+    for name in FIELDS:
+        for position in range(len(getattr(plan, name))):
+            folder = tmp_path / "plan"
+            plan.save(folder)
+            column = np.load(folder / f"{name}.npy")
+            column[position] += 1
+            np.save(folder / f"{name}.npy", column)
+            try:
+                broken = td.PackPlan.load(folder, lengths)
+            except PlanFormatError:
+                broken = None
+            if broken is not None:
+                with pytest.raises(PlanMismatchError):
+                    broken.verify()
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("fact", ["tokens", "empty_on_boundary", "tail_start", "fingerprint", "seed"])
+def test_any_changed_fact_is_found(fact: str, tmp_path: Path) -> None:
+    plan = td.pack(LENGTHS, 16, seed=5)
+    assert plan.facts["empty_on_boundary"] > 0
+    changed = {
+        "tokens": plan.num_tokens + 1,
+        "empty_on_boundary": plan.facts["empty_on_boundary"] - 1,
+        "tail_start": [plan.facts["tail_start"][0] + 1],
+        "fingerprint": "0" * 32,
+        "seed": 6,
+    }
+    plan.save(tmp_path / "plan")
+    broken = edit(tmp_path / "plan", **{fact: changed[fact]})
+    with pytest.raises(PlanMismatchError, match="order has sample" if fact == "seed" else fact.split("_")[0]):
+        broken.verify(LENGTHS)
+
+
+def test_a_plan_cannot_talk_itself_out_of_the_check_of_its_order(tmp_path: Path) -> None:
+    td.pack(LENGTHS, 16, out=tmp_path / "natural")
+    td.pack(LENGTHS, 16, seed=5, out=tmp_path / "seeded")
+    td.pack(LENGTHS, 16, order=ORDER, out=tmp_path / "given")
+    orders = {
+        "natural": np.arange(len(LENGTHS)),
+        "seeded": td.packing.shuffled_indices(len(LENGTHS), 5),
+        "given": ORDER,
+    }
+    for name in ("natural", "seeded"):
+        broken = edit(tmp_path / name, order="given", seed=None)
+        with pytest.raises(InvalidInputError, match="order="):
+            broken.verify(LENGTHS)
+        # The order is right, and yet it is not the plan that was made.
+        with pytest.raises(PlanMismatchError, match="fingerprint"):
+            broken.verify(LENGTHS, order=orders[name])
+        with pytest.raises(PlanMismatchError, match="order has sample"):
+            broken.verify(LENGTHS, order=ORDER)
+    broken = edit(tmp_path / "given", order="natural")
+    with pytest.raises(PlanMismatchError, match="order has sample"):
+        broken.verify(LENGTHS)
+    with pytest.raises(PlanMismatchError, match=r"plan\.json says"):
+        broken.verify(LENGTHS, order=ORDER)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_given_order_is_checked(drop_last: bool) -> None:
+    plan = td.pack(LENGTHS, 16, order=ORDER, drop_last=drop_last)
+    for same in (
+        ORDER,
+        ORDER.astype(np.uint16),
+        ORDER.tolist(),
+        torch.from_numpy(ORDER),
+        np.repeat(ORDER, 2)[::2],
+    ):
+        plan.verify(order=same)
+    for threads in (1, 3):
+        plan.verify(LENGTHS, order=ORDER, threads=threads)
+    with pytest.raises(InvalidInputError, match="order="):
+        plan.verify()
+    swapped = ORDER.copy()
+    first, second = np.flatnonzero(LENGTHS[ORDER])[[5, 9]]
+    swapped[[first, second]] = swapped[[second, first]]
+    for other in (swapped, ORDER[1:], ORDER[:-1], np.append(ORDER, np.setdiff1d(np.arange(400), ORDER)[0])):
+        with pytest.raises(PlanMismatchError):
+            plan.verify(order=other)
+    empty_first, empty_second = np.flatnonzero(LENGTHS[ORDER] == 0)[:2]
+    swapped = ORDER.copy()
+    swapped[[empty_first, empty_second]] = swapped[[empty_second, empty_first]]
+    with pytest.raises(PlanMismatchError):
+        plan.verify(order=swapped)
+    for none, error, says in (
+        ([0, 0], InvalidInputError, r"order\[1\] names sample 0 again"),
+        ([400], InvalidInputError, r"order\[0\] is 400"),
+        ([-1], InvalidInputError, r"order\[0\] is -1"),
+        ([0.5], InvalidTypeError, "order"),
+    ):
+        with pytest.raises(error, match=says):
+            plan.verify(order=none)
+
+
+def test_an_order_for_a_plan_made_without_is_refused() -> None:
+    for plan in (td.pack(LENGTHS, 16), td.pack(LENGTHS, 16, seed=5)):
+        with pytest.raises(PlanMismatchError, match="order was given"):
+            plan.verify(order=np.arange(len(LENGTHS)))
+
+
+def test_other_lengths_are_found() -> None:
+    plan = td.pack(LENGTHS, 16, seed=5)
+    other = LENGTHS.copy()
+    other[np.flatnonzero(other)[3]] -= 1
+    with pytest.raises(PlanMismatchError):
+        plan.verify(other)
+    with pytest.raises(PlanMismatchError, match="400"):
+        plan.verify(LENGTHS[:-1])
+    first = np.flatnonzero(np.diff(LENGTHS))[0]
+    swapped = LENGTHS.copy()
+    swapped[[first, first + 1]] = swapped[[first + 1, first]]
+    with pytest.raises(PlanMismatchError):
+        plan.verify(swapped)
+    unattached = pickle.loads(pickle.dumps(plan))
+    unattached.verify(LENGTHS)
+
+
+def test_lengths_are_needed(tmp_path: Path) -> None:
+    td.pack(LENGTHS, 16).save(tmp_path / "plan")
+    with pytest.raises(InvalidInputError, match="lengths"):
+        td.PackPlan.load(tmp_path / "plan").verify()
+    with pytest.raises(PlanMismatchError):
+        td.PackPlan.load(tmp_path / "plan", LENGTHS[1:])
+    several = td.pack_datasets([LENGTHS, LENGTHS], 16)
+    for wrong in (5, list, "ab", iter([LENGTHS, LENGTHS])):
+        with pytest.raises(InvalidTypeError, match="lengths of each dataset"):
+            several.verify(wrong)
