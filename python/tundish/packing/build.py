@@ -1,8 +1,8 @@
 """`pack` and `pack_datasets`: from token lengths to a plan.
 
-Owns the checks of their arguments and where the plan ends up: in memory, in a folder of its own, in a cache, or
-built once a node for all ranks. What always holds: arguments are refused before any work; a plan
-in a folder is published whole or not at all, and is the one that the arguments ask for.
+Owns the checks of their arguments and where the plan ends up: in memory, in a folder of its own, in a cache
+(`tundish.packing.cache`), or built once a node for all ranks. What always holds: arguments are refused before any
+work; a plan in a folder is published whole or not at all, and is the one that the arguments ask for.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
     PlanMismatchError,
-    StorageError,
 )
+from tundish.packing.cache import cached_plan, found_plan, is_there
 from tundish.packing.columns import (
     IntegerArray,
+    as_absolute,
     as_integer,
     as_integer_column,
+    as_length_columns,
     as_new_folder,
     as_threads,
 )
@@ -78,7 +80,8 @@ def pack(
         threads: threads to compute on, 1 … 512; by default all that this process may run on.
         out: publish the plan as this folder, computing straight into its files: memory beyond the
             inputs stays bounded, whatever the size of the plan.
-        cache_dir: look the plan up by its fingerprint in this folder, and publish it there if it is missing.
+        cache_dir: look the plan up by its fingerprint in this folder, and publish it there if it is missing; also
+            when a clean-up job removes it before it is mapped.
         share: in a torch.distributed run, a collective call: every rank calls it with the same
             arguments, one rank a node builds, all others map the files. Needs `out` or `cache_dir`.
             Without it the call is local.
@@ -93,8 +96,9 @@ def pack(
         InvalidTypeError: lengths, order, max_length, seed or threads are no integers.
         InvalidInputError: a negative length, a total of 2**63 tokens or more, a bad order, an argument out of
             range, a plan larger than memory.
-        AlreadyExistsError: `out` holds something else than this plan.
-        NotFoundError: the parent of `out` does not exist.
+        AlreadyExistsError: `out`, or the plan's place in `cache_dir`, holds something else than this plan.
+        PlanFormatError: the plan that lies there is damaged; the message names the file.
+        NotFoundError: the parent of `out` does not exist, or the plan that lies there lacks a file.
         StorageError: the file system refused.
         PeerFailedError: with `share`, another rank failed; the message carries its error.
         KeyboardInterrupt: on Ctrl-C, within 100 ms; nothing half-written stays.
@@ -160,9 +164,7 @@ def pack_datasets(
     """
 
     def job() -> _native.Job:
-        if not hasattr(lengths, "__len__") or isinstance(lengths, str | bytes):
-            raise InvalidTypeError("pack_datasets takes a list with the lengths of each dataset")
-        columns = [as_integer_column(column, f"lengths[{number}]") for number, column in enumerate(lengths)]
+        columns = as_length_columns(lengths, single=False)
         return _job(columns, max_length, mode, seed, None, drop_last, global_pack, threads)
 
     return _plan(job, _Place(out=out, cache_dir=cache_dir, share=share, group=group, progress=progress))
@@ -217,15 +219,14 @@ class _Place:
             raise InvalidInputError("group has a meaning only with share=True")
         if self.out is not None:
             as_new_folder(self.out, "out")
-        if self.cache_dir is not None and not isinstance(self.cache_dir, str | os.PathLike):
-            raise InvalidTypeError(f"cache_dir must be the path of a folder, not {self.cache_dir!r}")
+        if self.cache_dir is not None:
+            as_absolute(self.cache_dir, "cache_dir")
 
-    def target(self, job: _native.Job, line: ProgressLine) -> tuple[Path, str | None]:
-        """The plan's folder, and the plan's fingerprint where the folder is named by it."""
+    def target(self, fingerprint: str) -> Path:
+        """The folder of the plan with this fingerprint."""
         if self.cache_dir is None:
-            return Path(self.out or "").absolute(), None
-        fingerprint = _native.fingerprint(job, line.callback)
-        return Path(self.cache_dir).absolute() / f"plan-{fingerprint}", fingerprint
+            return as_absolute(self.out, "out")
+        return as_absolute(self.cache_dir, "cache_dir") / f"plan-{fingerprint}"
 
 
 def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
@@ -237,11 +238,11 @@ def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
         if place.out is None and place.cache_dir is None:
             facts, columns = _native.pack(job, line.callback)
             return PackPlan(columns, facts, lengths=job["lengths"])
-        target, fingerprint = place.target(job, line)
-        if fingerprint is not None:
-            _fill_cache(job, target, line)
-            return _mapped(job, target, fingerprint)
-        return _mapped(job, target, _publish(job, target, line))
+        if place.cache_dir is None:
+            expected = _publish(job, place.target(""), line)
+        else:
+            expected = _native.fingerprint(job, line.callback)
+        return _mapped(job, place, expected, line)
 
 
 def _shared(checked: Callable[[], _native.Job], place: _Place, line: ProgressLine) -> PackPlan:
@@ -253,54 +254,39 @@ def _shared(checked: Callable[[], _native.Job], place: _Place, line: ProgressLin
     with agreed("checking what to pack", group=place.group, timeout=PATIENCE):
         place.check()
         job = checked()
-        target, fingerprint = place.target(job, line)
-        expected = fingerprint or _native.fingerprint(job, line.callback)
+        expected = _native.fingerprint(job, line.callback)
+        target = place.target(expected)
 
     def build() -> None:
-        if place.cache_dir is not None:
-            _fill_cache(job, target, line)
-        else:
+        if place.cache_dir is None:
             _publish(job, target, line)
+        else:
+            cached_plan(target, lambda: _publish(job, target, line))
 
     build_once_per_node(build, what="building the plan", group=place.group)
     with agreed("mapping the plan", group=place.group, timeout=PATIENCE):
-        if not target.exists():
+        if not is_there(target):
             raise PlanMismatchError(
-                f"no rank of this node built {target}: with share=True all ranks must pass the same "
-                "arguments, and share one file system on a node"
+                f"{target} is not there after one rank of this node built its plan: with share=True all ranks must "
+                "pass the same arguments and share one file system on a node, and nobody may remove the plan meanwhile"
             )
-        return _mapped(job, target, expected)
+        return _mapped(job, place, expected, line)
 
 
 def _publish(job: _native.Job, target: Path, line: ProgressLine) -> str:
-    """Publish the plan as `target`, unless there is something already; the plan's fingerprint."""
+    """Publish the plan as `target`, unless there is a plan already; the fingerprint that it should have."""
     try:
         return str(json.loads(_native.write(job, target, line.callback))["fingerprint"])
     except AlreadyExistsError:
-        if not (target / "plan.json").exists():
+        if not is_there(target / "plan.json"):
             raise
-        # Whether it is the same plan, the mapping will tell.
         return _native.fingerprint(job, line.callback)
 
 
-def _fill_cache(job: _native.Job, target: Path, line: ProgressLine) -> None:
-    if (target / "plan.json").exists():
-        return
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise AlreadyExistsError(
-            error.errno, "is not a folder, so it cannot be the cache_dir", str(target.parent)
-        ) from error
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"cannot make the cache_dir: {error.strerror}", str(target.parent)
-        ) from error
-    _publish(job, target, line)
-
-
-def _mapped(job: _native.Job, target: Path, expected: str) -> PackPlan:
-    plan = PackPlan.load(target, progress=False)
+def _mapped(job: _native.Job, place: _Place, expected: str, line: ProgressLine) -> PackPlan:
+    target = place.target(expected)
+    is_cached = place.cache_dir is not None
+    plan = cached_plan(target, lambda: _publish(job, target, line)) if is_cached else found_plan(target)
     if plan.fingerprint != expected:
         raise AlreadyExistsError(
             errno.EEXIST,

@@ -1,0 +1,162 @@
+"""`cache_dir`: plans that lie there, that vanish on the way, that are damaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tundish as td
+from tundish.errors import AlreadyExistsError, InvalidInputError, NotFoundError, PlanFormatError, StorageError
+from tundish.packing import cache
+
+LENGTHS = np.random.default_rng(0).integers(0, 300, 2000)
+
+
+def cached(folder: Path) -> td.PackPlan:
+    return td.pack(LENGTHS, 128, seed=5, cache_dir=folder, progress=False)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    """The folder of a plan in the cache `tmp_path`."""
+    path = cached(tmp_path).path
+    assert path is not None
+    return path
+
+
+def before_mapping(
+    monkeypatch: pytest.MonkeyPatch, happens: Callable[[Path], object], times: int
+) -> list[Path]:
+    """Let something happen to a plan between being found and being mapped, the first so many times."""
+    met: list[Path] = []
+    mapping = cache.found_plan
+
+    def found_plan(target: Path) -> td.PackPlan:
+        if len(met) < times:
+            met.append(target)
+            happens(target)
+        return mapping(target)
+
+    monkeypatch.setattr(cache, "found_plan", found_plan)
+    return met
+
+
+def test_a_plan_that_is_there_is_mapped_and_left_as_it_is(plan: Path, tmp_path: Path) -> None:
+    before = {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in plan.iterdir()}
+    again = cached(tmp_path)
+    assert again.path == plan and again.has_lengths
+    again.verify()
+    assert {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in plan.iterdir()} == before
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_plan_removed_before_it_is_mapped_is_built_again(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    met = before_mapping(monkeypatch, shutil.rmtree, times)
+    again = cached(tmp_path)
+    assert met == [plan] * times
+    again.verify()
+    assert os.listdir(tmp_path) == [plan.name]
+
+
+def test_a_cache_removed_as_a_whole_is_made_again(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met = before_mapping(monkeypatch, lambda target: shutil.rmtree(target.parent), 1)
+    cached(tmp_path).verify()
+    assert met == [plan]
+
+
+def test_a_plan_that_is_removed_again_and_again_is_given_up(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before_mapping(monkeypatch, shutil.rmtree, 10**6)
+    with pytest.raises(NotFoundError, match="clean-up") as caught:
+        cached(tmp_path)
+    assert caught.value.filename == str(plan)
+
+
+@pytest.mark.parametrize("first", ["plan.json", "indices.npy"])
+def test_a_removal_under_way_is_waited_for(plan: Path, tmp_path: Path, first: str) -> None:
+    """A clean-up job takes the files one by one; a plan that lacks some of them is neither used nor an error yet."""
+    (plan / first).unlink()
+
+    def remove_the_rest() -> None:
+        for file in plan.iterdir():
+            time.sleep(0.02)
+            file.unlink()
+        plan.rmdir()
+
+    job = threading.Thread(target=remove_the_rest)
+    job.start()
+    try:
+        cached(tmp_path).verify()
+    finally:
+        job.join()
+    assert len(list(plan.iterdir())) == 7
+
+
+def test_a_plan_stays_readable_when_it_is_removed_after_it_was_mapped(plan: Path, tmp_path: Path) -> None:
+    mapped = cached(tmp_path)
+    shutil.rmtree(plan)
+    mapped.verify()
+
+
+def test_a_damaged_plan_is_refused_with_what_to_do(plan: Path, tmp_path: Path) -> None:
+    file = plan / "longest.npy"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(PlanFormatError) as caught:
+        cached(tmp_path)
+    assert str(file) in str(caught.value) and f"remove {plan} " in str(caught.value)
+    shutil.rmtree(plan)
+    cached(tmp_path).verify()
+
+
+def test_a_plan_that_lacks_a_file_is_refused_with_what_to_do(plan: Path, tmp_path: Path) -> None:
+    (plan / "longest.npy").unlink()
+    with pytest.raises(NotFoundError, match=f"remove {plan} ") as caught:
+        cached(tmp_path)
+    assert caught.value.filename == str(plan / "longest.npy")
+    (plan / "plan.json").unlink()
+    with pytest.raises(AlreadyExistsError, match="remove it") as taken:
+        cached(tmp_path)
+    assert taken.value.filename == str(plan)
+    assert len(list(plan.iterdir())) == 5
+    shutil.rmtree(plan)
+    cached(tmp_path).verify()
+
+
+def test_a_damaged_folder_to_write_to_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    target = tmp_path / "plan"
+    td.pack(LENGTHS, 128, out=target)
+    (target / "indices.npy").write_bytes(b"")
+    with pytest.raises(PlanFormatError, match=f"remove {target} "):
+        td.pack(LENGTHS, 128, out=target)
+
+
+def test_a_cache_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="file"):
+        cached(tmp_path / "file")
+    with pytest.raises(StorageError, match="x" * 300):
+        cached(tmp_path / ("x" * 300))
+    with pytest.raises(InvalidInputError, match="null"):
+        cached(tmp_path / "a\0b")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for place in ({"cache_dir": "cache"}, {"out": "plan"}):
+        with pytest.raises(NotFoundError, match="current folder"):
+            td.pack([8], 8, **place)
+    # What does not depend on it works as ever.
+    cached(tmp_path / "cache").verify()
+    td.pack([8], 8, out=tmp_path / "plan").verify()
