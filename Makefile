@@ -49,6 +49,8 @@ lint: $(STAMPS)/with-lint
 	cargo fmt --manifest-path fuzz/Cargo.toml --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked --workspace --all-targets $(CORE_TESTS) -- -D warnings
+	@# Without the fuzzer itself, which is compiled by a C++ compiler; the stable one of Rust will do.
+	cargo clippy --locked --manifest-path fuzz/Cargo.toml --no-default-features -- -D warnings
 	$(BIN)/ruff format --check $(PYTHON_FOLDERS)
 	$(BIN)/ruff check $(PYTHON_FOLDERS)
 	$(BIN)/mypy
