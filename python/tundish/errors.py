@@ -66,10 +66,7 @@ class StorageError(TundishError, OSError):
 
     def __str__(self) -> str:
         text = super().__str__()
-        # Sentences of the compiled module name their path where it belongs; at the end it would stand twice.
-        if isinstance(self.filename, str) and self.filename in str(self.strerror):
-            return text.removesuffix(f": {self.filename!r}")
-        return text
+        return text.removesuffix(f": {self.filename!r}") if names_its_path(self) else text
 
 
 class NotFoundError(StorageError, FileNotFoundError):
@@ -139,6 +136,16 @@ class StoreLostError(TundishError, ConnectionError):
 
 class MissingExtraError(TundishError, ImportError):
     """A feature needs packages that an extra of tundish installs."""
+
+
+def names_its_path(error: OSError) -> bool:
+    """Whether the sentence holds the path already, which would otherwise be told twice.
+
+    The compiled module's sentences do, and its paths are absolute; of a relative one, the words of a
+    sentence are not to be taken for it.
+    """
+    path = error.filename
+    return isinstance(path, str) and path.startswith("/") and path in str(error.strerror)
 
 
 def shown(number: int) -> str:

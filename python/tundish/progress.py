@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from tundish.errors import InvalidTypeError
+
 __all__ = ["ProgressLine"]
 
 
@@ -21,12 +23,15 @@ class ProgressLine:
 
     `progress`: `None` shows it when standard error is a terminal, `True` always, `False` never.
     `shown` says whether anything will be drawn, so that work whose progress nobody sees need not report it.
+    Raises `InvalidTypeError` for anything else.
 
     >>> with ProgressLine("pack", progress=False) as line:
     ...     line.update("cutting", 5, 10)
     """
 
     def __init__(self, title: str, progress: bool | None = None) -> None:
+        if progress is not None and not isinstance(progress, bool):
+            raise InvalidTypeError(f"progress must be True, False or None, not {progress!r}")
         self.shown = _stderr_is_terminal() if progress is None else progress
         self._title = title
         self._phase: str | None = None

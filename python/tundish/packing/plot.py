@@ -19,6 +19,7 @@ import numpy as np
 
 from tundish import _native
 from tundish.errors import InvalidInputError, NotFoundError, missing_extra
+from tundish.packing.columns import as_path
 
 if TYPE_CHECKING:
     from tundish.packing.plan import PackPlan
@@ -67,7 +68,7 @@ def plot_plan(plan: PackPlan, path: str | os.PathLike[str]) -> Path:
     Raises `MissingExtraError` without matplotlib, `InvalidInputError` for another kind of picture, `StorageError`
     or `NotFoundError` where the file cannot be written.
     """
-    target = Path(path)
+    target = as_path(path, "path")
     if target.suffix.lower() not in FORMATS:
         raise InvalidInputError(
             f"{target}: a plot is written as one of {', '.join(FORMATS)}; name the file so"
