@@ -109,6 +109,11 @@ def test_order_threads_and_several_datasets(
         capsys=capsys,
     )
     assert ordered["fingerprint"] == td.pack(array, 512, order=order).fingerprint
+    verify = ("plan", "verify", tmp_path / "ordered", lengths)
+    assert answer(*verify, "--order", tmp_path / "order.npy", capsys=capsys)["verified"] is True
+    assert "order" in answer(*verify, code=2, capsys=capsys)["error"]["message"]
+    np.save(tmp_path / "order.npy", order[::-1])
+    answer(*verify, "--order", tmp_path / "order.npy", code=1, capsys=capsys)
 
     both = [lengths, tmp_path / "second.npy"]
     np.save(both[1], array[::-1])
