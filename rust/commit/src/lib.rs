@@ -29,6 +29,7 @@
 
 #![deny(unsafe_code)]
 
+mod checksum;
 mod claim;
 mod disk;
 mod error;
@@ -38,9 +39,11 @@ mod file;
 mod folder;
 mod ledger;
 mod name;
+pub mod staging;
 mod sweep;
 mod writeback;
 
+pub use checksum::{Checksum, NotAChecksum};
 pub use error::CommitError;
 pub use file::FolderFile;
 pub use folder::{Folder, replace_file};

@@ -1,0 +1,165 @@
+//! Checksums of files: CRC-64/NVME, the one that object stores keep too.
+//!
+//! The bytes are summed by the crate `crc-fast`. Checksums of neighbouring parts combine into that of both, so that
+//! the parts of a file may be written in any order, by any number of threads.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crc_fast::CrcAlgorithm;
+
+const PREFIX: &str = "crc64nvme:";
+
+/// The polynomial x⁶⁴ + …, its coefficients in reflected order: the highest bit is that of x⁰.
+const POLYNOMIAL: u64 = 0x9a6c_9329_ac4b_c9b5;
+
+/// The polynomial 1.
+const ONE: u64 = 1 << 63;
+
+/// The CRC-64/NVME of some bytes; written as `crc64nvme:` and 16 lower-case hexadecimal digits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Checksum(u64);
+
+impl Checksum {
+    /// The checksum of no bytes.
+    pub const EMPTY: Checksum = Checksum(0);
+
+    /// The checksum of `bytes`.
+    pub fn of(bytes: &[u8]) -> Self {
+        Checksum(crc_fast::checksum(CrcAlgorithm::Crc64Nvme, bytes))
+    }
+
+    /// The checksum of the bytes of `self` and after them `length` bytes of which `next` is the checksum.
+    ///
+    /// Appending bytes multiplies the earlier remainder by x⁸ for each; the power is found by repeated squaring.
+    /// The method is that of zlib's `crc32_combine` (Mark Adler), and some thirty times as fast as the matrices that
+    /// `crc-fast` multiplies for it.
+    #[must_use]
+    pub fn then(self, next: Checksum, length: u64) -> Checksum {
+        Checksum(multiply(self.0, power_of_x8(length)) ^ next.0)
+    }
+}
+
+/// x⁸ⁿ modulo the polynomial.
+fn power_of_x8(mut n: u64) -> u64 {
+    let mut square = ONE >> 8;
+    let mut power = ONE;
+    while n > 0 {
+        if n & 1 == 1 {
+            power = multiply(power, square);
+        }
+        square = multiply(square, square);
+        n >>= 1;
+    }
+    power
+}
+
+/// The product of two polynomials modulo the polynomial, all in reflected order.
+fn multiply(a: u64, mut b: u64) -> u64 {
+    let mut product = 0;
+    for power in (0..u64::BITS).rev() {
+        if a >> power & 1 == 1 {
+            product ^= b;
+        }
+        let carry = b & 1;
+        b = (b >> 1) ^ (POLYNOMIAL * carry);
+    }
+    product
+}
+
+impl fmt::Display for Checksum {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{PREFIX}{:016x}", self.0)
+    }
+}
+
+/// A text that is no checksum as this crate writes them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not a checksum of the form crc64nvme:0123456789abcdef")]
+pub struct NotAChecksum;
+
+impl FromStr for Checksum {
+    type Err = NotAChecksum;
+
+    fn from_str(text: &str) -> Result<Self, NotAChecksum> {
+        let digits = text.strip_prefix(PREFIX).ok_or(NotAChecksum)?;
+        let well_formed = digits.len() == 16 && digits.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
+        if !well_formed {
+            return Err(NotAChecksum);
+        }
+        u64::from_str_radix(digits, 16).map(Checksum).map_err(|_| NotAChecksum)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Bit by bit, from the definition: reflected, all ones at first and inverted at the end.
+    fn oracle(bytes: &[u8]) -> u64 {
+        let mut register = !0u64;
+        for &byte in bytes {
+            register ^= u64::from(byte);
+            for _ in 0..8 {
+                register = if register & 1 == 1 { register >> 1 ^ POLYNOMIAL } else { register >> 1 };
+            }
+        }
+        !register
+    }
+
+    #[test]
+    fn the_check_value_of_the_standard() {
+        assert_eq!(Checksum::of(b"123456789"), Checksum(0xae8b_1486_0a79_9888));
+        assert_eq!(Checksum::of(b""), Checksum::EMPTY);
+        assert_eq!(POLYNOMIAL.reverse_bits(), 0xad93_d235_94c9_3659);
+    }
+
+    #[test]
+    fn a_checksum_is_read_as_it_is_written_and_nothing_else_is() {
+        let sum = Checksum(0x0123_4567_89ab_cdef);
+        assert_eq!(sum.to_string(), "crc64nvme:0123456789abcdef");
+        assert_eq!("crc64nvme:0123456789abcdef".parse(), Ok(sum));
+        for other in [
+            "",
+            "0123456789abcdef",
+            "crc64nvme:0123456789abcde",
+            "crc64nvme:0123456789abcdeF",
+            "crc64nvme:+123456789abcdef",
+        ] {
+            assert_eq!(other.parse::<Checksum>(), Err(NotAChecksum), "{other}");
+        }
+    }
+
+    #[test]
+    fn lengths_beyond_memory_combine_too() {
+        // A part of zeros twice as long is two of them.
+        let part = Checksum::of(&[0; 1 << 16]);
+        let (mut sum, mut length) = (part, 1u64 << 16);
+        while length < 1 << 62 {
+            sum = sum.then(sum, length);
+            length *= 2;
+        }
+        let crate_says = |length| crc_fast::checksum_combine(CrcAlgorithm::Crc64Nvme, 7, 9, length);
+        assert_eq!(Checksum(7).then(Checksum(9), 1 << 40).0, crate_says(1 << 40));
+        assert_eq!(sum.then(Checksum::EMPTY, 0), sum);
+    }
+
+    proptest! {
+        #[test]
+        fn any_parts_combine_to_the_whole(
+            bytes in prop::collection::vec(any::<u8>(), 0..5000),
+            cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..5),
+        ) {
+            let mut cuts: Vec<_> = cuts.iter().map(|cut| cut.index(bytes.len() + 1)).collect();
+            cuts.extend([0, bytes.len()]);
+            cuts.sort_unstable();
+            let sum = cuts.windows(2).fold(Checksum::EMPTY, |sum, cut| {
+                let part = &bytes[cut[0]..cut[1]];
+                sum.then(Checksum::of(part), part.len() as u64)
+            });
+            prop_assert_eq!(sum.0, oracle(&bytes));
+        }
+    }
+}

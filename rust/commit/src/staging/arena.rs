@@ -1,0 +1,344 @@
+//! The memory that images are made of, kept for the next ones.
+//!
+//! It owns every range that is not part of an image. What always holds:
+//!
+//! 1. What is in use and what is kept together never exceed the most that was ever in use at once. So a save takes
+//!    no more memory than its images, rounded up (see [`capacity_of`]).
+//! 2. Free ranges are disjoint, none is empty, and no two of them touch: neighbours are one range. An image is cut
+//!    from the smallest range that holds it, so that images of any sizes make use of what others left.
+//! 3. An arena is used only by the process that made it. A child made by `fork` makes its own: it may have inherited
+//!    a lock held by a thread that it does not have. Arenas are never freed, and there is one a process.
+#![allow(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::process;
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::memory::{self, HUGE_PAGE};
+
+/// From this size on images are whole huge pages, which adds at most one part in 32.
+const WHOLE_HUGE_PAGES: usize = 32 * HUGE_PAGE;
+
+/// Bytes of staging memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StagingStats {
+    /// In images.
+    pub in_use: usize,
+    /// Given back, and kept for the next images.
+    pub cached: usize,
+    /// The most that both ever were together.
+    pub peak: usize,
+}
+
+/// The staging memory of this process.
+pub fn staging_stats() -> StagingStats {
+    Arena::of_process().lock().stats
+}
+
+/// Gives all memory that no image uses back to the operating system; returns how many bytes.
+pub fn trim_staging() -> usize {
+    Arena::of_process().lock().release_down_to(0)
+}
+
+/// The bytes that an image of `size` takes: whole pages, and whole huge pages where that adds little. `None` where
+/// there is no such number.
+pub(super) fn capacity_of(size: usize) -> Option<usize> {
+    let unit = if size >= WHOLE_HUGE_PAGES { HUGE_PAGE } else { rustix::param::page_size() };
+    size.checked_next_multiple_of(unit)
+}
+
+#[derive(Debug)]
+pub(super) struct Arena {
+    process: u32,
+    state: Mutex<State>,
+    next: AtomicPtr<Arena>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// By address: the start and the length of each.
+    free: BTreeMap<usize, (Range, usize)>,
+    stats: StagingStats,
+}
+
+/// The start of a range, which its owner alone uses.
+#[derive(Clone, Copy, Debug)]
+struct Range(NonNull<u8>);
+
+// SAFETY: whoever holds the range is the only one to use it, on whichever thread.
+unsafe impl Send for Range {}
+
+static FIRST: AtomicPtr<Arena> = AtomicPtr::new(ptr::null_mut());
+
+impl Arena {
+    pub(super) fn of_process() -> &'static Arena {
+        let process = process::id();
+        let mut link = &FIRST;
+        loop {
+            let mut arena = link.load(Ordering::Acquire);
+            if arena.is_null() {
+                let fresh = Box::into_raw(Box::new(Arena::new()));
+                arena = match link.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
+                    Ok(_) => fresh,
+                    Err(first) => {
+                        // SAFETY: made by `Box::into_raw` above, and never published.
+                        drop(unsafe { Box::from_raw(fresh) });
+                        first
+                    }
+                };
+            }
+            // SAFETY: not null, made by `Box::into_raw`, published with release ordering and never freed.
+            let arena: &'static Arena = unsafe { &*arena };
+            if arena.process == process {
+                return arena;
+            }
+            link = &arena.next;
+        }
+    }
+
+    fn new() -> Self {
+        Arena { process: process::id(), state: Mutex::default(), next: AtomicPtr::default() }
+    }
+
+    /// A range of `capacity` bytes, a multiple of the page size, kept or fresh; `None` where there is no room.
+    pub(super) fn take(&self, capacity: usize) -> Option<NonNull<u8>> {
+        if capacity == 0 {
+            return Some(NonNull::dangling());
+        }
+        self.lock().take(capacity)
+    }
+
+    /// Takes back what [`take`](Arena::take) gave.
+    ///
+    /// # Safety
+    /// The range came from this arena and nobody uses it any more.
+    pub(super) unsafe fn give_back(&self, start: NonNull<u8>, capacity: usize) {
+        if capacity == 0 {
+            return;
+        }
+        if self.process == process::id() {
+            self.lock().give_back(start, capacity);
+        } else {
+            // SAFETY: the caller's promise; in a child the range is the child's own, and its arena another.
+            unsafe { memory::unmap(start, capacity) };
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn take(&mut self, capacity: usize) -> Option<NonNull<u8>> {
+        let start = match self.cut(capacity) {
+            Some(start) => start,
+            None => self.map(capacity)?,
+        };
+        self.stats.in_use += capacity;
+        self.stats.peak = self.stats.peak.max(self.stats.in_use + self.stats.cached);
+        Some(start)
+    }
+
+    /// Cuts from the start of the smallest free range that is large enough.
+    fn cut(&mut self, capacity: usize) -> Option<NonNull<u8>> {
+        let fitting = self.free.iter().filter(|(_, (_, length))| *length >= capacity);
+        let (&address, _) = fitting.min_by_key(|(_, (_, length))| *length)?;
+        let (range, length) = self.free.remove(&address)?;
+        if length > capacity {
+            // SAFETY: within the range.
+            let rest = unsafe { range.0.add(capacity) };
+            self.free.insert(address + capacity, (Range(rest), length - capacity));
+        }
+        self.stats.cached -= capacity;
+        Some(range.0)
+    }
+
+    fn map(&mut self, capacity: usize) -> Option<NonNull<u8>> {
+        let most = self.stats.peak.max(self.stats.in_use.checked_add(capacity)?);
+        self.release_down_to(most - self.stats.in_use - capacity);
+        memory::map(capacity).or_else(|| {
+            // A limit on the address space counts what is kept, too.
+            (self.release_down_to(0) > 0).then(|| memory::map(capacity)).flatten()
+        })
+    }
+
+    fn give_back(&mut self, start: NonNull<u8>, capacity: usize) {
+        self.stats.in_use -= capacity;
+        self.stats.cached += capacity;
+        let mut kept = (Range(start), capacity);
+        let address = start.addr().get();
+        if let Some((_, (_, length))) = self.free.remove_entry(&(address + capacity)) {
+            kept.1 += length;
+        }
+        let before = self.free.range(..address).next_back().map(|(&at, &(range, length))| (at, range, length));
+        if let Some((at, range, length)) = before
+            && at + length == address
+        {
+            self.free.insert(at, (range, length + kept.1));
+        } else {
+            self.free.insert(address, kept);
+        }
+    }
+
+    /// Gives free ranges back to the operating system, the smallest first, until at most `bytes` are kept; returns
+    /// how many bytes went.
+    fn release_down_to(&mut self, bytes: usize) -> usize {
+        let before = self.stats.cached;
+        while self.stats.cached > bytes {
+            let smallest = self.free.iter().min_by_key(|(_, (_, length))| *length);
+            let Some((&address, &(range, length))) = smallest else { break };
+            self.free.remove(&address);
+            self.stats.cached -= length;
+            // SAFETY: a free range is the arena's alone.
+            unsafe { memory::unmap(range.0, length) };
+        }
+        before - self.stats.cached
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::Image;
+    use super::*;
+
+    const PAGE: usize = 4096;
+
+    fn new_arena() -> &'static Arena {
+        Box::leak(Box::new(Arena::new()))
+    }
+
+    fn image(arena: &'static Arena, size: usize) -> Image {
+        Image::in_arena(arena, size).unwrap()
+    }
+
+    fn stats(arena: &Arena) -> StagingStats {
+        arena.lock().stats
+    }
+
+    fn fill(image: &Image, mark: u8) {
+        // SAFETY: the image's own bytes, which nobody else looks at.
+        unsafe { image.as_ptr().write_bytes(mark, image.size()) };
+    }
+
+    impl State {
+        /// Invariant 2, and that the numbers are those of the ranges.
+        fn check(&self) {
+            let mut end = 0;
+            for (&address, &(range, length)) in &self.free {
+                assert_eq!(address, range.0.addr().get());
+                assert!(length > 0 && address % PAGE == 0 && address > end, "{:?}", self.free);
+                end = address + length;
+            }
+            let free: usize = self.free.values().map(|(_, length)| length).sum();
+            assert_eq!(free, self.stats.cached);
+        }
+    }
+
+    #[test]
+    fn an_image_takes_little_more_than_its_size() {
+        for (size, capacity) in [(0, 0), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE), (3 << 20, 3 << 20)] {
+            assert_eq!(capacity_of(size), Some(capacity));
+        }
+        for size in [(64 << 20) - 1, 64 << 20, (64 << 20) + 1, 2_200_000_001] {
+            let capacity = capacity_of(size).unwrap();
+            assert!(capacity >= size && capacity as f64 <= 1.05 * size as f64, "{size}: {capacity}");
+        }
+        assert_eq!(capacity_of(usize::MAX), None);
+    }
+
+    #[test]
+    fn memory_is_kept_for_the_next_image_and_given_back_when_asked() {
+        let arena = new_arena();
+        let first = image(arena, 5 << 20);
+        let address = first.as_ptr();
+        assert_eq!(address.addr() % HUGE_PAGE, 0);
+        fill(&first, 7);
+        assert_eq!(stats(arena), StagingStats { in_use: 5 << 20, cached: 0, peak: 5 << 20 });
+        drop(first);
+        assert_eq!(stats(arena), StagingStats { in_use: 0, cached: 5 << 20, peak: 5 << 20 });
+        let again = image(arena, (5 << 20) - 100);
+        assert_eq!((again.as_ptr(), again.bytes(0, 1)), (address, &[7][..]));
+        drop(again);
+        assert_eq!(arena.lock().release_down_to(0), 5 << 20);
+        assert_eq!(stats(arena), StagingStats { in_use: 0, cached: 0, peak: 5 << 20 });
+    }
+
+    #[test]
+    fn images_of_other_sizes_use_what_is_kept() {
+        let arena = new_arena();
+        drop(image(arena, 12 << 20));
+        let parts: Vec<_> = [5 << 20, 4 << 20, 3 << 20].map(|size| image(arena, size)).into();
+        assert_eq!(stats(arena), StagingStats { in_use: 12 << 20, cached: 0, peak: 12 << 20 });
+        drop(parts);
+        // The parts are one range again.
+        drop(image(arena, 12 << 20));
+        assert_eq!(stats(arena), StagingStats { in_use: 0, cached: 12 << 20, peak: 12 << 20 });
+    }
+
+    #[test]
+    fn what_does_not_fit_is_given_back_before_fresh_memory_is_taken() {
+        let arena = new_arena();
+        drop(image(arena, 4 << 20));
+        let larger = image(arena, 5 << 20);
+        assert_eq!(stats(arena), StagingStats { in_use: 5 << 20, cached: 0, peak: 5 << 20 });
+        drop(larger);
+    }
+
+    #[test]
+    fn an_image_that_cannot_be_is_refused_with_its_size() {
+        for size in [usize::MAX, isize::MAX as usize, 1 << 60] {
+            let error = Image::in_arena(new_arena(), size).unwrap_err();
+            assert_eq!(error.size, size);
+            assert!(error.to_string().contains(&size.to_string()));
+        }
+    }
+
+    #[test]
+    fn every_page_is_fresh_or_was_an_image_s() {
+        let arena = new_arena();
+        assert_eq!(image(arena, 0).bytes(0, 0), &[]);
+        assert_eq!(stats(arena), StagingStats::default());
+        assert!(image(arena, 3 << 20).bytes(0, 3 << 20).iter().all(|&byte| byte == 0));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Images taken and given back in any order keep their bytes, and the arena its invariants.
+        #[test]
+        fn images_are_disjoint_and_memory_is_bounded(
+            steps in prop::collection::vec((any::<bool>(), 0usize..9 << 20, any::<prop::sample::Index>()), 1..60),
+        ) {
+            let arena = new_arena();
+            let mut live: Vec<(Image, u8)> = Vec::new();
+            let mut most_in_use = 0;
+            for (mark, (take, size, index)) in (0u8..).zip(steps) {
+                if take || live.is_empty() {
+                    let image = image(arena, size);
+                    fill(&image, mark);
+                    live.push((image, mark));
+                } else {
+                    let (image, mark) = live.swap_remove(index.index(live.len()));
+                    prop_assert!(image.bytes(0, image.size()).iter().all(|&byte| byte == mark));
+                }
+                arena.lock().check();
+                let stats = stats(arena);
+                let staged: usize = live.iter().map(|(image, _)| capacity_of(image.size()).unwrap()).sum();
+                most_in_use = most_in_use.max(staged);
+                prop_assert_eq!(stats.in_use, staged);
+                prop_assert_eq!(stats.peak, most_in_use);
+                prop_assert!(stats.in_use + stats.cached <= stats.peak);
+            }
+            for (image, mark) in live {
+                prop_assert!(image.bytes(0, image.size()).iter().all(|&byte| byte == mark));
+            }
+            let cached = stats(arena).cached;
+            prop_assert_eq!(arena.lock().release_down_to(0), cached);
+        }
+    }
+}
