@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tundish as td
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError
 
 LENGTHS = np.random.default_rng(11).integers(0, 300, 2000)
 
@@ -156,6 +156,60 @@ def test_sample_index_is_megatrons(lengths: list[int], max_length: int, kind: st
     tokens = [(position, offset) for position, s in enumerate(order) for offset in range(lengths[s])]
     found = plan.sample_index(order if kind == "given" else None)
     assert [tuple(row) for row in found.tolist()] == tokens[::max_length]
+
+
+@pytest.mark.parametrize("attached", [True, False], ids=["lengths", "no lengths"])
+def test_sample_index_refuses_another_order(attached: bool, tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(1, 30, 200)
+    order = np.random.default_rng(1).permutation(200)[:150]
+    td.pack(lengths, 40, order=order, out=tmp_path / "plan")
+    plan = td.PackPlan.load(tmp_path / "plan", lengths if attached else None)
+    expected = plan.sample_index()
+    for same in (order, order.tolist(), order.astype(np.uint64), np.repeat(order, 2)[::2]):
+        np.testing.assert_array_equal(plan.sample_index(same), expected)
+    for position in (0, 1, 70, 140):
+        swapped = order.copy()
+        swapped[[position, position + 1]] = swapped[[position + 1, position]]
+        says = (
+            "another order"
+            if attached
+            else rf"order\[{position}\] is {swapped[position]}, .* sample {order[position]}"
+        )
+        with pytest.raises(PlanMismatchError, match=says):
+            plan.sample_index(swapped)
+    for other in (order[::-1], order[:50], order[1:], [200, *order[1:]], [-1, *order[1:]], []):
+        with pytest.raises(PlanMismatchError, match="the order that pack was given"):
+            plan.sample_index(other)
+    with pytest.raises(InvalidTypeError, match="order"):
+        plan.sample_index([0.5])
+    assert attached or plan.sample_index([*order, 3]).tolist() == expected.tolist()
+
+
+def test_sample_index_refuses_lengths_that_are_not_the_plans(tmp_path: Path) -> None:
+    order = [3, 1, 0, 2]
+    td.pack([5, 3, 8, 4], 4, order=order, out=tmp_path / "plan")
+    other = td.PackPlan.load(tmp_path / "plan", [5, 3, 4, 8])
+    with pytest.raises(PlanMismatchError, match="attached lengths"):
+        other.sample_index(order)
+
+
+@pytest.mark.parametrize(("options", "says"), [({}, "samples' own order"), ({"seed": 3}, "with seed=3")])
+def test_sample_index_of_a_plan_without_an_order_takes_none(options: dict[str, int], says: str) -> None:
+    plan = td.pack([5, 3, 8, 4], 4, **options)
+    with pytest.raises(PlanMismatchError, match=f"{says}, .* leave order= out"):
+        plan.sample_index([0, 1, 2, 3])
+
+
+def test_sample_index_needs_the_order_for_empty_samples_on_boundaries(tmp_path: Path) -> None:
+    lengths, order = [8, 0, 5, 3, 4], [3, 2, 1, 0, 4]
+    plan = td.pack(lengths, 8, order=order, out=tmp_path / "plan")
+    assert plan.sample_index(order).tolist() == [[0, 0], [3, 0], [4, 0]]
+    with pytest.raises(InvalidInputError, match="pass order="):
+        plan.sample_index()
+    with pytest.raises(PlanMismatchError, match="another order"):
+        plan.sample_index([3, 2, 0, 1, 4])
+    with pytest.raises(InvalidInputError, match="load the plan with lengths="):
+        td.PackPlan.load(tmp_path / "plan").sample_index(order)
 
 
 def test_sample_index_needs_one_stream() -> None:

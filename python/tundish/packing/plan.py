@@ -238,7 +238,10 @@ class PackPlan:
         return plan_stats(self)
 
     def sample_index(self, order: Any = None) -> IntegerArray:
-        """Megatron's `sample_index` pairs; see `tundish.packing.stats.megatron_sample_index`."""
+        """Megatron's `sample_index` pairs; see `tundish.packing.stats.megatron_sample_index`.
+
+        `order` is the order that `pack` took as `order=`; another one is refused.
+        """
         from tundish.packing.stats import megatron_sample_index
 
         return megatron_sample_index(self, order)

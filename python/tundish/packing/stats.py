@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tundish.errors import InvalidInputError
+from tundish import _native
+from tundish.errors import InvalidInputError, PlanMismatchError
 from tundish.packing.columns import IntegerArray, as_integer_column
 from tundish.packing.order import shuffled_indices
 
@@ -99,20 +100,25 @@ def megatron_sample_index(plan: PackPlan, order: Any = None) -> IntegerArray:
 
     Args:
         plan: a plan of one dataset, or with `global_pack`.
-        order: the order the plan was made with. Needed only where that was given to `pack` and empty
-            samples lie on pack boundaries, which the plan does not hold.
+        order: the order that was given to `pack`, if one was. Needed only where empty samples lie on pack
+            boundaries, which the plan does not hold. One that is given is checked: whole where the lengths are
+            attached, else as far as the plan holds it, which is up to the dropped tail.
 
     Returns:
         shape (rows, 2), int32 where all values fit, else int64.
 
     Raises:
         InvalidInputError: a plan of several datasets, or an order or lengths that are needed are missing.
+        PlanMismatchError: the plan was made with another order, or without one, or the attached lengths are
+            not its own.
     """
     facts = plan.facts
     if len(facts["tail_start"]) != 1:
         raise InvalidInputError(
             "sample_index needs a plan of one dataset, or of several with global_pack=True"
         )
+    if order is not None:
+        order = _checked_order(plan, order)
     packs = len(plan)
     tail = plan.num_tokens - facts["tokens_packed"] > 0
     rows = np.zeros((packs + tail, 2), dtype=np.int64)
@@ -130,7 +136,72 @@ def megatron_sample_index(plan: PackPlan, order: Any = None) -> IntegerArray:
     return rows.astype(np.int32) if rows.max() <= np.iinfo(np.int32).max else rows
 
 
-def _positions_in_order(plan: PackPlan, order: Any, tail: bool) -> IntegerArray:
+def _checked_order(plan: PackPlan, order: Any) -> IntegerArray:
+    """The order as an array, once it is known for the one that the plan was made with."""
+    kind = plan.facts["order"]
+    if kind != "given":
+        made = "in the samples' own order" if kind == "natural" else f"with seed={plan.seed}"
+        raise PlanMismatchError(
+            f"the plan was made {made}, not with an order that was given: leave order= out"
+        )
+    given = as_integer_column(order, "order")
+    if plan.lengths is not None:
+        _check_fingerprint(plan, plan.lengths, given)
+    else:
+        _check_pieces(plan, given)
+    return given
+
+
+def _check_fingerprint(plan: PackPlan, lengths: list[IntegerArray], order: IntegerArray) -> None:
+    found = _native.fingerprint(
+        {
+            "lengths": lengths,
+            "order": order,
+            "seed": None,
+            "max_length": plan.max_length,
+            "drop_last": plan.drop_last,
+            "global_pack": plan.global_pack,
+            "threads": None,
+        }
+    )
+    if found != plan.fingerprint:
+        raise PlanMismatchError(
+            f"the plan (fingerprint {plan.fingerprint}) was made with another order, or the attached lengths are not "
+            f"those it was made from: together they have the fingerprint {found}. Pass the order that pack was given"
+        )
+
+
+def _check_pieces(plan: PackPlan, order: IntegerArray) -> None:
+    """Compare the order with the samples of the packs; without lengths, no empty sample is left out between them."""
+    if plan.facts["empty_on_boundary"]:
+        # The lengths are needed, which who asks for the positions will say.
+        return
+    position = 0
+    for first, stop in _steps(len(plan)):
+        before = int(plan.indices_cu_len[first - 1]) if first else 0
+        ends = plan.indices_cu_len[first:stop].astype(np.int64) - before
+        starts = np.concatenate(([0], ends[:-1]))
+        # A pack that starts inside a sample goes on with the one before it.
+        samples = np.delete(
+            plan.indices[before : before + int(ends[-1])], starts[plan.start_offset[first:stop] > 0]
+        )
+        given = order[position : position + len(samples)]
+        wrong = np.flatnonzero(given != samples[: len(given)])
+        if len(wrong):
+            entry = position + int(wrong[0])
+            raise PlanMismatchError(
+                f"order[{entry}] is {order[entry]}, and the plan takes sample {samples[wrong[0]]} there: "
+                "pass the order that pack was given"
+            )
+        if len(given) < len(samples):
+            raise PlanMismatchError(
+                f"the order has {len(order)} entries, and the plan takes more samples: "
+                "pass the order that pack was given"
+            )
+        position += len(samples)
+
+
+def _positions_in_order(plan: PackPlan, order: IntegerArray | None, tail: bool) -> IntegerArray:
     """Positions in the order of each row's sample, by the order itself."""
     if plan.lengths is None:
         raise InvalidInputError(
@@ -147,7 +218,7 @@ def _positions_in_order(plan: PackPlan, order: Any, tail: bool) -> IntegerArray:
             "empty samples lie on pack boundaries of this plan, so sample_index needs the order: pass order="
         )
     else:
-        ordered = as_integer_column(order, "order")
+        ordered = order
     ends = np.cumsum(lengths[ordered].astype(np.int64))
     rows = len(plan) + tail
     # The sample of a token is the first whose end lies beyond it.
