@@ -1,6 +1,6 @@
 //! Failpoints, compiled into test builds only (feature `failpoints`).
 //!
-//! The system calls of `disk.rs` are numbered from 0 over the life of the process. Two environment variables,
+//! The system calls of `disk/real.rs` are numbered from 0 over the life of the process. Two environment variables,
 //! read once, say what happens:
 //!
 //! `TUNDISH_FAILPOINT`

@@ -1,13 +1,10 @@
 //! One file of a folder that is being written.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::io::Errno;
-
-use crate::disk;
+use crate::disk::{self, Disk, RealDisk};
 use crate::error::CommitError;
 use crate::ledger::Ledger;
 use crate::writeback::{WINDOW, Writeback};
@@ -27,9 +24,9 @@ pub struct FolderFile {
 }
 
 impl FolderFile {
-    pub(crate) fn new(descriptor: OwnedFd, path: PathBuf, ledger: Arc<Ledger>) -> Self {
+    pub(crate) fn new(file: File, path: PathBuf, ledger: Arc<Ledger>) -> Self {
         ledger.begin(&path);
-        FolderFile { file: File::from(descriptor), path, length: 0, writeback: Writeback::new(), ledger }
+        FolderFile { file, path, length: 0, writeback: Writeback::new(), ledger }
     }
 
     /// Where the file lies until its folder is published.
@@ -73,7 +70,7 @@ impl FolderFile {
     pub fn truncate(&mut self, length: u64) -> Result<(), CommitError> {
         self.ledger.check()?;
         if length < self.length {
-            self.ledger.note(disk::truncate(&self.file, length, &self.path))?;
+            self.ledger.note(RealDisk.truncate(&self.file, length, &self.path))?;
             self.length = length;
         }
         Ok(())
@@ -90,29 +87,16 @@ impl FolderFile {
     /// [`finish`](FolderFile::finish), for who asks afterwards where the file went.
     pub(crate) fn finish_open(self) -> Result<File, CommitError> {
         self.ledger.check()?;
-        self.ledger.note(disk::fsync(&self.file, &self.path))?;
+        self.ledger.note(RealDisk.fsync(&self.file, &self.path))?;
         self.ledger.finish(&self.path);
         Ok(self.file)
     }
 
-    fn write_all(&mut self, mut offset: u64, mut bytes: &[u8]) -> Result<(), CommitError> {
-        let fits = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= i64::MAX as u64);
-        if !fits {
-            return Err(CommitError::io("write", &self.path, Errno::FBIG));
-        }
-        while !bytes.is_empty() {
-            let piece = &bytes[..bytes.len().min(WINDOW as usize)];
-            let written = disk::write(&self.file, offset, piece, &self.path)?;
-            if written == 0 {
-                // Not an end of file: nothing says that trying again would ever write a byte.
-                return Err(CommitError::io("write", &self.path, Errno::IO));
-            }
-            let end = offset + written as u64;
-            self.length = self.length.max(end);
-            self.writeback.wrote(&self.file, offset..end, &self.path)?;
-            offset = end;
-            bytes = &bytes[written..];
-        }
-        Ok(())
+    fn write_all(&mut self, offset: u64, bytes: &[u8]) -> Result<(), CommitError> {
+        let FolderFile { file, path, length, writeback, .. } = self;
+        disk::write_all(&RealDisk, file, offset, bytes, path, WINDOW as usize, |written| {
+            *length = (*length).max(written.end);
+            writeback.wrote(file, written, path)
+        })
     }
 }

@@ -1,15 +1,14 @@
 //! A folder that is being written, its publication, and that of one file.
 
 use std::ffi::{OsStr, OsString};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{AtFlags, FileType};
 use rustix::io::Errno;
 
-use crate::claim::{self, Claim};
-use crate::disk;
+use crate::claim::Claim;
+use crate::disk::{Disk, Kind, RealDisk, Status};
 use crate::error::CommitError;
 use crate::file::FolderFile;
 use crate::ledger::Ledger;
@@ -59,7 +58,7 @@ impl Folder {
     ) -> Result<Folder, CommitError> {
         let (parent_path, target_name) = name::split_target(target)?;
         let target = parent_path.join(&target_name);
-        let parent = sweep::open_parent(&parent_path)?;
+        let parent = RealDisk.open_path(&parent_path)?;
         check(&parent, &target_name, &target)?;
         let mut swept = SweepReport::default();
         // Somebody else's leftover that cannot be removed must not keep this folder from being written.
@@ -104,11 +103,11 @@ impl Folder {
         name::check_file_name(&self.claim.path, name)?;
         self.ledger.check()?;
         let path = self.claim.path.join(name);
-        let descriptor = match disk::create_file(&self.claim.directory, name, &path) {
+        let file = match RealDisk.create_file(&self.claim.directory, OsStr::new(name), &path) {
             Err(error) if error.is(Errno::EXIST) => return Err(CommitError::FileExists { path }),
             outcome => self.ledger.note(outcome)?,
         };
-        Ok(FolderFile::new(descriptor, path, Arc::clone(&self.ledger)))
+        Ok(FolderFile::new(file, path, Arc::clone(&self.ledger)))
     }
 
     /// Makes the folder durable and gives it its final name.
@@ -131,26 +130,29 @@ impl Folder {
     ///   sure of it, remove it and publish again.
     pub fn publish(mut self) -> Result<(), CommitError> {
         self.ledger.check_complete()?;
-        disk::fsync(&self.claim.directory, &self.claim.path)?;
-        let renamed = disk::rename((&self.parent, &self.claim.name), (&self.parent, &self.target_name), &self.target);
-        self.confirm(renamed, &self.claim.directory)?;
+        RealDisk.fsync_folder(&self.claim.directory, &self.claim.path)?;
+        let moved = RealDisk.folder_status(&self.claim.directory, &self.claim.path)?;
+        let renamed =
+            RealDisk.rename((&self.parent, &self.claim.name), (&self.parent, &self.target_name), &self.target);
+        self.confirm(renamed, &moved)?;
         self.remover = None;
         self.make_name_durable()
     }
 
-    /// Takes the rename of what is open as `moved` for done where it was, whatever it answered: network file systems
-    /// may report failure for a rename that the server carried out.
-    fn confirm(&self, renamed: Result<(), CommitError>, moved: impl AsFd) -> Result<(), CommitError> {
-        match renamed {
-            Err(error) if !claim::leads_to(&self.parent, &self.target_name, moved, &self.target)? => {
-                Err(self.explain_rename(error))
-            }
-            _ => Ok(()),
+    /// Takes the rename of what is `moved` for done where it was, whatever it answered: network file systems may report
+    /// failure for a rename that the server carried out.
+    fn confirm(&self, renamed: Result<(), CommitError>, moved: &Status) -> Result<(), CommitError> {
+        let Err(error) = renamed else {
+            return Ok(());
+        };
+        match RealDisk.look_at(&self.parent, &self.target_name, &self.target)? {
+            Some(found) if found.is_same(moved) => Ok(()),
+            _ => Err(self.explain_rename(error)),
         }
     }
 
     fn make_name_durable(&self) -> Result<(), CommitError> {
-        disk::fsync(&self.parent, &self.parent_path).map_err(|error| match error {
+        RealDisk.fsync_folder(&self.parent, &self.parent_path).map_err(|error| match error {
             CommitError::Io { source, .. } => CommitError::NotDurable { path: self.target.clone(), source },
             other => other,
         })
@@ -161,7 +163,7 @@ impl Folder {
             return CommitError::TargetExists { path: self.target.clone() };
         }
         if error.is(Errno::NOENT)
-            && let Err(missing) = sweep::open_parent(&self.parent_path)
+            && let Err(missing) = RealDisk.open_path(&self.parent_path)
         {
             return missing;
         }
@@ -186,13 +188,14 @@ pub fn replace_file(target: impl AsRef<Path>, bytes: &[u8]) -> Result<(), Commit
     let mut file = folder.create_file(name)?;
     file.append(bytes)?;
     let file = file.finish_open()?;
-    disk::fsync(&folder.claim.directory, &folder.claim.path)?;
-    let renamed = disk::rename(
+    RealDisk.fsync_folder(&folder.claim.directory, &folder.claim.path)?;
+    let moved = RealDisk.file_status(&file, &folder.target)?;
+    let renamed = RealDisk.rename(
         (&folder.claim.directory, OsStr::new(name)),
         (&folder.parent, &folder.target_name),
         &folder.target,
     );
-    folder.confirm(renamed, &file)?;
+    folder.confirm(renamed, &moved)?;
     // Dropping the folder removes the rest of it: nothing now.
     folder.make_name_durable()
 }
@@ -207,33 +210,30 @@ impl Drop for Folder {
 }
 
 fn check_target_is_no_folder(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
-    match rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
-        Err(Errno::NOENT) => Ok(()),
-        Err(errno) => Err(CommitError::io("look at", path, errno)),
-        Ok(status) if FileType::from_raw_mode(status.st_mode) == FileType::Directory => {
+    match RealDisk.look_at(parent, name, path)? {
+        Some(status) if status.kind == Kind::Folder => {
             Err(CommitError::io("put a file in the place of", path, Errno::ISDIR))
         }
-        Ok(_) => Ok(()),
+        _ => Ok(()),
     }
 }
 
 fn check_target_is_free(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
     let taken = || CommitError::TargetExists { path: path.to_path_buf() };
-    let status = match rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
-        Err(Errno::NOENT) => return Ok(()),
-        outcome => outcome.map_err(|errno| CommitError::io("look at", path, errno))?,
+    let Some(status) = RealDisk.look_at(parent, name, path)? else {
+        return Ok(());
     };
-    if FileType::from_raw_mode(status.st_mode) != FileType::Directory {
+    if status.kind != Kind::Folder {
         return Err(taken());
     }
-    let directory = match claim::open_folder(parent, name, path) {
+    let directory = match RealDisk.open_folder(parent, name, path) {
         Err(error) if error.is(Errno::NOENT) => return Ok(()),
         outcome => outcome?,
     };
-    if !sweep::list(&directory, path)?.is_empty() {
+    if !RealDisk.list(&directory, path)?.is_empty() {
         return Err(taken());
     }
-    if status.st_dev != claim::stat(parent, path)?.st_dev {
+    if status.device != RealDisk.folder_status(parent, path)?.device {
         return Err(CommitError::io("rename over the mounted file system at", path, Errno::BUSY));
     }
     Ok(())

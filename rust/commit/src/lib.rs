@@ -9,7 +9,7 @@
 //!    forgotten the error, so the folder can no longer be published, and the fsync is not tried again.
 //! 3. A writer that dies at any instant leaves at most its hidden folder. The next [`Folder::create`] in the
 //!    same parent, or [`sweep()`], removes it; the folder of a live writer is never touched (see `claim.rs`).
-//! 4. Every system call that changes the disk goes through `disk.rs`, where test builds (feature `failpoints`) can
+//! 4. Every system call that changes the disk goes through [`disk`], where test builds (feature `failpoints`) can
 //!    be killed or made to fail at each one.
 //!
 //! The method is that of "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014) for atomic
@@ -31,7 +31,7 @@
 
 mod checksum;
 mod claim;
-mod disk;
+pub mod disk;
 mod error;
 #[cfg(feature = "failpoints")]
 mod failpoint;
@@ -39,6 +39,7 @@ mod file;
 mod folder;
 mod ledger;
 mod name;
+mod remove;
 pub mod staging;
 mod sweep;
 mod writeback;

@@ -1,22 +1,20 @@
 //! Removing what dead writers left behind.
 //!
 //! Invariants: only hidden folders of this user are candidates; each is removed only under the rules of `claim.rs`;
-//! everything is removed relative to open directories and never through a symbolic link or a mount point, so that
-//! nothing outside the hidden folder can be lost.
+//! nothing outside them can be lost (see `remove.rs`).
 
-use std::ffi::{OsStr, OsString};
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
+use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{CWD, Dir, Mode, OFlags};
-use rustix::io::{Errno, retry_on_intr};
+use rustix::io::Errno;
 use rustix::process::geteuid;
 
-use crate::claim::{self, Lock};
-use crate::disk;
+use crate::claim;
+use crate::disk::{Disk, Lock, RealDisk, Sharing, absent_is_fine, leads_to};
 use crate::error::CommitError;
 use crate::name;
+use crate::remove::remove_contents;
 
 /// What a sweep found.
 #[derive(Debug, Default)]
@@ -40,39 +38,15 @@ pub struct SweepReport {
 /// in the report.
 pub fn sweep(parent: impl AsRef<Path>) -> Result<SweepReport, CommitError> {
     let parent = parent.as_ref();
-    let directory = open_parent(parent)?;
+    let directory = RealDisk.open_path(parent)?;
     let mut report = SweepReport::default();
     sweep_into(&directory, parent, &mut report)?;
     Ok(report)
 }
 
-/// Opens the folder that holds targets.
-pub(crate) fn open_parent(path: &Path) -> Result<OwnedFd, CommitError> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    retry_on_intr(|| rustix::fs::openat(CWD, path, flags, Mode::empty())).map_err(|errno| match errno {
-        Errno::NOENT => CommitError::ParentMissing { path: path.to_path_buf() },
-        Errno::NOTDIR => CommitError::NotADirectory { path: path.to_path_buf() },
-        _ => CommitError::io("open folder", path, errno),
-    })
-}
-
-/// The names in an open directory, without `.` and `..`.
-pub(crate) fn list(directory: impl AsFd, path: &Path) -> Result<Vec<OsString>, CommitError> {
-    let failed = |errno| CommitError::io("list folder", path, errno);
-    let mut names = Vec::new();
-    for entry in Dir::read_from(directory).map_err(failed)? {
-        let entry = entry.map_err(failed)?;
-        let name = OsStr::from_bytes(entry.file_name().to_bytes());
-        if name != "." && name != ".." {
-            names.push(name.to_os_string());
-        }
-    }
-    Ok(names)
-}
-
 /// Sweeps an open parent; fails only when it cannot be listed.
 pub(crate) fn sweep_into(parent: &OwnedFd, path: &Path, report: &mut SweepReport) -> Result<(), CommitError> {
-    for name in list(parent, path)? {
+    for name in RealDisk.list(parent, path)? {
         let Some(tag) = name::tag_of(&name) else {
             continue;
         };
@@ -95,7 +69,7 @@ enum Fate {
 }
 
 fn sweep_one(parent: &OwnedFd, name: &OsStr, tag: u32, path: &Path) -> Result<Fate, CommitError> {
-    let directory = match claim::open_folder(parent, name, path) {
+    let directory = match RealDisk.open_folder(parent, name, path) {
         // Gone, a file, or a symbolic link (which Linux answers with either of the last two).
         Err(error) if error.is(Errno::NOENT) || error.is(Errno::NOTDIR) || error.is(Errno::LOOP) => {
             return Ok(Fate::NotOurs);
@@ -104,16 +78,16 @@ fn sweep_one(parent: &OwnedFd, name: &OsStr, tag: u32, path: &Path) -> Result<Fa
         Err(error) if error.is(Errno::ACCESS) && !is_own(parent, name) => return Ok(Fate::NotOurs),
         outcome => outcome?,
     };
-    let status = claim::stat(&directory, path)?;
-    let is_mount_point = status.st_dev != claim::stat(parent, path)?.st_dev;
-    if status.st_uid != geteuid().as_raw() || is_mount_point {
+    let status = RealDisk.folder_status(&directory, path)?;
+    let is_mount_point = status.device != RealDisk.folder_status(parent, path)?.device;
+    if status.user != geteuid().as_raw() || is_mount_point {
         return Ok(Fate::NotOurs);
     }
     // Before the lock is taken: not even for an instant may it be kept from a writer whose state it does not tell.
-    if !claim::is_local(&directory) && Some(tag) != claim::local_tag(parent, path)? {
+    if !RealDisk.is_local(&directory) && Some(tag) != claim::local_tag(parent, path)? {
         return Ok(Fate::Live);
     }
-    match claim::try_lock(&directory, path) {
+    match RealDisk.lock_folder(&directory, Sharing::Exclusive, path) {
         Ok(Lock::Taken) => {}
         Ok(Lock::HeldByAnother | Lock::Unknown) | Err(_) => return Ok(Fate::Live),
     }
@@ -121,64 +95,24 @@ fn sweep_one(parent: &OwnedFd, name: &OsStr, tag: u32, path: &Path) -> Result<Fa
 }
 
 fn is_own(parent: &OwnedFd, name: &OsStr) -> bool {
-    rustix::fs::statat(parent, name, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)
-        .is_ok_and(|status| status.st_uid == geteuid().as_raw())
+    let status = RealDisk.look_at(parent, name, Path::new(name));
+    matches!(status, Ok(Some(status)) if status.user == geteuid().as_raw())
 }
 
 /// Removes a hidden folder whose lock the caller holds; `false`, and nothing removed, when its hidden name leads
 /// to it no more.
 pub(crate) fn remove_locked(
-    parent: impl AsFd,
+    parent: &OwnedFd,
     name: &OsStr,
     directory: &OwnedFd,
     path: &Path,
 ) -> Result<bool, CommitError> {
-    if !claim::leads_to(&parent, name, directory, path)? {
+    if !leads_to(&RealDisk, parent, name, directory, path)? {
         return Ok(false);
     }
-    remove_contents(directory, path)?;
-    absent_is_fine(disk::remove_folder(&parent, name, path))?;
+    remove_contents(&RealDisk, directory, path)?;
+    absent_is_fine(RealDisk.remove_folder(parent, name, path))?;
     Ok(true)
-}
-
-fn remove_contents(directory: &OwnedFd, path: &Path) -> Result<(), CommitError> {
-    for name in list(directory, path)? {
-        let inner = path.join(&name);
-        match disk::remove_file(directory, &name, &inner) {
-            // Linux says the one, POSIX the other.
-            Err(error) if error.is(Errno::ISDIR) || error.is(Errno::PERM) => {
-                remove_inner_folder(directory, &name, &inner, error)?;
-            }
-            outcome => absent_is_fine(outcome)?,
-        }
-    }
-    Ok(())
-}
-
-fn remove_inner_folder(
-    directory: &OwnedFd,
-    name: &OsStr,
-    path: &Path,
-    not_removed: CommitError,
-) -> Result<(), CommitError> {
-    let inner = match claim::open_folder(directory, name, path) {
-        Err(error) if error.is(Errno::NOENT) => return Ok(()),
-        // A file after all, which may not be removed.
-        Err(error) if error.is(Errno::NOTDIR) || error.is(Errno::LOOP) => return Err(not_removed),
-        outcome => outcome?,
-    };
-    if claim::stat(&inner, path)?.st_dev != claim::stat(directory, path)?.st_dev {
-        return Err(CommitError::io("remove the mounted file system at", path, Errno::BUSY));
-    }
-    remove_contents(&inner, path)?;
-    absent_is_fine(disk::remove_folder(directory, name, path))
-}
-
-fn absent_is_fine(outcome: Result<(), CommitError>) -> Result<(), CommitError> {
-    match outcome {
-        Err(error) if error.is(Errno::NOENT) => Ok(()),
-        outcome => outcome,
-    }
 }
 
 #[cfg(test)]
@@ -193,12 +127,12 @@ mod tests {
         std::fs::create_dir(&path).unwrap();
         std::fs::write(path.join("file"), b"keep").unwrap();
         let name = path.file_name().unwrap();
-        let parent_directory = open_parent(parent.path()).unwrap();
-        let directory = claim::open_folder(&parent_directory, name, &path).unwrap();
+        let parent_directory = RealDisk.open_path(parent.path()).unwrap();
+        let directory = RealDisk.open_folder(&parent_directory, name, &path).unwrap();
         // Its writer publishes it and ends, between the sweeper's open and its lock.
         let target = parent.path().join("plan");
         std::fs::rename(&path, &target).unwrap();
-        assert!(matches!(claim::try_lock(&directory, &path), Ok(Lock::Taken)));
+        assert_eq!(RealDisk.lock_folder(&directory, Sharing::Exclusive, &path).unwrap(), Lock::Taken);
         assert!(!remove_locked(&parent_directory, name, &directory, &path).unwrap());
         // Another folder under the old name is not the one that is locked either.
         std::fs::create_dir(&path).unwrap();

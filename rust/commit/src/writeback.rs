@@ -11,7 +11,7 @@ use std::path::Path;
 
 use rustix::io::Errno;
 
-use crate::disk;
+use crate::disk::{Disk, RealDisk};
 use crate::error::CommitError;
 
 /// Bytes between two starts of writeback, and the largest single write.
@@ -47,7 +47,7 @@ impl Writeback {
     }
 
     fn advance(&mut self, file: &File, full: Range<u64>, path: &Path) -> Result<(), CommitError> {
-        match disk::start_writeback(file, &full, path) {
+        match RealDisk.start_writeback(file, &full, path) {
             // Only the first start can find out: later, and from a wait, the same numbers are those of lost bytes.
             Err(error) if self.under_way.is_none() && is_missing(&error) => {
                 self.supported = false;
@@ -56,7 +56,7 @@ impl Writeback {
             outcome => outcome?,
         }
         if let Some(before) = self.under_way.replace(full) {
-            disk::wait_for_writeback(file, &before, path)?;
+            RealDisk.wait_for_writeback(file, &before, path)?;
         }
         Ok(())
     }
