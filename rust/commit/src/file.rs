@@ -96,7 +96,7 @@ impl FolderFile {
         let FolderFile { file, path, length, writeback, .. } = self;
         disk::write_all(&RealDisk, file, offset, bytes, path, WINDOW as usize, |written| {
             *length = (*length).max(written.end);
-            writeback.wrote(file, written, path)
+            writeback.wrote(&RealDisk, file, written, path)
         })
     }
 }

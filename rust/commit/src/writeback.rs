@@ -5,13 +5,12 @@
 //! `sync_file_range` makes nothing durable by itself; the fsync at the end still does that. Where the system call is
 //! missing (other platforms, some file systems) writing goes on without it.
 
-use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 
 use rustix::io::Errno;
 
-use crate::disk::{Disk, RealDisk};
+use crate::disk::Disk;
 use crate::error::CommitError;
 
 /// Bytes between two starts of writeback, and the largest single write.
@@ -32,7 +31,13 @@ impl Writeback {
     }
 
     /// Notes that `range` was written; starts writeback when a window is full and waits for the one before it.
-    pub(crate) fn wrote(&mut self, file: &File, range: Range<u64>, path: &Path) -> Result<(), CommitError> {
+    pub(crate) fn wrote<D: Disk>(
+        &mut self,
+        disk: &D,
+        file: &D::File,
+        range: Range<u64>,
+        path: &Path,
+    ) -> Result<(), CommitError> {
         self.dirty_bytes += range.end - range.start;
         let dirty = match self.dirty.take() {
             Some(dirty) => dirty.start.min(range.start)..dirty.end.max(range.end),
@@ -43,11 +48,11 @@ impl Writeback {
             return Ok(());
         }
         self.dirty_bytes = 0;
-        self.advance(file, dirty, path)
+        self.advance(disk, file, dirty, path)
     }
 
-    fn advance(&mut self, file: &File, full: Range<u64>, path: &Path) -> Result<(), CommitError> {
-        match RealDisk.start_writeback(file, &full, path) {
+    fn advance<D: Disk>(&mut self, disk: &D, file: &D::File, full: Range<u64>, path: &Path) -> Result<(), CommitError> {
+        match disk.start_writeback(file, &full, path) {
             // Only the first start can find out: later, and from a wait, the same numbers are those of lost bytes.
             Err(error) if self.under_way.is_none() && is_missing(&error) => {
                 self.supported = false;
@@ -56,7 +61,7 @@ impl Writeback {
             outcome => outcome?,
         }
         if let Some(before) = self.under_way.replace(full) {
-            RealDisk.wait_for_writeback(file, &before, path)?;
+            disk.wait_for_writeback(file, &before, path)?;
         }
         Ok(())
     }
@@ -101,11 +106,11 @@ mod linux {
 }
 
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn start(_file: &File, _range: &Range<u64>) -> rustix::io::Result<()> {
+pub(crate) fn start(_file: &std::fs::File, _range: &Range<u64>) -> rustix::io::Result<()> {
     Err(Errno::NOSYS)
 }
 
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn wait(_file: &File, _range: &Range<u64>) -> rustix::io::Result<()> {
+pub(crate) fn wait(_file: &std::fs::File, _range: &Range<u64>) -> rustix::io::Result<()> {
     Err(Errno::NOSYS)
 }

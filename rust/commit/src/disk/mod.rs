@@ -89,6 +89,21 @@ pub trait Disk: Send + Sync {
     fn open_folder(&self, parent: &Self::Folder, name: &OsStr, path: &Path) -> Result<Self::Folder, CommitError>;
     /// Opens the file `name` for reading; never waits, whatever lies there.
     fn open_file(&self, folder: &Self::Folder, name: &OsStr, path: &Path) -> Result<Self::File, CommitError>;
+    /// Opens the file `name`, which is there, for writing.
+    fn open_file_for_writing(
+        &self,
+        folder: &Self::Folder,
+        name: &OsStr,
+        path: &Path,
+    ) -> Result<Self::File, CommitError>;
+    /// Opens the file `name`, which is there, for writing past the page cache: memory, offset and length of every write are
+    /// multiples of the page size. `None` where the file system has no such thing.
+    fn open_file_for_direct_writing(
+        &self,
+        folder: &Self::Folder,
+        name: &OsStr,
+        path: &Path,
+    ) -> Result<Option<Self::File>, CommitError>;
     /// Opens the file `name` for reading and writing, and makes it, with the mode the umask leaves, where it is not there.
     fn open_or_create_file(&self, folder: &Self::Folder, name: &OsStr, path: &Path) -> Result<Self::File, CommitError>;
     /// The names in a folder, without `.` and `..`.
@@ -101,6 +116,10 @@ pub trait Disk: Send + Sync {
     fn file_status(&self, file: &Self::File, path: &Path) -> Result<Status, CommitError>;
     /// All bytes of a file.
     fn read(&self, file: &Self::File, path: &Path) -> Result<Vec<u8>, CommitError>;
+    /// Reads bytes from `offset` on into `buffer`; returns how many, possibly fewer than there are, 0 at the end only.
+    fn read_at(&self, file: &Self::File, offset: u64, buffer: &mut [u8], path: &Path) -> Result<usize, CommitError>;
+    /// Bytes that this user may still write to the file system of a folder; `None` where it does not say.
+    fn free_space(&self, folder: &Self::Folder, path: &Path) -> Result<Option<u64>, CommitError>;
     /// What the symbolic link `name` says.
     fn read_link(&self, folder: &Self::Folder, name: &OsStr, path: &Path) -> Result<OsString, CommitError>;
     /// Whether every process that uses the file system of `folder` is known to be under this kernel.
@@ -135,6 +154,8 @@ pub trait Disk: Send + Sync {
     /// Waits until `range` of the file was written. An error here is the only report of it: a later fsync of the same
     /// descriptor does not repeat it.
     fn wait_for_writeback(&self, file: &Self::File, range: &Range<u64>, path: &Path) -> Result<(), CommitError>;
+    /// Drops from memory what of a file is on the disk already. A wish: nothing tells whether it was heard.
+    fn evict(&self, file: &Self::File);
     /// Makes the bytes and the length of a file durable; not its name.
     fn fsync(&self, file: &Self::File, path: &Path) -> Result<(), CommitError>;
     /// Makes the names in a folder durable; not what they lead to.

@@ -69,6 +69,35 @@ impl Disk for RealDisk {
         ask("open", path, || rustix::fs::openat(folder, name, flags, Mode::empty())).map(File::from)
     }
 
+    fn open_file_for_writing(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<File, CommitError> {
+        let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        ask("open", path, || rustix::fs::openat(folder, name, flags, Mode::empty())).map(File::from)
+    }
+
+    #[cfg(target_os = "linux")]
+    fn open_file_for_direct_writing(
+        &self,
+        folder: &OwnedFd,
+        name: &OsStr,
+        path: &Path,
+    ) -> Result<Option<File>, CommitError> {
+        let flags = OFlags::WRONLY | OFlags::DIRECT | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        match ask("open", path, || rustix::fs::openat(folder, name, flags, Mode::empty())) {
+            Err(error) if error.is(Errno::INVAL) || error.is(Errno::OPNOTSUPP) => Ok(None),
+            outcome => Ok(Some(outcome?.into())),
+        }
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn open_file_for_direct_writing(
+        &self,
+        _folder: &OwnedFd,
+        _name: &OsStr,
+        _path: &Path,
+    ) -> Result<Option<File>, CommitError> {
+        Ok(None)
+    }
+
     fn open_or_create_file(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<File, CommitError> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let open = || rustix::fs::openat(folder, name, flags, Mode::from_raw_mode(0o666));
@@ -113,6 +142,15 @@ impl Disk for RealDisk {
             source,
         })?;
         Ok(bytes)
+    }
+
+    fn read_at(&self, file: &File, offset: u64, buffer: &mut [u8], path: &Path) -> Result<usize, CommitError> {
+        ask("read", path, || rustix::io::pread(file, &mut *buffer, offset))
+    }
+
+    fn free_space(&self, folder: &OwnedFd, path: &Path) -> Result<Option<u64>, CommitError> {
+        let space = ask("ask for the free space of", path, || rustix::fs::fstatvfs(folder))?;
+        Ok((space.f_blocks > 0).then(|| space.f_bavail.saturating_mul(space.f_frsize)))
     }
 
     fn read_link(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<OsString, CommitError> {
@@ -189,6 +227,14 @@ impl Disk for RealDisk {
     fn wait_for_writeback(&self, file: &File, range: &Range<u64>, path: &Path) -> Result<(), CommitError> {
         call("wait for writeback of", path, || retry_on_intr(|| writeback::wait(file, range)))
     }
+
+    #[cfg(target_os = "linux")]
+    fn evict(&self, file: &File) {
+        let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn evict(&self, _file: &File) {}
 
     fn fsync(&self, file: &File, path: &Path) -> Result<(), CommitError> {
         call("fsync", path, || rustix::fs::fsync(file))
