@@ -8,7 +8,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use crate::claim::Claim;
-use crate::disk::{Disk, Kind, RealDisk, Status};
+use crate::disk::{Disk, EntryKind, RealDisk, Status};
 use crate::error::CommitError;
 use crate::file::FolderFile;
 use crate::ledger::Ledger;
@@ -211,7 +211,7 @@ impl Drop for Folder {
 
 fn check_target_is_no_folder(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
     match RealDisk.look_at(parent, name, path)? {
-        Some(status) if status.kind == Kind::Folder => {
+        Some(status) if status.kind == EntryKind::Folder => {
             Err(CommitError::io("put a file in the place of", path, Errno::ISDIR))
         }
         _ => Ok(()),
@@ -223,7 +223,7 @@ fn check_target_is_free(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(
     let Some(status) = RealDisk.look_at(parent, name, path)? else {
         return Ok(());
     };
-    if status.kind != Kind::Folder {
+    if status.kind != EntryKind::Folder {
         return Err(taken());
     }
     let directory = match RealDisk.open_folder(parent, name, path) {

@@ -23,7 +23,7 @@ pub use real::RealDisk;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Status {
     /// What it is.
-    pub kind: Kind,
+    pub kind: EntryKind,
     /// The file system it lies on.
     pub device: u64,
     /// Its number there; with `device` it tells one file from all others that exist at the same time.
@@ -43,7 +43,7 @@ impl Status {
 
 /// What a name leads to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum EntryKind {
     /// A regular file.
     File,
     /// A directory.

@@ -16,7 +16,7 @@ use rustix::fs::{
 };
 use rustix::io::{Errno, retry_on_intr};
 
-use super::{Disk, Kind, Lock, Sharing, Status};
+use super::{Disk, EntryKind, Lock, Sharing, Status};
 use crate::error::CommitError;
 use crate::writeback;
 
@@ -285,10 +285,10 @@ impl Disk for RealDisk {
 
 fn status(stat: &Stat) -> Status {
     let kind = match FileType::from_raw_mode(stat.st_mode) {
-        FileType::RegularFile => Kind::File,
-        FileType::Directory => Kind::Folder,
-        FileType::Symlink => Kind::Link,
-        _ => Kind::Other,
+        FileType::RegularFile => EntryKind::File,
+        FileType::Directory => EntryKind::Folder,
+        FileType::Symlink => EntryKind::Link,
+        _ => EntryKind::Other,
     };
     Status { kind, device: stat.st_dev as u64, number: stat.st_ino, size: stat.st_size as u64, user: stat.st_uid }
 }
