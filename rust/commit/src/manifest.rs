@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 /// The name of the manifest in a checkpoint's folder.
-pub const MANIFEST: &str = "tundish.json";
+pub const FILE_NAME: &str = "tundish.json";
 const FORMAT_VERSION: u64 = 1;
 
 /// What a checkpoint is for.
@@ -121,7 +121,7 @@ fn check_names<'a>(names: impl Iterator<Item = &'a str>) -> Result<(), String> {
         let plain = Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
             && !name.split('/').any(|part| part.is_empty() || part == ".")
             && !name.contains('\0');
-        if !plain || name == MANIFEST {
+        if !plain || name == FILE_NAME {
             return Err(format!("it lists {name:?}, which is no name for a file of a checkpoint"));
         }
         if !files.insert(name) {
