@@ -203,6 +203,17 @@ BAD = {
     "a plan that is none": (["plan", "show", "taken"], "taken", 3),
     "a kind of picture": (["plan", "show", "plan", "--plot", "fill.gif"], "fill.gif", 2),
     "no place for a picture": (["plan", "show", "plan", "--plot", "no/fill.png"], "no", 3),
+    "a picture in a folder's place": (["plan", "show", "plan", "--plot", "folder.png"], "folder.png", 3),
+    "a file as parent": (["pack", "good.npy", "--max-length", "8", "--out", "text.npy/new"], "text.npy", 3),
+    "a null in lengths": (["pack", "a\0b", "--max-length", "8", "--out", "new"], "null character", 2),
+    "a null in an order": (
+        ["pack", "good.npy", "--max-length", "8", "--order", "a\0b", "--out", "new"],
+        "null character",
+        2,
+    ),
+    "a null in a plan": (["plan", "show", "a\0b"], "null character", 2),
+    "a null in a picture": (["plan", "show", "plan", "--plot", "a\0b.png"], "null character", 2),
+    "a null in a folder": (["pack", "good.npy", "--max-length", "8", "--out", "a\0b"], "null character", 2),
 }
 
 
@@ -218,6 +229,7 @@ def yard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("short.npy").write_bytes(Path("good.npy").read_bytes()[:-8])
     Path("taken").mkdir()
     Path("taken", "file").write_text("mine")
+    Path("folder.png").mkdir()
     td.pack(np.array([5, 3, 9, 2]), 8, out="plan")
     return tmp_path
 
@@ -234,6 +246,7 @@ def test_a_users_mistake_is_one_line_and_its_exit_code(
     assert line.startswith("tundish: ")
     assert line.count("\n") == 1
     assert mentions in line
+    assert line.count(str(yard)) <= 1
     assert sorted(yard.rglob("*")) == before
 
     error = answer(*words, code=code, capsys=capsys)["error"]
@@ -325,9 +338,19 @@ def test_a_full_disk_behind_standard_output_is_exit_3(yard: Path) -> None:
             check=False,
             timeout=60,
         )
+    assert (run.returncode, run.stderr) == (3, "tundish: standard output: No space left on device\n")
+
+
+def test_a_closed_standard_output_is_exit_3(yard: Path) -> None:
+    run = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, "plan", "show", "plan"],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert run.returncode == 3
-    assert run.stderr.count("\n") == 1
-    assert "No space left" in run.stderr
+    assert run.stderr.startswith("tundish: standard output: ") and run.stderr.count("\n") == 1
 
 
 @pytest.fixture(scope="module")

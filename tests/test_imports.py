@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -68,8 +71,65 @@ except ImportError as error:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("step", "loaded"),
+    [
+        ("import tundish", ["tundish", "tundish.lazy"]),
+        ("import tundish.packing", ["tundish", "tundish.lazy", "tundish.packing"]),
+        ("import tundish; tundish.TundishError", ["tundish", "tundish.errors", "tundish.lazy"]),
+    ],
+)
+def test_a_part_comes_when_it_is_asked_for(step: str, loaded: list[str], tmp_path: Path) -> None:
+    heavy = "numpy", "typing", "importlib.metadata"
+    ran = run(
+        "import sys\nbefore = set(sys.modules)\n"
+        f"{step}\n"
+        f"print(sorted(name for name in sys.modules if name.startswith('tundish')) == {loaded})\n"
+        f"print([name for name in {heavy} if name in sys.modules and name not in before])",
+        tmp_path,
+    )
+    light = "[]" if "Error" not in step else "['typing']"
+    assert (ran.stdout, ran.stderr) == (f"True\n{light}\n", "")
+
+
+@pytest.mark.parametrize("package", ["tundish", "tundish.packing"])
+def test_every_public_name_is_found_and_listed(package: str, tmp_path: Path) -> None:
+    script = f"""
+import {package} as package
+assert set(package.__all__) <= set(dir(package)), dir(package)
+for name in package.__all__:
+    assert getattr(package, name) is getattr(package, name)
+    assert name in vars(package), name
+from {package} import *
+assert pack is package.pack and PackPlan.__name__ == "PackPlan"
+"""
+    ran = run(script, tmp_path)
+    assert (ran.stderr, ran.returncode) == ("", 0)
+
+
+def test_type_checkers_see_the_names_that_are_found() -> None:
+    """The imports under TYPE_CHECKING, which nothing runs, against the table, which no checker reads."""
+    for package in ("tundish", "tundish.packing"):
+        module = importlib.import_module(package)
+        assert module.__file__ is not None
+        tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+        (block,) = (node for node in tree.body if isinstance(node, ast.If))
+        for statement in block.body:
+            assert isinstance(statement, ast.ImportFrom) and statement.module is not None
+            for alias in statement.names:
+                found = getattr(module, alias.name)
+                if isinstance(found, ModuleType):
+                    assert found.__name__ == f"{statement.module}.{alias.name}"
+                else:
+                    assert found is getattr(importlib.import_module(statement.module), alias.name)
+        named = {alias.name for statement in block.body for alias in statement.names}  # type: ignore[attr-defined]
+        assert named - {"__version__"} == set(module.__all__)
+
+
 def test_names_that_do_not_exist_are_refused() -> None:
     import tundish
 
     with pytest.raises(AttributeError, match="no attribute 'unpack'"):
         tundish.unpack  # noqa: B018
+    with pytest.raises(ImportError, match="unpack"):
+        from tundish.packing import unpack  # noqa: F401

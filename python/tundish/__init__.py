@@ -1,19 +1,46 @@
 """tundish: the plumbing around an LLM training loop.
 
-Importing this does not import torch; what needs torch is imported when it is asked for.
+Importing this imports no part of it: each comes when one of its names is asked for, and torch with those names that
+need it.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import version as _version
-from typing import TYPE_CHECKING, Any
-
-from tundish import distributed, errors, packing
-from tundish.errors import TundishError
-from tundish.packing import Pack, PackedBatchSampler, PackPlan, Piece, pack, pack_datasets
+from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish.packing import PackedCollator, PackedDataset
+    from tundish import distributed, errors, packing
+    from tundish.errors import TundishError
+    from tundish.packing import (
+        Pack,
+        PackedBatchSampler,
+        PackedCollator,
+        PackedDataset,
+        PackPlan,
+        Piece,
+        pack,
+        pack_datasets,
+    )
+    from tundish.version import __version__ as __version__
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "tundish.distributed": (),
+            "tundish.errors": ("TundishError",),
+            "tundish.packing": (
+                "Pack",
+                "PackPlan",
+                "PackedBatchSampler",
+                "PackedCollator",
+                "PackedDataset",
+                "Piece",
+                "pack",
+                "pack_datasets",
+            ),
+            "tundish.version": ("__version__",),
+        },
+    )
 
 __all__ = [
     "Pack",
@@ -29,11 +56,3 @@ __all__ = [
     "pack_datasets",
     "packing",
 ]
-
-__version__ = _version("tundish")
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("PackedCollator", "PackedDataset"):
-        return getattr(packing, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import json
 import os
@@ -17,7 +18,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +28,9 @@ from tundish.errors import (
     MissingExtraError,
     PlanFormatError,
     PlanMismatchError,
+    StorageError,
     TundishError,
+    names_its_path,
 )
 
 if TYPE_CHECKING:
@@ -58,8 +62,11 @@ exit codes:
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line `arguments` (default: the process's own) and return the exit code."""
+def main(arguments: Sequence[str] | None = None, begin: Callable[[], object] | None = None) -> int:
+    """Run the command line `arguments` (default: the process's own) and return the exit code.
+
+    `begin` is called when everything that the command needs is imported, just before its work.
+    """
     words = sys.argv[1:] if arguments is None else list(arguments)
     as_json = "--json" in words
     for stream in (sys.stdout, sys.stderr):
@@ -68,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         options = build_parser().parse_args(words)
+        import_module(options.needs)
+        if begin is not None:
+            begin()
         result = options.run(options)
         _write(json.dumps(result["json"]) if as_json else result["text"])
         return EXIT_OK
@@ -86,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command; each command's options carry the function to `run`."""
+    """The parser of the whole command; each command's options carry the function to `run` and the module it `needs`."""
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON object, also for an error")
     common.add_argument("--no-progress", action="store_true", help="no progress line, also on a terminal")
@@ -126,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     pack.add_argument("--global-pack", action="store_true", help="let packs span datasets")
     _add_threads(pack)
-    pack.set_defaults(run=run_pack)
+    pack.set_defaults(run=run_pack, needs="tundish.packing.build")
 
     plan = commands.add_parser("plan", help="show or verify a plan")
     verbs = plan.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -150,7 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE.npy",
         help="the lengths that were packed: --plot then draws samples, not only packs",
     )
-    show.set_defaults(run=run_show)
+    show.set_defaults(run=run_show, needs="tundish.packing.plan")
 
     verify = verbs.add_parser(
         "verify",
@@ -166,7 +176,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--order", type=Path, metavar="FILE.npy", help="the order that was packed with --order, if one was"
     )
     _add_threads(verify)
-    verify.set_defaults(run=run_verify)
+    verify.set_defaults(run=run_verify, needs="tundish.packing.plan")
     return parser
 
 
@@ -282,10 +292,10 @@ class PrintVersion(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, **settings)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
+        from tundish import __version__
 
         # argparse would print it to standard error.
-        _write(f"tundish {version('tundish')}")
+        _write(f"tundish {__version__}")
         parser.exit()
 
 
@@ -320,8 +330,10 @@ def _map_lengths(paths: list[Path], plan: PackPlan) -> np.ndarray | list[np.ndar
 def _map_array(path: Path) -> np.ndarray:
     import numpy as np
 
+    from tundish.packing.columns import as_path
+
     # numpy takes what is no .npy file for a pickle and says so; a user should hear which file is wrong.
-    with path.open("rb") as file:
+    with as_path(path, "a file of an array").open("rb") as file:
         magic = file.read(6)
     if magic != b"\x93NUMPY":
         raise InvalidInputError(f"{path}: not a .npy file; write the array with numpy.save")
@@ -356,8 +368,9 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        named = error.filename is None or names_its_path(error)
+        return error.strerror if named else f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -375,6 +388,8 @@ def _fail(message: str, kind: str, code: int, as_json: bool) -> int:
 
 def _write(text: str) -> None:
     """Print `text` to standard output and flush it, so that what goes wrong does so here."""
+    if sys.stdout is None:
+        raise StorageError(errno.EBADF, "is closed, so nothing can be printed there", "standard output")
     try:
         print(text, flush=True)
     except OSError as error:
@@ -384,4 +399,4 @@ def _write(text: str) -> None:
         os.close(quiet)
         if isinstance(error, BrokenPipeError):
             raise OutputClosedError from error
-        raise
+        raise StorageError(error.errno, error.strerror, "standard output") from error

@@ -1,20 +1,32 @@
 """Packing: from token lengths to a plan of fixed-length sequences, and from the plan to batches.
 
-Importing this, and making plans, does not import torch; what needs torch is imported when it is asked for.
+Importing this imports no module of it: each comes when one of its names is asked for, and torch with those names that
+need it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from tundish.packing.build import pack, pack_datasets
-from tundish.packing.order import shuffled_indices
-from tundish.packing.plan import Pack, PackBatch, PackPlan, Piece
-from tundish.packing.sampler import PackedBatchSampler
+from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
+    from tundish.packing.build import pack, pack_datasets
     from tundish.packing.collate import PackedCollator
     from tundish.packing.dataset import PackedDataset
+    from tundish.packing.order import shuffled_indices
+    from tundish.packing.plan import Pack, PackBatch, PackPlan, Piece
+    from tundish.packing.sampler import PackedBatchSampler
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "tundish.packing.build": ("pack", "pack_datasets"),
+            "tundish.packing.collate": ("PackedCollator",),
+            "tundish.packing.dataset": ("PackedDataset",),
+            "tundish.packing.order": ("shuffled_indices",),
+            "tundish.packing.plan": ("Pack", "PackBatch", "PackPlan", "Piece"),
+            "tundish.packing.sampler": ("PackedBatchSampler",),
+        },
+    )
 
 __all__ = [
     "Pack",
@@ -28,13 +40,3 @@ __all__ = [
     "pack_datasets",
     "shuffled_indices",
 ]
-
-_NEEDS_TORCH = {"PackedCollator": "collate", "PackedDataset": "dataset"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _NEEDS_TORCH:
-        from importlib import import_module
-
-        return getattr(import_module(f"tundish.packing.{_NEEDS_TORCH[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
