@@ -7,6 +7,8 @@
 
 use core::marker::PhantomData;
 
+use crate::processor::widest;
+
 /// The integer types a column may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IntegerKind {
@@ -211,7 +213,7 @@ impl<'a> Integers<'a> {
         assert!(start <= self.len && out.len() <= self.len - start, "range within the column");
         with_type!(self.kind, T => {
             // SAFETY: the range was checked against the column's length.
-            unsafe { self.read_typed::<T, W>(start, out) }
+            widest(|| unsafe { self.read_typed::<T, W>(start, out) })
         })
     }
 
@@ -262,9 +264,9 @@ impl<'a> Integers<'a> {
         assert_eq!(indices.len(), out.len(), "one slot an index");
         with_type!(self.kind, T => {
             if self.stride == size_of::<T>() as isize {
-                self.gather_typed::<T, I, W, true>(indices, out, each)
+                widest(|| self.gather_typed::<T, I, W, true>(indices, out, each))
             } else {
-                self.gather_typed::<T, I, W, false>(indices, out, each)
+                widest(|| self.gather_typed::<T, I, W, false>(indices, out, each))
             }
         })
     }

@@ -21,6 +21,7 @@ pub mod mapping;
 mod memory;
 mod npy;
 pub mod plan;
+mod processor;
 pub mod shuffle;
 pub mod verify;
 pub mod watch;

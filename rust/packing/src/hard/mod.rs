@@ -32,6 +32,7 @@ use crate::folder::FileSink;
 use crate::integers::{Integers, Word};
 use crate::memory::Zero;
 use crate::plan::{FORMAT_VERSION, Facts, OrderKind, Plan};
+use crate::processor::widest;
 use crate::shuffle::{Index, RandomState};
 use crate::watch::Watch;
 
@@ -118,7 +119,7 @@ macro_rules! cell {
             }
             #[inline]
             fn sum(values: &[$word]) -> u64 {
-                $sum(values)
+                widest(|| $sum(values))
             }
             #[inline(always)]
             fn sub(left: $word, right: $word) -> $word {

@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use crate::error::PackError;
 use crate::fingerprint::{self, ColumnHash, LEAF};
 use crate::integers::{Integers, Word};
+use crate::processor::widest;
 use crate::watch::Watch;
 
 /// Leaves between two looks at the watch: a few milliseconds on one thread.
@@ -185,12 +186,10 @@ fn scan_leaf(column: &Integers<'_>, (start, count): (usize, usize), scratch: &mu
     let narrow = &mut scratch[..count];
     let seen = column.read(start, narrow);
     if seen <= u64::from(u32::MAX) {
-        return LeafScan {
-            tokens: narrow.iter().map(|&length| u64::from(length)).sum::<u64>().into(),
-            longest: narrow.iter().copied().max().unwrap_or(0).into(),
-            digest: fingerprint::leaf(narrow),
-            seen,
-        };
+        let (tokens, longest) = widest(|| {
+            narrow.iter().fold((0u64, 0u32), |(sum, longest), &length| (sum + u64::from(length), longest.max(length)))
+        });
+        return LeafScan { tokens: tokens.into(), longest: longest.into(), digest: fingerprint::leaf(narrow), seen };
     }
     let mut wide = vec![0u64; count];
     let seen = column.read(start, &mut wide);
