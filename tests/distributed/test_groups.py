@@ -6,11 +6,12 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tundish.distributed import long_timeout_group
-from tundish.errors import InvalidInputError
+from tundish.distributed import long_timeout_group, vote
+from tundish.errors import InvalidInputError, InvalidTypeError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
@@ -81,8 +82,22 @@ def test_long_timeout_groups(tmp_path: Path) -> None:
         job.expect_end()
 
 
+@pytest.mark.parametrize("timeout", ["soon", [5], 1j])
+def test_a_timeout_that_is_no_number(timeout: Any) -> None:
+    with (
+        pytest.raises(InvalidTypeError, match="timeout must be a number of seconds"),
+        long_timeout_group(timeout),
+    ):
+        pass
+    with pytest.raises(InvalidTypeError, match="timeout must be a number of seconds"):
+        vote(what="alone", timeout=timeout)
+
+
 @pytest.mark.parametrize("timeout", [0, -1, timedelta(0), float("nan"), float("inf")])
 def test_bad_timeouts(timeout: float | timedelta) -> None:
+    # Also where nobody is waited for: what works on one rank works on several.
+    with pytest.raises(InvalidInputError, match="positive"):
+        vote(what="alone", timeout=timeout)
     with pytest.raises(InvalidInputError, match="positive"), long_timeout_group(timeout):
         pass
 

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from tundish.distributed.jobstore import distributed_module
-from tundish.errors import InvalidInputError
+from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = ["Membership", "long_timeout_group", "membership", "seconds_of", "unused_name"]
 
@@ -89,7 +89,12 @@ def unused_name(kind: str, ranks: tuple[int, ...]) -> str:
 
 def seconds_of(timeout: timedelta | float) -> float:
     """`timeout` in seconds; raises `InvalidInputError` unless it is positive and finite."""
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    try:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidTypeError(
+            f"timeout must be a number of seconds or a timedelta, not of type {type(timeout).__name__}"
+        ) from None
     if not (0 < seconds < math.inf):
         raise InvalidInputError(f"timeout is {timeout!r}: give a positive number of seconds or a timedelta")
     return seconds

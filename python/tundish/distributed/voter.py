@@ -128,8 +128,8 @@ class Voter:
     ) -> list[str]:
         problem: BaseException | None = None
         values: list[str] = []
+        seconds = None if timeout is None else seconds_of(timeout)
         if self._channel is not None:
-            seconds = None if timeout is None else seconds_of(timeout)
             problem, values = self._channel.hold(error, what, seconds, same=same, brought=brought)
         if error is not None:
             raise error
