@@ -135,7 +135,7 @@ def test_arrays_are_not_copied() -> None:
         ([float("nan")], InvalidTypeError, "float64"),
         (np.array([True]), InvalidTypeError, "bool"),
         (np.array(["5"]), InvalidTypeError, "<U1"),
-        ([2**70], InvalidTypeError, "object"),
+        ([2**70], InvalidInputError, r"lengths\[0\] is .* beyond what int64 holds"),
         ([1, None], InvalidTypeError, "object"),
         ([3, -1, 5], InvalidInputError, "sample 1 has the negative length -1"),
         (np.array([-5], dtype=np.int8), InvalidInputError, "-5"),

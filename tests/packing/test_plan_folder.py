@@ -289,3 +289,33 @@ def test_negative_numbers_in_a_folder_reach_nobody(tmp_path: Path) -> None:
         rewrite(values={0: -1})(folder / f"{name}.npy")
         with pytest.raises(PlanMismatchError, match=name):
             td.PackPlan.load(folder)[0]
+
+
+def test_a_folder_that_may_not_be_listed_is_loaded_all_the_same(folder: Path) -> None:
+    """As root nothing is forbidden, so it is tried as nobody."""
+    for parent in folder.parents[:3]:
+        parent.chmod(parent.stat().st_mode | 0o111)
+    folder.chmod(0o111)
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:
+            os.seteuid(65534)
+        with pytest.raises(PermissionError):
+            os.listdir(folder)
+        td.PackPlan.load(folder, LENGTHS).verify()
+    finally:
+        if is_root:
+            os.seteuid(0)
+        folder.chmod(0o755)
+
+
+@pytest.mark.parametrize("length", [-1, -5, 2**64 - 1, 2**63])
+@pytest.mark.parametrize("global_pack", [False, True])
+def test_attached_lengths_that_are_none_reach_nobody(length: int, global_pack: bool) -> None:
+    plan = td.pack_datasets([[5, 5], [5, 5]], 5, global_pack=global_pack)
+    bad = np.array([5, length], dtype=np.int64 if length < 0 else np.uint64)
+    attached = plan.with_lengths([[5, 5], bad])
+    assert attached[2].pieces == [td.Piece(2 if global_pack else 0, 0, 5)]
+    short = plan.with_lengths([bad, [5, 5]])
+    with pytest.raises(PlanMismatchError, match="pack 1 takes sample 1 of dataset 0"):
+        short.lookup([0, 1])

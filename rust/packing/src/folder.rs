@@ -87,14 +87,26 @@ impl Writer {
             file.write_at(0, &npy::header(wide, len))?;
             file.finish()?;
         }
-        let mut text = facts.to_json()?;
-        text.push('\n');
+        let text = facts_text(facts)?;
         let mut file = self.folder.create_file(FACTS_FILE)?;
         file.append(text.as_bytes())?;
         file.finish()?;
         self.folder.publish()?;
         Ok(())
     }
+}
+
+/// The content of `FACTS_FILE`, of no more bytes than are read.
+fn facts_text(facts: &Facts) -> Result<String, PackError> {
+    let mut text = facts.to_json()?;
+    text.push('\n');
+    if text.len() as u64 > LARGEST_FACTS {
+        return Err(PackError::Invalid(format!(
+            "{} datasets make {FACTS_FILE} larger than {LARGEST_FACTS} bytes; join some of them",
+            facts.samples.len()
+        )));
+    }
+    Ok(text)
 }
 
 /// Entries of each column that are gathered before they are written.
@@ -223,7 +235,12 @@ struct PlanFolder {
 impl PlanFolder {
     fn open(path: &Path) -> Result<Self, PackError> {
         let missing = |reason: &str| PackError::Missing { path: path.to_path_buf(), reason: reason.into() };
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        // To open files in it takes no right to list it.
+        #[cfg(target_os = "linux")]
+        let access = OFlags::PATH;
+        #[cfg(not(target_os = "linux"))]
+        let access = OFlags::RDONLY;
+        let flags = access | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let directory = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
             Errno::NOENT => missing("does not exist; a plan folder was expected"),
             Errno::NOTDIR => missing("is not a plan folder"),
@@ -359,5 +376,36 @@ impl ColumnFile {
             )));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::OrderKind;
+
+    #[test]
+    fn no_more_facts_are_written_than_are_read() {
+        let few = Facts {
+            format_version: FORMAT_VERSION,
+            mode: "hard".into(),
+            max_length: 1,
+            drop_last: true,
+            global_pack: true,
+            order: OrderKind::Natural,
+            seed: None,
+            samples: vec![0; 1_000_000],
+            tokens: 0,
+            tokens_packed: 0,
+            packs: 0,
+            pieces: 0,
+            empty_on_boundary: 0,
+            tail_start: vec![0],
+            fingerprint: "0".repeat(32),
+        };
+        let text = facts_text(&few).expect("a million datasets");
+        assert!(text.len() as u64 <= LARGEST_FACTS && text.ends_with("}\n"));
+        let many = Facts { samples: vec![u64::from(u32::MAX); 5_000_000], ..few };
+        assert!(matches!(facts_text(&many), Err(PackError::Invalid(text)) if text.contains("5000000 datasets")));
     }
 }

@@ -68,7 +68,7 @@ impl<C: AsIntegers> Lengths<C> {
         Self { datasets, starts }
     }
 
-    /// Read the tokens of each of `samples`; an error is the position of the first that does not exist.
+    /// Read the tokens of each of `samples`; an error is the position of the first without a length.
     fn read(&self, dataset: u64, samples: &[u64], tokens: &mut [u64]) -> Result<(), usize> {
         let dataset = usize::try_from(dataset).map_err(|_| 0usize)?;
         if let Some(starts) = &self.starts {
@@ -76,7 +76,7 @@ impl<C: AsIntegers> Lengths<C> {
                 return Err(0);
             }
             for (position, (&sample, slot)) in samples.iter().zip(tokens).enumerate() {
-                *slot = self.global(starts, sample).ok_or(position)?;
+                *slot = self.global(starts, sample).filter(|&length| length >> 63 == 0).ok_or(position)?;
             }
             return Ok(());
         }
@@ -84,8 +84,11 @@ impl<C: AsIntegers> Lengths<C> {
         if let Some(position) = samples.iter().position(|&sample| sample >= column.len() as u64) {
             return Err(position);
         }
-        column.gather(samples, tokens);
-        Ok(())
+        match column.gather(samples, tokens) >> 63 {
+            0 => Ok(()),
+            // Lengths that are attached were never checked.
+            _ => tokens.iter().position(|&length| length >> 63 != 0).map_or(Ok(()), Err),
+        }
     }
 
     /// Tokens of a sample, counted through all datasets.
@@ -282,7 +285,7 @@ impl<'a, C: AsIntegers> Pieces<'a, C> {
     fn no_such_sample(&self, piece: usize) -> PackError {
         let pack = self.located.piece_cu.partition_point(|&pieces| pieces as usize <= piece) - 1;
         PackError::Mismatch(format!(
-            "pack {} takes sample {} of dataset {}, but the lengths have no such sample",
+            "pack {} takes sample {} of dataset {}, but the lengths have no such sample, or none of 0 to 2^63 - 1 for it",
             self.located.numbers[pack], self.sample[piece], self.dataset
         ))
     }
