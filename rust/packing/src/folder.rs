@@ -16,13 +16,14 @@ use rustix::io::Errno;
 use serde::Deserialize;
 use tundish_commit::{Folder, FolderFile};
 
+use crate::cell::Cell;
 use crate::error::PackError;
-use crate::hard::{Cell, Columns, Room, Sink};
 use crate::integers::IntegerKind;
 use crate::mapping::MappedColumn;
 use crate::memory;
 use crate::npy::{self, HEADER_BYTES, Layout};
 use crate::plan::{FORMAT_VERSION, Facts, Field, Views};
+use crate::sink::{Columns, Room, Sink};
 use crate::watch::Watch;
 
 /// The file that holds the facts.

@@ -11,6 +11,7 @@
 //!    an order is given, plus one index a sample where it is drawn from a seed.
 #![deny(unsafe_code)]
 
+mod cell;
 pub mod error;
 pub mod fingerprint;
 pub mod folder;
@@ -23,6 +24,7 @@ mod npy;
 pub mod plan;
 mod processor;
 pub mod shuffle;
+mod sink;
 pub mod verify;
 pub mod watch;
 

@@ -31,8 +31,8 @@ fn named(error: &PackError) -> (usize, bool) {
 fn the_first_wrong_entry_is_named_and_nothing_is_written() {
     let lengths = vec![10u16; SAMPLES];
     let parent = tempfile::tempdir().unwrap();
-    // Positions and values of two wrong entries; the first of them in the order is the one to be named.
-    let cases: [([(usize, i64); 2], (usize, bool)); 5] = [
+    // Positions and values of two wrong entries; the position of the first, and whether it is out of range.
+    let cases = [
         ([(0, -1), (5, 7)], (0, true)),
         ([(70_000, 3), (199_999, SAMPLES as i64)], (70_000, false)),
         ([(150_000, i64::MAX), (150_001, 3)], (150_000, true)),

@@ -5,7 +5,8 @@
 //! handing on their `Cut`; and nothing is written beyond the slices, whatever the samples.
 #![allow(unsafe_code)]
 
-use super::Cell;
+use crate::cell::Cell;
+use crate::sink::Room;
 
 /// Where the cutting stands between two samples.
 ///
@@ -29,15 +30,6 @@ pub(crate) struct Written {
     pub pieces_closed: usize,
     /// Empty samples on a boundary, left out.
     pub skipped: usize,
-}
-
-/// Room for the output of one chunk; all but `indices` hold one entry a pack.
-pub(crate) struct Room<'a, S> {
-    pub indices: &'a mut [S],
-    pub indices_cu_len: &'a mut [S],
-    pub start_offset: &'a mut [S],
-    pub end_offset: &'a mut [S],
-    pub longest: &'a mut [S],
 }
 
 /// Cut the samples `indices` of `lengths` tokens, going on from `cut`.

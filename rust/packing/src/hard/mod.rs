@@ -20,20 +20,19 @@ mod marks;
 mod order;
 mod parallel;
 mod scan;
-mod sink;
 
 use std::path::Path;
 
 use rayon::ThreadPool;
 
+use crate::cell::Cell;
 use crate::error::PackError;
-use crate::fingerprint::{ColumnHash, Fingerprint, Leaf, ParameterHash};
+use crate::fingerprint::{ColumnHash, Fingerprint, ParameterHash};
 use crate::folder::FileSink;
 use crate::integers::{Integers, Word};
-use crate::memory::Zero;
 use crate::plan::{FORMAT_VERSION, Facts, OrderKind, Plan};
-use crate::processor::widest;
-use crate::shuffle::{Index, RandomState};
+use crate::shuffle::RandomState;
+use crate::sink::{Measure, MemorySink, Sink};
 use crate::watch::Watch;
 
 use chunk::Checks;
@@ -42,8 +41,6 @@ use marks::Marks;
 use order::Order;
 pub(crate) use scan::Dataset;
 use scan::Scan;
-pub(crate) use sink::{Columns, Room, Sink};
-use sink::{Measure, MemorySink};
 
 /// Packs that one chunk may close: bounds the scratch memory of file output, in bytes.
 const fn packs_a_chunk<C>() -> u64 {
@@ -76,61 +73,6 @@ pub struct Request<'a> {
     /// Threads to compute on; none means the calling thread alone.
     pub pool: Option<&'a ThreadPool>,
 }
-
-/// Integers of a plan under computation: `i32` while every bound fits, else `i64`.
-pub(crate) trait Cell: Copy + Zero + Into<i64> + Send + Sync + 'static {
-    /// The unsigned integer that lengths and indices are computed in.
-    type Word: Leaf + Index + Zero;
-    /// The largest value.
-    const LARGEST: u64;
-    fn from_word(word: Self::Word) -> Self;
-    fn to_word(self) -> Self::Word;
-    fn word_of(value: usize) -> Self::Word;
-    /// How far a count is beyond `before`.
-    fn difference(count: Self, before: usize) -> usize {
-        usize::try_from(count.into()).unwrap_or(0).saturating_sub(before)
-    }
-    fn add(left: Self::Word, right: Self::Word) -> Self::Word;
-    /// The sum of all values, none of them beyond `LARGEST`, or 2⁶⁴ - 1 where it is more.
-    fn sum(values: &[Self::Word]) -> u64;
-    fn sub(left: Self::Word, right: Self::Word) -> Self::Word;
-}
-
-macro_rules! cell {
-    ($cell:ty, $word:ty, $sum:expr) => {
-        impl Cell for $cell {
-            type Word = $word;
-            const LARGEST: u64 = <$cell>::MAX as u64;
-            #[inline(always)]
-            fn from_word(word: $word) -> Self {
-                word as $cell
-            }
-            #[inline(always)]
-            fn to_word(self) -> $word {
-                self as $word
-            }
-            #[inline(always)]
-            fn word_of(value: usize) -> $word {
-                value as $word
-            }
-            #[inline(always)]
-            fn add(left: $word, right: $word) -> $word {
-                left.wrapping_add(right)
-            }
-            #[inline]
-            fn sum(values: &[$word]) -> u64 {
-                widest(|| $sum(values))
-            }
-            #[inline(always)]
-            fn sub(left: $word, right: $word) -> $word {
-                left.wrapping_sub(right)
-            }
-        }
-    };
-}
-// 2³³ values of 31 bits have to come together before their sum wraps; a leaf has far fewer.
-cell!(i32, u32, |values: &[u32]| values.iter().map(|&value| u64::from(value)).sum());
-cell!(i64, u64, |values: &[u64]| values.iter().fold(0u64, |sum, &value| sum.saturating_add(value)));
 
 /// A request whose inputs were checked and hashed.
 pub struct Prepared<'a> {

@@ -6,8 +6,8 @@
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::Cell;
 use super::marks::{Bits, Marks};
+use crate::cell::Cell;
 use crate::error::PackError;
 use crate::fingerprint::LEAF;
 use crate::integers::{Integers, Word};

@@ -12,13 +12,15 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use super::chunk::{Checks, Chunk};
-use super::kernel::{self, Cut, Room, Written};
+use super::kernel::{self, Cut, Written};
 use super::order::Order;
 use super::scan::Dataset;
-use super::{Cell, Packer, Stream, packs_a_chunk};
+use super::{Packer, Stream, packs_a_chunk};
+use crate::cell::Cell;
 use crate::error::PackError;
 use crate::fingerprint::LEAF;
 use crate::integers::Word;
+use crate::sink::Room;
 
 /// Below this many samples one thread is as fast.
 pub(super) const WORTHWHILE_SAMPLES: usize = 1 << 16;

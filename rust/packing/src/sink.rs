@@ -3,13 +3,19 @@
 //! What always holds: `keep` follows `room`, and keeps no more than was asked for; entries that are kept
 //! are never changed, only the last pieces may be taken back.
 
-use super::Cell;
-use super::kernel;
+use crate::cell::Cell;
 use crate::error::PackError;
 use crate::memory;
 use crate::plan::Field;
 
-pub(crate) use kernel::Room;
+/// Room for output; all but `indices` hold one entry a pack.
+pub(crate) struct Room<'a, S> {
+    pub indices: &'a mut [S],
+    pub indices_cu_len: &'a mut [S],
+    pub start_offset: &'a mut [S],
+    pub end_offset: &'a mut [S],
+    pub longest: &'a mut [S],
+}
 
 /// Takes the output of the computation.
 pub(crate) trait Sink<C: Cell> {
