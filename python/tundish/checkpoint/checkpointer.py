@@ -30,7 +30,7 @@ from tundish.checkpoint.budget import StagingBudget
 from tundish.checkpoint.failure import FailurePolicy, OnFailure
 from tundish.checkpoint.lane import Job, Lane
 from tundish.checkpoint.owner import Owner
-from tundish.checkpoint.reading import KINDS, Kind, ReadOnlyRoot, check_step
+from tundish.checkpoint.reading import KINDS, Checkpoints, Kind, ReadOnlyRoot, check_step
 from tundish.checkpoint.retention import Checkpoint, Retention
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, Plan, Save, Staged, Staging
 from tundish.distributed import Voter, long_timeout_group
@@ -326,7 +326,7 @@ class Checkpointer:
 
     # ---- What is there ----
 
-    def list(self, kind: Kind | None = None) -> list[Checkpoint]:
+    def list(self, kind: Kind | None = None) -> Checkpoints:
         """All published checkpoints, or those of one kind, by step. Not collective."""
         return self._view.list(kind)
 

@@ -58,7 +58,7 @@ class Owner:
         with self._lock:
             known = next(known for known in KINDS if known == kind)
             retention = copy.copy(self._retention)
-            for step in retention.surplus(checkpoints_of(self._root, self.path, known)):
+            for step in retention.surplus(checkpoints_of(self._root, known)):
                 self._root.remove(kind, step)
 
     def protect(self, step: int) -> None:

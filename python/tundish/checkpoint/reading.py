@@ -10,29 +10,32 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from tundish import _native
 from tundish.checkpoint.retention import Checkpoint
 from tundish.errors import InvalidInputError, NotFoundError
 
-__all__ = ["KINDS", "Kind", "ReadOnlyRoot", "checkpoints_of", "open_readonly", "verify"]
+__all__ = ["KINDS", "Checkpoints", "Kind", "ReadOnlyRoot", "checkpoints_of", "open_readonly", "verify"]
 
 Kind = Literal["hf", "dcp"]
 KINDS: tuple[Kind, ...] = ("hf", "dcp")
 
 
+Checkpoints = list[Checkpoint]  # classes below have a method called list
+
+
 class _Listing(Protocol):
-    def list(self) -> list[dict[str, Any]]: ...
+    def list(self) -> _native._Checkpoints: ...
 
 
-def checkpoints_of(root: _Listing, folder: Path, kind: Kind | None) -> list[Checkpoint]:
-    """What `root` lists, by step; of one kind or, ordered by kind then, of all."""
+def checkpoints_of(root: _Listing, kind: Kind | None) -> Checkpoints:
+    """What `root` lists, of one kind or of all, by step."""
     return [
         Checkpoint(
             kind=entry["kind"],
             step=entry["step"],
-            path=folder / f"{entry['kind']}-{entry['step']}",
+            path=Path(entry["path"]),
             tag=entry["tag"],
             size=entry["bytes"],
             extra=entry["extra"] or {},
@@ -78,9 +81,9 @@ class ReadOnlyRoot:
         self.path = Path(root).absolute()
         self._root = _native.open_checkpoints_readonly(self.path)
 
-    def list(self, kind: Kind | None = None) -> list[Checkpoint]:
+    def list(self, kind: Kind | None = None) -> Checkpoints:
         """All published checkpoints, or those of one kind, by step."""
-        return checkpoints_of(self._root, self.path, None if kind is None else check_kind(kind))
+        return checkpoints_of(self._root, None if kind is None else check_kind(kind))
 
     def latest(self, kind: Kind = "hf") -> Path | None:
         """The newest published checkpoint of `kind`; None where there is none."""
@@ -99,7 +102,7 @@ class ReadOnlyRoot:
         """
         lock = self._root.read_lock(check_kind(kind), step)
         try:
-            yield self.path / f"{kind}-{step}"
+            yield Path(lock.path)
         finally:
             lock.close()
 
