@@ -68,6 +68,26 @@ def test_an_interrupt_while_the_command_starts_is_one_line(yard: Path) -> None:
         assert sorted(yard.rglob("*")) == before, at
 
 
+def test_an_interrupt_before_the_signal_can_be_handled_is_one_line(yard: Path) -> None:
+    # `enum` comes with `signal`, which has to be imported before it can say what Ctrl-C does.
+    script = """
+import os, sys
+assert "enum" not in sys.modules
+sys.addaudithook(lambda event, what: event == "import" and what[0] == "enum" and os.kill(os.getpid(), 2))
+from tundish.__main__ import main
+sys.exit(main())
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script, "plan", "show", "plan"],
+        cwd=yard,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "tundish: interrupted\n")
+
+
 def test_without_json_nothing_is_printed(yard: Path) -> None:
     ran = run(3, "plan", "show", "plan", folder=yard)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "tundish: interrupted\n")
