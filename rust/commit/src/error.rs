@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 
+use crate::manifest::Kind;
+
 /// Why a folder could not be written, published or swept.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -67,6 +69,114 @@ pub enum CommitError {
         /// The operating system's answer at that time.
         source: io::Error,
     },
+    /// Bytes that cannot be a part of the file they were meant for.
+    #[error("{} cannot be written so: {reason}", path.display())]
+    InvalidWrite {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and what to do.
+        reason: String,
+    },
+    /// A thread that wrote ended by a panic: an error of this library.
+    #[error("the writing of {} ended by a panic: {message}", path.display())]
+    Panicked {
+        /// The file that it was at.
+        path: PathBuf,
+        /// What the panic said.
+        message: String,
+    },
+    /// The caller gave up.
+    #[error("interrupted at {}", path.display())]
+    Interrupted {
+        /// What it was at.
+        path: PathBuf,
+    },
+    /// Another process owns the checkpoint root.
+    #[error("{} is owned by {owner}; end that, or save elsewhere", path.display())]
+    RootInUse {
+        /// The root.
+        path: PathBuf,
+        /// Who it is: process and host.
+        owner: String,
+    },
+    /// The root was this process's, and is no longer.
+    #[error("{} is no longer this process's to change: {reason}", path.display())]
+    RootLost {
+        /// The root.
+        path: PathBuf,
+        /// What happened to it.
+        reason: String,
+    },
+    /// A name that this library needs in a root is taken by something that is not its own.
+    #[error("{} is in the way: the name is needed for {needed_for}; move it elsewhere", path.display())]
+    NameTaken {
+        /// What is in the way.
+        path: PathBuf,
+        /// What the name stands for.
+        needed_for: &'static str,
+    },
+    /// A checkpoint of this kind and step is there already, or being written.
+    #[error("{} {reason}", path.display())]
+    StepExists {
+        /// Its folder.
+        path: PathBuf,
+        /// What is there, and what to do.
+        reason: String,
+    },
+    /// A step below the newest of its kind.
+    #[error(
+        "{kind} step {step} is below step {newest}, the newest in {}: after a rollback set the newer ones aside          with discard_after first", path.display()
+    )]
+    StepOrder {
+        /// The root.
+        path: PathBuf,
+        /// The kind.
+        kind: Kind,
+        /// The step that was asked for.
+        step: u64,
+        /// The newest that is there or being written.
+        newest: u64,
+    },
+    /// A checkpoint may not go, or not be set aside, now.
+    #[error("{} stays: {reason}", path.display())]
+    CheckpointInUse {
+        /// Its folder.
+        path: PathBuf,
+        /// Who needs it.
+        reason: &'static str,
+    },
+    /// There is no such checkpoint.
+    #[error("there is no checkpoint {}", path.display())]
+    NoSuchCheckpoint {
+        /// Where it would be.
+        path: PathBuf,
+    },
+    /// A checkpoint was to be published without having been begun, or after it failed.
+    #[error("{} cannot be published: {reason}", path.display())]
+    NotPublishable {
+        /// The folder it is written in.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// The folder of a checkpoint does not hold what its manifest says.
+    #[error("{} does not hold what its manifest says: {reason}", path.display())]
+    Corrupt {
+        /// The folder.
+        path: PathBuf,
+        /// The first difference, and how many more there are.
+        reason: String,
+        /// The files that differ, relative to the folder.
+        files: Vec<String>,
+    },
+    /// The file system cannot exchange two folders in one step.
+    #[error(
+        "{} cannot be overwritten: this file system cannot exchange two folders in one step, and to remove one          before the other is there could lose both; save another step, or remove this one first", path.display()
+    )]
+    ExchangeUnsupported {
+        /// The folder that was to be replaced.
+        path: PathBuf,
+    },
     /// The folder is complete and visible under its final name, but the fsync of its parent failed: a crash of
     /// the machine may take the name away again (never a part of the folder). See
     /// [`Folder::publish`](crate::Folder::publish).
@@ -98,23 +208,45 @@ impl CommitError {
             | CommitError::FileExists { path }
             | CommitError::Unfinished { path }
             | CommitError::Poisoned { path, .. }
+            | CommitError::InvalidWrite { path, .. }
+            | CommitError::Panicked { path, .. }
+            | CommitError::Interrupted { path }
+            | CommitError::RootInUse { path, .. }
+            | CommitError::RootLost { path, .. }
+            | CommitError::NameTaken { path, .. }
+            | CommitError::StepExists { path, .. }
+            | CommitError::StepOrder { path, .. }
+            | CommitError::CheckpointInUse { path, .. }
+            | CommitError::NoSuchCheckpoint { path }
+            | CommitError::NotPublishable { path, .. }
+            | CommitError::Corrupt { path, .. }
+            | CommitError::ExchangeUnsupported { path }
             | CommitError::NotDurable { path, .. } => path,
         }
     }
 
     /// The error number that fits: the operating system's where it gave one, else the one that says the same
     /// (`EEXIST` for [`TargetExists`](CommitError::TargetExists)). `None` for
-    /// [`Unfinished`](CommitError::Unfinished), an error of the calling program.
+    /// [`Unfinished`](CommitError::Unfinished) and [`Panicked`](CommitError::Panicked), errors of a program.
     pub fn raw_os_error(&self) -> Option<i32> {
         let errno = match self {
             CommitError::Io { source, .. }
             | CommitError::Poisoned { source, .. }
             | CommitError::NotDurable { source, .. } => return source.raw_os_error(),
-            CommitError::TargetExists { .. } | CommitError::FileExists { .. } => Errno::EXIST,
-            CommitError::ParentMissing { .. } => Errno::NOENT,
+            CommitError::TargetExists { .. }
+            | CommitError::FileExists { .. }
+            | CommitError::NameTaken { .. }
+            | CommitError::StepExists { .. } => Errno::EXIST,
+            CommitError::ParentMissing { .. } | CommitError::NoSuchCheckpoint { .. } => Errno::NOENT,
+            CommitError::RootInUse { .. } | CommitError::RootLost { .. } => Errno::AGAIN,
+            CommitError::CheckpointInUse { .. } => Errno::BUSY,
+            CommitError::ExchangeUnsupported { .. } => Errno::OPNOTSUPP,
+            CommitError::StepOrder { .. } | CommitError::NotPublishable { .. } => Errno::INVAL,
             CommitError::NotADirectory { .. } => Errno::NOTDIR,
             CommitError::InvalidName { .. } => Errno::INVAL,
-            CommitError::Unfinished { .. } => return None,
+            CommitError::InvalidWrite { .. } => Errno::INVAL,
+            CommitError::Interrupted { .. } => Errno::INTR,
+            CommitError::Unfinished { .. } | CommitError::Panicked { .. } | CommitError::Corrupt { .. } => return None,
         };
         Some(errno.raw_os_error())
     }

@@ -7,6 +7,8 @@
 //! : `kill N`: SIGKILL at the Nth hit; call number k is hit number 2k before it is made and 2k + 1 after.
 //! : `fail N ERRNO`: call number N is not made and returns the error number.
 //! : `fail-after N ERRNO`: call number N is made, and its outcome is replaced by the error number.
+//! : `panic N`: the thread that makes call number N panics instead.
+//! : `short N BYTES`: of call number N, where it is a write, only that many bytes are handed to the system.
 //!
 //! `TUNDISH_FAILPOINT_TRACE`
 //! : a file to which each call appends the line `operation TAB path TAB outcome` once it was made. Twice the number
@@ -27,6 +29,8 @@ enum Fault {
     Kill(usize),
     Fail(usize, Errno),
     FailAfter(usize, Errno),
+    Panic(usize),
+    Short(usize, usize),
 }
 
 struct Setting {
@@ -49,6 +53,7 @@ pub(crate) fn around<T>(
     let outcome = match setting.fault {
         Fault::Fail(at, errno) if at == number => Err(errno),
         Fault::FailAfter(at, errno) if at == number => system_call().and(Err(errno)),
+        Fault::Panic(at) if at == number => panic!("told to at call {number}"),
         _ => system_call(),
     };
     if let Some(mut trace) = setting.trace.as_ref() {
@@ -61,6 +66,14 @@ pub(crate) fn around<T>(
     }
     hit(setting, 2 * number + 1);
     outcome
+}
+
+/// Of the bytes of a write, which is the next call, those that are handed to the system.
+pub(crate) fn shortened(bytes: &[u8]) -> &[u8] {
+    match SETTING.get_or_init(read_setting).fault {
+        Fault::Short(at, length) if at == CALLS.load(Ordering::SeqCst) => &bytes[..length.min(bytes.len())],
+        _ => bytes,
+    }
 }
 
 fn hit(setting: &Setting, number: usize) {
@@ -90,6 +103,8 @@ fn parse(text: &str) -> Option<Fault> {
     let errno = |word: Option<&str>| Some(Errno::from_raw_os_error(word?.parse().ok()?));
     match kind {
         "kill" => Some(Fault::Kill(number)),
+        "panic" => Some(Fault::Panic(number)),
+        "short" => Some(Fault::Short(number, words.next()?.parse().ok()?)),
         "fail" => Some(Fault::Fail(number, errno(words.next())?)),
         "fail-after" => Some(Fault::FailAfter(number, errno(words.next())?)),
         _ => None,

@@ -33,6 +33,7 @@ mod checksum;
 mod claim;
 pub mod disk;
 mod error;
+mod facts;
 #[cfg(feature = "failpoints")]
 mod failpoint;
 mod file;
@@ -41,12 +42,15 @@ mod ledger;
 pub mod manifest;
 mod name;
 mod remove;
+pub mod shards;
 pub mod staging;
 mod sweep;
+mod tree;
 mod writeback;
 
 pub use checksum::{Checksum, NotAChecksum};
 pub use error::CommitError;
+pub use facts::FileFacts;
 pub use file::FolderFile;
 pub use folder::{Folder, replace_file};
 pub use manifest::{Kind, Manifest};

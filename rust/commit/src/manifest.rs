@@ -114,7 +114,7 @@ impl Manifest {
 }
 
 /// Refuses names that lead outside the folder, that are there twice, or that are both a file's and a folder's.
-fn check_names<'a>(names: impl Iterator<Item = &'a str>) -> Result<(), String> {
+pub(crate) fn check_names<'a>(names: impl Iterator<Item = &'a str>) -> Result<(), String> {
     let mut files = BTreeSet::new();
     let mut folders = BTreeSet::new();
     for name in names {

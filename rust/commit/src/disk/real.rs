@@ -213,6 +213,8 @@ impl Disk for RealDisk {
     }
 
     fn write_at(&self, file: &File, offset: u64, bytes: &[u8], path: &Path) -> Result<usize, CommitError> {
+        #[cfg(feature = "failpoints")]
+        let bytes = crate::failpoint::shortened(bytes);
         call("write", path, || retry_on_intr(|| rustix::io::pwrite(file, bytes, offset)))
     }
 

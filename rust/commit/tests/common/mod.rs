@@ -11,7 +11,9 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::Arc;
 
+use tundish_commit::staging::Image;
 use tundish_commit::{CommitError, Folder};
 
 pub const ROLE: &str = "TUNDISH_TEST_ROLE";
@@ -64,6 +66,23 @@ pub fn assert_complete(target: &Path, mark: u8) {
     for (name, bytes) in expected {
         assert!(fs::read(target.join(name)).unwrap() == bytes, "{name} holds other bytes");
     }
+}
+
+/// CRC-64/NVME byte by byte, from the definition: the polynomial of the NVM Express specification, reflected.
+pub fn crc64(bytes: &[u8]) -> u64 {
+    let table: Vec<u64> = (0..256u64)
+        .map(|byte| (0..8).fold(byte, |value, _| (value >> 1) ^ if value & 1 == 1 { 0x9a6c_9329_ac4b_c9b5 } else { 0 }))
+        .collect();
+    !bytes.iter().fold(!0, |sum, byte| table[((sum ^ u64::from(*byte)) & 0xff) as usize] ^ (sum >> 8))
+}
+
+/// An image that holds `bytes`.
+#[allow(unsafe_code)]
+pub fn image(bytes: &[u8]) -> Arc<Image> {
+    let image = Image::new(bytes.len()).unwrap();
+    // SAFETY: the image is new, as long as the bytes, and nobody else has it.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), image.as_ptr(), bytes.len()) };
+    Arc::new(image)
 }
 
 /// The names in a directory, sorted.

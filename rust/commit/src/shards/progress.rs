@@ -1,0 +1,67 @@
+//! What is known of one file: which bytes were handed in, which are written, and their checksum.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use crate::checksum::Checksum;
+
+/// The progress of one file.
+#[derive(Debug)]
+pub(super) struct Progress {
+    size: u64,
+    /// Start and end of what was handed in; neighbours are one range.
+    handed_in: BTreeMap<u64, u64>,
+    /// Start of what is written, its length and its checksum; neighbours are one run.
+    written: BTreeMap<u64, (u64, Checksum)>,
+    bytes_written: u64,
+}
+
+impl Progress {
+    pub(super) fn new(size: u64) -> Self {
+        Progress { size, handed_in: BTreeMap::new(), written: BTreeMap::new(), bytes_written: 0 }
+    }
+
+    /// Notes that `range`, which is not empty and within the file, was handed in; `false` and nothing noted when a
+    /// part of it was before.
+    pub(super) fn hand_in(&mut self, range: Range<u64>) -> bool {
+        let before = self.handed_in.range(..range.end).next_back().map(|(&start, &end)| (start, end));
+        let touches = before.filter(|&(_, end)| end == range.start);
+        if before.is_some_and(|(_, end)| end > range.start) {
+            return false;
+        }
+        let end = self.handed_in.remove(&range.end).unwrap_or(range.end);
+        self.handed_in.insert(touches.map_or(range.start, |(start, _)| start), end);
+        true
+    }
+
+    /// The first byte that was not handed in; `None` when all were.
+    pub(super) fn first_gap(&self) -> Option<u64> {
+        let gap = match self.handed_in.first_key_value() {
+            Some((0, &end)) => end,
+            _ => 0,
+        };
+        (gap < self.size).then_some(gap)
+    }
+
+    /// Notes that `length` bytes at `offset` were written, which were handed in; whether that was the last of the file.
+    pub(super) fn wrote(&mut self, offset: u64, length: u64, checksum: Checksum) -> bool {
+        self.bytes_written += length;
+        let (mut start, mut run) = (offset, (length, checksum));
+        if let Some((length, sum)) = self.written.remove(&(offset + length)) {
+            run = (run.0 + length, run.1.then(sum, length));
+        }
+        if let Some((&before, &(length, sum))) = self.written.range(..offset).next_back()
+            && before + length == offset
+        {
+            start = before;
+            run = (length + run.0, sum.then(run.1, run.0));
+        }
+        self.written.insert(start, run);
+        self.bytes_written == self.size
+    }
+
+    /// The checksum of the whole file, once it is written.
+    pub(super) fn checksum(&self) -> Checksum {
+        self.written.first_key_value().map_or(Checksum::EMPTY, |(_, &(_, checksum))| checksum)
+    }
+}

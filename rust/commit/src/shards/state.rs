@@ -1,0 +1,204 @@
+//! What is to be done and what is done: the state of a writer, without its disk.
+
+use std::collections::VecDeque;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use rustix::io::Errno;
+
+use super::progress::Progress;
+use super::slot::Slot;
+use crate::checksum::Checksum;
+use crate::error::CommitError;
+use crate::staging::Image;
+use crate::writeback::WINDOW;
+
+/// Bytes of an image for one file.
+pub(super) struct Write {
+    pub(super) file: usize,
+    pub(super) offset: u64,
+    pub(super) image: Arc<Image>,
+    pub(super) start: usize,
+    pub(super) length: usize,
+}
+
+/// What one thread does next.
+pub(super) enum Task {
+    /// At most [`WINDOW`] bytes, which end at a multiple of it in the file where they are not the last of a write.
+    Write(Write),
+    /// Make a file durable that is written.
+    Finish(usize),
+    /// Make the names durable, after all files.
+    FinishFolders,
+}
+
+/// What came of a task.
+pub(super) enum Done {
+    Wrote { file: usize, offset: u64, length: u64, checksum: Checksum },
+    Finished,
+    FinishedFolders,
+}
+
+/// The right to write.
+pub(super) enum Right {
+    None,
+    /// A thread waits for a slot.
+    Sought,
+    Held(Arc<Slot>),
+}
+
+#[derive(PartialEq)]
+enum Folders {
+    Waiting,
+    Taken,
+    Durable,
+}
+
+pub(super) struct State {
+    /// Handed in, and not begun.
+    queue: VecDeque<Write>,
+    /// Files that are written, and that no thread makes durable yet.
+    written: Vec<usize>,
+    pub(super) files: Vec<Progress>,
+    pub(super) bytes_written: u64,
+    /// Files that are not durable.
+    unfinished: usize,
+    folders: Folders,
+    /// Threads that are at a task.
+    busy: usize,
+    /// Threads that have not ended.
+    pub(super) running: usize,
+    pub(super) right: Right,
+    /// Nothing more is handed in.
+    pub(super) closed: bool,
+    pub(super) stopped: bool,
+    failure: Option<CommitError>,
+}
+
+impl State {
+    pub(super) fn new(sizes: &[u64]) -> Self {
+        State {
+            queue: VecDeque::new(),
+            // Nothing is to be written of an empty file.
+            written: (0..sizes.len()).filter(|&file| sizes[file] == 0).collect(),
+            files: sizes.iter().map(|&size| Progress::new(size)).collect(),
+            bytes_written: 0,
+            unfinished: sizes.len(),
+            folders: Folders::Waiting,
+            busy: 0,
+            running: 0,
+            right: Right::None,
+            closed: false,
+            stopped: false,
+            failure: None,
+        }
+    }
+
+    pub(super) fn is_durable(&self) -> bool {
+        self.folders == Folders::Durable
+    }
+
+    /// Whether threads have nothing to do any more.
+    pub(super) fn is_over(&self) -> bool {
+        self.stopped || self.failure.is_some() || self.is_durable()
+    }
+
+    pub(super) fn push(&mut self, write: Write) {
+        self.queue.push_back(write);
+    }
+
+    pub(super) fn has_task(&self) -> bool {
+        let only_folders = self.closed && self.unfinished == 0 && self.folders == Folders::Waiting;
+        !self.written.is_empty() || !self.queue.is_empty() || only_folders
+    }
+
+    /// Begins a task; [`done`](State::done) or [`fail`](State::fail) ends it.
+    pub(super) fn next_task(&mut self) -> Option<Task> {
+        let task = if let Some(file) = self.written.pop() {
+            Task::Finish(file)
+        } else if let Some(write) = self.queue.front_mut() {
+            let piece = write.cut_piece();
+            if write.length == 0 {
+                self.queue.pop_front();
+            }
+            Task::Write(piece)
+        } else if self.has_task() {
+            self.folders = Folders::Taken;
+            Task::FinishFolders
+        } else {
+            return None;
+        };
+        self.busy += 1;
+        Some(task)
+    }
+
+    pub(super) fn done(&mut self, done: Done) {
+        match done {
+            Done::Wrote { file, offset, length, checksum } => {
+                self.bytes_written += length;
+                if self.files[file].wrote(offset, length, checksum) && !self.is_over() {
+                    self.written.push(file);
+                }
+            }
+            Done::Finished => self.unfinished -= 1,
+            Done::FinishedFolders => self.folders = Folders::Durable,
+        }
+        self.busy -= 1;
+        if self.busy == 0 && !self.has_task() {
+            self.right = Right::None;
+        }
+    }
+
+    /// Keeps the first failure and gives up what was not begun.
+    pub(super) fn fail(&mut self, error: CommitError) {
+        self.failure.get_or_insert(error);
+        self.give_up();
+    }
+
+    pub(super) fn stop(&mut self) {
+        self.stopped = true;
+        self.give_up();
+    }
+
+    fn give_up(&mut self) {
+        self.queue.clear();
+        self.written.clear();
+    }
+
+    /// The failure, if there is one: as it was the first time, as one that lies in the past from then on.
+    pub(super) fn take_failure(&mut self) -> Option<CommitError> {
+        let past = in_the_past(self.failure.as_ref()?);
+        self.failure.replace(past)
+    }
+
+    /// Refuses once anything failed.
+    pub(super) fn check(&self) -> Result<(), CommitError> {
+        self.failure.as_ref().map_or(Ok(()), |failure| Err(in_the_past(failure)))
+    }
+}
+
+impl Write {
+    fn cut_piece(&mut self) -> Write {
+        let room = WINDOW - self.offset % WINDOW;
+        let length = usize::try_from(room).map_or(self.length, |room| room.min(self.length));
+        let piece =
+            Write { file: self.file, offset: self.offset, image: Arc::clone(&self.image), start: self.start, length };
+        self.offset += length as u64;
+        self.start += length;
+        self.length -= length;
+        piece
+    }
+}
+
+fn in_the_past(failure: &CommitError) -> CommitError {
+    let path: PathBuf = failure.path().to_path_buf();
+    match failure {
+        CommitError::Panicked { message, .. } => CommitError::Panicked { path, message: message.clone() },
+        CommitError::Io { operation, .. } | CommitError::Poisoned { operation, .. } => {
+            let errno = failure.raw_os_error().unwrap_or(Errno::IO.raw_os_error());
+            CommitError::Poisoned { operation, path, source: io::Error::from_raw_os_error(errno) }
+        }
+        other => CommitError::InvalidWrite { path, reason: other.to_string() },
+    }
+}
