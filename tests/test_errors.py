@@ -35,6 +35,18 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         InvalidInputError,
         r"lengths\[1\] is 9223372036854775808, beyond what int64 holds",
     ),
+    "samples for lengths": (
+        lambda: td.pack([[1, 2], [3]], 8),
+        InvalidTypeError,
+        r"lengths\[0\] is of type list; it must be one integer",
+    ),
+    "rows for lengths": (
+        lambda: td.pack([3, {"input_ids": [1]}], 8),
+        InvalidTypeError,
+        r"lengths\[1\] is of type dict",
+    ),
+    "pack of a name": (lambda: PLAN["0"], InvalidTypeError, "asked for by its number, got '0'"),  # type: ignore[call-overload]
+    "pack of a half": (lambda: PLAN[0.5], InvalidTypeError, "asked for by its number, got 0.5"),  # type: ignore[call-overload]
     "shuffled_indices": (
         lambda: td.packing.shuffled_indices(DIGITS, 0),
         InvalidInputError,

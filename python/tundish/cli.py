@@ -330,7 +330,7 @@ def _map_lengths(paths: list[Path], plan: PackPlan) -> np.ndarray | list[np.ndar
 def _map_array(path: Path) -> np.ndarray:
     import numpy as np
 
-    from tundish.packing.columns import as_path
+    from tundish.packing.columns import as_integer_column, as_path
 
     # numpy takes what is no .npy file for a pickle and says so; a user should hear which file is wrong.
     with as_path(path, "a file of an array").open("rb") as file:
@@ -341,9 +341,11 @@ def _map_array(path: Path) -> np.ndarray:
         with warnings.catch_warnings():
             # What numpy says of a strange header, it says in its error too.
             warnings.simplefilter("ignore")
-            return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, TypeError, OverflowError, SyntaxError) as error:
         raise InvalidInputError(f"{path}: cannot be mapped: {error}") from error
+    # Here, where the file can be named.
+    return as_integer_column(array, str(path))
 
 
 def _readable(name: str, value: Any) -> str:

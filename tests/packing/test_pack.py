@@ -131,12 +131,14 @@ def test_arrays_are_not_copied() -> None:
 @pytest.mark.parametrize(
     ("lengths", "error", "says"),
     [
-        ([1.5, 2.0], InvalidTypeError, "float64"),
-        ([float("nan")], InvalidTypeError, "float64"),
+        ([1.5, 2.0], InvalidTypeError, r"lengths\[0\] is of type float"),
+        (np.array([1.5, 2.0]), InvalidTypeError, "float64"),
+        ([3, float("nan")], InvalidTypeError, r"lengths\[1\] is of type float"),
         (np.array([True]), InvalidTypeError, "bool"),
         (np.array(["5"]), InvalidTypeError, "<U1"),
         ([2**70], InvalidInputError, r"lengths\[0\] is .* beyond what int64 holds"),
-        ([1, None], InvalidTypeError, "object"),
+        ([1, None], InvalidTypeError, r"lengths\[1\] is of type NoneType"),
+        (np.array([1, None]), InvalidTypeError, "object"),
         ([3, -1, 5], InvalidInputError, "sample 1 has the negative length -1"),
         (np.array([-5], dtype=np.int8), InvalidInputError, "-5"),
         ([[1, 2], [3, 4]], InvalidInputError, "shape"),

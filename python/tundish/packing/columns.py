@@ -53,6 +53,7 @@ def as_integer_column(values: Any, name: str) -> IntegerArray:
         # A memory map stays one, so that it can be pickled as what it is.
         array = values if type(values) is np.memmap else np.asarray(values)
     except (TypeError, ValueError, OverflowError) as error:
+        _check_entries(values, name)
         raise InvalidTypeError(f"{name} cannot be read as an array of integers: {error}") from error
     if array.ndim != 1:
         raise InvalidInputError(
@@ -71,10 +72,15 @@ def as_integer_column(values: Any, name: str) -> IntegerArray:
 
 
 def _check_entries(values: Any, name: str) -> None:
-    """Name the integer beyond int64 for which numpy made floats or objects of a sequence, if there is one."""
+    """Name the entry of a sequence for which numpy could not make integers of it, if there is one."""
+    if isinstance(values, np.ndarray) or not hasattr(values, "__len__"):
+        return
     for position, value in enumerate(values):
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise InvalidInputError(f"{name}[{position}] is {shown(value)}, beyond what int64 holds")
+        if not isinstance(value, int | np.integer):
+            kind = type(value).__name__
+            raise InvalidTypeError(f"{name}[{position}] is of type {kind}; it must be one integer")
+        if not -(2**63) <= value < 2**63:
+            raise InvalidInputError(f"{name}[{position}] is {shown(int(value))}, beyond what int64 holds")
 
 
 def _check_file_of(array: IntegerArray, name: str) -> None:

@@ -23,6 +23,7 @@ from tundish import _native
 from tundish.errors import (
     AlreadyExistsError,
     InvalidInputError,
+    InvalidTypeError,
     NoSuchPackError,
     PlanMismatchError,
     TundishError,
@@ -193,10 +194,14 @@ class PackPlan:
 
         Raises:
             NoSuchPackError: there is no such pack (an `IndexError`).
+            InvalidTypeError: the index is neither an integer nor a slice.
         """
         if isinstance(index, slice):
             return list(self.lookup(np.arange(*index.indices(len(self)), dtype=np.int64)))
-        asked = operator.index(index)
+        try:
+            asked = operator.index(index)
+        except TypeError:
+            raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}") from None
         number = asked + len(self) if asked < 0 else asked
         if not 0 <= number < len(self):
             raise NoSuchPackError(f"pack {shown(asked)} does not exist: the plan has {len(self)} packs")
