@@ -1,0 +1,155 @@
+"""Which rank holds which part of a DTensor.
+
+Owns the arithmetic of placements. What always holds: the parts that one replica's ranks hold cover the tensor, each
+element once, whether or not the ranks divide its dimensions; a layout that is not understood is refused by name
+before a save begins.
+
+A part is a product of runs: for each dimension of the tensor the stretches (start, length) that the rank holds, in
+the order in which its local tensor has them. `Shard` cuts as `torch.chunk` does; `_StridedShard`, which FSDP2 over
+tensor parallelism makes, cuts into `split_factor` pieces first and then each of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tundish.checkpoint.tensors import local_of
+from tundish.errors import InvalidInputError
+
+__all__ = ["Run", "Share", "boxes", "check_placement", "shares_for"]
+
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What the rank `rank` of the job holds: `runs` of each dimension."""
+
+    rank: int
+    runs: tuple[tuple[Run, ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the local tensor."""
+        return tuple(sum(length for _, length in runs) for runs in self.runs)
+
+
+def shares_for(tensor: Any, reader: int) -> tuple[Share, ...]:
+    """Who holds what of the DTensor `tensor`, in the replica that the rank `reader` of the job belongs to.
+
+    Empty where `reader` holds no part of the tensor. Ranks whose part is empty are left out.
+    """
+    mesh = tensor.device_mesh
+    return _shares(
+        tuple(mesh.mesh.flatten().tolist()),
+        tuple(mesh.mesh.shape),
+        tuple(_cut(placement) for placement in tensor.placements),
+        tuple(tensor.shape),
+        reader,
+    )
+
+
+def check_placement(name: str, tensor: Any, rank: int) -> None:
+    """Refuse a DTensor whose layout is not understood, or whose local tensor is not what its layout says.
+
+    Raises `InvalidInputError`.
+    """
+    for placement in tensor.placements:
+        if not (placement.is_replicate() or _cut(placement) is not None):
+            raise InvalidInputError(
+                f"{name!r} is a DTensor placed {tensor.placements}, and {type(placement).__name__} is not known: "
+                "redistribute it to Shard or Replicate first"
+            )
+    local = tuple(local_of(tensor).shape)
+    own = [share.shape for share in shares_for(tensor, rank) if share.rank == rank]
+    is_empty = not own and 0 in local
+    if tensor.device_mesh.get_coordinate() is not None and own != [local] and not is_empty:
+        raise InvalidInputError(
+            f"{name!r} is a DTensor of shape {tuple(tensor.shape)} placed {tensor.placements}, by which rank {rank} "
+            f"holds {own[0] if own else 'nothing'}, but its local tensor has shape {local}: cut it as torch.chunk does"
+        )
+
+
+def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """The rectangles that a part is made of: where each lies in the whole tensor, and where in the local one."""
+    pairs: list[list[tuple[slice, slice]]] = []
+    for stretches in runs:
+        at = 0
+        pairs.append([])
+        for start, length in stretches:
+            pairs[-1].append((slice(start, start + length), slice(at, at + length)))
+            at += length
+    for chosen in itertools.product(*pairs):
+        yield tuple(whole for whole, _ in chosen), tuple(local for _, local in chosen)
+
+
+def _cut(placement: Any) -> tuple[int, int] | None:
+    """Dimension and split factor where `placement` cuts; None where it does not, or in a way that is not known."""
+    if type(placement).__name__ == "_StridedShard":
+        return placement.dim, int(placement.split_factor)
+    return (placement.dim, 1) if placement.is_shard() and type(placement).__name__ == "Shard" else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _shares(
+    ranks: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    cuts: tuple[tuple[int, int] | None, ...],
+    shape: tuple[int, ...],
+    reader: int,
+) -> tuple[Share, ...]:
+    if reader not in ranks:
+        return ()
+    home = _coordinate(ranks.index(reader), mesh_shape)
+    shares = []
+    for place, rank in enumerate(ranks):
+        coordinate = _coordinate(place, mesh_shape)
+        if any(cut is None and own != at for cut, own, at in zip(cuts, home, coordinate, strict=True)):
+            continue
+        runs = [((0, size),) for size in shape]
+        for cut, at, parts in zip(cuts, coordinate, mesh_shape, strict=True):
+            if cut is not None:
+                runs[cut[0]] = _strided(runs[cut[0]], cut[1], parts, at)
+        share = Share(rank=rank, runs=tuple(runs))
+        if 0 not in share.shape:
+            shares.append(share)
+    return tuple(shares)
+
+
+def _coordinate(place: int, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+    coordinate = []
+    for size in reversed(mesh_shape):
+        place, at = divmod(place, size)
+        coordinate.append(at)
+    return tuple(reversed(coordinate))
+
+
+def _strided(runs: tuple[Run, ...], split_factor: int, parts: int, at: int) -> tuple[Run, ...]:
+    taken: list[Run] = []
+    for piece in range(split_factor):
+        for start, length in _chunk(_chunk(runs, split_factor, piece), parts, at):
+            # Neighbours become one, so that most parts are a single rectangle.
+            if taken and sum(taken[-1]) == start:
+                taken[-1] = (taken[-1][0], taken[-1][1] + length)
+            else:
+                taken.append((start, length))
+    return tuple(taken)
+
+
+def _chunk(runs: tuple[Run, ...], parts: int, at: int) -> tuple[Run, ...]:
+    """Chunk number `at` of what `torch.chunk(parts)` makes of the elements of `runs`."""
+    total = sum(length for _, length in runs)
+    size = -(-total // parts)
+    first, last = size * at, min(size * (at + 1), total)
+    taken = []
+    before = 0
+    for start, length in runs:
+        low, high = max(first, before), min(last, before + length)
+        if low < high:
+            taken.append((start + low - before, high - low))
+        before += length
+    return tuple(taken)

@@ -1,0 +1,154 @@
+"""What `save_pretrained` of a transformers model writes, taken apart: its weights, its settings, its code.
+
+Owns everything that knows transformers. What always holds: transformers is imported only where the caller's model is
+one of its own; the model and its settings are not changed, though `save_pretrained` changes them.
+
+Follows `PreTrainedModel.save_pretrained` of transformers 5, step by step.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from tundish.checkpoint.conversion import Conversion, by_reverting
+from tundish.checkpoint.tensors import Facts, tied_names
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+__all__ = ["conversion_of", "fp32_pattern", "is_pretrained", "save_code", "settings_of", "weights_of"]
+
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+
+
+def is_pretrained(module: nn.Module | None) -> bool:
+    """Whether `module` is a model of transformers."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+def weights_of(
+    model: Any, tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Those of `tensors`, the model's own, that `save_pretrained` writes, and what it adds to the files' metadata.
+
+    Raises:
+        InvalidTypeError: the model is quantized in a way that cannot be saved, or holds adapters.
+        InvalidInputError: weights are tied that the model does not declare, so that a loaded model would not tie them.
+    """
+    metadata: dict[str, str] = {}
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise InvalidTypeError(
+            "the model holds adapters, and its save_pretrained writes nothing else: save them with it, or merge them "
+            "and save the merged model"
+        )
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        if not quantizer.is_serializable():
+            raise InvalidTypeError(
+                f"the model is quantized ({quantizer.quantization_config.quant_method}) in a way that cannot be saved: "
+                "dequantize it first"
+            )
+        replaced, metadata = quantizer.get_state_dict_and_metadata(model)
+        tensors = tensors if replaced is None else dict(replaced)
+    ignored = set(model._keys_to_ignore_on_save or ())
+    dropped = _tied_away(model, tensors)
+    kept = {name: tensor for name, tensor in tensors.items() if name not in ignored and name not in dropped}
+    return kept, metadata
+
+
+def conversion_of(model: Any, sources: tuple[Facts, ...]) -> tuple[Conversion, int]:
+    """What `save_pretrained` makes of weights whose layout in the model is not that of the hub; and how many there are.
+
+    The second is the number of parameters of the model as it counts them itself.
+
+    Raises `InvalidInputError` where this transformers is too old to tell.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        raise InvalidInputError(
+            f"this is transformers {sys.modules['transformers'].__version__}, which cannot say how its models are "
+            "saved: install transformers 5, or give tensors instead of the model"
+        ) from None
+    known = _conversions.get(model)
+    if known is None or known[0] != sources:
+        # The conversion is kept as long as the model lives, and so must not keep it alive.
+        own = weakref.ref(model)
+
+        def revert(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            reverted: dict[str, torch.Tensor] = revert_weight_conversion(own(), named)
+            return reverted
+
+        known = _conversions[model] = (sources, by_reverting(sources, revert), model.num_parameters())
+    return known[1:]
+
+
+_conversions: weakref.WeakKeyDictionary[Any, tuple[tuple[Facts, ...], Conversion, int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def fp32_pattern(model: Any, dtype: torch.dtype | None) -> str | None:
+    """Matches the names of weights that the model wants in float32 even where all others are loaded as `dtype`."""
+    globs: set[str] = set()
+    if dtype == torch.float16:
+        globs.update(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        globs.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return "|".join(sorted(glob.replace("*", ".*") for glob in globs)) or None
+
+
+def settings_of(model: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """The model's config and generation config (None where it generates nothing), as they are to be saved.
+
+    Both are the caller's to change. `dtype`: what the weights are converted to.
+    """
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.architectures = [_own_class(model).__name__]
+    return config, copy.deepcopy(model.generation_config) if model.can_generate() else None
+
+
+def save_code(model: Any, config: Any, folder: str) -> None:
+    """Copy the code of a model that is not part of transformers into `folder`, and name it in `config`."""
+    if model.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        kind = _own_class(model)
+        # An instance without weights, since fully_shard gives the model another class, of another module.
+        custom_object_save(kind.__new__(kind), folder, config=config)
+
+
+def _own_class(model: Any) -> type[Any]:
+    """The class of a model as the user knows it, where `fully_shard` put its own in front."""
+    return next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+
+
+def _tied_away(model: Any, tensors: dict[str, torch.Tensor]) -> set[str]:
+    """The names of tied weights that are not written, since the model ties them again when it is loaded."""
+    groups = tied_names(tensors)
+    if not groups:
+        return set()
+    patterns = []
+    for path, module in model.named_modules():
+        declared = getattr(module, "_tied_weights_keys", None) or ()
+        # The regular expressions are relative to the module that declares them.
+        start = _WRAPPERS.sub("", f"{path}.") if path else ""
+        patterns += [re.compile(start + pattern) for pattern in declared]
+    dropped: set[str] = set()
+    for names in groups:
+        known = [name for name in sorted(names) if any(pattern.search(name) for pattern in patterns)]
+        rest = [name for name in names if name not in known]
+        if len(rest) > 1:
+            raise InvalidInputError(
+                f"{', '.join(names)} are one tensor, but {type(model).__name__} does not declare it in "
+                "_tied_weights_keys, so a loaded model would have several: declare it, or untie them"
+            )
+        dropped.update(known if rest else known[:-1])
+    return dropped

@@ -1,0 +1,200 @@
+"""Which tensor lies where: the files of a Hugging Face export, byte by byte, and who writes which.
+
+Owns the layout of shards, their safetensors headers and the index. What always holds: files follow from names,
+shapes and dtypes alone, so that any number of ranks writes the same bytes; only who writes a file depends on the
+ranks. A header fills whole pages, so that a file can be written past the page cache; tensors follow without gaps,
+each aligned to its own dtype.
+
+The split into shards is that of `huggingface_hub.split_torch_state_dict_into_shards`; the order within a file and the
+form of the header are those of the safetensors format.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import heapq
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tundish.checkpoint.tensors import DTYPES, Facts
+from tundish.errors import InvalidInputError
+
+__all__ = ["DEFAULT_SHARD_BYTES", "INDEX_NAME", "PAGE", "Entry", "Layout", "ShardFile", "assign", "lay_out"]
+
+# What huggingface_hub takes where nothing is said.
+DEFAULT_SHARD_BYTES = 5_000_000_000
+INDEX_NAME = "model.safetensors.index.json"
+PAGE = 4096
+# Readers of the format refuse more.
+_MOST_HEADER_BYTES = 100_000_000
+
+_ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A tensor in a file: bytes `start` … `stop` - 1 hold product `product`."""
+
+    product: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardFile:
+    """A file: `header`, then `entries`, in order and without gaps."""
+
+    name: str
+    size: int
+    header: bytes
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """All files with weights; `index` is None where there is one. `fingerprint` is equal where layouts are."""
+
+    files: tuple[ShardFile, ...]
+    index: bytes | None
+    fingerprint: str
+
+
+# A training loop saves the same tensors again and again, and with thousands of them this costs milliseconds.
+@functools.lru_cache(maxsize=8)
+def lay_out(
+    products: tuple[Facts, ...],
+    blocks: tuple[int, ...],
+    shard_bytes: int,
+    metadata: tuple[tuple[str, str], ...],
+    total_parameters: int | None,
+) -> Layout:
+    """Lay products out in files.
+
+    Args:
+        products: in the order in which files are filled.
+        blocks: products of one number share a file.
+        shard_bytes: a file holds no more bytes of tensors, unless a block alone has more.
+        metadata: of every file's header.
+        total_parameters: for the index; None leaves it out.
+
+    Raises `InvalidInputError` for a header that readers would refuse.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in products]
+    shards = _split(sizes, blocks, shard_bytes)
+    names = [
+        "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
+    files = tuple(
+        _file(name, [(number, products[number], sizes[number]) for number in shard], metadata)
+        for name, shard in zip(names, shards, strict=True)
+    )
+    index = None
+    if len(files) > 1:
+        index = _index(
+            {
+                products[number][0]: name
+                for name, shard in zip(names, shards, strict=True)
+                for number in shard
+            },
+            sum(sizes),
+            total_parameters,
+        )
+    digest = hashlib.sha256(index or b"")
+    for file in files:
+        digest.update(file.header)
+    return Layout(files=files, index=index, fingerprint=digest.hexdigest())
+
+
+def assign(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """The rank that writes each file, so that the fullest rank has as little as can be told quickly.
+
+    The largest file first, always to the rank with the least so far (Graham's LPT rule, SIAM J. Appl. Math. 17, 1969);
+    of several, to the one that `ranks` names first.
+    """
+    loads = [(0, place, rank) for place, rank in enumerate(ranks)]
+    writers = [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
+        load, place, rank = loads[0]
+        writers[number] = rank
+        heapq.heapreplace(loads, (load + sizes[number], place, rank))
+    return writers
+
+
+def _split(sizes: Sequence[int], blocks: Sequence[int], shard_bytes: int) -> list[list[int]]:
+    members: dict[int, list[int]] = {}
+    for number, block in enumerate(blocks):
+        members.setdefault(block, []).append(number)
+    shards: list[list[int]] = []
+    filling: list[int] = []
+    filled = 0
+    for block in members.values():
+        size = sum(sizes[number] for number in block)
+        if size > shard_bytes:
+            shards.append(block)
+            continue
+        if filled + size > shard_bytes:
+            shards.append(filling)
+            filling, filled = [], 0
+        filling += block
+        filled += size
+    if filling:
+        shards.append(filling)
+    return shards
+
+
+def _file(
+    name: str, tensors: Sequence[tuple[int, Facts, int]], metadata: tuple[tuple[str, str], ...]
+) -> ShardFile:
+    described: dict[str, object] = {"__metadata__": dict(sorted(metadata))}
+    spans: list[tuple[int, int, int]] = []
+    at = 0
+    for number, (tensor, shape, dtype), size in sorted(
+        tensors, key=lambda one: (_ORDER[one[1][2]], one[1][0])
+    ):
+        described[tensor] = {
+            "dtype": DTYPES[dtype],
+            "shape": _shape_in_file(tensor, shape, dtype),
+            "data_offsets": [at, at + size],
+        }
+        spans.append((number, at, at + size))
+        at += size
+    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+    length = -(-(len(text) + 8) // PAGE) * PAGE
+    if length - 8 > _MOST_HEADER_BYTES:
+        raise InvalidInputError(
+            f"the names of {len(tensors)} tensors in {name} take {len(text)} bytes, and readers of safetensors take "
+            f"{_MOST_HEADER_BYTES}: give a smaller shard_bytes"
+        )
+    return ShardFile(
+        name=name,
+        size=length + at,
+        header=(length - 8).to_bytes(8, "little") + text.ljust(length - 8),
+        entries=tuple(
+            [Entry(product=number, start=length + start, stop=length + stop) for number, start, stop in spans]
+        ),
+    )
+
+
+def _shape_in_file(name: str, shape: Sequence[int], dtype: torch.dtype) -> list[int]:
+    if DTYPES[dtype] != "F4":
+        return list(shape)
+    # torch counts pairs of these, files count values.
+    if not shape:
+        raise InvalidInputError(
+            f"{name!r} has no dimension and a dtype that packs two values: reshape it to (1,)"
+        )
+    return [*shape[:-1], shape[-1] * 2]
+
+
+def _index(weight_map: dict[str, str], total_size: int, total_parameters: int | None) -> bytes:
+    metadata = {"total_size": total_size}
+    if total_parameters is not None:
+        metadata["total_parameters"] = total_parameters
+    index = {"metadata": metadata, "weight_map": weight_map}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,177 @@
+"""Everything of a Hugging Face export but its weights: settings, tokenizer, what lies beside them in a source folder.
+
+Owns which files those are. What always holds: a source folder is only read, and nothing of it that is a weight or that
+leads in a circle is copied; what the caller's objects write takes the place of what the source folder has under the
+same name; files are durable when their facts are given.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from tundish._native import FileFacts, checksum_file
+from tundish.checkpoint.pretrained import save_code, settings_of
+from tundish.checkpoint.shards import INDEX_NAME
+from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError
+
+__all__ = ["Sidecars", "gather_sidecars"]
+
+# Weights, and states of trainers, in the forms in which they lie beside a config.
+_WEIGHTS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".onnx_data",
+    ".distcp",
+)
+# Of version control and of downloads, which keep weights under names of their own; of a checkpoint of ours.
+_LEFT_OUT = frozenset({".git", ".cache", "tundish.json"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecars:
+    """What is written beside the weights.
+
+    `source`: names in the checkpoint and the files to copy there. `settings`: config and generation config, this save's
+    own. `model`: whose code is copied, where it is not part of transformers. `tokenizer`: or processor; the
+    caller's, written as it is then. `index`: of the shards.
+    """
+
+    source: tuple[tuple[str, Path], ...]
+    settings: tuple[Any, ...]
+    model: Any
+    tokenizer: Any
+    index: bytes | None
+
+    def write(self, folder: Path, weights: Collection[str]) -> list[FileFacts]:
+        """Write everything into `folder` and make it durable; `weights` are the names of what others write there."""
+        others = {path for path in folder.rglob("*") if path.is_file()}
+        for name, path in self.source:
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # The contents alone: the modes of a hub's cache are not those of a checkpoint.
+            shutil.copyfile(path, target)
+        if self.model is not None:
+            save_code(self.model, self.settings[0], str(folder))
+        for one in (*self.settings, self.tokenizer):
+            if one is not None:
+                one.save_pretrained(str(folder))
+        if self.index is not None:
+            (folder / INDEX_NAME).write_bytes(self.index)
+        facts = []
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if path.is_file() and path not in others and name not in weights:
+                known = checksum_file(path)
+                facts.append(FileFacts(name, known.size, known.checksum))
+        return facts
+
+
+def gather_sidecars(
+    *,
+    model: Any,
+    config: Any,
+    tokenizer: Any,
+    source_dir: str | os.PathLike[str] | None,
+    dtype: torch.dtype | None,
+    index: bytes | None,
+) -> Sidecars:
+    """Take down what is to be written beside the weights, so that later changes change nothing of it.
+
+    `model`: a model of transformers, or None. `config`: instead of the model's own.
+
+    Raises:
+        InvalidTypeError: `config` or `tokenizer` cannot be saved.
+        NotFoundError: `source_dir` is no folder.
+        InvalidInputError: `source_dir` holds links that lead in a circle.
+        Whatever the `save_pretrained` of a config raises.
+    """
+    for name, one in (("config", config), ("tokenizer", tokenizer)):
+        if one is not None and not callable(getattr(one, "save_pretrained", None)):
+            raise InvalidTypeError(f"{name} is a {type(one).__name__}, which has no save_pretrained")
+    own, generation = (None, None) if model is None else settings_of(model, dtype)
+    if config is not None:
+        own = copy.deepcopy(config)
+        if dtype is not None and hasattr(own, "dtype"):
+            own.dtype = str(dtype).removeprefix("torch.")
+    settings = (own, generation)
+    _check_settings([one for one in settings if one is not None])
+    return Sidecars(
+        source=() if source_dir is None else tuple(_source_files(Path(source_dir))),
+        settings=settings,
+        model=model if model is not None and model.is_remote_code() else None,
+        tokenizer=tokenizer,
+        index=index,
+    )
+
+
+# What was found to be good, so that a training loop does not try the same settings at each save.
+_good: collections.deque[list[Any]] = collections.deque(maxlen=8)
+
+
+def _check_settings(settings: list[Any]) -> None:
+    """Try whether settings can be saved: transformers refuses some that it trains with.
+
+    Told now it is an error of the call. Found in the background it would end the training.
+    """
+    said = [(type(one), one.to_dict() if hasattr(one, "to_dict") else one) for one in settings]
+    if said in _good:
+        return
+    with TemporaryDirectory() as scratch:
+        for one in settings:
+            copy.deepcopy(one).save_pretrained(scratch)
+    _good.append(said)
+
+
+def _source_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Names and paths of everything below `folder` that is to be copied, in order."""
+    if not folder.is_dir():
+        raise NotFoundError(errno.ENOENT, "source_dir is not a folder", str(folder))
+    for path in _walk(folder, ()):
+        yield path.relative_to(folder).as_posix(), path
+
+
+def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
+    status = folder.stat()
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        raise InvalidInputError(
+            f"{folder} links to a folder that it lies in: take the link out of source_dir"
+        )
+    for path in sorted(folder.iterdir()):
+        if path.name in _LEFT_OUT or path.name.endswith(_WEIGHTS):
+            continue
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise InvalidInputError(
+                    f"{path} is a link that leads to itself: take it out of source_dir"
+                ) from None
+            raise
+        if stat.S_ISDIR(mode):
+            yield from _walk(path, (*above, here))
+        elif stat.S_ISREG(mode):
+            yield path

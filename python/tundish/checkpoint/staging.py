@@ -1,0 +1,232 @@
+"""Copies of tensors into host memory: at once, or during the next forward and backward.
+
+Owns when a copy has to be over. What always holds: a copy made at once reads its sources as they are in the order
+of the caller's stream, whatever the caller queues afterwards; a copy that runs in the background is over before a step
+of the optimizers that own its sources begins, and fails where anything else changed a source before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from tundish.checkpoint.tensors import local_of
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+__all__ = ["BackgroundCopy", "Copies", "Pair", "optimizers_of", "owned_by"]
+
+# A place in host memory, and the tensor that belongs there.
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+# Up to here torch copies with one thread, so that several tensors can be copied side by side.
+_GRAIN = 32768
+# Less is not worth the start of a thread.
+_WORTH_THREADS_BYTES = 16 << 20
+
+
+class Copies:
+    """Copies that are started together. Made on the caller's thread; holds its sources until they are over.
+
+    On CUDA they run on a side stream, after what the caller's stream was given before this was made; a target must be
+    pinned for that to be unobtrusive.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._pairs = pairs
+        self._devices = sorted(
+            {source.device for _, source in pairs if source.device.type == "cuda"},
+            key=lambda device: device.index,
+        )
+        self._ready = [torch.cuda.current_stream(device).record_event() for device in self._devices]
+        self._over: list[torch.cuda.Event] = []
+
+    def run(self) -> None:
+        """Copy; returns when all is copied, or queued on a side stream."""
+        with torch.no_grad():
+            for device, ready in zip(self._devices, self._ready, strict=True):
+                side = torch.cuda.Stream(device)
+                side.wait_event(ready)
+                with torch.cuda.stream(side):
+                    for target, source in self._pairs:
+                        if source.device == device:
+                            # Converted on the device, so that fewer bytes travel and the host need not wait.
+                            same = source.to(target.dtype).contiguous()
+                            target.copy_(same, non_blocking=True)
+                            source.record_stream(side)
+                    self._over.append(side.record_event())
+            _copy_on_host([pair for pair in self._pairs if pair[1].device not in self._devices])
+        if not self._devices:
+            self._pairs = ()
+
+    def hold_up_caller(self) -> None:
+        """Let the caller's streams wait until the copies are over; the caller itself does not wait."""
+        for device, over in zip(self._devices, self._over, strict=False):
+            torch.cuda.current_stream(device).wait_event(over)
+
+    def wait(self, deadline: float | None) -> None:
+        """Block until all is copied; raises `TimeoutError` at `deadline`, a time of `time.monotonic`."""
+        for over in self._over:
+            while not over.query():
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError("the device has not copied everything into host memory yet")
+                time.sleep(0.001)
+        self._pairs = ()
+
+
+class BackgroundCopy:
+    """Copies on a thread of their own, fenced by the steps of `optimizers`.
+
+    Args:
+        pairs: what to copy; sources that the optimizers own.
+        names: of the sources, for messages.
+        optimizers: a step of any of them begins only after the copies.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], names: Sequence[str], optimizers: Sequence[Any]) -> None:
+        self._copies = Copies(pairs)
+        self._watched = [
+            (name, source, _version(source)) for name, (_, source) in zip(names, pairs, strict=True)
+        ]
+        self._lock = threading.Lock()
+        self._issued = threading.Event()
+        self._error: BaseException | None = None
+        self._fences = [_fence_of(optimizer) for optimizer in optimizers]
+        for fence in self._fences:
+            fence.add(self)
+        threading.Thread(target=self._run, name="tundish-hf-copy", daemon=True).start()
+
+    def fence(self) -> None:
+        """Make sure that what the caller does from here on changes nothing of what is copied."""
+        self._issued.wait()
+        self._judge()
+        self._copies.hold_up_caller()
+
+    def wait(self, deadline: float | None) -> None:
+        """Block until all is copied.
+
+        Raises what went wrong, and `TimeoutError` at `deadline`, a time of `time.monotonic`.
+        """
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not self._issued.wait(left):
+            raise TimeoutError("not everything is copied into host memory yet")
+        self._copies.wait(deadline)
+        self._judge()
+        for fence in self._fences:
+            fence.discard(self)
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._copies.run()
+        except BaseException as caught:  # noqa: BLE001 (raised where the save is finished)
+            self._error = caught
+        self._issued.set()
+
+    def _judge(self) -> None:
+        """Once: find whether something changed a source while it was copied."""
+        with self._lock:
+            changed = [name for name, source, version in self._watched if _version(source) != version]
+            self._watched = []
+            if changed:
+                self._error = InvalidInputError(
+                    f"{', '.join(changed[:3])}{' and more' if changed[3:] else ''} changed while a lazy save copied: "
+                    "until the optimizer's step only that step may change parameters, and anything else has to wait "
+                    "for the save's staged()"
+                )
+
+
+class _Fence:
+    """What stands before the steps of one optimizer."""
+
+    def __init__(self) -> None:
+        self._pending: list[BackgroundCopy] = []
+        self._lock = threading.Lock()
+
+    def add(self, copy: BackgroundCopy) -> None:
+        with self._lock:
+            self._pending.append(copy)
+
+    def discard(self, copy: BackgroundCopy) -> None:
+        with self._lock:
+            if copy in self._pending:
+                self._pending.remove(copy)
+
+    def hold(self, *_: Any) -> None:
+        with self._lock:
+            pending, self._pending = self._pending, []
+        for copy in pending:
+            copy.fence()
+
+
+# A hook cannot be taken off by a thread while a step runs through the hooks: it stays as long as the optimizer.
+_fences: weakref.WeakKeyDictionary[Any, _Fence] = weakref.WeakKeyDictionary()
+_fences_lock = threading.Lock()
+
+
+def _fence_of(optimizer: Any) -> _Fence:
+    with _fences_lock:
+        fence = _fences.get(optimizer)
+        if fence is None:
+            fence = _fences[optimizer] = _Fence()
+            optimizer.register_step_pre_hook(fence.hold)
+    return fence
+
+
+def optimizers_of(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers that a lazy staging is fenced by: one is given, or several.
+
+    Raises `InvalidInputError` where there is none, `InvalidTypeError` for what is no torch optimizer.
+    """
+    given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    if optimizer is None or not given:
+        raise InvalidInputError(
+            'staging="lazy" copies while training goes on, until the optimizer steps: give optimizer=, or '
+            'staging="eager"'
+        )
+    for one in given:
+        if not isinstance(one, torch.optim.Optimizer) or not hasattr(one, "_optimizer_step_pre_hooks"):
+            raise InvalidTypeError(
+                f"cannot wait for the steps of a {type(one).__name__}: give the torch.optim.Optimizer itself, "
+                "without a wrapper"
+            )
+    return given
+
+
+def owned_by(optimizers: Iterable[Any], tensors: Iterable[torch.Tensor]) -> list[bool]:
+    """Which of `tensors`, local ones, lie in memory of parameters that the optimizers step."""
+    owned = {
+        local_of(parameter).untyped_storage().data_ptr()
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return [tensor.untyped_storage().data_ptr() in owned for tensor in tensors]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _copy_on_host(pairs: Sequence[Pair]) -> None:
+    small = [pair for pair in pairs if pair[1].numel() <= _GRAIN]
+    _copy_in_turn([pair for pair in pairs if pair[1].numel() > _GRAIN])
+    threads = torch.get_num_threads()
+    if threads == 1 or sum(target.nbytes for target, _ in small) < _WORTH_THREADS_BYTES:
+        _copy_in_turn(small)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(_copy_in_turn, [small[start::threads] for start in range(threads)]))
+
+
+def _copy_in_turn(pairs: Sequence[Pair]) -> None:
+    if pairs:
+        # One call for all of them, of which the interpreter is free.
+        with torch.no_grad():
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

@@ -1,0 +1,153 @@
+"""Which tensors can be saved, what they are in a file, and which of them are one.
+
+Owns the dtypes of the safetensors format and everything that is refused about a tensor before a save begins. What
+always holds: only shapes, dtypes, layouts and addresses are looked at, never values; ranks that hold other
+parts of the same tensors come to the same result.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+__all__ = ["DTYPES", "Facts", "check_tensor", "facts_of", "is_dtensor", "is_fp8", "local_of", "tied_names"]
+
+# Name, shape, dtype.
+Facts = tuple[str, tuple[int, ...], torch.dtype]
+
+# The names of dtypes in a file, in the order in which safetensors lays tensors out: whatever needs more alignment
+# comes first, so that nothing needs padding.
+DTYPES: dict[torch.dtype, str] = {
+    getattr(torch, name): code
+    for name, code in (
+        ("uint64", "U64"),
+        ("int64", "I64"),
+        ("float64", "F64"),
+        ("complex64", "C64"),
+        ("float32", "F32"),
+        ("uint32", "U32"),
+        ("int32", "I32"),
+        ("bfloat16", "BF16"),
+        ("float16", "F16"),
+        ("uint16", "U16"),
+        ("int16", "I16"),
+        ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
+        ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
+        ("float8_e8m0fnu", "F8_E8M0"),
+        ("float8_e4m3fn", "F8_E4M3"),
+        ("float8_e5m2", "F8_E5M2"),
+        ("int8", "I8"),
+        ("uint8", "U8"),
+        ("float4_e2m1fn_x2", "F4"),
+        ("bool", "BOOL"),
+    )
+    # The smallest floats are younger than the oldest torch that is supported.
+    if hasattr(torch, name)
+}
+
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is spread over ranks; imports nothing."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `tensor`; no copy."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local
+
+
+def facts_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Facts, ...]:
+    """Names, shapes (of the whole tensors) and dtypes."""
+    return tuple([(name, tensor.shape, tensor.dtype) for name, tensor in tensors])
+
+
+def is_fp8(dtype: torch.dtype) -> bool:
+    """Whether `dtype` is a float of eight bits or less, which means nothing without its scales."""
+    return dtype.itemsize == 1 and dtype.is_floating_point
+
+
+def check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what has no values here, or values that no file can hold.
+
+    Raises:
+        InvalidTypeError: sparse, quantized, nested or another subclass of tensors.
+        InvalidInputError: on the meta device, or a DTensor whose values are yet to be reduced.
+    """
+    if type(tensor) not in _PLAIN:
+        _check_subclass(name, tensor)
+    if tensor.layout is not torch.strided:
+        raise InvalidTypeError(f"{name!r} is {_said(tensor.layout)}: save it dense, with tensor.to_dense()")
+    if tensor.is_meta:
+        raise InvalidInputError(f"{name!r} is on the meta device and has no values: materialize it first")
+    if tensor.is_quantized:
+        raise InvalidTypeError(f"{name!r} is quantized ({_said(tensor.dtype)}): save tensor.dequantize()")
+
+
+def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Groups of names of one and the same memory, seen in the same way; each of at least two, in the input's order.
+
+    Parts of one memory that only overlap, or lie side by side, are tensors of their own.
+    """
+    by_address: dict[Hashable, list[str]] = {}
+    for name, tensor in tensors.items():
+        local = local_of(tensor)
+        # What is empty has no address, but on another rank the same tensor need not be empty.
+        by_address.setdefault(local.data_ptr() or _storage(local), []).append(name)
+    groups: dict[Hashable, list[str]] = {}
+    for names in by_address.values():
+        if len(names) > 1:
+            for name in names:
+                groups.setdefault(_view(tensors[name]), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _storage(local: torch.Tensor) -> Hashable:
+    return "storage", local.untyped_storage()._cdata
+
+
+def _view(tensor: torch.Tensor) -> Hashable:
+    local = local_of(tensor)
+    return (
+        local.device,
+        local.data_ptr() or (_storage(local), local.storage_offset()),
+        local.dtype,
+        tensor.shape,
+        local.shape,
+        local.stride(),
+    )
+
+
+def _check_subclass(name: str, tensor: torch.Tensor) -> None:
+    if is_dtensor(tensor):
+        placements: Any = tensor.placements  # type: ignore[attr-defined]
+        if any(placement.is_partial() for placement in placements):
+            raise InvalidInputError(
+                f"{name!r} is a DTensor placed {placements}, whose values are yet to be reduced: redistribute it first"
+            )
+        check_tensor(name, local_of(tensor))
+        return
+    kind = type(tensor)
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        raise InvalidInputError(f"{name!r} is uninitialized: run the model once before saving it")
+    if tensor.is_nested or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise InvalidTypeError(
+            f"{name!r} is a {kind.__module__}.{kind.__qualname__}, which has no dense values of its own: turn it into "
+            "plain tensors first, or give a to_hf that does"
+        )
+
+
+def _said(value: object) -> str:
+    return str(value).removeprefix("torch.")
