@@ -104,8 +104,10 @@ def resources(rank: int, line: Line) -> None:
         return number
 
     vote(what="first")
+    introduced = keys()
     vote(what="second")
     before = keys()
+    line.say(before - introduced)
     for _ in range(100):
         vote(what="many")
     line.say(keys() - before)
@@ -157,6 +159,8 @@ def resources(rank: int, line: Line) -> None:
 
 def test_nothing_grows_and_nothing_is_left(tmp_path: Path) -> None:
     with Job(resources, 2, tmp_path) as job:
+        # What each of the two ranks said of itself goes once both have read it; the key `floor` comes.
+        assert job.hear_all() == [(-1,), (-1,)]
         assert job.hear_all() == [(0,), (0,)]
         assert job.hear_all() == [(0,), (0,)]
         expected = {
