@@ -1,0 +1,111 @@
+"""DCP checkpoints: what `torch.distributed.checkpoint` reads and writes, saved while training goes on.
+
+`DcpSaver` is what a checkpointer has of them. The rooms behind it, each knowing only those before: `dcp_record` (the
+bytes of one tensor), `dcp_leaves` (a flat state dict), `dcp_outline` and `dcp_owners` (which rank saves what),
+`dcp_layout` (a rank's file), `dcp_ranks` (what ranks tell each other), `dcp_writer` (torch's planner and our writer),
+`dcp_plan` (one save), `dcp_load`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from tundish.checkpoint.dcp_load import load_from, newest_whole
+from tundish.checkpoint.dcp_plan import DcpPlan
+from tundish.checkpoint.dcp_ranks import Ranks
+from tundish.checkpoint.reading import ReadOnlyRoot
+from tundish.distributed import DEFAULT_TIMEOUT, Voter
+from tundish.distributed.groups import membership
+
+__all__ = ["DcpSaver", "load_dcp"]
+
+
+class DcpSaver:
+    """Saves and loads the DCP checkpoints of the ranks of `group` (None: all). Collective; for the caller's thread.
+
+    Args:
+        group: the `ProcessGroup`; without torch.distributed a world of one.
+        timeout: seconds that anything waits for the other ranks.
+    """
+
+    def __init__(self, group: Any = None, *, timeout: float) -> None:
+        self._timeout = timeout
+        self._ranks = Ranks(group, timeout=timeout)
+
+    def plan(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        rank_extra: Any = None,
+        staging: Literal["eager", "lazy"] = "eager",
+        optimizer: Any = None,
+    ) -> DcpPlan:
+        """A save of `state_dict`. Not collective, unlike its staging and its writing.
+
+        Raises:
+            InvalidInputError: layouts that cannot be saved, names that cannot be used, nothing to save, a lazy staging
+                without an optimizer.
+            InvalidTypeError: what is no tensor with values and cannot be pickled; an `extra` that is no JSON; a
+                `rank_extra` of something else than numbers, strings, bytes, tensors, arrays and containers of them.
+        """
+        return DcpPlan(
+            state_dict,
+            extra=extra,
+            rank_extra=rank_extra,
+            staging=staging,
+            optimizer=optimizer,
+            ranks=self._ranks,
+        )
+
+    def load(
+        self, state_dict: dict[str, Any], *, view: ReadOnlyRoot, step: int | None, verify: bool, voter: Voter
+    ) -> tuple[dict[str, Any], dict[int, Any]]:
+        """Collective: load a checkpoint of the root that `view` shows, as `Checkpointer.load_dcp` says."""
+        is_first = self._ranks.index == 0
+        chosen = -1 if step is None else step
+        if step is None:
+            with voter.agreed("choosing the checkpoint to load", timeout=self._timeout):
+                if is_first:
+                    chosen = newest_whole(view, verify=verify)
+            chosen, verify = self._ranks.tell(chosen), False
+        with contextlib.ExitStack() as stack:
+            with voter.agreed(f"opening the checkpoint of step {chosen}", timeout=self._timeout):
+                path = stack.enter_context(view.reading(chosen, "dcp"))
+            return load_from(state_dict, path, verify=verify and is_first, voter=voter, timeout=self._timeout)
+
+    def close(self) -> None:
+        """Let go of the groups; not collective."""
+        self._ranks.close()
+
+
+def load_dcp(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    group: Any = None,
+    verify: bool = True,
+    timeout: float = DEFAULT_TIMEOUT.total_seconds(),
+) -> tuple[dict[str, Any], dict[int, Any]]:
+    """Collective over `group` (None: all ranks): load the DCP checkpoint at `path` into `state_dict`, in place.
+
+    Args:
+        state_dict: as it was saved, or parts of it, with the tensors to load into, on whatever ranks.
+        path: a published checkpoint.
+        group: the ranks that load together.
+        verify: read all bytes first and compare their checksums.
+        timeout: seconds that ranks wait for each other.
+
+    Returns `extra` and the `rank_extra` of every rank that saved, by rank.
+
+    Raises, on all ranks: `NotFoundError` where no whole checkpoint is, `CorruptCheckpointError`, `StateMismatchError`
+    where the state dict does not fit. Until then nothing of it is changed.
+    """
+    member = membership(group)
+    is_first = member.rank == member.ranks[0]
+    with Voter(group, timeout=timeout) as voter:
+        return load_from(state_dict, Path(path), verify=verify and is_first, voter=voter, timeout=timeout)

@@ -1,0 +1,99 @@
+"""A state dict as the flat list of what is in it.
+
+Owns which values are taken, under which names, and what makes two state dicts alike. What always holds: names and
+paths are those that `torch.distributed.checkpoint`'s planner gives; nothing is copied, no value of a tensor is looked
+at; the form of a state dict, everything but its values, is compared whole and never by a digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
+
+from tundish.checkpoint.names import check_name
+from tundish.checkpoint.tensors import check_tensor, is_dtensor, local_of
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+__all__ = ["Form", "Leaves", "leaves_of", "plain_state"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """All of a state dict but its values.
+
+    `paths`: the name of each leaf to the keys that lead to it. `parts`: of each leaf its path and, for a tensor,
+    everything that decides where its bytes lie.
+    """
+
+    paths: dict[str, tuple[str | int, ...]]
+    parts: list[Hashable]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaves:
+    """The values of a state dict, in the order of its `form`: tensors, DTensors, other objects."""
+
+    form: Form
+    values: list[Any]
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return zip(self.form.paths, self.values, strict=True)
+
+
+def leaves_of(state_dict: Any, known: Form | None = None) -> Leaves:
+    """The leaves of `state_dict`; their form is `known`, and not checked again, where it is no other.
+
+    Raises:
+        InvalidTypeError: it is no mapping, or holds a tensor that has no dense values of its own.
+        InvalidInputError: it is empty, holds a tensor without values, or has a name that cannot be used.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise InvalidTypeError(
+            f"the state dict is a {type(state_dict).__name__}: give a mapping of names to values"
+        )
+    planner = DefaultSavePlanner(flatten_sharded_tensors=False)
+    try:
+        planner.set_up_planner(plain_state(state_dict))
+    except ValueError as error:
+        raise InvalidInputError(f"two values of the state dict have one name: {error}") from error
+    values = list(planner.state_dict.values())
+    parts = [
+        _part_of(path, value) if isinstance(value, torch.Tensor) else path
+        for path, value in zip(planner.mappings.values(), values, strict=True)
+    ]
+    if known is not None and parts == known.parts:
+        return Leaves(form=known, values=values)
+    leaves = Leaves(form=Form(paths=planner.mappings, parts=parts), values=values)
+    if not values:
+        raise InvalidInputError("there is nothing to save: the state dict is empty")
+    for name, value in leaves:
+        check_name(name)
+        if isinstance(value, torch.Tensor):
+            check_tensor(name, value)
+    return leaves
+
+
+def plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """`state_dict` with the states of those of its values that are stateful in their place, as DCP takes it."""
+    for name in state_dict:
+        if not isinstance(name, str):
+            raise InvalidTypeError(f"{name!r} names a value of the state dict: names are strings")
+    return {
+        name: value.state_dict() if isinstance(value, Stateful) else value
+        for name, value in state_dict.items()
+    }
+
+
+def _part_of(path: tuple[str | int, ...], tensor: Any) -> Hashable:
+    # What a tensor is made of counts too, so that one that was checked may stand for another.
+    kind, dtype, layout, size = type(tensor), tensor.dtype, tensor.layout, tensor.shape
+    if not is_dtensor(tensor):
+        return path, kind, dtype, layout, tensor.is_meta, size
+    local = local_of(tensor)
+    placements, mesh = tensor.placements, tensor.device_mesh
+    return path, kind, dtype, layout, local.is_meta, size, local.layout, local.shape, placements, mesh

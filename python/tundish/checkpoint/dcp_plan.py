@@ -1,0 +1,273 @@
+"""One DCP save of one rank: refused or planned, staged, written.
+
+What always holds: when `stage` returns from an eager staging, nothing that the caller does changes what is saved;
+each rank stages only what it writes, one copy of each tensor, straight into the image of its file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tundish._native import FileFacts, write_sidecar
+from tundish.checkpoint.dcp_layout import Layout
+from tundish.checkpoint.dcp_leaves import leaves_of
+from tundish.checkpoint.dcp_outline import total_bytes
+from tundish.checkpoint.dcp_ranks import Exchange, Ranks, Share
+from tundish.checkpoint.dcp_values import to_json
+from tundish.checkpoint.dcp_writer import ImageWriter, Spread, StagedPlanner, save_together
+from tundish.checkpoint.images import Buffer
+from tundish.checkpoint.saves import PlannedFile, WriteOptions
+from tundish.checkpoint.staging import BackgroundCopy, Copies, optimizers_of
+from tundish.checkpoint.tensors import is_dtensor, local_of
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+__all__ = ["DcpPlan", "rank_extra_name"]
+
+_SIMPLE = (int, float, str, bytes, type(None))
+
+
+def rank_extra_name(index: int) -> str:
+    """The file that holds what a rank, by its number in the group, has to remember."""
+    return f"rank_extra-{index:05d}.json"
+
+
+class DcpPlan:
+    """A `tundish.checkpoint.saves.Plan`; its constructor is local and raises for everything that is refused early.
+
+    Args:
+        state_dict: nested, of tensors, DTensors and other objects.
+        extra: facts about the run, the same on all ranks; JSON.
+        rank_extra: what this rank has to remember.
+        staging: "eager" or "lazy".
+        optimizer: whose steps a lazy staging is fenced by; one or several.
+        ranks: that save together.
+    """
+
+    files: tuple[PlannedFile, ...] = ()
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        extra: Mapping[str, Any] | None,
+        rank_extra: Any,
+        staging: Literal["eager", "lazy"],
+        optimizer: Any,
+        ranks: Ranks,
+    ) -> None:
+        if staging not in ("eager", "lazy"):
+            raise InvalidInputError(f'staging is {staging!r}: give "eager" or "lazy"')
+        self._optimizers = optimizers_of(optimizer) if staging == "lazy" else ()
+        facts = _facts_of(extra)
+        self._rank_extra = b"" if rank_extra is None else to_json(rank_extra, "rank_extra")
+        self._leaves = leaves_of(state_dict, ranks.known_form)
+        self._ranks = ranks
+        self._share = ranks.expected_share(self._leaves)
+        self._objects: dict[str, bytes] = {}
+        self._layout = self._layout_of(self._share)
+        self._buffer: Buffer | None = None
+        self.staged_bytes = self._layout.size
+        self.written_bytes = total_bytes(self._share.census)
+        self.fingerprint = hashlib.sha256(f"{staging} {facts}".encode()).hexdigest()
+
+    def reserve(self) -> None:
+        """Take the memory for the image of this rank's file."""
+        if self._layout.size > 0:
+            self._buffer = Buffer(self._layout.size, is_pinned=self._comes_from_cuda())
+
+    def stage(self) -> StagedState:
+        """Agree who saves what, and copy this rank's part."""
+        share, exchange = self._ranks.agree(self._leaves)
+        if share is not self._share:
+            self.release()
+            self._share, self._layout = share, self._layout_of(share)
+            self.reserve()
+        buffer, self._buffer = self._buffer, None
+        try:
+            views = [] if buffer is None else self._layout.views(buffer)
+            copies = self._copy(views)
+        except BaseException:
+            if buffer is not None:
+                buffer.release()
+            raise
+        return StagedState(
+            index=self._ranks.index,
+            exchange=exchange,
+            layout=self._layout,
+            buffer=buffer,
+            copies=copies,
+            planner=self._planner(views),
+            objects=self._objects,
+            rank_extra=self._rank_extra,
+        )
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self._buffer is not None:
+            self._buffer.release()
+            self._buffer = None
+
+    def _layout_of(self, share: Share) -> Layout:
+        """Where all of the share lies; the layout of the last save, if nothing has another length."""
+        lengths = {}
+        pickles: dict[Any, bytes] = {}
+        for number, (name, value) in enumerate(self._leaves):
+            if share.owned[number] and not isinstance(value, torch.Tensor):
+                if name not in self._objects:
+                    self._objects[name] = _pickled(name, value, pickles)
+                lengths[name] = len(self._objects[name])
+        if share.layout is None or share.layout.objects != lengths:
+            share.layout = Layout(share.tensors, lengths)
+        return share.layout
+
+    def _planner(self, views: Sequence[torch.Tensor]) -> StagedPlanner:
+        """The planner for what is staged; it is not asked where the layout was planned before."""
+        staged: dict[str, torch.Tensor | None] = {}
+        spread: dict[str, Spread] = {}
+        if self._layout.plan is None:
+            for item, view in zip(self._layout.tensors, views, strict=True):
+                staged[item.name] = view
+                value = self._leaves.values[item.number]
+                if is_dtensor(value):
+                    spread[item.name] = Spread(
+                        value.device_mesh, value.placements, value.shape, value.stride()
+                    )
+            staged.update(dict.fromkeys(self._layout.objects))
+        return StagedPlanner(staged, spread, self._leaves.form.paths)
+
+    def _sources(self) -> list[torch.Tensor]:
+        return [local_of(self._leaves.values[item.number]).detach() for item in self._layout.tensors]
+
+    def _comes_from_cuda(self) -> bool:
+        return any(source.is_cuda for source in self._sources())
+
+    def _copy(self, views: Sequence[torch.Tensor]) -> list[Copies | BackgroundCopy]:
+        """Copy at once, or begin to, what the optimizers' steps alone change."""
+        pairs = list(zip(views, self._sources(), strict=True))
+        names = [item.name for item in self._layout.tensors]
+        later = _stepped(self._optimizers, [source for _, source in pairs])
+        now = Copies([pair for pair, is_later in zip(pairs, later, strict=True) if not is_later])
+        now.run()
+        now.hold_up_caller()
+        if not any(later):
+            return [now]
+        chosen = [number for number, is_later in enumerate(later) if is_later]
+        background = BackgroundCopy(
+            [pairs[number] for number in chosen], [names[number] for number in chosen], self._optimizers
+        )
+        return [now, background]
+
+
+class StagedState:
+    """A `tundish.checkpoint.saves.Staged`."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        exchange: Exchange,
+        layout: Layout,
+        buffer: Buffer | None,
+        copies: Sequence[Copies | BackgroundCopy],
+        planner: StagedPlanner,
+        objects: Mapping[str, bytes],
+        rank_extra: bytes,
+    ) -> None:
+        self._index = index
+        self._exchange = exchange
+        self._layout = layout
+        self._buffer = buffer
+        self._copies = copies
+        self._planner = planner
+        self._objects = objects
+        self._rank_extra = rank_extra
+
+    def wait_staged(self, timeout: float | None) -> None:
+        """Block until host memory holds everything that this rank saves."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for copies in self._copies:
+            copies.wait(deadline)
+
+    def prewrite(self, folder: Path) -> list[FileFacts]:  # noqa: ARG002 (nothing is known before the ranks planned)
+        """Nothing: what describes the weights is written beside them."""
+        return []
+
+    def write(self, folder: Path, options: WriteOptions) -> list[FileFacts]:
+        """Plan with the other ranks and write this rank's files; on the first rank also `.metadata`."""
+        writer = ImageWriter(folder, self._index, self._layout, self._buffer, options)
+        if self._buffer is not None:
+            self._layout.fill(self._buffer, self._objects)
+        save_together(self._planner, writer, self._layout, self._exchange)
+        if self._rank_extra:
+            writer.facts.append(write_sidecar(folder, rank_extra_name(self._index), self._rank_extra))
+        return writer.facts
+
+    def release(self) -> None:
+        """Give the memory back, once nothing is copied into it any more."""
+        for copies in self._copies:
+            # Whatever went wrong with them was raised where they were waited for.
+            with contextlib.suppress(Exception):
+                copies.wait(None)
+        if self._buffer is not None:
+            self._buffer.release()
+            self._buffer = None
+
+
+def _facts_of(extra: Any) -> str:
+    """`extra` as text, by which ranks compare it."""
+    if extra is None:
+        return "{}"
+    if not isinstance(extra, Mapping):
+        raise InvalidTypeError(f"extra is a {type(extra).__name__}: give a dict of facts about the run")
+    problem: object = "not all of it comes back as it is"
+    try:
+        text = json.dumps(dict(extra), allow_nan=False)
+        if json.loads(text) == extra:
+            return json.dumps(dict(extra), sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        problem = error
+    raise InvalidTypeError(
+        f"extra is no JSON ({problem}): give strings, finite numbers, lists and dicts with strings for keys; state of "
+        "a loader or a sampler goes into rank_extra, tensors into the state dict"
+    )
+
+
+def _pickled(name: str, value: Any, known: dict[Any, bytes]) -> bytes:
+    """`value` as torch's planner pickles it; `known`: pickles of the same save, of values that nobody can change."""
+    key = (type(value), repr(value)) if type(value) in _SIMPLE else None
+    if key is not None and key in known:
+        return known[key]
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception as error:
+        raise InvalidTypeError(
+            f"{name!r}, a {type(value).__qualname__}, cannot be pickled: {error}"
+        ) from error
+    pickled = stream.getvalue()
+    if key is not None:
+        known[key] = pickled
+    return pickled
+
+
+def _stepped(optimizers: Sequence[torch.optim.Optimizer], tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Which of `tensors` lie in memory that the optimizers' steps change: parameters and their states."""
+    memory = set()
+    for optimizer in optimizers:
+        values = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        values += [value for state in optimizer.state.values() for value in state.values()]
+        memory |= {
+            local_of(value).untyped_storage().data_ptr()
+            for value in values
+            if isinstance(value, torch.Tensor)
+        }
+    return [tensor.untyped_storage().data_ptr() in memory for tensor in tensors]

@@ -1,0 +1,217 @@
+"""The ranks that save DCP checkpoints together: what they tell each other, and when.
+
+Owns two gloo groups: one for the callers' threads, one for the finalize threads. What always holds:
+
+1. A save costs the callers' threads one reduction of four numbers; more only when the state dict of some rank has
+   another form than at the last save, and the ranks do not all hold the same.
+2. No plan travels twice: what a rank sent before and did not change is known to the first rank.
+3. A failure on the background group spoils that group alone: the next save's callers make a new one, and
+   nothing is taken for known that was told on the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.checkpoint.planner import SavePlan
+
+from tundish.checkpoint.dcp_layout import Layout, TensorItem, tensor_items
+from tundish.checkpoint.dcp_leaves import Form, Leaves
+from tundish.checkpoint.dcp_outline import (
+    Census,
+    Outline,
+    digest_of,
+    outline_from_json,
+    outline_of,
+    outline_to_json,
+)
+from tundish.checkpoint.dcp_owners import owned_by
+from tundish.distributed import long_timeout_group
+from tundish.distributed.groups import membership
+from tundish.errors import PeerFailedError
+
+__all__ = ["Exchange", "Ranks", "Share"]
+
+
+class Share:
+    """What one rank saves of state dicts of one form.
+
+    `census`: who holds what. `owned`: for each leaf, whether it is this rank's to save. `tensors`: where those among
+    them lie in its file. `layout`: of the last save.
+    """
+
+    def __init__(self, rank: int, leaves: Leaves, outline: Outline, census: Census) -> None:
+        self.form = leaves.form
+        self.outline = outline
+        self.census = census
+        self.owned = owned_by(rank, leaves, census)
+        self.tensors: list[TensorItem] = tensor_items(leaves, self.owned)
+        self.layout: Layout | None = None
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """By which ranks see whether they hold the same."""
+        return digest_of(self.outline)
+
+
+class Ranks:
+    """The ranks of `group` (None: all). Collective; made, used and closed on the caller's thread.
+
+    Args:
+        group: the `ProcessGroup`; without torch.distributed a world of one.
+        timeout: seconds that anything here waits for the other ranks.
+    """
+
+    def __init__(self, group: Any = None, *, timeout: float) -> None:
+        member = membership(group)
+        self.members = member.ranks
+        self.rank = member.rank
+        self.index = member.ranks.index(member.rank)
+        self._timeout = timeout
+        self._share: Share | None = None
+        self._is_agreed = False
+        self._callers: Any = None
+        with contextlib.ExitStack() as resources:
+            if len(self.members) > 1:
+                self._callers = resources.enter_context(long_timeout_group(timeout, self.members))
+            self._exchange = Exchange(self.members, self.index, timeout)
+            self._resources = resources.pop_all()
+
+    @property
+    def known_form(self) -> Form | None:
+        """Of the last state dict, which was checked."""
+        return None if self._share is None else self._share.form
+
+    def expected_share(self, leaves: Leaves) -> Share:
+        """What this rank saves if the others hold what they held last, or else the same as this one. Not collective.
+
+        Raises `InvalidInputError` for layouts that cannot be saved.
+        """
+        share = self._share
+        if share is None or share.form is not leaves.form:
+            outline = outline_of(leaves, self.rank, frozenset(self.members))
+            self._share = share = Share(self.rank, leaves, outline, ((outline, frozenset(self.members)),))
+            self._is_agreed = False
+        return share
+
+    def agree(self, leaves: Leaves) -> tuple[Share, Exchange]:
+        """Collective: what this rank saves, for certain, and the way to tell the first rank in the background.
+
+        Raises `InvalidInputError` where another rank holds something else under the same name.
+        """
+        share = self.expected_share(leaves)
+        if self._callers is None:
+            return share, self._exchange
+        status = torch.tensor([not self._is_agreed, self._exchange.is_broken, share.digest, -share.digest])
+        distributed.all_reduce(status, distributed.ReduceOp.MAX, group=self._callers)
+        is_changed, is_broken, greatest, minus_least = status.tolist()
+        if is_broken:
+            self._exchange.close()
+            self._exchange = Exchange(self.members, self.index, self._timeout)
+        if is_changed:
+            self._is_agreed = False
+            is_same = greatest == -minus_least
+            if not is_same or len(share.census) > 1:
+                everyone: Census = ((share.outline, frozenset(self.members)),)
+                share = Share(
+                    self.rank, leaves, share.outline, everyone if is_same else self._take_census(share)
+                )
+            self._share, self._is_agreed = share, True
+        return share, self._exchange
+
+    def tell(self, number: int) -> int:
+        """Collective: the greatest `number` of all ranks."""
+        told = torch.tensor([number])
+        if self._callers is not None:
+            distributed.all_reduce(told, distributed.ReduceOp.MAX, group=self._callers)
+        return int(told.item())
+
+    def close(self) -> None:
+        """Let go of the groups; not collective."""
+        self._exchange.close()
+        self._resources.close()
+
+    def _take_census(self, share: Share) -> Census:
+        """Each distinct outline, told by the lowest rank that has it."""
+        digests = [torch.zeros(1, dtype=torch.int64) for _ in self.members]
+        distributed.all_gather(digests, torch.tensor([share.digest]), group=self._callers)
+        ranks_of: dict[int, list[int]] = {}
+        for rank, digest in zip(self.members, digests, strict=True):
+            ranks_of.setdefault(int(digest.item()), []).append(rank)
+        census: list[tuple[Outline, frozenset[int]]] = []
+        for common, ranks in ranks_of.items():
+            own = outline_to_json(share.outline).encode() if ranks[0] == self.rank else b""
+            told = self._broadcast(own, ranks[0])
+            outline = share.outline if common == share.digest else outline_from_json(told.decode())
+            census.append((outline, frozenset(ranks)))
+        return tuple(census)
+
+    def _broadcast(self, text: bytes, teller: int) -> bytes:
+        length = torch.tensor([len(text)])
+        distributed.broadcast(length, teller, group=self._callers)
+        told = torch.zeros(int(length.item()), dtype=torch.uint8)
+        if self.rank == teller:
+            told = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        distributed.broadcast(told, teller, group=self._callers)
+        return told.numpy().tobytes()
+
+
+class Exchange:
+    """How plans get to the first rank, in the background. Collective; used by one thread at a time.
+
+    `is_coordinator`: whether this is the first rank. `is_broken`: whether it failed on this rank. `metadata`: on the
+    first rank what was made of the plans that it knows.
+    """
+
+    def __init__(self, members: tuple[int, ...], index: int, timeout: float) -> None:
+        self._members = members
+        self._index = index
+        self._resources = contextlib.ExitStack()
+        self._group: Any = None
+        if len(members) > 1:
+            self._group = self._resources.enter_context(long_timeout_group(timeout, members))
+        self._sent: SavePlan | None = None
+        self._known: list[SavePlan | None] = [None] * len(members)
+        self.is_coordinator = index == 0
+        self.is_broken = False
+        self.metadata: bytes | None = None
+
+    def gather(self, plan: SavePlan | None) -> list[SavePlan] | None:
+        """Collective: on the first rank the plans of all; None where `metadata` is of them, and on the others.
+
+        `plan`: this rank's; the same object as last time where it did not change; None where there is none, because
+        this rank failed.
+
+        Raises `PeerFailedError`, on the first rank, where another one has none.
+        """
+        sent = b"" if plan is not None and plan is self._sent else pickle.dumps(plan)
+        brought: list[Any] | None = [None] * len(self._members) if self.is_coordinator else None
+        if self._group is None:
+            brought = [sent]
+        else:
+            try:
+                distributed.gather_object(sent, brought, self._members[0], group=self._group)
+            except BaseException:
+                self.is_broken = True
+                raise
+        self._sent = plan
+        if brought is None:
+            return None
+        for index, told in enumerate(brought):
+            if told:
+                self._known[index] = pickle.loads(told)  # noqa: S301 (from a rank of the same process group)
+                self.metadata = None
+        plans = [known for known in self._known if known is not None]
+        if len(plans) < len(self._known):
+            failed = self._members[self._known.index(None)]
+            raise PeerFailedError(f"rank {failed} could not plan what it saves", failed)
+        return plans if self.metadata is None else None
+
+    def close(self) -> None:
+        """Let go of the group; not collective."""
+        self._resources.close()

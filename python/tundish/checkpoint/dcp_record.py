@@ -1,0 +1,229 @@
+"""The bytes around one tensor in a DCP file.
+
+An item of a `.distcp` file is what `torch.save` writes for one tensor: an uncompressed zip archive whose record
+`data/0` is the tensor's raw bytes. A `Frame` is that archive without them, so that a tensor can be copied once,
+straight into its place in the file. What always holds: a frame depends on dtype and shape alone; the data lies at a
+multiple of 64 bytes from the item's start; nothing here allocates what the tensor would take.
+
+Source of the layout: torch/csrc/caffe2/serialize/inline_container.cc and the zip specification (APPNOTE 6.3.10).
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import io
+import pickle
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["ALIGNMENT", "Frame", "frame_of"]
+
+# Where torch's writer lets the data of every record begin, and what it tells its reader of.
+ALIGNMENT = 64
+
+_ARCHIVE = "archive"
+_STORED = 0
+_UTF8_NAMES = 1 << 11
+_SIZES_FOLLOW = 1 << 3
+_FITS_32_BITS = 0xFFFFFFFF
+_ZIP64_VERSION = 45
+
+# Tensors of other dtypes name their dtype beside an untyped storage.
+_TYPED_STORAGES: dict[torch.dtype, Any] = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.complex128: torch.ComplexDoubleStorage,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """An item is `head`, the tensor's bytes in C order, `tail`."""
+
+    head: bytes
+    tail: bytes
+
+
+@functools.lru_cache(maxsize=4096)
+def frame_of(dtype: torch.dtype, shape: torch.Size) -> Frame:
+    """The frame of a contiguous tensor."""
+    archive = _Archive()
+    archive.add("data.pkl", _pickled_tensor(dtype, shape))
+    archive.add(".format_version", b"1")
+    archive.add(".storage_alignment", str(ALIGNMENT).encode())
+    archive.add("byteorder", sys.byteorder.encode())
+    head = archive.open("data/0", shape.numel() * dtype.itemsize)
+    archive.add("version", b"3\n")
+    return Frame(head, archive.close())
+
+
+class _StorageMark:
+    """Stands for the storage while its tensor is pickled."""
+
+
+class _TensorMark:
+    """Stands for a tensor: pickled as torch pickles one, without having one."""
+
+    def __init__(self, rebuild: Any, arguments: tuple[Any, ...]) -> None:
+        self._reduced = rebuild, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self._reduced
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, storage_type: Any, elements: int) -> None:
+        super().__init__(stream, protocol=2)
+        self._storage = ("storage", storage_type, "0", "cpu", elements)
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._storage if isinstance(obj, _StorageMark) else None
+
+
+def _pickled_tensor(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    elements = shape.numel()
+    storage_type = _TYPED_STORAGES.get(dtype)
+    size = tuple(shape)
+    hooks: collections.OrderedDict[int, Any] = collections.OrderedDict()
+    arguments: tuple[Any, ...] = (_StorageMark(), 0, size, _contiguous_strides(size), False, hooks)
+    rebuild: Any = torch._utils._rebuild_tensor_v2
+    if storage_type is None:
+        arguments, rebuild = (*arguments, dtype), torch._utils._rebuild_tensor_v3
+        storage_type, elements = torch.UntypedStorage, elements * dtype.itemsize
+    stream = io.BytesIO()
+    _Pickler(stream, storage_type, elements).dump(_TensorMark(rebuild, arguments))
+    return stream.getvalue()
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def _flags(size: int) -> int:
+    return _UTF8_NAMES | (_SIZES_FOLLOW if size > 0 else 0)
+
+
+class _Archive:
+    """A zip archive of stored records, written front to back, with one gap where a record's data goes.
+
+    Checksums of the records are zero, as torch writes them under `set_crc32_options(False)`: its reader does not
+    look at them, and those of the gap are not known yet. The checkpoint's manifest has one over the whole file.
+    """
+
+    def __init__(self) -> None:
+        self._position = 0
+        self._pieces: list[bytes] = []
+        self._directory: list[bytes] = []
+        self._open: tuple[str, int, int] | None = None
+
+    def add(self, name: str, data: bytes) -> None:
+        """A small record."""
+        self._begin(name, len(data))
+        self._put(data)
+
+    def open(self, name: str, size: int) -> bytes:
+        """Begin the record whose `size` bytes are filled in elsewhere; gives all bytes before them."""
+        self._begin(name, size)
+        head = b"".join(self._pieces)
+        self._pieces.clear()
+        self._position += size
+        return head
+
+    def close(self) -> bytes:
+        """End the archive; gives all bytes after the gap."""
+        self._end()
+        start = self._position
+        for entry in self._directory:
+            self._put(entry)
+        length, records = self._position - start, len(self._directory)
+        end = self._position
+        version = _ZIP64_VERSION
+        self._put(
+            struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 798, version, 0, 0, records, records, length, start)
+        )
+        self._put(struct.pack("<IIQI", 0x07064B50, 0, end, 1))
+        short = min(length, _FITS_32_BITS), min(start, _FITS_32_BITS)
+        self._put(struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, records, records, *short, 0))
+        return b"".join(self._pieces)
+
+    def _begin(self, name: str, size: int) -> None:
+        self._end()
+        encoded = f"{_ARCHIVE}/{name}".encode()
+        start = self._position
+        fixed = struct.calcsize("<IHHHHHIIIHH") + len(encoded)
+        large = self._zip64(size, 0)
+        padding = -(start + fixed + len(large) + 4) % ALIGNMENT
+        extra = large + b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        names = len(encoded), len(extra)
+        # Sizes that do not fit say so here; all stand after the data and in the directory.
+        sizes = (_FITS_32_BITS, _FITS_32_BITS) if large else (0, 0)
+        flags = _flags(size)
+        self._put(struct.pack("<IHHHHHIIIHH", 0x04034B50, 0, flags, _STORED, 0, 0, 0, *sizes, *names))
+        self._put(encoded + extra)
+        self._open = name, start, size
+
+    def _end(self) -> None:
+        """Describe the record that is open, behind its data and in the directory."""
+        if self._open is None:
+            return
+        name, start, size = self._open
+        self._open = None
+        encoded = f"{_ARCHIVE}/{name}".encode()
+        large = self._zip64(size, start)
+        if size > 0:
+            self._put(struct.pack("<IIQQ" if size >= _FITS_32_BITS else "<IIII", 0x08074B50, 0, size, size))
+        fields = [min(value, _FITS_32_BITS) for value in (size, size)]
+        self._directory.append(
+            struct.pack(
+                "<IHHHHHHIIIHHHHHII",
+                *(
+                    0x02014B50,
+                    0,
+                    0,
+                    _flags(size),
+                    _STORED,
+                    0,
+                    0,
+                    0,
+                    *fields,
+                    len(encoded),
+                    len(large),
+                    0,
+                    0,
+                    0,
+                    0,
+                ),
+                min(start, _FITS_32_BITS),
+            )
+            + encoded
+            + large
+        )
+
+    @staticmethod
+    def _zip64(size: int, start: int) -> bytes:
+        """The extra field that holds what 32 bits cannot."""
+        values = [value for value in (size, size, start) if value >= _FITS_32_BITS]
+        return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+
+    def _put(self, data: bytes) -> None:
+        self._pieces.append(data)
+        self._position += len(data)

@@ -1,0 +1,213 @@
+"""Planning and writing with `torch.distributed.checkpoint`'s own planner, in the background.
+
+Owns what becomes of a staged state dict: the plan of this rank, the `.metadata` of all, the files. What always
+holds: the planner sees copies in host memory, with the placements of the originals; `.metadata` names only what
+some rank lays out in its file; whatever fails on a thread of the writer fails the save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from tundish._native import FileFacts, ShardWriter, write_sidecar
+from tundish.checkpoint.dcp_layout import Layout
+from tundish.checkpoint.dcp_ranks import Exchange
+from tundish.checkpoint.images import Buffer
+from tundish.checkpoint.saves import WriteOptions
+
+__all__ = ["METADATA", "ImageWriter", "Spread", "StagedPlanner", "save_together"]
+
+METADATA = ".metadata"
+
+_PROGRESS_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a DTensor lies on the ranks; `shape` and `stride` of the whole."""
+
+    mesh: Any
+    placements: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """torch's planner for what this rank saves of a state dict that is flat already.
+
+    `staged`: by name the local tensors in host memory; None for what is no tensor. `spread`: of those that are parts
+    of DTensors. `paths`: of the whole state dict.
+    """
+
+    def __init__(
+        self,
+        staged: Mapping[str, torch.Tensor | None],
+        spread: Mapping[str, Spread],
+        paths: Mapping[str, tuple[str | int, ...]],
+    ) -> None:
+        super().__init__()
+        self._staged = staged
+        self._spread = spread
+        self._paths = dict(paths)
+
+    def set_up_planner(
+        self,
+        state_dict: Any = None,  # noqa: ARG002 (the planner's interface)
+        storage_meta: StorageMeta | None = None,  # noqa: ARG002
+        is_coordinator: bool = False,
+    ) -> None:
+        """Plan for what was given to the constructor."""
+        self.state_dict = {name: self._placed(name, tensor) for name, tensor in self._staged.items()}
+        self.mappings = self._paths
+        self.is_coordinator = is_coordinator
+
+    def _placed(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """`tensor` with the placement of its original.
+
+        Without memory of its own: a DTensor with memory would be moved to the device of its mesh.
+        """
+        spread = self._spread.get(name)
+        if spread is None or tensor is None:
+            return tensor
+        return DTensor.from_local(
+            tensor.to("meta"),
+            spread.mesh,
+            spread.placements,
+            run_check=False,
+            shape=spread.shape,
+            stride=spread.stride,
+        )
+
+
+class ImageWriter(StorageWriter):
+    """Writes the image of this rank's file, in which everything is staged already.
+
+    Args:
+        folder: where to.
+        rank: within the group.
+        layout, buffer: of the file; no buffer where there is nothing to write.
+        options: how.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, layout: Layout, buffer: Buffer | None, options: WriteOptions
+    ) -> None:
+        self.folder = folder
+        self.facts: list[FileFacts] = []
+        self.metadata = b""
+        self._name = f"__{rank}_0.distcp"  # as DCP's own writer names it
+        self._layout = layout
+        self._buffer = buffer
+        self._options = options
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Write to another folder."""
+        if checkpoint_id is not None:
+            self.folder = Path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up: the folder is there."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Add where the items lie."""
+        places = {
+            name: _StorageInfo(self._name, start, length) for name, start, length in self._layout.places()
+        }
+        return dataclasses.replace(
+            plan, storage_data={item.index: places[item.index.fqn] for item in plan.items}
+        )
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Nothing to change: the ranks have agreed before who saves what."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:  # noqa: ARG002
+        """Write the file; returns when it is durable."""
+        if self._buffer is not None:
+            files = [(self._name, self._layout.size)]
+            options = self._options
+            writer = ShardWriter(
+                self.folder, files, checksum=options.checksum, writers_per_node=options.writers_per_node
+            )
+            writer.write(self._name, 0, self._buffer.image, 0, self._layout.size)
+            self.facts += _finish(writer, options)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(_results_of(plan))
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the contents of `.metadata`."""
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        metadata.storage_meta = StorageMeta()
+        self.metadata = pickle.dumps(metadata)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this writer can write there."""
+        return Path(checkpoint_id).is_dir()
+
+
+def save_together(planner: StagedPlanner, writer: ImageWriter, layout: Layout, exchange: Exchange) -> None:
+    """Collective: plan with all ranks, write this rank's file and, on the first rank, `.metadata`.
+
+    `layout`: of the file; keeps the plan, for the next save that has the same one.
+    """
+    try:
+        planner.set_up_planner(is_coordinator=exchange.is_coordinator)
+        writer.set_up_storage_writer(exchange.is_coordinator)
+        if layout.plan is None:
+            layout.plan = writer.prepare_local_plan(planner.create_local_plan())
+    finally:
+        # Also without a plan: the first rank waits for this one.
+        plans = exchange.gather(layout.plan)
+    if plans is not None:
+        plans, metadata = planner.create_global_plan(plans)
+        plans = writer.prepare_global_plan(plans)
+        writer.finish(metadata, [_results_of(each) for each in plans])
+        exchange.metadata = writer.metadata
+    if exchange.metadata is not None:
+        writer.facts.append(write_sidecar(writer.folder, METADATA, exchange.metadata))
+    writer.write_data(planner.finish_plan(layout.plan), planner).wait()
+
+
+def _results_of(plan: SavePlan) -> list[WriteResult]:
+    places = plan.storage_data
+    return [
+        WriteResult(
+            index=item.index, size_in_bytes=places[item.index].length, storage_data=places[item.index]
+        )
+        for item in plan.items
+    ]
+
+
+def _finish(writer: ShardWriter, options: WriteOptions) -> list[FileFacts]:
+    """Wait for the writer and tell how far it is meanwhile."""
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(_PROGRESS_SECONDS):
+            options.progress(writer.progress()[0])
+
+    teller = threading.Thread(target=tell, name="tundish-dcp-progress", daemon=True)
+    teller.start()
+    try:
+        return writer.finish()
+    finally:
+        over.set()
+        teller.join()
