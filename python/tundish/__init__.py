@@ -9,7 +9,8 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish import distributed, errors, packing
+    from tundish import checkpoint, distributed, errors, packing
+    from tundish.checkpoint import Checkpointer
     from tundish.errors import TundishError
     from tundish.packing import (
         Pack,
@@ -26,6 +27,7 @@ else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
+            "tundish.checkpoint": ("Checkpointer",),
             "tundish.distributed": (),
             "tundish.errors": ("TundishError",),
             "tundish.packing": (
@@ -43,6 +45,7 @@ else:
     )
 
 __all__ = [
+    "Checkpointer",
     "Pack",
     "PackPlan",
     "PackedBatchSampler",
@@ -50,6 +53,7 @@ __all__ = [
     "PackedDataset",
     "Piece",
     "TundishError",
+    "checkpoint",
     "distributed",
     "errors",
     "pack",

@@ -1,14 +1,31 @@
 """Checkpoints that are saved while training goes on, and are whole or not there.
 
 `Checkpointer` saves Hugging Face exports and torch DCP checkpoints under one root; `open_readonly` reads the root
-from elsewhere. Layers, each knowing only those before it: `reading`, `retention`, `saves` (the seam to the kinds),
-`hf` and `dcp` (the kinds), `lane` (one save after the other, in the background), `owner` (who changes the root),
-`checkpointer`.
+from elsewhere, without importing torch. Layers, each knowing only those before it: `retention`, `reading`, `saves`
+(the seam to the kinds), `hf` and `dcp` (the kinds), `lane` (one save after the other, in the background), `owner`
+(who changes the root), `checkpointer`.
 """
 
-from tundish.checkpoint.checkpointer import Checkpointer
-from tundish.checkpoint.reading import ReadOnlyRoot, open_readonly, verify
-from tundish.checkpoint.retention import Checkpoint
-from tundish.checkpoint.saves import Save
+from __future__ import annotations
 
-__all__ = ["Checkpoint", "Checkpointer", "ReadOnlyRoot", "Save", "open_readonly", "verify"]
+from tundish.lazy import TYPE_CHECKING, lazily
+
+if TYPE_CHECKING:
+    from tundish.checkpoint.checkpointer import Checkpointer
+    from tundish.checkpoint.dcp import load_dcp
+    from tundish.checkpoint.reading import ReadOnlyRoot, open_readonly, verify
+    from tundish.checkpoint.retention import Checkpoint
+    from tundish.checkpoint.saves import Save
+else:
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "tundish.checkpoint.checkpointer": ("Checkpointer",),
+            "tundish.checkpoint.dcp": ("load_dcp",),
+            "tundish.checkpoint.reading": ("ReadOnlyRoot", "open_readonly", "verify"),
+            "tundish.checkpoint.retention": ("Checkpoint",),
+            "tundish.checkpoint.saves": ("Save",),
+        },
+    )
+
+__all__ = ["Checkpoint", "Checkpointer", "ReadOnlyRoot", "Save", "load_dcp", "open_readonly", "verify"]

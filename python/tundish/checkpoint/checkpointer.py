@@ -1,8 +1,7 @@
 """The checkpointer: opens a root over a group of ranks and takes saves from the caller's thread.
 
-It owns a lane a kind (`lane`), the staging budget, the failure policy and, on the group's first rank, the root. The
-kinds are imported by the calls that need them: torch.distributed.checkpoint takes a second, which whoever only reads
-need not pay. What always holds:
+It owns a lane a kind (`lane`), the staging budget, the failure policy and, on the group's first rank, the root.
+What always holds:
 
 1. A save is refused on all ranks, before anything is staged, or taken by all.
 2. All ranks make the same calls in the same order; a call that fails on one rank fails on all.
@@ -27,7 +26,9 @@ from typing import Any, Self
 
 from tundish import _native
 from tundish.checkpoint.budget import StagingBudget
+from tundish.checkpoint.dcp import DcpSaver
 from tundish.checkpoint.failure import FailurePolicy, OnFailure
+from tundish.checkpoint.hf import plan_hf
 from tundish.checkpoint.lane import Job, Lane
 from tundish.checkpoint.owner import Owner
 from tundish.checkpoint.reading import KINDS, Checkpoints, Kind, ReadOnlyRoot, check_step
@@ -101,7 +102,7 @@ class Checkpointer:
         self._index = member.ranks.index(member.rank)
         self._owner: Owner | None = None
         self._lanes: dict[Kind, Lane] = {}
-        self._groups: dict[Kind, Any] = {}
+        self._hf_group: Any = None
         self._closed = False
         self._on_event = on_event
         self._timeout = seconds_of(timeout)
@@ -122,10 +123,11 @@ class Checkpointer:
                     stack.callback(self._owner.close)
             self._meet()
             self._view = ReadOnlyRoot(self.path)
+            if self._world_size > 1:
+                self._hf_group = stack.enter_context(long_timeout_group(self._timeout, member.ranks))
+            self._dcp = DcpSaver(group, timeout=self._timeout)
+            stack.callback(self._dcp.close)
             for kind in KINDS:
-                if self._world_size > 1:
-                    own = long_timeout_group(self._timeout, member.ranks)
-                    self._groups[kind] = stack.enter_context(own)
                 self._lanes[kind] = Lane(
                     kind=kind,
                     voter=stack.enter_context(Voter(group, timeout=self._timeout)),
@@ -206,7 +208,6 @@ class Checkpointer:
         `StepExistsError`, `StepOrderError`, `StorageError` (too little disk). With `on_failure="raise"` also what an
         earlier save failed with.
         """
-        from tundish.checkpoint.hf import plan_hf
 
         def make_plan() -> Plan:
             return plan_hf(
@@ -220,7 +221,7 @@ class Checkpointer:
                 staging=staging,
                 optimizer=optimizer,
                 group=self._group,
-                background_group=self._groups.get("hf"),
+                background_group=self._hf_group,
             )
 
         return self._save("hf", step, make_plan, tag=tag, overwrite=overwrite, blocking=blocking)
@@ -249,17 +250,10 @@ class Checkpointer:
 
         Returns and raises as `save_hf`. The files are plain DCP, which `torch.distributed.checkpoint.load` reads.
         """
-        from tundish.checkpoint.dcp import plan_dcp
 
         def make_plan() -> Plan:
-            return plan_dcp(
-                state_dict,
-                extra=extra,
-                rank_extra=rank_extra,
-                staging=staging,
-                optimizer=optimizer,
-                group=self._group,
-                background_group=self._groups.get("dcp"),
+            return self._dcp.plan(
+                state_dict, extra=extra, rank_extra=rank_extra, staging=staging, optimizer=optimizer
             )
 
         return self._save(
@@ -378,17 +372,8 @@ class Checkpointer:
         Raises `NotFoundError` where there is none, `CorruptCheckpointError`, and `StateMismatchError` where
         `state_dict` does not fit, on all ranks.
         """
-        from tundish.checkpoint.dcp import load_newest_dcp
-
         self._check_open()
-        return load_newest_dcp(
-            state_dict,
-            view=self._view,
-            step=step,
-            verify=verify,
-            voter=self._voter,
-            group=self._groups.get("dcp"),
-        )
+        return self._dcp.load(state_dict, view=self._view, step=step, verify=verify, voter=self._voter)
 
     # ---- Waiting, failing, ending ----
 
