@@ -61,6 +61,11 @@ class Conversion:
     blocks: tuple[int, ...]
 
     @functools.cached_property
+    def converts(self) -> bool:
+        """Whether anything is not saved as it is."""
+        return any(unit.convert is not None for unit in self.units)
+
+    @functools.cached_property
     def unit_of(self) -> list[Unit]:
         """The unit of each product."""
         units = {product: unit for unit in self.units for product in unit.products}
@@ -125,7 +130,7 @@ def by_reverting(
     Raises `InvalidInputError` where a product is made of nothing.
     """
     metas = [_Traced.of(number, shape, dtype) for number, (_, shape, dtype) in enumerate(sources)]
-    named = {name: meta for (name, _, _), meta in zip(sources, metas, strict=True)}
+    named: dict[str, torch.Tensor] = {name: meta for (name, _, _), meta in zip(sources, metas, strict=True)}
     with torch.no_grad():
         outcome = revert(named)
     if outcome is named:

@@ -11,6 +11,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -92,8 +93,10 @@ def _take_pinned(size: int) -> Image:
             if image.size == size:
                 return _pinned.pop(place)
         # What is kept belongs to another layout, which is not saved any more.
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it so
         while _pinned:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(_pinned.pop().address))
+            torch.cuda.check_error(runtime.cudaHostUnregister(_pinned[-1].address))
+            _pinned.pop()
     image = Image(size)
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(image.address, size, _PORTABLE))
+    torch.cuda.check_error(runtime.cudaHostRegister(image.address, size, _PORTABLE))
     return image

@@ -110,7 +110,7 @@ def _shares(
         coordinate = _coordinate(place, mesh_shape)
         if any(cut is None and own != at for cut, own, at in zip(cuts, home, coordinate, strict=True)):
             continue
-        runs = [((0, size),) for size in shape]
+        runs: list[tuple[Run, ...]] = [((0, size),) for size in shape]
         for cut, at, parts in zip(cuts, coordinate, mesh_shape, strict=True):
             if cut is not None:
                 runs[cut[0]] = _strided(runs[cut[0]], cut[1], parts, at)

@@ -9,6 +9,7 @@ Follows `PreTrainedModel.save_pretrained` of transformers 5, step by step.
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 import sys
 import weakref
@@ -70,7 +71,7 @@ def conversion_of(model: Any, sources: tuple[Facts, ...]) -> tuple[Conversion, i
     Raises `InvalidInputError` where this transformers is too old to tell.
     """
     try:
-        from transformers.core_model_loading import revert_weight_conversion
+        loading = importlib.import_module("transformers.core_model_loading")
     except ImportError:
         raise InvalidInputError(
             f"this is transformers {sys.modules['transformers'].__version__}, which cannot say how its models are "
@@ -82,7 +83,7 @@ def conversion_of(model: Any, sources: tuple[Facts, ...]) -> tuple[Conversion, i
         own = weakref.ref(model)
 
         def revert(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            reverted: dict[str, torch.Tensor] = revert_weight_conversion(own(), named)
+            reverted: dict[str, torch.Tensor] = loading.revert_weight_conversion(own(), named)
             return reverted
 
         known = _conversions[model] = (sources, by_reverting(sources, revert), model.num_parameters())
@@ -118,11 +119,9 @@ def settings_of(model: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
 def save_code(model: Any, config: Any, folder: str) -> None:
     """Copy the code of a model that is not part of transformers into `folder`, and name it in `config`."""
     if model.is_remote_code():
-        from transformers.dynamic_module_utils import custom_object_save
-
-        kind = _own_class(model)
+        modules = importlib.import_module("transformers.dynamic_module_utils")
         # An instance without weights, since fully_shard gives the model another class, of another module.
-        custom_object_save(kind.__new__(kind), folder, config=config)
+        modules.custom_object_save(object.__new__(_own_class(model)), folder, config=config)
 
 
 def _own_class(model: Any) -> type[Any]:

@@ -133,15 +133,15 @@ def _split(sizes: Sequence[int], blocks: Sequence[int], shard_bytes: int) -> lis
     shards: list[list[int]] = []
     filling: list[int] = []
     filled = 0
-    for block in members.values():
-        size = sum(sizes[number] for number in block)
+    for numbers in members.values():
+        size = sum(sizes[number] for number in numbers)
         if size > shard_bytes:
-            shards.append(block)
+            shards.append(numbers)
             continue
         if filled + size > shard_bytes:
             shards.append(filling)
             filling, filled = [], 0
-        filling += block
+        filling += numbers
         filled += size
     if filling:
         shards.append(filling)

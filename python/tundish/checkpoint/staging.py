@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from tundish.checkpoint.tensors import local_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["BackgroundCopy", "Copies", "Pair", "optimizers_of", "owned_by"]
+__all__ = ["BackgroundCopy", "Copies", "Pair", "begin_copies", "optimizers_of"]
 
 # A place in host memory, and the tensor that belongs there.
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -50,7 +50,7 @@ class Copies:
         """Copy; returns when all is copied, or queued on a side stream."""
         with torch.no_grad():
             for device, ready in zip(self._devices, self._ready, strict=True):
-                side = torch.cuda.Stream(device)
+                side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
                 side.wait_event(ready)
                 with torch.cuda.stream(side):
                     for target, source in self._pairs:
@@ -72,7 +72,7 @@ class Copies:
     def wait(self, deadline: float | None) -> None:
         """Block until all is copied; raises `TimeoutError` at `deadline`, a time of `time.monotonic`."""
         for over in self._over:
-            while not over.query():
+            while not over.query():  # type: ignore[no-untyped-call]  # torch leaves it so
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError("the device has not copied everything into host memory yet")
                 time.sleep(0.001)
@@ -199,8 +199,29 @@ def optimizers_of(optimizer: Any) -> tuple[Any, ...]:
     return given
 
 
-def owned_by(optimizers: Iterable[Any], tensors: Iterable[torch.Tensor]) -> list[bool]:
-    """Which of `tensors`, local ones, lie in memory of parameters that the optimizers step."""
+def begin_copies(
+    pairs: Sequence[Pair], names: Sequence[str], optimizers: Sequence[Any]
+) -> list[Copies | BackgroundCopy]:
+    """Copy: what the steps of `optimizers` alone change in the background, all else at once.
+
+    Sources are local tensors, `names` their names. Without optimizers everything is copied at once.
+    """
+    is_later = _stepped_by(optimizers, [source for _, source in pairs])
+    now = Copies([pair for pair, later in zip(pairs, is_later, strict=True) if not later])
+    now.run()
+    now.hold_up_caller()
+    if not any(is_later):
+        return [now]
+    chosen = [number for number, later in enumerate(is_later) if later]
+    # Not the parameters themselves, to which somebody may assign other memory.
+    own = [(pairs[number][0], pairs[number][1].detach()) for number in chosen]
+    return [now, BackgroundCopy(own, [names[number] for number in chosen], optimizers)]
+
+
+def _stepped_by(optimizers: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Which of `tensors` lie in memory of parameters that the optimizers step."""
+    if not optimizers:
+        return [False] * len(tensors)
     owned = {
         local_of(parameter).untyped_storage().data_ptr()
         for optimizer in optimizers

@@ -140,7 +140,7 @@ def _check_subclass(name: str, tensor: torch.Tensor) -> None:
         check_tensor(name, local_of(tensor))
         return
     kind = type(tensor)
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         raise InvalidInputError(f"{name!r} is uninitialized: run the model once before saving it")
     if tensor.is_nested or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise InvalidTypeError(

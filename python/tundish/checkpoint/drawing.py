@@ -1,0 +1,189 @@
+"""What one Hugging Face export consists of: tensors, what becomes of them, where that lies, and who writes it.
+
+Owns everything that is decided about a save, and refused, before a value is touched. What always holds: ranks that hold
+parts of the same model come to the same drawing, but for the tensors themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tundish.checkpoint import pretrained
+from tundish.checkpoint.conversion import Conversion, ToHf, as_they_are, by_function, cast, together
+from tundish.checkpoint.names import Part, join, parts_of
+from tundish.checkpoint.placements import check_placement, shares_for
+from tundish.checkpoint.shards import Layout, assign, lay_out
+from tundish.checkpoint.tensors import Facts, check_tensor, facts_of, is_dtensor, local_of, tied_names
+from tundish.distributed import local_world_size
+from tundish.distributed.groups import Membership
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+__all__ = ["Drawing", "draw"]
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Drawing:
+    """All that is known of a save before it is staged.
+
+    `tensors`: the sources of `conversion`. `is_spread`: which of them are cut over ranks. `products`: what the files
+    hold. `layout`: how. `writers`: of each file, by rank of the job. `model`: the model of transformers that is saved,
+    if it is one.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    is_spread: tuple[bool, ...]
+    conversion: Conversion
+    products: tuple[Facts, ...]
+    layout: Layout
+    writers: tuple[int, ...]
+    model: Any
+
+
+def draw(
+    model_or_tensors: Any,
+    *,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    to_hf: ToHf | None,
+    member: Membership,
+) -> Drawing:
+    """Decide what is saved and where it lies.
+
+    Raises:
+        InvalidTypeError: for what is no tensor, or of a kind or dtype that cannot be saved; for arguments of other
+            types.
+        InvalidInputError: for names, layouts and numbers that cannot be used.
+    """
+    _check_arguments(dtype, shard_bytes, to_hf)
+    parts = parts_of(model_or_tensors)
+    model = parts[0].module if len(parts) == 1 and pretrained.is_pretrained(parts[0].module) else None
+    metadata = {"format": "pt"}
+    tensors: list[torch.Tensor] = []
+    conversions: list[tuple[str, Conversion]] = []
+    totals: list[int] = []
+    keep: list[str] = []
+    for part in parts:
+        kept, added = _kept(part)
+        metadata = added | metadata
+        tensors += kept.values()
+        facts = facts_of(kept.items())
+        if pretrained.is_pretrained(part.module):
+            keep += filter(None, [pretrained.fp32_pattern(part.module, dtype)])
+            if to_hf is None:
+                conversion, total = pretrained.conversion_of(part.module, facts)
+                conversions.append((part.prefix, conversion))
+                totals.append(total)
+                continue
+        conversions.append((part.prefix, as_they_are(facts)))
+    conversion = together(conversions)
+    if to_hf is not None:
+        conversion = by_function(conversion.sources, to_hf)
+    products, layout = _lay_out(
+        conversion,
+        dtype,
+        "|".join(keep) or None,
+        shard_bytes,
+        tuple(metadata.items()),
+        totals[0] if model is not None and totals else None,
+    )
+    drawing = Drawing(
+        tensors=tuple(tensors),
+        is_spread=tuple([_is_spread(tensor) for tensor in tensors]),
+        conversion=conversion,
+        products=products,
+        layout=layout,
+        writers=tuple(assign([file.size for file in layout.files], _by_node(member.ranks))),
+        model=model,
+    )
+    _check_parts_at_hand(drawing, member.rank)
+    return drawing
+
+
+# A training loop saves the same tensors again and again, and with thousands of them this costs milliseconds.
+@functools.lru_cache(maxsize=4)
+def _lay_out(
+    conversion: Conversion,
+    dtype: torch.dtype | None,
+    keep: str | None,
+    shard_bytes: int,
+    metadata: tuple[tuple[str, str], ...],
+    total_parameters: int | None,
+) -> tuple[tuple[Facts, ...], Layout]:
+    products = cast(conversion, dtype, keep)
+    return products, lay_out(products, conversion.blocks, shard_bytes, metadata, total_parameters)
+
+
+def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
+    if dtype is not None and dtype not in _DTYPES:
+        raise InvalidTypeError(
+            f"dtype is {dtype!r}: give one of {', '.join(map(str, _DTYPES))}, or None to save tensors as they are"
+        )
+    if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
+        raise InvalidInputError(f"shard_bytes is {shard_bytes!r}: give a number of bytes")
+    if to_hf is not None and not callable(to_hf):
+        raise InvalidTypeError(f"to_hf is {to_hf!r}: give a function of a name and a tensor")
+
+
+def _kept(part: Part) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a part that are saved, each memory once, and what they add to the files' metadata."""
+    for name, tensor in part.tensors.items():
+        check_tensor(join(part.prefix, name), tensor)
+    if pretrained.is_pretrained(part.module):
+        kept, metadata = pretrained.weights_of(part.module, part.tensors)
+        if kept is not part.tensors:
+            for name, tensor in kept.items():
+                check_tensor(join(part.prefix, name), tensor)
+        return kept, metadata
+    again = {name for names in tied_names(part.tensors) for name in names[1:]}
+    return {name: tensor for name, tensor in part.tensors.items() if name not in again}, {}
+
+
+def _is_spread(tensor: Any) -> bool:
+    return is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements)
+
+
+def _by_node(ranks: tuple[int, ...]) -> list[int]:
+    """`ranks` so that neighbours are on different nodes: few files are then written by many disks."""
+    try:
+        size = local_world_size()
+    except InvalidInputError:
+        # Nobody says how many ranks a node has.
+        return list(ranks)
+    return sorted(ranks, key=lambda rank: (rank % size, rank // size))
+
+
+def _check_parts_at_hand(drawing: Drawing, rank: int) -> None:
+    """Refuse layouts that are not understood, and tensors that this rank is to write but holds no part of."""
+    names = [name for name, _, _ in drawing.conversion.sources]
+    for name, tensor, is_spread in zip(names, drawing.tensors, drawing.is_spread, strict=True):
+        if is_spread:
+            check_placement(name, tensor, rank)
+    for source in _sources_of(drawing, rank):
+        tensor = drawing.tensors[source]
+        has_part = (
+            bool(shares_for(tensor, rank))
+            if drawing.is_spread[source]
+            else local_of(tensor).shape == tensor.shape
+        )
+        if tensor.numel() and not has_part:
+            raise InvalidInputError(
+                f"{names[source]!r} is a DTensor on a mesh without rank {rank}, which is to write it: give the "
+                "checkpointer a group of ranks that all hold a part of each tensor"
+            )
+
+
+def _sources_of(drawing: Drawing, rank: int) -> Iterator[int]:
+    """What goes into the files of `rank`, where DTensors are among it."""
+    if not any(is_dtensor(tensor) for tensor in drawing.tensors):
+        return
+    for file, writer in zip(drawing.layout.files, drawing.writers, strict=True):
+        if writer == rank:
+            for entry in file.entries:
+                yield from drawing.conversion.unit_of[entry.product].sources

@@ -1,0 +1,142 @@
+"""A Hugging Face export in host memory, and its way to the disk.
+
+Owns what a save holds between staging and the end of its writing. What always holds: memory is given back once, by
+`release`; what is gathered in the background is gathered before any file is opened, so that a rank that writes never
+holds up one that gathers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from tundish._native import FileFacts, ShardWriter
+from tundish.checkpoint.images import Buffer, FileImage
+from tundish.checkpoint.saves import WriteOptions
+from tundish.checkpoint.shards import ShardFile
+from tundish.checkpoint.sidecars import Sidecars
+from tundish.checkpoint.staging import BackgroundCopy, Copies
+
+__all__ = ["ImageSink", "StagedExport", "finishing", "open_writer"]
+
+_REPORT_SECONDS = 0.2
+
+
+class StagedExport:
+    """A `tundish.checkpoint.saves.Staged` whose files are in memory, or will be before they are written.
+
+    Args:
+        images: this rank's files.
+        held: what else it holds until it is written.
+        copies: under way into host memory.
+        gather: brings together what is not in `images` yet; collective, in the background. None where all is.
+        sidecars: on the rank that writes them.
+        weights: names of all files with weights, of all ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        images: Sequence[FileImage],
+        held: Sequence[Buffer],
+        copies: Sequence[Copies | BackgroundCopy],
+        gather: Callable[[], None] | None,
+        sidecars: Sidecars | None,
+        weights: Sequence[str],
+    ) -> None:
+        self._images = images
+        self._held = held
+        self._copies = copies
+        self._gather = gather
+        self._sidecars = sidecars
+        self._weights = frozenset(weights)
+
+    def wait_staged(self, timeout: float | None) -> None:
+        """Block until host memory holds everything that this rank has to give."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for copies in self._copies:
+            copies.wait(deadline)
+
+    def prewrite(self, folder: Path) -> list[FileFacts]:
+        """Write everything but the weights."""
+        return [] if self._sidecars is None else self._sidecars.write(folder, self._weights)
+
+    def write(self, folder: Path, options: WriteOptions) -> list[FileFacts]:
+        """Write this rank's files and block until they are durable."""
+        if self._gather is not None:
+            self._gather()
+            self._gather = None
+        if not self._images:
+            return []
+        writer = open_writer(folder, [image.file for image in self._images], options)
+        with finishing(writer, options):
+            for image in self._images:
+                writer.write(image.file.name, 0, image.image, 0, image.file.size)
+            return writer.finish()
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self._gather = None
+        for buffer in (*self._images, *self._held):
+            buffer.release()
+
+
+class ImageSink:
+    """Puts products into the images of whole files. `copies`: those that may still be under way."""
+
+    def __init__(self, images: Sequence[FileImage]) -> None:
+        self._places = {entry.product: (image, entry) for image in images for entry in image.file.entries}
+        self.copies: list[Copies] = []
+
+    def turn_to(self, window: int) -> None:
+        """All windows are one."""
+
+    def view_of(self, product: int) -> torch.Tensor:
+        """The place of a product."""
+        image, entry = self._places[product]
+        return image.view_of(entry)
+
+    def put(self, product: int, tensor: torch.Tensor) -> None:
+        """Copy a product to its place; on a CUDA device, begin to."""
+        copies = Copies([(self.view_of(product), tensor)])
+        copies.run()
+        copies.hold_up_caller()
+        if tensor.is_cuda:
+            self.copies.append(copies)
+
+
+def open_writer(folder: Path, files: Sequence[ShardFile], options: WriteOptions) -> ShardWriter:
+    """A writer of `files`, which are there at their full size when this returns."""
+    return ShardWriter(
+        folder,
+        [(file.name, file.size) for file in files],
+        checksum=options.checksum,
+        writers_per_node=options.writers_per_node,
+    )
+
+
+@contextlib.contextmanager
+def finishing(writer: ShardWriter, options: WriteOptions) -> Iterator[None]:
+    """A block that ends with `writer.finish()`: reports progress during it, and stops the writer where it raises."""
+    is_over = threading.Event()
+
+    def report() -> None:
+        while not is_over.wait(_REPORT_SECONDS):
+            options.progress(writer.progress()[0])
+
+    reporter = threading.Thread(target=report, name="tundish-hf-progress", daemon=True)
+    reporter.start()
+    try:
+        yield
+    except BaseException:
+        writer.abort()
+        raise
+    finally:
+        is_over.set()
+        reporter.join()
+    options.progress(writer.progress()[0])
