@@ -33,7 +33,7 @@ from tundish.checkpoint.lane import Job, Lane
 from tundish.checkpoint.owner import Owner
 from tundish.checkpoint.reading import KINDS, Checkpoints, Kind, ReadOnlyRoot, check_step
 from tundish.checkpoint.retention import Checkpoint, Retention
-from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, Plan, Save, Staged, Staging
+from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, Plan, Save, Staged, Staging, WritesThrough
 from tundish.distributed import Voter, long_timeout_group
 from tundish.distributed.groups import membership, seconds_of
 from tundish.errors import InvalidInputError, StorageError
@@ -64,7 +64,9 @@ class Checkpointer:
             launcher then restarts the job from the last good checkpoint), "raise" raises at the next call, a
             function gets the error. The save's future has the error in any case.
         writers_per_node: processes of a node that write at once; None: `TUNDISH_WRITERS_PER_NODE`, else 1.
-        staging_limit_bytes: host memory of this rank for staging; None does not bound it.
+        staging_limit_bytes: host memory of each rank for staging, the same on all; a save that exceeds what is
+            free waits for the one before it; an export that is larger is written while the caller waits. None does
+            not bound it.
         checksum: "crc64" records CRC-64/NVME of every file; None none.
         timeout: seconds that a step of a save waits for the other ranks.
         on_published: functions of a published path, called on this rank in the background.
@@ -287,36 +289,54 @@ class Checkpointer:
                 if self._owner is not None:
                     self._owner.begin(kind, step, plan.written_bytes, overwrite=overwrite)
                     undo.callback(self._owner.abandon, kind, step)
-                self._budget.take(plan.staged_bytes, what)
-                undo.callback(self._budget.give_back, plan.staged_bytes)
-                plan.reserve()
-                same(f"step {step}, tag {tag}, overwrite {bool(overwrite)}, tensors {plan.fingerprint}")
+                through = self._budget.limit if self._exceeds_limit(plan) else None
+                taken = plan.staged_bytes if through is None else through
+                self._budget.take(taken, what)
+                undo.callback(self._budget.give_back, taken)
+                if through is None:
+                    plan.reserve()
+                same(
+                    f"step {step}, tag {tag}, overwrite {bool(overwrite)}, through {through}, {plan.fingerprint}"
+                )
             undo.pop_all()
-        staged: Staged | BaseException
-        try:
-            staged = plan.stage()
-        except BaseException as caught:  # noqa: BLE001 (raised below; the other ranks learn of it in the lane)
-            plan.release()
-            staged = caught
         save = Save(kind, step, sum(file.size for file in plan.files if file.rank == self._index))
-        lane.submit(
-            Job(
-                save=save,
-                staged=staged,
-                folder=self.path / f".{kind}-{step}.incomplete",
-                target=self.path / f"{kind}-{step}",
-                tag=tag,
-                overwrite=overwrite,
-                extra=extra or {},
-                is_answered=blocking or isinstance(staged, BaseException),
-                release=functools.partial(self._budget.give_back, plan.staged_bytes),
-            )
+        job = Job(
+            save=save,
+            folder=self.path / f".{kind}-{step}.incomplete",
+            target=self.path / f"{kind}-{step}",
+            tag=tag,
+            overwrite=overwrite,
+            extra=extra or {},
+            is_answered=blocking,
+            release=functools.partial(self._budget.give_back, taken),
         )
-        if isinstance(staged, BaseException):
-            raise staged
+        try:
+            job.staged = self._stage(plan, job, lane, through)
+        except BaseException as caught:
+            # The other ranks are told in the lane's next vote.
+            plan.release()
+            job.staged, job.is_answered = caught, True
+            raise
+        finally:
+            lane.submit(job)
         if blocking:
             save.result()
         return save
+
+    def _exceeds_limit(self, plan: Plan) -> bool:
+        """Whether some rank would stage more than the limit: answered alike on all ranks."""
+        sizes = [0] * self._world_size
+        for file in plan.files:
+            sizes[file.rank] += file.size
+        limit = self._budget.limit
+        return limit is not None and max(sizes) > limit and isinstance(plan, WritesThrough)
+
+    def _stage(self, plan: Plan, job: Job, lane: Lane, through: int | None) -> Staged:
+        if through is None or not isinstance(plan, WritesThrough):
+            return plan.stage()
+        _logger.warning("%s writes through: it is larger than staging_limit_bytes=%d", job.what, through)
+        lane.wait(None)
+        return plan.write_through(job.folder, lane.options(job.save), through)
 
     # ---- What is there ----
 

@@ -51,7 +51,6 @@ class Job:
     """
 
     save: Save
-    staged: Staged | BaseException
     folder: Path
     target: Path
     tag: str | None
@@ -59,6 +58,7 @@ class Job:
     extra: dict[str, Any]
     is_answered: bool
     release: Callable[[], None]
+    staged: Staged | BaseException | None = None
 
     @property
     def what(self) -> str:
@@ -110,6 +110,12 @@ class Lane:
         self._pending: list[Job] = []
         self._changed = threading.Condition()
 
+    def options(self, save: Save) -> WriteOptions:
+        """How the files of `save` are written."""
+        return WriteOptions(
+            checksum=self._checksum, writers_per_node=self._writers_per_node, progress=save.note_written
+        )
+
     def steps_under_way(self) -> list[int]:
         """Steps of the saves that are not over, in order."""
         with self._changed:
@@ -152,7 +158,7 @@ class Lane:
                 self._finalize(job)
             except BaseException as caught:  # noqa: BLE001 (whatever it is, it is the save's failure)
                 error = caught
-            if not isinstance(job.staged, BaseException):
+            if job.staged is not None and not isinstance(job.staged, BaseException):
                 job.staged.release()
             job.release()
             with self._changed:
@@ -172,6 +178,8 @@ class Lane:
             with self._voted(f"{job.what}: staging"):
                 if isinstance(job.staged, BaseException):
                     raise job.staged
+                if job.staged is None:
+                    raise RuntimeError(f"{job.what} was handed on without its tensors")
                 facts = self._prepare(job, job.staged)
             facts += self._write(job, job.staged)
             with self._voted(f"{job.what}: publishing"):
@@ -200,15 +208,10 @@ class Lane:
 
     def _write(self, job: Job, staged: Staged) -> list[_native.FileFacts]:
         """Write this rank's files; on the first rank the facts of all ranks' files."""
-        options = WriteOptions(
-            checksum=self._checksum,
-            writers_per_node=self._writers_per_node,
-            progress=job.save.note_written,
-        )
         error: BaseException | None = None
         own: list[_native.FileFacts] = []
         try:
-            own = staged.write(job.folder, options)
+            own = staged.write(job.folder, self.options(job.save))
             self._announce("written", self.kind, job.save.step)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught

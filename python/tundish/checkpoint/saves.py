@@ -13,11 +13,20 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from tundish import _native
 
-__all__ = ["DEFAULT_SHARD_BYTES", "Plan", "PlannedFile", "Save", "Staged", "Staging", "WriteOptions"]
+__all__ = [
+    "DEFAULT_SHARD_BYTES",
+    "Plan",
+    "PlannedFile",
+    "Save",
+    "Staged",
+    "Staging",
+    "WriteOptions",
+    "WritesThrough",
+]
 
 Staging = Literal["eager", "lazy"]
 
@@ -94,6 +103,14 @@ class Plan(Protocol):
 
     def release(self) -> None:
         """Give back what `reserve` took, where `stage` is not called after it. Never raises."""
+
+
+@runtime_checkable
+class WritesThrough(Protocol):
+    """A plan that can also be written while its tensors are taken, in less host memory than it has bytes."""
+
+    def write_through(self, folder: Path, options: WriteOptions, limit_bytes: int) -> Staged:
+        """In place of `reserve` and `stage`: write in up to `limit_bytes` of host memory. As `stage` otherwise."""
 
 
 class Save(Future[Path]):
