@@ -30,8 +30,8 @@ __all__ = [
 
 Staging = Literal["eager", "lazy"]
 
-# What transformers takes by default: 50 GB, in decimal.
-DEFAULT_SHARD_BYTES = 50 * 10**9
+# As huggingface_hub takes by default. One rank writes a file, so files are small enough for many ranks to share in.
+DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
