@@ -19,6 +19,7 @@ __all__ = [
     "MissingExtraError",
     "NoSuchPackError",
     "NotFoundError",
+    "OutOfMemoryError",
     "PeerFailedError",
     "PlanFormatError",
     "PlanMismatchError",
@@ -47,6 +48,10 @@ class InvalidTypeError(TundishError, TypeError):
 
 class NoSuchPackError(TundishError, IndexError):
     """A pack was asked for by a number that the plan does not have."""
+
+
+class OutOfMemoryError(TundishError, MemoryError):
+    """The system has no room for the memory that was asked for."""
 
 
 class PlanFormatError(TundishError, ValueError):

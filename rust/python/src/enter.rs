@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::marker::Ungil;
 use pyo3::prelude::*;
+use tundish_commit::CommitError;
 use tundish_packing::{PackError, Watch};
 
 use crate::error::BindingError;
@@ -52,6 +53,7 @@ where
     let result = py.detach(|| work(&mut door));
     match (result, door.raised) {
         (Err(BindingError::Pack(PackError::Interrupted)), Some(raised)) => Err(raised),
+        (Err(BindingError::Commit(CommitError::Interrupted { .. })), Some(raised)) => Err(raised),
         (result, _) => result.map_err(PyErr::from),
     }
 }

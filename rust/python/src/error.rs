@@ -6,6 +6,7 @@ use std::path::Path;
 
 use pyo3::prelude::*;
 use tundish_commit::CommitError;
+use tundish_commit::staging::OutOfMemory;
 use tundish_packing::PackError;
 
 /// Everything a binding can fail with.
@@ -13,8 +14,12 @@ use tundish_packing::PackError;
 pub(crate) enum BindingError {
     Pack(PackError),
     Commit(CommitError),
+    /// No room for staging memory.
+    Memory(OutOfMemory),
     /// An argument of the wrong type or dtype.
     Type(String),
+    /// An argument of a value that cannot be used.
+    Value(String),
     /// Threads could not be started.
     Threads(String),
     /// Raised by Python code that was called, or by a signal.
@@ -33,6 +38,12 @@ impl From<CommitError> for BindingError {
     }
 }
 
+impl From<OutOfMemory> for BindingError {
+    fn from(error: OutOfMemory) -> Self {
+        Self::Memory(error)
+    }
+}
+
 impl From<PyErr> for BindingError {
     fn from(error: PyErr) -> Self {
         Self::Python(error)
@@ -44,7 +55,8 @@ impl From<BindingError> for PyErr {
         match error {
             BindingError::Python(error) => error,
             BindingError::Type(message) => raise("InvalidTypeError", &message),
-            BindingError::Threads(message) => raise("InvalidInputError", &message),
+            BindingError::Value(message) | BindingError::Threads(message) => raise("InvalidInputError", &message),
+            BindingError::Memory(error) => raise("OutOfMemoryError", &error.to_string()),
             BindingError::Pack(error) => pack_error(&error),
             BindingError::Commit(error) => commit_error(&error),
         }
@@ -71,9 +83,11 @@ const ENOENT: i32 = 2;
 
 fn commit_error(error: &CommitError) -> PyErr {
     let class = match error {
-        CommitError::TargetExists { .. } => "AlreadyExistsError",
+        CommitError::TargetExists { .. } | CommitError::FileExists { .. } => "AlreadyExistsError",
         CommitError::ParentMissing { .. } => "NotFoundError",
-        CommitError::InvalidName { .. } => return raise("InvalidInputError", &error.to_string()),
+        CommitError::InvalidName { .. } | CommitError::InvalidWrite { .. } => {
+            return raise("InvalidInputError", &error.to_string());
+        }
         _ => "StorageError",
     };
     // The message names the path too, and what was being done to it.

@@ -10,6 +10,7 @@ mod enter;
 mod error;
 mod mapped;
 mod packing;
+mod shards;
 mod threads;
 
 use pyo3::prelude::*;
@@ -20,4 +21,6 @@ mod _native {
     use super::commit::replace_file;
     #[pymodule_export]
     use super::packing::{PlanReader, fingerprint, open_plan, pack, save, shuffled_indices, verify, write};
+    #[pymodule_export]
+    use super::shards::{FileFacts, Image, ShardWriter, staging_stats, trim_staging};
 }

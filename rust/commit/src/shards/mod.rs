@@ -17,8 +17,7 @@
 //!
 //! Bytes go to the disk directly, past the page cache, where the file system takes that and the image lies in memory
 //! as the file does on the disk; else through it, with few dirty pages at a time, which are dropped from it
-//! once they are written. Two threads are enough: one gives this machine's disk all it can take, the second writes
-//! while the first computes a checksum.
+//! once they are written.
 
 mod output;
 mod priority;

@@ -16,9 +16,11 @@ use crate::error::CommitError;
 use crate::facts::FileFacts;
 use crate::staging::Image;
 use crate::tree::{Place, Tree};
+use crate::writeback::WINDOW;
 
-/// How many threads write; see the measurements in `benches/shard_writer.rs`.
-const THREADS: usize = 2;
+/// The most threads that write. One alone gives the disks measured all they can take; the others compute checksums
+/// meanwhile, and keep it busy where training leaves a thread waiting for a processor.
+const THREADS: usize = 4;
 
 /// How a [`ShardWriter`] writes.
 #[derive(Clone, Copy, Debug)]
@@ -90,13 +92,15 @@ impl<D: Disk> ShardWriter<D> {
         let sizes = files.iter().map(|(_, size)| *size);
         let shared = Arc::new(Shared::new(disk, tree, places.into_iter().zip(sizes), options, &root));
         let writer = ShardWriter { shared, threads: Mutex::default(), process: process::id() };
-        writer.start_threads()?;
+        // No more than there are single writes.
+        let writes: u64 = files.iter().map(|(_, size)| size.div_ceil(WINDOW).max(1)).sum();
+        writer.start_threads(usize::try_from(writes).map_or(THREADS, |writes| writes.clamp(1, THREADS)))?;
         Ok(writer)
     }
 
-    fn start_threads(&self) -> Result<(), CommitError> {
+    fn start_threads(&self, count: usize) -> Result<(), CommitError> {
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
-        for number in 0..THREADS {
+        for number in 0..count {
             let shared = Arc::clone(&self.shared);
             let thread = thread::Builder::new().name(format!("tundish-write-{number}"));
             self.shared.count_thread(1);

@@ -1,0 +1,199 @@
+//! Binds the staging memory and the shard writer of `tundish-commit`.
+//!
+//! What always holds: an image's memory lives as long as Python or a writer needs it, and whoever exports it to Python
+//! keeps the `Image` alive; no writer is joined with the GIL held.
+#![allow(unsafe_code)]
+
+use std::ffi::c_int;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use tundish_commit::shards::{self, WriterOptions};
+use tundish_commit::staging;
+use tundish_commit::Checksum;
+use tundish_packing::Watch;
+
+use crate::enter::{Door, enter};
+use crate::error::BindingError;
+
+/// Between two looks at signals while a writer is waited for.
+const PATIENCE: Duration = Duration::from_millis(30);
+
+/// `size` bytes of page-aligned memory that a file is staged in, exactly as it will lie on the disk.
+///
+/// It exports a writable buffer. What it holds at first is not defined. The memory is kept for the next image when Python
+/// and all writers have let go of this one. In a child made by `fork` it reads as zeros.
+#[pyclass(frozen)]
+pub(crate) struct Image {
+    image: Arc<staging::Image>,
+}
+
+#[pymethods]
+impl Image {
+    #[new]
+    fn new(size: usize) -> PyResult<Self> {
+        let image = staging::Image::new(size).map_err(BindingError::from)?;
+        Ok(Self { image: Arc::new(image) })
+    }
+
+    /// Bytes.
+    #[getter]
+    fn size(&self) -> usize {
+        self.image.size()
+    }
+
+    /// Where the first byte is; a multiple of the page size, unless there is none.
+    #[getter]
+    fn address(&self) -> usize {
+        self.image.as_ptr().addr()
+    }
+
+    /// # Safety
+    /// Called by Python alone, with a `view` to be filled.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let image = &slf.get().image;
+        // SAFETY: `view` is Python's; the memory lives and stays where it is as long as `slf`, of which the view takes
+        // a reference, and may be written by whoever has it.
+        let filled = unsafe {
+            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), image.as_ptr().cast(), image.size().cast_signed(), 0, flags)
+        };
+        if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}
+
+/// Bytes of staging memory of this process: in images, kept for the next ones, and the most that both ever were together.
+#[pyfunction]
+pub(crate) fn staging_stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let stats = staging::staging_stats();
+    let dict = PyDict::new(py);
+    dict.set_item("in_use", stats.in_use)?;
+    dict.set_item("cached", stats.cached)?;
+    dict.set_item("peak", stats.peak)?;
+    Ok(dict)
+}
+
+/// Give the memory that no image uses back to the system; how many bytes.
+#[pyfunction]
+pub(crate) fn trim_staging(py: Python<'_>) -> PyResult<usize> {
+    enter(py, None, |_| Ok(staging::trim_staging()))
+}
+
+/// A file of a checkpoint: its name relative to the folder, its size in bytes, and its checksum, such as
+/// `crc64nvme:0123456789abcdef`, or None.
+#[pyclass(frozen, eq, hash)]
+#[derive(PartialEq, Eq, Hash)]
+pub(crate) struct FileFacts {
+    facts: tundish_commit::FileFacts,
+}
+
+#[pymethods]
+impl FileFacts {
+    #[new]
+    fn new(name: String, size: u64, checksum: Option<&str>) -> PyResult<Self> {
+        let checksum = checksum
+            .map(|text| text.parse::<Checksum>().map_err(|error| BindingError::Value(format!("{text:?} is {error}"))));
+        Ok(Self { facts: tundish_commit::FileFacts { name, size, checksum: checksum.transpose()? } })
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        &self.facts.name
+    }
+
+    #[getter]
+    fn size(&self) -> u64 {
+        self.facts.size
+    }
+
+    #[getter]
+    fn checksum(&self) -> Option<String> {
+        self.facts.checksum.map(|checksum| checksum.to_string())
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let name = self.facts.name.as_str().into_pyobject(py)?.repr()?;
+        let checksum = self.checksum().map_or_else(|| "None".to_owned(), |text| format!("'{text}'"));
+        Ok(format!("FileFacts({name}, {}, {checksum})", self.facts.size))
+    }
+}
+
+/// Writes the files of one rank, by threads of its own.
+///
+/// All files, names relative to `folder` and sizes in bytes, are made and preallocated when this returns. At most
+/// `writers_per_node` writers to folders beside this one write at once on a node. With `checksum` the CRC-64/NVME of each
+/// file is computed on the way.
+#[pyclass(frozen)]
+pub(crate) struct ShardWriter {
+    writer: shards::ShardWriter,
+}
+
+#[pymethods]
+impl ShardWriter {
+    #[new]
+    #[pyo3(signature = (folder, files, *, checksum, writers_per_node))]
+    fn new(
+        py: Python<'_>,
+        folder: PathBuf,
+        files: Vec<(String, u64)>,
+        checksum: bool,
+        writers_per_node: usize,
+    ) -> PyResult<Self> {
+        enter(py, None, move |door| {
+            let files: Vec<_> = files.iter().map(|(name, size)| (name.as_str(), *size)).collect();
+            let options = WriterOptions { checksum, writers_per_node };
+            let mut go_on = || look(door, "preallocate", 0, 0);
+            Ok(Self { writer: shards::ShardWriter::create(folder, &files, options, &mut go_on)? })
+        })
+    }
+
+    /// Queue `length` bytes of `image` from `start` on, to be written at `offset` of the file `name`.
+    fn write(&self, name: &str, offset: u64, image: &Image, start: usize, length: usize) -> PyResult<()> {
+        Ok(self.writer.write(name, offset, &image.image, start, length).map_err(BindingError::from)?)
+    }
+
+    /// Bytes written, and bytes of all files.
+    fn progress(&self) -> (u64, u64) {
+        self.writer.progress()
+    }
+
+    /// Block until every file and the folders they lie in are durable; what is known of each file, in the order given.
+    ///
+    /// Ctrl-C ends the waiting and not the writing: wait again, or abort.
+    fn finish(&self, py: Python<'_>) -> PyResult<Vec<FileFacts>> {
+        let facts = enter(py, None, |door| {
+            loop {
+                if let Some(facts) = self.writer.finish(PATIENCE)? {
+                    return Ok(facts);
+                }
+                let (written, total) = self.writer.progress();
+                door.tick("write", written, total)?;
+            }
+        })?;
+        Ok(facts.into_iter().map(|facts| FileFacts { facts }).collect())
+    }
+
+    /// Stop writing; when this returns no thread runs and no image is held. The files stay.
+    fn abort(&self, py: Python<'_>) -> PyResult<()> {
+        enter(py, None, |_| {
+            self.writer.abort();
+            Ok(())
+        })
+    }
+}
+
+impl Drop for ShardWriter {
+    fn drop(&mut self) {
+        // Waiting for the threads holds up nobody but whoever drops it.
+        Python::try_attach(|py| py.detach(|| self.writer.abort()));
+    }
+}
+
+/// Whether to go on after a look at signals.
+fn look(door: &mut Door, phase: &'static str, done: u64, total: u64) -> ControlFlow<()> {
+    if door.tick(phase, done, total).is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+}
