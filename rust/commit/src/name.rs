@@ -44,23 +44,30 @@ pub(crate) fn tag_of(name: &OsStr) -> Option<u32> {
 /// Splits a target into its parent and its name, both absolute in meaning, symbolic links left as they are.
 pub(crate) fn split_target(target: &Path) -> Result<(PathBuf, OsString), CommitError> {
     let invalid = |reason| CommitError::InvalidName { path: target.to_path_buf(), reason };
-    // `file_name` alone would take `plan/.` for `plan`.
-    if target.as_os_str().as_bytes().ends_with(b"/.") {
-        return Err(invalid("it does not end in a name"));
-    }
-    let name = target.file_name().ok_or_else(|| invalid("it does not end in a name"))?;
-    if name.as_bytes().contains(&0) {
-        return Err(invalid("it holds a zero byte"));
-    }
+    let (parent, name) = split(target)?;
     if name.len() + OVERHEAD > NAME_MAX {
         return Err(invalid("its last part is longer than 226 bytes"));
     }
-    if tag_of(name).is_some() {
+    if tag_of(&name).is_some() {
         return Err(invalid("names of this form are those of unfinished folders"));
     }
-    let absolute = std::path::absolute(target).map_err(|source| CommitError::Io {
+    Ok((parent, name))
+}
+
+/// Splits a path into the absolute path of a folder and a name in it, symbolic links left as they are.
+pub(crate) fn split(path: &Path) -> Result<(PathBuf, OsString), CommitError> {
+    let invalid = |reason| CommitError::InvalidName { path: path.to_path_buf(), reason };
+    // `file_name` alone would take `plan/.` for `plan`.
+    if path.as_os_str().as_bytes().ends_with(b"/.") {
+        return Err(invalid("it does not end in a name"));
+    }
+    let name = path.file_name().ok_or_else(|| invalid("it does not end in a name"))?;
+    if name.as_bytes().contains(&0) {
+        return Err(invalid("it holds a zero byte"));
+    }
+    let absolute = std::path::absolute(path).map_err(|source| CommitError::Io {
         operation: "find the current folder for",
-        path: target.to_path_buf(),
+        path: path.to_path_buf(),
         source,
     })?;
     let parent = absolute.parent().ok_or_else(|| invalid("it has no parent folder"))?;

@@ -27,4 +27,5 @@ mod state;
 mod worker;
 mod writer;
 
+pub(crate) use progress::Progress;
 pub use writer::{ShardWriter, WriterOptions};

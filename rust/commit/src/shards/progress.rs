@@ -7,7 +7,7 @@ use crate::checksum::Checksum;
 
 /// The progress of one file.
 #[derive(Debug)]
-pub(super) struct Progress {
+pub(crate) struct Progress {
     size: u64,
     /// Start and end of what was handed in; neighbours are one range.
     handed_in: BTreeMap<u64, u64>,
@@ -17,13 +17,13 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    pub(super) fn new(size: u64) -> Self {
+    pub(crate) fn new(size: u64) -> Self {
         Progress { size, handed_in: BTreeMap::new(), written: BTreeMap::new(), bytes_written: 0 }
     }
 
     /// Notes that `range`, which is not empty and within the file, was handed in; `false` and nothing noted when a
     /// part of it was before.
-    pub(super) fn hand_in(&mut self, range: Range<u64>) -> bool {
+    pub(crate) fn hand_in(&mut self, range: Range<u64>) -> bool {
         let before = self.handed_in.range(..range.end).next_back().map(|(&start, &end)| (start, end));
         let touches = before.filter(|&(_, end)| end == range.start);
         if before.is_some_and(|(_, end)| end > range.start) {
@@ -35,7 +35,7 @@ impl Progress {
     }
 
     /// The first byte that was not handed in; `None` when all were.
-    pub(super) fn first_gap(&self) -> Option<u64> {
+    pub(crate) fn first_gap(&self) -> Option<u64> {
         let gap = match self.handed_in.first_key_value() {
             Some((0, &end)) => end,
             _ => 0,
@@ -44,7 +44,7 @@ impl Progress {
     }
 
     /// Notes that `length` bytes at `offset` were written, which were handed in; whether that was the last of the file.
-    pub(super) fn wrote(&mut self, offset: u64, length: u64, checksum: Checksum) -> bool {
+    pub(crate) fn wrote(&mut self, offset: u64, length: u64, checksum: Checksum) -> bool {
         self.bytes_written += length;
         let (mut start, mut run) = (offset, (length, checksum));
         if let Some((length, sum)) = self.written.remove(&(offset + length)) {
@@ -61,7 +61,7 @@ impl Progress {
     }
 
     /// The checksum of the whole file, once it is written.
-    pub(super) fn checksum(&self) -> Checksum {
+    pub(crate) fn checksum(&self) -> Checksum {
         self.written.first_key_value().map_or(Checksum::EMPTY, |(_, &(_, checksum))| checksum)
     }
 }
