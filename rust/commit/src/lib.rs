@@ -43,6 +43,7 @@ pub mod manifest;
 mod name;
 mod reading;
 mod remove;
+pub mod root;
 mod seal;
 pub mod shards;
 mod sidecar;

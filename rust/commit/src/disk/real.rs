@@ -5,7 +5,6 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::Read;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -135,13 +134,18 @@ impl Disk for RealDisk {
 
     fn read(&self, file: &File, path: &Path) -> Result<Vec<u8>, CommitError> {
         let mut bytes = Vec::new();
-        let mut file = file;
-        file.read_to_end(&mut bytes).map_err(|source| CommitError::Io {
-            operation: "read",
-            path: path.to_path_buf(),
-            source,
-        })?;
-        Ok(bytes)
+        let mut room = usize::try_from(self.file_status(file, path)?.size).unwrap_or(usize::MAX).max(1);
+        loop {
+            let end = bytes.len();
+            bytes.try_reserve(room).map_err(|_| CommitError::io("find memory to read", path, Errno::NOMEM))?;
+            bytes.resize(end + room, 0);
+            let count = self.read_at(file, end as u64, &mut bytes[end..], path)?;
+            bytes.truncate(end + count);
+            if count == 0 {
+                return Ok(bytes);
+            }
+            room = (room - count).max(1 << 16);
+        }
     }
 
     fn read_at(&self, file: &File, offset: u64, buffer: &mut [u8], path: &Path) -> Result<usize, CommitError> {
@@ -285,6 +289,7 @@ impl Disk for RealDisk {
     }
 }
 
+#[allow(clippy::unnecessary_cast, reason = "the fields are of other types on other systems")]
 fn status(stat: &Stat) -> Status {
     let kind = match FileType::from_raw_mode(stat.st_mode) {
         FileType::RegularFile => EntryKind::File,

@@ -1,0 +1,212 @@
+//! An open folder with the disk it lies on and its path.
+//!
+//! What always holds: names are taken relative to the open folder, wherever its path leads by now; what is put in the
+//! place of something else is durable before it takes that place, and the change of names is before the call returns.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+
+use super::layout;
+use crate::disk::{self, Disk, EntryKind, Status, absent_is_fine, leads_to};
+use crate::error::CommitError;
+use crate::remove::remove_contents;
+
+/// The largest single write.
+const PIECE: usize = 8 << 20;
+
+pub(super) struct Directory<D: Disk> {
+    pub(super) disk: D,
+    pub(super) folder: D::Folder,
+    pub(super) path: PathBuf,
+}
+
+impl<D: Disk + Clone> Directory<D> {
+    pub(super) fn open(disk: &D, path: &Path) -> Result<Self, CommitError> {
+        Ok(Self { disk: disk.clone(), folder: disk.open_path(path)?, path: path.to_path_buf() })
+    }
+
+    /// Opens the folder at `path`, made with all that leads to it where it is not there.
+    pub(super) fn open_or_create(disk: &D, path: &Path) -> Result<Self, CommitError> {
+        let missing = match Self::open(disk, path) {
+            Err(error @ CommitError::ParentMissing { .. }) => error,
+            outcome => return outcome,
+        };
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+            return Err(missing);
+        };
+        let parent = Self::open_or_create(disk, parent)?;
+        match disk.create_folder(&parent.folder, name, path) {
+            // Somebody else was faster; or it is a link to nothing, which cannot be opened.
+            Err(error) if error.is(Errno::EXIST) => {}
+            outcome => outcome?,
+        }
+        parent.sync()?;
+        Self::open(disk, path)
+    }
+
+    pub(super) fn open_folder(&self, name: &OsStr) -> Result<Self, CommitError> {
+        let path = self.path.join(name);
+        Ok(Self { disk: self.disk.clone(), folder: self.disk.open_folder(&self.folder, name, &path)?, path })
+    }
+
+    pub(super) fn open_file(&self, name: &OsStr) -> Result<D::File, CommitError> {
+        self.disk.open_file(&self.folder, name, &self.path.join(name))
+    }
+
+    pub(super) fn look_at(&self, name: &OsStr) -> Result<Option<Status>, CommitError> {
+        self.disk.look_at(&self.folder, name, &self.path.join(name))
+    }
+
+    pub(super) fn list(&self) -> Result<Vec<OsString>, CommitError> {
+        self.disk.list(&self.folder, &self.path)
+    }
+
+    pub(super) fn status(&self) -> Result<Status, CommitError> {
+        self.disk.folder_status(&self.folder, &self.path)
+    }
+
+    /// Whether `name` is that open folder.
+    pub(super) fn has(&self, name: &OsStr, folder: &Self) -> Result<bool, CommitError> {
+        leads_to(&self.disk, &self.folder, name, &folder.folder, &folder.path)
+    }
+
+    /// Makes the names in it durable.
+    pub(super) fn sync(&self) -> Result<(), CommitError> {
+        self.disk.fsync_folder(&self.folder, &self.path)
+    }
+
+    /// Makes the names in it and in all folders in it durable, the innermost first.
+    pub(super) fn sync_all(&self) -> Result<(), CommitError> {
+        for name in self.list()? {
+            if self.look_at(&name)?.is_some_and(|status| status.kind == EntryKind::Folder) {
+                self.open_folder(&name)?.sync_all()?;
+            }
+        }
+        self.sync()
+    }
+
+    pub(super) fn create_folder(&self, name: &OsStr) -> Result<Self, CommitError> {
+        self.disk.create_folder(&self.folder, name, &self.path.join(name))?;
+        self.open_folder(name)
+    }
+
+    /// Makes a new file of durable bytes; its name is not durable yet.
+    pub(super) fn create_file(&self, name: &OsStr, bytes: &[u8]) -> Result<(), CommitError> {
+        let path = self.path.join(name);
+        let file = self.disk.create_file(&self.folder, name, &path)?;
+        disk::write_all(&self.disk, &file, 0, bytes, &path, PIECE, |_| Ok(()))?;
+        self.disk.fsync(&file, &path)
+    }
+
+    /// Puts a file of `bytes` in the place of whatever file was there, durably.
+    pub(super) fn replace_file(&self, name: &OsStr, bytes: &[u8]) -> Result<(), CommitError> {
+        self.replace(name, |temporary| self.create_file(temporary, bytes))
+    }
+
+    /// Puts a symbolic link in the place of whatever link or file was there, durably.
+    pub(super) fn replace_link(&self, name: &OsStr, target: &OsStr) -> Result<(), CommitError> {
+        self.replace(name, |temporary| {
+            self.disk.create_link(&self.folder, temporary, target, &self.path.join(temporary))?;
+            // What a link says has no fsync of its own.
+            self.sync()
+        })
+    }
+
+    fn replace(&self, name: &OsStr, make: impl FnOnce(&OsStr) -> Result<(), CommitError>) -> Result<(), CommitError> {
+        let temporary = layout::temporary(name);
+        absent_is_fine(self.remove_file(&temporary))?;
+        let made = make(&temporary).and_then(|()| {
+            let from = (&self.folder, temporary.as_os_str());
+            self.disk.rename(from, (&self.folder, name), &self.path.join(name))
+        });
+        if let Err(error) = made {
+            // Best effort: the next one, or the next start, removes it too.
+            let _ = self.remove_file(&temporary);
+            return Err(error);
+        }
+        self.sync()
+    }
+
+    /// Gives the folder `from` the name `to`, which nothing has.
+    ///
+    /// # Errors
+    /// `EEXIST` where something has that name.
+    pub(super) fn rename_new(&self, from: &OsStr, to: &OsStr) -> Result<(), CommitError> {
+        let path = self.path.join(to);
+        let moved = self.look_at(from)?;
+        let ends = ((&self.folder, from), (&self.folder, to));
+        match self.disk.rename_new(ends.0, ends.1, &path) {
+            // Network file systems know no such rename. Only the owner renames here, and nothing replaces a
+            // folder with anything in it.
+            Err(error) if error.is(Errno::INVAL) => {
+                if self.look_at(to)?.is_some() {
+                    return Err(CommitError::io("rename to the new name", &path, Errno::EXIST));
+                }
+                let renamed = self.disk.rename(ends.0, ends.1, &path);
+                self.confirm(renamed, to, moved)
+            }
+            outcome => self.confirm(outcome, to, moved),
+        }
+    }
+
+    /// Exchanges the folder `from` with the folder `to`.
+    ///
+    /// # Errors
+    /// [`CommitError::ExchangeUnsupported`].
+    pub(super) fn exchange(&self, from: &OsStr, to: &OsStr) -> Result<(), CommitError> {
+        let path = self.path.join(to);
+        let moved = self.look_at(from)?;
+        let exchanged = self.disk.exchange((&self.folder, from), (&self.folder, to), &path);
+        self.confirm(exchanged, to, moved).map_err(|error| match error {
+            error if error.is(Errno::INVAL) => CommitError::ExchangeUnsupported { path },
+            error => error,
+        })
+    }
+
+    /// Takes the rename of what was `moved` for done where it was, whatever it answered: network file systems may
+    /// report failure for a rename that the server carried out.
+    fn confirm(&self, renamed: Result<(), CommitError>, to: &OsStr, moved: Option<Status>) -> Result<(), CommitError> {
+        let Err(error) = renamed else {
+            return Ok(());
+        };
+        match (self.look_at(to)?, moved) {
+            (Some(found), Some(moved)) if found.is_same(&moved) => Ok(()),
+            _ => Err(error),
+        }
+    }
+
+    /// The first of a sequence of names that nothing has.
+    pub(super) fn free_name(&self, name: impl Fn(u64) -> OsString) -> Result<OsString, CommitError> {
+        let mut number = 0;
+        loop {
+            let candidate = name(number);
+            if self.look_at(&candidate)?.is_none() {
+                return Ok(candidate);
+            }
+            number += 1;
+        }
+    }
+
+    pub(super) fn remove_file(&self, name: &OsStr) -> Result<(), CommitError> {
+        self.disk.remove_file(&self.folder, name, &self.path.join(name))
+    }
+
+    /// Removes whatever has that name, with all that it holds.
+    pub(super) fn remove(&self, name: &OsStr) -> Result<(), CommitError> {
+        let Some(status) = self.look_at(name)? else {
+            return Ok(());
+        };
+        if status.kind != EntryKind::Folder {
+            return absent_is_fine(self.remove_file(name));
+        }
+        let path = self.path.join(name);
+        if status.device != self.status()?.device {
+            return Err(CommitError::io("remove the mounted file system at", &path, Errno::BUSY));
+        }
+        let inner = self.open_folder(name)?;
+        remove_contents(&self.disk, &inner.folder, &path)?;
+        absent_is_fine(self.disk.remove_folder(&self.folder, name, &path))
+    }
+}

@@ -1,0 +1,91 @@
+//! Setting checkpoints aside after a rollback.
+//!
+//! An empty file, `.discard-after-<step>`, is made durable before the first checkpoint is renamed and removed after the
+//! last. What always holds: before it is there nothing has changed, and once it is there the next start completes what was
+//! begun; so after a crash either none or all are set aside. An owner that failed on the way changes nothing more: the
+//! next start would set aside what it saved since.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::path::PathBuf;
+
+use super::checkpoint::Published;
+use super::directory::Directory;
+use super::layout::Entry;
+use super::reading::keep_from_readers;
+use super::{Key, Root, layout, records};
+use crate::disk::{Disk, EntryKind, absent_is_fine};
+use crate::error::CommitError;
+use crate::manifest::Kind;
+
+impl<D: Disk + Clone + 'static> Root<D> {
+    /// Sets everything above `step` aside, of both kinds, whole or not, under names that begin with `discarded-`. It is
+    /// not counted, removed or looked at any more; what has become of it is returned.
+    ///
+    /// # Errors
+    /// [`CommitError::CheckpointInUse`], and nothing changed, while one of them is being read or written.
+    pub fn discard_after(&self, step: u64) -> Result<Vec<PathBuf>, CommitError> {
+        let mut state = self.owned()?;
+        let path = |key: &Key| self.checkpoint_path(*key);
+        if let Some((key, _)) = state.attempts.iter().find(|((_, writing), _)| *writing > step) {
+            return Err(CommitError::CheckpointInUse { path: path(key), reason: "it is being written" });
+        }
+        let newer = above(&self.root, step)?;
+        if newer.is_empty() {
+            return Ok(Vec::new());
+        }
+        let mut kept = Vec::new();
+        for &(kind, step) in &newer {
+            kept.push(keep_from_readers(&self.root, &layout::checkpoint(kind, step))?);
+        }
+        state.is_discarding = true;
+        let intent = layout::intent(step);
+        // Its name is durable before the first checkpoint loses its own: the registry is made durable in between.
+        self.root.disk.create_file(&self.root.folder, &intent, &self.root.path.join(&intent))?;
+        let set_aside = complete(&self.root, &mut state.published, step)?;
+        state.doubtful.retain(|(_, doubtful)| *doubtful <= step);
+        state.is_discarding = false;
+        Ok(set_aside)
+    }
+}
+
+/// What is above a step, the newest first, so that what is left at any time is without gaps.
+fn above<D: Disk + Clone>(root: &Directory<D>, step: u64) -> Result<Vec<Key>, CommitError> {
+    let mut newer = Vec::new();
+    for name in root.list()? {
+        match layout::classify(&name) {
+            Entry::Checkpoint(kind, found) if found > step && is_folder(root, &name)? => newer.push((kind, found)),
+            _ => {}
+        }
+    }
+    newer.sort_unstable_by_key(|&(kind, step)| (Reverse(step), kind));
+    Ok(newer)
+}
+
+fn is_folder<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<bool, CommitError> {
+    Ok(root.look_at(name)?.is_some_and(|status| status.kind == EntryKind::Folder))
+}
+
+/// Does what an intent says, from wherever it was left.
+pub(super) fn complete<D: Disk + Clone>(
+    root: &Directory<D>,
+    published: &mut BTreeMap<Key, Published>,
+    step: u64,
+) -> Result<Vec<PathBuf>, CommitError> {
+    published.retain(|(_, newer), _| *newer <= step);
+    for kind in Kind::ALL {
+        records::point(root, published, kind)?;
+    }
+    records::write_registry(root, published)?;
+    let mut set_aside = Vec::new();
+    for (kind, step) in above(root, step)? {
+        let to = root.free_name(|number| layout::set_aside(kind, step, number))?;
+        root.rename_new(&layout::checkpoint(kind, step), &to)?;
+        set_aside.push(root.path.join(to));
+    }
+    root.sync()?;
+    absent_is_fine(root.remove_file(&layout::intent(step)))?;
+    root.sync()?;
+    Ok(set_aside)
+}

@@ -1,0 +1,245 @@
+//! Beginning, publishing and giving up a checkpoint.
+
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::path::PathBuf;
+
+use rustix::io::Errno;
+
+use super::checkpoint::{Checkpoint, Damage, Published, compare, strangers};
+use super::directory::Directory;
+use super::reading::{Kept, keep_from_readers};
+use super::{Attempt, Key, Root, State, layout, records};
+use crate::disk::{Disk, EntryKind, Sharing};
+use crate::error::CommitError;
+use crate::manifest::{self, Kind, Manifest};
+use crate::seal::seal;
+
+impl<D: Disk + Clone + 'static> Root<D> {
+    /// Begins a checkpoint: makes the hidden folder that its files are to be written in, and returns its path.
+    ///
+    /// # Errors
+    /// [`CommitError::StepExists`], [`CommitError::StepOrder`]; [`CommitError::CheckpointInUse`] and
+    /// [`CommitError::ExchangeUnsupported`] for one that cannot be overwritten; [`CommitError::InvalidName`] for a step beyond
+    /// 2⁶³ − 1.
+    pub fn begin(&self, kind: Kind, step: u64, overwrite: bool) -> Result<PathBuf, CommitError> {
+        let path = self.checkpoint_path((kind, step));
+        if step > layout::MAX_STEP {
+            return Err(CommitError::InvalidName { path, reason: "steps end at 2^63 - 1" });
+        }
+        let mut state = self.owned()?;
+        if state.attempts.contains_key(&(kind, step)) {
+            return Err(CommitError::StepExists { path, reason: "is being written already".to_owned() });
+        }
+        state.check_order(kind, step, &self.root)?;
+        if state.doubtful.contains(&(kind, step)) {
+            let reason = "is there, but its name may be lost with the power: open the root again".to_owned();
+            return Err(CommitError::StepExists { path, reason });
+        }
+        let replaces = self.look_at_target((kind, step), overwrite)?.is_some();
+        let name = layout::attempt(kind, step);
+        self.clear_attempt((kind, step))?;
+        let folder = self.root.create_folder(&name)?;
+        // Tells other processes that its writer lives; where there are no such locks, they cannot be told.
+        self.root.disk.lock_folder(&folder.folder, Sharing::Shared, &folder.path)?;
+        if replaces && let Err(error) = self.probe_exchange(&folder) {
+            let _ = self.root.remove(&name);
+            return Err(error);
+        }
+        let (status, path) = (folder.status()?, folder.path.clone());
+        state.attempts.insert((kind, step), Attempt { folder, status, failed: false });
+        Ok(path)
+    }
+
+    /// What there is to overwrite, kept from readers.
+    fn look_at_target(&self, (kind, step): Key, overwrite: bool) -> Result<Option<Kept<D>>, CommitError> {
+        let name = layout::checkpoint(kind, step);
+        let path = self.root.path.join(&name);
+        let Some(status) = self.root.look_at(&name)? else {
+            return Ok(None);
+        };
+        if status.kind != EntryKind::Folder {
+            return Err(CommitError::NameTaken { path, needed_for: "the checkpoint" });
+        }
+        if !overwrite {
+            let reason = "is there already: save another step, or overwrite it".to_owned();
+            return Err(CommitError::StepExists { path, reason });
+        }
+        keep_from_readers(&self.root, &name).map(Some)
+    }
+
+    /// Takes what an earlier attempt at a step left out of the way.
+    fn clear_attempt(&self, key: Key) -> Result<(), CommitError> {
+        let name = layout::attempt(key.0, key.1);
+        let Some(status) = self.root.look_at(&name)? else {
+            return Ok(());
+        };
+        if status.kind != EntryKind::Folder {
+            return self.root.remove(&name);
+        }
+        // Somebody may still write into it: under another name that changes nothing of the new attempt.
+        let aside = self.root.free_name(|number| layout::removed(key.0, key.1, number))?;
+        self.root.rename_new(&name, &aside)?;
+        // What cannot be removed now, the next start removes.
+        let _ = self.root.remove(&aside);
+        Ok(())
+    }
+
+    /// Tries whether the file system exchanges folders, before anything is written that could not be published.
+    fn probe_exchange(&self, attempt: &Directory<D>) -> Result<(), CommitError> {
+        let probe = OsStr::new(layout::EXCHANGE_PROBE);
+        self.root.remove(probe)?;
+        self.root.create_folder(probe)?;
+        let name = attempt.path.file_name().unwrap_or_default();
+        let outcome = self.root.exchange(name, probe).and_then(|()| self.root.exchange(name, probe));
+        self.root.remove(probe)?;
+        // Of names that went to and fro no part may come back after a crash.
+        self.root.sync()?;
+        outcome
+    }
+
+    /// Publishes a checkpoint whose files are all written and durable, and returns its path.
+    ///
+    /// `manifest` becomes its `tundish.json`; what the folder holds must be what it lists.
+    ///
+    /// # Errors
+    /// [`CommitError::NotPublishable`], [`CommitError::Corrupt`], [`CommitError::StepExists`],
+    /// [`CommitError::CheckpointInUse`], [`CommitError::Io`]: nothing was published, and cannot be without beginning again
+    /// ([`abandon`](Root::abandon) it). [`CommitError::NotDurable`]: it is whole and visible, but its name may be lost
+    /// with the power; it is not counted. After an error of the registry or the pointer it is published.
+    pub fn publish(&self, kind: Kind, step: u64, manifest: &str, overwrite: bool) -> Result<PathBuf, CommitError> {
+        let key = (kind, step);
+        let mut state = self.owned()?;
+        let replaced = match self.make_visible(&mut state, key, manifest, overwrite) {
+            Ok(replaced) => replaced,
+            Err(error) => {
+                if let Some(attempt) = state.attempts.get_mut(&key) {
+                    attempt.failed = true;
+                }
+                return Err(error);
+            }
+        };
+        records::write_registry(&self.root, &state.published)?;
+        records::point(&self.root, &state.published, kind)?;
+        if replaced.is_some() {
+            // What it held before. The checkpoint is published; what cannot be removed now, the next start removes.
+            let _ = self.root.remove(&layout::attempt(kind, step));
+        }
+        Ok(self.checkpoint_path(key))
+    }
+
+    /// Everything up to a durable name; then the attempt is over. Returns what was replaced.
+    fn make_visible(
+        &self,
+        state: &mut State<D>,
+        key: Key,
+        text: &str,
+        overwrite: bool,
+    ) -> Result<Option<Kept<D>>, CommitError> {
+        // What cannot be sealed is no manifest, and refused as such.
+        let text = &seal(text).unwrap_or_else(|| text.to_owned());
+        let manifest = self.check_publishable(state, key, text)?;
+        let folder = &state.attempts[&key].folder;
+        folder.create_file(OsStr::new(manifest::FILE_NAME), text.as_bytes())?;
+        folder.sync_all()?;
+        let status = state.attempts[&key].status;
+        let replaced = self.rename(key, overwrite)?;
+        // Visible: from here on there is no attempt to give up.
+        state.attempts.remove(&key);
+        state.published.remove(&key);
+        let path = self.checkpoint_path(key);
+        if let Err(error) = self.root.sync() {
+            state.doubtful.insert(key);
+            return Err(match error {
+                CommitError::Io { source, .. } => CommitError::NotDurable { path, source },
+                other => other,
+            });
+        }
+        state.published.insert(key, Published { checkpoint: Checkpoint::new(path, manifest), status });
+        Ok(replaced)
+    }
+
+    fn check_publishable(&self, state: &State<D>, key: Key, text: &str) -> Result<Manifest, CommitError> {
+        let name = layout::attempt(key.0, key.1);
+        let path = self.root.path.join(&name);
+        let refuse = |reason: &str| CommitError::NotPublishable { path: path.clone(), reason: reason.to_owned() };
+        let attempt = state.attempts.get(&key).ok_or_else(|| refuse("it was not begun"))?;
+        if attempt.failed {
+            return Err(refuse("publishing it failed before; begin it again"));
+        }
+        if !self.root.has(&name, &attempt.folder)? {
+            return Err(refuse("somebody removed or renamed it while it was written"));
+        }
+        let manifest =
+            Manifest::parse(text.as_bytes()).map_err(|reason| refuse(&format!("of its manifest: {reason}")))?;
+        if (manifest.kind, manifest.step) != key {
+            return Err(refuse(&format!("its manifest is that of {}-{}", manifest.kind, manifest.step)));
+        }
+        check_contents(&attempt.folder, &manifest)?;
+        Ok(manifest)
+    }
+
+    fn rename(&self, (kind, step): Key, overwrite: bool) -> Result<Option<Kept<D>>, CommitError> {
+        let (from, to) = (layout::attempt(kind, step), layout::checkpoint(kind, step));
+        if let Some(kept) = self.look_at_target((kind, step), overwrite)? {
+            self.root.exchange(&from, &to)?;
+            return Ok(Some(kept));
+        }
+        self.root.rename_new(&from, &to).map(|()| None).map_err(|error| match error {
+            error if error.is(Errno::EXIST) => CommitError::StepExists {
+                path: self.checkpoint_path((kind, step)),
+                reason: "appeared while it was being written; move it elsewhere".to_owned(),
+            },
+            error => error,
+        })
+    }
+
+    /// Gives up a checkpoint that was begun: removes what was written. Does nothing for any other.
+    ///
+    /// # Errors
+    /// What cannot be removed stays under a hidden name, and the next start removes it.
+    pub fn abandon(&self, kind: Kind, step: u64) -> Result<(), CommitError> {
+        let mut state = self.owned()?;
+        let Some(attempt) = state.attempts.remove(&(kind, step)) else {
+            return Ok(());
+        };
+        let name = layout::attempt(kind, step);
+        if !self.root.has(&name, &attempt.folder)? {
+            return Ok(());
+        }
+        // Ranks that have not heard of it yet may still write into it, but not into what is begun next.
+        let aside = self.root.free_name(|number| layout::removed(kind, step, number))?;
+        self.root.rename_new(&name, &aside)?;
+        drop(state);
+        self.root.remove(&aside)
+    }
+}
+
+impl<D: Disk + Clone + 'static> State<D> {
+    /// Refuses a step below one that is published or being written.
+    fn check_order(&self, kind: Kind, step: u64, root: &Directory<D>) -> Result<(), CommitError> {
+        let writing = self.attempts.range((kind, 0)..=(kind, u64::MAX)).next_back().map(|(&(_, step), _)| step);
+        match self.newest(kind).max(writing) {
+            Some(newest) if newest > step => {
+                Err(CommitError::StepOrder { path: root.path.clone(), kind, step, newest })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Refuses a folder that does not hold exactly the files of its manifest.
+fn check_contents<D: Disk + Clone>(folder: &Directory<D>, manifest: &Manifest) -> Result<(), CommitError> {
+    let mut damaged = compare(folder, manifest)?;
+    let names: BTreeSet<&str> = manifest.files.iter().map(|file| file.name.as_str()).collect();
+    damaged.extend(strangers(folder, "", &|name| names.contains(name))?);
+    let Some(first) = damaged.first() else {
+        return Ok(());
+    };
+    let reason = match damaged.len() {
+        1 => first.to_string(),
+        count => format!("{first}, and {} more", count - 1),
+    };
+    let files = damaged.into_iter().map(|Damage { name, .. }| name).collect();
+    Err(CommitError::Corrupt { path: folder.path.clone(), reason, files })
+}

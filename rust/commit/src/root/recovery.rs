@@ -1,0 +1,133 @@
+//! What every start does before anything else: makes a root out of what the last owner left.
+//!
+//! What always holds: nothing is removed before what is visible is durable; only what `layout.rs` calls a leftover
+//! is removed, and of that nothing a process still writes into; what is in order is not written again, so that a root is
+//! opened without a change where there is nothing to mend.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+
+use serde::Serialize;
+
+use super::checkpoint::{Published, examine};
+use super::directory::Directory;
+use super::layout::Entry;
+use super::{Key, discard, layout, records};
+use crate::disk::{Disk, EntryKind, Lock, Sharing};
+use crate::error::CommitError;
+use crate::manifest::Kind;
+
+/// What opening a root found and mended. Paths are absolute.
+#[derive(Debug, Default, Clone, Serialize)]
+pub struct Recovery {
+    /// Leftovers of dead attempts, removed.
+    pub removed: Vec<String>,
+    /// Leftovers that a process still writes into, left alone.
+    pub live: Vec<String>,
+    /// Checkpoints that a `discard_after` which did not end was to set aside, and under which name they are.
+    pub set_aside: Vec<String>,
+    /// Registry and pointers that did not say what the folders say, written again.
+    pub repaired: Vec<String>,
+    /// What is called like a checkpoint and is none, and why; left as it is.
+    pub ignored: BTreeMap<String, String>,
+    /// What should have been removed and could not be.
+    pub failed: Vec<String>,
+}
+
+struct Found {
+    published: BTreeMap<Key, Published>,
+    leftovers: Vec<OsString>,
+    intents: Vec<u64>,
+}
+
+/// Recovers a root that is owned.
+pub(super) fn recover<D: Disk + Clone>(
+    root: &Directory<D>,
+) -> Result<(BTreeMap<Key, Published>, Recovery), CommitError> {
+    records::check_names(root)?;
+    // The last owner may have died between a rename and this.
+    root.sync()?;
+    let mut recovery = Recovery::default();
+    let Found { mut published, leftovers, mut intents } = look_around(root, &mut recovery)?;
+    // The lowest sets aside what all others would.
+    intents.sort_unstable();
+    for step in intents {
+        let set_aside = discard::complete(root, &mut published, step)?;
+        recovery.ignored.retain(|path, _| root.look_at(file_name(path)).is_ok_and(|found| found.is_some()));
+        recovery.set_aside.extend(set_aside.iter().map(|path| path.display().to_string()));
+    }
+    repair(root, &published, &mut recovery)?;
+    for name in leftovers {
+        remove_leftover(root, &name, &mut recovery);
+    }
+    Ok((published, recovery))
+}
+
+fn file_name(path: &str) -> &OsStr {
+    OsStr::new(path.rsplit('/').next().unwrap_or(path))
+}
+
+fn look_around<D: Disk + Clone>(root: &Directory<D>, recovery: &mut Recovery) -> Result<Found, CommitError> {
+    let mut found = Found { published: BTreeMap::new(), leftovers: Vec::new(), intents: Vec::new() };
+    let mut names = root.list()?;
+    names.sort_unstable();
+    for name in names {
+        match layout::classify(&name) {
+            Entry::Checkpoint(kind, step) => match examine(root, kind, step) {
+                Ok(whole) => {
+                    found.published.insert((kind, step), whole);
+                }
+                Err(reason) => {
+                    recovery.ignored.insert(shown(root, &name), reason);
+                }
+            },
+            Entry::Leftover => found.leftovers.push(name),
+            Entry::Intent(step) => found.intents.push(step),
+            Entry::Other => {}
+        }
+    }
+    Ok(found)
+}
+
+fn repair<D: Disk + Clone>(
+    root: &Directory<D>,
+    published: &BTreeMap<Key, Published>,
+    recovery: &mut Recovery,
+) -> Result<(), CommitError> {
+    if records::repair_registry(root, published)? {
+        recovery.repaired.push(shown(root, OsStr::new(layout::REGISTRY)));
+    }
+    for kind in Kind::ALL {
+        if records::point(root, published, kind)? {
+            recovery.repaired.push(shown(root, &layout::pointer(kind)));
+        }
+    }
+    Ok(())
+}
+
+/// Removes a leftover; what cannot be removed must not keep a root from being opened.
+fn remove_leftover<D: Disk + Clone>(root: &Directory<D>, name: &OsStr, recovery: &mut Recovery) {
+    match is_written_into(root, name) {
+        Ok(true) => return recovery.live.push(shown(root, name)),
+        Ok(false) => {}
+        Err(error) => return recovery.failed.push(error.to_string()),
+    }
+    match root.remove(name) {
+        Ok(()) => recovery.removed.push(shown(root, name)),
+        Err(error) => recovery.failed.push(error.to_string()),
+    }
+}
+
+/// Whether a process holds the lock that writers take on the folder they write into.
+fn is_written_into<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<bool, CommitError> {
+    if root.look_at(name)?.is_none_or(|status| status.kind != EntryKind::Folder) {
+        return Ok(false);
+    }
+    let folder = root.open_folder(name)?;
+    // The owner that made it is dead. Where a lock cannot tell of other writers, it would be kept for ever.
+    Ok(root.disk.lock_folder(&folder.folder, Sharing::Exclusive, &folder.path)? == Lock::HeldByAnother)
+}
+
+fn shown<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> String {
+    root.path.join(name).display().to_string()
+}

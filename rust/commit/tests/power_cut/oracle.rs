@@ -1,0 +1,222 @@
+//! What must hold of a disk after its power was cut, before and after the root is opened again.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
+
+use tundish_commit::Kind;
+use tundish_commit::root::Root;
+
+use crate::model::{ModelDisk, Node, Nodes, World};
+use crate::run::{State, Version, contents, manifest, open, write_files};
+
+type Names = BTreeMap<OsString, usize>;
+
+fn folder(nodes: &Nodes, number: usize) -> Option<&Names> {
+    match &*nodes[number] {
+        Node::Folder(names) => Some(names),
+        _ => None,
+    }
+}
+
+/// All files below a folder, by their relative names; `None` where something else lies there.
+fn files(nodes: &Nodes, number: usize) -> Option<BTreeMap<String, &[u8]>> {
+    let mut found = BTreeMap::new();
+    for (name, &inner) in folder(nodes, number)? {
+        let name = name.to_str()?;
+        match &*nodes[inner] {
+            Node::File(bytes) => {
+                found.insert(name.to_owned(), bytes.as_slice());
+            }
+            Node::Folder(_) => {
+                found.extend(files(nodes, inner)?.into_iter().map(|(file, bytes)| (format!("{name}/{file}"), bytes)));
+            }
+            Node::Link(_) => return None,
+        }
+    }
+    Some(found)
+}
+
+/// Whether a folder holds a save bit by bit, and nothing else.
+fn is_exactly(nodes: &Nodes, number: usize, kind: Kind, step: u64, version: Version) -> bool {
+    let manifest = tundish_commit::seal(&manifest(kind, step, version)).unwrap();
+    let contents = contents(kind, step, version);
+    let mut expected: BTreeMap<String, &[u8]> =
+        contents.iter().map(|(name, bytes)| ((*name).to_owned(), bytes.as_slice())).collect();
+    expected.insert("tundish.json".into(), manifest.as_bytes());
+    files(nodes, number) == Some(expected)
+}
+
+fn kind_and_step(name: &str) -> Option<(Kind, u64)> {
+    let (kind, step) = name.split_once('-')?;
+    Some((kind.parse().ok()?, step.parse().ok()?))
+}
+
+fn newest(state: &State, kind: Kind) -> Option<String> {
+    let steps = state.published.keys().filter(|(other, _)| *other == kind);
+    steps.max().map(|(kind, step)| format!("{kind}-{step}"))
+}
+
+/// Checks what a program finds that looks at the root before anybody has opened it again.
+pub fn check_untouched(nodes: &Nodes, allowed: &[&State]) -> Result<(), String> {
+    let names = folder(nodes, 0).unwrap();
+    let is_whole = |name: &str| {
+        let (Some(&number), Some((kind, step))) = (names.get(&OsString::from(name)), kind_and_step(name)) else {
+            return false;
+        };
+        let versions = allowed.iter().filter_map(|state| state.published.get(&(kind, step)));
+        versions.into_iter().any(|&version| is_exactly(nodes, number, kind, step, version))
+    };
+    for name in names.keys().map(|name| name.to_str().unwrap()) {
+        if kind_and_step(name).is_some() && !is_whole(name) {
+            return Err(format!("{name} is visible and not whole"));
+        }
+    }
+    let registered = registered(nodes)?;
+    for kind in Kind::ALL {
+        let target = match names.get(&OsString::from(format!("{kind}-latest"))).map(|&number| &*nodes[number]) {
+            None => None,
+            Some(Node::Link(target)) => Some(target.to_str().unwrap().to_owned()),
+            Some(other) => return Err(format!("{kind}-latest is {other:?}")),
+        };
+        if !allowed.iter().any(|state| newest(state, kind) == target) {
+            return Err(format!("{kind}-latest leads to {target:?}"));
+        }
+        if let Some(target) = target
+            && !(is_whole(&target) && registered.contains_key(&target))
+        {
+            return Err(format!("{kind}-latest leads to {target}, which is not whole or not in the registry"));
+        }
+    }
+    if !allowed.iter().any(|state| registry_of(state) == registered) {
+        return Err(format!("the registry lists neither what was there nor what is: {registered:?}"));
+    }
+    for (listed, &version) in &registered {
+        let number = names.get(&OsString::from(listed));
+        let (kind, step) = kind_and_step(listed).ok_or("the registry lists what is no checkpoint")?;
+        // What is there may be newer than what the registry says, but never older.
+        let is_there = |version| number.is_some_and(|&number| is_exactly(nodes, number, kind, step, version));
+        let mut versions = allowed.iter().filter_map(|state| state.published.get(&(kind, step)).copied());
+        if !versions.any(|found| found >= version && is_there(found)) {
+            return Err(format!("the registry lists {listed}, save {version}, which is not what is there"));
+        }
+    }
+    if allowed.iter().all(|state| !state.published.is_empty())
+        && !names.keys().any(|name| is_whole(name.to_str().unwrap()))
+    {
+        return Err("there was a checkpoint, and there is none".into());
+    }
+    Ok(())
+}
+
+/// What the registry of a state lists.
+fn registry_of(state: &State) -> BTreeMap<String, Version> {
+    state.published.iter().map(|(&(kind, step), &version)| (format!("{kind}-{step}"), version)).collect()
+}
+
+/// What the registry lists, and which save of it; nothing where there is none.
+fn registered(nodes: &Nodes) -> Result<BTreeMap<String, Version>, String> {
+    let Some(&number) = folder(nodes, 0).unwrap().get(&OsString::from("checkpoints.json")) else {
+        return Ok(BTreeMap::new());
+    };
+    let Node::File(bytes) = &*nodes[number] else { return Err("the registry is no file".into()) };
+    let registry: serde_json::Value =
+        serde_json::from_slice(bytes).map_err(|error| format!("the registry is broken: {error}"))?;
+    let listed = registry["checkpoints"].as_array().ok_or("the registry lists nothing")?;
+    let entry = |entry: &serde_json::Value| {
+        let version = Version::try_from(entry["extra"]["version"].as_u64()?).ok()?;
+        Some((entry["folder"].as_str()?.to_owned(), version))
+    };
+    listed.iter().map(entry).collect::<Option<_>>().ok_or("the registry lists what is no checkpoint".to_owned())
+}
+
+/// Opens the root on a disk and checks what it makes of it; returns which of the allowed states that is.
+pub fn check_recovery<'a>(disk: &ModelDisk, allowed: &[&'a State]) -> Result<(&'a State, Root<ModelDisk>), String> {
+    let root = open(disk).map_err(|error| format!("it cannot be opened: {error}"))?;
+    let recovered = root.recovered();
+    if !recovered.failed.is_empty() || !recovered.ignored.is_empty() || !recovered.live.is_empty() {
+        return Err(format!("not all was understood: {recovered:?}"));
+    }
+    let state = matching(&disk.world(), allowed)?;
+    check_listing(&root, state)?;
+    Ok((state, root))
+}
+
+fn matching<'a>(world: &World, allowed: &[&'a State]) -> Result<&'a State, String> {
+    let nodes = &world.nodes;
+    let names = folder(nodes, 0).unwrap();
+    let held: BTreeMap<String, usize> =
+        names.iter().map(|(name, &number)| (name.to_str().unwrap().to_owned(), number)).collect();
+    let mut reasons = Vec::new();
+    for &state in allowed {
+        match differs(nodes, &held, state) {
+            None => return Ok(state),
+            Some(reason) => reasons.push(reason),
+        }
+    }
+    Err(format!("neither the old nor the new state: {}", reasons.join("; ")))
+}
+
+/// Checks what the root says of itself.
+fn check_listing(root: &Root<ModelDisk>, state: &State) -> Result<(), String> {
+    let listed = root.list().map_err(|error| error.to_string())?;
+    let listed: Vec<_> = listed.into_iter().map(|checkpoint| (checkpoint.kind, checkpoint.step)).collect();
+    if !listed.iter().eq(state.published.keys()) {
+        return Err(format!("it lists {listed:?}"));
+    }
+    for kind in Kind::ALL {
+        let latest = root.latest(kind).map_err(|error| error.to_string())?;
+        if latest != newest(state, kind).map(|name| root.path().join(name)) {
+            return Err(format!("its latest {kind} is {latest:?}"));
+        }
+    }
+    Ok(())
+}
+
+/// How what the root holds differs from a state.
+fn differs(nodes: &Nodes, held: &BTreeMap<String, usize>, state: &State) -> Option<String> {
+    let mut expected: BTreeSet<String> = BTreeSet::new();
+    for (&(kind, step), &version) in &state.published {
+        let name = format!("{kind}-{step}");
+        if !held.get(&name).is_some_and(|&number| is_exactly(nodes, number, kind, step, version)) {
+            return Some(format!("{name} is not there as saved"));
+        }
+        expected.insert(name);
+    }
+    for (name, &(kind, step, version)) in &state.set_aside {
+        if !held.get(name).is_some_and(|&number| is_exactly(nodes, number, kind, step, version)) {
+            return Some(format!("{name} is not there as set aside"));
+        }
+        expected.insert(name.clone());
+    }
+    for kind in Kind::ALL {
+        let pointer = format!("{kind}-latest");
+        let target = held.get(&pointer).map(|&number| (*nodes[number]).clone());
+        let right = newest(state, kind).map(|target| Node::Link(target.into()));
+        if target != right {
+            return Some(format!("{pointer} is {target:?} and not {right:?}"));
+        }
+        expected.extend(right.map(|_| pointer));
+    }
+    match registered(nodes) {
+        Ok(listed) if listed == registry_of(state) => {}
+        other => return Some(format!("the registry says {other:?}")),
+    }
+    let optional = [".owner", "checkpoints.json"];
+    let strangers: Vec<_> =
+        held.keys().filter(|name| !expected.contains(*name) && !optional.contains(&name.as_str())).collect();
+    (!strangers.is_empty()).then(|| format!("there are also {strangers:?}"))
+}
+
+/// Saves once more, to see that life goes on.
+pub fn check_life_goes_on(disk: &ModelDisk, root: &Root<ModelDisk>, state: &State) -> Result<(), String> {
+    let kind = Kind::Hf;
+    let step = 1 + state.published.keys().map(|(_, step)| *step).max().unwrap_or(0);
+    let mut after = state.clone();
+    after.published.insert((kind, step), 3);
+    let folder = root.begin(kind, step, false).map_err(|error| format!("the next cannot be begun: {error}"))?;
+    write_files(disk, &folder, kind, step, 3);
+    root.publish(kind, step, &manifest(kind, step, 3), false)
+        .map_err(|error| format!("the next cannot be published: {error}"))?;
+    matching(&disk.world(), &[&after])?;
+    check_listing(root, &after)
+}

@@ -1,0 +1,242 @@
+//! A life of a root on the model, and what is promised at each point of it.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tundish_commit::disk::Disk;
+use tundish_commit::root::{Identity, Opening, Root, Timing};
+use tundish_commit::{CommitError, Kind};
+
+use crate::model::{ModelDisk, Node, ROOT, World};
+
+/// Which save of a step it is: saved again, it holds other bytes.
+pub type Version = u8;
+
+/// What a root has to hold.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct State {
+    pub published: BTreeMap<(Kind, u64), Version>,
+    /// Under the names they were given.
+    pub set_aside: BTreeMap<String, (Kind, u64, Version)>,
+}
+
+/// A call, and the changes it made: the first, and one past the last.
+#[derive(Debug, Clone)]
+pub struct Call {
+    pub what: String,
+    pub first: usize,
+    pub end: usize,
+    pub before: State,
+    pub after: State,
+}
+
+impl Call {
+    /// The first word of what it does.
+    pub fn verb(&self) -> &str {
+        self.what.split(' ').next().unwrap_or_default()
+    }
+
+    /// What a root may hold when the power is cut after `length` changes, of which the last is this call's.
+    pub fn allowed(&self, length: usize) -> Vec<&State> {
+        if length == self.end { vec![&self.after] } else { vec![&self.before, &self.after] }
+    }
+}
+
+/// A root on the model, and all that was called of it.
+pub struct Run {
+    pub disk: ModelDisk,
+    pub calls: Vec<Call>,
+    root: Root<ModelDisk>,
+    state: State,
+}
+
+pub fn contents(kind: Kind, step: u64, version: Version) -> Vec<(&'static str, Vec<u8>)> {
+    let bytes = |seed: u64, length: u64| (0..length).map(|at| (at * 7 + seed + step) as u8 ^ version << 4).collect();
+    match kind {
+        Kind::Hf => {
+            vec![("config.json", bytes(1, 9)), ("model.safetensors", bytes(2, 24)), ("tokenizer.json", bytes(5, 3))]
+        }
+        Kind::Dcp => vec![("inner/rank_0", bytes(4, 18)), ("inner/rank_1", Vec::new()), (".metadata", bytes(3, 10))],
+    }
+}
+
+pub fn manifest(kind: Kind, step: u64, version: Version) -> String {
+    let files: Vec<_> = contents(kind, step, version)
+        .into_iter()
+        .map(|(name, bytes)| serde_json::json!({"name": name, "size": bytes.len(), "checksum": null}))
+        .collect();
+    serde_json::json!({
+        "format_version": 1, "kind": kind, "step": step, "tag": null, "world_size": 1,
+        "extra": {"version": version}, "files": files,
+    })
+    .to_string()
+}
+
+pub fn open(disk: &ModelDisk) -> Result<Root<ModelDisk>, CommitError> {
+    let never = Duration::from_secs(1 << 20);
+    let identity =
+        Identity { host: "model".into(), boot_id: String::new(), pid_space: String::new(), pid: 1, started: 0 };
+    let opening = Opening { identity, timing: Timing { beat: never, stale: never }, wait: Duration::ZERO };
+    Root::open(disk.clone(), Path::new(ROOT), opening, &mut || Ok(()))
+}
+
+/// Writes the files of a checkpoint into its hidden folder, as the shard writer does: all are made and given their length,
+/// then written, then synced. The folders are not: other machines may have made the files, and their syncs are theirs.
+pub fn write_files(disk: &ModelDisk, folder: &Path, kind: Kind, step: u64, version: Version) {
+    let mut writing = Writing::start(disk, folder, kind, step, version);
+    while writing.go_on(disk) {}
+}
+
+/// The files of a checkpoint while they are written, a change at a time.
+struct Writing {
+    path: PathBuf,
+    files: Vec<(usize, Vec<u8>)>,
+    /// Of the first file.
+    written: usize,
+}
+
+impl Writing {
+    fn start(disk: &ModelDisk, path: &Path, kind: Kind, step: u64, version: Version) -> Self {
+        let top = disk.open_path(path).unwrap();
+        let mut inner_folder = None;
+        let mut files = Vec::new();
+        for (name, bytes) in contents(kind, step, version) {
+            let (folder, leaf) = match name.split_once('/') {
+                None => (top, name),
+                Some((inner, leaf)) => {
+                    if inner_folder.is_none() {
+                        disk.create_folder(&top, OsStr::new(inner), path).unwrap();
+                        inner_folder = Some(disk.open_folder(&top, OsStr::new(inner), path).unwrap());
+                    }
+                    (inner_folder.unwrap(), leaf)
+                }
+            };
+            let file = disk.create_file(&folder, OsStr::new(leaf), path).unwrap();
+            disk.allocate(&file, bytes.len() as u64, path).unwrap();
+            files.push((file, bytes));
+        }
+        Self { path: path.to_path_buf(), files, written: 0 }
+    }
+
+    /// Makes one more change; `false` when there is none left to make.
+    fn go_on(&mut self, disk: &ModelDisk) -> bool {
+        let Some((file, bytes)) = self.files.first() else {
+            return false;
+        };
+        if self.written < bytes.len() {
+            let rest = &bytes[self.written..];
+            self.written += disk.write_at(file, self.written as u64, rest, &self.path).unwrap();
+        } else {
+            disk.fsync(file, &self.path).unwrap();
+            self.files.remove(0);
+            self.written = 0;
+        }
+        true
+    }
+}
+
+impl Run {
+    /// Opens a new root.
+    pub fn new() -> Self {
+        let disk = ModelDisk::new(World::new(vec![Arc::new(Node::Folder(BTreeMap::new()))]));
+        let root = open(&disk).unwrap();
+        let end = disk.length();
+        let (before, after) = Default::default();
+        let calls = vec![Call { what: "open".into(), first: 0, end, before, after }];
+        Self { disk, calls, root, state: State::default() }
+    }
+
+    /// Calls something that leads from the state of now to that of `after`.
+    fn call(&mut self, what: String, after: State, call: impl FnOnce(&Root<ModelDisk>, &ModelDisk)) {
+        let first = self.disk.length();
+        call(&self.root, &self.disk);
+        let before = std::mem::replace(&mut self.state, after.clone());
+        self.calls.push(Call { what, first, end: self.disk.length(), before, after });
+    }
+
+    pub fn save(&mut self, kind: Kind, step: u64, version: Version) {
+        let unchanged = self.state.clone();
+        let overwrite = self.state.published.contains_key(&(kind, step));
+        self.call(format!("begin {kind}-{step}"), unchanged.clone(), |root, _| {
+            root.begin(kind, step, overwrite).unwrap();
+        });
+        self.call(format!("write {kind}-{step}"), unchanged.clone(), |root, disk| {
+            write_files(disk, &root.path().join(format!(".{kind}-{step}.incomplete")), kind, step, version);
+        });
+        let mut after = unchanged;
+        after.published.insert((kind, step), version);
+        self.call(format!("publish {kind}-{step}"), after, |root, _| {
+            root.publish(kind, step, &manifest(kind, step, version), overwrite).unwrap();
+        });
+    }
+
+    /// Saves both kinds at once.
+    pub fn save_both(&mut self, step: u64, version: Version) {
+        let unchanged = self.state.clone();
+        self.call(format!("begin both of {step}"), unchanged.clone(), |root, _| {
+            Kind::ALL.into_iter().for_each(|kind| drop(root.begin(kind, step, false).unwrap()));
+        });
+        self.call(format!("write both of {step}"), unchanged.clone(), |root, disk| {
+            let mut writing = Kind::ALL.map(|kind| {
+                let folder = root.path().join(format!(".{kind}-{step}.incomplete"));
+                Writing::start(disk, &folder, kind, step, version)
+            });
+            while writing.iter_mut().map(|writing| writing.go_on(disk)).fold(false, std::ops::BitOr::bitor) {}
+        });
+        for kind in Kind::ALL {
+            let mut after = self.state.clone();
+            after.published.insert((kind, step), version);
+            self.call(format!("publish {kind}-{step}"), after, |root, _| {
+                root.publish(kind, step, &manifest(kind, step, version), false).unwrap();
+            });
+        }
+    }
+
+    pub fn give_up(&mut self, kind: Kind, step: u64) {
+        self.call(format!("give {kind}-{step} up"), self.state.clone(), |root, disk| {
+            let folder = root.begin(kind, step, false).unwrap();
+            write_files(disk, &folder, kind, step, 9);
+            root.abandon(kind, step).unwrap();
+        });
+    }
+
+    pub fn remove(&mut self, kind: Kind, step: u64) {
+        let mut after = self.state.clone();
+        after.published.remove(&(kind, step)).unwrap();
+        self.call(format!("remove {kind}-{step}"), after, |root, _| root.remove(kind, step).unwrap());
+    }
+
+    pub fn discard_after(&mut self, step: u64) {
+        let mut after = self.state.clone();
+        after.published.retain(|(_, newer), _| *newer <= step);
+        for (&(kind, newer), &version) in self.state.published.iter().filter(|((_, newer), _)| *newer > step) {
+            let name = format!("discarded-{kind}-{newer}");
+            let again = format!("{name}-2");
+            let name = if after.set_aside.contains_key(&name) { again } else { name };
+            after.set_aside.insert(name, (kind, newer, version));
+        }
+        self.call(format!("discard after {step}"), after, |root, _| {
+            root.discard_after(step).unwrap();
+        });
+    }
+
+    /// The owner dies, and another opens the root.
+    pub fn reopen(&mut self) {
+        let first = self.disk.length();
+        // It lets go only afterwards: the new one takes over from a dead one.
+        let dead = std::mem::replace(&mut self.root, open(&self.disk).unwrap());
+        let end = self.disk.length();
+        self.calls.push(Call {
+            what: "open again".into(),
+            first,
+            end,
+            before: self.state.clone(),
+            after: self.state.clone(),
+        });
+        drop(dead);
+        self.disk.world().log.truncate(end);
+    }
+}
