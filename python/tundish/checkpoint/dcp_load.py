@@ -17,10 +17,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.stateful import Stateful
 
 from tundish._native import verify_folder
-from tundish.checkpoint.dcp_leaves import Leaves, leaves_of, plain_state
+from tundish.checkpoint.dcp_leaves import Leaves, is_stateful, leaves_of, plain_state
 from tundish.checkpoint.dcp_plan import rank_extra_name
 from tundish.checkpoint.dcp_values import from_json
 from tundish.checkpoint.reading import ReadOnlyRoot
@@ -103,7 +102,7 @@ class _Load:
         with torch.no_grad():
             reader.read_data(planner.finish_plan(plan), planner).wait()
         for name, value in list(self._target.items()):
-            if isinstance(value, Stateful):
+            if is_stateful(value):
                 value.load_state_dict(self._state[name])
             else:
                 self._target[name] = self._state[name]
@@ -159,5 +158,5 @@ def _rank_extra_of(path: Path, index: int) -> Any:
         return None
     try:
         return from_json(file.read_bytes())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise CorruptCheckpointError(f"{file} is damaged: {error!r}", (file.name,)) from None

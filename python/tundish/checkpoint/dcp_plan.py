@@ -20,13 +20,12 @@ import torch
 from tundish._native import FileFacts, write_sidecar
 from tundish.checkpoint.dcp_layout import Layout
 from tundish.checkpoint.dcp_leaves import leaves_of
-from tundish.checkpoint.dcp_outline import total_bytes
 from tundish.checkpoint.dcp_ranks import Exchange, Ranks, Share
 from tundish.checkpoint.dcp_values import to_json
 from tundish.checkpoint.dcp_writer import ImageWriter, Spread, StagedPlanner, save_together
 from tundish.checkpoint.images import Buffer
 from tundish.checkpoint.saves import PlannedFile, WriteOptions
-from tundish.checkpoint.staging import BackgroundCopy, Copies, optimizers_of
+from tundish.checkpoint.staging import BackgroundCopy, Copies, begin_copies, optimizers_of
 from tundish.checkpoint.tensors import is_dtensor, local_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -76,13 +75,15 @@ class DcpPlan:
         self._layout = self._layout_of(self._share)
         self._buffer: Buffer | None = None
         self.staged_bytes = self._layout.size
-        self.written_bytes = total_bytes(self._share.census)
+        self.written_bytes = self._share.total_bytes
         self.fingerprint = hashlib.sha256(f"{staging} {facts}".encode()).hexdigest()
 
     def reserve(self) -> None:
         """Take the memory for the image of this rank's file."""
         if self._layout.size > 0:
-            self._buffer = Buffer(self._layout.size, is_pinned=self._comes_from_cuda())
+            self._buffer = Buffer(
+                self._layout.size, is_pinned=any(source.is_cuda for source in self._sources())
+            )
 
     def stage(self) -> StagedState:
         """Agree who saves what, and copy this rank's part."""
@@ -94,7 +95,8 @@ class DcpPlan:
         buffer, self._buffer = self._buffer, None
         try:
             views = [] if buffer is None else self._layout.views(buffer)
-            copies = self._copy(views)
+            names = [item.name for item in self._layout.tensors]
+            copies = begin_copies(list(zip(views, self._sources(), strict=True)), names, self._optimizers)
         except BaseException:
             if buffer is not None:
                 buffer.release()
@@ -105,7 +107,7 @@ class DcpPlan:
             layout=self._layout,
             buffer=buffer,
             copies=copies,
-            planner=self._planner(views),
+            planner=self._planner(),
             objects=self._objects,
             rank_extra=self._rank_extra,
         )
@@ -129,13 +131,13 @@ class DcpPlan:
             share.layout = Layout(share.tensors, lengths)
         return share.layout
 
-    def _planner(self, views: Sequence[torch.Tensor]) -> StagedPlanner:
+    def _planner(self) -> StagedPlanner:
         """The planner for what is staged; it is not asked where the layout was planned before."""
         staged: dict[str, torch.Tensor | None] = {}
         spread: dict[str, Spread] = {}
         if self._layout.plan is None:
-            for item, view in zip(self._layout.tensors, views, strict=True):
-                staged[item.name] = view
+            for item in self._layout.tensors:
+                staged[item.name] = torch.empty(item.size, dtype=item.dtype, device="meta")
                 value = self._leaves.values[item.number]
                 if is_dtensor(value):
                     spread[item.name] = Spread(
@@ -145,26 +147,7 @@ class DcpPlan:
         return StagedPlanner(staged, spread, self._leaves.form.paths)
 
     def _sources(self) -> list[torch.Tensor]:
-        return [local_of(self._leaves.values[item.number]).detach() for item in self._layout.tensors]
-
-    def _comes_from_cuda(self) -> bool:
-        return any(source.is_cuda for source in self._sources())
-
-    def _copy(self, views: Sequence[torch.Tensor]) -> list[Copies | BackgroundCopy]:
-        """Copy at once, or begin to, what the optimizers' steps alone change."""
-        pairs = list(zip(views, self._sources(), strict=True))
-        names = [item.name for item in self._layout.tensors]
-        later = _stepped(self._optimizers, [source for _, source in pairs])
-        now = Copies([pair for pair, is_later in zip(pairs, later, strict=True) if not is_later])
-        now.run()
-        now.hold_up_caller()
-        if not any(later):
-            return [now]
-        chosen = [number for number, is_later in enumerate(later) if is_later]
-        background = BackgroundCopy(
-            [pairs[number] for number in chosen], [names[number] for number in chosen], self._optimizers
-        )
-        return [now, background]
+        return [local_of(self._leaves.values[item.number]) for item in self._layout.tensors]
 
 
 class StagedState:
@@ -257,17 +240,3 @@ def _pickled(name: str, value: Any, known: dict[Any, bytes]) -> bytes:
     if key is not None:
         known[key] = pickled
     return pickled
-
-
-def _stepped(optimizers: Sequence[torch.optim.Optimizer], tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Which of `tensors` lie in memory that the optimizers' steps change: parameters and their states."""
-    memory = set()
-    for optimizer in optimizers:
-        values = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        values += [value for state in optimizer.state.values() for value in state.values()]
-        memory |= {
-            local_of(value).untyped_storage().data_ptr()
-            for value in values
-            if isinstance(value, torch.Tensor)
-        }
-    return [tensor.untyped_storage().data_ptr() in memory for tensor in tensors]

@@ -29,6 +29,7 @@ from tundish.checkpoint.dcp_outline import (
     outline_from_json,
     outline_of,
     outline_to_json,
+    total_bytes,
 )
 from tundish.checkpoint.dcp_owners import owned_by
 from tundish.distributed import long_timeout_group
@@ -57,6 +58,11 @@ class Share:
     def digest(self) -> int:
         """By which ranks see whether they hold the same."""
         return digest_of(self.outline)
+
+    @functools.cached_property
+    def total_bytes(self) -> int:
+        """About what the files of all ranks take."""
+        return total_bytes(self.census)
 
 
 class Ranks:

@@ -1,8 +1,8 @@
 """Planning and writing with `torch.distributed.checkpoint`'s own planner, in the background.
 
 Owns what becomes of a staged state dict: the plan of this rank, the `.metadata` of all, the files. What always
-holds: the planner sees copies in host memory, with the placements of the originals; `.metadata` names only what
-some rank lays out in its file; whatever fails on a thread of the writer fails the save.
+holds: the planner sees what is staged with the placements of the originals, and no bytes of it; `.metadata` names only
+what some rank lays out in its file; whatever fails on a thread of the writer fails the save.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +27,13 @@ from torch.futures import Future
 from tundish._native import FileFacts, ShardWriter, write_sidecar
 from tundish.checkpoint.dcp_layout import Layout
 from tundish.checkpoint.dcp_ranks import Exchange
+from tundish.checkpoint.export import finishing
 from tundish.checkpoint.images import Buffer
 from tundish.checkpoint.saves import WriteOptions
 
 __all__ = ["METADATA", "ImageWriter", "Spread", "StagedPlanner", "save_together"]
 
 METADATA = ".metadata"
-
-_PROGRESS_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,8 @@ class Spread:
 class StagedPlanner(DefaultSavePlanner):
     """torch's planner for what this rank saves of a state dict that is flat already.
 
-    `staged`: by name the local tensors in host memory; None for what is no tensor. `spread`: of those that are parts
-    of DTensors. `paths`: of the whole state dict.
+    `staged`: by name a tensor like the local one, on the meta device; None for what is no tensor. `spread`: of those
+    that are parts of DTensors. `paths`: of the whole state dict.
     """
 
     def __init__(
@@ -78,15 +76,12 @@ class StagedPlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def _placed(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """`tensor` with the placement of its original.
-
-        Without memory of its own: a DTensor with memory would be moved to the device of its mesh.
-        """
+        """`tensor` with the placement of its original."""
         spread = self._spread.get(name)
         if spread is None or tensor is None:
             return tensor
         return DTensor.from_local(
-            tensor.to("meta"),
+            tensor,
             spread.mesh,
             spread.placements,
             run_check=False,
@@ -145,8 +140,9 @@ class ImageWriter(StorageWriter):
             writer = ShardWriter(
                 self.folder, files, checksum=options.checksum, writers_per_node=options.writers_per_node
             )
-            writer.write(self._name, 0, self._buffer.image, 0, self._layout.size)
-            self.facts += _finish(writer, options)
+            with finishing(writer, options):
+                writer.write(self._name, 0, self._buffer.image, 0, self._layout.size)
+                self.facts += writer.finish()
         done: Future[list[WriteResult]] = Future()
         done.set_result(_results_of(plan))
         return done
@@ -194,20 +190,3 @@ def _results_of(plan: SavePlan) -> list[WriteResult]:
         )
         for item in plan.items
     ]
-
-
-def _finish(writer: ShardWriter, options: WriteOptions) -> list[FileFacts]:
-    """Wait for the writer and tell how far it is meanwhile."""
-    over = threading.Event()
-
-    def tell() -> None:
-        while not over.wait(_PROGRESS_SECONDS):
-            options.progress(writer.progress()[0])
-
-    teller = threading.Thread(target=tell, name="tundish-dcp-progress", daemon=True)
-    teller.start()
-    try:
-        return writer.finish()
-    finally:
-        over.set()
-        teller.join()
