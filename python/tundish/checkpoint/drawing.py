@@ -15,7 +15,7 @@ import torch
 
 from tundish.checkpoint import pretrained
 from tundish.checkpoint.conversion import Conversion, ToHf, as_they_are, by_function, cast, together
-from tundish.checkpoint.names import Part, join, parts_of
+from tundish.checkpoint.names import Part, parts_of
 from tundish.checkpoint.placements import check_placement, shares_for
 from tundish.checkpoint.shards import Layout, assign, lay_out
 from tundish.checkpoint.tensors import Facts, check_tensor, facts_of, is_dtensor, local_of, tied_names
@@ -134,12 +134,12 @@ def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
 def _kept(part: Part) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of a part that are saved, each memory once, and what they add to the files' metadata."""
     for name, tensor in part.tensors.items():
-        check_tensor(join(part.prefix, name), tensor)
+        check_tensor(part.prefix + name, tensor)
     if pretrained.is_pretrained(part.module):
         kept, metadata = pretrained.weights_of(part.module, part.tensors)
         if kept is not part.tensors:
             for name, tensor in kept.items():
-                check_tensor(join(part.prefix, name), tensor)
+                check_tensor(part.prefix + name, tensor)
         return kept, metadata
     again = {name for names in tied_names(part.tensors) for name in names[1:]}
     return {name: tensor for name, tensor in part.tensors.items() if name not in again}, {}

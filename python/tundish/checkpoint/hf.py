@@ -17,7 +17,7 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -27,8 +27,8 @@ from tundish.checkpoint.export import ImageSink, StagedExport
 from tundish.checkpoint.gather import TURN_BYTES, Batch, Gather, Step, Wire, batched, in_rounds
 from tundish.checkpoint.images import Buffer, FileImage
 from tundish.checkpoint.placements import shares_for
-from tundish.checkpoint.saves import PlannedFile, WriteOptions
-from tundish.checkpoint.shards import DEFAULT_SHARD_BYTES, Entry, ShardFile
+from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, PlannedFile, Staging, WriteOptions
+from tundish.checkpoint.shards import Entry, ShardFile
 from tundish.checkpoint.sidecars import Sidecars, gather_sidecars
 from tundish.checkpoint.staging import Pair, begin_copies, optimizers_of
 from tundish.checkpoint.tensors import local_of
@@ -37,9 +37,7 @@ from tundish.distributed.groups import Membership, membership
 from tundish.distributed.jobstore import distributed_module
 from tundish.errors import InvalidInputError
 
-__all__ = ["DEFAULT_SHARD_BYTES", "HfPlan", "Staging", "plan_hf"]
-
-Staging = Literal["eager", "lazy"]
+__all__ = ["HfPlan", "plan_hf"]
 
 # Buffers begin at multiples of this, so that any dtype can be seen in them.
 _ALIGNMENT = 64

@@ -17,7 +17,7 @@ from torch import nn
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["Part", "check_name", "join", "parts_of"]
+__all__ = ["Part", "check_name", "parts_of"]
 
 # Of DataParallel and DistributedDataParallel, of torch.compile, of torch's activation checkpointing.
 _DATA_PARALLEL = "module"
@@ -64,15 +64,9 @@ def parts_of(model_or_tensors: Any) -> list[Part]:
         )
     if not any(part.tensors for part in parts):
         raise InvalidInputError("there is nothing to save: the model has no tensors")
-    _refuse_same(join(part.prefix, name) for part in parts for name in part.tensors)
+    if len(parts) > 1:
+        _refuse_same(part.prefix + name for part in parts for name in part.tensors)
     return parts
-
-
-def join(prefix: str, name: str) -> str:
-    """The name in the files of `name` in a part; refuses what cannot be used."""
-    full = prefix + name
-    check_name(full)
-    return full
 
 
 def check_name(name: object) -> None:
@@ -88,10 +82,14 @@ def check_name(name: object) -> None:
 def _part_of_module(prefix: Any, module: nn.Module) -> Part:
     if not isinstance(prefix, str):
         raise InvalidTypeError(f"the prefix of a module is {prefix!r}: prefixes are strings")
-    if prefix and not prefix.endswith("."):
-        prefix += "."
+    if prefix:
+        check_name(prefix)
+        prefix = prefix if prefix.endswith(".") else f"{prefix}."
     # The parameters themselves and no detached copies: 50 µs apiece where they are DTensors.
     tensors = _named(module.state_dict(keep_vars=True).items(), module)
+    if prefix:
+        for name in tensors:
+            check_name(prefix + name)
     return Part(prefix=prefix, module=_without_wrappers(module), tensors=tensors)
 
 

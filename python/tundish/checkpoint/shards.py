@@ -24,10 +24,8 @@ import torch
 from tundish.checkpoint.tensors import DTYPES, Facts
 from tundish.errors import InvalidInputError
 
-__all__ = ["DEFAULT_SHARD_BYTES", "INDEX_NAME", "PAGE", "Entry", "Layout", "ShardFile", "assign", "lay_out"]
+__all__ = ["INDEX_NAME", "PAGE", "Entry", "Layout", "ShardFile", "assign", "lay_out"]
 
-# What huggingface_hub takes where nothing is said.
-DEFAULT_SHARD_BYTES = 5_000_000_000
 INDEX_NAME = "model.safetensors.index.json"
 PAGE = 4096
 # Readers of the format refuse more.

@@ -55,7 +55,9 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is spread over ranks; imports nothing."""
+    """Whether `tensor` is a DTensor; imports nothing."""
+    if type(tensor) in _PLAIN:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -1,0 +1,71 @@
+"""Saves Hugging Face exports as the checkpointer does, without one, and compares folders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tundish._native import FileFacts
+from tundish.checkpoint.hf import HfPlan, plan_hf
+from tundish.checkpoint.saves import Staged, WriteOptions
+
+PAGE = 4096
+
+
+def options(progress: Any = lambda written: None) -> WriteOptions:
+    return WriteOptions(checksum=True, writers_per_node=1, progress=progress)
+
+
+@contextlib.contextmanager
+def staged(plan: HfPlan, *, through: tuple[Path, int] | None = None) -> Iterator[Staged]:
+    """The staged save of `plan`, given back afterwards; `through`: the folder and the limit of one written through."""
+    if through is None:
+        plan.reserve()
+        save: Staged = plan.stage()
+    else:
+        save = plan.write_through(through[0], options(), through[1])
+    try:
+        yield save
+    finally:
+        save.release()
+
+
+def write(save: Staged, folder: Path, *, is_first: bool = True) -> list[FileFacts]:
+    """Everything that follows staging, into `folder`, which is made where it is missing."""
+    folder.mkdir(exist_ok=True)
+    save.wait_staged(60)
+    facts = save.prewrite(folder) if is_first else []
+    return facts + save.write(folder, options())
+
+
+def export(folder: Path, model_or_tensors: Any, **arguments: Any) -> list[FileFacts]:
+    with staged(plan_hf(model_or_tensors, **arguments)) as save:
+        return write(save, folder)
+
+
+def header_and_data(path: Path) -> tuple[bytes, bytes]:
+    """The header of a safetensors file, without its padding, and what follows it."""
+    contents = path.read_bytes()
+    start = 8 + int.from_bytes(contents[:8], "little")
+    return contents[8:start].rstrip(b" "), contents[start:]
+
+
+def assert_same_export(ours: Path, theirs: Path) -> None:
+    """Both folders hold the same files, byte for byte, but for the padding of headers: ours fill pages."""
+    assert sorted(os.listdir(ours)) == sorted(os.listdir(theirs))
+    for path in ours.iterdir():
+        if path.suffix == ".safetensors":
+            assert header_and_data(path) == header_and_data(theirs / path.name), path.name
+            assert (8 + int.from_bytes(path.read_bytes()[:8], "little")) % PAGE == 0
+        else:
+            assert path.read_bytes() == (theirs / path.name).read_bytes(), path.name
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor: equal also where values are NaN."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

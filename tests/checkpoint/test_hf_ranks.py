@@ -1,0 +1,276 @@
+"""Exports of models that are spread over ranks: the same bytes as from one rank, in bounded memory."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from rank_processes import Job, Line, outcome
+
+SHARD_BYTES = 700
+# Less than most tensors: each file takes several windows.
+LIMIT_BYTES = 300
+MEBIBYTE = 1 << 20
+
+
+def halves(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+    """A training layout that differs: matrices are kept in two parts on the hub, and called otherwise."""
+    if tensor.ndim < 2:
+        yield f"hub.{name}", tensor
+    else:
+        for part, rows in zip(("low", "high"), tensor.split((1, len(tensor) - 1)), strict=True):
+            yield f"hub.{name}.{part}", rows
+
+
+def arguments_of(kind: str, model: Any) -> dict[str, Any]:
+    import torch
+
+    kind = kind.removeprefix("through ")
+    return {
+        "plain": {},
+        "dtype": {"dtype": torch.bfloat16},
+        "to_hf": {"to_hf": halves},
+        "lazy": {"staging": "lazy", "optimizer": torch.optim.SGD(model.parameters(), lr=0.5)},
+        "lazy to_hf": {
+            "to_hf": halves,
+            "dtype": torch.float16,
+            "staging": "lazy",
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.5),
+        },
+    }[kind]
+
+
+def train(model: Any, optimizer: Any) -> None:
+    """A step that changes every parameter and buffer; a real one where all ranks can run the model."""
+    import torch
+
+    if hasattr(model, "config"):
+        given = torch.randint(0, 60, (2, 9))
+        model(given, labels=given).loss.backward()
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with torch.no_grad():
+        for tensor in model.buffers():
+            tensor.copy_(tensor.logical_not() if tensor.dtype == torch.bool else tensor + 1)
+
+
+def saving(rank: int, line: Line) -> None:
+    """Saves what the test names, then says whether the files are those that one rank writes of the whole model."""
+    import torch
+    import torch.distributed as distributed
+    from exporting import export, staged, write
+    from hf_worlds import spread, whole
+
+    from tundish import _native
+    from tundish.checkpoint.hf import plan_hf
+
+    background = distributed.new_group(backend="gloo")
+    alone = distributed.new_group([rank], use_local_synchronization=True)
+    while (order := line.hear()) is not None:
+        layout, kind, folder = order
+        model = spread(layout)
+        arguments = arguments_of(kind, model) | {"shard_bytes": SHARD_BYTES}
+        plan = plan_hf(model, background_group=background, **arguments)
+        if rank == 0:
+            folder.mkdir()
+        distributed.barrier()
+        limit = LIMIT_BYTES if kind.startswith("through") else None
+        with staged(plan, through=None if limit is None else (folder, limit)) as save:
+            optimizer = arguments.get("optimizer") or torch.optim.SGD(model.parameters(), lr=0.5)
+            train(model, optimizer)
+            write(save, folder, is_first=rank == 0)
+        assert _native.staging_stats()["in_use"] == 0
+        distributed.barrier()
+        writers = {file.rank for file in plan.files}
+        if rank == 0:
+            reference = whole(layout)
+            for key in ("staging", "optimizer"):
+                arguments.pop(key, None)
+            export(folder / "alone", reference, group=alone, **arguments)
+            ours = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+            theirs = {path.name: path.read_bytes() for path in (folder / "alone").iterdir()}
+            different = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+            line.say(sorted(ours), sorted(different), writers)
+        line.say(plan.fingerprint)
+        del model, plan, save, optimizer, arguments
+
+
+NETS = ("ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "ep", "replicated")
+KINDS = ("plain", "dtype", "to_hf", "lazy", "lazy to_hf", "through plain", "through to_hf")
+MODELS = ("llama", "llama-tied", "mixtral")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_same_bytes_as_from_one_rank(size: int, tmp_path: Path) -> None:
+    orders = [(layout, kind) for layout in NETS for kind in KINDS]
+    orders += [(layout, kind) for layout in MODELS for kind in ("plain", "lazy", "through plain")]
+    with Job(saving, size, tmp_path) as job:
+        for layout, kind in orders:
+            for rank in range(size):
+                job.tell(rank, (layout, kind, tmp_path / f"{layout}-{kind}"))
+            names, different, writers = job.hear(0)
+            assert different == [], (layout, kind)
+            assert any(name.startswith("model-00002-of-") for name in names)
+            assert writers == set(range(size)), "all ranks write"
+            assert len(set(job.hear_all())) == 1, "all ranks plan the same"
+        for rank in range(size):
+            job.tell(rank)
+        job.expect_end()
+
+
+def reset_peak() -> int:
+    """Memory in use; the peak is counted from here on."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
+    return int(line.split()[1]) * 1024
+
+
+def gathering_much(rank: int, line: Line) -> None:
+    """Saves 512 MiB that are spread over all ranks, and says how much memory that took at most."""
+    import torch
+    import torch.distributed as distributed
+    from exporting import staged, write
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, full
+
+    from tundish import _native
+    from tundish.checkpoint.hf import plan_hf
+
+    background = distributed.new_group(backend="gloo")
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    # Half of them have to be put together of parts that are no stretch of the file.
+    tensors = {
+        f"w{number}": full((4096, 4096), 0.5, device_mesh=mesh, placements=[Shard(number % 2)])
+        for number in range(8)
+    }
+    distributed.barrier()
+    while (order := line.hear()) is not None:
+        kind, folder = order
+        arguments: dict[str, object] = {}
+        if kind == "to_hf":
+            arguments["to_hf"] = lambda name, tensor: [(name, tensor.t() + 1)]
+        if kind == "lazy":
+            parameters = [torch.nn.Parameter(tensor) for tensor in tensors.values()]
+            arguments |= {"staging": "lazy", "optimizer": torch.optim.SGD(parameters)}
+        if rank == 0:
+            folder.mkdir()
+        distributed.barrier()
+        _native.trim_staging()
+        before = reset_peak()
+        plan = plan_hf(tensors, shard_bytes=128 * MEBIBYTE, background_group=background, **arguments)
+        through = (folder, 96 * MEBIBYTE) if kind == "through" else None
+        with staged(plan, through=through) as save:
+            write(save, folder, is_first=rank == 0)
+        line.say(
+            peak() - before, plan.staged_bytes, sum(file.size for file in plan.files if file.rank == rank)
+        )
+        assert _native.staging_stats()["in_use"] == 0
+        distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_rank_holds_the_whole_model(size: int, tmp_path: Path) -> None:
+    whole = 512 * MEBIBYTE
+    # Buffers of sockets and the interpreter.
+    slack = 32 * MEBIBYTE
+    with Job(gathering_much, size, tmp_path) as job:
+        for kind in ("plain", "to_hf", "lazy", "through"):
+            for rank in range(size):
+                job.tell(rank, (kind, tmp_path / kind))
+            for taken, announced, own in job.hear_all():
+                assert own == pytest.approx(whole / size, rel=0.01)
+                if kind == "through":
+                    # Two windows of one tensor each, and the parts of one more.
+                    assert taken < 3 * 64 * MEBIBYTE + slack
+                    continue
+                assert taken < announced + slack, kind
+                # One tensor comes in and parts of others go out beside the files; a lazy save remembers its part.
+                beside = (
+                    2 * 64 * MEBIBYTE + {"plain": 0, "to_hf": 2 * 64 * MEBIBYTE, "lazy": whole // size}[kind]
+                )
+                assert announced <= own + beside + MEBIBYTE
+        for rank in range(size):
+            job.tell(rank)
+        job.expect_end()
+
+
+def failing(rank: int, line: Line) -> None:
+    """A conversion that fails on one rank, then a save that succeeds; then what cannot be saved."""
+    import torch
+    import torch.distributed as distributed
+    from exporting import staged, write
+    from hf_worlds import spread
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+    from tundish import _native
+    from tundish.checkpoint.hf import plan_hf
+
+    folder = line.hear()
+    background = distributed.new_group(backend="gloo")
+    model = spread("fsdp")
+
+    def fail_here(name: str, tensor: Any) -> Any:
+        if rank == 1 and not tensor.is_meta:
+            raise KeyError(name)
+        return [(name, tensor + 0)]
+
+    def save(to_hf: Any) -> None:
+        plan = plan_hf(model, to_hf=to_hf, shard_bytes=SHARD_BYTES, background_group=background)
+        with staged(plan) as staging:
+            write(staging, folder, is_first=rank == 0)
+
+    line.say(*outcome(lambda: save(fail_here)))
+    assert _native.staging_stats()["in_use"] == 0
+    distributed.barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+    distributed.barrier()
+    line.say(*outcome(lambda: save(None)))
+
+    whole = torch.randn(8, 4)
+    mesh = init_device_mesh("cpu", (2,))
+    uneven = whole[: 3 + 2 * rank].contiguous()
+    for tensor in (
+        DTensor.from_local(whole, mesh, [Partial()]),
+        DTensor.from_local(uneven, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride()),
+    ):
+        line.say(*outcome(lambda tensor=tensor: plan_hf({"layer.w": tensor}, background_group=background)))
+    given = {"a": whole, "b": distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])}
+    line.say(*outcome(lambda: plan_hf(given, shard_bytes=whole.nbytes, background_group=background)))
+
+
+def test_what_fails_on_one_rank_fails_there(tmp_path: Path) -> None:
+    with Job(failing, 2, tmp_path) as job:
+        for rank in range(2):
+            job.tell(rank, tmp_path / "hf")
+        first, second = job.hear_all()
+        assert first[0] == ""
+        assert second[0] == "KeyError"
+        assert [kind for kind, _, _ in job.hear_all()] == ["", ""]
+        for sentence in ("values are yet to be reduced", "cut it as torch.chunk does"):
+            for kind, text, _ in job.hear_all():
+                assert kind == "InvalidInputError"
+                assert text.startswith("'layer.w' is a DTensor")
+                assert sentence in text
+        first, second = job.hear_all()
+        assert first[0] == ""
+        assert second[0] == "InvalidInputError"
+        assert second[1].startswith("'b' is a DTensor on a mesh without rank 1, which is to write it")
+        job.expect_end()

@@ -1,0 +1,180 @@
+"""What is taken as a model, under which names its tensors are saved, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from tundish.checkpoint.names import check_name, parts_of
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+# torch.compile imports what torch itself gave up.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("kept", torch.zeros(1))
+        self.register_buffer("passing", torch.zeros(1), persistent=False)
+
+
+class Model(nn.Module):
+    """With a child that has the name of a data-parallel wrapper's and is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.module = Layer()
+        self.last = Layer()
+
+
+NAMES = ["inner.module.weight", "inner.module.kept", "last.weight", "last.kept"]
+
+
+def names(given: Any) -> list[str]:
+    return [part.prefix + name for part in parts_of(given) for name in part.tensors]
+
+
+def wrapped_child() -> nn.Module:
+    model = Model()
+    model.last = nn.DataParallel(model.last)
+    return model
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        Model,
+        lambda: nn.DataParallel(Model()),
+        lambda: torch.compile(Model()),
+        lambda: nn.DataParallel(torch.compile(Model())),
+        lambda: torch.compile(nn.DataParallel(Model())),
+        wrapped_child,
+    ],
+)
+def test_wrappers_lose_their_names(wrap: Any) -> None:
+    (part,) = parts_of(wrap())
+    assert list(part.tensors) == NAMES
+    assert isinstance(part.module, Model)
+    assert part.prefix == ""
+
+
+def test_activation_checkpointing_loses_its_name() -> None:
+    model = Model()
+    model.last = checkpoint_wrapper(model.last)
+    # The wrapper takes its name off itself; a mapping made by hand may still have it.
+    assert names(model) == NAMES
+    assert names({f"last._checkpoint_wrapped_module.{name}": torch.ones(1) for name in ("a", "b")}) == [
+        "last.a",
+        "last.b",
+    ]
+
+
+def test_names_of_a_mapping() -> None:
+    given = [
+        "module.a.w",
+        "_orig_mod.module.b",
+        "module.module.c",
+        "x.module.w",
+        "module",
+        "submodule.w",
+        "ä ö",
+    ]
+    kept = ["a.w", "b", "c", "x.module.w", "module", "submodule.w", "ä ö"]
+    assert names({name: torch.ones(1) for name in given}) == kept
+
+
+def test_tensors_are_those_of_the_model() -> None:
+    model = Model()
+    (part,) = parts_of(model)
+    assert part.tensors["last.weight"] is model.last.weight
+
+
+def test_modules_by_prefix() -> None:
+    given = {"vision": Layer(), "text.": torch.compile(Layer()), "": Layer()}
+    assert names(given) == [
+        "vision.weight",
+        "vision.kept",
+        "text.weight",
+        "text.kept",
+        "weight",
+        "kept",
+    ]
+    with pytest.raises(InvalidInputError, match=r"'a.weight' is there twice, under two prefixes"):
+        parts_of({"a": Layer(), "a.": Layer()})
+    with pytest.raises(InvalidTypeError, match="prefix of a module is 3"):
+        parts_of({3: Layer()})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "__metadata__",
+        "a\0b",
+        "a\nb",
+        "\ud800",
+        "..",
+        "a..b",
+        "a/../b",
+        "/etc/passwd",
+        "\\\\host",
+        "C:/w",
+        "C:\\w",
+    ],
+)
+def test_names_that_cannot_be_used(name: str) -> None:
+    with pytest.raises(InvalidInputError, match="cannot name a tensor"):
+        check_name(name)
+    with pytest.raises(InvalidInputError, match="cannot name a tensor"):
+        parts_of({name: torch.ones(1)})
+    if name:
+        with pytest.raises(InvalidInputError, match="cannot name a tensor"):
+            parts_of({name: Layer()})
+
+
+@pytest.mark.parametrize("name", [3, None, b"w", ("a", "b")])
+def test_names_are_strings(name: Any) -> None:
+    with pytest.raises(InvalidTypeError, match="names are strings"):
+        parts_of({name: torch.ones(1)})
+
+
+def test_names_that_are_the_same_without_wrappers() -> None:
+    with pytest.raises(InvalidInputError, match=r"'a' is there twice: 'module.a' has it too"):
+        parts_of({"a": torch.ones(1), "module.a": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3, "cannot save a int"),
+        ([torch.ones(1)], "cannot save a list"),
+        ({"a": 3}, "'a' is a int, not a tensor"),
+        ({"a": torch.ones(1), "b": Layer()}, "'b' is a module among tensors"),
+        ({"a": {"b": torch.ones(1)}}, "'a' is a dict, not a tensor"),
+    ],
+)
+def test_what_is_no_model(given: Any, message: str) -> None:
+    with pytest.raises(InvalidTypeError, match=message):
+        parts_of(given)
+
+
+@pytest.mark.parametrize("given", [{}, nn.Module(), {"a": nn.Module()}])
+def test_nothing_to_save(given: Any) -> None:
+    with pytest.raises(InvalidInputError, match="nothing to save"):
+        parts_of(given)
+
+
+def test_state_that_is_no_tensor_is_refused() -> None:
+    class Extra(Layer):
+        def get_extra_state(self) -> Any:
+            return {"a": 1}
+
+    with pytest.raises(InvalidTypeError, match="_extra_state"):
+        parts_of(Extra())
