@@ -161,15 +161,16 @@ class Lane:
             if job.staged is not None and not isinstance(job.staged, BaseException):
                 job.staged.release()
             job.release()
+            if error is not None and not job.is_answered and not isinstance(error, CallbackError):
+                # Before anybody is told that the save is over: the next call is to know of it.
+                self._failed(error, job.what)
             with self._changed:
                 self._pending.remove(job)
                 self._changed.notify_all()
             if error is None:
                 job.save.finish(job.target)
-                continue
-            job.save.fail(error)
-            if not job.is_answered and not isinstance(error, CallbackError):
-                self._failed(error, job.what)
+            else:
+                job.save.fail(error)
             del error, job
 
     def _finalize(self, job: Job) -> None:

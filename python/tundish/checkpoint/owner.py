@@ -6,6 +6,7 @@ applied only to what the root says is published, and by one lane at a time.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import os
@@ -16,7 +17,7 @@ from tundish import _native
 from tundish.checkpoint.lane import Job
 from tundish.checkpoint.reading import KINDS, Kind, checkpoints_of
 from tundish.checkpoint.retention import Retention
-from tundish.errors import StorageError
+from tundish.errors import CheckpointInUseError, StorageError
 
 __all__ = ["Owner"]
 
@@ -59,7 +60,9 @@ class Owner:
             known = next(known for known in KINDS if known == kind)
             retention = copy.copy(self._retention)
             for step in retention.surplus(checkpoints_of(self._root, known)):
-                self._root.remove(kind, step)
+                # What somebody reads goes with a later save.
+                with contextlib.suppress(CheckpointInUseError):
+                    self._root.remove(kind, step)
 
     def protect(self, step: int) -> None:
         """Keep the checkpoints of `step`."""

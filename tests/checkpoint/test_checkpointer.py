@@ -1,0 +1,298 @@
+"""Saving through the checkpointer in one process: what is published when, what is refused, what is kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tundish.checkpoint import Checkpointer, open_readonly
+from tundish.errors import (
+    CallbackError,
+    InvalidInputError,
+    RootInUseError,
+    StepExistsError,
+    StepOrderError,
+)
+
+
+@pytest.fixture
+def model() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    return {"weight": torch.arange(1000, dtype=torch.float32), "bias": torch.ones(3, dtype=torch.bfloat16)}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def checkpointer(root: Path) -> Iterator[Checkpointer]:
+    with Checkpointer(root, on_failure="raise") as opened:
+        yield opened
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path / "model.safetensors")
+
+
+def test_an_export_is_what_the_model_was_when_the_call_returned(
+    checkpointer: Checkpointer, model: Any
+) -> None:
+    import transformers
+
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save = checkpointer.save_hf(10, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    path = save.result(60)
+    assert path == checkpointer.path / "hf-10"
+    assert save.done()
+    written, total = save.progress()
+    assert written == total > 0
+    save.staged()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+    assert loaded.keys() == before.keys()
+    for name, tensor in before.items():
+        assert torch.equal(loaded[name], tensor), name
+    assert checkpointer.latest() == path
+    assert (checkpointer.path / "hf-latest").resolve() == path
+    checkpointer.verify(path)
+    manifest = json.loads((path / "tundish.json").read_text())
+    assert (manifest["kind"], manifest["step"], manifest["world_size"]) == ("hf", 10, 1)
+
+
+def test_a_blocking_and_a_background_save_are_byte_identical(checkpointer: Checkpointer, model: Any) -> None:
+    blocking = checkpointer.save_hf(1, model, blocking=True).result(0)
+    background = checkpointer.save_hf(2, model).result(60)
+    names = sorted(file.name for file in blocking.iterdir())
+    assert names == sorted(file.name for file in background.iterdir())
+    assert {"config.json", "model.safetensors"} <= set(names)
+    for name in set(names) - {"tundish.json"}:
+        assert (blocking / name).read_bytes() == (background / name).read_bytes(), name
+
+
+def test_the_save_before_is_complete_when_the_next_is_written(
+    root: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    events: list[tuple[str, int]] = []
+    held = threading.Event()
+
+    def on_event(event: str, kind: str, step: int) -> None:
+        assert kind == "hf"
+        events.append((event, step))
+        if (event, step) == ("written", 1):
+            held.wait(30)
+
+    with Checkpointer(root, on_event=on_event, on_failure="raise") as checkpointer:
+        first = checkpointer.save_hf(1, tensors)
+        second = checkpointer.save_hf(2, tensors)
+        assert not first.done()
+        assert ("staged", 2) not in events
+        held.set()
+        second.result(60)
+        assert first.done()
+    expected = [(event, step) for step in (1, 2) for event in ("staged", "written", "voted", "published")]
+    assert events == expected
+
+
+def test_steps_that_cannot_be_saved_are_refused(
+    checkpointer: Checkpointer, tensors: dict[str, torch.Tensor]
+) -> None:
+    checkpointer.save_hf(5, tensors, blocking=True)
+    with pytest.raises(StepExistsError, match="5"):
+        checkpointer.save_hf(5, tensors)
+    with pytest.raises(StepOrderError, match="4"):
+        checkpointer.save_hf(4, tensors)
+    for step in (-1, 1.5, True, "7", None):
+        with pytest.raises(InvalidInputError, match="step"):
+            checkpointer.save_hf(step, tensors)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="tag"):
+        checkpointer.save_hf(6, tensors, tag="")
+    assert [one.step for one in checkpointer.list()] == [5]
+    assert not list(checkpointer.path.glob(".*incomplete"))
+    # Refusals leave everything as usable as before.
+    checkpointer.save_hf(6, tensors, blocking=True)
+
+
+def test_overwrite_exchanges_a_whole_checkpoint(checkpointer: Checkpointer) -> None:
+    checkpointer.save_hf(3, {"a": torch.zeros(4)}, blocking=True)
+    path = checkpointer.save_hf(3, {"b": torch.ones(4)}, overwrite=True, blocking=True).result(0)
+    assert list(load(path)) == ["b"]
+    assert [one.step for one in checkpointer.list()] == [3]
+    checkpointer.verify(path)
+
+
+def test_old_checkpoints_go_and_named_ones_stay(root: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with Checkpointer(
+        root, keep_last=2, keep_every=10, keep_tagged={"best": 1}, on_failure="raise"
+    ) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_hf(step, tensors, blocking=True)
+        checkpointer.protect(1)
+        with checkpointer.reading(2) as path:
+            for step in (3, 4, 10):
+                checkpointer.save_hf(step, tensors, blocking=True)
+            # It is being read.
+            assert path.exists()
+        for step, tag in [(11, "best"), (12, "best"), (13, None), (14, None)]:
+            checkpointer.save_hf(step, tensors, tag=tag, blocking=True)
+        assert [(one.step, one.tag) for one in checkpointer.list("hf")] == [
+            (1, None),
+            (10, None),
+            (12, "best"),
+            (13, None),
+            (14, None),
+        ]
+    assert open_readonly(root).latest() == root / "hf-14"
+
+
+def test_a_rollback_sets_newer_steps_aside(
+    checkpointer: Checkpointer, tensors: dict[str, torch.Tensor]
+) -> None:
+    for step in (100, 200):
+        checkpointer.save_hf(step, tensors, blocking=True)
+    with pytest.raises(StepOrderError, match="discard_after"):
+        checkpointer.save_hf(150, tensors)
+    checkpointer.discard_after(100)
+    assert checkpointer.latest() == checkpointer.path / "hf-100"
+    checkpointer.save_hf(150, tensors, blocking=True)
+    assert [one.step for one in checkpointer.list()] == [100, 150]
+
+
+def test_callbacks_hear_of_what_is_published_and_fail_only_their_save(
+    root: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    heard: list[Path] = []
+
+    def on_published(path: Path) -> None:
+        assert (path / "model.safetensors").exists()
+        heard.append(path)
+        if len(heard) == 1:
+            raise RuntimeError("upload failed")
+
+    with Checkpointer(root, on_published=[on_published], on_failure="raise") as checkpointer:
+        save = checkpointer.save_hf(1, tensors)
+        with pytest.raises(CallbackError, match="upload failed"):
+            save.result(60)
+        checkpointer.save_hf(2, tensors, blocking=True)
+        assert [one.step for one in checkpointer.list()] == [1, 2]
+    assert heard == [root / "hf-1", root / "hf-2"]
+
+
+def test_a_failure_in_the_background_is_told_at_the_next_call(
+    root: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    def vanish(event: str, kind: str, step: int) -> None:
+        if (event, step) == ("staged", 1):
+            (root / ".hf-1.incomplete").rename(root / "elsewhere")
+
+    with Checkpointer(root, on_event=vanish, on_failure="raise") as checkpointer:
+        save = checkpointer.save_hf(1, tensors)
+        with pytest.raises(OSError, match="hf-1"):
+            save.result(60)
+        with pytest.raises(OSError, match="hf-1"):
+            checkpointer.save_hf(2, tensors)
+        checkpointer.save_hf(3, tensors, blocking=True)
+        assert [one.step for one in checkpointer.list()] == [3]
+
+
+def test_closing_finishes_what_is_under_way(root: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with Checkpointer(root) as checkpointer:
+        save = checkpointer.save_hf(1, tensors)
+    assert save.result(0) == root / "hf-1"
+    checkpointer.close()
+    with pytest.raises(InvalidInputError, match="closed"):
+        checkpointer.save_hf(2, tensors)
+
+
+def test_an_exit_with_a_save_in_flight_finishes_it(root: Path) -> None:
+    program = f"""
+        import torch, tundish.checkpoint
+        checkpointer = tundish.checkpoint.Checkpointer({str(root)!r})
+        checkpointer.save_hf(1, {{"weight": torch.ones(1 << 22)}})
+        raise KeyError("the training loop fails")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "the training loop fails" in ended.stderr
+    readonly = open_readonly(root)
+    assert readonly.latest() == root / "hf-1"
+    readonly.verify("hf-1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"keep_last": 0}, "keep_last"),
+        ({"on_failure": "explode"}, "on_failure"),
+        ({"writers_per_node": 0}, "writers_per_node"),
+        ({"writers_per_node": "many"}, "writers_per_node"),
+        ({"staging_limit_bytes": -1}, "staging_limit_bytes"),
+        ({"checksum": "md5"}, "checksum"),
+        ({"timeout": 0}, "timeout"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused_by_name(
+    root: Path, arguments: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=named):
+        Checkpointer(root, **arguments)
+    assert not root.exists()
+
+
+def test_a_root_that_is_a_file_or_closed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        Checkpointer(tmp_path / "file")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="loop"):
+        Checkpointer(tmp_path / "loop")
+
+
+def test_a_root_that_another_process_owns_is_refused_by_its_name(root: Path) -> None:
+    program = f"""
+        import time, tundish.checkpoint.checkpointer
+        checkpointer = tundish.checkpoint.Checkpointer({str(root)!r})
+        print("open", flush=True)
+        time.sleep(60)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "open\n"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tundish.checkpoint.owner._WAIT_SECONDS", 0.2)
+            with pytest.raises(RootInUseError, match=str(owner.pid)):
+                Checkpointer(root)
+        owner.kill()
+        owner.wait()
+        # The kernel dropped its lock, so this one need not wait.
+        Checkpointer(root).close()
