@@ -8,7 +8,7 @@
 //! : `fail N ERRNO`: call number N is not made and returns the error number.
 //! : `fail-after N ERRNO`: call number N is made, and its outcome is replaced by the error number.
 //! : `panic N`: the thread that makes call number N panics instead.
-//! : `short N BYTES`: of call number N, where it is a write, only that many bytes are handed to the system.
+//! : `short N BYTES`: call number N, where it is a write, stops soon after that many bytes and returns that number.
 //!
 //! `TUNDISH_FAILPOINT_TRACE`
 //! : a file to which each call appends the line `operation TAB path TAB outcome` once it was made. Twice the number
@@ -68,11 +68,14 @@ pub(crate) fn around<T>(
     outcome
 }
 
-/// Of the bytes of a write, which is the next call, those that are handed to the system.
-pub(crate) fn shortened(bytes: &[u8]) -> &[u8] {
+/// Of the bytes of a write, which is the next call, those that are handed to the system, in whole pages where
+/// there are as many; and how many of them it is to have written at most.
+pub(crate) fn shortened(bytes: &[u8]) -> (&[u8], usize) {
     match SETTING.get_or_init(read_setting).fault {
-        Fault::Short(at, length) if at == CALLS.load(Ordering::SeqCst) => &bytes[..length.min(bytes.len())],
-        _ => bytes,
+        Fault::Short(at, length) if at == CALLS.load(Ordering::SeqCst) => {
+            (&bytes[..length.next_multiple_of(4096).min(bytes.len())], length)
+        }
+        _ => (bytes, bytes.len()),
     }
 }
 

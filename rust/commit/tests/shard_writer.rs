@@ -35,7 +35,7 @@ fn finish(writer: &ShardWriter) -> Vec<FileFacts> {
 
 /// Bytes that differ from page to page and from file to file.
 fn pattern(length: usize, seed: usize) -> Vec<u8> {
-    (0..length).map(|i| (i ^ (i >> 8) * 7 ^ (i >> 16) * 13 ^ seed * 31) as u8).collect()
+    (0..length).map(|i| (i ^ ((i >> 8) * 7) ^ ((i >> 16) * 13) ^ (seed * 31)) as u8).collect()
 }
 
 fn assert_file(folder: &Path, facts: &FileFacts, expected: &[u8]) {

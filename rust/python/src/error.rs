@@ -5,6 +5,7 @@
 use std::path::Path;
 
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use tundish_commit::CommitError;
 use tundish_commit::staging::OutOfMemory;
 use tundish_packing::PackError;
@@ -88,6 +89,8 @@ fn commit_error(error: &CommitError) -> PyErr {
         CommitError::InvalidName { .. } | CommitError::InvalidWrite { .. } => {
             return raise("InvalidInputError", &error.to_string());
         }
+        CommitError::Corrupt { files, .. } => return corrupt(&error.to_string(), files),
+        _ if error.raw_os_error() == Some(ENOENT) => "NotFoundError",
         _ => "StorageError",
     };
     // The message names the path too, and what was being done to it.
@@ -106,6 +109,13 @@ fn without_number(text: &str) -> String {
 /// An error of `tundish.errors`, made when it is raised.
 fn raise(class: &str, message: &str) -> PyErr {
     make(class, |class| class.call1((message,)))
+}
+
+fn corrupt(message: &str, files: &[String]) -> PyErr {
+    make("CorruptCheckpointError", |class| {
+        let files = PyTuple::new(class.py(), files)?;
+        class.call1((message, files))
+    })
 }
 
 /// One that is an `OSError` too.

@@ -22,5 +22,8 @@ mod _native {
     #[pymodule_export]
     use super::packing::{PlanReader, fingerprint, open_plan, pack, save, shuffled_indices, verify, write};
     #[pymodule_export]
-    use super::shards::{FileFacts, Image, ShardWriter, staging_stats, trim_staging};
+    use super::shards::{
+        FileFacts, Image, ShardWriter, checksum_file, seal_manifest, staging_stats, trim_staging, verify_folder,
+        write_sidecar,
+    };
 }

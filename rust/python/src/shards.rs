@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyMemoryView};
+use tundish_commit::Checksum;
 use tundish_commit::shards::{self, WriterOptions};
 use tundish_commit::staging;
-use tundish_commit::Checksum;
 use tundish_packing::Watch;
 
 use crate::enter::{Door, enter};
@@ -51,6 +51,11 @@ impl Image {
     #[getter]
     fn address(&self) -> usize {
         self.image.as_ptr().addr()
+    }
+
+    /// What Python has of itself from 3.12 on (PEP 688).
+    fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
+        PyMemoryView::from(slf)
     }
 
     /// # Safety
@@ -191,6 +196,40 @@ impl Drop for ShardWriter {
         // Waiting for the threads holds up nobody but whoever drops it.
         Python::try_attach(|py| py.detach(|| self.writer.abort()));
     }
+}
+
+/// Write `contents` as the new file `name`, relative to `folder`, and make it and the folders it lies in durable.
+#[pyfunction]
+pub(crate) fn write_sidecar(py: Python<'_>, folder: PathBuf, name: String, contents: &[u8]) -> PyResult<FileFacts> {
+    enter(py, None, move |_| Ok(FileFacts { facts: tundish_commit::write_sidecar(folder, &name, contents)? }))
+}
+
+/// Make a file that another wrote durable, and sum it; its name in the facts is the last part of `path`.
+#[pyfunction]
+pub(crate) fn checksum_file(py: Python<'_>, path: PathBuf) -> PyResult<FileFacts> {
+    enter(py, None, move |door| {
+        let mut go_on = |read, total| look(door, "checksum", read, total);
+        Ok(FileFacts { facts: tundish_commit::checksum_file(path, &mut go_on)? })
+    })
+}
+
+/// Read every file of the checkpoint in `folder` and compare it with the manifest.
+///
+/// Raises `CorruptCheckpointError`, whose `paths` are all files that are missing, changed, cut off or in no manifest.
+#[pyfunction]
+#[pyo3(signature = (folder, *, progress=None))]
+pub(crate) fn verify_folder(py: Python<'_>, folder: PathBuf, progress: Option<Py<PyAny>>) -> PyResult<()> {
+    enter(py, progress, move |door| {
+        let mut go_on = |read, total| look(door, "verify", read, total);
+        Ok(tundish_commit::root::verify_folder(folder, &mut go_on)?)
+    })
+}
+
+/// A manifest with the checksum of itself, as it is published; `manifest` is a JSON object.
+#[pyfunction]
+pub(crate) fn seal_manifest(manifest: &str) -> PyResult<String> {
+    let sealed = tundish_commit::seal(manifest);
+    Ok(sealed.ok_or_else(|| BindingError::Value("a manifest is a JSON object".to_owned()))?)
 }
 
 /// Whether to go on after a look at signals.

@@ -217,9 +217,13 @@ impl Disk for RealDisk {
     }
 
     fn write_at(&self, file: &File, offset: u64, bytes: &[u8], path: &Path) -> Result<usize, CommitError> {
+        let write = |bytes: &[u8]| call("write", path, || retry_on_intr(|| rustix::io::pwrite(file, bytes, offset)));
         #[cfg(feature = "failpoints")]
-        let bytes = crate::failpoint::shortened(bytes);
-        call("write", path, || retry_on_intr(|| rustix::io::pwrite(file, bytes, offset)))
+        let write = |bytes: &[u8]| {
+            let (bytes, most) = crate::failpoint::shortened(bytes);
+            write(bytes).map(|written| written.min(most))
+        };
+        write(bytes)
     }
 
     fn truncate(&self, file: &File, length: u64, path: &Path) -> Result<(), CommitError> {

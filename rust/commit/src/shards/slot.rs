@@ -156,3 +156,97 @@ fn leads_to(name: &Path, stat: &Stat) -> Result<bool, Errno> {
 fn sight(stat: &Stat) -> Sight {
     (stat.st_ino, i128::from(stat.st_mtime), i128::from(stat.st_mtime_nsec))
 }
+
+#[cfg(test)]
+#[expect(clippy::disallowed_methods, reason = "the tests play dead writers and strangers")]
+mod tests {
+    use super::*;
+
+    const ROOT: (u64, u64) = (7, 11);
+    const FOREVER: Duration = Duration::from_secs(3600);
+
+    fn slots(place: &tempfile::TempDir, count: usize) -> Slots {
+        Slots::in_place(place.path(), count, ROOT, FOREVER)
+    }
+
+    fn files(place: &tempfile::TempDir) -> usize {
+        std::fs::read_dir(place.path()).unwrap().count()
+    }
+
+    #[test]
+    fn there_are_as_many_slots_as_are_asked_for() {
+        let place = tempfile::tempdir().unwrap();
+        let slots = slots(&place, 2);
+        let first = slots.wait().try_take().unwrap();
+        let second = slots.wait().try_take().unwrap();
+        assert!(first.held.is_some() && second.held.is_some());
+        let mut waiting = slots.wait();
+        assert!(waiting.try_take().is_none());
+        drop(first);
+        let third = waiting.try_take().unwrap();
+        assert!(slots.wait().try_take().is_none());
+        drop((second, third));
+        assert_eq!(files(&place), 0, "who ends well leaves nothing");
+    }
+
+    #[test]
+    fn writers_to_other_roots_do_not_wait() {
+        let place = tempfile::tempdir().unwrap();
+        let _held = slots(&place, 1).wait().try_take().unwrap();
+        let other = Slots::in_place(place.path(), 1, (7, 12), FOREVER);
+        assert!(other.wait().try_take().is_some_and(|slot| slot.held.is_some()));
+    }
+
+    #[test]
+    fn a_slot_of_a_dead_writer_is_free() {
+        let place = tempfile::tempdir().unwrap();
+        let slots = slots(&place, 1);
+        // What a killed writer leaves: a file that nobody has locked.
+        std::fs::File::create(&slots.names[0]).unwrap();
+        assert!(slots.wait().try_take().is_some_and(|slot| slot.held.is_some()));
+        assert_eq!(files(&place), 0);
+    }
+
+    #[test]
+    fn a_holder_that_stands_still_loses_its_slot_and_a_living_one_does_not() {
+        let place = tempfile::tempdir().unwrap();
+        let slots = Slots::in_place(place.path(), 1, ROOT, Duration::from_millis(200));
+        let held = slots.wait().try_take().unwrap();
+        let mut waiting = slots.wait();
+        for _ in 0..20 {
+            std::thread::sleep(Duration::from_millis(20));
+            held.date();
+            assert!(waiting.try_take().is_none());
+        }
+        let mut taken = None;
+        let since = Instant::now();
+        while taken.is_none() {
+            assert!(since.elapsed() < Duration::from_secs(20));
+            std::thread::sleep(Duration::from_millis(20));
+            taken = waiting.try_take();
+        }
+        assert!(since.elapsed() >= Duration::from_millis(190), "{:?}", since.elapsed());
+        assert!(taken.as_ref().is_some_and(|slot| slot.held.is_some()), "others wait for the new holder");
+        assert!(slots.wait().try_take().is_none());
+        // When the old holder wakes up it takes nothing from the new one.
+        drop(held);
+        assert!(slots.wait().try_take().is_none());
+        drop(taken);
+        assert_eq!(files(&place), 0);
+    }
+
+    #[test]
+    fn where_no_lock_can_be_had_nobody_waits() {
+        let place = tempfile::tempdir().unwrap();
+        let slots = Slots::in_place(&place.path().join("missing"), 1, ROOT, FOREVER);
+        let first = slots.wait().try_take().unwrap();
+        assert!(first.held.is_none());
+        first.date();
+        assert!(slots.wait().try_take().is_some());
+        // A name that leads elsewhere is not followed.
+        let slots = self::slots(&place, 1);
+        std::os::unix::fs::symlink("elsewhere", &slots.names[0]).unwrap();
+        assert!(slots.wait().try_take().is_some_and(|slot| slot.held.is_none()));
+        assert_eq!(files(&place), 1);
+    }
+}

@@ -1,0 +1,194 @@
+//! Every change of a checkpoint is found: by its manifest, its sizes and every byte of its files.
+
+#![expect(clippy::disallowed_methods, reason = "the tests damage what was written")]
+
+mod common;
+
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use common::crc64;
+use tundish_commit::root::verify_folder;
+use tundish_commit::{CommitError, checksum_file, seal, write_sidecar};
+
+const FILES: [(&str, usize); 5] =
+    [("model.safetensors", 20_000_003), ("config.json", 700), ("a/b/deep", 4096), ("a/flat", 9000), ("empty", 0)];
+
+fn bytes(length: usize, seed: usize) -> Vec<u8> {
+    (0..length).map(|i| (i ^ ((i >> 8) * 5) ^ ((i >> 16) * 11) ^ seed) as u8).collect()
+}
+
+/// A checkpoint as it is published.
+fn checkpoint() -> (tempfile::TempDir, PathBuf) {
+    let parent = tempfile::tempdir().unwrap();
+    let folder = parent.path().join("hf-7");
+    fs::create_dir(&folder).unwrap();
+    let mut entries = Vec::new();
+    for (seed, (name, length)) in FILES.into_iter().enumerate() {
+        let facts = write_sidecar(&folder, name, &bytes(length, seed)).unwrap();
+        let checksum = facts.checksum.unwrap().to_string();
+        assert_eq!(checksum, format!("crc64nvme:{:016x}", crc64(&bytes(length, seed))));
+        entries.push(format!(r#"{{"name": "{name}", "size": {length}, "checksum": "{checksum}"}}"#));
+    }
+    let files = entries.join(",\n");
+    let manifest = format!(r#"{{"format_version": 1, "kind": "hf", "step": 7, "files": [{files}]}}"#);
+    fs::write(folder.join("tundish.json"), seal(&manifest).unwrap()).unwrap();
+    (parent, folder)
+}
+
+fn verify(folder: &Path) -> Result<(), CommitError> {
+    verify_folder(folder, &mut |_, _| ControlFlow::Continue(()))
+}
+
+/// The files that a verification complains of.
+fn damage(folder: &Path) -> Vec<String> {
+    match verify(folder) {
+        Err(CommitError::Corrupt { path, reason, files }) => {
+            assert_eq!(path, folder);
+            assert!(reason.contains(&files[0]), "{reason}");
+            files
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_was_written_is_whole() {
+    let (_parent, folder) = checkpoint();
+    verify(&folder).unwrap();
+    let total: u64 = FILES.iter().map(|(_, length)| *length as u64).sum();
+    let mut seen = (0, 0);
+    verify_folder(&folder, &mut |read, of| {
+        assert!(read >= seen.0, "progress goes back");
+        seen = (read, of);
+        ControlFlow::Continue(())
+    })
+    .unwrap();
+    assert_eq!(seen, (total, total));
+}
+
+#[test]
+fn a_flipped_bit_a_zeroed_page_and_a_cut_are_found_in_every_file() {
+    let (_parent, folder) = checkpoint();
+    let names = FILES.iter().map(|(name, _)| *name).chain(["tundish.json"]);
+    let mut changes = 0;
+    for name in names.filter(|name| *name != "empty") {
+        let path = folder.join(name);
+        let whole = fs::read(&path).unwrap();
+        let mut found = |changed: &[u8], what: &str| {
+            fs::write(&path, changed).unwrap();
+            assert_eq!(damage(&folder), [name], "{what}");
+            changes += 1;
+        };
+        let length = whole.len();
+        for at in [0, length / 3, length / 2, length - 1] {
+            let mut changed = whole.clone();
+            changed[at] ^= 1 << (at % 8);
+            found(&changed, &format!("a bit of byte {at} of {name}"));
+            let page = at / 4096 * 4096;
+            let mut changed = whole.clone();
+            changed[page..length.min(page + 4096)].fill(0);
+            found(&changed, &format!("the page at {page} of {name}"));
+            found(&whole[..at], &format!("{name} cut to {at}"));
+        }
+        found(&[&whole[..], b"x"].concat(), &format!("a byte more in {name}"));
+        fs::write(&path, &whole).unwrap();
+        verify(&folder).unwrap();
+    }
+    assert_eq!(changes, 5 * 13);
+}
+
+#[test]
+fn all_that_is_missing_strange_or_changed_is_named_at_once() {
+    let (parent, folder) = checkpoint();
+    fs::write(folder.join("config.json"), bytes(700, 99)).unwrap();
+    fs::write(folder.join("a/flat"), b"short").unwrap();
+    fs::remove_file(folder.join("empty")).unwrap();
+    fs::remove_file(folder.join("a/b/deep")).unwrap();
+    fs::create_dir(folder.join("a/b/deep")).unwrap();
+    fs::write(folder.join("extra"), b"").unwrap();
+    fs::create_dir(folder.join("more")).unwrap();
+    fs::write(folder.join("more/extra"), b"").unwrap();
+    std::os::unix::fs::symlink("config.json", folder.join("link")).unwrap();
+    let expected = ["a/b/deep", "a/flat", "config.json", "empty", "extra", "link", "more/extra"];
+    assert_eq!(damage(&folder), expected);
+    // A link that leads to the very bytes is not the file.
+    let (elsewhere, whole) = checkpoint();
+    let model = elsewhere.path().join("model");
+    fs::rename(whole.join("model.safetensors"), &model).unwrap();
+    std::os::unix::fs::symlink(&model, whole.join("model.safetensors")).unwrap();
+    assert_eq!(damage(&whole), ["model.safetensors"]);
+    drop(parent);
+}
+
+#[test]
+fn a_checkpoint_without_a_manifest_is_none() {
+    let (_parent, folder) = checkpoint();
+    let manifest = fs::read_to_string(folder.join("tundish.json")).unwrap();
+    fs::remove_file(folder.join("tundish.json")).unwrap();
+    assert_eq!(damage(&folder), ["tundish.json"]);
+    // One that is right but for its own checksum.
+    let (body, _) = manifest.rsplit_once(",\n  \"checksum\"").unwrap();
+    fs::write(folder.join("tundish.json"), format!("{body}}}")).unwrap();
+    assert_eq!(damage(&folder), ["tundish.json"]);
+    // One of a kind of checksum that there is not.
+    let other = body.replacen("crc64nvme:", "md5:", 1);
+    fs::write(folder.join("tundish.json"), seal(&format!("{other}}}")).unwrap()).unwrap();
+    assert_eq!(damage(&folder), ["model.safetensors"]);
+    let missing = verify(&folder.join("missing")).unwrap_err();
+    assert!(matches!(missing, CommitError::ParentMissing { .. }), "{missing}");
+}
+
+#[test]
+fn a_file_without_a_checksum_is_judged_by_its_size() {
+    let parent = tempfile::tempdir().unwrap();
+    let folder = parent.path().join("dcp-1");
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join("file"), b"12345").unwrap();
+    let manifest = r#"{"format_version": 1, "kind": "dcp", "step": 1, "files": [{"name": "file", "size": 5}]}"#;
+    fs::write(folder.join("tundish.json"), seal(manifest).unwrap()).unwrap();
+    verify(&folder).unwrap();
+    fs::write(folder.join("file"), b"123456").unwrap();
+    assert_eq!(damage(&folder), ["file"]);
+}
+
+#[test]
+fn an_interrupted_verification_says_so() {
+    let (_parent, folder) = checkpoint();
+    let error = verify_folder(&folder, &mut |_, _| ControlFlow::Break(())).unwrap_err();
+    assert!(matches!(error, CommitError::Interrupted { .. }), "{error}");
+}
+
+#[test]
+fn files_of_others_are_summed_and_made_durable() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut go_on = |_, _| ControlFlow::Continue(());
+    for length in [0, 1, 4096, 8 << 20, (17 << 20) + 3] {
+        let path = folder.path().join(format!("file-{length}"));
+        fs::write(&path, bytes(length, 3)).unwrap();
+        let facts = checksum_file(&path, &mut go_on).unwrap();
+        assert_eq!((facts.name, facts.size), (format!("file-{length}"), length as u64));
+        assert_eq!(facts.checksum.unwrap().to_string(), format!("crc64nvme:{:016x}", crc64(&bytes(length, 3))));
+    }
+    std::os::unix::fs::symlink("file-1", folder.path().join("link")).unwrap();
+    for other in ["missing", "link", "."] {
+        assert!(checksum_file(folder.path().join(other), &mut go_on).is_err(), "{other}");
+    }
+    let error = checksum_file(folder.path(), &mut go_on).unwrap_err();
+    assert_eq!(error.path(), folder.path());
+}
+
+#[test]
+fn a_sidecar_takes_the_place_of_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    write_sidecar(folder.path(), "a/config.json", b"{}").unwrap();
+    assert_eq!(fs::read(folder.path().join("a/config.json")).unwrap(), b"{}");
+    let error = write_sidecar(folder.path(), "a/config.json", b"[]").unwrap_err();
+    assert!(matches!(error, CommitError::FileExists { .. }), "{error}");
+    assert_eq!(fs::read(folder.path().join("a/config.json")).unwrap(), b"{}");
+    for name in ["../b", "/b", "tundish.json", ""] {
+        let error = write_sidecar(folder.path(), name, b"").unwrap_err();
+        assert!(matches!(error, CommitError::InvalidWrite { .. }), "{error}");
+    }
+}
