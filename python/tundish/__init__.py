@@ -9,7 +9,7 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish import checkpoint, distributed, errors, packing
+    from tundish import checkpoint, distributed, errors, hf, packing
     from tundish.checkpoint import Checkpointer
     from tundish.errors import TundishError
     from tundish.packing import (
@@ -30,6 +30,7 @@ else:
             "tundish.checkpoint": ("Checkpointer",),
             "tundish.distributed": (),
             "tundish.errors": ("TundishError",),
+            "tundish.hf": (),
             "tundish.packing": (
                 "Pack",
                 "PackPlan",
@@ -56,6 +57,7 @@ __all__ = [
     "checkpoint",
     "distributed",
     "errors",
+    "hf",
     "pack",
     "pack_datasets",
     "packing",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import errno
 import functools
 import logging
@@ -259,7 +260,7 @@ class Checkpointer:
             )
 
         return self._save(
-            "dcp", step, make_plan, tag=tag, overwrite=overwrite, blocking=blocking, extra=dict(extra or {})
+            "dcp", step, make_plan, tag=tag, overwrite=overwrite, blocking=blocking, extra=extra
         )
 
     def _save(
@@ -271,7 +272,7 @@ class Checkpointer:
         tag: str | None,
         overwrite: bool,
         blocking: bool,
-        extra: dict[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> Save:
         self._check_open()
         lane = self._lanes[kind]
@@ -295,18 +296,20 @@ class Checkpointer:
                 undo.callback(self._budget.give_back, taken)
                 if through is None:
                     plan.reserve()
+                agreed = through if plan.files else None
                 same(
-                    f"step {step}, tag {tag}, overwrite {bool(overwrite)}, through {through}, {plan.fingerprint}"
+                    f"step {step}, tag {tag}, overwrite {bool(overwrite)}, through {agreed}, {plan.fingerprint}"
                 )
             undo.pop_all()
-        save = Save(kind, step, sum(file.size for file in plan.files if file.rank == self._index))
+        own = sum(file.size for file in plan.files if file.rank == self._index)
+        save = Save(kind, step, own if plan.files else plan.staged_bytes)
         job = Job(
             save=save,
             folder=self.path / f".{kind}-{step}.incomplete",
             target=self.path / f"{kind}-{step}",
             tag=tag,
             overwrite=overwrite,
-            extra=extra or {},
+            extra=copy.deepcopy(dict(extra or {})),
             is_answered=blocking,
             release=functools.partial(self._budget.give_back, taken),
         )
@@ -324,8 +327,11 @@ class Checkpointer:
         return save
 
     def _exceeds_limit(self, plan: Plan) -> bool:
-        """Whether some rank would stage more than the limit: answered alike on all ranks."""
-        sizes = [0] * self._world_size
+        """Whether some rank would stage more than the limit: answered alike on all ranks.
+
+        Where a plan does not know the files of other ranks, each answers for itself: their staging is no collective.
+        """
+        sizes = [0 if plan.files else plan.staged_bytes] * self._world_size
         for file in plan.files:
             sizes[file.rank] += file.size
         limit = self._budget.limit
@@ -382,7 +388,7 @@ class Checkpointer:
         """Collective: load a DCP checkpoint into `state_dict`, in place, on this world size whatever it was saved on.
 
         Args:
-            state_dict: as it was saved, with the tensors to load into.
+            state_dict: as it was saved, or parts of it, with the tensors to load into; empty for `extra` alone.
             step: the checkpoint; None takes the newest whole one: where a byte of the newest is wrong, the one before
                 it, with a warning. A step that is named raises instead.
             verify: read all bytes first and compare their checksums.

@@ -84,9 +84,17 @@ const ENOENT: i32 = 2;
 
 fn commit_error(error: &CommitError) -> PyErr {
     let class = match error {
-        CommitError::TargetExists { .. } | CommitError::FileExists { .. } => "AlreadyExistsError",
+        CommitError::TargetExists { .. } | CommitError::FileExists { .. } | CommitError::NameTaken { .. } => {
+            "AlreadyExistsError"
+        }
+        CommitError::RootInUse { .. } => "RootInUseError",
+        CommitError::StepExists { .. } => "StepExistsError",
+        CommitError::StepOrder { .. } => return raise("StepOrderError", &error.to_string()),
+        CommitError::CheckpointInUse { .. } => "CheckpointInUseError",
         CommitError::ParentMissing { .. } => "NotFoundError",
-        CommitError::InvalidName { .. } | CommitError::InvalidWrite { .. } => {
+        CommitError::InvalidName { .. }
+        | CommitError::InvalidWrite { .. }
+        | CommitError::NotPublishable { .. } => {
             return raise("InvalidInputError", &error.to_string());
         }
         CommitError::Corrupt { files, .. } => return corrupt(&error.to_string(), files),

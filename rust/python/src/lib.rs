@@ -4,6 +4,7 @@
 //! one mapping of errors, `threads` the one owner of thread pools.
 #![deny(unsafe_code)]
 
+mod checkpoint_root;
 mod columns;
 mod commit;
 mod enter;
@@ -17,6 +18,10 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    use super::checkpoint_root::{
+        CheckpointReadLock, CheckpointRoot, ReadonlyCheckpoints, open_checkpoints_readonly,
+    };
     #[pymodule_export]
     use super::commit::replace_file;
     #[pymodule_export]

@@ -1,0 +1,220 @@
+"""transformers integration: a Trainer that saves and resumes through tundish.
+
+Owns what `transformers.Trainer` does about checkpoints and nothing else of it. What always holds: a resumed run
+continues from one published DCP checkpoint, whole, with the states of model, optimizer, scheduler, scaler, random
+generators and Trainer of one and the same step. transformers is an extra: `pip install 'tundish[hf]'`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from tundish.checkpoint import Checkpointer
+from tundish.errors import InvalidInputError, missing_extra
+
+try:
+    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_callback import ExportableState
+except ImportError:
+    missing_extra("hf", "transformers", "TundishTrainerMixin")
+
+# What comes after the mixin in a class's bases: the Trainer, whose attributes it uses.
+_Trainer: Any = object
+
+__all__ = ["TundishTrainerMixin"]
+
+
+class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
+    """Makes a `transformers.Trainer` save through a `Checkpointer` under `args.output_dir`, and resume from there.
+
+        class Trainer(TundishTrainerMixin, transformers.Trainer):
+            pass
+
+    Each save is a Hugging Face export `hf-<step>` and, without `save_only_model`, a DCP checkpoint `dcp-<step>` that
+    holds everything a resumption needs; both are written while training goes on. `train(resume_from_checkpoint=True)`
+    takes the newest whole one. `save_total_limit` is how many are kept; the best one stays with
+    `load_best_model_at_end`. A subclass of both is needed because the Trainer has no hook in place of its save:
+    `on_save` comes after it.
+
+    Args:
+        checkpointer_options: further arguments of the `Checkpointer`. All others are the Trainer's own.
+
+    Raises `InvalidInputError` where DeepSpeed or a hyperparameter search saves in ways of its own.
+    """
+
+    def __init__(
+        self, *args: Any, checkpointer_options: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if self.is_deepspeed_enabled:
+            raise InvalidInputError(
+                "TundishTrainerMixin does not save what DeepSpeed shards: use its own Trainer"
+            )
+        self._checkpointer_options = dict(checkpointer_options or {})
+        self._checkpointer: Checkpointer | None = None
+        self._resumed_step = -1
+        self._resumed: dict[str, Any] = {}
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The checkpointer of this run. Collective when it is first asked for."""
+        if self._checkpointer is None:
+            options: dict[str, Any] = {
+                "keep_last": self.args.save_total_limit,
+                "keep": lambda checkpoint: checkpoint.step == self.state.best_global_step,
+                **self._checkpointer_options,
+            }
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            self._checkpointer = Checkpointer(self.args.output_dir, **options)
+        return self._checkpointer
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`; all saves are published when it returns.
+
+        `resume_from_checkpoint`: True resumes from the newest whole checkpoint, a path `…/dcp-<step>` of this
+        run's folder from that one.
+        """
+        try:
+            if not resume_from_checkpoint:
+                return super().train(None, *args, **kwargs)
+            self._choose(resume_from_checkpoint)
+            with tempfile.TemporaryDirectory() as folder:
+                # The Trainer reads its own state from a file, and everything else through the methods below.
+                Path(folder, TRAINER_STATE_NAME).write_text(self._resumed["trainer"])
+                return super().train(folder, *args, **kwargs)
+        finally:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+                self._checkpointer = None
+
+    def _choose(self, resume_from_checkpoint: str | Literal[True]) -> None:
+        """Decide on the step to resume from, and take what this rank has to remember of it."""
+        step = None
+        if resume_from_checkpoint is not True:
+            path = Path(resume_from_checkpoint).absolute()
+            kind, _, number = path.name.partition("-")
+            if (
+                kind != "dcp"
+                or not number.isdecimal()
+                or path.parent != Path(self.args.output_dir).absolute()
+            ):
+                raise InvalidInputError(
+                    f"resume_from_checkpoint is {os.fspath(path)!r}: give True, or a dcp-<step> under "
+                    f"{self.args.output_dir!r}"
+                )
+            step = int(number)
+        extra, rank_extras = self.checkpointer.load_dcp({}, step)
+        self._resumed_step = extra["step"]
+        # A rank that was not there has the states of the first, which are the same but for the random generators.
+        self._resumed = rank_extras.get(self.args.process_index) or {**rank_extras[0], "random": None}
+        # What the ranks' own logs say may differ by their clocks.
+        self._resumed["trainer"] = rank_extras[0]["trainer"]
+
+    # ---- What the Trainer calls ----
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002 (the wrapped form of self.model)
+        if self.hp_search_backend is not None or trial is not None:
+            raise InvalidInputError("TundishTrainerMixin does not save the trials of a hyperparameter search")
+        self.store_flos()
+        step = self.state.global_step
+        if self.state.best_global_step:
+            self.state.best_model_checkpoint = str(
+                self.checkpointer.path / f"hf-{self.state.best_global_step}"
+            )
+        self.checkpointer.save_hf(step, self.model, tokenizer=self.processing_class)
+        if self.args.save_only_model:
+            return
+        weights, optimizer = get_state_dict(self.model, self.optimizer)
+        scaler = getattr(self.accelerator, "scaler", None)
+        self.checkpointer.save_dcp(
+            step,
+            {"model": weights, "optimizer": optimizer},
+            extra={"step": step, "epoch": self.state.epoch},
+            rank_extra={
+                "trainer": self._trainer_state(),
+                "scheduler": self.lr_scheduler.state_dict(),
+                "scaler": None if scaler is None else scaler.state_dict(),
+                "random": _random_states(),
+            },
+        )
+
+    def _trainer_state(self) -> str:
+        """The Trainer's state with those of its callbacks, as it writes them itself."""
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if not isinstance(callback, ExportableState):
+                continue
+            known = self.state.stateful_callbacks
+            name = type(callback).__name__
+            if isinstance(known[name], list):
+                known[name].append(callback.state())
+            else:
+                known[name] = callback.state()
+        return json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The weights come with the optimizer's states, once there is an optimizer."""
+        if self._resumed_step < 0:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        weights, optimizer = get_state_dict(self.model, self.optimizer)
+        state: dict[str, Any] = {"model": weights, "optimizer": optimizer}
+        # Its bytes were verified when it was chosen.
+        self.checkpointer.load_dcp(state, self._resumed_step, verify=False)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        scaler = getattr(self.accelerator, "scaler", None)
+        if checkpoint is not None and scaler is not None and self._resumed["scaler"] is not None:
+            scaler.load_state_dict(self._resumed["scaler"])
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self._resumed["random"] is not None:
+            _set_random_states(self._resumed["random"])
+
+    def _load_best_model(self) -> None:
+        self.checkpointer.wait()
+        # From here on it is an ordinary load of an export.
+        self._resumed_step = -1
+        super()._load_best_model()
+
+
+def _random_states() -> dict[str, Any]:
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (the generator that others use)
+    return {
+        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+        "numpy": {"name": name, "keys": keys, "position": position, "has_gauss": has_gauss, "cached": cached},
+        "torch": torch.random.get_rng_state(),
+        "cuda": torch.cuda.random.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    python, numpy = states["python"], states["numpy"]
+    random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
+    np.random.set_state(  # noqa: NPY002 (as above)
+        (numpy["name"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["cached"])
+    )
+    torch.random.set_rng_state(states["torch"])
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.random.set_rng_state_all(list(states["cuda"]))

@@ -1,0 +1,215 @@
+//! Binds the root of checkpoints of `tundish-commit`.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+use tundish_commit::disk::{Disk, RealDisk};
+use tundish_commit::root::{Checkpoint, Opening, ReadLock, ReadonlyRoot, Recovery, Root};
+use tundish_commit::{CommitError, Kind};
+use tundish_packing::Watch;
+
+use crate::enter::{Door, enter};
+use crate::error::BindingError;
+
+/// A root that this process owns: the folder of all checkpoints, and what decides which of them exist.
+#[pyclass(frozen)]
+pub(crate) struct CheckpointRoot {
+    root: Root<RealDisk>,
+}
+
+#[pymethods]
+impl CheckpointRoot {
+    #[new]
+    #[pyo3(signature = (path, *, wait_seconds))]
+    fn new(py: Python<'_>, path: PathBuf, wait_seconds: f64) -> PyResult<Self> {
+        let wait = Duration::try_from_secs_f64(wait_seconds)
+            .map_err(|error| BindingError::Value(format!("wait_seconds is {wait_seconds}: {error}")))?;
+        enter(py, None, move |door| {
+            let mut patience = || look(door, &path);
+            Ok(Self { root: Root::open(RealDisk, &path, Opening::new(wait), &mut patience)? })
+        })
+    }
+
+    /// The absolute path.
+    #[getter]
+    fn path(&self) -> PathBuf {
+        self.root.path().to_path_buf()
+    }
+
+    /// What opening found and mended.
+    #[getter]
+    fn recovered<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let Recovery { removed, live, set_aside, repaired, ignored, failed } = self.root.recovered();
+        let report = PyDict::new(py);
+        for (name, entries) in [
+            ("removed", removed),
+            ("live", live),
+            ("set_aside", set_aside),
+            ("repaired", repaired),
+            ("failed", failed),
+        ] {
+            report.set_item(name, entries)?;
+        }
+        report.set_item("ignored", ignored)?;
+        Ok(report)
+    }
+
+    /// Make the hidden folder of a checkpoint that is to be written; its path.
+    #[pyo3(signature = (kind, step, *, overwrite))]
+    fn begin(&self, py: Python<'_>, kind: &str, step: u64, overwrite: bool) -> PyResult<PathBuf> {
+        let kind = parse(kind)?;
+        enter(py, None, |_| Ok(self.root.begin(kind, step, overwrite)?))
+    }
+
+    /// Make a written checkpoint durable, give it its name, and record it; its path.
+    #[pyo3(signature = (kind, step, manifest_json, *, overwrite))]
+    fn publish(
+        &self,
+        py: Python<'_>,
+        kind: &str,
+        step: u64,
+        manifest_json: &str,
+        overwrite: bool,
+    ) -> PyResult<PathBuf> {
+        let kind = parse(kind)?;
+        enter(py, None, |_| Ok(self.root.publish(kind, step, manifest_json, overwrite)?))
+    }
+
+    /// Remove what was written of a checkpoint that is not to be published.
+    fn abandon(&self, py: Python<'_>, kind: &str, step: u64) -> PyResult<()> {
+        let kind = parse(kind)?;
+        enter(py, None, |_| Ok(self.root.abandon(kind, step)?))
+    }
+
+    /// The published checkpoints: by kind, steps ascending.
+    fn list<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        described(py, &enter(py, None, |_| Ok(self.root.list()?))?)
+    }
+
+    /// The newest published checkpoint of a kind.
+    fn latest(&self, py: Python<'_>, kind: &str) -> PyResult<Option<PathBuf>> {
+        let kind = parse(kind)?;
+        enter(py, None, |_| Ok(self.root.latest(kind)?))
+    }
+
+    /// Remove a checkpoint; never the newest of its kind, nor one that is being read.
+    fn remove(&self, py: Python<'_>, kind: &str, step: u64) -> PyResult<()> {
+        let kind = parse(kind)?;
+        enter(py, None, |_| Ok(self.root.remove(kind, step)?))
+    }
+
+    /// Set the checkpoints above a step aside; where they are now.
+    fn discard_after(&self, py: Python<'_>, step: u64) -> PyResult<Vec<PathBuf>> {
+        enter(py, None, |_| Ok(self.root.discard_after(step)?))
+    }
+
+    /// Keep a checkpoint from being removed or replaced until the lock is closed.
+    fn read_lock(&self, py: Python<'_>, kind: &str, step: u64) -> PyResult<CheckpointReadLock> {
+        let kind = parse(kind)?;
+        enter(py, None, |_| Ok(CheckpointReadLock::new(self.root.read_lock(kind, step)?)))
+    }
+
+    /// Let go of the root.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        enter(py, None, |_| {
+            self.root.close();
+            Ok(())
+        })
+    }
+}
+
+/// A root as anybody may look at it, without a lock and without changing it.
+#[pyclass(frozen)]
+pub(crate) struct ReadonlyCheckpoints {
+    root: ReadonlyRoot<RealDisk>,
+}
+
+#[pymethods]
+impl ReadonlyCheckpoints {
+    /// The absolute path.
+    #[getter]
+    fn path(&self) -> PathBuf {
+        self.root.path().to_path_buf()
+    }
+
+    /// The whole checkpoints of now: by kind, steps ascending.
+    fn list<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        described(py, &enter(py, None, |_| Ok(self.root.list()?))?)
+    }
+
+    /// The newest whole checkpoint of a kind.
+    fn latest(&self, py: Python<'_>, kind: &str) -> PyResult<Option<PathBuf>> {
+        let kind = parse(kind)?;
+        enter(py, None, |_| Ok(self.root.latest(kind)?))
+    }
+
+    /// Keep a checkpoint from being removed or replaced until the lock is closed.
+    fn read_lock(&self, py: Python<'_>, kind: &str, step: u64) -> PyResult<CheckpointReadLock> {
+        let kind = parse(kind)?;
+        enter(py, None, |_| Ok(CheckpointReadLock::new(self.root.read_lock(kind, step)?)))
+    }
+}
+
+/// Open a root to look at it.
+#[pyfunction]
+pub(crate) fn open_checkpoints_readonly(py: Python<'_>, path: PathBuf) -> PyResult<ReadonlyCheckpoints> {
+    enter(py, None, |_| Ok(ReadonlyCheckpoints { root: ReadonlyRoot::open(RealDisk, &path)? }))
+}
+
+type RealReadLock = ReadLock<<RealDisk as Disk>::File>;
+
+/// Keeps a checkpoint from being removed or replaced until it is closed.
+#[pyclass(frozen)]
+pub(crate) struct CheckpointReadLock {
+    path: PathBuf,
+    lock: Mutex<Option<RealReadLock>>,
+}
+
+impl CheckpointReadLock {
+    fn new(lock: RealReadLock) -> Self {
+        Self { path: lock.path().to_path_buf(), lock: Mutex::new(Some(lock)) }
+    }
+}
+
+#[pymethods]
+impl CheckpointReadLock {
+    /// The checkpoint's folder.
+    #[getter]
+    fn path(&self) -> PathBuf {
+        self.path.clone()
+    }
+
+    /// Let go of the checkpoint. The second call does nothing.
+    fn close(&self) {
+        self.lock.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+}
+
+fn parse(kind: &str) -> Result<Kind, BindingError> {
+    kind.parse().map_err(|_| BindingError::Value(format!("kind is {kind:?}: give 'hf' or 'dcp'")))
+}
+
+fn look(door: &mut Door, path: &Path) -> Result<(), CommitError> {
+    door.tick("wait", 0, 0).map_err(|_| CommitError::Interrupted { path: path.to_path_buf() })
+}
+
+fn described<'py>(py: Python<'py>, checkpoints: &[Checkpoint]) -> PyResult<Bound<'py, PyList>> {
+    let loads = py.import("json")?.getattr("loads")?;
+    let list = PyList::empty(py);
+    for checkpoint in checkpoints {
+        let entry = PyDict::new(py);
+        entry.set_item("kind", checkpoint.kind.to_string())?;
+        entry.set_item("step", checkpoint.step)?;
+        entry.set_item("path", &checkpoint.path)?;
+        entry.set_item("tag", &checkpoint.tag)?;
+        entry.set_item("bytes", checkpoint.bytes)?;
+        entry.set_item("world_size", checkpoint.world_size)?;
+        let extra = checkpoint.extra.as_ref().map(|extra| loads.call1((extra.get(),))).transpose()?;
+        entry.set_item("extra", extra)?;
+        list.append(entry)?;
+    }
+    Ok(list)
+}

@@ -1,0 +1,122 @@
+"""A transformers Trainer that saves and resumes through a checkpointer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tundish.checkpoint import open_readonly
+from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tundish.hf import TundishTrainerMixin  # noqa: E402 (after the skips)
+
+
+class Trainer(TundishTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    pass
+
+
+def model() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        attention_dropout=0.1,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def trainer(folder: Path, steps: int, **arguments: Any) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(64, (16,), generator=generator) for _ in range(64)]
+    settings = {
+        "max_steps": 8,
+        "save_steps": 2,
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+        **arguments,
+    }
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            control.should_training_stop = state.global_step >= steps
+            return control
+
+    return Trainer(
+        model(),
+        transformers.TrainingArguments(str(folder), **settings),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        callbacks=[Stop()],
+        checkpointer_options={"on_failure": "raise"},
+    )
+
+
+def weights(run: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", steps=8)
+    whole.train()
+    broken = trainer(tmp_path / "broken", steps=5)
+    broken.train()
+    published = open_readonly(tmp_path / "broken").list("dcp")
+    assert [one.step for one in published][-1] == 4
+    resumed = trainer(tmp_path / "broken", steps=8)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert_same(weights(resumed), weights(whole))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "hf-8")
+    assert_same(dict(exported.state_dict()), weights(whole))
+
+
+def test_a_named_step_is_resumed_and_a_damaged_one_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=6)
+    run.train()
+    data = next((tmp_path / "dcp-6").glob("*.distcp"))
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(damaged)
+    with pytest.raises(CorruptCheckpointError, match="dcp-6"):
+        trainer(tmp_path, steps=8).train(resume_from_checkpoint=str(tmp_path / "dcp-6"))
+    # Without a name the one before is taken; the newer ones are in the way of its saves until they are set aside.
+    earlier = trainer(tmp_path, steps=4)
+    earlier.train(resume_from_checkpoint=str(tmp_path / "dcp-4"))
+    assert earlier.state.global_step >= 4
+
+
+@pytest.mark.parametrize("where", ["nowhere", "hf-2", "dcp-x"])
+def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path: Path, where: str) -> None:
+    with pytest.raises(InvalidInputError, match="resume_from_checkpoint"):
+        trainer(tmp_path, steps=1).train(resume_from_checkpoint=str(tmp_path / where))
+
+
+def test_a_first_start_has_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        trainer(tmp_path, steps=1).train(resume_from_checkpoint=True)
+
+
+def test_as_many_are_kept_as_the_trainer_is_told(tmp_path: Path) -> None:
+    trainer(tmp_path, steps=8, save_total_limit=2).train()
+    readonly = open_readonly(tmp_path)
+    assert [one.step for one in readonly.list("hf")] == [6, 8]
+    assert [one.step for one in readonly.list("dcp")] == [6, 8]
+    assert not (tmp_path / "checkpoint-8").exists()
