@@ -44,13 +44,9 @@ impl CheckpointRoot {
     fn recovered<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let Recovery { removed, live, set_aside, repaired, ignored, failed } = self.root.recovered();
         let report = PyDict::new(py);
-        for (name, entries) in [
-            ("removed", removed),
-            ("live", live),
-            ("set_aside", set_aside),
-            ("repaired", repaired),
-            ("failed", failed),
-        ] {
+        for (name, entries) in
+            [("removed", removed), ("live", live), ("set_aside", set_aside), ("repaired", repaired), ("failed", failed)]
+        {
             report.set_item(name, entries)?;
         }
         report.set_item("ignored", ignored)?;

@@ -92,9 +92,7 @@ fn commit_error(error: &CommitError) -> PyErr {
         CommitError::StepOrder { .. } => return raise("StepOrderError", &error.to_string()),
         CommitError::CheckpointInUse { .. } => "CheckpointInUseError",
         CommitError::ParentMissing { .. } => "NotFoundError",
-        CommitError::InvalidName { .. }
-        | CommitError::InvalidWrite { .. }
-        | CommitError::NotPublishable { .. } => {
+        CommitError::InvalidName { .. } | CommitError::InvalidWrite { .. } | CommitError::NotPublishable { .. } => {
             return raise("InvalidInputError", &error.to_string());
         }
         CommitError::Corrupt { files, .. } => return corrupt(&error.to_string(), files),

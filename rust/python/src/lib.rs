@@ -19,9 +19,7 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _native {
     #[pymodule_export]
-    use super::checkpoint_root::{
-        CheckpointReadLock, CheckpointRoot, ReadonlyCheckpoints, open_checkpoints_readonly,
-    };
+    use super::checkpoint_root::{CheckpointReadLock, CheckpointRoot, ReadonlyCheckpoints, open_checkpoints_readonly};
     #[pymodule_export]
     use super::commit::replace_file;
     #[pymodule_export]
