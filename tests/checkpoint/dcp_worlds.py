@@ -115,7 +115,7 @@ def write(staged: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> 
     is_first = not distributed.is_initialized() or distributed.get_rank() == 0
     try:
         if is_first:
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
         barrier()
         staged.wait_staged(60)
         facts: list[FileFacts] = staged.write(folder, OPTIONS)

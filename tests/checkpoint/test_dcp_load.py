@@ -186,7 +186,7 @@ def test_other_kinds_of_checkpoints_are_refused(saved: Path, change: dict[str, A
         load_dcp({"model": {"w": torch.zeros(3, 4)}}, saved, verify=False)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "rank_extra-00000.json"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "rank_extra-00000.json", "tundish.json"])
 def test_a_flipped_bit_is_found_before_anything_is_read(saved: Path, name: str) -> None:
     path = saved / name
     data = bytearray(path.read_bytes())

@@ -19,6 +19,7 @@ from tundish.checkpoint.dcp import DcpSaver
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import dcp_worlds
 from dcp_worlds import Net, World, assert_same, bits, gathered, save, whole, write
 from rank_processes import Job, Line
 
@@ -447,6 +448,58 @@ def test_a_lazy_save_holds_what_was_before_the_optimizers_step(saver: DcpSaver, 
         loaded = read(tmp_path / str(number))
         assert_same(loaded["model"], expected["model"])
         assert_same(loaded["optimizer"]["state"], expected["optimizer"]["state"])
+
+
+LARGE = 8 << 20
+
+
+def save_through(rank: int, line: Line) -> None:
+    (folder,) = line.hear()
+    saver = DcpSaver(timeout=30)
+    # Tensors of many sizes, one of them larger than the limit; rank 0 alone goes through.
+    state: dict[str, Any] = {f"w{number}": torch.randn(number * 997) for number in range(120)}
+    state |= {
+        "large": torch.randn(LARGE // 4),
+        "half": torch.randn(70001).to(torch.bfloat16),
+        "last": list(range(9999)),
+    }
+    state |= {
+        f"own{rank}": torch.full((3, 5), float(rank)),
+        "scalars": {str(n): torch.tensor(n) for n in range(50)},
+    }
+    expected = whole(state)
+    saved = []
+    for number, limit in enumerate((1 << 20, 50_000, 5000)):
+        plan = saver.plan(state, extra={"n": number})
+        target = folder / str(number)
+        if rank == 0:
+            target.mkdir()
+            staged = plan.write_through(target, dcp_worlds.OPTIONS, limit)
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+        else:
+            plan.reserve()
+            staged = plan.stage()
+        write(staged, target)
+        for name, value in expected.items():
+            if isinstance(value, torch.Tensor):
+                state[name].copy_(value)
+        saved.append(staging_stats()["peak"])
+    if rank == 0:
+        torch.save(expected, folder / "expected")
+    saver.close()
+    line.say(saved)
+
+
+def test_a_file_larger_than_the_limit_is_written_through(tmp_path: Path) -> None:
+    (peaks,), _ = run(save_through, 2, tmp_path)
+    # The large tensor takes its size twice at most, whatever the limit; the file of rank 0 is larger.
+    assert max(peaks) < 1.1 * LARGE + (1 << 20) * 1.5
+    expected = torch.load(tmp_path / "expected") | {"own1": torch.ones(3, 5)}
+    for number in range(3):
+        verify_folder(tmp_path / str(number))
+        assert_same(read(tmp_path / str(number)), expected)
 
 
 def test_a_save_of_the_same_form_is_planned_once(

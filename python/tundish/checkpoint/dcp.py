@@ -9,6 +9,7 @@ bytes of one tensor), `dcp_leaves` (a flat state dict), `dcp_outline` and `dcp_o
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from tundish.checkpoint.dcp_ranks import Ranks
 from tundish.checkpoint.reading import ReadOnlyRoot
 from tundish.distributed import DEFAULT_TIMEOUT, Voter
 from tundish.distributed.groups import membership
+from tundish.errors import NotFoundError
 
 __all__ = ["DcpSaver", "load_dcp"]
 
@@ -67,12 +69,17 @@ class DcpSaver:
     ) -> tuple[dict[str, Any], dict[int, Any]]:
         """Collective: load a checkpoint of the root that `view` shows, as `Checkpointer.load_dcp` says."""
         is_first = self._ranks.index == 0
-        chosen = -1 if step is None else step
+        chosen = step
         if step is None:
+            newest: int | None = None
             with voter.agreed("choosing the checkpoint to load", timeout=self._timeout):
                 if is_first:
-                    chosen = newest_whole(view, verify=verify)
-            chosen, verify = self._ranks.tell(chosen), False
+                    newest = newest_whole(view, verify=verify)
+            told = self._ranks.tell(-1 if newest is None else newest)
+            chosen, verify = None if told < 0 else told, False
+        if chosen is None:
+            # On all ranks alike: a first start is no failure of one of them.
+            raise NotFoundError(errno.ENOENT, "there is no DCP checkpoint", str(view.path))
         with contextlib.ExitStack() as stack:
             with voter.agreed(f"opening the checkpoint of step {chosen}", timeout=self._timeout):
                 path = stack.enter_context(view.reading(chosen, "dcp"))

@@ -19,7 +19,9 @@ from tundish.checkpoint.dcp_record import ALIGNMENT, Frame, frame_of
 from tundish.checkpoint.images import Buffer
 from tundish.checkpoint.tensors import local_of
 
-__all__ = ["Layout", "TensorItem", "tensor_items"]
+__all__ = ["PAGE", "Layout", "TensorItem", "Window", "tensor_items"]
+
+PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,19 @@ def tensor_items(leaves: Leaves, owned: Sequence[bool]) -> list[TensorItem]:
     return items
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Bytes `start` … `stop` - 1 of the file, with `tensors` in it; the last of a file also has all other objects.
+
+    `start`: a multiple of `PAGE`; what lies before the first tensor belongs to the window before.
+    """
+
+    tensors: Sequence[TensorItem]
+    start: int
+    stop: int
+    is_last: bool
+
+
 class Layout:
     """The file of one rank.
 
@@ -70,6 +85,11 @@ class Layout:
         self._objects_start = tensors[-1].stop if tensors else 0
         self.size = self._objects_start + sum(objects.values())
 
+    @property
+    def whole(self) -> Window:
+        """All of the file."""
+        return Window(self.tensors, 0, self.size, is_last=True)
+
     def places(self) -> Iterator[tuple[str, int, int]]:
         """Of each item its name, where it starts, and its length."""
         for item in self.tensors:
@@ -79,21 +99,41 @@ class Layout:
             yield name, start, length
             start += length
 
-    def views(self, buffer: Buffer) -> list[torch.Tensor]:
-        """The tensors as they lie in `buffer`."""
+    def windows(self, window_bytes: int) -> list[Window]:
+        """The file in windows of up to `window_bytes`, or of one tensor, or of all other objects, that take more."""
+        runs: list[list[TensorItem]] = [[]]
+        for item in self.tensors:
+            if runs[-1] and item.stop - runs[-1][0].start // PAGE * PAGE > window_bytes:
+                runs.append([])
+            runs[-1].append(item)
+        starts = [run[0].start if run else 0 for run in runs]
+        return [
+            Window(run, start // PAGE * PAGE, stop, is_last=run is runs[-1])
+            for run, start, stop in zip(runs, starts, [*starts[1:], self.size], strict=True)
+        ]
+
+    def views(self, buffer: Buffer, window: Window) -> list[torch.Tensor]:
+        """The tensors of a window as they lie in `buffer`, which holds its bytes."""
         views = []
-        for dtype, items in itertools.groupby(self.tensors, lambda item: item.dtype):
+        for dtype, items in itertools.groupby(window.tensors, lambda item: item.dtype):
             # An item ends with more bytes than an element has, so that nothing of it is cut off.
             flat = buffer.bytes[: buffer.bytes.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-            views += [flat.as_strided(item.size, item.strides, item.data // dtype.itemsize) for item in items]
+            views += [
+                flat.as_strided(item.size, item.strides, (item.data - window.start) // dtype.itemsize)
+                for item in items
+            ]
         return views
 
-    def fill(self, buffer: Buffer, objects: Mapping[str, bytes]) -> None:
-        """Put everything but the tensors into `buffer`."""
+    def fill(self, buffer: Buffer, window: Window, objects: Mapping[str, bytes]) -> None:
+        """Put everything of a window but the tensors into `buffer`."""
         memory = memoryview(buffer.image)
-        for item, following in itertools.zip_longest(self.tensors, self.tensors[1:]):
-            head, tail = item.frame.head, item.frame.tail
-            memory[item.start : item.data] = head
-            end = self._objects_start if following is None else following.start
-            memory[item.stop - len(tail) : end] = tail + bytes(end - item.stop)
-        memory[self._objects_start :] = b"".join(objects[name] for name in self.objects)
+        end = self._objects_start if window.is_last else window.stop
+        for item, following in itertools.zip_longest(window.tensors, window.tensors[1:]):
+            tail = item.frame.tail
+            stop = end if following is None else following.start
+            memory[item.start - window.start : item.data - window.start] = item.frame.head
+            memory[item.stop - len(tail) - window.start : stop - window.start] = tail + bytes(
+                stop - item.stop
+            )
+        if window.is_last:
+            memory[end - window.start :] = b"".join(objects[name] for name in self.objects)

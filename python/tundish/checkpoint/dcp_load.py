@@ -55,10 +55,10 @@ def load_from(
     return manifest["extra"], rank_extras
 
 
-def newest_whole(view: ReadOnlyRoot, *, verify: bool) -> int:
-    """The step of the newest DCP checkpoint that is whole; those passed over are logged.
+def newest_whole(view: ReadOnlyRoot, *, verify: bool) -> int | None:
+    """The step of the newest DCP checkpoint that is whole, None without any; those passed over are logged.
 
-    Raises `NotFoundError` where there is no checkpoint, `CorruptCheckpointError` where none is whole.
+    Raises `CorruptCheckpointError` where there are some and none is whole.
     """
     damaged: list[str] = []
     for checkpoint in reversed(view.list("dcp")):
@@ -76,7 +76,7 @@ def newest_whole(view: ReadOnlyRoot, *, verify: bool) -> int:
             damaged.append(str(error))
     if damaged:
         raise CorruptCheckpointError(f"no DCP checkpoint under {view.path} is whole: {'; '.join(damaged)}")
-    raise NotFoundError(errno.ENOENT, "there is no DCP checkpoint", str(view.path))
+    return None
 
 
 class _Load:

@@ -21,8 +21,9 @@ from tundish._native import FileFacts, write_sidecar
 from tundish.checkpoint.dcp_layout import Layout
 from tundish.checkpoint.dcp_leaves import leaves_of
 from tundish.checkpoint.dcp_ranks import Exchange, Ranks, Share
+from tundish.checkpoint.dcp_through import write_in_windows
 from tundish.checkpoint.dcp_values import to_json
-from tundish.checkpoint.dcp_writer import ImageWriter, Spread, StagedPlanner, save_together
+from tundish.checkpoint.dcp_writer import ImageWriter, Spread, StagedPlanner, file_name, save_together
 from tundish.checkpoint.images import Buffer
 from tundish.checkpoint.saves import PlannedFile, WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Copies, begin_copies, optimizers_of
@@ -87,36 +88,71 @@ class DcpPlan:
 
     def stage(self) -> StagedState:
         """Agree who saves what, and copy this rank's part."""
-        share, exchange = self._ranks.agree(self._leaves)
-        if share is not self._share:
+        exchange, is_new = self._agree()
+        if is_new:
             self.release()
-            self._share, self._layout = share, self._layout_of(share)
             self.reserve()
         buffer, self._buffer = self._buffer, None
         try:
-            views = [] if buffer is None else self._layout.views(buffer)
+            views = [] if buffer is None else self._layout.views(buffer, self._layout.whole)
             names = [item.name for item in self._layout.tensors]
             copies = begin_copies(list(zip(views, self._sources(), strict=True)), names, self._optimizers)
         except BaseException:
             if buffer is not None:
                 buffer.release()
             raise
-        return StagedState(
-            index=self._ranks.index,
-            exchange=exchange,
-            layout=self._layout,
-            buffer=buffer,
-            copies=copies,
-            planner=self._planner(),
-            objects=self._objects,
-            rank_extra=self._rank_extra,
+        return self._staged(exchange, buffer=buffer, copies=copies)
+
+    def write_through(self, folder: Path, options: WriteOptions, limit_bytes: int) -> StagedState:
+        """Instead of `reserve` and `stage`: write while the tensors are taken, in up to `limit_bytes` of host memory.
+
+        On the caller's thread; a lazy save becomes an eager one. Returns when this rank's file is durable.
+        """
+        exchange, _ = self._agree()
+        written = write_in_windows(
+            self._layout,
+            self._sources(),
+            self._objects,
+            folder=folder,
+            name=file_name(self._ranks.index),
+            options=options,
+            limit_bytes=limit_bytes,
         )
+        return self._staged(exchange, written=written)
 
     def release(self) -> None:
         """Give the memory back."""
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None
+
+    def _agree(self) -> tuple[Exchange, bool]:
+        """Collective: find what this rank saves for certain; whether it is something else than was expected."""
+        share, exchange = self._ranks.agree(self._leaves)
+        is_new = share is not self._share
+        if is_new:
+            self._share, self._layout = share, self._layout_of(share)
+        return exchange, is_new
+
+    def _staged(
+        self,
+        exchange: Exchange,
+        *,
+        buffer: Buffer | None = None,
+        copies: Sequence[Copies | BackgroundCopy] = (),
+        written: Sequence[FileFacts] = (),
+    ) -> StagedState:
+        return StagedState(
+            index=self._ranks.index,
+            exchange=exchange,
+            layout=self._layout,
+            buffer=buffer,
+            copies=copies,
+            written=written,
+            planner=self._planner(),
+            objects=self._objects,
+            rank_extra=self._rank_extra,
+        )
 
     def _layout_of(self, share: Share) -> Layout:
         """Where all of the share lies; the layout of the last save, if nothing has another length."""
@@ -151,7 +187,18 @@ class DcpPlan:
 
 
 class StagedState:
-    """A `tundish.checkpoint.saves.Staged`."""
+    """A `tundish.checkpoint.saves.Staged`.
+
+    Args:
+        index: of this rank in the group.
+        exchange: with the other ranks, in the background.
+        layout: of this rank's file.
+        buffer: the file, with tensors copied into it by `copies`; None where it is empty, or among `written`.
+        written: what is durable already.
+        planner: for what is in the file.
+        objects: pickles of what is no tensor.
+        rank_extra: the contents of the file that holds it; empty where there is none.
+    """
 
     def __init__(
         self,
@@ -161,6 +208,7 @@ class StagedState:
         layout: Layout,
         buffer: Buffer | None,
         copies: Sequence[Copies | BackgroundCopy],
+        written: Sequence[FileFacts],
         planner: StagedPlanner,
         objects: Mapping[str, bytes],
         rank_extra: bytes,
@@ -170,6 +218,7 @@ class StagedState:
         self._layout = layout
         self._buffer = buffer
         self._copies = copies
+        self._written = list(written)
         self._planner = planner
         self._objects = objects
         self._rank_extra = rank_extra
@@ -188,11 +237,11 @@ class StagedState:
         """Plan with the other ranks and write this rank's files; on the first rank also `.metadata`."""
         writer = ImageWriter(folder, self._index, self._layout, self._buffer, options)
         if self._buffer is not None:
-            self._layout.fill(self._buffer, self._objects)
+            self._layout.fill(self._buffer, self._layout.whole, self._objects)
         save_together(self._planner, writer, self._layout, self._exchange)
         if self._rank_extra:
             writer.facts.append(write_sidecar(folder, rank_extra_name(self._index), self._rank_extra))
-        return writer.facts
+        return self._written + writer.facts
 
     def release(self) -> None:
         """Give the memory back, once nothing is copied into it any more."""

@@ -31,7 +31,7 @@ from tundish.checkpoint.export import finishing
 from tundish.checkpoint.images import Buffer
 from tundish.checkpoint.saves import WriteOptions
 
-__all__ = ["METADATA", "ImageWriter", "Spread", "StagedPlanner", "save_together"]
+__all__ = ["METADATA", "ImageWriter", "Spread", "StagedPlanner", "file_name", "open_file", "save_together"]
 
 METADATA = ".metadata"
 
@@ -90,23 +90,35 @@ class StagedPlanner(DefaultSavePlanner):
         )
 
 
+def file_name(index: int) -> str:
+    """The file of a rank, by its number in the group, as DCP's own writer names it."""
+    return f"__{index}_0.distcp"
+
+
+def open_file(folder: Path, name: str, size: int, options: WriteOptions) -> ShardWriter:
+    """A writer of one file, which is there at its full size when this returns."""
+    return ShardWriter(
+        folder, [(name, size)], checksum=options.checksum, writers_per_node=options.writers_per_node
+    )
+
+
 class ImageWriter(StorageWriter):
     """Writes the image of this rank's file, in which everything is staged already.
 
     Args:
         folder: where to.
-        rank: within the group.
-        layout, buffer: of the file; no buffer where there is nothing to write.
+        index: of this rank in the group.
+        layout, buffer: of the file; no buffer where nothing is left to write.
         options: how.
     """
 
     def __init__(
-        self, folder: Path, rank: int, layout: Layout, buffer: Buffer | None, options: WriteOptions
+        self, folder: Path, index: int, layout: Layout, buffer: Buffer | None, options: WriteOptions
     ) -> None:
         self.folder = folder
         self.facts: list[FileFacts] = []
         self.metadata = b""
-        self._name = f"__{rank}_0.distcp"  # as DCP's own writer names it
+        self._name = file_name(index)
         self._layout = layout
         self._buffer = buffer
         self._options = options
@@ -135,12 +147,8 @@ class ImageWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:  # noqa: ARG002
         """Write the file; returns when it is durable."""
         if self._buffer is not None:
-            files = [(self._name, self._layout.size)]
-            options = self._options
-            writer = ShardWriter(
-                self.folder, files, checksum=options.checksum, writers_per_node=options.writers_per_node
-            )
-            with finishing(writer, options):
+            writer = open_file(self.folder, self._name, self._layout.size, self._options)
+            with finishing(writer, self._options):
                 writer.write(self._name, 0, self._buffer.image, 0, self._layout.size)
                 self.facts += writer.finish()
         done: Future[list[WriteResult]] = Future()
