@@ -51,8 +51,9 @@ def weights_of(
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         if not quantizer.is_serializable():
+            method = quantizer.quantization_config.quant_method
             raise InvalidTypeError(
-                f"the model is quantized ({quantizer.quantization_config.quant_method}) in a way that cannot be saved: "
+                f"the model is quantized ({getattr(method, 'value', method)}) in a way that cannot be saved: "
                 "dequantize it first"
             )
         replaced, metadata = quantizer.get_state_dict_and_metadata(model)

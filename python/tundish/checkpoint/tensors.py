@@ -92,6 +92,8 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         _check_subclass(name, tensor)
     if tensor.layout is not torch.strided:
         raise InvalidTypeError(f"{name!r} is {_said(tensor.layout)}: save it dense, with tensor.to_dense()")
+    if tensor.is_nested:
+        raise InvalidTypeError(f"{name!r} is nested: save its tensors under names of their own")
     if tensor.is_meta:
         raise InvalidInputError(f"{name!r} is on the meta device and has no values: materialize it first")
     if tensor.is_quantized:
@@ -144,7 +146,7 @@ def _check_subclass(name: str, tensor: torch.Tensor) -> None:
     kind = type(tensor)
     if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         raise InvalidInputError(f"{name!r} is uninitialized: run the model once before saving it")
-    if tensor.is_nested or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise InvalidTypeError(
             f"{name!r} is a {kind.__module__}.{kind.__qualname__}, which has no dense values of its own: turn it into "
             "plain tensors first, or give a to_hf that does"

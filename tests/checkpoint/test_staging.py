@@ -1,0 +1,289 @@
+"""Copies during the next forward and backward: over before the optimizer steps, and never half of a step."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from exporting import staged, write
+
+from tundish import _native
+from tundish.checkpoint import staging
+from tundish.checkpoint.hf import plan_hf
+from tundish.checkpoint.staging import BackgroundCopy, begin_copies, optimizers_of
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    yield
+    assert _native.staging_stats()["in_use"] == 0
+    assert not [thread for thread in threading.enumerate() if thread.name == "tundish-hf-copy"]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Background copies begin when this is set: as slow as a copy can be."""
+    opened = threading.Event()
+    run = staging.Copies.run
+
+    def wait_and_run(self: staging.Copies) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert opened.wait(60)
+        run(self)
+
+    monkeypatch.setattr(staging.Copies, "run", wait_and_run)
+    yield opened
+    opened.set()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 3)
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.head(torch.relu(self.layer(x))).sum()
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_holds(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    loaded = load_file(folder / "model.safetensors")
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert loaded[name].equal(tensor), name
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_step_waits_for_the_copy(optimizer: Any, gate: threading.Event, tmp_path: Path) -> None:
+    model = Net()
+    steps = optimizer([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    for turn in range(3):
+        gate.clear()
+        expected = state(model)
+        with staged(plan_hf(model, staging="lazy", optimizer=steps)) as save:
+            with pytest.raises(TimeoutError):
+                save.wait_staged(0.01)
+            # The buffer changes in the forward, and what no optimizer has may change at any time.
+            model(torch.randn(4, 64)).backward()
+            model.frozen.data.add_(1)
+            opener = threading.Timer(0.2, gate.set)
+            opener.start()
+            started = time.monotonic()
+            steps.step()
+            assert time.monotonic() - started > 0.15
+            opener.join()
+            steps.zero_grad()
+            write(save, tmp_path / str(turn))
+        assert_holds(tmp_path / str(turn), expected)
+        assert not model.layer.weight.equal(expected["layer.weight"])
+
+
+def test_the_call_does_not_wait_for_the_copy(gate: threading.Event, tmp_path: Path) -> None:
+    parameters = {f"w{number}": nn.Parameter(torch.zeros(1 << 20)) for number in range(8)}
+    optimizer = torch.optim.SGD(parameters.values(), lr=1)
+    with staged(plan_hf(parameters, staging="lazy", optimizer=optimizer)) as save:
+        with pytest.raises(TimeoutError):
+            save.wait_staged(0)
+        gate.set()
+        save.wait_staged(60)
+        # Nothing is left of it that would hold up a step.
+        gate.clear()
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        write(save, tmp_path / "hf")
+    assert load_file(tmp_path / "hf" / "model.safetensors")["w3"].eq(0).all()
+
+
+def test_several_optimizers(gate: threading.Event, tmp_path: Path) -> None:
+    model = Net()
+    optimizers = [
+        torch.optim.SGD(model.layer.parameters(), lr=1),
+        torch.optim.Adam(model.head.parameters(), lr=1),
+    ]
+    expected = state(model)
+    with staged(plan_hf(model, staging="lazy", optimizer=optimizers)) as save:
+        model(torch.randn(4, 64)).backward()
+        opener = threading.Timer(0.2, gate.set)
+        opener.start()
+        for optimizer in reversed(optimizers):
+            optimizer.step()
+        opener.join()
+        write(save, tmp_path / "hf")
+    assert_holds(tmp_path / "hf", expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.load_state_dict(
+            {name: tensor + 1 for name, tensor in model.state_dict().items()}
+        ),
+        lambda model: model.layer.weight.detach().mul_(2),
+        lambda model: nn.init.zeros_(model.layer.weight),
+        lambda model: torch.optim.SGD(model.layer.parameters(), lr=1).step(),
+    ],
+)
+def test_what_changes_otherwise_fails_the_save(change: Any, gate: threading.Event, tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    model(torch.randn(4, 64)).backward()
+    with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+        change(model)
+        gate.set()
+        with pytest.raises(InvalidInputError, match=r"(layer\.weight|and more) changed while a lazy"):
+            write(save, tmp_path / "hf")
+        # The training goes on.
+        optimizer.step()
+
+
+def test_what_changes_after_the_copy_changes_nothing(tmp_path: Path) -> None:
+    model = Net()
+    expected = state(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+        save.wait_staged(60)
+        model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+        write(save, tmp_path / "hf")
+    assert_holds(tmp_path / "hf", expected)
+
+
+def test_gradients_may_be_cleared_and_memory_exchanged(gate: threading.Event, tmp_path: Path) -> None:
+    model = Net()
+    model(torch.randn(4, 64)).backward()
+    expected = state(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+        model.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
+        # As moving a model to another device or dtype does.
+        model.layer.weight.data = torch.zeros_like(model.layer.weight)
+        gate.set()
+        write(save, tmp_path / "hf")
+    assert_holds(tmp_path / "hf", expected)
+
+
+def test_what_the_optimizer_does_not_own_is_copied_at_once(gate: threading.Event) -> None:
+    owned, other = torch.ones(3), torch.ones(3)
+    parameter = nn.Parameter(owned)
+    targets = torch.zeros(4, 3)
+    pairs = [(targets[0], parameter), (targets[1], other), (targets[2], parameter.detach().view(3))]
+    copies = begin_copies(pairs, ["a", "b", "c"], [torch.optim.SGD([parameter], lr=1)])
+    assert targets.tolist() == [[0] * 3, [1] * 3, [0] * 3, [0] * 3]
+    gate.set()
+    for copy in copies:
+        copy.wait(None)
+    assert targets.tolist() == [[1] * 3, [1] * 3, [1] * 3, [0] * 3]
+
+
+def test_lazy_conversions_take_place_later(gate: threading.Event, tmp_path: Path) -> None:
+    model = Net()
+    expected = {
+        f"{name}.t": (tensor.t() if tensor.ndim == 2 else tensor) for name, tensor in state(model).items()
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    threads: list[str] = []
+
+    def turned(name: str, tensor: torch.Tensor) -> Any:
+        if not tensor.is_meta:
+            threads.append(threading.current_thread().name)
+        return [(f"{name}.t", tensor.t().contiguous() if tensor.ndim == 2 else tensor.clone())]
+
+    with staged(plan_hf(model, staging="lazy", optimizer=optimizer, to_hf=turned)) as save:
+        model(torch.randn(4, 64)).backward()
+        assert threads == []
+        gate.set()
+        optimizer.step()
+        writer = threading.Thread(target=write, args=(save, tmp_path / "hf"), name="finalize")
+        writer.start()
+        writer.join()
+    assert set(threads) == {"finalize"}
+    assert_holds(tmp_path / "hf", expected)
+
+
+def test_a_save_that_is_given_up_holds_up_nothing() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+        save.wait_staged(60)
+    model(torch.randn(4, 64)).backward()
+    optimizer.step()
+
+
+def test_optimizers_are_not_kept_alive() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+        save.wait_staged(60)
+    remains = weakref.ref(optimizer)
+    del optimizer, save
+    gc.collect()
+    assert remains() is None
+
+
+def test_an_error_of_the_copy_is_raised_by_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+
+    def fail(self: staging.Copies) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError("device")
+
+    monkeypatch.setattr(staging.Copies, "run", fail)
+    with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+        model(torch.randn(4, 64)).backward()
+        optimizer.step()
+        with pytest.raises(MemoryError, match="device"):
+            save.wait_staged(60)
+
+
+def test_what_is_no_optimizer() -> None:
+    class Wrapper:
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+    inner = torch.optim.SGD([torch.zeros(1)])
+    assert optimizers_of(inner) == (inner,)
+    assert optimizers_of([inner, inner]) == (inner, inner)
+    for given in (Wrapper(inner), [inner, None], "sgd"):
+        with pytest.raises(InvalidTypeError, match=r"give the torch\.optim\.Optimizer itself"):
+            optimizers_of(given)
+    for given in (None, [], ()):
+        with pytest.raises(InvalidInputError, match="give optimizer="):
+            optimizers_of(given)
+
+
+def test_one_step_fences_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer gets one hook, however many saves it fences."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    for _ in range(3):
+        with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+            save.wait_staged(60)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    fenced: list[Any] = []
+    monkeypatch.setattr(BackgroundCopy, "fence", fenced.append)
+    optimizer.step()
+    assert fenced == []
