@@ -4,11 +4,11 @@
 //! the thread goes on without.
 #![allow(unsafe_code)]
 
-/// The nice value of writer threads: the share of a processor that they compete for is a tenth of what others get.
-/// Not the least there is (19, one part in seventy): the checksums of two gigabytes take a tenth of a second, and
-/// a save that waits seven for it holds its memory, and the next save, for as long.
+/// How much nicer a writer's thread is than the one that made it: of a processor that both want it gets a tenth of
+/// what the other gets. Not the nicest there is (one part in seventy): the checksums of two gigabytes take a tenth
+/// of a second, and a save that waits seven for it holds its memory, and the next save, for as long.
 #[cfg(target_os = "linux")]
-const NICE: i32 = 10;
+const NICER: i32 = 10;
 
 /// Lowers the priorities of the calling thread.
 #[cfg(target_os = "linux")]
@@ -17,8 +17,8 @@ pub(super) fn lower() {
 
     // On Linux a nice value is a thread's, whatever POSIX says of processes.
     let thread = Some(rustix::thread::gettid());
-    if getpriority_process(thread).is_ok_and(|nice| nice < NICE) {
-        let _ = setpriority_process(thread, NICE);
+    if let Ok(nice) = getpriority_process(thread) {
+        let _ = setpriority_process(thread, nice + NICER);
     }
     // From linux/ioprio.h: the class best effort (2), its lowest level. The idle class would wait for as long as
     // anybody else uses the disk at all.
