@@ -182,20 +182,21 @@ class Exchange:
         if len(members) > 1:
             self._group = self._resources.enter_context(long_timeout_group(timeout, members))
         self._sent: SavePlan | None = None
-        self._known: list[SavePlan | None] = [None] * len(members)
+        # Of each rank, on the first one: the plan, or what went wrong.
+        self._known: list[SavePlan | str | None] = [None] * len(members)
         self.is_coordinator = index == 0
         self.is_broken = False
         self.metadata: bytes | None = None
 
-    def gather(self, plan: SavePlan | None) -> list[SavePlan] | None:
+    def gather(self, plan: SavePlan | BaseException) -> list[SavePlan] | None:
         """Collective: on the first rank the plans of all; None where `metadata` is of them, and on the others.
 
-        `plan`: this rank's; the same object as last time where it did not change; None where there is none, because
-        this rank failed.
+        `plan`: this rank's; the same object as last time where it did not change. Where it has none, what it failed
+        with, so that the first rank does not wait for it.
 
-        Raises `PeerFailedError`, on the first rank, where another one has none.
+        Raises `PeerFailedError` on the first rank where another one failed.
         """
-        sent = b"" if plan is not None and plan is self._sent else pickle.dumps(plan)
+        sent = b"" if plan is self._sent else pickle.dumps(_told(plan))
         brought: list[Any] | None = [None] * len(self._members) if self.is_coordinator else None
         if self._group is None:
             brought = [sent]
@@ -205,19 +206,23 @@ class Exchange:
             except BaseException:
                 self.is_broken = True
                 raise
-        self._sent = plan
-        if brought is None:
-            return None
-        for index, told in enumerate(brought):
+        # Not an error: its traceback would hold on to what was staged.
+        self._sent = plan if isinstance(plan, SavePlan) else None
+        for index, told in enumerate(brought or ()):
             if told:
                 self._known[index] = pickle.loads(told)  # noqa: S301 (from a rank of the same process group)
                 self.metadata = None
-        plans = [known for known in self._known if known is not None]
-        if len(plans) < len(self._known):
-            failed = self._members[self._known.index(None)]
-            raise PeerFailedError(f"rank {failed} could not plan what it saves", failed)
-        return plans if self.metadata is None else None
+        for index, known in enumerate(self._known if self.is_coordinator else ()):
+            if isinstance(known, str):
+                rank = self._members[index]
+                raise PeerFailedError(f"rank {rank} could not plan what it saves: {known}", rank)
+        plans = [known for known in self._known if isinstance(known, SavePlan)]
+        return plans if plans and self.metadata is None else None
 
     def close(self) -> None:
         """Let go of the group; not collective."""
         self._resources.close()
+
+
+def _told(plan: SavePlan | BaseException) -> SavePlan | str:
+    return plan if isinstance(plan, SavePlan) else f"{type(plan).__name__}: {plan}"

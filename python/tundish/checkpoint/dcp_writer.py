@@ -7,6 +7,7 @@ what some rank lays out in its file; whatever fails on a thread of the writer fa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -173,13 +174,12 @@ def save_together(planner: StagedPlanner, writer: ImageWriter, layout: Layout, e
     `layout`: of the file; keeps the plan, for the next save that has the same one.
     """
     try:
-        planner.set_up_planner(is_coordinator=exchange.is_coordinator)
-        writer.set_up_storage_writer(exchange.is_coordinator)
-        if layout.plan is None:
-            layout.plan = writer.prepare_local_plan(planner.create_local_plan())
-    finally:
-        # Also without a plan: the first rank waits for this one.
-        plans = exchange.gather(layout.plan)
+        plan = _plan_alone(planner, writer, layout, is_coordinator=exchange.is_coordinator)
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            exchange.gather(error)
+        raise
+    plans = exchange.gather(plan)
     if plans is not None:
         plans, metadata = planner.create_global_plan(plans)
         plans = writer.prepare_global_plan(plans)
@@ -187,7 +187,17 @@ def save_together(planner: StagedPlanner, writer: ImageWriter, layout: Layout, e
         exchange.metadata = writer.metadata
     if exchange.metadata is not None:
         writer.facts.append(write_sidecar(writer.folder, METADATA, exchange.metadata))
-    writer.write_data(planner.finish_plan(layout.plan), planner).wait()
+    writer.write_data(planner.finish_plan(plan), planner).wait()
+
+
+def _plan_alone(
+    planner: StagedPlanner, writer: ImageWriter, layout: Layout, *, is_coordinator: bool
+) -> SavePlan:
+    planner.set_up_planner(is_coordinator=is_coordinator)
+    writer.set_up_storage_writer(is_coordinator)
+    if layout.plan is None:
+        layout.plan = writer.prepare_local_plan(planner.create_local_plan())
+    return layout.plan
 
 
 def _results_of(plan: SavePlan) -> list[WriteResult]:

@@ -1,0 +1,197 @@
+"""DCP checkpoints through the checkpointer, on several ranks: saved while training goes on, resumed on others."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from tundish.checkpoint import Checkpointer
+from tundish.checkpoint.dcp_writer import StagedPlanner
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from dcp_worlds import World, assert_same, whole
+from rank_processes import Job, Line, outcome
+
+
+def run(scenario: Any, size: int, folder: Path, *told: Any) -> list[Any]:
+    folder.mkdir(exist_ok=True)
+    with Job(scenario, size, folder) as job:
+        for rank in range(size):
+            job.tell(rank, told)
+        said = job.hear_all()
+        job.expect_end()
+    return said
+
+
+def train_and_save(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    world = World("fsdp")
+    saves = []
+    with Checkpointer(root, on_failure="raise", keep_last=2) as checkpointer:
+        for step in range(1, 7):
+            world.train()
+            # Optimizer states appear with the first step; from then on everything is planned already.
+            staging = ("eager", "lazy")[step % 2]
+            if step % 2 == 0:
+                expected = whole(world.state())
+                if rank == 0:
+                    torch.save(expected, root.parent / f"expected-{step}")
+            saves.append(
+                checkpointer.save_dcp(
+                    step,
+                    world.state(),
+                    extra={"step": step},
+                    rank_extra={"rank": rank, "step": step},
+                    staging=staging,
+                    optimizer=world.optimizer if staging == "lazy" else None,
+                )
+            )
+    line.say([str(save.result(60)) for save in saves])
+
+
+def resume(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    world = World("fsdp", seed=3)
+    world.train()
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        state = world.state()
+        extra, rank_extras = checkpointer.load_dcp(state)
+        assert_same(whole(state), torch.load(root.parent / f"expected-{extra['step']}"))
+        # The newest is damaged now, the one before it is whole.
+        if rank == 0:
+            path = root / "dcp-6" / "__1_0.distcp"
+            data = bytearray(path.read_bytes())
+            data[len(data) // 3] ^= 1
+            path.write_bytes(data)
+        distributed.barrier()
+        before = whole(state)
+        named = outcome(lambda: checkpointer.load_dcp(state, 6))
+        assert_same(whole(state), before)
+        older, _ = checkpointer.load_dcp(state)
+        missing = outcome(lambda: checkpointer.load_dcp(state, 99))
+    line.say(extra, rank_extras, named, older, missing)
+
+
+def test_training_is_resumed_on_other_ranks(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for (paths,) in run(train_and_save, 2, tmp_path / "first", root):
+        assert paths == [str(root / f"dcp-{step}") for step in range(1, 7)]
+    assert sorted(path.name for path in root.glob("dcp-?")) == ["dcp-5", "dcp-6"]
+    said = run(resume, 4, tmp_path / "second", root)
+    for rank, (extra, rank_extras, named, older, missing) in enumerate(said):
+        assert extra == {"step": 6}
+        assert rank_extras == {0: {"rank": 0, "step": 6}, 1: {"rank": 1, "step": 6}}
+        assert named[0] == ("CorruptCheckpointError" if rank == 0 else "PeerFailedError")
+        assert "__1_0.distcp" in named[1]
+        assert older == {"step": 5}
+        assert missing[0] == "NotFoundError"
+
+
+def fail_on_one_rank(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    state = {"w": torch.full((1000,), 1.0), "mine": {str(rank): torch.zeros(3)}}
+    said = []
+    create = StagedPlanner.create_local_plan
+    with Checkpointer(root, on_failure=lambda error: None, timeout=30) as checkpointer:
+        for step, failing in enumerate((1, 0, None)):
+            # Another form each time, so that there is something to plan.
+            state[f"more{step}"] = torch.ones(2)
+
+            def fail(self: StagedPlanner) -> Any:
+                raise OSError(f"rank {rank} cannot plan")
+
+            StagedPlanner.create_local_plan = fail if rank == failing else create  # type: ignore[method-assign]
+            save = checkpointer.save_dcp(step, state)
+            said.append(outcome(lambda: save.result(60)))  # noqa: B023
+        loaded = {"w": torch.zeros(1000)}
+        checkpointer.load_dcp(loaded)
+    assert_same(loaded, {"w": state["w"]})
+    line.say(said)
+
+
+def test_a_rank_that_cannot_plan_fails_the_save_of_all_and_no_later_one(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for rank, (said,) in enumerate(run(fail_on_one_rank, 2, tmp_path / "job", root)):
+        for failing, (kind, text, _) in zip((1, 0), said, strict=False):
+            assert kind == ("OSError" if rank == failing else "PeerFailedError"), text
+            assert f"rank {failing}" in text
+        assert said[2][0] == ""
+    assert [path.name for path in sorted(root.glob("*dcp-[0-9]*"))] == ["dcp-2"]
+
+
+def refuse_on_all(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    state = {"w": torch.ones(3)}
+    with Checkpointer(root, on_failure="raise", timeout=30) as checkpointer:
+        said = [
+            outcome(lambda: checkpointer.save_dcp(1, state, extra={"rank": rank})),
+            outcome(
+                lambda: checkpointer.save_dcp(1, state if rank else {"w": torch.empty(3, device="meta")})
+            ),
+            outcome(lambda: checkpointer.save_dcp(1, state, extra=rank or None)),
+        ]
+        assert not list(root.glob(".dcp-*"))
+        checkpointer.save_dcp(1, state, blocking=True)
+    line.say(said)
+
+
+def test_what_is_refused_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    said = run(refuse_on_all, 2, tmp_path / "job", tmp_path / "root")
+    for rank, (refusals,) in enumerate(said):
+        assert [kind for kind, _, _ in refusals].count("") == 0
+        assert refusals[1][0] == ("InvalidInputError" if rank == 0 else "PeerFailedError")
+        assert "meta device" in refusals[1][1]
+        assert refusals[2][0] == ("InvalidTypeError" if rank == 1 else "PeerFailedError")
+    assert (tmp_path / "root" / "dcp-1").is_dir()
+
+
+def save_within_a_limit(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    state = {"mine": {str(rank): torch.arange(float(1 << (20 if rank == 0 else 10)))}}
+    expected = whole(state)
+    logged: list[str] = []
+    logger = logging.getLogger("tundish.checkpoint")
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    with Checkpointer(root, on_failure="raise", staging_limit_bytes=1 << 20) as checkpointer:
+        save = checkpointer.save_dcp(1, state)
+        state["mine"][str(rank)].zero_()
+        save.result(60)
+        peak = checkpointer.stats()["staging"]["peak"]
+        checkpointer.load_dcp(state)
+    assert_same(state, expected)
+    line.say([message for message in logged if "writes through" in message], peak)
+
+
+def test_a_save_larger_than_the_staging_limit_is_written_through(tmp_path: Path) -> None:
+    (first, peak), (second, other_peak) = run(save_within_a_limit, 2, tmp_path / "job", tmp_path / "root")
+    assert len(first) == 1 and not second
+    assert max(peak, other_peak) <= 1 << 20
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_extra_is_what_it_was_when_the_call_returned(tmp_path: Path, size: int) -> None:
+    run(change_extra, size, tmp_path / "job", tmp_path / "root")
+
+
+def change_extra(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    extra: dict[str, Any] = {"seen": {"files": [1]}}
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        save = checkpointer.save_dcp(1, {"w": torch.ones(1 << 20)}, extra=extra)
+        extra["seen"]["files"].append(2)
+        save.result(60)
+        assert save.progress()[0] == save.progress()[1]
+        loaded, _ = checkpointer.load_dcp({"w": torch.zeros(1 << 20)})
+        assert loaded == {"seen": {"files": [1]}}
+        assert checkpointer.list("dcp")[0].extra == loaded
+    line.say("done")
