@@ -24,7 +24,7 @@ PYTHON_FOLDERS := python tests benches examples
 .PHONY: help demo test bench lint wheel fuzz audit tools
 
 help:
-	@echo 'make demo    pack real text and train a small model on it, on two ranks'
+	@echo 'make demo    pack real text, train a small model on it on two ranks, save and resume'
 	@echo 'make test    every test, in Rust and in Python'
 	@echo 'make bench   the Rust benches, then tundish beside its peers; writes benches/RESULTS.md'
 	@echo 'make lint    formats, lints, types, stubs'

@@ -6,7 +6,8 @@ or, on one process, `python examples/train_packed.py --out out/demo`. Needs `pip
 no network; takes a minute or two on two cores. Running it again reuses the tokens and the plan of the first time.
 
 What it shows: documents of any length become sequences of one length, so that every step costs the same and no
-token is padding, while no document sees another one.
+token is padding, while no document sees another one. Checkpoints are saved while training goes on; the run breaks
+off on the way and resumes from the last of them, and the last export is loaded again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from python_corpus import Corpus, corpus_folder, open_corpus, prepare_corpus
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -83,49 +86,130 @@ def run(options: argparse.Namespace) -> None:
 
 
 def train(corpus: Corpus, plan: td.PackPlan, options: argparse.Namespace) -> tuple[list[float], float]:
-    """Train; returns the loss of each step, averaged over ranks, and tokens a second of all ranks."""
-    sampler = td.PackedBatchSampler(plan, options.batch_size, seed=options.seed)
-    if not len(sampler):
-        sys.exit(f"{plan.num_tokens:,} tokens do not fill one pack of {options.max_length:,}")
-    loader = DataLoader(
-        td.PackedDataset(corpus, plan),
-        batch_sampler=sampler,
-        # Lays the packs of a batch end to end in one row. Their position_ids begin at 0 in each piece of a document;
-        # that is how transformers keeps attention within pieces.
-        collate_fn=td.PackedCollator(),
-    )
+    """Train; returns the loss of each step, averaged over ranks, and tokens a second of all ranks.
 
-    torch.manual_seed(options.seed)
-    model = DistributedDataParallel(LlamaForCausalLM(model_config(corpus.vocabulary, options.max_length)))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    say(f"{'model':<12}Llama with {parameters / 1e6:.1f} million parameters")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95))
-    warm_up = max(1, options.steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm_up))
-
-    losses: list[float] = []
-    tokens_of_a_step = plan.max_length * sampler.global_batch
+    Three quarters through, the training is thrown away and taken up again from its last checkpoint, as a restarted
+    job would do it.
+    """
+    root = options.out / "checkpoints"
+    with td.distributed.agreed("removing the checkpoints of the run before"):
+        if dist.get_rank() == 0:
+            shutil.rmtree(root, ignore_errors=True)
     started = time.perf_counter()
-    for step, batch in enumerate(itertools.islice(epochs(loader, sampler), options.steps), start=1):
-        loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        # For the report only; gradients were averaged by DistributedDataParallel.
-        mean = loss.detach() / dist.get_world_size()
-        dist.all_reduce(mean)
-        losses.append(mean.item())
-        if step % max(1, options.steps // 10) == 0:
-            speed = step * tokens_of_a_step / (time.perf_counter() - started)
-            say(f"step {step:>4}/{options.steps}   loss {losses[-1]:.3f}   {speed:,.0f} tokens/s")
-    return losses, len(losses) * tokens_of_a_step / (time.perf_counter() - started)
+    with td.Checkpointer(root, keep_last=2) as checkpointer:
+        first = Training(corpus, plan, options)
+        parameters = sum(parameter.numel() for parameter in first.model.parameters())
+        say(f"{'model':<12}Llama with {parameters / 1e6:.1f} million parameters")
+        losses = first.run(checkpointer, 0, options.steps * 3 // 4)
+        checkpointer.wait()
+
+        second = Training(corpus, plan, options)
+        step = second.resume(checkpointer)
+        say(f"resumed from step {step}")
+        losses = losses[:step] + second.run(checkpointer, step, options.steps)
+    seconds = time.perf_counter() - started
+    with td.distributed.agreed("loading the export again"):
+        if dist.get_rank() == 0:
+            export = root / "hf-latest"
+            compare(LlamaForCausalLM.from_pretrained(export), second.exported)
+            say(f"{'export':<12}{export.resolve()}, loaded again: the same weights, bit for bit")
+    return losses, len(losses) * second.tokens_of_a_step / seconds
+
+
+class Training:
+    """A model in training, and what a checkpoint has to hold of it."""
+
+    def __init__(self, corpus: Corpus, plan: td.PackPlan, options: argparse.Namespace) -> None:
+        self.options = options
+        self.sampler = td.PackedBatchSampler(plan, options.batch_size, seed=options.seed)
+        if not len(self.sampler):
+            sys.exit(f"{plan.num_tokens:,} tokens do not fill one pack of {options.max_length:,}")
+        self.tokens_of_a_step = plan.max_length * self.sampler.global_batch
+        self.loader = DataLoader(
+            td.PackedDataset(corpus, plan),
+            batch_sampler=self.sampler,
+            # Lays the packs of a batch end to end in one row. Their position_ids begin at 0 in each piece of a
+            # document; that is how transformers keeps attention within pieces.
+            collate_fn=td.PackedCollator(),
+        )
+        torch.manual_seed(options.seed)
+        self.model = LlamaForCausalLM(model_config(corpus.vocabulary, options.max_length))
+        self.parallel = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95)
+        )
+        warm_up = max(1, options.steps // 10)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / warm_up)
+        )
+        # The weights at the last save, to compare with what is loaded.
+        self.exported: dict[str, torch.Tensor] = {}
+
+    def run(self, checkpointer: td.Checkpointer, done: int, stop: int) -> list[float]:
+        """Train from step `done` to step `stop`, saving now and then; returns the losses."""
+        every = max(1, self.options.steps // 8)
+        losses: list[float] = []
+        started = time.perf_counter()
+        batches = epochs(self.loader, self.sampler)
+        for step, batch in zip(range(done + 1, stop + 1), batches, strict=False):
+            loss = self.parallel(**batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            # For the report only; gradients were averaged by DistributedDataParallel.
+            mean = loss.detach() / dist.get_world_size()
+            dist.all_reduce(mean)
+            losses.append(mean.item())
+            if step % every == 0 or step == stop:
+                self.save(checkpointer, step)
+            if step % max(1, self.options.steps // 10) == 0:
+                speed = len(losses) * self.tokens_of_a_step / (time.perf_counter() - started)
+                say(f"step {step:>4}/{self.options.steps}   loss {losses[-1]:.3f}   {speed:,.0f} tokens/s")
+        return losses
+
+    def save(self, checkpointer: td.Checkpointer, step: int) -> None:
+        """Save an export and a checkpoint to resume from; both are written while training goes on."""
+        checkpointer.save_hf(step, self.model)
+        checkpointer.save_dcp(
+            step,
+            self.state(),
+            extra={"step": step},
+            rank_extra={"sampler": self.sampler.state_dict(), "schedule": self.schedule.state_dict()},
+        )
+        self.exported = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+    def resume(self, checkpointer: td.Checkpointer) -> int:
+        """Load the newest checkpoint; returns its step."""
+        # An optimizer has no state before its first step; get_state_dict makes one to load into.
+        state = self.state()
+        extra, rank_extras = checkpointer.load_dcp(state)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        mine = rank_extras[dist.get_rank()]
+        self.sampler.load_state_dict(mine["sampler"])
+        self.schedule.load_state_dict(mine["schedule"])
+        return int(extra["step"])
+
+    def state(self) -> dict[str, Any]:
+        weights, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": weights, "optimizer": optimizer}
+
+
+def compare(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in model.state_dict().items():
+        if not torch.equal(tensor, expected[name]):
+            raise AssertionError(f"{name} is not what was saved")
 
 
 def epochs(loader: DataLoader[Any], sampler: td.PackedBatchSampler) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches without end, each epoch in an order of its own."""
-    for epoch in itertools.count():
+    """Batches without end, each epoch in an order of its own, from where the sampler stands."""
+    for epoch in itertools.count(sampler.epoch):
         sampler.set_epoch(epoch)
         yield from loader
 

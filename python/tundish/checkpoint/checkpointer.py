@@ -372,6 +372,7 @@ class Checkpointer:
         """Collective: set all checkpoints above `step` aside, after a rollback to it.
 
         Saving below the newest step is refused; this makes `step` the newest. What is set aside is not deleted.
+        Call it on all ranks, whether there is anything above or not: what one rank sees of the root may be older.
         """
         self._check_open()
         with self._voted(f"discard_after of step {step}"):
@@ -468,14 +469,17 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _voted(self, what: str) -> Iterator[Callable[[str], None]]:
-        """A block of fallible work that ends in a vote; calls what it yields with what has to be equal on all ranks."""
+        """A block of fallible work that ends in a vote; calls what it yields with what has to be equal on all ranks.
+
+        What is voted on has to be equal too: ranks that make different calls are told so.
+        """
         error: BaseException | None = None
-        same: list[str] = []
+        same = [what]
         try:
             yield same.append
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        self._voter.vote(error, what=what, same=same[0] if same else None, timeout=self._timeout)
+        self._voter.vote(error, what=what, same=": ".join(same), timeout=self._timeout)
 
 
 def _check_tag(tag: object) -> None:

@@ -53,9 +53,7 @@ def train(rank: int, line: Line) -> None:
             step = extra["step"]
             assert state["step"] == step
             assert rank_extras == {0: {"rank": 0}, 1: {"rank": 1}}
-            newest = checkpointer.list("hf")
-            if newest and newest[-1].step > step:
-                checkpointer.discard_after(step)
+            checkpointer.discard_after(step)
         model.load_state_dict(state["model"])
         line.say(step)
         while True:
