@@ -388,6 +388,8 @@ class Checkpointer:
     ) -> tuple[dict[str, Any], dict[int, Any]]:
         """Collective: load a DCP checkpoint into `state_dict`, in place, on this world size whatever it was saved on.
 
+        A DCP save that is under way is waited for.
+
         Args:
             state_dict: as it was saved, or parts of it, with the tensors to load into; empty for `extra` alone.
             step: the checkpoint; None takes the newest whole one: where a byte of the newest is wrong, the one before
@@ -400,6 +402,8 @@ class Checkpointer:
         `state_dict` does not fit, on all ranks.
         """
         self._check_open()
+        # What this checkpointer was given to save is there when it loads.
+        self._lanes["dcp"].wait(None)
         return self._dcp.load(state_dict, view=self._view, step=step, verify=verify, voter=self._voter)
 
     # ---- Waiting, failing, ending ----
