@@ -29,7 +29,11 @@ fn named(error: &PackError) -> (usize, bool) {
 
 #[test]
 fn the_first_wrong_entry_is_named_and_nothing_is_written() {
-    let lengths = vec![10u16; SAMPLES];
+    let mut lengths = vec![10u16; SAMPLES];
+    // Named twice, these alone have more tokens than all samples together should have.
+    for sample in [1, 3, 5, 7] {
+        lengths[sample] = 60_000;
+    }
     let parent = tempfile::tempdir().unwrap();
     // Positions and values of two wrong entries; the position of the first, and whether it is out of range.
     let cases = [
@@ -66,4 +70,22 @@ fn the_first_wrong_entry_is_named_and_nothing_is_written() {
             }
         }
     }
+}
+
+#[test]
+fn a_caller_on_a_thread_of_its_own_pool_needs_no_other() {
+    let lengths = [5u16, 6, 7];
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+    let packs = pool.broadcast(|_| {
+        let request = Request {
+            lengths: vec![Integers::from(&lengths[..])],
+            order: OrderSource::Given(Integers::from(&[2i64, 0][..])),
+            max_length: 4,
+            drop_last: true,
+            global_pack: false,
+            pool: None,
+        };
+        Prepared::new(request, &mut Silent).unwrap().pack(&mut Silent).unwrap().facts.packs
+    });
+    assert_eq!(packs, [3, 3, 3]);
 }

@@ -59,9 +59,9 @@ pub(super) enum Marks {
     Shared(Vec<AtomicU64>),
 }
 
-/// The set of the calling thread.
+/// The set of the calling thread; any of them for a thread of another pool.
 fn own(sets: &[Mutex<Bits>]) -> MutexGuard<'_, Bits> {
-    sets[rayon::current_thread_index().unwrap_or(0)].lock().unwrap_or_else(PoisonError::into_inner)
+    sets[rayon::current_thread_index().unwrap_or(0) % sets.len()].lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Marks {

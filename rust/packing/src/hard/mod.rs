@@ -378,9 +378,15 @@ impl<C: Cell> Packer<'_, C> {
             _ => None,
         };
         let checks = Checks { marks, hashing: self.order_hash.is_some() };
-        let distinct = match parallel {
-            Some(pool) => self.cut_in_parallel(pool, dataset, order, &mut stream, &checks)?,
-            None => self.cut_serially(dataset, order, &mut stream, &checks)?,
+        let cut = match parallel {
+            Some(pool) => self.cut_in_parallel(pool, dataset, order, &mut stream, &checks),
+            None => self.cut_serially(dataset, order, &mut stream, &checks),
+        };
+        let distinct = match cut {
+            // More tokens than there are: of lengths that changed, or of a sample that several threads met, each for
+            // the first time. `first_fault` tells which.
+            Err(PackError::InputChanged) if matches!(order, Order::Given(_)) => false,
+            cut => cut?,
         };
         if let Order::Given(given) = order
             && !(distinct && checks.marks.is_none_or(Marks::are_disjoint))
