@@ -401,6 +401,40 @@ def test_a_dataset_that_gives_too_few_rows_is_refused() -> None:
         td.PackedDataset(Short([[1], [2]]), td.pack([1, 1], 2))[0]
 
 
+@pytest.mark.parametrize(
+    ("global_pack", "field", "value"),
+    [
+        (False, "indices", 2),
+        (False, "indices", 2**31 - 1),
+        (False, "dataset_id", 2),
+        (False, "dataset_id", 2**31 - 1),
+        (True, "indices", 4),
+        (True, "indices", 2**31 - 1),
+    ],
+)
+def test_a_damaged_plan_is_refused_and_ends_no_loop(
+    global_pack: bool, field: str, value: int, tmp_path: Path
+) -> None:
+    lengths = [[4, 4], [4, 4]]
+    td.pack_datasets(lengths, 4, global_pack=global_pack, out=tmp_path / "plan")
+    column = np.load(tmp_path / "plan" / f"{field}.npy")
+    column[2] = value
+    np.save(tmp_path / "plan" / f"{field}.npy", column)
+    dataset = td.PackedDataset([make_samples(part) for part in lengths], td.PackPlan.load(tmp_path / "plan"))
+    said = r"pack 2 takes sample \d+ of dataset \d+, and the datasets have \[2, 2\] samples: .* damaged"
+    with pytest.raises(PlanMismatchError, match=said):
+        list(dataset)
+
+
+def test_an_index_error_of_a_dataset_is_raised_and_ends_no_loop() -> None:
+    class Broken(Rows):
+        def __getitem__(self, index: int) -> Any:
+            return [super().__getitem__(index)][index]
+
+    with pytest.raises(IndexError, match="list index"):
+        list(td.PackedDataset(Broken([[1], [2], [3]]), td.pack([1, 1, 1], 1)))
+
+
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_pickled_datasets_give_the_same_items(on_disk: bool, tmp_path: Path) -> None:
     samples = make_samples([3, 4, 5])

@@ -75,16 +75,25 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.datasets = as_datasets(datasets, plan.num_samples)
         # With global_pack, sample s is sample s - offset of the last dataset whose offset is not above s.
         self._offsets = np.cumsum((0, *plan.num_samples[:-1]), dtype=np.int64)
+        self._num_samples = np.array(plan.num_samples, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.plan)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """All packs in turn.
+
+        Python's own way to iterate would take an `IndexError` of a dataset for the end.
+        """
+        return (self[number] for number in range(len(self)))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Pack `index`; negative numbers count from the end.
 
         Raises:
             NoSuchPackError: there is no such pack (an `IndexError`).
-            PlanMismatchError: a sample's length disagrees with the plan.
+            PlanMismatchError: a sample's length disagrees with the plan, or the plan names a sample that does not
+                exist.
             InvalidTypeError: a sample holds something else than token ids.
             InvalidInputError: a sample's labels are not as many as its tokens, or one of its ids is 2⁶³ or more.
         """
@@ -134,6 +143,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             local = pieces.sample - self._offsets[dataset]
         else:
             local = pieces.sample
+        self._check_samples(packs, pieces, dataset, local)
         samples: list[Sample] = []
         of_piece = np.empty(len(local), dtype=np.int64)
         for number in np.unique(dataset).tolist():
@@ -146,6 +156,24 @@ class PackedDataset(Dataset[dict[str, Any]]):
             )
             samples += found
         return samples, of_piece
+
+    def _check_samples(
+        self,
+        packs: NDArray[np.int64],
+        pieces: PackBatch,
+        dataset: NDArray[np.int64],
+        local: NDArray[np.int64],
+    ) -> None:
+        """Refuse datasets and samples that do not exist, which only a damaged plan asks for."""
+        known = dataset < len(self._num_samples)
+        known[known] = local[known] < self._num_samples[dataset[known]]
+        unknown = np.flatnonzero(~known)
+        if len(unknown):
+            piece = unknown[0]
+            raise PlanMismatchError(
+                f"pack {_pack_of(piece, packs, pieces)} takes sample {local[piece]} of dataset {dataset[piece]}, "
+                f"and the datasets have {list(self.plan.num_samples[:8])} samples: the plan is damaged, make it again"
+            )
 
     def _fetch(self, number: int, wanted: list[int]) -> Iterator[Sample]:
         dataset = self.datasets[number]
@@ -178,7 +206,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         wrong = np.flatnonzero(actual != planned)
         if len(wrong):
             first = wrong[0]
-            pack = packs[np.searchsorted(pieces.piece_cu, some_piece[first], side="right") - 1]
+            pack = _pack_of(some_piece[first], packs, pieces)
             raise PlanMismatchError(
                 f"sample {wanted[first]} of dataset {number} has {actual[first]} tokens, the plan was made "
                 f"for {planned[first]} (pack {pack}): plan the samples as they are now"
@@ -253,3 +281,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
             "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
             "max_seqlen": max(sizes),
         }
+
+
+def _pack_of(piece: np.int64, packs: NDArray[np.int64], pieces: PackBatch) -> np.int64:
+    """The number of the pack that a piece is in."""
+    number: np.int64 = packs[np.searchsorted(pieces.piece_cu, piece, side="right") - 1]
+    return number
