@@ -33,6 +33,11 @@ def good_and_bad_calls(rank: int, line: Line) -> None:
     line.say(*outcome(lambda: share(folder, lengths=LENGTHS if rank else -LENGTHS)))
     line.say(*outcome(lambda: share(folder, order=[0.5] if rank == 1 else None)))
     line.say(*outcome(lambda: share(folder, seed=5 + rank)))
+    for seed in (7, 8):
+        share(folder, seed=seed)
+    # Both plans are in the cache now.
+    line.say(*outcome(lambda: share(folder, seed=7 + (rank == 1))))
+    line.say(*outcome(lambda: share(folder, cache_dir=None, out=folder / f"plan-of-{rank}")))
     line.say(*outcome(lambda: share(folder, cache_dir=None, out=folder / "absent" / "plan")))
     line.say(*outcome(lambda: share(folder, out=folder / "plan" if rank == 2 else None)))
     # Local, so that one rank alone may call it.
@@ -67,13 +72,17 @@ def test_all_ranks_map_one_plan_or_raise_one_error(tmp_path: Path) -> None:
             "PeerFailedError",
         ]
         assert all("order" in message[1] for message in floats)
-        different = job.hear_all()
-        assert [message[0] for message in different] == [
+        for _ in ("none of the plans is there", "all of them are"):
+            different = job.hear_all()
+            assert [message[0] for message in different] == ["PeerFailedError"] * 3
+            assert all("same arguments" in message[1] for message in different)
+        elsewhere = job.hear_all()
+        assert [message[0] for message in elsewhere] == [
             "PeerFailedError",
             "PlanMismatchError",
             "PlanMismatchError",
         ]
-        assert all("same arguments" in message[1] for message in different)
+        assert all("same arguments" in message[1] for message in elsewhere)
         absent = job.hear_all()
         assert [message[0] for message in absent] == ["NotFoundError", "PeerFailedError", "PeerFailedError"]
         assert all("absent" in message[1] for message in absent)

@@ -100,7 +100,8 @@ def pack(
         PlanFormatError: the plan that lies there is damaged; the message names the file.
         NotFoundError: the parent of `out` does not exist, or the plan that lies there lacks a file.
         StorageError: the file system refused.
-        PeerFailedError: with `share`, another rank failed; the message carries its error.
+        PeerFailedError: with `share`, another rank failed, and the message carries its error; or ranks ask for
+            different plans.
         KeyboardInterrupt: on Ctrl-C, within 100 ms; nothing half-written stays.
 
     >>> import numpy as np
@@ -246,31 +247,38 @@ def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
 
 
 def _shared(checked: Callable[[], _native.Job], place: _Place, line: ProgressLine) -> PackPlan:
-    from tundish.distributed import agreed, build_once_per_node, vote
+    from tundish.distributed import Voter
 
-    # Ranks watch one another from their first vote on; so that comes before any work, which may be killed.
-    vote(what="meeting to pack", group=place.group)
-    # Arguments are checked within a vote too: a rank that got bad ones must not leave the others waiting.
-    with agreed("checking what to pack", group=place.group, timeout=PATIENCE):
-        place.check()
-        job = checked()
-        expected = _native.fingerprint(job, line.callback)
-        target = place.target(expected)
+    # Ranks watch one another from here on; so this comes before any work, which may be killed.
+    with Voter(place.group) as voter:
+        # Arguments are checked within a vote too: a rank that got bad ones must not leave the others waiting.
+        with voter.agreed("checking what to pack", timeout=PATIENCE):
+            place.check()
+            job = checked()
+            expected = _native.fingerprint(job, line.callback)
+            target = place.target(expected)
+        # Of two plans that are both in the cache each rank would find its own.
+        voter.vote(
+            what="comparing the fingerprints of the plans asked for, which are equal where all ranks pass the same "
+            "arguments, as share=True needs",
+            same=expected,
+        )
 
-    def build() -> None:
-        if place.cache_dir is None:
-            _publish(job, target, line)
-        else:
-            cached_plan(target, lambda: _publish(job, target, line))
+        def build() -> None:
+            if place.cache_dir is None:
+                _publish(job, target, line)
+            else:
+                cached_plan(target, lambda: _publish(job, target, line))
 
-    build_once_per_node(build, what="building the plan", group=place.group)
-    with agreed("mapping the plan", group=place.group, timeout=PATIENCE):
-        if not is_there(target):
-            raise PlanMismatchError(
-                f"{target} is not there after one rank of this node built its plan: with share=True all ranks must "
-                "pass the same arguments and share one file system on a node, and nobody may remove the plan meanwhile"
-            )
-        return _mapped(job, place, expected, line)
+        voter.build_once_per_node(build, what="building the plan")
+        with voter.agreed("mapping the plan", timeout=PATIENCE):
+            if not is_there(target):
+                raise PlanMismatchError(
+                    f"{target} is not there after one rank of this node built its plan: with share=True all ranks "
+                    "must pass the same arguments and share one file system on a node, and nobody may remove the plan "
+                    "meanwhile"
+                )
+            return _mapped(job, place, expected, line)
 
 
 def _publish(job: _native.Job, target: Path, line: ProgressLine) -> str:
