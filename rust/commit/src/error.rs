@@ -125,7 +125,8 @@ pub enum CommitError {
     },
     /// A step below the newest of its kind.
     #[error(
-        "{kind} step {step} is below step {newest}, the newest in {}: after a rollback set the newer ones aside          with discard_after first", path.display()
+        "{kind} step {step} is below step {newest}, the newest in {}: after a rollback set the newer ones aside \
+         with discard_after first", path.display()
     )]
     StepOrder {
         /// The root.
@@ -171,7 +172,8 @@ pub enum CommitError {
     },
     /// The file system cannot exchange two folders in one step.
     #[error(
-        "{} cannot be overwritten: this file system cannot exchange two folders in one step, and to remove one          before the other is there could lose both; save another step, or remove this one first", path.display()
+        "{} cannot be overwritten: this file system cannot exchange two folders in one step, and to remove one \
+         before the other is there could lose both; save another step, or remove this one first", path.display()
     )]
     ExchangeUnsupported {
         /// The folder that was to be replaced.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 
-use crate::disk::Disk;
+use crate::disk::{Disk, Lock, Sharing};
 use crate::error::CommitError;
 use crate::manifest;
 
@@ -46,6 +46,10 @@ impl<D: Disk> Tree<D> {
         manifest::check_names(names.clone())
             .map_err(|reason| CommitError::InvalidWrite { path: folder.to_path_buf(), reason })?;
         let first = Open { name: String::new(), path: folder.to_path_buf(), folder: disk.open_path(folder)? };
+        // Tells whoever opens the root next that somebody writes here; who has it already is about to remove the folder.
+        if disk.lock_folder(&first.folder, Sharing::Shared, folder)? == Lock::HeldByAnother {
+            return Err(CommitError::ParentMissing { path: folder.to_path_buf() });
+        }
         let mut tree = Tree { folders: vec![first] };
         let places = names.map(|name| tree.place(disk, name)).collect::<Result<_, _>>()?;
         Ok((tree, places))

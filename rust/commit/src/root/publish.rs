@@ -9,6 +9,7 @@ use rustix::io::Errno;
 use super::checkpoint::{Checkpoint, Damage, Published, compare, strangers};
 use super::directory::Directory;
 use super::reading::{Kept, keep_from_readers};
+use super::recovery::is_written_into;
 use super::{Attempt, Key, Root, State, layout, records};
 use crate::disk::{Disk, EntryKind, Sharing};
 use crate::error::CommitError;
@@ -44,7 +45,10 @@ impl<D: Disk + Clone + 'static> Root<D> {
         self.root.disk.lock_folder(&folder.folder, Sharing::Shared, &folder.path)?;
         if replaces && let Err(error) = self.probe_exchange(&folder) {
             let _ = self.root.remove(&name);
-            return Err(error);
+            return Err(match error {
+                CommitError::ExchangeUnsupported { .. } => CommitError::ExchangeUnsupported { path },
+                error => error,
+            });
         }
         let (status, path) = (folder.status()?, folder.path.clone());
         state.attempts.insert((kind, step), Attempt { folder, status, failed: false });
@@ -80,8 +84,10 @@ impl<D: Disk + Clone + 'static> Root<D> {
         // Somebody may still write into it: under another name that changes nothing of the new attempt.
         let aside = self.root.free_name(|number| layout::removed(key.0, key.1, number))?;
         self.root.rename_new(&name, &aside)?;
-        // What cannot be removed now, the next start removes.
-        let _ = self.root.remove(&aside);
+        if !is_written_into(&self.root, &aside)? {
+            // What cannot be removed now, the next start removes.
+            let _ = self.root.remove(&aside);
+        }
         Ok(())
     }
 

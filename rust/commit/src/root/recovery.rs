@@ -119,7 +119,7 @@ fn remove_leftover<D: Disk + Clone>(root: &Directory<D>, name: &OsStr, recovery:
 }
 
 /// Whether a process holds the lock that writers take on the folder they write into.
-fn is_written_into<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<bool, CommitError> {
+pub(super) fn is_written_into<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<bool, CommitError> {
     if root.look_at(name)?.is_none_or(|status| status.kind != EntryKind::Folder) {
         return Ok(false);
     }

@@ -1,0 +1,309 @@
+//! Roots on file systems that machines share: where locks do not reach the other machine, or are not to be had at
+//! all, and where there are no renames but the plain one.
+//!
+//! The other machine is played by another identity on a disk whose locks never meet.
+
+#![expect(clippy::disallowed_methods, reason = "the tests play people and other machines")]
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use tundish_commit::disk::{Disk, Lock, RealDisk, Sharing, Status};
+use tundish_commit::root::{Identity, Opening, ReadonlyRoot, Root, Timing};
+use tundish_commit::{CommitError, Kind};
+
+const EINVAL: i32 = 22;
+
+/// A network file system; what it has and has not.
+#[derive(Debug, Clone, Copy)]
+struct FarDisk {
+    /// What asking for any lock answers.
+    lock: Lock,
+    has_renames: bool,
+}
+
+/// Locks are of the machine alone.
+const DEAF: FarDisk = FarDisk { lock: Lock::Taken, has_renames: true };
+/// There are none.
+const LOCKLESS: FarDisk = FarDisk { lock: Lock::Unknown, has_renames: true };
+const PLAIN: FarDisk = FarDisk { lock: Lock::Taken, has_renames: false };
+
+type Folder = <RealDisk as Disk>::Folder;
+type File = <RealDisk as Disk>::File;
+type Outcome<T> = Result<T, CommitError>;
+
+macro_rules! as_the_real_disk {
+    ($(fn $name:ident($($argument:ident: $type:ty),*) $(-> $outcome:ty)?;)*) => {
+        $(fn $name(&self, $($argument: $type),*) $(-> $outcome)? { RealDisk.$name($($argument),*) })*
+    };
+}
+
+impl FarDisk {
+    fn no_such_rename(path: &Path) -> Outcome<()> {
+        let source = std::io::Error::from_raw_os_error(EINVAL);
+        Err(CommitError::Io { operation: "rename", path: path.to_path_buf(), source })
+    }
+}
+
+impl Disk for FarDisk {
+    type Folder = Folder;
+    type File = File;
+
+    as_the_real_disk! {
+        fn open_path(path: &Path) -> Outcome<Folder>;
+        fn open_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<Folder>;
+        fn open_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
+        fn open_file_for_writing(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
+        fn open_file_for_direct_writing(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<File>>;
+        fn open_or_create_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
+        fn list(folder: &Folder, path: &Path) -> Outcome<Vec<OsString>>;
+        fn look_at(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<Status>>;
+        fn folder_status(folder: &Folder, path: &Path) -> Outcome<Status>;
+        fn file_status(file: &File, path: &Path) -> Outcome<Status>;
+        fn read(file: &File, path: &Path) -> Outcome<Vec<u8>>;
+        fn read_at(file: &File, offset: u64, buffer: &mut [u8], path: &Path) -> Outcome<usize>;
+        fn free_space(folder: &Folder, path: &Path) -> Outcome<Option<u64>>;
+        fn read_link(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<OsString>;
+        fn create_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
+        fn create_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
+        fn create_link(folder: &Folder, name: &OsStr, target: &OsStr, path: &Path) -> Outcome<()>;
+        fn allocate(file: &File, length: u64, path: &Path) -> Outcome<()>;
+        fn write_at(file: &File, offset: u64, bytes: &[u8], path: &Path) -> Outcome<usize>;
+        fn truncate(file: &File, length: u64, path: &Path) -> Outcome<()>;
+        fn start_writeback(file: &File, range: &Range<u64>, path: &Path) -> Outcome<()>;
+        fn wait_for_writeback(file: &File, range: &Range<u64>, path: &Path) -> Outcome<()>;
+        fn evict(file: &File);
+        fn fsync(file: &File, path: &Path) -> Outcome<()>;
+        fn fsync_folder(folder: &Folder, path: &Path) -> Outcome<()>;
+        fn rename(from: (&Folder, &OsStr), to: (&Folder, &OsStr), path: &Path) -> Outcome<()>;
+        fn remove_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
+        fn remove_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
+    }
+
+    fn is_local(&self, _folder: &Folder) -> bool {
+        false
+    }
+
+    fn lock_folder(&self, _folder: &Folder, _sharing: Sharing, _path: &Path) -> Outcome<Lock> {
+        Ok(self.lock)
+    }
+
+    fn lock_file(&self, _file: &File, _sharing: Sharing, _path: &Path) -> Outcome<Lock> {
+        Ok(self.lock)
+    }
+
+    fn lock_file_for_process(&self, _file: &File, _path: &Path) -> Outcome<Lock> {
+        Ok(self.lock)
+    }
+
+    fn rename_new(&self, from: (&Folder, &OsStr), to: (&Folder, &OsStr), path: &Path) -> Outcome<()> {
+        if self.has_renames { RealDisk.rename_new(from, to, path) } else { Self::no_such_rename(path) }
+    }
+
+    fn exchange(&self, one: (&Folder, &OsStr), other: (&Folder, &OsStr), path: &Path) -> Outcome<()> {
+        if self.has_renames { RealDisk.exchange(one, other, path) } else { Self::no_such_rename(path) }
+    }
+}
+
+const BEAT: Duration = Duration::from_millis(100);
+const STALE: Duration = Duration::from_millis(1500);
+
+/// A process on a machine of that name.
+fn on(host: &str, wait: Duration) -> Opening {
+    let identity = Identity {
+        host: host.to_owned(),
+        boot_id: format!("boot of {host}"),
+        pid_space: "pid:[1]".into(),
+        pid: 77,
+        started: 5,
+    };
+    Opening { identity, timing: Timing { beat: BEAT, stale: STALE }, wait }
+}
+
+fn open(disk: FarDisk, path: &Path, opening: Opening) -> Outcome<Root<FarDisk>> {
+    Root::open(disk, path, opening, &mut || Ok(()))
+}
+
+fn save(root: &Root<FarDisk>, step: u64, overwrite: bool) -> Outcome<PathBuf> {
+    let folder = root.begin(Kind::Hf, step, overwrite)?;
+    fs::write(folder.join("weights"), [step as u8; 9]).unwrap();
+    let manifest = format!(
+        r#"{{"format_version": 1, "kind": "hf", "step": {step}, "files": [{{"name": "weights", "size": 9}}]}}"#
+    );
+    root.publish(Kind::Hf, step, &manifest, overwrite)
+}
+
+#[track_caller]
+fn assert_in_use(outcome: Outcome<Root<FarDisk>>, by: &str) {
+    match outcome {
+        Err(CommitError::RootInUse { owner, .. }) => assert_eq!(owner, format!("process 77 on host {by}")),
+        Err(other) => panic!("{other}"),
+        Ok(_) => panic!("a root has two owners"),
+    }
+}
+
+#[test]
+fn an_owner_on_another_machine_is_seen_by_its_heart() {
+    for disk in [DEAF, LOCKLESS] {
+        let folder = tempfile::tempdir().unwrap();
+        let one = open(disk, folder.path(), on("one", Duration::ZERO)).unwrap();
+        assert_in_use(open(disk, folder.path(), on("other", Duration::ZERO)), "one");
+        // Longer than a dead heart is waited for.
+        assert_in_use(open(disk, folder.path(), on("other", 2 * STALE)), "one");
+        save(&one, 1, false).unwrap();
+        // Who lets go is not waited for, but for the beat that shows who was first.
+        drop(one);
+        let begun = Instant::now();
+        let other = open(disk, folder.path(), on("other", Duration::ZERO)).unwrap();
+        assert!(begun.elapsed() < STALE);
+        assert_eq!(other.list().unwrap().len(), 1);
+    }
+}
+
+#[test]
+fn a_heart_that_stands_still_is_taken_over_and_its_owner_finds_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut stopped = on("one", Duration::ZERO);
+    // As if the process were stopped: its heart does not beat while the other looks.
+    stopped.timing.beat = Duration::from_secs(3);
+    let one = open(DEAF, folder.path(), stopped).unwrap();
+    save(&one, 1, false).unwrap();
+    one.begin(Kind::Hf, 2, false).unwrap();
+    let other = open(DEAF, folder.path(), on("other", Duration::from_secs(60))).unwrap();
+    save(&other, 2, false).unwrap();
+
+    let lost = |outcome: Outcome<()>| match outcome {
+        Err(CommitError::RootLost { reason, .. }) => assert_eq!(reason, "process 77 on host other took it over"),
+        other => panic!("{other:?}"),
+    };
+    lost(one.begin(Kind::Hf, 3, false).map(drop));
+    lost(one.publish(Kind::Hf, 2, "{}", false).map(drop));
+    lost(one.abandon(Kind::Hf, 2));
+    lost(one.remove(Kind::Hf, 1));
+    lost(one.discard_after(0).map(drop));
+    // Neither does its heart write over the other's record, nor does letting go.
+    std::thread::sleep(Duration::from_secs(4));
+    drop(one);
+    save(&other, 3, false).unwrap();
+    assert_in_use(open(DEAF, folder.path(), on("third", Duration::ZERO)), "other");
+}
+
+#[test]
+fn of_two_machines_that_start_at_once_one_owns_the_root() {
+    for disk in [DEAF, LOCKLESS] {
+        for _ in 0..10 {
+            let folder = tempfile::tempdir().unwrap();
+            let start = Barrier::new(2);
+            let owners: Vec<_> = std::thread::scope(|scope| {
+                let open = |host| {
+                    let (start, path) = (&start, folder.path());
+                    scope.spawn(move || {
+                        start.wait();
+                        open(disk, path, on(host, Duration::ZERO))
+                    })
+                };
+                [open("one"), open("other")]
+                    .map(|thread| thread.join().unwrap())
+                    .into_iter()
+                    .filter_map(Result::ok)
+                    .collect()
+            });
+            assert_eq!(owners.len(), 1);
+            save(&owners[0], 1, false).unwrap();
+        }
+    }
+}
+
+#[test]
+fn after_a_restart_of_the_machine_nobody_is_waited_for_on_its_own_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_path_buf();
+    let opening = |host| on(host, Duration::ZERO);
+    let before = Root::open(RealDisk, &path, opening("one before"), &mut || Ok(())).unwrap();
+    // It has not let go. Its lock is gone with the machine; here it is this process's, whom it keeps from nothing.
+    std::mem::forget(before);
+    let begun = Instant::now();
+    Root::open(RealDisk, &path, opening("one after"), &mut || Ok(())).unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(1));
+}
+
+#[test]
+fn waiting_ends_when_it_is_told_to() {
+    let folder = tempfile::tempdir().unwrap();
+    let _one = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
+    let mut looks = 0;
+    let mut patience = || {
+        looks += 1;
+        if looks < 3 { Ok(()) } else { Err(CommitError::Interrupted { path: folder.path().to_path_buf() }) }
+    };
+    let outcome = Root::open(DEAF, folder.path(), on("other", Duration::from_secs(60)), &mut patience);
+    assert!(matches!(outcome, Err(CommitError::Interrupted { .. })));
+}
+
+#[test]
+fn a_lock_file_that_is_removed_or_overwritten_costs_the_ownership() {
+    for spoil in [
+        (|path| fs::remove_file(path).unwrap()) as fn(PathBuf),
+        |path| fs::write(path, "something else").unwrap(),
+        |path| {
+            fs::copy(&path, path.with_file_name("copy")).unwrap();
+            fs::rename(path.with_file_name("copy"), path).unwrap();
+        },
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut opening = on("one", Duration::ZERO);
+        opening.timing.beat = Duration::from_secs(3600);
+        opening.timing.stale = Duration::from_secs(3600);
+        let root = Root::open(RealDisk, folder.path(), opening, &mut || Ok(())).unwrap();
+        spoil(folder.path().join(".owner"));
+        assert!(matches!(root.begin(Kind::Hf, 1, false), Err(CommitError::RootLost { .. })));
+    }
+}
+
+#[test]
+fn without_locks_nothing_can_be_read_under_one_and_nothing_stays_for_that() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = open(LOCKLESS, folder.path(), on("one", Duration::ZERO)).unwrap();
+    save(&root, 1, false).unwrap();
+    save(&root, 2, false).unwrap();
+    let error = root.read_lock(Kind::Hf, 1).unwrap_err();
+    assert!(error.to_string().contains("lock against removal"), "{error}");
+    root.remove(Kind::Hf, 1).unwrap();
+    root.begin(Kind::Hf, 3, false).unwrap();
+    drop(root);
+    // Nor is a dead attempt kept for a writer that nobody can tell.
+    let again = open(LOCKLESS, folder.path(), on("one", Duration::ZERO)).unwrap();
+    assert_eq!(again.recovered().removed.len(), 1);
+}
+
+#[test]
+fn without_the_renames_of_linux_checkpoints_are_published_and_not_overwritten() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = open(PLAIN, folder.path(), on("one", Duration::ZERO)).unwrap();
+    save(&root, 1, false).unwrap();
+    // Refused before anything is written.
+    let error = root.begin(Kind::Hf, 1, true).unwrap_err();
+    assert!(matches!(&error, CommitError::ExchangeUnsupported { path } if path.ends_with("hf-1")), "{error}");
+    assert!(fs::read(folder.path().join("hf-1/weights")).unwrap() == [1; 9]);
+
+    // What appears meanwhile is not written over.
+    let attempt = root.begin(Kind::Hf, 2, false).unwrap();
+    fs::create_dir(folder.path().join("hf-2")).unwrap();
+    let manifest = r#"{"format_version": 1, "kind": "hf", "step": 2, "files": []}"#;
+    assert!(matches!(root.publish(Kind::Hf, 2, manifest, false), Err(CommitError::StepExists { .. })));
+    assert!(attempt.is_dir());
+    root.abandon(Kind::Hf, 2).unwrap();
+
+    save(&root, 3, false).unwrap();
+    root.remove(Kind::Hf, 1).unwrap();
+    assert_eq!(root.discard_after(1).unwrap().len(), 2);
+    drop(root);
+    let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(!names.iter().any(|name| name.to_string_lossy().contains("incomplete")), "{names:?}");
+    let watched = ReadonlyRoot::open(PLAIN, folder.path()).unwrap();
+    assert!(watched.list().unwrap().is_empty());
+}

@@ -1,0 +1,219 @@
+//! A root on the real disk: several threads, readers, writers and mounts at once.
+
+#![expect(clippy::disallowed_methods, reason = "the tests play people and writers")]
+
+mod common;
+
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use common::{Mount, entries};
+use tundish_commit::disk::RealDisk;
+use tundish_commit::root::{Opening, ReadonlyRoot, Root};
+use tundish_commit::shards::{ShardWriter, WriterOptions};
+use tundish_commit::{CommitError, Kind};
+
+const ENOSPC: i32 = 28;
+const EROFS: i32 = 30;
+
+fn open(path: &Path) -> Result<Root<RealDisk>, CommitError> {
+    Root::open(RealDisk, path, Opening::new(Duration::ZERO), &mut || Ok(()))
+}
+
+fn manifest(kind: Kind, step: u64) -> String {
+    format!(
+        r#"{{"format_version": 1, "kind": "{kind}", "step": {step}, "files": [{{"name": "inner/weights", "size": 9}}]}}"#
+    )
+}
+
+fn write(folder: &Path, step: u64) {
+    fs::create_dir(folder.join("inner")).unwrap();
+    fs::write(folder.join("inner/weights"), [step as u8; 9]).unwrap();
+}
+
+fn save(root: &Root<RealDisk>, kind: Kind, step: u64) -> Result<PathBuf, CommitError> {
+    write(&root.begin(kind, step, false)?, step);
+    root.publish(kind, step, &manifest(kind, step), false)
+}
+
+fn assert_whole(checkpoint: &Path, step: u64) {
+    assert_eq!(fs::read(checkpoint.join("inner/weights")).unwrap(), [step as u8; 9]);
+    assert!(checkpoint.join("tundish.json").is_file());
+}
+
+#[test]
+fn both_kinds_are_saved_pruned_and_read_at_once() {
+    const STEPS: u64 = 60;
+    let folder = tempfile::tempdir().unwrap();
+    let root = open(folder.path()).unwrap();
+    let over = AtomicBool::new(false);
+    let (read, kept) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        let savers = Kind::ALL.map(|kind| {
+            let (root, kept) = (&root, &kept);
+            scope.spawn(move || {
+                for step in 1..=STEPS {
+                    save(root, kind, step).unwrap();
+                    let old = root.list().unwrap().into_iter().filter(|found| found.kind == kind && found.step < step);
+                    for found in old {
+                        match root.remove(kind, found.step) {
+                            Ok(()) => {}
+                            Err(CommitError::CheckpointInUse { .. }) => drop(kept.fetch_add(1, Ordering::Relaxed)),
+                            Err(error) => panic!("{error}"),
+                        }
+                    }
+                }
+            })
+        });
+        for kind in Kind::ALL {
+            let (path, over, read) = (folder.path(), &over, &read);
+            scope.spawn(move || {
+                let watcher = ReadonlyRoot::open(RealDisk, path).unwrap();
+                while !over.load(Ordering::Relaxed) {
+                    for found in watcher.list().unwrap().into_iter().filter(|found| found.kind == kind) {
+                        let Ok(lock) = watcher.read_lock(kind, found.step) else { continue };
+                        for _ in 0..3 {
+                            assert_whole(lock.path(), found.step);
+                            std::thread::yield_now();
+                        }
+                        read.fetch_add(1, Ordering::Relaxed);
+                    }
+                }
+            });
+        }
+        for saver in savers {
+            let outcome = saver.join();
+            over.store(true, Ordering::Relaxed);
+            outcome.unwrap();
+        }
+    });
+    assert!(read.into_inner() > 0);
+    println!("{} stayed for a reader", kept.into_inner());
+    for kind in Kind::ALL {
+        assert_eq!(root.latest(kind).unwrap(), Some(folder.path().join(format!("{kind}-{STEPS}"))));
+    }
+    root.list().unwrap().iter().for_each(|found| assert_whole(&found.path, found.step));
+}
+
+#[test]
+fn what_a_live_writer_writes_into_is_not_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = open(folder.path()).unwrap();
+    let attempt = root.begin(Kind::Hf, 1, false).unwrap();
+    let options = WriterOptions { checksum: false, writers_per_node: 1 };
+    let files = [("weights", 9)];
+    let writer = ShardWriter::create(&attempt, &files, options, &mut || ControlFlow::Continue(())).unwrap();
+    drop(root);
+    // The owner has died; the writer is that of another rank, which has not heard of it.
+    let root = open(folder.path()).unwrap();
+    assert_eq!(root.recovered().live, [attempt.display().to_string()]);
+    assert!(root.recovered().removed.is_empty());
+    // It keeps nobody from saving that step again, and cannot write into what is saved then.
+    write(&root.begin(Kind::Hf, 1, false).unwrap(), 1);
+    assert_eq!(entries(&folder.path().join(".hf-1.removed-0")), ["weights"]);
+    assert_eq!(entries(&attempt), ["inner"]);
+    root.publish(Kind::Hf, 1, &manifest(Kind::Hf, 1), false).unwrap();
+    drop(root);
+    assert_eq!(open(folder.path()).unwrap().recovered().live.len(), 1);
+    drop(writer);
+    let root = open(folder.path()).unwrap();
+    assert_eq!(root.recovered().removed, [folder.path().join(".hf-1.removed-0").display().to_string()]);
+    assert_whole(&folder.path().join("hf-1"), 1);
+}
+
+#[test]
+fn what_cannot_be_removed_keeps_no_root_from_being_opened() {
+    let folder = tempfile::tempdir().unwrap();
+    let leftover = folder.path().join(".hf-1.incomplete");
+    fs::create_dir(&leftover).unwrap();
+    let Some(mount) = Mount::new("tmpfs", "size=1m") else { return };
+    fs::write(mount.path.join("keep"), "keep").unwrap();
+    let inner = leftover.join("mounted");
+    fs::create_dir(&inner).unwrap();
+    let bind = |command: &str, arguments: &[&Path]| {
+        assert!(std::process::Command::new(command).args(arguments).status().unwrap().success());
+    };
+    bind("mount", &[Path::new("--bind"), &mount.path, &inner]);
+    let opened = open(folder.path());
+    bind("umount", &[&inner]);
+    let root = opened.unwrap();
+    assert_eq!(root.recovered().failed.len(), 1, "{:?}", root.recovered());
+    assert!(root.recovered().failed[0].contains("mounted"), "{:?}", root.recovered());
+    assert_eq!(fs::read_to_string(mount.path.join("keep")).unwrap(), "keep");
+    // The step itself can be saved.
+    save(&root, Kind::Hf, 1).unwrap();
+}
+
+#[test]
+fn a_full_disk_fails_the_save_and_costs_nothing() {
+    let Some(mount) = Mount::new("tmpfs", "size=256k") else { return };
+    let root = open(&mount.path).unwrap();
+    save(&root, Kind::Hf, 1).unwrap();
+    write(&root.begin(Kind::Hf, 2, false).unwrap(), 2);
+    let filler = mount.path.join("filler");
+    while fs::write(&filler, vec![1; fs::metadata(&filler).map_or(0, |found| found.len() as usize) + 4096]).is_ok() {}
+    let error = root.publish(Kind::Hf, 2, &manifest(Kind::Hf, 2), false).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(ENOSPC), "{error}");
+    root.abandon(Kind::Hf, 2).unwrap();
+    assert_eq!(root.latest(Kind::Hf).unwrap(), Some(mount.path.join("hf-1")));
+    fs::remove_file(&filler).unwrap();
+    save(&root, Kind::Hf, 2).unwrap();
+    assert_eq!(entries(&mount.path), [".owner", "checkpoints.json", "hf-1", "hf-2", "hf-latest"]);
+}
+
+#[test]
+fn a_root_that_cannot_be_written_is_refused_and_can_be_read() {
+    let Some(mount) = Mount::new("tmpfs", "size=1m") else { return };
+    save(&open(&mount.path).unwrap(), Kind::Hf, 1).unwrap();
+    mount.remount("ro");
+    let error = open(&mount.path).err().unwrap();
+    assert_eq!(error.raw_os_error(), Some(EROFS), "{error}");
+    let watcher = ReadonlyRoot::open(RealDisk, &mount.path).unwrap();
+    assert_eq!(watcher.latest(Kind::Hf).unwrap(), Some(mount.path.join("hf-1")));
+    watcher.read_lock(Kind::Hf, 1).unwrap();
+}
+
+#[test]
+fn a_root_that_is_removed_fails_what_comes_next() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("root");
+    let root = open(&path).unwrap();
+    write(&root.begin(Kind::Hf, 1, false).unwrap(), 1);
+    fs::remove_dir_all(&path).unwrap();
+    let lost = |outcome: Result<PathBuf, CommitError>| matches!(outcome, Err(CommitError::RootLost { .. }));
+    assert!(lost(root.publish(Kind::Hf, 1, &manifest(Kind::Hf, 1), false)));
+    assert!(lost(root.begin(Kind::Hf, 2, false)));
+    drop(root);
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_manifest_of_any_size_or_sort_is_read_with_care() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = open(folder.path()).unwrap();
+    for step in 1..=4 {
+        save(&root, Kind::Hf, step).unwrap();
+    }
+    drop(root);
+    let manifest = |step: u64| folder.path().join(format!("hf-{step}/tundish.json"));
+    // A terabyte of nothing; a pipe that nobody writes to; a link to one that is whole; a link to itself.
+    fs::File::options().write(true).open(manifest(4)).unwrap().set_len(1 << 40).unwrap();
+    fs::remove_file(manifest(3)).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(manifest(3)).status().unwrap().success());
+    fs::remove_file(manifest(2)).unwrap();
+    std::os::unix::fs::symlink("../hf-1/tundish.json", manifest(2)).unwrap();
+    std::os::unix::fs::symlink("hf-5", folder.path().join("hf-5")).unwrap();
+    let root = open(folder.path()).unwrap();
+    let listed: Vec<_> = root.list().unwrap().into_iter().map(|found| found.step).collect();
+    assert_eq!(listed, [1]);
+    assert_eq!(root.recovered().ignored.len(), 4, "{:?}", root.recovered());
+    // Each of them is still in the way of its step, and is set aside with it.
+    for step in 2..=4 {
+        assert!(matches!(root.begin(Kind::Hf, step, false), Err(CommitError::StepExists { .. })));
+    }
+    assert_eq!(root.discard_after(1).unwrap().len(), 3);
+    save(&root, Kind::Hf, 2).unwrap();
+}
