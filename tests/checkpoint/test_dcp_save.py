@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tundish._native import staging_stats, verify_folder
 from tundish.checkpoint.dcp import DcpSaver
+from tundish.checkpoint.staging import Copies
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -448,6 +450,28 @@ def test_a_lazy_save_holds_what_was_before_the_optimizers_step(saver: DcpSaver, 
         loaded = read(tmp_path / str(number))
         assert_same(loaded["model"], expected["model"])
         assert_same(loaded["optimizer"]["state"], expected["optimizer"]["state"])
+
+
+def test_a_lazy_save_copies_in_the_background_what_the_step_alone_changes(
+    saver: DcpSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(8, 8)
+    model.register_buffer("average", torch.zeros(5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    copied: dict[bool, int] = {True: 0, False: 0}
+    run_copies = Copies.run
+
+    def count(self: Copies) -> None:
+        copied[threading.current_thread() is threading.main_thread()] += len(self._pairs)
+        run_copies(self)
+
+    monkeypatch.setattr(Copies, "run", count)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    save(saver, state, tmp_path / "lazy", staging="lazy", optimizer=optimizer)
+    # Weight and bias, and four states of each; at once the buffer, which any forward may change.
+    assert copied == {True: 1, False: 10}
 
 
 LARGE = 8 << 20

@@ -163,16 +163,14 @@ def test_a_file_that_finds_no_room_fails_the_save_and_no_later_one(tmp_path: Pat
         loaded = {"w": torch.zeros(4 << 20)}
         checkpointer.load_dcp(loaded)
     assert torch.equal(loaded["w"], large["w"])
-    assert sorted(os.listdir(tmp_path / "root"))[-2:] != ["dcp-2"]
     assert not (tmp_path / "root" / "dcp-2").exists()
 
 
-@pytest.mark.parametrize("size", [0.3, 1.0])
-def test_a_damaged_byte_anywhere_is_found(tmp_path: Path, size: float) -> None:
+def test_a_damaged_byte_anywhere_is_found(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
-        state = {"w": torch.randn(int(size * 300_000)), "note": "text"}
+        state = {"w": torch.randn(300_000), "note": "text"}
         path = checkpointer.save_dcp(1, state, rank_extra={"seen": 1}).result(60)
-        generator = torch.Generator().manual_seed(int(size * 10))
+        generator = torch.Generator().manual_seed(0)
         for name in sorted(os.listdir(path)):
             whole = (path / name).read_bytes()
             places = torch.randint(len(whole), (4,), generator=generator).tolist()

@@ -32,6 +32,7 @@ from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = ["DcpPlan", "rank_extra_name"]
 
+_READABLE = 200
 _SIMPLE = (int, float, str, bytes, type(None))
 
 
@@ -77,7 +78,7 @@ class DcpPlan:
         self._buffer: Buffer | None = None
         self.staged_bytes = self._layout.size
         self.written_bytes = self._share.total_bytes
-        self.fingerprint = hashlib.sha256(f"{staging} {facts}".encode()).hexdigest()
+        self.fingerprint = f"staging {staging}, extra {_shortened(facts)}"
 
     def reserve(self) -> None:
         """Take the memory for the image of this rank's file."""
@@ -235,9 +236,14 @@ class StagedState:
 
     def write(self, folder: Path, options: WriteOptions) -> list[FileFacts]:
         """Plan with the other ranks and write this rank's files; on the first rank also `.metadata`."""
-        writer = ImageWriter(folder, self._index, self._layout, self._buffer, options)
-        if self._buffer is not None:
-            self._layout.fill(self._buffer, self._layout.whole, self._objects)
+        writer = ImageWriter(
+            folder,
+            self._index,
+            layout=self._layout,
+            buffer=self._buffer,
+            objects=self._objects,
+            options=options,
+        )
         save_together(self._planner, writer, self._layout, self._exchange)
         if self._rank_extra:
             writer.facts.append(write_sidecar(folder, rank_extra_name(self._index), self._rank_extra))
@@ -271,6 +277,11 @@ def _facts_of(extra: Any) -> str:
         f"extra is no JSON ({problem}): give strings, finite numbers, lists and dicts with strings for keys; state of "
         "a loader or a sampler goes into rank_extra, tensors into the state dict"
     )
+
+
+def _shortened(facts: str) -> str:
+    """`facts` where people can read them in a message, else a digest of them."""
+    return facts if len(facts) <= _READABLE else hashlib.sha256(facts.encode()).hexdigest()
 
 
 def _pickled(name: str, value: Any, known: dict[Any, bytes]) -> bytes:

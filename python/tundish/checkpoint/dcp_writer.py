@@ -109,12 +109,19 @@ class ImageWriter(StorageWriter):
     Args:
         folder: where to.
         index: of this rank in the group.
-        layout, buffer: of the file; no buffer where nothing is left to write.
+        layout, buffer, objects: of the file; no buffer where nothing is left to write.
         options: how.
     """
 
     def __init__(
-        self, folder: Path, index: int, layout: Layout, buffer: Buffer | None, options: WriteOptions
+        self,
+        folder: Path,
+        index: int,
+        *,
+        layout: Layout,
+        buffer: Buffer | None,
+        objects: Mapping[str, bytes],
+        options: WriteOptions,
     ) -> None:
         self.folder = folder
         self.facts: list[FileFacts] = []
@@ -122,6 +129,7 @@ class ImageWriter(StorageWriter):
         self._name = file_name(index)
         self._layout = layout
         self._buffer = buffer
+        self._objects = objects
         self._options = options
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -148,6 +156,7 @@ class ImageWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:  # noqa: ARG002
         """Write the file; returns when it is durable."""
         if self._buffer is not None:
+            self._layout.fill(self._buffer, self._layout.whole, self._objects)
             writer = open_file(self.folder, self._name, self._layout.size, self._options)
             with finishing(writer, self._options):
                 writer.write(self._name, 0, self._buffer.image, 0, self._layout.size)
@@ -193,9 +202,9 @@ def save_together(planner: StagedPlanner, writer: ImageWriter, layout: Layout, e
 def _plan_alone(
     planner: StagedPlanner, writer: ImageWriter, layout: Layout, *, is_coordinator: bool
 ) -> SavePlan:
-    planner.set_up_planner(is_coordinator=is_coordinator)
     writer.set_up_storage_writer(is_coordinator)
     if layout.plan is None:
+        planner.set_up_planner(is_coordinator=is_coordinator)
         layout.plan = writer.prepare_local_plan(planner.create_local_plan())
     return layout.plan
 

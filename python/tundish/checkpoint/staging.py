@@ -219,16 +219,26 @@ def begin_copies(
 
 
 def _stepped_by(optimizers: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Which of `tensors` lie in memory of parameters that the optimizers step."""
+    """Which of `tensors` lie in memory that the steps of the optimizers change: of parameters, and of their states."""
     if not optimizers:
         return [False] * len(tensors)
-    owned = {
+    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    stepped = {
         local_of(parameter).untyped_storage().data_ptr()
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    return [tensor.untyped_storage().data_ptr() in owned for tensor in tensors]
+    # There are several states a parameter, and a save of parameters alone need not look at them.
+    if not stepped.issuperset(memory):
+        stepped |= {
+            local_of(value).untyped_storage().data_ptr()
+            for optimizer in optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        }
+    return [address in stepped for address in memory]
 
 
 def _version(tensor: torch.Tensor) -> int:
