@@ -126,21 +126,25 @@ impl<C: Cell> Sink<C> for MemorySink<C> {
     }
 }
 
-/// Keeps nothing but the largest value of each column.
+/// Keeps nothing but which columns have a value beyond 32 bits.
 #[derive(Default)]
 pub(crate) struct Measure {
     room: Columns<i64>,
-    largest: [i64; 6],
+    wide: [bool; 6],
     pieces_kept: usize,
-    /// Largest index among the pieces of the open pack, which may yet be taken back.
-    pending: i64,
+    /// The first piece of the open pack whose index is beyond 32 bits; it may yet be taken back.
+    pending: Option<usize>,
 }
 
 impl Measure {
     /// Which columns have a value beyond 32 bits.
     pub(crate) fn needs_64_bits(&self) -> [bool; 6] {
-        self.largest.map(|value| value > i64::from(i32::MAX))
+        self.wide
     }
+}
+
+fn is_wide(value: &i64) -> bool {
+    *value > i64::from(i32::MAX)
 }
 
 impl Sink<i64> for Measure {
@@ -149,27 +153,66 @@ impl Sink<i64> for Measure {
     }
 
     fn keep(&mut self, pieces: usize, packs: usize, dataset_id: usize) -> Result<(), PackError> {
-        let largest_of = |values: &[i64]| values.iter().copied().max().unwrap_or(0);
-        let largest = &mut self.largest;
         let mut closed = 0usize;
         if packs > 0 {
             for (field, column) in Field::ALL[2..].iter().zip(&self.room.packs) {
-                let slot = &mut largest[*field as usize];
-                *slot = largest_of(&column[..packs]).max(*slot);
+                self.wide[*field as usize] |= column[..packs].iter().any(is_wide);
             }
-            largest[Field::DatasetId as usize] = dataset_id as i64;
+            self.wide[Field::DatasetId as usize] |= is_wide(&(dataset_id as i64));
             closed = (self.room.packs[0][packs - 1] as usize).saturating_sub(self.pieces_kept).min(pieces);
-            let slot = &mut largest[Field::Indices as usize];
-            *slot = largest_of(&self.room.indices[..closed]).max(self.pending).max(*slot);
-            self.pending = 0;
+            self.wide[Field::Indices as usize] |=
+                self.pending.take().is_some() || self.room.indices[..closed].iter().any(is_wide);
         }
-        self.pending = largest_of(&self.room.indices[closed..pieces]).max(self.pending);
+        if self.pending.is_none() {
+            let first = self.room.indices[closed..pieces].iter().position(is_wide);
+            self.pending = first.map(|piece| self.pieces_kept + closed + piece);
+        }
         self.pieces_kept += pieces;
         Ok(())
     }
 
     fn retract(&mut self, pieces: usize) -> Result<(), PackError> {
         self.pieces_kept -= pieces;
+        self.pending = self.pending.filter(|&piece| piece < self.pieces_kept);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WIDE: i64 = 1 << 31;
+
+    fn keep(measure: &mut Measure, indices: &[i64], cumulative: &[i64]) {
+        let room = measure.room(indices.len(), cumulative.len()).unwrap();
+        room.indices[..indices.len()].copy_from_slice(indices);
+        room.indices_cu_len[..cumulative.len()].copy_from_slice(cumulative);
+        measure.keep(indices.len(), cumulative.len(), 0).unwrap();
+    }
+
+    /// Whether the indices need 64 bits when the last `taken` of five are taken back, and the pack then closes with `more`.
+    fn indices_are_wide(indices: [i64; 5], taken: usize, more: &[i64]) -> bool {
+        let mut measure = Measure::default();
+        // One pack, and an open one in two parts.
+        keep(&mut measure, &[0, indices[0], indices[1]], &[1]);
+        keep(&mut measure, &indices[2..], &[]);
+        measure.retract(taken).unwrap();
+        keep(&mut measure, more, &[(6 - taken + more.len()) as i64]);
+        measure.needs_64_bits()[Field::Indices as usize]
+    }
+
+    #[test]
+    fn pieces_that_are_taken_back_widen_no_column() {
+        for place in 0..5 {
+            for taken in 0..=5 {
+                let mut indices = [5; 5];
+                indices[place..].fill(WIDE);
+                for more in [&[][..], &[7, 7]] {
+                    let expected = place + taken < 5;
+                    assert_eq!(indices_are_wide(indices, taken, more), expected, "{place}, {taken}, {more:?}");
+                }
+            }
+        }
     }
 }
