@@ -12,12 +12,15 @@ import errno
 import os
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tundish import _native
-from tundish.checkpoint.lane import Job
 from tundish.checkpoint.reading import KINDS, Kind, checkpoints_of
 from tundish.checkpoint.retention import Retention
 from tundish.errors import CheckpointInUseError, StorageError
+
+if TYPE_CHECKING:
+    from tundish.checkpoint.lane import Job
 
 __all__ = ["Owner"]
 
@@ -26,13 +29,22 @@ _WAIT_SECONDS = 60.0
 
 
 class Owner:
-    """The owned root of a checkpointer."""
+    """The owned root of a checkpointer, or of a command.
 
-    def __init__(self, path: Path, retention: Retention) -> None:
+    `wait_seconds`: how long to wait for an owner that is dying; None takes what a start takes.
+    """
+
+    def __init__(self, path: Path, retention: Retention, *, wait_seconds: float | None = None) -> None:
         self.path = path
         self._retention = retention
         self._lock = threading.Lock()
-        self._root = _native.CheckpointRoot(path, wait_seconds=_WAIT_SECONDS)
+        wait = _WAIT_SECONDS if wait_seconds is None else wait_seconds
+        self._root = _native.CheckpointRoot(path, wait_seconds=wait)
+
+    @property
+    def recovered(self) -> dict[str, Any]:
+        """What opening found and mended: `removed`, `live`, `set_aside`, `repaired`, `ignored`, `failed`."""
+        return dict(self._root.recovered)
 
     def begin(self, kind: Kind, step: int, written_bytes: int, *, overwrite: bool) -> None:
         """Make the folder of a step; refuses one that is published, below the newest, or too large for the disk."""

@@ -1,0 +1,5 @@
+"""The command line: `run` reads it and answers, `plans` and `checkpoints` are its commands."""
+
+from tundish.cli.run import build_parser, main
+
+__all__ = ["build_parser", "main"]

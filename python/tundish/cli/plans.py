@@ -1,0 +1,210 @@
+"""The commands `tundish pack` and `tundish plan`. torch is never imported."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tundish.cli.arguments import add_command, progress_of
+from tundish.cli.output import rows
+from tundish.errors import InvalidInputError, PlanMismatchError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from tundish.packing.plan import PackPlan
+
+__all__ = ["add_plan_commands"]
+
+
+def add_plan_commands(commands: Any) -> None:
+    """Add `pack` and `plan` to the `commands` of the whole parser."""
+    pack = add_command(
+        commands,
+        "pack",
+        summary="plan how samples are packed",
+        description="Plan how samples of the given token counts are packed, and write the plan to a folder.",
+    )
+    _add_lengths(pack, "several files are several datasets")
+    pack.add_argument(
+        "--max-length", type=int, required=True, metavar="L", help="tokens a pack (for example 8192)"
+    )
+    pack.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the plan folder to make")
+    pack.add_argument("--mode", choices=["hard"], default="hard", help="how to pack (default: hard)")
+    order = pack.add_mutually_exclusive_group()
+    order.add_argument(
+        "--seed", type=int, metavar="S", help="shuffle the samples as numpy's RandomState(S) does"
+    )
+    order.add_argument(
+        "--order", type=Path, metavar="FILE.npy", help="take the samples in this order (one dataset only)"
+    )
+    pack.add_argument(
+        "--keep-last", action="store_true", help="keep the tail that fills no pack, as a shorter last pack"
+    )
+    pack.add_argument("--global-pack", action="store_true", help="let packs span datasets")
+    _add_threads(pack)
+    pack.set_defaults(run=run_pack, needs="tundish.packing.build")
+
+    plan = commands.add_parser("plan", help="show or verify a plan")
+    verbs = plan.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    show = add_command(
+        verbs,
+        "show",
+        summary="print what a plan holds",
+        description="Print what a plan holds, and draw it with --plot.",
+    )
+    show.add_argument("plan", type=Path, metavar="PLAN", help="the plan folder")
+    show.add_argument(
+        "--plot", type=Path, metavar="PICTURE", help="draw the plan: .png, .svg or .pdf (needs tundish[plot])"
+    )
+    show.add_argument(
+        "--lengths",
+        type=Path,
+        nargs="+",
+        metavar="FILE.npy",
+        help="the lengths that were packed: --plot then draws samples, not only packs",
+    )
+    show.set_defaults(run=run_show, needs="tundish.packing.plan")
+
+    verify = add_command(
+        verbs,
+        "verify",
+        summary="check a plan against the lengths",
+        description="Check every pack of a plan against the lengths it was made from.",
+    )
+    verify.add_argument("plan", type=Path, metavar="PLAN", help="the plan folder")
+    _add_lengths(verify, "the same files, in the same order, as were packed")
+    verify.add_argument(
+        "--order", type=Path, metavar="FILE.npy", help="the order that was packed with --order, if one was"
+    )
+    _add_threads(verify)
+    verify.set_defaults(run=run_verify, needs="tundish.packing.plan")
+
+
+def run_pack(options: argparse.Namespace) -> dict[str, Any]:
+    """`tundish pack`: plan straight into the folder `--out`."""
+    several = len(options.lengths) > 1 or options.global_pack
+    if options.order is not None and several:
+        raise InvalidInputError("--order is for one dataset: give one LENGTHS file, and no --global-pack")
+    from tundish.packing.build import pack, pack_datasets
+
+    lengths = [_map_array(path) for path in options.lengths]
+    shared: dict[str, Any] = {
+        "mode": options.mode,
+        "seed": options.seed,
+        "drop_last": not options.keep_last,
+        "threads": options.threads,
+        "out": options.out,
+        "progress": progress_of(options),
+    }
+    start = time.perf_counter()
+    if several:
+        plan = pack_datasets(lengths, options.max_length, global_pack=options.global_pack, **shared)
+    else:
+        order = None if options.order is None else _map_array(options.order)
+        plan = pack(lengths[0], options.max_length, order=order, **shared)
+    seconds = time.perf_counter() - start
+    facts = describe(plan, options.out)
+    head = f"packed {facts['samples']:,} samples in {seconds:.2f} s"
+    return {"json": {**facts, "seconds": round(seconds, 6)}, "text": f"{head}\n{rows(facts)}"}
+
+
+def run_show(options: argparse.Namespace) -> dict[str, Any]:
+    """`tundish plan show`: the table, and the picture if asked for."""
+    from tundish.packing.plan import PackPlan
+
+    plan = PackPlan.load(options.plan, progress=progress_of(options))
+    if options.lengths is not None:
+        plan = plan.with_lengths(_map_lengths(options.lengths, plan))
+    facts = describe(plan, options.plan)
+    text = rows(facts)
+    if options.plot is not None:
+        plan.plot(options.plot)
+        facts["plot"] = str(options.plot)
+        text += f"\n{'plot':<20}{options.plot}"
+    return {"json": facts, "text": text}
+
+
+def run_verify(options: argparse.Namespace) -> dict[str, Any]:
+    """`tundish plan verify`: the whole plan against the lengths."""
+    from tundish.packing.plan import PackPlan
+
+    plan = PackPlan.load(options.plan, progress=progress_of(options))
+    order = None if options.order is None else _map_array(options.order)
+    plan.verify(
+        _map_lengths(options.lengths, plan),
+        order=order,
+        threads=options.threads,
+        progress=progress_of(options),
+    )
+    facts = {"verified": True, **describe(plan, options.plan)}
+    text = f"{options.plan}: all {facts['packs']:,} packs hold (fingerprint {plan.fingerprint})"
+    return {"json": facts, "text": text}
+
+
+def describe(plan: PackPlan, path: Path) -> dict[str, Any]:
+    """What a plan holds, as plain values for JSON; `bytes` is what its columns take in memory or on disk."""
+    from tundish.packing.plan import FIELDS
+
+    return {
+        "plan": str(path),
+        "mode": plan.mode,
+        "max_length": plan.max_length,
+        "seed": plan.seed,
+        "drop_last": plan.drop_last,
+        "global_pack": plan.global_pack,
+        "datasets": len(plan.num_samples),
+        "fingerprint": plan.fingerprint,
+        "format_version": plan.facts["format_version"],
+        "bytes": sum(getattr(plan, field).nbytes for field in FIELDS),
+        **plan.stats(),
+    }
+
+
+def _add_lengths(parser: argparse.ArgumentParser, several: str) -> None:
+    parser.add_argument(
+        "lengths",
+        type=Path,
+        nargs="+",
+        metavar="LENGTHS",
+        help=f".npy file of the samples' token counts, a 1-D integer array; {several}",
+    )
+
+
+def _add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, metavar="N", help="threads to use (default: all cores)")
+
+
+def _map_lengths(paths: list[Path], plan: PackPlan) -> np.ndarray | list[np.ndarray]:
+    datasets = len(plan.num_samples)
+    if len(paths) != datasets:
+        raise PlanMismatchError(
+            f"the plan was made for {datasets} dataset(s), and {len(paths)} LENGTHS file(s) were given"
+        )
+    columns = [_map_array(path) for path in paths]
+    return columns[0] if datasets == 1 else columns
+
+
+def _map_array(path: Path) -> np.ndarray:
+    import numpy as np
+
+    from tundish.packing.columns import as_integer_column, as_path
+
+    # numpy takes what is no .npy file for a pickle and says so; a user should hear which file is wrong.
+    with as_path(path, "a file of an array").open("rb") as file:
+        magic = file.read(6)
+    if magic != b"\x93NUMPY":
+        raise InvalidInputError(f"{path}: not a .npy file; write the array with numpy.save")
+    try:
+        with warnings.catch_warnings():
+            # What numpy says of a strange header, it says in its error too.
+            warnings.simplefilter("ignore")
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, TypeError, OverflowError, SyntaxError) as error:
+        raise InvalidInputError(f"{path}: cannot be mapped: {error}") from error
+    # Here, where the file can be named.
+    return as_integer_column(array, str(path))

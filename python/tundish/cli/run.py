@@ -1,0 +1,117 @@
+"""The command `tundish`: from the words of a command line to an exit code.
+
+Owns the exit codes and what is printed of an error. What always holds: results go to standard
+output and everything else to standard error; with `--json` standard output is exactly one JSON object, also
+when the command fails; an error that the user can mend is one line without a traceback, and a bug keeps its
+traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from tundish.cli.arguments import EXIT_CODES, Parser, PrintVersion
+from tundish.cli.checkpoints import add_checkpoint_commands
+from tundish.cli.output import OutputClosedError, write
+from tundish.cli.plans import add_plan_commands
+from tundish.errors import (
+    CorruptCheckpointError,
+    MissingExtraError,
+    PlanFormatError,
+    PlanMismatchError,
+    TundishError,
+    names_its_path,
+)
+
+__all__ = ["main"]
+
+EXIT_OK = 0
+EXIT_WRONG = 1
+EXIT_USAGE = 2
+EXIT_STORAGE = 3
+EXIT_MISSING_EXTRA = 4
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+def main(arguments: Sequence[str] | None = None, begin: Callable[[], object] | None = None) -> int:
+    """Run the command line `arguments` (default: the process's own) and return the exit code.
+
+    `begin` is called when everything that the command needs is imported, just before its work.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    as_json = "--json" in words
+    for stream in (sys.stdout, sys.stderr):
+        # A path need not be text in the terminal's encoding.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        options = build_parser().parse_args(words)
+        import_module(options.needs)
+        if begin is not None:
+            begin()
+        result = options.run(options)
+        write(json.dumps(result["json"]) if as_json else result["text"])
+        return EXIT_OK
+    except SystemExit as stop:
+        # argparse's own way out of --help and --version, after printing.
+        return stop.code if isinstance(stop.code, int) else EXIT_OK
+    except OutputClosedError:
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        return _fail("interrupted", "KeyboardInterrupt", EXIT_INTERRUPTED, as_json)
+    except (TundishError, OSError, MemoryError) as error:
+        return _fail(_one_line(error), type(error).__name__, _exit_code(error), as_json)
+    except Exception as error:  # noqa: BLE001 (a script gets its JSON object and its exit code also for a bug)
+        traceback.print_exc()
+        return _fail(_one_line(error), type(error).__name__, EXIT_BUG, as_json)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command; each command's options carry the function to `run` and the module it `needs`."""
+    parser = Parser(
+        prog="tundish",
+        description="Pack token sequences for training, and look at plans and checkpoints.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=PrintVersion, help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_plan_commands(commands)
+    add_checkpoint_commands(commands)
+    return parser
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, (PlanFormatError, PlanMismatchError, CorruptCheckpointError)):
+        return EXIT_WRONG
+    if isinstance(error, MissingExtraError):
+        return EXIT_MISSING_EXTRA
+    return EXIT_STORAGE if isinstance(error, (OSError, MemoryError)) else EXIT_USAGE
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        named = error.filename is None or names_its_path(error)
+        return error.strerror if named else f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _fail(message: str, kind: str, code: int, as_json: bool) -> int:
+    if sys.stderr is not None:
+        # Where nobody can be told, the exit code still tells.
+        with contextlib.suppress(OSError):
+            print(f"tundish: {message}", file=sys.stderr, flush=True)
+    if as_json:
+        # Where this cannot be written either, the failure to report is still the first one.
+        with contextlib.suppress(OSError, OutputClosedError):
+            write(json.dumps({"error": {"kind": kind, "message": message, "exit_code": code}}))
+    return code
