@@ -8,7 +8,9 @@
 //! Where changes are too many to try all combinations, those are tried that keep all, none, the first n, all but one, and
 //! only one, and then some drawn by a fixed rule.
 
+use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use crate::model::{Change, Node, Nodes, World, apply};
@@ -70,12 +72,16 @@ pub fn after_power_cut(world: &World, length: usize, care: Care, visit: &mut dyn
             Change::SyncFile(_) | Change::SyncFolder(_) => {}
         }
     }
+    let mut trees = HashSet::new();
     for kept in combinations(names.len(), care) {
         let mut nodes = durable.clone();
         names.iter().zip(&kept).filter(|(_, kept)| **kept).for_each(|(change, _)| apply(&mut nodes, change));
         // What cannot be found any more may be as it likes.
-        let mut found = HashSet::new();
-        find(&nodes, 0, &mut found);
+        let (mut found, mut names) = (HashSet::new(), DefaultHasher::new());
+        find(&nodes, 0, &mut found, &mut names);
+        if !trees.insert(names.finish()) {
+            continue;
+        }
         let bytes: Vec<_> = bytes.iter().filter(|(file, _)| found.contains(file)).collect();
         let links: Vec<_> = links.iter().filter(|link| found.contains(link)).collect();
         for fates in fates(bytes.len() + links.len(), care) {
@@ -93,10 +99,16 @@ pub fn after_power_cut(world: &World, length: usize, care: Care, visit: &mut dyn
     }
 }
 
-fn find(nodes: &Nodes, number: usize, found: &mut HashSet<usize>) {
+/// What can be reached from a folder, and by which names.
+fn find(nodes: &Nodes, number: usize, found: &mut HashSet<usize>, tree: &mut DefaultHasher) {
     found.insert(number);
+    number.hash(tree);
     if let Node::Folder(names) = &*nodes[number] {
-        names.values().for_each(|&inner| find(nodes, inner, found));
+        names.len().hash(tree);
+        for (name, &inner) in names {
+            name.hash(tree);
+            find(nodes, inner, found, tree);
+        }
     }
 }
 

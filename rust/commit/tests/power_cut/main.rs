@@ -5,6 +5,8 @@
 //! the real recovery has to make the old or the new state of it, bit by bit.
 
 mod broken;
+#[path = "../common/mod.rs"]
+mod common;
 mod losses;
 mod model;
 mod oracle;

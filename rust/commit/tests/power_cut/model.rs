@@ -200,12 +200,16 @@ impl Disk for ModelDisk {
         if path == Path::new(ROOT) {
             return Ok(0);
         }
-        let mut number = 0;
+        let mut numbers = vec![0];
         let inner = path.strip_prefix(ROOT).expect("nothing outside the root is touched");
         for part in inner {
-            number = self.open_folder(&number, part, path)?;
+            if part == ".." {
+                numbers.pop();
+            } else {
+                numbers.push(self.open_folder(numbers.last().unwrap(), part, path)?);
+            }
         }
-        Ok(number)
+        Ok(*numbers.last().expect("nothing outside the root is touched"))
     }
 
     fn open_folder(&self, parent: &Number, name: &OsStr, path: &Path) -> Result<Number, CommitError> {

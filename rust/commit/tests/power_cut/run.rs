@@ -2,13 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tundish_commit::disk::Disk;
 use tundish_commit::root::{Identity, Opening, Root, Timing};
+use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::{CommitError, Kind};
+
+use crate::common::image;
 
 use crate::model::{ModelDisk, Node, ROOT, World};
 
@@ -59,7 +63,7 @@ pub fn contents(kind: Kind, step: u64, version: Version) -> Vec<(&'static str, V
         Kind::Hf => {
             vec![("config.json", bytes(1, 9)), ("model.safetensors", bytes(2, 24)), ("tokenizer.json", bytes(5, 3))]
         }
-        Kind::Dcp => vec![("inner/rank_0", bytes(4, 18)), ("inner/rank_1", Vec::new()), (".metadata", bytes(3, 10))],
+        Kind::Dcp => vec![("inner/rank_0", bytes(4, 18)), ("inner/rank_1", bytes(6, 4)), (".metadata", bytes(3, 10))],
     }
 }
 
@@ -83,8 +87,22 @@ pub fn open(disk: &ModelDisk) -> Result<Root<ModelDisk>, CommitError> {
     Root::open(disk.clone(), Path::new(ROOT), opening, &mut || Ok(()))
 }
 
-/// Writes the files of a checkpoint into its hidden folder, as the shard writer does: all are made and given their length,
-/// then written, then synced. The folders are not: other machines may have made the files, and their syncs are theirs.
+/// Writes the files of a checkpoint into its hidden folder by the writer that all checkpoints are written by.
+fn write_by_the_writer(disk: &ModelDisk, folder: &Path, kind: Kind, step: u64, version: Version) {
+    let contents = contents(kind, step, version);
+    let files: Vec<_> = contents.iter().map(|(name, bytes)| (*name, bytes.len() as u64)).collect();
+    let options = WriterOptions { checksum: true, writers_per_node: 1 };
+    let mut go_on = || ControlFlow::Continue(());
+    let writer = ShardWriter::on_disk(disk.clone(), folder, &files, options, &mut go_on).unwrap();
+    for (name, bytes) in &contents {
+        writer.write(name, 0, &image(bytes), 0, bytes.len()).unwrap();
+    }
+    let facts = writer.finish(Duration::from_secs(60)).unwrap().expect("so little is written soon");
+    assert_eq!(facts.len(), contents.len());
+}
+
+/// Writes the files by hand: all are made and given their length, then written, then synced. The folders are not: other
+/// machines may have made the files, and what those sync here is theirs.
 pub fn write_files(disk: &ModelDisk, folder: &Path, kind: Kind, step: u64, version: Version) {
     let mut writing = Writing::start(disk, folder, kind, step, version);
     while writing.go_on(disk) {}
@@ -164,7 +182,7 @@ impl Run {
             root.begin(kind, step, overwrite).unwrap();
         });
         self.call(format!("write {kind}-{step}"), unchanged.clone(), |root, disk| {
-            write_files(disk, &root.path().join(format!(".{kind}-{step}.incomplete")), kind, step, version);
+            write_by_the_writer(disk, &root.path().join(format!(".{kind}-{step}.incomplete")), kind, step, version);
         });
         let mut after = unchanged;
         after.published.insert((kind, step), version);
