@@ -98,8 +98,9 @@ def test_ctrl_c_ends_the_work_within_100_ms(lengths_file: Path, tmp_path: Path, 
             os.kill(os.getpid(), signal.SIGINT)
 
         timer = threading.Timer(delay, interrupt)
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
+            # In here: on a busy machine the interrupt may come before this thread goes on.
+            timer.start()
             td.pack(lengths, 512, seed=0, **place)
         waits.append(time.monotonic() - sent[0])
         timer.join()
@@ -128,8 +129,8 @@ def test_ctrl_c_ends_a_look_up_and_a_check_within_100_ms() -> None:
                 os.kill(os.getpid(), signal.SIGINT)
 
             timer = threading.Timer(delay, interrupt)
-            timer.start()
             with pytest.raises(KeyboardInterrupt):
+                timer.start()
                 call()
             waits.append(time.monotonic() - sent[0])
             timer.join()
@@ -243,8 +244,11 @@ def disturb():
         time.sleep(0.0002)
 writer = threading.Thread(target=disturb)
 writer.start()
-errors = 0
-for attempt in range(600):
+attempt = errors = 0
+begun = time.monotonic()
+# On a busy machine the writer may hardly be let run.
+while attempt < 600 or (not errors and time.monotonic() - begun < 60):
+    attempt += 1
     try:
         td.pack(lengths, (2**40, 2**62)[attempt % 2], threads=1 + attempt // 2 % 2)
     except td.TundishError:
