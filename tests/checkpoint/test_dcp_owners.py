@@ -76,6 +76,12 @@ def test_bytes_are_spread_evenly() -> None:
     assert max(loads.values()) <= 1.02 * sum(loads.values()) / 4
 
 
+def test_a_large_tensor_leaves_the_small_ones_to_the_others() -> None:
+    state = {"large": torch.empty(3000)} | {f"small{number}": torch.empty(3) for number in range(1000)}
+    saved = owners(dict.fromkeys(range(2), state))
+    assert sum(ranks != saved["large"] for ranks in saved.values()) == 1000
+
+
 def test_small_tensors_are_spread_too() -> None:
     state = {f"t{number}": torch.empty(0) for number in range(40)}
     counts = [
