@@ -458,6 +458,20 @@ def test_a_dying_owner_is_waited_for(tmp_path: Path) -> None:
     root.close()
 
 
+def test_an_owner_that_copies_its_root_away_keeps_it(tmp_path: Path) -> None:
+    """Closing any descriptor of a file costs a process its lock on it; the record still names a process that lives."""
+    copying = "import shutil\nshutil.copytree(sys.argv[1], sys.argv[2])\n"
+    with started(
+        OWNER.replace("print(", copying + "print(", 1), tmp_path / "root", tmp_path / "copy"
+    ) as owner:
+        with pytest.raises(RootInUseError, match=f"process {owner.pid} "):
+            Root(tmp_path / "root", wait_seconds=0)
+        # The copy is nobody's to keep: its owner is none of it.
+        owner.kill()
+        owner.wait()
+    Root(tmp_path / "copy", wait_seconds=0).close()
+
+
 def test_an_orphan_of_a_killed_owner_does_not_keep_the_root(tmp_path: Path) -> None:
     """A data worker made by `fork` outlives a rank that is killed."""
     forking = """

@@ -12,6 +12,10 @@
 //! 4. Every system call that changes the disk goes through [`disk`], where test builds (feature `failpoints`) can
 //!    be killed or made to fail at each one.
 //!
+//! The checkpoints of a run are published so too, but many ranks write each of them and readers look for the newest:
+//! [`root`] decides which of them exist, [`shards`] writes their files, and [`staging`] is the memory they are written
+//! from.
+//!
 //! The method is that of "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014) for atomic
 //! replacement; why a failed fsync is final is shown in "Can Applications Recover from fsync Failures?" (Rebello
 //! et al., USENIX ATC 2020).

@@ -1,7 +1,7 @@
 //! Beginning, publishing and giving up a checkpoint.
 
 use std::collections::BTreeSet;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 
 use rustix::io::Errno;
@@ -81,14 +81,20 @@ impl<D: Disk + Clone + 'static> Root<D> {
         if status.kind != EntryKind::Folder {
             return self.root.remove(&name);
         }
-        // Somebody may still write into it: under another name that changes nothing of the new attempt.
-        let aside = self.root.free_name(|number| layout::removed(key.0, key.1, number))?;
-        self.root.rename_new(&name, &aside)?;
+        let aside = self.set_attempt_aside(key)?;
         if !is_written_into(&self.root, &aside)? {
             // What cannot be removed now, the next start removes.
             let _ = self.root.remove(&aside);
         }
         Ok(())
+    }
+
+    /// Gives the folder of an attempt a name to be removed under; returns it. Whoever still writes into it changes nothing
+    /// of the next attempt, and removing it takes nothing from that.
+    fn set_attempt_aside(&self, (kind, step): Key) -> Result<OsString, CommitError> {
+        let aside = self.root.free_name(|number| layout::removed(kind, step, number))?;
+        self.root.rename_new(&layout::attempt(kind, step), &aside)?;
+        Ok(aside)
     }
 
     /// Tries whether the file system exchanges folders, before anything is written that could not be published.
@@ -127,9 +133,11 @@ impl<D: Disk + Clone + 'static> Root<D> {
         };
         records::write_registry(&self.root, &state.published)?;
         records::point(&self.root, &state.published, kind)?;
-        if replaced.is_some() {
-            // What it held before. The checkpoint is published; what cannot be removed now, the next start removes.
-            let _ = self.root.remove(&layout::attempt(kind, step));
+        if let Some(_kept) = replaced {
+            // The checkpoint is published; what cannot be removed now of what it held before, the next start removes.
+            let aside = self.set_attempt_aside(key);
+            drop(state);
+            let _ = aside.and_then(|aside| self.root.remove(&aside));
         }
         Ok(self.checkpoint_path(key))
     }
@@ -209,13 +217,10 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let Some(attempt) = state.attempts.remove(&(kind, step)) else {
             return Ok(());
         };
-        let name = layout::attempt(kind, step);
-        if !self.root.has(&name, &attempt.folder)? {
+        if !self.root.has(&layout::attempt(kind, step), &attempt.folder)? {
             return Ok(());
         }
-        // Ranks that have not heard of it yet may still write into it, but not into what is begun next.
-        let aside = self.root.free_name(|number| layout::removed(kind, step, number))?;
-        self.root.rename_new(&name, &aside)?;
+        let aside = self.set_attempt_aside((kind, step))?;
         drop(state);
         self.root.remove(&aside)
     }
