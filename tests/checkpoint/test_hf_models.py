@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -233,6 +233,27 @@ def test_weights_tied_in_a_way_that_is_not_declared() -> None:
     model.model.layers[1].mlp = model.model.layers[0].mlp
     with pytest.raises(InvalidInputError, match=r"layers\.0\.mlp\.\w+\.weight, .* does not declare"):
         plan_hf(model)
+
+
+class Pair(PreTrainedModel):
+    """Two layers of one weight, both declared as tied to the other."""
+
+    config_class = LlamaConfig
+    _tied_weights_keys: ClassVar = {"a.weight": "b.weight", "b.weight": "a.weight"}
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.b = nn.Linear(3, 3)
+        self.a = nn.Linear(3, 3)
+        self.a.weight = self.b.weight
+
+
+def test_one_of_weights_that_are_all_declared_as_tied_is_kept(tmp_path: Path) -> None:
+    model = Pair(LlamaConfig(**SMALL))
+    export(tmp_path / "ours", model)
+    model.save_pretrained(tmp_path / "theirs")
+    assert_same_export(tmp_path / "ours", tmp_path / "theirs")
+    assert sorted(load_file(tmp_path / "ours" / "model.safetensors")) == ["a.bias", "b.bias", "b.weight"]
 
 
 def test_settings_that_cannot_be_saved_are_refused_at_once(tmp_path: Path) -> None:

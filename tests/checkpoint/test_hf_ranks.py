@@ -220,8 +220,11 @@ def failing(rank: int, line: Line) -> None:
     from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     from tundish import _native
+    from tundish.checkpoint import gather
     from tundish.checkpoint.hf import plan_hf
 
+    # A turn for each tensor, so that one fails in the middle.
+    gather.TURN_BYTES = 1
     folder = line.hear()
     background = distributed.new_group(backend="gloo")
     model = spread("fsdp")

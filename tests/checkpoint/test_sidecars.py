@@ -98,6 +98,7 @@ COPIED = {
 
 def test_a_source_folder_is_copied_without_its_weights(source: Path, tmp_path: Path) -> None:
     facts = export(tmp_path / "hf", WEIGHTS, source_dir=source)
+    assert plan_hf(WEIGHTS, source_dir=source).written_bytes == sum(fact.size for fact in facts)
     assert files(tmp_path / "hf") == COPIED
     assert sorted(fact.name for fact in facts) == sorted([*COPIED, "model.safetensors"])
     sizes = {fact.name: fact.size for fact in facts}
@@ -191,11 +192,14 @@ def test_the_same_save_gives_the_same_bytes(source: Path, tmp_path: Path) -> Non
 
 
 def test_files_of_others_are_not_taken_for_ours(tmp_path: Path) -> None:
-    plan = plan_hf(WEIGHTS, config=OwnConfig())
-    with staged(plan) as save:
+    class Meanwhile(OwnConfig):
+        def save_pretrained(self, folder: str) -> None:
+            super().save_pretrained(folder)
+            # Another rank makes its files at the same time.
+            (Path(folder) / "model.safetensors").write_text("x")
+
+    with staged(plan_hf(WEIGHTS, config=Meanwhile())) as save:
         (tmp_path / "of somebody else").write_text("x")
-        # Another rank may have made its files already.
-        (tmp_path / "model.safetensors").write_text("x")
         assert [fact.name for fact in save.prewrite(tmp_path)] == ["own.txt"]
 
 

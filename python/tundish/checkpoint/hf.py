@@ -136,7 +136,11 @@ class HfPlan:
             + sum(_room_for(*known) for known in self._snapshots.values())
             + self._scratch_bytes()
         )
-        self.written_bytes = sum(file.size for file, _ in files) + len(drawing.layout.index or b"")
+        self.written_bytes = (
+            sum(file.size for file, _ in files)
+            + len(drawing.layout.index or b"")
+            + (0 if sidecars is None else sidecars.size)
+        )
         self.fingerprint = self._fingerprint_of()
 
     def reserve(self) -> None:

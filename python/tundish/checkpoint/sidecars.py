@@ -52,12 +52,13 @@ _LEFT_OUT = frozenset({".git", ".cache", "tundish.json"})
 class Sidecars:
     """What is written beside the weights.
 
-    `source`: names in the checkpoint and the files to copy there. `settings`: config and generation config, this save's
+    `source`: names in the checkpoint and the files to copy there; `size`: their bytes. `settings`: config and generation config, this save's
     own. `model`: whose code is copied, where it is not part of transformers. `tokenizer`: or processor; the
     caller's, written as it is then. `index`: of the shards.
     """
 
     source: tuple[tuple[str, Path], ...]
+    size: int
     settings: tuple[Any, ...]
     model: Any
     tokenizer: Any
@@ -116,8 +117,10 @@ def gather_sidecars(
             own.dtype = str(dtype).removeprefix("torch.")
     settings = (own, generation)
     _check_settings([one for one in settings if one is not None])
+    source = () if source_dir is None else tuple(_source_files(Path(source_dir)))
     return Sidecars(
-        source=() if source_dir is None else tuple(_source_files(Path(source_dir))),
+        source=source,
+        size=sum(path.stat().st_size for _, path in source),
         settings=settings,
         model=model if model is not None and model.is_remote_code() else None,
         tokenizer=tokenizer,

@@ -105,11 +105,9 @@ def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
     Parts of one memory that only overlap, or lie side by side, are tensors of their own.
     """
-    by_address: dict[Hashable, list[str]] = {}
+    by_address: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
-        local = local_of(tensor)
-        # What is empty has no address, but on another rank the same tensor need not be empty.
-        by_address.setdefault(local.data_ptr() or _storage(local), []).append(name)
+        by_address.setdefault(local_of(tensor).data_ptr(), []).append(name)
     groups: dict[Hashable, list[str]] = {}
     for names in by_address.values():
         if len(names) > 1:
@@ -118,15 +116,12 @@ def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def _storage(local: torch.Tensor) -> Hashable:
-    return "storage", local.untyped_storage()._cdata
-
-
 def _view(tensor: torch.Tensor) -> Hashable:
     local = local_of(tensor)
     return (
         local.device,
-        local.data_ptr() or (_storage(local), local.storage_offset()),
+        # What is empty has no address, but on another rank the same tensor need not be empty.
+        local.data_ptr() or (local.untyped_storage()._cdata, local.storage_offset()),
         local.dtype,
         tensor.shape,
         local.shape,

@@ -1,0 +1,76 @@
+"""A rank that dies while tensors are brought together: the others hear of it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "checkpoint"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+from rank_processes import Job, Line, outcome
+
+
+def gathering(rank: int, line: Line) -> None:
+    """Gathers tensors of all ranks; the last rank stops in the middle and waits to be killed."""
+    import torch
+    import torch.distributed as distributed
+    from exporting import staged, write
+    from hf_worlds import spread
+
+    from tundish import _native
+    from tundish.checkpoint import gather
+    from tundish.checkpoint.hf import plan_hf
+
+    # A turn for each tensor, so that there are turns to come.
+    gather.TURN_BYTES = 1
+    kind, folder = line.hear()
+    size = distributed.get_world_size()
+    background = distributed.new_group(backend="gloo")
+    model = spread("fsdp")
+
+    def stop(name: str, tensor: Any) -> Any:
+        if rank == size - 1 and not tensor.is_meta:
+            line.say("in the middle")
+            line.hear()
+        return [(name, tensor + 0)]
+
+    arguments: dict[str, Any] = {}
+    if kind == "lazy":
+        arguments = {"staging": "lazy", "optimizer": torch.optim.SGD(model.parameters())}
+    plan = plan_hf(model, to_hf=stop, shard_bytes=300, background_group=background, **arguments)
+
+    def save() -> None:
+        through = (folder, 300) if kind == "through" else None
+        with staged(plan, through=through) as staging:
+            write(staging, folder, is_first=rank == 0)
+
+    line.say(*outcome(save))
+    assert _native.staging_stats()["in_use"] == 0
+    # What is left of the groups waits for the dead in its own ends.
+    line.say("done")
+    line.hear()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ["eager", "lazy", "through"])
+def test_a_rank_that_dies_is_noticed(kind: str, size: int, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    with Job(gathering, size, tmp_path) as job:
+        for rank in range(size):
+            job.tell(rank, (kind, folder))
+        assert job.hear(size - 1) == ("in the middle",)
+        job.signal(size - 1, signal.SIGKILL)
+        started = time.monotonic()
+        for rank in range(size - 1):
+            error, text, _ = job.hear(rank)
+            assert error, "a save without all parts of its tensors"
+            assert text
+            assert job.hear(rank) == ("done",)
+        assert time.monotonic() - started < 10
