@@ -36,9 +36,9 @@ pub(crate) struct Image {
 #[pymethods]
 impl Image {
     #[new]
-    fn new(size: usize) -> PyResult<Self> {
-        let image = staging::Image::new(size).map_err(BindingError::from)?;
-        Ok(Self { image: Arc::new(image) })
+    fn new(py: Python<'_>, size: usize) -> PyResult<Self> {
+        // What is kept and of no use goes back to the system first, which takes milliseconds a gigabyte.
+        enter(py, None, |_| Ok(Self { image: Arc::new(staging::Image::new(size)?) }))
     }
 
     /// Bytes.

@@ -45,11 +45,21 @@ impl DirectIo {
     }
 }
 
+/// Bytes written through the page cache after which it is emptied of them.
+const EVICTION: u64 = 4 * WINDOW;
+
 /// An open file.
 pub(super) struct Output<D: Disk> {
     cached: D::File,
     direct: Option<D::File>,
-    writeback: Mutex<Writeback>,
+    in_cache: Mutex<InCache>,
+}
+
+/// What of a file is in the page cache.
+struct InCache {
+    writeback: Writeback,
+    /// Written since it was last emptied.
+    bytes: u64,
 }
 
 impl<D: Disk> Output<D> {
@@ -59,7 +69,8 @@ impl<D: Disk> Output<D> {
             false => tree.open_for_direct_writing(disk, place)?,
         };
         let cached = tree.open_for_writing(disk, place)?;
-        Ok(Output { cached, direct, writeback: Mutex::new(Writeback::new()) })
+        let in_cache = Mutex::new(InCache { writeback: Writeback::new(), bytes: 0 });
+        Ok(Output { cached, direct, in_cache })
     }
 
     /// Writes all of `bytes` at `offset`.
@@ -90,9 +101,13 @@ impl<D: Disk> Output<D> {
     /// Writes through the page cache, where only a few windows stay.
     fn write_cached(&self, disk: &D, offset: u64, bytes: &[u8], path: &Path) -> Result<(), CommitError> {
         disk::write_all(disk, &self.cached, offset, bytes, path, WINDOW as usize, |written| {
-            let mut writeback = self.writeback.lock().unwrap_or_else(PoisonError::into_inner);
-            writeback.wrote(disk, &self.cached, written, path)?;
-            disk.evict(&self.cached);
+            let mut in_cache = self.in_cache.lock().unwrap_or_else(PoisonError::into_inner);
+            in_cache.bytes += written.end - written.start;
+            in_cache.writeback.wrote(disk, &self.cached, written, path)?;
+            if in_cache.bytes >= EVICTION {
+                in_cache.bytes = 0;
+                disk.evict(&self.cached);
+            }
             Ok(())
         })
     }

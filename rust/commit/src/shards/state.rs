@@ -14,6 +14,9 @@ use crate::error::CommitError;
 use crate::staging::Image;
 use crate::writeback::WINDOW;
 
+/// Files that are made durable together: the first fsync of many small ones commits what the others wait for, too.
+const BATCH: usize = 64;
+
 /// Bytes of an image for one file.
 pub(super) struct Write {
     pub(super) file: usize,
@@ -40,6 +43,16 @@ pub(super) enum Done {
     FinishedFolders,
 }
 
+impl Done {
+    /// The bytes that it wrote.
+    pub(super) fn bytes(&self) -> u64 {
+        match self {
+            Done::Wrote { length, .. } => *length,
+            Done::Finished | Done::FinishedFolders => 0,
+        }
+    }
+}
+
 /// The right to write.
 pub(super) enum Right {
     None,
@@ -58,10 +71,11 @@ enum Folders {
 pub(super) struct State {
     /// Handed in, and not begun.
     queue: VecDeque<Write>,
-    /// Files that are written, and that no thread makes durable yet.
+    /// Files that are written, and that no thread makes durable yet; all are open.
     written: Vec<usize>,
+    /// Whether they are made durable before anything more is written.
+    catching_up: bool,
     pub(super) files: Vec<Progress>,
-    pub(super) bytes_written: u64,
     /// Files that are not durable.
     unfinished: usize,
     folders: Folders,
@@ -82,8 +96,8 @@ impl State {
             queue: VecDeque::new(),
             // Nothing is to be written of an empty file.
             written: (0..sizes.len()).filter(|&file| sizes[file] == 0).collect(),
+            catching_up: false,
             files: sizes.iter().map(|&size| Progress::new(size)).collect(),
-            bytes_written: 0,
             unfinished: sizes.len(),
             folders: Folders::Waiting,
             busy: 0,
@@ -115,14 +129,20 @@ impl State {
 
     /// Begins a task; [`done`](State::done) or [`fail`](State::fail) ends it.
     pub(super) fn next_task(&mut self) -> Option<Task> {
-        let task = if let Some(file) = self.written.pop() {
-            Task::Finish(file)
-        } else if let Some(write) = self.queue.front_mut() {
+        self.catching_up = match self.written.len() {
+            0 => false,
+            number => self.catching_up || number >= BATCH || self.queue.is_empty(),
+        };
+        let task = if let Some(write) = self.queue.front_mut()
+            && !self.catching_up
+        {
             let piece = write.cut_piece();
             if write.length == 0 {
                 self.queue.pop_front();
             }
             Task::Write(piece)
+        } else if let Some(file) = self.written.pop() {
+            Task::Finish(file)
         } else if self.has_task() {
             self.folders = Folders::Taken;
             Task::FinishFolders
@@ -136,7 +156,6 @@ impl State {
     pub(super) fn done(&mut self, done: Done) {
         match done {
             Done::Wrote { file, offset, length, checksum } => {
-                self.bytes_written += length;
                 if self.files[file].wrote(offset, length, checksum) && !self.is_over() {
                     self.written.push(file);
                 }

@@ -4,6 +4,7 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -31,6 +32,7 @@ pub(super) struct Shared<D: Disk> {
     slots: Slots,
     checksum: bool,
     total: u64,
+    written: AtomicU64,
     state: Mutex<State>,
     /// Told of every change of the state.
     changed: Condvar,
@@ -62,6 +64,7 @@ impl<D: Disk> Shared<D> {
             slots: Slots::new(options.writers_per_node, (root.device, root.number)),
             checksum: options.checksum,
             total: sizes.iter().sum(),
+            written: AtomicU64::new(0),
             state: Mutex::new(State::new(&sizes)),
             changed: Condvar::new(),
         }
@@ -71,8 +74,9 @@ impl<D: Disk> Shared<D> {
         self.tree.path()
     }
 
+    /// Bytes written, and bytes of all files; without the lock, which a child made by `fork` may find held.
     pub(super) fn progress(&self) -> (u64, u64) {
-        (self.lock().bytes_written, self.total)
+        (self.written.load(Ordering::Relaxed), self.total)
     }
 
     pub(super) fn hand_in(&self, name: &str, mut write: Write) -> Result<(), CommitError> {
@@ -205,7 +209,10 @@ impl<D: Disk> Shared<D> {
             drop(slot);
             state = self.lock();
             match outcome {
-                Ok(done) => state.done(done),
+                Ok(done) => {
+                    self.written.fetch_add(done.bytes(), Ordering::Relaxed);
+                    state.done(done);
+                }
                 Err(error) => state.fail(error),
             }
             self.changed.notify_all();

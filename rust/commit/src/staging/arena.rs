@@ -39,7 +39,7 @@ pub fn staging_stats() -> StagingStats {
 
 /// Gives all memory that no image uses back to the operating system; returns how many bytes.
 pub fn trim_staging() -> usize {
-    Arena::of_process().lock().release_down_to(0)
+    Arena::of_process().trim()
 }
 
 /// The bytes that an image of `size` takes: whole pages, and whole huge pages where that adds little. `None` where
@@ -107,7 +107,24 @@ impl Arena {
         if capacity == 0 {
             return Some(NonNull::dangling());
         }
-        self.lock().take(capacity)
+        let mut state = self.lock();
+        if let Some(start) = state.cut(capacity) {
+            return Some(start);
+        }
+        let released = state.make_room(capacity)?;
+        drop(state);
+        unmap(&released);
+        // A limit on the address space counts what is kept, too.
+        let start = memory::map(capacity).or_else(|| (self.trim() > 0).then(|| memory::map(capacity)).flatten());
+        self.lock().took(capacity, start.is_some());
+        start
+    }
+
+    /// Gives all free ranges back to the operating system; returns how many bytes.
+    fn trim(&self) -> usize {
+        let released = self.lock().release_down_to(0);
+        unmap(&released);
+        released.iter().map(|(_, length)| length).sum()
     }
 
     /// Takes back what [`take`](Arena::take) gave.
@@ -131,18 +148,16 @@ impl Arena {
     }
 }
 
-impl State {
-    fn take(&mut self, capacity: usize) -> Option<NonNull<u8>> {
-        let start = match self.cut(capacity) {
-            Some(start) => start,
-            None => self.map(capacity)?,
-        };
-        self.stats.in_use += capacity;
-        self.stats.peak = self.stats.peak.max(self.stats.in_use + self.stats.cached);
-        Some(start)
+/// Gives free ranges back to the operating system: without the lock, since it takes milliseconds a gigabyte.
+fn unmap(ranges: &[(Range, usize)]) {
+    for &(range, length) in ranges {
+        // SAFETY: the range was free, and was taken off the list.
+        unsafe { memory::unmap(range.0, length) };
     }
+}
 
-    /// Cuts from the start of the smallest free range that is large enough.
+impl State {
+    /// Cuts an image from the start of the smallest free range that is large enough.
     fn cut(&mut self, capacity: usize) -> Option<NonNull<u8>> {
         let fitting = self.free.iter().filter(|(_, (_, length))| *length >= capacity);
         let (&address, _) = fitting.min_by_key(|(_, (_, length))| *length)?;
@@ -153,16 +168,24 @@ impl State {
             self.free.insert(address + capacity, (Range(rest), length - capacity));
         }
         self.stats.cached -= capacity;
+        self.stats.in_use += capacity;
         Some(range.0)
     }
 
-    fn map(&mut self, capacity: usize) -> Option<NonNull<u8>> {
-        let most = self.stats.peak.max(self.stats.in_use.checked_add(capacity)?);
-        self.release_down_to(most - self.stats.in_use - capacity);
-        memory::map(capacity).or_else(|| {
-            // A limit on the address space counts what is kept, too.
-            (self.release_down_to(0) > 0).then(|| memory::map(capacity)).flatten()
-        })
+    /// Counts a fresh image in, and takes off the list what must go for invariant 1; [`took`](State::took) says what
+    /// came of it.
+    fn make_room(&mut self, capacity: usize) -> Option<Vec<(Range, usize)>> {
+        self.stats.in_use = self.stats.in_use.checked_add(capacity)?;
+        let most = self.stats.peak.max(self.stats.in_use);
+        Some(self.release_down_to(most - self.stats.in_use))
+    }
+
+    fn took(&mut self, capacity: usize, is_mapped: bool) {
+        if is_mapped {
+            self.stats.peak = self.stats.peak.max(self.stats.in_use + self.stats.cached);
+        } else {
+            self.stats.in_use -= capacity;
+        }
     }
 
     fn give_back(&mut self, start: NonNull<u8>, capacity: usize) {
@@ -183,19 +206,17 @@ impl State {
         }
     }
 
-    /// Gives free ranges back to the operating system, the smallest first, until at most `bytes` are kept; returns
-    /// how many bytes went.
-    fn release_down_to(&mut self, bytes: usize) -> usize {
-        let before = self.stats.cached;
+    /// Takes free ranges off the list, the smallest first, until at most `bytes` are kept.
+    fn release_down_to(&mut self, bytes: usize) -> Vec<(Range, usize)> {
+        let mut released = Vec::new();
         while self.stats.cached > bytes {
             let smallest = self.free.iter().min_by_key(|(_, (_, length))| *length);
             let Some((&address, &(range, length))) = smallest else { break };
             self.free.remove(&address);
             self.stats.cached -= length;
-            // SAFETY: a free range is the arena's alone.
-            unsafe { memory::unmap(range.0, length) };
+            released.push((range, length));
         }
-        before - self.stats.cached
+        released
     }
 }
 
@@ -264,7 +285,7 @@ mod tests {
         let again = image(arena, (5 << 20) - 100);
         assert_eq!((again.as_ptr(), again.bytes(0, 1)), (address, &[7][..]));
         drop(again);
-        assert_eq!(arena.lock().release_down_to(0), 5 << 20);
+        assert_eq!(arena.trim(), 5 << 20);
         assert_eq!(stats(arena), StagingStats { in_use: 0, cached: 0, peak: 5 << 20 });
     }
 
@@ -338,7 +359,7 @@ mod tests {
                 prop_assert!(image.bytes(0, image.size()).iter().all(|&byte| byte == mark));
             }
             let cached = stats(arena).cached;
-            prop_assert_eq!(arena.lock().release_down_to(0), cached);
+            prop_assert_eq!(arena.trim(), cached);
         }
     }
 }
