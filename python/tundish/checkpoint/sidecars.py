@@ -52,8 +52,8 @@ _LEFT_OUT = frozenset({".git", ".cache", "tundish.json"})
 class Sidecars:
     """What is written beside the weights.
 
-    `source`: names in the checkpoint and the files to copy there; `size`: their bytes. `settings`: config and generation config, this save's
-    own. `model`: whose code is copied, where it is not part of transformers. `tokenizer`: or processor; the
+    `source`: names in the checkpoint and the files to copy there; `size`: their bytes. `settings`: config and
+    generation config, this save's own. `model`: whose code is copied, where it is not part of transformers. `tokenizer`: or processor; the
     caller's, written as it is then. `index`: of the shards.
     """
 
