@@ -53,8 +53,8 @@ class Sidecars:
     """What is written beside the weights.
 
     `source`: names in the checkpoint and the files to copy there; `size`: their bytes. `settings`: config and
-    generation config, this save's own. `model`: whose code is copied, where it is not part of transformers. `tokenizer`: or processor; the
-    caller's, written as it is then. `index`: of the shards.
+    generation config, this save's own. `model`: whose code is copied, where it is not part of transformers.
+    `tokenizer`: or processor; the caller's, written as it is then. `index`: of the shards.
     """
 
     source: tuple[tuple[str, Path], ...]
