@@ -54,13 +54,17 @@ def test_an_item_is_what_torch_saves(dtype: torch.dtype, shape: tuple[int, ...])
     torch.save(tensor, stream)
     theirs = stream.getvalue()
 
-    expected = records_of(theirs)
+    found, expected = records_of(ours), records_of(theirs)
     # A number by which torch tells files apart in its own logs.
     del expected["archive/.data/serialization_id"]
-    assert records_of(ours) == expected
-    for name, (length, start) in expected.items():
+    # Older releases have fewer records.
+    assert expected.keys() <= found.keys()
+    for name, (length, start) in found.items():
         assert start % ALIGNMENT == 0
-        assert ours[start : start + length] == theirs[start : start + length], name
+        if name in expected:
+            assert length == expected[name][0], name
+            there = expected[name][1]
+            assert ours[start : start + length] == theirs[there : there + length], name
 
     loaded = torch.load(io.BytesIO(ours), weights_only=True)
     assert (loaded.dtype, loaded.shape, loaded.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
