@@ -277,11 +277,16 @@ def test_verification_names_every_file_that_is_not_as_it_was(tmp_path: Path) -> 
 
 
 def test_an_error_of_the_progress_callback_ends_the_verification(tmp_path: Path) -> None:
-    folder = tmp_path / "hf-3"
-    write_checkpoint(folder, {"model": bytes(600 * MIB)})
+    # A hole that takes longer to read than the time to the first look at the callback.
+    size = 8192 * MIB
+    with (tmp_path / "model").open("wb") as file:
+        file.truncate(size)
+    files = [{"name": "model", "size": size, "checksum": f"crc64nvme:{0:016x}"}]
+    manifest = {"format_version": 1, "kind": "hf", "step": 3, "files": files}
+    (tmp_path / "tundish.json").write_text(_native.seal_manifest(json.dumps(manifest)))
 
     def refuse(phase: str, done: int, total: int) -> None:
         raise RuntimeError(f"{phase} {total}")
 
-    with pytest.raises(RuntimeError, match=f"verify {600 * MIB}"):
-        _native.verify_folder(folder, progress=refuse)
+    with pytest.raises(RuntimeError, match=f"verify {size}"):
+        _native.verify_folder(tmp_path, progress=refuse)
