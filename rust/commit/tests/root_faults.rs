@@ -363,8 +363,9 @@ fn fail_at_every_call(mode: &str, errno: i32) {
         if operation == "fsync" {
             // It fails what it was for, and is not tried again.
             assert_eq!(failed.len(), 1, "{context}");
+            let synced = &run.trace[number].1;
             let again = run.trace[number + 1..].iter().filter(|(operation, ..)| operation == "fsync");
-            assert!(again.into_iter().all(|(_, other, _)| other != path), "{context}");
+            assert!(again.into_iter().all(|(_, other, _)| other != synced), "{context}");
         }
         // What failed is not counted, neither now nor later, unless it was published before.
         let allowed = run.allowed();
