@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tundish._native import FileFacts, seal_manifest
-from tundish.checkpoint.dcp import DcpSaver
+from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.saves import WriteOptions
 
 OPTIONS = WriteOptions(checksum=True, writers_per_node=1, progress=lambda written: None)

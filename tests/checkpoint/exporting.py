@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tundish._native import FileFacts
-from tundish.checkpoint.hf import HfPlan, plan_hf
+from tundish.checkpoint.hf.plan import HfPlan, plan_hf
 from tundish.checkpoint.saves import Staged, WriteOptions
 
 PAGE = 4096

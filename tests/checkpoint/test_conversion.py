@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tundish.checkpoint.conversion import Conversion, as_they_are, by_function, by_reverting, cast, together
+from tundish.checkpoint.hf.conversion import (
+    Conversion,
+    as_they_are,
+    by_function,
+    by_reverting,
+    cast,
+    together,
+)
 from tundish.checkpoint.tensors import Facts
 from tundish.errors import InvalidInputError, InvalidTypeError
 

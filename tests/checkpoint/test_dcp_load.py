@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed
 
-from tundish.checkpoint.dcp import DcpSaver, load_dcp
+from tundish.checkpoint.dcp.saver import DcpSaver, load_dcp
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))

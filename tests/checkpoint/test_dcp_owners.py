@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from tundish.checkpoint.dcp_leaves import Leaves, leaves_of
-from tundish.checkpoint.dcp_outline import (
+from tundish.checkpoint.dcp.leaves import Leaves, leaves_of
+from tundish.checkpoint.dcp.outline import (
     Census,
     digest_of,
     outline_from_json,
@@ -18,7 +18,7 @@ from tundish.checkpoint.dcp_outline import (
     outline_to_json,
     total_bytes,
 )
-from tundish.checkpoint.dcp_owners import owned_by
+from tundish.checkpoint.dcp.owners import owned_by
 from tundish.errors import InvalidInputError
 
 

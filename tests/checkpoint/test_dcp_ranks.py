@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.dcp_writer import StagedPlanner
+from tundish.checkpoint.dcp.writer import StagedPlanner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))

@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tundish._native import staging_stats, verify_folder
-from tundish.checkpoint.dcp import DcpSaver
+from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.staging import Copies
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
@@ -536,7 +536,7 @@ def test_a_file_larger_than_the_limit_is_written_through(tmp_path: Path) -> None
 def test_a_save_of_the_same_form_is_planned_once(
     saver: DcpSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tundish.checkpoint.dcp_writer import StagedPlanner
+    from tundish.checkpoint.dcp.writer import StagedPlanner
 
     planned: list[int] = []
     create = StagedPlanner.create_local_plan

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from exporting import assert_same_export, bits, export
 from hf_worlds import SMALL
 
-from tundish.checkpoint.hf import plan_hf
+from tundish.checkpoint.hf.plan import plan_hf
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {

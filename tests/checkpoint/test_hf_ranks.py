@@ -72,7 +72,7 @@ def saving(rank: int, line: Line) -> None:
     from hf_worlds import spread, whole
 
     from tundish import _native
-    from tundish.checkpoint.hf import plan_hf
+    from tundish.checkpoint.hf.plan import plan_hf
 
     background = distributed.new_group(backend="gloo")
     alone = distributed.new_group([rank], use_local_synchronization=True)
@@ -148,7 +148,7 @@ def gathering_much(rank: int, line: Line) -> None:
     from torch.distributed.tensor import Shard, full
 
     from tundish import _native
-    from tundish.checkpoint.hf import plan_hf
+    from tundish.checkpoint.hf.plan import plan_hf
 
     background = distributed.new_group(backend="gloo")
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
@@ -220,8 +220,8 @@ def failing(rank: int, line: Line) -> None:
     from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     from tundish import _native
-    from tundish.checkpoint import gather
-    from tundish.checkpoint.hf import plan_hf
+    from tundish.checkpoint.hf import gather
+    from tundish.checkpoint.hf.plan import plan_hf
 
     # A turn for each tensor, so that one fails in the middle.
     gather.TURN_BYTES = 1

@@ -16,7 +16,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tundish.checkpoint.shards import PAGE, Layout, assign, lay_out
+from tundish.checkpoint.hf.shards import PAGE, Layout, assign, lay_out
 from tundish.checkpoint.tensors import DTYPES, Facts
 from tundish.errors import InvalidInputError
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from exporting import export, staged, write
 from hf_worlds import SMALL
 
-from tundish.checkpoint.hf import plan_hf
+from tundish.checkpoint.hf.plan import plan_hf
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError
 
 WEIGHTS = {"w": torch.ones(2)}

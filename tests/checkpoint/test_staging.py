@@ -22,7 +22,7 @@ from exporting import staged, write
 
 from tundish import _native
 from tundish.checkpoint import staging
-from tundish.checkpoint.hf import plan_hf
+from tundish.checkpoint.hf.plan import plan_hf
 from tundish.checkpoint.staging import BackgroundCopy, begin_copies, optimizers_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 

@@ -15,8 +15,9 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tundish._native import ShardWriter, staging_stats
-from tundish.checkpoint import Checkpointer, dcp_writer
-from tundish.checkpoint.dcp import DcpSaver
+from tundish.checkpoint import Checkpointer
+from tundish.checkpoint.dcp import writer as dcp_writer
+from tundish.checkpoint.dcp.saver import DcpSaver
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))

@@ -2,8 +2,9 @@
 
 `Checkpointer` saves Hugging Face exports and torch DCP checkpoints under one root; `open_readonly` reads the root
 from elsewhere, without importing torch. Layers, each knowing only those before it: `retention`, `reading`, `saves`
-(the seam to the kinds), `hf` and `dcp` (the kinds), `lane` (one save after the other, in the background), `owner`
-(who changes the root), `checkpointer`.
+(the seam to the kinds), `tensors`, `names`, `placements` (what is saved), `buffers` and `staging` (into host memory),
+`writing` (onto the disk), `hf` and `dcp` (the kinds), `budget` and `lane` (one save after the other, in the
+background), `failure`, `owner` (who changes the root), `checkpointer`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
     from tundish.checkpoint.checkpointer import Checkpointer
-    from tundish.checkpoint.dcp import load_dcp
+    from tundish.checkpoint.dcp.saver import load_dcp
     from tundish.checkpoint.reading import ReadOnlyRoot, open_readonly, verify
     from tundish.checkpoint.retention import Checkpoint
     from tundish.checkpoint.saves import Save
@@ -21,7 +22,7 @@ else:
         __name__,
         {
             "tundish.checkpoint.checkpointer": ("Checkpointer",),
-            "tundish.checkpoint.dcp": ("load_dcp",),
+            "tundish.checkpoint.dcp.saver": ("load_dcp",),
             "tundish.checkpoint.reading": ("ReadOnlyRoot", "open_readonly", "verify"),
             "tundish.checkpoint.retention": ("Checkpoint",),
             "tundish.checkpoint.saves": ("Save",),

@@ -27,9 +27,9 @@ from typing import Any, Self
 
 from tundish import _native
 from tundish.checkpoint.budget import StagingBudget
-from tundish.checkpoint.dcp import DcpSaver
+from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.failure import FailurePolicy, OnFailure
-from tundish.checkpoint.hf import plan_hf
+from tundish.checkpoint.hf.plan import plan_hf
 from tundish.checkpoint.lane import Job, Lane
 from tundish.checkpoint.owner import Owner
 from tundish.checkpoint.reading import KINDS, Checkpoints, Kind, ReadOnlyRoot, check_step

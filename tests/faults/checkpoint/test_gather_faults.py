@@ -24,8 +24,8 @@ def gathering(rank: int, line: Line) -> None:
     from hf_worlds import spread
 
     from tundish import _native
-    from tundish.checkpoint import gather
-    from tundish.checkpoint.hf import plan_hf
+    from tundish.checkpoint.hf import gather
+    from tundish.checkpoint.hf.plan import plan_hf
 
     # A turn for each tensor, so that there are turns to come.
     gather.TURN_BYTES = 1

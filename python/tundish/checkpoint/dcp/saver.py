@@ -1,9 +1,6 @@
-"""DCP checkpoints: what `torch.distributed.checkpoint` reads and writes, saved while training goes on.
+"""What a checkpointer has of DCP checkpoints: their plans and their loading.
 
-`DcpSaver` is what a checkpointer has of them. The rooms behind it, each knowing only those before: `dcp_record` (the
-bytes of one tensor), `dcp_leaves` (a flat state dict), `dcp_outline` and `dcp_owners` (which rank saves what),
-`dcp_layout` (a rank's file), `dcp_ranks` (what ranks tell each other), `dcp_writer` (torch's planner and our writer),
-`dcp_plan` (one save), `dcp_load`.
+What always holds: planning and loading are on groups of this saver's own, never on the caller's.
 """
 
 from __future__ import annotations
@@ -15,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from tundish.checkpoint.dcp_load import load_from, newest_whole
-from tundish.checkpoint.dcp_plan import DcpPlan
-from tundish.checkpoint.dcp_ranks import Ranks
+from tundish.checkpoint.dcp.load import load_from, newest_whole
+from tundish.checkpoint.dcp.plan import DcpPlan
+from tundish.checkpoint.dcp.ranks import Ranks
 from tundish.checkpoint.reading import ReadOnlyRoot
 from tundish.distributed import DEFAULT_TIMEOUT, Voter
 from tundish.distributed.groups import membership

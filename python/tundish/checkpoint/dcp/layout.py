@@ -1,6 +1,6 @@
 """Where everything that a rank saves lies in its file.
 
-Owns the layout of a `.distcp` file: the tensors first, each an item as `dcp_record` frames it, then the other
+Owns the layout of a `.distcp` file: the tensors first, each an item as `record` frames it, then the other
 objects. What always holds: the layout follows from the form of the state dict, from which of it the rank saves and
 from the lengths of the pickled objects; every byte of a file is either a tensor's or is put there by `fill`.
 """
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
-from tundish.checkpoint.dcp_leaves import Leaves
-from tundish.checkpoint.dcp_record import ALIGNMENT, Frame, frame_of
-from tundish.checkpoint.images import Buffer
+from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.dcp.leaves import Leaves
+from tundish.checkpoint.dcp.record import ALIGNMENT, Frame, frame_of
 from tundish.checkpoint.tensors import local_of
 
 __all__ = ["PAGE", "Layout", "TensorItem", "Window", "tensor_items"]

@@ -1,10 +1,7 @@
 """Hugging Face exports: what one save will write, and its staging.
 
-Layers, each knowing only those before it: `tensors` and `names` (what is saved), `conversion` and `pretrained` (what
-becomes of it), `shards` (where it lies), `placements` and `gather` (where it comes from), `staging` and `images`
-(into host memory), `sidecars` (everything else), `export` and `through` (onto the disk), `drawing` (all that is
-decided before a value is touched), this. What always holds: making a plan is no collective; staging goes through the
-same exchanges on all ranks, and ends on all of them, whatever fails on one.
+What always holds: making a plan is no collective; staging goes through the same exchanges on all ranks, and ends on
+all of them, whatever fails on one.
 """
 
 from __future__ import annotations
@@ -21,18 +18,19 @@ from typing import Any
 
 import torch
 
-from tundish.checkpoint.conversion import ToHf, Unit
-from tundish.checkpoint.drawing import Drawing, draw
-from tundish.checkpoint.export import ImageSink, StagedExport
-from tundish.checkpoint.gather import TURN_BYTES, Batch, Gather, Step, Wire, batched, in_rounds
-from tundish.checkpoint.images import Buffer, FileImage
+from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.hf.conversion import ToHf, Unit
+from tundish.checkpoint.hf.drawing import Drawing, draw
+from tundish.checkpoint.hf.export import ImageSink, StagedExport
+from tundish.checkpoint.hf.gather import TURN_BYTES, Batch, Gather, Step, Wire, batched, in_rounds
+from tundish.checkpoint.hf.images import FileImage
+from tundish.checkpoint.hf.shards import Entry, ShardFile
+from tundish.checkpoint.hf.sidecars import Sidecars, gather_sidecars
+from tundish.checkpoint.hf.through import WindowSink, WrittenExport, windows_of
 from tundish.checkpoint.placements import shares_for
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, PlannedFile, Staging, WriteOptions
-from tundish.checkpoint.shards import Entry, ShardFile
-from tundish.checkpoint.sidecars import Sidecars, gather_sidecars
 from tundish.checkpoint.staging import Pair, begin_copies, optimizers_of
 from tundish.checkpoint.tensors import local_of
-from tundish.checkpoint.through import WindowSink, WrittenExport, windows_of
 from tundish.distributed.groups import Membership, membership
 from tundish.distributed.jobstore import distributed_module
 from tundish.errors import InvalidInputError

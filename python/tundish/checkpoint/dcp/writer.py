@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from tundish._native import FileFacts, ShardWriter, write_sidecar
-from tundish.checkpoint.dcp_layout import Layout
-from tundish.checkpoint.dcp_ranks import Exchange
-from tundish.checkpoint.export import finishing
-from tundish.checkpoint.images import Buffer
+from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.dcp.layout import Layout
+from tundish.checkpoint.dcp.ranks import Exchange
 from tundish.checkpoint.saves import WriteOptions
+from tundish.checkpoint.writing import finishing
 
 __all__ = ["METADATA", "ImageWriter", "Spread", "StagedPlanner", "file_name", "open_file", "save_together"]
 

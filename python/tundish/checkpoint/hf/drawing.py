@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from tundish.checkpoint import pretrained
-from tundish.checkpoint.conversion import Conversion, ToHf, as_they_are, by_function, cast, together
+from tundish.checkpoint.hf import pretrained
+from tundish.checkpoint.hf.conversion import Conversion, ToHf, as_they_are, by_function, cast, together
+from tundish.checkpoint.hf.shards import Layout, assign, lay_out
 from tundish.checkpoint.names import Part, parts_of
 from tundish.checkpoint.placements import check_placement, shares_for
-from tundish.checkpoint.shards import Layout, assign, lay_out
 from tundish.checkpoint.tensors import Facts, check_tensor, facts_of, is_dtensor, local_of, tied_names
 from tundish.distributed import local_world_size
 from tundish.distributed.groups import Membership

@@ -18,13 +18,13 @@ from typing import Any, Literal
 import torch
 
 from tundish._native import FileFacts, write_sidecar
-from tundish.checkpoint.dcp_layout import Layout
-from tundish.checkpoint.dcp_leaves import leaves_of
-from tundish.checkpoint.dcp_ranks import Exchange, Ranks, Share
-from tundish.checkpoint.dcp_through import write_in_windows
-from tundish.checkpoint.dcp_values import to_json
-from tundish.checkpoint.dcp_writer import ImageWriter, Spread, StagedPlanner, file_name, save_together
-from tundish.checkpoint.images import Buffer
+from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.dcp.layout import Layout
+from tundish.checkpoint.dcp.leaves import leaves_of
+from tundish.checkpoint.dcp.ranks import Exchange, Ranks, Share
+from tundish.checkpoint.dcp.through import write_in_windows
+from tundish.checkpoint.dcp.values import to_json
+from tundish.checkpoint.dcp.writer import ImageWriter, Spread, StagedPlanner, file_name, save_together
 from tundish.checkpoint.saves import PlannedFile, WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Copies, begin_copies, optimizers_of
 from tundish.checkpoint.tensors import is_dtensor, local_of

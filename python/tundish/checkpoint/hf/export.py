@@ -7,24 +7,22 @@ holds up one that gathers.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from tundish._native import FileFacts, ShardWriter
-from tundish.checkpoint.images import Buffer, FileImage
+from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.hf.images import FileImage
+from tundish.checkpoint.hf.shards import ShardFile
+from tundish.checkpoint.hf.sidecars import Sidecars
 from tundish.checkpoint.saves import WriteOptions
-from tundish.checkpoint.shards import ShardFile
-from tundish.checkpoint.sidecars import Sidecars
 from tundish.checkpoint.staging import BackgroundCopy, Copies
+from tundish.checkpoint.writing import finishing
 
-__all__ = ["ImageSink", "StagedExport", "finishing", "open_writer"]
-
-_REPORT_SECONDS = 0.2
+__all__ = ["ImageSink", "StagedExport", "open_writer"]
 
 
 class StagedExport:
@@ -118,25 +116,3 @@ def open_writer(folder: Path, files: Sequence[ShardFile], options: WriteOptions)
         checksum=options.checksum,
         writers_per_node=options.writers_per_node,
     )
-
-
-@contextlib.contextmanager
-def finishing(writer: ShardWriter, options: WriteOptions) -> Iterator[None]:
-    """A block that ends with `writer.finish()`: reports progress during it, and stops the writer where it raises."""
-    is_over = threading.Event()
-
-    def report() -> None:
-        while not is_over.wait(_REPORT_SECONDS):
-            options.progress(writer.progress()[0])
-
-    reporter = threading.Thread(target=report, name="tundish-hf-progress", daemon=True)
-    reporter.start()
-    try:
-        yield
-    except BaseException:
-        writer.abort()
-        raise
-    finally:
-        is_over.set()
-        reporter.join()
-    options.progress(writer.progress()[0])

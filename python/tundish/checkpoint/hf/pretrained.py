@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tundish.checkpoint.conversion import Conversion, by_reverting
+from tundish.checkpoint.hf.conversion import Conversion, by_reverting
 from tundish.checkpoint.tensors import Facts, tied_names
 from tundish.errors import InvalidInputError, InvalidTypeError
 

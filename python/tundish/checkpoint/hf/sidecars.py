@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from tundish._native import FileFacts, checksum_file
-from tundish.checkpoint.pretrained import save_code, settings_of
-from tundish.checkpoint.shards import INDEX_NAME
+from tundish.checkpoint.hf.pretrained import save_code, settings_of
+from tundish.checkpoint.hf.shards import INDEX_NAME
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError
 
 __all__ = ["Sidecars", "gather_sidecars"]

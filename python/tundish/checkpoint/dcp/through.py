@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from tundish._native import FileFacts, Image, ShardWriter
-from tundish.checkpoint.dcp_layout import PAGE, Layout
-from tundish.checkpoint.dcp_writer import open_file
-from tundish.checkpoint.export import finishing
-from tundish.checkpoint.images import Buffer
+from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.dcp.layout import PAGE, Layout
+from tundish.checkpoint.dcp.writer import open_file
 from tundish.checkpoint.saves import WriteOptions
 from tundish.checkpoint.staging import Copies
+from tundish.checkpoint.writing import finishing
 
 __all__ = ["write_in_windows"]
 

@@ -20,9 +20,9 @@ import torch
 from torch import distributed
 from torch.distributed.checkpoint.planner import SavePlan
 
-from tundish.checkpoint.dcp_layout import Layout, TensorItem, tensor_items
-from tundish.checkpoint.dcp_leaves import Form, Leaves
-from tundish.checkpoint.dcp_outline import (
+from tundish.checkpoint.dcp.layout import Layout, TensorItem, tensor_items
+from tundish.checkpoint.dcp.leaves import Form, Leaves
+from tundish.checkpoint.dcp.outline import (
     Census,
     Outline,
     digest_of,
@@ -31,7 +31,7 @@ from tundish.checkpoint.dcp_outline import (
     outline_to_json,
     total_bytes,
 )
-from tundish.checkpoint.dcp_owners import owned_by
+from tundish.checkpoint.dcp.owners import owned_by
 from tundish.distributed import long_timeout_group
 from tundish.distributed.groups import membership
 from tundish.errors import PeerFailedError

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tundish.checkpoint.conversion import Unit
+from tundish.checkpoint.hf.conversion import Unit
 from tundish.checkpoint.placements import Share, boxes, shares_for
 from tundish.distributed.jobstore import distributed_module
 

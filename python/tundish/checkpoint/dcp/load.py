@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tundish._native import verify_folder
-from tundish.checkpoint.dcp_leaves import Leaves, is_stateful, leaves_of, plain_state
-from tundish.checkpoint.dcp_plan import rank_extra_name
-from tundish.checkpoint.dcp_values import from_json
+from tundish.checkpoint.dcp.leaves import Leaves, is_stateful, leaves_of, plain_state
+from tundish.checkpoint.dcp.plan import rank_extra_name
+from tundish.checkpoint.dcp.values import from_json
 from tundish.checkpoint.reading import ReadOnlyRoot
 from tundish.distributed import Voter
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, StateMismatchError

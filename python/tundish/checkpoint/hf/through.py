@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 
 from tundish._native import FileFacts, Image, ShardWriter
-from tundish.checkpoint.export import finishing, open_writer
-from tundish.checkpoint.images import Buffer
+from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.hf.export import open_writer
+from tundish.checkpoint.hf.shards import PAGE, Entry, ShardFile
+from tundish.checkpoint.hf.sidecars import Sidecars
 from tundish.checkpoint.saves import WriteOptions
-from tundish.checkpoint.shards import PAGE, Entry, ShardFile
-from tundish.checkpoint.sidecars import Sidecars
 from tundish.checkpoint.staging import Copies
 from tundish.checkpoint.tensors import Facts
+from tundish.checkpoint.writing import finishing
 
 __all__ = ["Window", "WindowSink", "WrittenExport", "windows_of"]
 

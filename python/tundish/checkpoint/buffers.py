@@ -1,0 +1,61 @@
+"""Host memory that a save is staged in.
+
+Owns the buffers of one save, of either kind. What always holds: a buffer is given back once, whatever happened to
+it; buffers that a CUDA device copies into are pinned as long as they are kept, and pinned ones are kept for the next
+save, since pinning costs more than a copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tundish._native import Image
+
+__all__ = ["Buffer"]
+
+_PORTABLE = 1
+_pinned: list[Image] = []
+_pinned_lock = threading.Lock()
+
+
+class Buffer:
+    """`size` bytes of host memory; `is_pinned` for copies from a CUDA device.
+
+    `image`: for whoever writes it to a disk. `bytes`: the same memory as a tensor of bytes.
+    """
+
+    def __init__(self, size: int, *, is_pinned: bool = False) -> None:
+        self._is_pinned = is_pinned
+        self.image: Image = _take_pinned(size) if is_pinned else Image(size)
+        self.bytes: torch.Tensor = torch.frombuffer(self.image, dtype=torch.uint8)
+
+    def view(self, start: int, stop: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Bytes `start` … `stop` - 1 as a tensor."""
+        return self.bytes[start:stop].view(dtype).view(tuple(shape))
+
+    def release(self) -> None:
+        """Give the memory back; views of it must not be used any more. Does nothing the second time."""
+        if hasattr(self, "image"):
+            if self._is_pinned:
+                with _pinned_lock:
+                    _pinned.append(self.image)
+            del self.image, self.bytes
+
+
+def _take_pinned(size: int) -> Image:
+    with _pinned_lock:
+        for place, image in enumerate(_pinned):
+            if image.size == size:
+                return _pinned.pop(place)
+        # What is kept belongs to another layout, which is not saved any more.
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it so
+        while _pinned:
+            torch.cuda.check_error(runtime.cudaHostUnregister(_pinned[-1].address))
+            _pinned.pop()
+    image = Image(size)
+    torch.cuda.check_error(runtime.cudaHostRegister(image.address, size, _PORTABLE))
+    return image
