@@ -48,6 +48,23 @@ def test_any_changed_value_is_found(tmp_path: Path) -> None:
             shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_column_of_another_dtype_is_found(name: str, tmp_path: Path) -> None:
+    td.pack(LENGTHS, 16, out=tmp_path / "plan")
+    file = tmp_path / "plan" / f"{name}.npy"
+    np.save(file, np.load(file).astype(np.int64))
+    widened = td.PackPlan.load(tmp_path / "plan", LENGTHS)
+    with pytest.raises(PlanMismatchError, match=f"{name} is int64"):
+        widened.verify()
+
+
+def test_columns_that_need_int64_are_fine(tmp_path: Path) -> None:
+    lengths = [16, 2**40, 0, 5]
+    for plan in (td.pack(lengths, 2**35), td.pack(lengths, 2**35, out=tmp_path / "plan")):
+        assert [plan.end_offset.dtype, plan.indices.dtype] == [np.int64, np.int32]
+        plan.verify()
+
+
 @pytest.mark.parametrize("fact", ["tokens", "empty_on_boundary", "tail_start", "fingerprint", "seed"])
 def test_any_changed_fact_is_found(fact: str, tmp_path: Path) -> None:
     plan = td.pack(LENGTHS, 16, seed=5)

@@ -328,11 +328,11 @@ class PackPlan:
     ) -> None:
         """Check the whole plan against the samples' lengths, by another path than the one that made it.
 
-        Checked are every entry of the six columns and every value of `plan.json`. The ordered samples are walked pack
-        by pack: each piece must be of the next sample or go on where the pack before stopped, each pack must be full,
-        and what the packs leave out is counted: the tail and where it starts, empty samples on boundaries, tokens. The
-        fingerprint of lengths, order and parameters must be the plan's. None of the algorithm that
-        cuts packs is used; the shuffle of a seed and the hash are the same code that made the plan.
+        Checked are every entry of the six columns, their dtypes and every value of `plan.json`. The ordered samples
+        are walked pack by pack: each piece must be of the next sample or go on where the pack before stopped, each
+        pack must be full, and what the packs leave out is counted: the tail and where it starts, empty samples on
+        boundaries, tokens. The fingerprint of lengths, order and parameters must be the plan's. None of the algorithm
+        that cuts packs is used; the shuffle of a seed and the hash are the same code that made the plan.
 
         Not checked is what the plan does not hold: whether the lengths are those of your samples
         (`PackedDataset` compares them as it reads).

@@ -21,6 +21,7 @@ pub mod lookup;
 pub mod mapping;
 mod memory;
 mod npy;
+mod ordered;
 pub mod plan;
 mod processor;
 pub mod shuffle;

@@ -5,23 +5,21 @@
 //! the packs leave out is counted sample by sample. Nothing of the merge is used, only the check of the lengths, the
 //! shuffle and the hash are those that made the plan.
 //!
-//! What always holds: of a plan that passes, every value of every column and every one of its facts was compared with
-//! what the lengths and the order make of it. Lengths that change meanwhile give an error and nothing worse.
+//! What always holds: of a plan that passes, every value of every column, its width and every one of the facts were
+//! compared with what the lengths and the order make of them. Lengths that change meanwhile give an error and nothing
+//! worse.
 
 use rayon::ThreadPool;
 
 use crate::error::PackError;
 use crate::folder::FACTS_FILE;
 use crate::hard::{Dataset, OrderSource, Prepared, Request};
-use crate::integers::Integers;
+use crate::integers::{IntegerKind, Integers};
 use crate::memory;
+use crate::ordered::{Ordered, STEP, draw};
 use crate::plan::{Column, Facts, Field, OrderKind, Views};
 use crate::shuffle::RandomState;
 use crate::watch::Watch;
-
-/// Samples and pieces between two looks at the watch: microseconds in memory, and still below 100 ms where each of
-/// them waits for a page from a disk.
-const STEP: usize = 1024;
 
 /// Check `views` and `facts` against `lengths`, one column a dataset, and against the order, where one was given.
 ///
@@ -65,9 +63,10 @@ pub fn verify(
             }
             OrderSource::Seed(_) => drawn.as_ref().map(Column::view),
         };
-        walk.stream(Ordered::new(stream, order), tail_start, watch)?;
+        walk.stream(stream.id(), Ordered::new("verifying", stream, order), tail_start, watch)?;
     }
     walk.finish()?;
+    check_widths(views, watch)?;
     if fingerprint != facts.fingerprint {
         return Err(PackError::Mismatch(format!(
             "the plan's fingerprint is {}, but that of the lengths, order and parameters is {fingerprint}",
@@ -98,6 +97,43 @@ fn check_counts(views: &Views<'_>, facts: &Facts, lengths: &[Integers<'_>]) -> R
     Ok(())
 }
 
+/// Whether each column is 32 bits wide where all its values fit, and 64 bits else.
+fn check_widths(views: &Views<'_>, watch: &mut dyn Watch) -> Result<(), PackError> {
+    for field in Field::ALL {
+        let column = views.column(field);
+        let fits = match column.kind() {
+            IntegerKind::I32 => continue,
+            IntegerKind::I64 => fits_32_bits(&column, watch)?,
+            kind => {
+                return Err(PackError::Mismatch(format!(
+                    "{} is {kind:?}; a plan's columns are int32 or int64",
+                    field.name()
+                )));
+            }
+        };
+        if fits {
+            return Err(PackError::Mismatch(format!(
+                "{} is int64, but all of its values fit int32, which a plan then has",
+                field.name()
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn fits_32_bits(column: &Integers<'_>, watch: &mut dyn Watch) -> Result<bool, PackError> {
+    let mut values = vec![0u64; column.len().min(STEP)];
+    for start in (0..column.len()).step_by(STEP) {
+        watch.tick("verifying", start as u64, column.len() as u64)?;
+        let values = &mut values[..(column.len() - start).min(STEP)];
+        column.read(start, values);
+        if values.iter().any(|&value| value > i32::MAX as u64) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
 /// The order that the plan says it has; one that is given must be what it says.
 fn order_source<'a>(facts: &Facts, order: Option<Integers<'a>>) -> Result<OrderSource<'a>, PackError> {
     let given = |says: String| {
@@ -118,14 +154,6 @@ fn order_source<'a>(facts: &Facts, order: Option<Integers<'a>>) -> Result<OrderS
         (OrderKind::Natural, _, None) => Ok(OrderSource::Natural),
         (OrderKind::Natural, _, Some(_)) => Err(given("the samples kept their order".into())),
     }
-}
-
-fn draw(random: &mut RandomState, samples: usize, watch: &mut dyn Watch) -> Result<Column, PackError> {
-    Ok(if samples <= 1 << 31 {
-        Column::I32(random.shuffled(samples, watch)?)
-    } else {
-        Column::I64(random.shuffled(samples, watch)?)
-    })
 }
 
 /// Whether every entry of an order names a sample, and no two the same.
@@ -149,63 +177,6 @@ fn check_order(order: &Integers<'_>, samples: usize, watch: &mut dyn Watch) -> R
         }
     }
     Ok(())
-}
-
-/// The samples of a stream in their order, each with its length, read a window at a time.
-struct Ordered<'a> {
-    stream: &'a Dataset<'a>,
-    /// None for the samples' own order.
-    order: Option<Integers<'a>>,
-    len: usize,
-    /// Position behind the window.
-    read: usize,
-    samples: Vec<u64>,
-    lengths: Vec<u64>,
-    /// Where in the window the next sample is.
-    next: usize,
-}
-
-impl<'a> Ordered<'a> {
-    fn new(stream: &'a Dataset<'a>, order: Option<Integers<'a>>) -> Self {
-        let len = order.map_or(stream.len(), |order| order.len());
-        Self { stream, order, len, read: 0, samples: Vec::new(), lengths: Vec::new(), next: 0 }
-    }
-
-    /// The next sample and its length.
-    fn next(&mut self, watch: &mut dyn Watch) -> Result<Option<(u64, u64)>, PackError> {
-        if self.next == self.samples.len() {
-            self.fill(watch)?;
-        }
-        let found = self.samples.get(self.next).copied().zip(self.lengths.get(self.next).copied());
-        self.next += usize::from(found.is_some());
-        Ok(found)
-    }
-
-    fn fill(&mut self, watch: &mut dyn Watch) -> Result<(), PackError> {
-        watch.tick("verifying", self.read as u64, self.len as u64)?;
-        let count = (self.len - self.read).min(STEP);
-        self.samples.resize(count, 0);
-        self.lengths.resize(count, 0);
-        let seen = match self.order {
-            None => {
-                self.samples.iter_mut().zip(self.read as u64..).for_each(|(slot, sample)| *slot = sample);
-                self.stream.read(self.read, &mut self.lengths)
-            }
-            Some(order) => {
-                order.read(self.read, &mut self.samples);
-                if self.samples.iter().any(|&sample| sample >= self.stream.len() as u64) {
-                    return Err(PackError::InputChanged);
-                }
-                self.stream.gather(&self.samples, &mut self.lengths)
-            }
-        };
-        if seen >> 63 != 0 {
-            return Err(PackError::InputChanged);
-        }
-        self.read += count;
-        self.next = 0;
-        Ok(())
-    }
 }
 
 /// A sample that a pack takes from, or that the next one goes on with.
@@ -233,13 +204,18 @@ impl Walk<'_> {
         Err(PackError::Mismatch(format!("pack {}: {reason}", self.pack)))
     }
 
-    fn stream(&mut self, mut samples: Ordered<'_>, tail_start: u64, watch: &mut dyn Watch) -> Result<(), PackError> {
+    fn stream(
+        &mut self,
+        id: usize,
+        mut samples: Ordered<'_>,
+        tail_start: u64,
+        watch: &mut dyn Watch,
+    ) -> Result<(), PackError> {
         let ids = self.views.column(Field::DatasetId);
-        let id = samples.stream.id() as u64;
         let mut open = None;
         let mut packed = 0u64;
         let mut short = None;
-        while self.pack < self.views.packs() && ids.get(self.pack) == id {
+        while self.pack < self.views.packs() && ids.get(self.pack) == id as u64 {
             if short.is_some() {
                 return self.wrong("follows a shorter one; only the last pack of a dataset may be short");
             }

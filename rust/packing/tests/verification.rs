@@ -2,7 +2,7 @@
 
 use tundish_packing::hard::{OrderSource, Prepared, Request};
 use tundish_packing::plan::{Column, OrderKind};
-use tundish_packing::{Integers, PackError, Plan, Silent, verify};
+use tundish_packing::{Field, Integers, PackError, Plan, Silent, verify};
 
 /// Empty samples everywhere, on boundaries too; the second dataset has no tail.
 const FIRST: [u64; 24] = [0, 5, 11, 0, 0, 16, 0, 3, 40, 0, 5, 0, 0, 1, 2, 0, 13, 0, 0, 50, 0, 7, 0, 2];
@@ -77,6 +77,45 @@ fn any_changed_value_of_a_column_is_found() {
             }
         }
     }
+}
+
+#[test]
+fn columns_of_another_width_are_found() {
+    let too_wide = |column: &Column| Column::I64(column.to_i64());
+    for case in Case::all() {
+        for field in Field::ALL {
+            let mut broken = case.plan.clone();
+            broken.columns[field as usize] = too_wide(case.plan.column(field));
+            match case.verify(&broken) {
+                Err(PackError::Mismatch(text)) => assert!(text.starts_with(field.name()), "{text}"),
+                found => panic!("{}: {found:?}", field.name()),
+            }
+        }
+    }
+    let none = Case::new(&[&[]], OrderSource::Natural, true, false);
+    let mut broken = none.plan.clone();
+    broken.columns = broken.columns.each_ref().map(too_wide);
+    assert!(matches!(none.verify(&broken), Err(PackError::Mismatch(_))));
+    none.verify(&none.plan).unwrap();
+}
+
+#[test]
+fn columns_that_need_64_bits_are_fine() {
+    // The large offsets lie behind many small ones.
+    let mut lengths = vec![16u64; 5000];
+    lengths.push(1 << 40);
+    let request = Request {
+        lengths: vec![Integers::from(&lengths[..])],
+        order: OrderSource::Natural,
+        max_length: 1 << 35,
+        drop_last: false,
+        global_pack: false,
+        pool: None,
+    };
+    let plan = Prepared::new(request, &mut Silent).and_then(|prepared| prepared.pack(&mut Silent)).unwrap();
+    assert!(matches!(plan.column(Field::EndOffset), Column::I64(_)));
+    let lengths = [Integers::from(&lengths[..])];
+    verify::verify(&plan.views(), &plan.facts, &lengths, None, None, &mut Silent).unwrap();
 }
 
 type Change = fn(&mut Plan);
