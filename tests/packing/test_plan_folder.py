@@ -251,6 +251,18 @@ def test_a_damaged_folder_is_refused_by_file(
     assert str(folder / name) in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "change"), [("tokens", 1), ("tokens_packed", -1), ("max_length", 1)])
+def test_counts_that_contradict_a_kept_tail_are_refused_by_file(
+    name: str, change: int, tmp_path: Path
+) -> None:
+    plan = td.pack(LENGTHS, 128, drop_last=False, out=tmp_path / "plan")
+    file = tmp_path / "plan" / "plan.json"
+    set_fact(name, plan.facts[name] + change)(file)
+    with pytest.raises(PlanFormatError, match="drop_last=false") as caught:
+        td.PackPlan.load(tmp_path / "plan")
+    assert str(file) in str(caught.value)
+
+
 @pytest.mark.parametrize("name", [*[f"{field}.npy" for field in FIELDS], "plan.json"])
 def test_a_missing_file_is_named(folder: Path, name: str) -> None:
     (folder / name).unlink()

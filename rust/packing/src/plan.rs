@@ -202,22 +202,9 @@ impl Facts {
         if self.seed.is_some() != (self.order == OrderKind::Seed) {
             return Err("order and seed do not go together".into());
         }
-        if self.tokens > i64::MAX as u64 || self.tokens_packed > self.tokens {
-            return Err(format!("{} of {} tokens are packed", self.tokens_packed, self.tokens));
-        }
-        if self.pieces < self.packs {
-            return Err(format!("{} packs have {} pieces", self.packs, self.pieces));
-        }
-        let full = u128::from(self.packs) * u128::from(self.max_length);
-        if u128::from(self.tokens_packed) > full || (self.drop_last && u128::from(self.tokens_packed) != full) {
-            return Err(format!("{} packs hold {} tokens", self.packs, self.tokens_packed));
-        }
         let streams = if self.global_pack { 1 } else { self.samples.len() };
         if self.tail_start.len() != streams {
             return Err(format!("{} datasets have {} tails", streams, self.tail_start.len()));
-        }
-        if self.tail_start.iter().any(|&start| start > i64::MAX as u64 || (self.packs == 0 && start != 0)) {
-            return Err("a tail starts where no sample is".into());
         }
         if self.order == OrderKind::Given && self.samples.len() != 1 {
             return Err("an order is given for a single dataset only".into());
@@ -225,6 +212,46 @@ impl Facts {
         if self.samples.iter().try_fold(0u64, |sum, &samples| sum.checked_add(samples)).is_none_or(|sum| sum > 1 << 63)
         {
             return Err("the numbers of samples overflow".into());
+        }
+        self.check_pieces()?;
+        self.check_tokens()
+    }
+
+    /// A piece is the begin of a sample, or its continuation in a pack that is not the first.
+    fn check_pieces(&self) -> Result<(), String> {
+        let samples = self.samples.iter().map(|&samples| u128::from(samples)).sum::<u128>();
+        let most = samples + u128::from(self.packs.saturating_sub(1));
+        let (pieces, empty) = (u128::from(self.pieces), u128::from(self.empty_on_boundary));
+        if self.pieces < self.packs || pieces + empty > most {
+            return Err(format!(
+                "{samples} samples give {} packs, {pieces} pieces and {empty} empty samples between packs",
+                self.packs
+            ));
+        }
+        Ok(())
+    }
+
+    /// Each stream of tokens leaves less than a pack out, or lacks less than that in its last pack.
+    fn check_tokens(&self) -> Result<(), String> {
+        let full = u128::from(self.packs) * u128::from(self.max_length);
+        let (tokens, packed) = (u128::from(self.tokens), u128::from(self.tokens_packed));
+        if self.tokens > i64::MAX as u64 || packed > tokens || packed > full {
+            return Err(format!("{} packs hold {packed} of {tokens} tokens", self.packs));
+        }
+        let (complete, rest) =
+            if self.drop_last { (packed == full, tokens - packed) } else { (packed == tokens, full - packed) };
+        let with_samples = self.samples.iter().filter(|&&samples| samples > 0).count() as u128;
+        let with_samples = with_samples.min(self.tail_start.len() as u128);
+        if !complete || rest > with_samples * u128::from(self.max_length - 1) {
+            return Err(format!(
+                "{} packs of {} tokens hold {packed} of {tokens}, with drop_last={}",
+                self.packs, self.max_length, self.drop_last
+            ));
+        }
+        let tails = self.tail_start.iter().filter(|&&start| start > 0).count() as u128;
+        if tails > rest.min(self.packs.into()) || self.tail_start.iter().any(|&start| start > 0 && start >= self.tokens)
+        {
+            return Err("a tail starts where no sample is".into());
         }
         Ok(())
     }

@@ -6,9 +6,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
-use tundish_packing::hard::Prepared;
+use tundish_packing::hard::{OrderSource, Prepared, Request};
 use tundish_packing::mapping::MappedColumn;
-use tundish_packing::{Field, PackError, Silent, Watch, folder};
+use tundish_packing::plan::Facts;
+use tundish_packing::{Field, Integers, PackError, Silent, Watch, folder};
 
 mod reading;
 use reading::{request, use_folder, values};
@@ -61,6 +62,103 @@ fn a_pipe_in_place_of_a_file_is_refused_and_not_waited_for() {
     }
 }
 
+/// Two datasets and a tail in each: 5 packs of 8 tokens and a shorter one; then 2 and a shorter one.
+const TWO: [&[u64]; 2] = [&[20, 0, 7, 16], &[18, 1, 0]];
+
+fn two_datasets(drop_last: bool, global_pack: bool) -> Request<'static> {
+    Request {
+        lengths: TWO.iter().map(|&column| Integers::from(column)).collect(),
+        order: OrderSource::Natural,
+        max_length: 8,
+        drop_last,
+        global_pack,
+        pool: None,
+    }
+}
+
+/// What `open` says of a plan one of whose facts is changed.
+fn opened(request: Request<'_>, change: impl Fn(&mut Facts)) -> Result<(), PackError> {
+    let parent = tempfile::tempdir().expect("a temporary folder");
+    let target = parent.path().join("plan");
+    let mut facts = Prepared::new(request, &mut Silent).and_then(|p| p.write(&target, &mut Silent)).expect("a plan");
+    change(&mut facts);
+    fs::write(target.join("plan.json"), facts.to_json().expect("JSON")).expect("a write");
+    folder::open(&target, &mut Silent).map(drop)
+}
+
+fn is_refused_by_its_file(name: &str, outcome: Result<(), PackError>) {
+    match outcome {
+        Err(PackError::Format { path, .. }) => assert!(path.ends_with("plan/plan.json"), "{name}: {}", path.display()),
+        outcome => panic!("{name}: {outcome:?}"),
+    }
+}
+
+#[test]
+fn numbers_that_no_plan_can_have_are_refused() {
+    type Change = fn(&mut Facts);
+    // Each of them keeps what the columns hold: the numbers of packs and pieces.
+    let changes: [(&str, Change); 12] = [
+        ("more tokens than the packs hold and a tail", |facts| facts.tokens += 16),
+        ("fewer tokens than are packed", |facts| facts.tokens = facts.tokens_packed - 1),
+        ("more tokens than fit the packs", |facts| facts.tokens_packed = facts.packs * 8 + 1),
+        ("packs that are not full", |facts| {
+            facts.tokens_packed -= 16;
+            facts.tokens -= 16;
+        }),
+        ("packs that are nearly empty", |facts| facts.max_length = 800),
+        ("more pieces than samples and cuts", |facts| facts.samples[0] = 0),
+        ("more empty samples than samples", |facts| facts.empty_on_boundary += 7),
+        ("no samples", |facts| facts.samples.iter_mut().for_each(|samples| *samples = 0)),
+        ("a tail that starts behind all tokens", |facts| facts.tail_start[0] = facts.tokens),
+        ("tails of nothing", |facts| {
+            facts.tokens = facts.packs * 8;
+            facts.tokens_packed = facts.tokens;
+            facts.tail_start[0] = 1;
+        }),
+        ("a tail too many", |facts| facts.tail_start.push(0)),
+        ("no tail", |facts| facts.tail_start.clear()),
+    ];
+    for (drop_last, global_pack) in [(true, false), (true, true), (false, false), (false, true)] {
+        opened(two_datasets(drop_last, global_pack), |_| {}).expect("nothing was changed");
+        for (name, change) in changes {
+            let case = format!("{name}, drop_last {drop_last}, global_pack {global_pack}");
+            is_refused_by_its_file(&case, opened(two_datasets(drop_last, global_pack), change));
+        }
+    }
+}
+
+#[test]
+fn a_plan_that_keeps_the_tail_has_packed_all_tokens() {
+    for global_pack in [true, false] {
+        let changed = |change: fn(&mut Facts)| opened(two_datasets(false, global_pack), change);
+        is_refused_by_its_file("one more", changed(|facts| facts.tokens += 1));
+        is_refused_by_its_file("one less", changed(|facts| facts.tokens_packed -= 1));
+    }
+    // Of one stream, only the last pack is short.
+    let changed =
+        |tokens: u64| opened(two_datasets(false, true), |facts| (facts.tokens, facts.tokens_packed) = (tokens, tokens));
+    assert_eq!(TWO.concat().iter().sum::<u64>(), 62);
+    for tokens in [0, 1, 55, 56, 65] {
+        is_refused_by_its_file(&format!("{tokens} tokens in 8 packs"), changed(tokens));
+    }
+    // Of 64 nothing is left that could start within a sample.
+    is_refused_by_its_file("64 tokens in 8 packs", changed(64));
+    for tokens in [57, 63] {
+        changed(tokens).expect("8 packs, and maybe the last one is short: what the columns say is not looked at");
+    }
+}
+
+#[test]
+fn a_dropped_tail_is_shorter_than_a_pack() {
+    let changed = |global_pack: bool, left: u64| {
+        opened(two_datasets(true, global_pack), |facts| facts.tokens = facts.tokens_packed + left)
+    };
+    changed(true, 7).expect("as much as one stream leaves out");
+    is_refused_by_its_file("one stream", changed(true, 8));
+    changed(false, 14).expect("as much as two streams leave out");
+    is_refused_by_its_file("two streams", changed(false, 15));
+}
+
 /// Changes a folder as soon as `open` looks around, which it does when every file is checked but the offsets.
 struct Meanwhile<F: FnMut()>(F);
 
@@ -75,8 +173,7 @@ impl<F: FnMut()> Watch for Meanwhile<F> {
 fn two_plans(parent: &Path) -> (PathBuf, PathBuf) {
     let targets = (parent.join("plan"), parent.join("other"));
     for (target, seed) in [(&targets.0, 1), (&targets.1, 2)] {
-        let request =
-            tundish_packing::hard::Request { order: tundish_packing::hard::OrderSource::Seed(seed), ..request() };
+        let request = Request { order: OrderSource::Seed(seed), ..request() };
         Prepared::new(request, &mut Silent).and_then(|p| p.write(target, &mut Silent)).expect("a plan");
     }
     targets
