@@ -25,6 +25,17 @@ from typing import Any, Self
 
 LAUNCHER, RANK0, FILE = "launcher", "rank0", "file"
 PATIENCE = 60.0
+# What scenarios import that takes long. Not tundish: some bring a compiled module of their own.
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "pytest",
+    "tqdm",
+]
 
 
 class Line:
@@ -118,7 +129,7 @@ class Job:
                 probe.bind(("127.0.0.1", 0))
                 where = str(probe.getsockname()[1])
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+        context.set_forkserver_preload(PRELOADED)
         self._lines, self._processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()

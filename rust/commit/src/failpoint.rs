@@ -1,7 +1,7 @@
 //! Failpoints, compiled into test builds only (feature `failpoints`).
 //!
-//! The system calls of `disk/real.rs` are numbered from 0 over the life of the process. Two environment variables,
-//! read once, say what happens:
+//! The system calls of `disk/real.rs` are numbered from 0 over the life of the process. Environment variables, read
+//! once, say what happens:
 //!
 //! `TUNDISH_FAILPOINT`
 //! : `kill N`: SIGKILL at the Nth hit; call number k is hit number 2k before it is made and 2k + 1 after.
@@ -9,6 +9,10 @@
 //! : `fail-after N ERRNO`: call number N is made, and its outcome is replaced by the error number.
 //! : `panic N`: the thread that makes call number N panics instead.
 //! : `short N BYTES`: call number N, where it is a write, stops soon after that many bytes and returns that number.
+//!
+//! `TUNDISH_FAILPOINT_OF`
+//! : `operation TAB path`: only such calls are numbered, so that a place keeps its number whatever other threads do. A
+//!   `*` in the path stands for a part of a name that differs from run to run.
 //!
 //! `TUNDISH_FAILPOINT_TRACE`
 //! : a file to which each call appends the line `operation TAB path TAB outcome` once it was made. Twice the number
@@ -35,7 +39,29 @@ enum Fault {
 
 struct Setting {
     fault: Fault,
+    /// The operation and the path of the calls that are numbered; `None` for all.
+    only: Option<Only>,
     trace: Option<File>,
+}
+
+struct Only {
+    operation: String,
+    /// What a path begins with, and what follows after anything else; `None` where nothing does.
+    path: (String, Option<String>),
+}
+
+impl Setting {
+    fn is_numbered(&self, operation: &str, path: &Path) -> bool {
+        let Some(only) = &self.only else {
+            return true;
+        };
+        let path = path.to_string_lossy();
+        only.operation == operation
+            && match &only.path {
+                (whole, None) => *whole == path,
+                (start, Some(end)) => path.strip_prefix(start.as_str()).is_some_and(|rest| rest.ends_with(end)),
+            }
+    }
 }
 
 static CALLS: AtomicUsize = AtomicUsize::new(0);
@@ -48,7 +74,9 @@ pub(crate) fn around<T>(
     system_call: impl FnOnce() -> rustix::io::Result<T>,
 ) -> rustix::io::Result<T> {
     let setting = SETTING.get_or_init(read_setting);
-    let number = CALLS.fetch_add(1, Ordering::SeqCst);
+    // No setting names the other number, and there are hits of it.
+    let is_numbered = setting.is_numbered(operation, path);
+    let number = if is_numbered { CALLS.fetch_add(1, Ordering::SeqCst) } else { usize::MAX / 2 };
     hit(setting, 2 * number);
     let outcome = match setting.fault {
         Fault::Fail(at, errno) if at == number => Err(errno),
@@ -68,11 +96,12 @@ pub(crate) fn around<T>(
     outcome
 }
 
-/// Of the bytes of a write, which is the next call, those that are handed to the system, in whole pages where
+/// Of the bytes of a write to `path`, which is the next call, those that are handed to the system, in whole pages where
 /// there are as many; and how many of them it is to have written at most.
-pub(crate) fn shortened(bytes: &[u8]) -> (&[u8], usize) {
-    match SETTING.get_or_init(read_setting).fault {
-        Fault::Short(at, length) if at == CALLS.load(Ordering::SeqCst) => {
+pub(crate) fn shortened<'b>(bytes: &'b [u8], path: &Path) -> (&'b [u8], usize) {
+    let setting = SETTING.get_or_init(read_setting);
+    match setting.fault {
+        Fault::Short(at, length) if setting.is_numbered("write", path) && at == CALLS.load(Ordering::SeqCst) => {
             (&bytes[..length.next_multiple_of(4096).min(bytes.len())], length)
         }
         _ => (bytes, bytes.len()),
@@ -96,7 +125,12 @@ fn read_setting() -> Setting {
     };
     let trace = std::env::var_os("TUNDISH_FAILPOINT_TRACE")
         .map(|path| OpenOptions::new().create(true).append(true).open(path).expect("the trace file can be opened"));
-    Setting { fault, trace }
+    let only = std::env::var("TUNDISH_FAILPOINT_OF").ok().map(|text| {
+        let (operation, path) = text.split_once('\t').expect("TUNDISH_FAILPOINT_OF is an operation, a tab and a path");
+        let path = path.split_once('*').map_or((path, None), |(start, end)| (start, Some(end.to_owned())));
+        Only { operation: operation.to_owned(), path: (path.0.to_owned(), path.1) }
+    });
+    Setting { fault, only, trace }
 }
 
 fn parse(text: &str) -> Option<Fault> {

@@ -220,7 +220,7 @@ impl Disk for RealDisk {
         let write = |bytes: &[u8]| call("write", path, || retry_on_intr(|| rustix::io::pwrite(file, bytes, offset)));
         #[cfg(feature = "failpoints")]
         let write = |bytes: &[u8]| {
-            let (bytes, most) = crate::failpoint::shortened(bytes);
+            let (bytes, most) = crate::failpoint::shortened(bytes, path);
             write(bytes).map(|written| written.min(most))
         };
         write(bytes)

@@ -117,6 +117,7 @@ pub fn child(role: &str, target: &Path, mark: u8) -> Command {
         .env(TARGET, target)
         .env(MARK, mark.to_string())
         .env_remove("TUNDISH_FAILPOINT")
+        .env_remove("TUNDISH_FAILPOINT_OF")
         .env_remove("TUNDISH_FAILPOINT_TRACE");
     command
 }

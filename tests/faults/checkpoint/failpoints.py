@@ -1,0 +1,92 @@
+"""The compiled module with its failpoints, for processes that a test starts.
+
+It is built beside the one that users get and never installed: a process of a test loads it in the other's place,
+before it imports tundish. What the failpoints do is said in `rust/commit/src/failpoint.rs`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+_NAME = "tundish._native"
+_CHECKOUT = Path(__file__).parents[3]
+
+
+@functools.cache
+def built() -> Path:
+    """The module with failpoints; compiled where anything changed."""
+    command = ["cargo", "build", "--locked", "--package", "tundish-python", "--features", "failpoints"]
+    environment = {name: value for name, value in os.environ.items() if name != "CONDA_PREFIX"}
+    # As the Makefile has it: with another interpreter cargo would compile everything again.
+    environment["VIRTUAL_ENV"] = sys.prefix
+    finished = subprocess.run(
+        [*command, "--message-format", "json-render-diagnostics"],
+        cwd=_CHECKOUT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    messages = [json.loads(line) for line in finished.stdout.splitlines()]
+    (library,) = [
+        name
+        for message in messages
+        if message["reason"] == "compiler-artifact" and message["target"]["name"] == "_native"
+        for name in message["filenames"]
+    ]
+    return Path(library)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One system call among those of a process: the `number`th of this operation on this path, from 0."""
+
+    operation: str
+    path: str
+    number: int
+
+    @property
+    def sort(self) -> tuple[str, str]:
+        """What it has in common with the same call of another step, file or folder."""
+        path = re.sub(r"\d+", "N", self.path).replace("dcp-", "hf-")
+        return self.operation, re.sub(r"(\.removed-N/).*", r"\1", path)
+
+
+def places(trace: Path) -> list[Place]:
+    """The calls of a process that wrote a trace, but for the heartbeats."""
+    seen: Counter[tuple[str, str]] = Counter()
+    found = []
+    for line in trace.read_text().splitlines():
+        operation, path, _ = line.split("\t")
+        # What is drawn at random for the name of one run.
+        path = re.sub(r"\.[0-9a-f]{16}\.", ".*.", path)
+        found.append(Place(operation, path, seen[operation, path]))
+        seen[operation, path] += 1
+    return [place for place in found if not (place.path.endswith("/.owner") and place.number > 0)]
+
+
+def environment(place: Place, fault: str) -> dict[str, str]:
+    """What a process is told so that a call goes wrong; `fault` counts among the calls that `place` is one of."""
+    return {
+        "TUNDISH_FAILPOINT": fault,
+        "TUNDISH_FAILPOINT_OF": f"{place.operation}\t{place.path}",
+    }
+
+
+def load(library: Path) -> None:
+    """In a process that has not imported tundish yet: make this module its compiled one."""
+    assert _NAME not in sys.modules
+    specification = importlib.util.spec_from_file_location(_NAME, library)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[_NAME] = module
+    specification.loader.exec_module(module)

@@ -1,0 +1,5 @@
+"""How long the long tests are: short in every run, long under `make soak`."""
+
+import os
+
+IS_SOAK = os.environ.get("TUNDISH_SOAK", "0") != "0"

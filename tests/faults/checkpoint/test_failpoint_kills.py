@@ -1,0 +1,124 @@
+"""Two ranks that train are killed at every failpoint: one of them, or all at the same moment.
+
+The places are those of a run that goes well: every system call that changes the disk on either rank, from opening a
+root that a dead owner left in disorder, over saves of both kinds, retention and an overwritten step, to the end. Each
+is tried before the call is made and after it. Here one place of each sort, under `make soak` all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+import failpoints
+from failpoints import Place
+from rank_processes import Job
+from soak import IS_SOAK
+from training import check_next_start, prepare, train
+
+# Two votes may have to find out that a rank is gone.
+NOTICED = 10.0
+
+
+class Disorder:
+    """A root with a history, made again for every run, and the places that a run on it goes through."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._prepared = folder / "prepared"
+        self.root = folder / "run" / "root"
+        prepare(self._prepared / "root", folder)
+        self.library = failpoints.built()
+
+    def again(self) -> Path:
+        shutil.rmtree(self.root.parent, ignore_errors=True)
+        shutil.copytree(self._prepared, self.root.parent, symlinks=True)
+        return self.root
+
+    def start(self, job: Job, rank: int, environment: dict[str, str]) -> None:
+        order = {"root": str(self.root), "steps": 2, "library": self.library, "environment": environment}
+        job.tell(rank, order)
+
+    def places(self) -> list[tuple[int, Place]]:
+        """By rank, of a run that goes well."""
+        self.again()
+        traces = [self._folder / f"trace-{rank}" for rank in (0, 1)]
+        with Job(train, 2, self._folder) as job:
+            for rank, trace in enumerate(traces):
+                self.start(job, rank, {"TUNDISH_FAILPOINT_TRACE": str(trace)})
+            for message in job.hear_all():
+                assert message[:2] == ("resumed", 3)
+            assert job.hear_all() == [("done", 5), ("done", 5)]
+            job.expect_end()
+        check_next_start(self.root)
+        return [(rank, place) for rank, trace in enumerate(traces) for place in failpoints.places(trace)]
+
+
+@pytest.fixture(scope="module")
+def disorder(tmp_path_factory: pytest.TempPathFactory) -> Disorder:
+    return Disorder(tmp_path_factory.mktemp("failpoints"))
+
+
+def tried(places: list[tuple[int, Place]]) -> Iterator[tuple[int, Place, bool, bool]]:
+    """Rank, place, whether after the call, whether all ranks are killed."""
+    if IS_SOAK:
+        for (rank, place), is_after, is_all in itertools.product(places, (False, True), (False, True)):
+            yield rank, place, is_after, is_all
+        return
+    of_sort = {(rank, *place.sort): (rank, place) for rank, place in places}
+    turns = itertools.cycle([(True, False), (False, True), (False, False), (True, True)])
+    for (rank, place), (is_after, is_all) in zip(of_sort.values(), turns, strict=False):
+        yield rank, place, is_after, is_all
+
+
+@pytest.mark.timeout(14400 if IS_SOAK else 600)
+def test_killed_at_any_failpoint_the_next_start_goes_on(disorder: Disorder, tmp_path: Path) -> None:
+    missed = []
+    runs = list(tried(disorder.places()))
+    for rank, place, is_after, is_all in runs:
+        what = f"rank {rank} {'and all ' if is_all else ''}killed {'after' if is_after else 'before'} {place}"
+        root = disorder.again()
+        with Job(train, 2, tmp_path) as job:
+            fault = failpoints.environment(place, f"kill {2 * place.number + is_after}")
+            disorder.start(job, rank, fault)
+            disorder.start(job, 1 - rank, {})
+            if not ends_by_kill(job, rank):
+                missed.append(what)
+                continue
+            if is_all:
+                job.signal(1 - rank, signal.SIGKILL)
+            else:
+                started = time.monotonic()
+                assert last_of(job, 1 - rank)[0] == "failed", what
+                assert time.monotonic() - started < NOTICED, what
+        try:
+            check_next_start(root)
+        except BaseException as error:
+            raise AssertionError(what) from error
+    # Two threads of a rank make the same calls in the one or the other order.
+    assert len(missed) <= len(runs) / 20, missed
+
+
+def ends_by_kill(job: Job, rank: int) -> bool:
+    try:
+        assert last_of(job, rank) == ("done", 5)
+    except EOFError:
+        return True
+    return False
+
+
+def last_of(job: Job, rank: int) -> Any:
+    while (message := job.hear(rank))[0] == "resumed":
+        pass
+    return message
