@@ -8,7 +8,6 @@ is tried before the call is made and after it. Here one place of each sort, unde
 from __future__ import annotations
 
 import itertools
-import shutil
 import signal
 import sys
 import time
@@ -22,52 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
 import failpoints
+from disorder import Disorder
 from failpoints import Place
 from rank_processes import Job
 from soak import IS_SOAK
-from training import check_next_start, prepare, train
+from training import check_next_start, train
 
 # Two votes may have to find out that a rank is gone.
 NOTICED = 10.0
-
-
-class Disorder:
-    """A root with a history, made again for every run, and the places that a run on it goes through."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._prepared = folder / "prepared"
-        self.root = folder / "run" / "root"
-        prepare(self._prepared / "root", folder)
-        self.library = failpoints.built()
-
-    def again(self) -> Path:
-        shutil.rmtree(self.root.parent, ignore_errors=True)
-        shutil.copytree(self._prepared, self.root.parent, symlinks=True)
-        return self.root
-
-    def start(self, job: Job, rank: int, environment: dict[str, str]) -> None:
-        order = {"root": str(self.root), "steps": 2, "library": self.library, "environment": environment}
-        job.tell(rank, order)
-
-    def places(self) -> list[tuple[int, Place]]:
-        """By rank, of a run that goes well."""
-        self.again()
-        traces = [self._folder / f"trace-{rank}" for rank in (0, 1)]
-        with Job(train, 2, self._folder) as job:
-            for rank, trace in enumerate(traces):
-                self.start(job, rank, {"TUNDISH_FAILPOINT_TRACE": str(trace)})
-            for message in job.hear_all():
-                assert message[:2] == ("resumed", 3)
-            assert job.hear_all() == [("done", 5), ("done", 5)]
-            job.expect_end()
-        check_next_start(self.root)
-        return [(rank, place) for rank, trace in enumerate(traces) for place in failpoints.places(trace)]
-
-
-@pytest.fixture(scope="module")
-def disorder(tmp_path_factory: pytest.TempPathFactory) -> Disorder:
-    return Disorder(tmp_path_factory.mktemp("failpoints"))
 
 
 def tried(places: list[tuple[int, Place]]) -> Iterator[tuple[int, Place, bool, bool]]:

@@ -11,7 +11,8 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,13 @@ def resume(checkpointer: Any, training: Training) -> int:
     return int(extra["step"])
 
 
-def save_both(checkpointer: Any, training: Training, step: int, rank: int) -> None:
-    checkpointer.save_hf(step, training.model, shard_bytes=SHARD_BYTES)
-    checkpointer.save_dcp(step, training.state(), extra={"step": step}, rank_extra={"rank": rank})
+def save_hf(checkpointer: Any, training: Training, step: int, rank: int) -> Any:
+    return checkpointer.save_hf(step, training.model, shard_bytes=SHARD_BYTES)
+
+
+def save_dcp(checkpointer: Any, training: Training, step: int, rank: int) -> Any:
+    extra, rank_extra = {"step": step}, {"rank": rank}
+    return checkpointer.save_dcp(step, training.state(), extra=extra, rank_extra=rank_extra)
 
 
 def arm(order: dict[str, Any]) -> None:
@@ -125,13 +130,64 @@ def train(rank: int, line: Any) -> None:
             while step < last:
                 step += 1
                 training.step(step)
-                save_both(checkpointer, training, step, rank)
+                save_hf(checkpointer, training, step, rank)
+                save_dcp(checkpointer, training, step, rank)
             checkpointer.wait()
             checkpointer.save_hf(step, training.model, shard_bytes=SHARD_BYTES, overwrite=True)
     except BaseException as error:
         line.say("failed", f"{type(error).__name__}: {error}")
     else:
         line.say("done", step)
+
+
+def train_through_failures(rank: int, line: Any) -> None:
+    """Trains to the step `last` whatever fails, and says what came of every call: its name and its error, "" for none.
+
+    Where a start fails, there is a second one.
+    """
+    order = line.hear()
+    arm(order)
+    from tundish.checkpoint import Checkpointer
+
+    root = Path(order["root"])
+    claims = Claims(root)
+    came_of: dict[str, str] = {}
+
+    def call(what: str, function: Callable[[], Any]) -> Any:
+        came_of[what] = ""
+        try:
+            return function()
+        except BaseException as error:
+            came_of[what] = f"{type(error).__name__}: {error}"
+            return None
+
+    def go_on() -> None:
+        training = Training()
+        with Checkpointer(
+            root,
+            keep_last=KEPT,
+            on_failure=lambda error: None,
+            timeout=60,
+            on_published=[claims.published] if rank == 0 else [],
+        ) as checkpointer:
+            step = resume(checkpointer, training)
+            if rank == 0:
+                claims.discarding(step)
+            checkpointer.discard_after(step)
+            saves = {}
+            for number in range(step + 1, order["last"] + 1):
+                training.step(number)
+                for kind, begin in (("hf", save_hf), ("dcp", save_dcp)):
+                    what = f"{kind}-{number}"
+                    saves[what] = call(what, partial(begin, checkpointer, training, number, rank))
+            for what, save in saves.items():
+                if save is not None:
+                    call(what, save.result)
+
+    call("the first start", go_on)
+    if came_of["the first start"]:
+        call("the second start", go_on)
+    line.say("done", came_of)
 
 
 def prepare(root: Path, folder: Path) -> None:

@@ -1,0 +1,51 @@
+"""A root that a dead owner left in disorder, and the places that a run of two ranks on it goes through."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+import failpoints
+from failpoints import Place
+from rank_processes import Job
+from training import check_next_start, prepare, train
+
+
+class Disorder:
+    """A root with a history, made again for every run, and the places that a run on it goes through."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._prepared = folder / "prepared"
+        self.root = folder / "run" / "root"
+        prepare(self._prepared / "root", folder)
+        self.library = failpoints.built()
+
+    def again(self) -> Path:
+        """The root as it was at first."""
+        shutil.rmtree(self.root.parent, ignore_errors=True)
+        shutil.copytree(self._prepared, self.root.parent, symlinks=True)
+        return self.root
+
+    def start(self, job: Job, rank: int, environment: dict[str, str]) -> None:
+        """Let a rank train for two steps or through failures to step 6, on the module with failpoints."""
+        order = {"root": str(self.root), "library": self.library, "environment": environment}
+        job.tell(rank, order | {"steps": 2, "last": 6})
+
+    def places(self) -> list[tuple[int, Place]]:
+        """By rank, of a run that goes well."""
+        self.again()
+        traces = [self._folder / f"trace-{rank}" for rank in (0, 1)]
+        with Job(train, 2, self._folder) as job:
+            for rank, trace in enumerate(traces):
+                self.start(job, rank, {"TUNDISH_FAILPOINT_TRACE": str(trace)})
+            for message in job.hear_all():
+                assert message[:2] == ("resumed", 3)
+            assert job.hear_all() == [("done", 5), ("done", 5)]
+            job.expect_end()
+        check_next_start(self.root)
+        return [(rank, place) for rank, trace in enumerate(traces) for place in failpoints.places(trace)]

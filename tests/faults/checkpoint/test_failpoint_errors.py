@@ -1,0 +1,79 @@
+"""While two ranks train, each operation on the disk goes wrong once: it fails, is cut short, or panics.
+
+The places are those of `test_failpoint_kills`. Whatever goes wrong on one rank, all ranks are told the same of every
+save, later saves succeed, and the root is what the ranks were told. Here some places, under `make soak` all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+import failpoints
+from disorder import Disorder
+from failpoints import Place
+from rank_processes import Job
+from soak import IS_SOAK
+from training import check_next_start, train_through_failures
+
+EIO, ENOSPC = 5, 28
+# Here every so many-th sort of places; no multiple of the number of faults.
+STRIDE = 3
+
+
+def tried(places: list[tuple[int, Place]]) -> Iterator[tuple[int, Place, str]]:
+    """Rank, place, and what goes wrong there."""
+
+    def faults(place: Place) -> list[str]:
+        number = place.number
+        found = [
+            f"fail {number} {EIO}",
+            f"fail {number} {ENOSPC}",
+            f"panic {number}",
+            f"fail-after {number} {EIO}",
+        ]
+        return [f"short {number} 100", *found] if place.operation == "write" else found
+
+    if IS_SOAK:
+        for rank, place in places:
+            for fault in faults(place):
+                yield rank, place, fault
+        return
+    of_sort = {(rank, *place.sort): (rank, place) for rank, place in places}
+    for turn, (rank, place) in enumerate(itertools.islice(of_sort.values(), 0, None, STRIDE)):
+        yield rank, place, faults(place)[turn % len(faults(place))]
+
+
+@pytest.mark.timeout(14400 if IS_SOAK else 600)
+def test_whatever_goes_wrong_once_all_ranks_hear_of_it_and_later_saves_succeed(
+    disorder: Disorder, tmp_path: Path
+) -> None:
+    went_wrong = 0
+    for rank, place, fault in tried(disorder.places()):
+        what = f"rank {rank}: {fault} of {place}"
+        root = disorder.again()
+        with Job(train_through_failures, 2, tmp_path) as job:
+            disorder.start(job, rank, failpoints.environment(place, fault))
+            disorder.start(job, 1 - rank, {})
+            (_, here), (_, there) = job.hear_all()
+            job.expect_end()
+        told = {name: bool(error) for name, error in here.items()}
+        assert told == {name: bool(error) for name, error in there.items()}, f"{what}: {here} {there}"
+        failed = {name for name, is_failed in told.items() if is_failed}
+        # The second start and all other saves are as good as ever.
+        assert len(failed) <= 1, f"{what}: {here}"
+        if "short" in fault:
+            assert not failed, f"{what}: {here}"
+        went_wrong += len(failed)
+        try:
+            check_next_start(root)
+        except BaseException as error:
+            raise AssertionError(f"{what}: {here}") from error
+    assert went_wrong > 5
