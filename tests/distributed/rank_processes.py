@@ -119,6 +119,7 @@ class Job:
     ) -> None:
         import torch.distributed as distributed
 
+        self.size = size
         self._store: Any = None
         where = str(folder / "store")
         if host == LAUNCHER:
@@ -162,16 +163,18 @@ class Job:
         assert process_id is not None
         os.kill(process_id, number)
 
+    def exit_code(self, rank: int) -> int | None:
+        """With what `rank` ended; None where it did not."""
+        self._processes[rank].join(PATIENCE)
+        return self._processes[rank].exitcode
+
     def expect_end(self, *ranks: int) -> None:
         """`ranks` (all by default) come to the end of the scenario and exit well."""
         ranks = ranks or tuple(range(len(self._lines)))
         for rank in ranks:
             assert self.hear(rank) == ("end of scenario",)
         for rank in ranks:
-            self._processes[rank].join(PATIENCE)
-            assert self._processes[rank].exitcode == 0, (
-                f"rank {rank} exits with {self._processes[rank].exitcode}"
-            )
+            assert self.exit_code(rank) == 0, f"rank {rank} exits with {self.exit_code(rank)}"
 
     def __enter__(self) -> Self:
         return self

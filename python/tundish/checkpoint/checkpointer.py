@@ -124,6 +124,7 @@ class Checkpointer:
                 if self._index == 0:
                     self._owner = Owner(self.path, retention)
                     stack.callback(self._owner.close)
+                    self._owner.tell_recovered()
             self._meet()
             self._view = ReadOnlyRoot(self.path)
             if self._world_size > 1:
@@ -162,9 +163,13 @@ class Checkpointer:
                 "is not the same writable folder on this rank as on the first: give a root that all ranks share",
                 str(self.path),
             )
-        self._voter.vote(error, what=f"opening {self.path}", same=seen or "nothing", timeout=self._timeout)
-        if self._index == 0:
-            nonce.unlink(missing_ok=True)
+        try:
+            self._voter.vote(
+                error, what=f"opening {self.path}", same=seen or "nothing", timeout=self._timeout
+            )
+        finally:
+            if self._index == 0:
+                nonce.unlink(missing_ok=True)
 
     # ---- Saving ----
 

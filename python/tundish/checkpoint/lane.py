@@ -161,7 +161,10 @@ class Lane:
             if job.staged is not None and not isinstance(job.staged, BaseException):
                 job.staged.release()
             job.release()
-            if error is not None and not job.is_answered and not isinstance(error, CallbackError):
+            if isinstance(error, CallbackError):
+                # It is the future's alone, which perhaps nobody asks.
+                _logger.error("a callback failed", exc_info=error)
+            elif error is not None and not job.is_answered:
                 # Before anybody is told that the save is over: the next call is to know of it.
                 self._failed(error, job.what)
             with self._changed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import logging
 import os
 import threading
 from pathlib import Path
@@ -23,6 +24,16 @@ if TYPE_CHECKING:
     from tundish.checkpoint.lane import Job
 
 __all__ = ["Owner"]
+
+_logger = logging.getLogger("tundish.checkpoint")
+
+_SAID = {
+    "removed": "removed what dead saves left",
+    "live": "left alone what somebody still writes into",
+    "set_aside": "set aside after a rollback that was cut short",
+    "repaired": "written again as the folders say",
+    "failed": "could not be removed",
+}
 
 # How long a start waits for an owner that is dying.
 _WAIT_SECONDS = 60.0
@@ -45,6 +56,16 @@ class Owner:
     def recovered(self) -> dict[str, Any]:
         """What opening found and mended: `removed`, `live`, `set_aside`, `repaired`, `ignored`, `failed`."""
         return dict(self._root.recovered)
+
+    def tell_recovered(self) -> None:
+        """Log what opening found and mended."""
+        found = self.recovered
+        for path, reason in found["ignored"].items():
+            _logger.warning("%s is called like a checkpoint, is none, and is left as it is: %s", path, reason)
+        for what, paths in found.items():
+            if what != "ignored" and paths:
+                level = logging.WARNING if what == "failed" else logging.INFO
+                _logger.log(level, "opening %s: %s: %s", self.path, _SAID[what], "; ".join(paths))
 
     def begin(self, kind: Kind, step: int, written_bytes: int, *, overwrite: bool) -> None:
         """Make the folder of a step; refuses one that is published, below the newest, or too large for the disk."""

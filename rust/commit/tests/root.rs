@@ -217,3 +217,17 @@ fn a_manifest_of_any_size_or_sort_is_read_with_care() {
     assert_eq!(root.discard_after(1).unwrap().len(), 3);
     save(&root, Kind::Hf, 2).unwrap();
 }
+
+#[test]
+fn a_closed_root_leaves_what_it_was_writing_to_the_next_owner() {
+    let folder = tempfile::tempdir().unwrap();
+    let closed = open(folder.path()).unwrap();
+    write(&closed.begin(Kind::Hf, 1, false).unwrap(), 1);
+    closed.close();
+    // The closed one is still there, as where Python has not let go of it.
+    let next = open(folder.path()).unwrap();
+    let left = folder.path().join(".hf-1.incomplete").display().to_string();
+    assert_eq!((&next.recovered().removed, &next.recovered().live), (&vec![left], &vec![]));
+    assert_eq!(entries(folder.path()), [".owner"]);
+    drop(closed);
+}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,32 @@ __all__ = ["load_from", "newest_whole"]
 _logger = logging.getLogger("tundish.checkpoint")
 
 _MANIFEST = "tundish.json"
+_CHECKPOINT = re.compile(r"dcp-(0|[1-9][0-9]{0,17})")
 _NAMED = 5
 
 
 def load_from(
-    state_dict: dict[str, Any], path: Path, *, verify: bool, voter: Voter, timeout: float
+    state_dict: dict[str, Any],
+    path: Path,
+    *,
+    verify: bool,
+    voter: Voter,
+    timeout: float,
+    step: int | None = None,
 ) -> tuple[dict[str, Any], dict[int, Any]]:
     """Collective: load the checkpoint at `path`, in place.
 
-    `verify`: whether this rank reads all its bytes before any rank uses one; one rank is enough.
+    `verify`: whether this rank reads all its bytes before any rank uses one; one rank is enough. `step`: of which it
+    has to be.
 
     Returns `extra`, and the `rank_extra` of every rank that saved.
     """
     with voter.agreed(f"verifying {path}", timeout=timeout):
         manifest = _manifest_of(path)
+        if step is not None and manifest["step"] != step:
+            raise CorruptCheckpointError(
+                f"{path} is the checkpoint of step {manifest['step']}: rename it back"
+            )
         if verify:
             verify_folder(path)
     with voter.agreed(f"opening {path}", timeout=timeout):
@@ -61,22 +74,33 @@ def newest_whole(view: ReadOnlyRoot, *, verify: bool) -> int | None:
     Raises `CorruptCheckpointError` where there are some and none is whole.
     """
     damaged: list[str] = []
-    for checkpoint in reversed(view.list("dcp")):
+    # In this order: what is published meanwhile is no damaged one.
+    visible = _visible_steps(view.path)
+    whole = {checkpoint.step for checkpoint in view.list("dcp")}
+    for step in visible:
         try:
-            with view.reading(checkpoint.step, "dcp") as path:
-                if verify:
+            with view.reading(step, "dcp") as path:
+                if verify or step not in whole:
                     verify_folder(path)
-            return checkpoint.step
+            if step in whole:
+                return step
+            raise CorruptCheckpointError(f"{path} does not hold what its name says")
         except (CorruptCheckpointError, OSError) as error:
             _logger.error(
-                "the DCP checkpoint of step %d cannot be loaded, the one before it is tried: %s",
-                checkpoint.step,
-                error,
+                "the DCP checkpoint of step %d cannot be loaded, the one before is tried: %s", step, error
             )
-            damaged.append(str(error))
+            # Without a manifest it is no checkpoint of this library.
+            if not isinstance(error, NotFoundError):
+                damaged.append(str(error))
     if damaged:
         raise CorruptCheckpointError(f"no DCP checkpoint under {view.path} is whole: {'; '.join(damaged)}")
     return None
+
+
+def _visible_steps(root: Path) -> list[int]:
+    """Steps of all folders that are called like a DCP checkpoint, newest first, whatever they hold."""
+    names = (_CHECKPOINT.fullmatch(path.name) for path in root.iterdir())
+    return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
 class _Load:
@@ -144,6 +168,7 @@ def _manifest_of(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / _MANIFEST).read_bytes())
         facts = manifest["format_version"], manifest["kind"], manifest["world_size"], manifest["extra"]
+        step = manifest["step"]
     except (ValueError, TypeError, KeyError) as error:
         raise CorruptCheckpointError(f"{path / _MANIFEST} is damaged: {error!r}", (_MANIFEST,)) from None
     version, kind, world_size, extra = facts
@@ -151,7 +176,7 @@ def _manifest_of(path: Path) -> dict[str, Any]:
         raise StateMismatchError(
             f"{path} is a checkpoint of kind {kind!r} in format {version!r}: load_dcp reads kind 'dcp' in format 1"
         )
-    return {"world_size": world_size, "extra": {} if extra is None else extra}
+    return {"step": step, "world_size": world_size, "extra": {} if extra is None else extra}
 
 
 def _rank_extra_of(path: Path, index: int) -> Any:

@@ -80,7 +80,14 @@ class DcpSaver:
         with contextlib.ExitStack() as stack:
             with voter.agreed(f"opening the checkpoint of step {chosen}", timeout=self._timeout):
                 path = stack.enter_context(view.reading(chosen, "dcp"))
-            return load_from(state_dict, path, verify=verify and is_first, voter=voter, timeout=self._timeout)
+            return load_from(
+                state_dict,
+                path,
+                verify=verify and is_first,
+                voter=voter,
+                timeout=self._timeout,
+                step=chosen,
+            )
 
     def close(self) -> None:
         """Let go of the groups; not collective."""

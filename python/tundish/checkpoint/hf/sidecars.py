@@ -24,7 +24,7 @@ import torch
 from tundish._native import FileFacts, checksum_file
 from tundish.checkpoint.hf.pretrained import save_code, settings_of
 from tundish.checkpoint.hf.shards import INDEX_NAME
-from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError
+from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError
 
 __all__ = ["Sidecars", "gather_sidecars"]
 
@@ -67,6 +67,24 @@ class Sidecars:
     def write(self, folder: Path, weights: Collection[str]) -> list[FileFacts]:
         """Write everything into `folder` and make it durable; `weights` are the names of what others write there."""
         others = {path for path in folder.rglob("*") if path.is_file()}
+        try:
+            self._write_contents(folder)
+        except OSError as error:
+            # Those who write here do not say which file it was when the disk is full.
+            raise StorageError(
+                error.errno or errno.EIO,
+                f"cannot write what lies beside the weights ({error.strerror or error})",
+                error.filename or str(folder),
+            ) from error
+        facts = []
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if path.is_file() and path not in others and name not in weights:
+                known = checksum_file(path)
+                facts.append(FileFacts(name, known.size, known.checksum))
+        return facts
+
+    def _write_contents(self, folder: Path) -> None:
         for name, path in self.source:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -79,13 +97,6 @@ class Sidecars:
                 one.save_pretrained(str(folder))
         if self.index is not None:
             (folder / INDEX_NAME).write_bytes(self.index)
-        facts = []
-        for path in sorted(folder.rglob("*")):
-            name = path.relative_to(folder).as_posix()
-            if path.is_file() and path not in others and name not in weights:
-                known = checksum_file(path)
-                facts.append(FileFacts(name, known.size, known.checksum))
-        return facts
 
 
 def gather_sidecars(

@@ -98,6 +98,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
         // A copy in a child made by `fork` has nothing to let go of.
         if let Ok(mut state) = self.state() {
             let owner = state.owner.take();
+            // With their locks, by which the next owner would take them for somebody's who still writes.
+            state.attempts.clear();
             drop(state);
             // Outside the lock: it waits for the heart.
             drop(owner);

@@ -19,8 +19,8 @@ from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.dcp import writer as dcp_writer
 from tundish.checkpoint.dcp.saver import DcpSaver
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "checkpoint"))
 
 from dcp_worlds import OPTIONS, save
 from rank_processes import Job, Line, outcome

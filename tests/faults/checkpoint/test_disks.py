@@ -1,0 +1,207 @@
+"""Two ranks save while their disk fills up, becomes read-only, or the root is taken away; and roots they may not have.
+
+All ranks are told, what was published before is untouched, nothing is left behind, and as soon as the disk is as it
+was before the next save succeeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tundish._native import staging_stats
+from tundish.checkpoint import Checkpointer
+from tundish.errors import StorageError
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+from obeying import (
+    SAVED_BYTES,
+    answer,
+    assert_fine,
+    assert_saved,
+    begin_and_hold,
+    each,
+    end,
+    obey,
+    save,
+    tell,
+)
+from rank_processes import Job
+
+NOBODY = 65534
+DISK_BYTES = 10 * SAVED_BYTES
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small disk of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    path = tmp_path / "disk"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", path], check=True)
+    yield path
+    subprocess.run(["umount", "--lazy", path], check=True)
+
+
+Damage = Callable[[Path], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def full(root: Path) -> Iterator[None]:
+    ballast = root.with_name("ballast")
+    status = os.statvfs(root)
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize)
+    yield
+    ballast.unlink()
+
+
+@contextlib.contextmanager
+def read_only(root: Path) -> Iterator[None]:
+    """As a disk is that the kernel found errors on; what is open for writing stays so."""
+    subprocess.run(["mount", "--bind", root, root], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", root], check=True)
+    yield
+    subprocess.run(["umount", "--lazy", root], check=True)
+
+
+@contextlib.contextmanager
+def moved(root: Path) -> Iterator[None]:
+    elsewhere = root.rename(root.with_name("elsewhere"))
+    yield
+    elsewhere.rename(root)
+
+
+@contextlib.contextmanager
+def forbidden(root: Path) -> Iterator[None]:
+    os.chown(root, NOBODY, NOBODY)
+    yield
+    os.chown(root, 0, 0)
+
+
+@pytest.mark.parametrize("damage", [full, read_only, moved, forbidden])
+def test_a_disk_that_fails_a_save_fails_it_on_all_ranks_and_no_later_one(disk: Path, damage: Damage) -> None:
+    root = disk / "root"
+    expected: dict[str, list[int]] = {}
+    with Job(obey, 2, disk) as job:
+        each(job, "give_up_power")
+        assert_fine(each(job, "open", root))
+        for kind in ("hf", "dcp"):
+            save(job, kind, 1)
+            begin_and_hold(job, kind, 2)
+            with damage(root):
+                each(job, "let_go")
+                for error, text, _ in each(job, "result", kind, 2):
+                    assert error, "a save without a disk"
+                    assert str(root) in text
+                assert all(told for told in each(job, "failed"))
+            save(job, kind, 3)
+            expected[kind] = [1, 3]
+        assert_fine(each(job, "close"))
+        assert_fine(each(job, "open", root))
+        assert not [name for name in os.listdir(root) if name.startswith(".") and name != ".owner"]
+        assert_fine(each(job, "close"))
+        end(job)
+    assert_saved(root, dict(sorted(expected.items())))
+
+
+def test_a_root_that_is_removed_ends_saving_there_and_can_be_made_again(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Job(obey, 2, tmp_path) as job:
+        assert_fine(each(job, "open", root))
+        for kind in ("hf", "dcp"):
+            begin_and_hold(job, kind, 2)
+            shutil.rmtree(root)
+            each(job, "let_go")
+            for error, text, _ in each(job, "result", kind, 2):
+                assert error
+                assert str(root) in text
+            for error, text, _ in each(job, "save", kind, 3):
+                assert error
+                assert str(root) in text
+            # Nothing is written into a folder that another made in its place.
+            root.mkdir()
+            (root / "mine").write_text("mine")
+            for error, _, _ in each(job, "save", kind, 4):
+                assert error
+            assert os.listdir(root) == ["mine"]
+            assert_fine(each(job, "close"))
+            assert_fine(each(job, "open", root))
+            save(job, kind, 1)
+        assert_fine(each(job, "close"))
+        end(job)
+    assert_saved(root, {"dcp": [1]})
+
+
+def test_roots_that_a_rank_may_not_write_to_are_refused_on_all(disk: Path, tmp_path: Path) -> None:
+    root = disk / "root"
+    shared = disk / "shared"
+    shared.mkdir()
+    os.chown(shared, NOBODY, NOBODY)
+    root.mkdir()
+    with Job(obey, 2, tmp_path) as job:
+        with read_only(root):
+            for error, text, _ in each(job, "open", root):
+                assert error in ("StorageError", "PeerFailedError")
+                assert "Read-only file system" in text
+        # Another folder on the second rank, under the same name or not.
+        for rank, folder in enumerate((root, disk / "other")):
+            folder.mkdir(exist_ok=True)
+            tell(job, rank, "open", folder)
+        assert "rank 1" in answer(job, 0)[1]
+        assert "not the same writable folder" in answer(job, 1)[1]
+        # The second rank may look but not write.
+        tell(job, 1, "give_up_power")
+        answer(job, 1)
+        (_, here, _), (error, there, _) = each(job, "open", shared)
+        assert "rank 1" in here
+        assert error == "StorageError"
+        assert str(shared) in there
+        assert not [name for name in os.listdir(shared) if name != ".owner"]
+        end(job)
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_too_little_room_is_refused_before_anything_is_staged(disk: Path, kind: str) -> None:
+    large = {"w": torch.ones(DISK_BYTES // 4)}
+    before = staging_stats()["in_use"]
+    with Checkpointer(disk / "root", on_failure="raise") as checkpointer:
+        begin = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
+        begin(1, {"w": torch.ones(9)}, blocking=True)
+        with pytest.raises(StorageError, match=r"takes \d+ bytes, and \d+ are free") as refused:
+            begin(2, large)
+        assert refused.value.errno == 28
+        assert staging_stats()["in_use"] == before
+        assert sorted(os.listdir(disk / "root")) == [
+            ".owner",
+            "checkpoints.json",
+            f"{kind}-1",
+            f"{kind}-latest",
+        ]
+        path = begin(2, {"w": torch.ones(10)}, blocking=True).result(0)
+        checkpointer.verify(path)
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_a_save_that_finds_room_only_after_retention_succeeds(disk: Path, kind: str) -> None:
+    # Each takes a third of the disk: the third save has room, since the first one went with the second.
+    large = {"w": torch.ones(DISK_BYTES // 3 // 4 - MARGIN)}
+    with Checkpointer(disk / "root", on_failure="raise", keep_last=1) as checkpointer:
+        begin = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
+        for step in range(1, 6):
+            begin(step, large, blocking=True)
+        assert [one.step for one in checkpointer.list()] == [5]
+
+
+MARGIN = 1 << 18

@@ -1,0 +1,142 @@
+"""Interpreters that end while something is under way or went wrong: nothing hangs, and nothing is swallowed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tundish.checkpoint import Checkpointer, open_readonly
+
+PRELUDE = """
+import sys, threading, time
+from pathlib import Path
+import torch
+import tundish as td
+root = Path(sys.argv[1])
+tensors = {"w": torch.ones(1 << 18)}
+"""
+
+
+@contextlib.contextmanager
+def started(program: str, root: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(program), str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def nobody_may_write(root: Path) -> Iterator[None]:
+    """Holds the only slot of the writers to this root, for which they wait longer than a test takes."""
+    root.mkdir()
+    status = root.stat()
+    slot = Path(f"/dev/shm/tundish-writer-{os.geteuid()}-{status.st_dev:x}-{status.st_ino:x}-0")
+    with slot.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        slot.unlink()
+
+
+def test_a_second_ctrl_c_gives_a_save_up_within_seconds(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    program = """
+    checkpointer = td.Checkpointer(root)
+    checkpointer.save_hf(1, tensors)
+    checkpointer.save_dcp(1, tensors)
+    print("saving", flush=True)
+    time.sleep(600)
+    """
+    with nobody_may_write(root), started(program, root) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "saving\n"
+        process.send_signal(signal.SIGINT)
+        # The first ends the loop; then the exit waits for the save.
+        assert process.stderr.readline().startswith("Traceback")
+        lines = iter(process.stderr.readline, "")
+        assert any(line.startswith("KeyboardInterrupt") for line in lines)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.send_signal(signal.SIGINT)
+        pressed = time.monotonic()
+        told = process.stderr.read()
+        process.wait(30)
+        assert time.monotonic() - pressed < 5
+        assert "were given up; the next start removes what they left" in told
+        assert process.returncode not in (0, -signal.SIGSEGV, -signal.SIGABRT)
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        assert checkpointer.list() == []
+        assert os.listdir(root) == [".owner"]
+
+
+def test_a_failing_callback_is_told_though_nobody_asks_the_future(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    program = """
+    def upload(path):
+        raise RuntimeError("the bucket is gone")
+    checkpointer = td.Checkpointer(root, on_published=[upload])
+    checkpointer.save_hf(1, tensors)
+    checkpointer.save_dcp(1, tensors)
+    """
+    with started(program, root) as process:
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 0
+    for kind in ("hf", "dcp"):
+        assert f"save_{kind} of step 1 is published, but a callback failed" in told
+        open_readonly(root).verify(f"{kind}-latest")
+    assert "RuntimeError: the bucket is gone" in told
+
+
+def test_an_exception_in_the_loop_is_told_and_what_was_under_way_is_finished(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    # A lazy save copies in the background when the loop fails, and a callback waits for what never comes in time.
+    program = """
+    model = torch.nn.Linear(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer = td.Checkpointer(root, on_published=[lambda path: time.sleep(0.3)])
+    checkpointer.save_dcp(1, model.state_dict())
+    checkpointer.save_hf(1, model, staging="lazy", optimizer=optimizer)
+    raise KeyError("the loss is no number")
+    """
+    with started(program, root) as process:
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert told.rstrip().endswith("KeyError: 'the loss is no number'")
+    for kind in ("hf", "dcp"):
+        open_readonly(root).verify(f"{kind}-1")
+
+
+def test_a_failing_save_ends_a_loop_that_goes_on(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    program = """
+    import resource, signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    checkpointer = td.Checkpointer(root)
+    checkpointer.save_hf(1, tensors, blocking=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, resource.RLIM_INFINITY))
+    checkpointer.save_hf(2, tensors)
+    print("saving", flush=True)
+    time.sleep(600)
+    """
+    with started(program, root) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "saving\n"
+        begun = time.monotonic()
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+    assert time.monotonic() - begun < 10
+    assert "save_hf of step 2 failed" in told
+    assert "File too large" in told
+    assert [one.step for one in open_readonly(root).list()] == [1]
