@@ -20,6 +20,7 @@ __all__ = [
     "open_plan",
     "pack",
     "replace_file",
+    "sample_index",
     "save",
     "seal_manifest",
     "shuffled_indices",
@@ -59,6 +60,13 @@ def verify(
     threads: int | None = None,
     progress: _Progress | None = None,
 ) -> None: ...
+def sample_index(
+    columns: Sequence[NDArray[Any]],
+    facts: str,
+    lengths: Sequence[NDArray[Any]] | None = None,
+    order: NDArray[Any] | None = None,
+    progress: _Progress | None = None,
+) -> NDArray[Any]: ...
 def replace_file(target: _Path, contents: bytes) -> None: ...
 def shuffled_indices(samples: int, seed: int, progress: _Progress | None = None) -> NDArray[Any]: ...
 

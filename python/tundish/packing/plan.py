@@ -242,14 +242,34 @@ class PackPlan:
 
         return plan_stats(self)
 
-    def sample_index(self, order: Any = None) -> IntegerArray:
-        """Megatron's `sample_index` pairs; see `tundish.packing.stats.megatron_sample_index`.
+    def sample_index(self, order: Any = None, *, progress: bool | None = None) -> IntegerArray:
+        """The plan as Megatron-LM's `sample_index`.
 
-        `order` is the order that `pack` took as `order=`; another one is refused.
+        Row *i* says where token `i * max_length` of the stream is: the position of its sample in the order (Megatron's
+        index into `document_index`) and the token's offset in that sample. It equals what Megatron-Core's
+        `build_sample_idx` gives for the same order with `seq_length=max_length` and one extra token a sequence; there
+        is one row for each such token, so the tail that was dropped has a row too.
+
+        Args:
+            order: the order that was given to `pack`, if one was. Needed only where empty samples lie on pack
+                boundaries, which the plan does not hold; so are the lengths then. One that is given is checked: whole
+                where the lengths are attached, else as far as the plan holds it, which is up to the dropped tail.
+            progress: show progress; by default on a terminal.
+
+        Returns:
+            shape (rows, 2), int32 where all values fit, else int64. Memory beyond it is constant, plus one index a
+            sample where empty samples lie on boundaries and the order has to be drawn from the seed.
+
+        Raises:
+            InvalidInputError: a plan of several datasets, or an order or lengths that are needed are missing.
+            PlanMismatchError: the plan was made with another order, or without one, or the attached lengths are
+                not its own, or its columns are damaged.
         """
-        from tundish.packing.stats import megatron_sample_index
+        from tundish.progress import ProgressLine
 
-        return megatron_sample_index(self, order)
+        given = None if order is None else as_integer_column(order, "order")
+        with ProgressLine("plan", progress) as line:
+            return _native.sample_index(self._columns, self._facts_json, self._lengths, given, line.callback)
 
     @property
     def facts(self) -> Mapping[str, Any]:

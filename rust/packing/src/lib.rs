@@ -1,7 +1,8 @@
 //! Plans of fixed-length token sequences, computed over slices of sample lengths.
 //!
 //! This crate owns the algorithms (`hard`), the random order (`shuffle`), the plan and its folder on
-//! disk (`plan`, `folder`, `mapping`), look-ups in it (`lookup`) and its check (`verify`). It knows neither Python nor torch.
+//! disk (`plan`, `folder`, `mapping`), look-ups in it (`lookup`, `sample_index`) and its check (`verify`). It knows
+//! neither Python nor torch.
 //!
 //! What always holds:
 //! 1. The same inputs give the same plan, for any number of threads and on any platform.
@@ -24,6 +25,7 @@ mod npy;
 mod ordered;
 pub mod plan;
 mod processor;
+pub mod sample_index;
 pub mod shuffle;
 mod sink;
 pub mod verify;

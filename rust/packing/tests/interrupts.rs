@@ -3,6 +3,7 @@
 use tundish_packing::hard::{OrderSource, Prepared, Request};
 use tundish_packing::lookup::{Lengths, lookup};
 use tundish_packing::plan::Column;
+use tundish_packing::sample_index::{Inputs, sample_index};
 use tundish_packing::{Field, Integers, PackError, Plan, Silent, Watch, verify};
 
 /// Interrupts at the tick number `stop_at`, which counts from 0.
@@ -89,6 +90,41 @@ fn verifying_one_sample_of_many_packs() {
     ends_at_any_tick(300_000 / 1024, |watch| {
         verify::verify(&plan.views(), &plan.facts, &[Integers::from(&lengths[..])], None, None, watch)
     });
+}
+
+#[test]
+fn indexing_many_packs() {
+    let lengths = vec![3i64; 100_000];
+    let plan = plan(&lengths, 1);
+    ends_at_any_tick(300_000 / 1024, |watch| {
+        sample_index(&plan.views(), &plan.facts, &Inputs::default(), watch).map(drop)
+    });
+}
+
+#[test]
+fn indexing_many_samples_of_few_packs() {
+    // An empty sample on a boundary, so that the lengths are gone through; the tail has the second row.
+    let mut lengths = vec![1i64; 300_000];
+    lengths[0] = 0;
+    let plan = plan(&lengths, 299_990);
+    let columns = [Integers::from(&lengths[..])];
+    let inputs = Inputs { lengths: Some(&columns), ..Inputs::default() };
+    ends_at_any_tick(300_000 / 1024, |watch| sample_index(&plan.views(), &plan.facts, &inputs, watch).map(drop));
+}
+
+#[test]
+fn checking_the_order_of_an_index() {
+    let lengths = vec![1i64; 300_000];
+    let order: Vec<u32> = (0..300_000).rev().collect();
+    let order = Integers::from(&order[..]);
+    let with_order = Request { order: OrderSource::Given(order), ..request(&lengths, 300_000) };
+    let plan = Prepared::new(with_order, &mut Silent).unwrap().pack(&mut Silent).unwrap();
+    let inputs = Inputs { order: Some(order), ..Inputs::default() };
+    ends_at_any_tick(300_000 / 1024, |watch| sample_index(&plan.views(), &plan.facts, &inputs, watch).map(drop));
+    let columns = [Integers::from(&lengths[..])];
+    let inputs = Inputs { lengths: Some(&columns), ..inputs };
+    // Lengths and order are hashed.
+    ends_at_any_tick(3, |watch| sample_index(&plan.views(), &plan.facts, &inputs, watch).map(drop));
 }
 
 #[test]

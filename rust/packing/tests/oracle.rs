@@ -3,6 +3,9 @@
 use proptest::prelude::*;
 use tundish_packing::hard::{OrderSource, Prepared, Request};
 use tundish_packing::lookup::{self, Lengths, TO_THE_END};
+use tundish_packing::plan::Column;
+use tundish_packing::sample_index::{Inputs, sample_index};
+use tundish_packing::shuffle::RandomState;
 use tundish_packing::{Field, Integers, PackError, Plan, Silent, verify};
 
 /// The six columns, by the definition over cumulative lengths.
@@ -143,6 +146,53 @@ proptest! {
     }
 
     #[test]
+    fn sample_index_says_where_packs_begin(
+        datasets in prop::collection::vec(prop::collection::vec(length(), 0..30), 1..4),
+        max_length in prop_oneof![1u64..50, Just(16u64)],
+        drop_last in any::<bool>(),
+        seed in prop::option::of(any::<u32>()),
+        reversed in any::<bool>(),
+    ) {
+        let views: Vec<&[u64]> = datasets.iter().map(|column| &column[..]).collect();
+        let all = datasets.concat();
+        let backwards: Vec<u64> = (0..all.len() as u64).rev().collect();
+        let given = Integers::from(&backwards[..]);
+        let (views, source) = match seed {
+            _ if reversed => (vec![&all[..]], OrderSource::Given(given)),
+            Some(seed) => (views, OrderSource::Seed(seed)),
+            None => (views, OrderSource::Natural),
+        };
+        let plan = pack(&views, source, max_length, (drop_last, !reversed), 1).unwrap();
+        let order: Vec<u64> = match (reversed, seed) {
+            (true, _) => backwards.clone(),
+            (false, Some(seed)) => RandomState::new(seed).shuffled(all.len(), &mut Silent).unwrap(),
+            (false, None) => (0..all.len() as u64).collect(),
+        };
+        let mut expected = Vec::new();
+        let mut token = 0u64;
+        for (position, &sample) in order.iter().enumerate() {
+            for offset in 0..all[sample as usize] {
+                if token.is_multiple_of(max_length) {
+                    expected.extend([position as i32, offset as i32]);
+                }
+                token += 1;
+            }
+        }
+        let lengths: Vec<Integers<'_>> = views.iter().map(|&column| Integers::from(column)).collect();
+        let found = |lengths, order| {
+            sample_index(&plan.views(), &plan.facts, &Inputs { lengths, order, pool: None }, &mut Silent)
+        };
+        let order = reversed.then_some(given);
+        prop_assert_eq!(found(Some(&lengths[..]), order).unwrap(), Column::I32(expected.clone()));
+        if plan.facts.empty_on_boundary == 0 {
+            prop_assert_eq!(found(None, None).unwrap(), Column::I32(expected.clone()));
+            prop_assert_eq!(found(None, order).unwrap(), Column::I32(expected));
+        } else if !expected.is_empty() {
+            prop_assert!(matches!(found(None, None), Err(PackError::Invalid(_))));
+        }
+    }
+
+    #[test]
     fn lookup_gives_the_pieces(
         lengths in prop::collection::vec(length(), 1..60),
         max_length in 1u64..50,
@@ -221,8 +271,23 @@ fn wide_values_are_kept() {
     let plan =
         pack(&[&lengths], OrderSource::Given(Integers::from(&order[..])), max_length, (false, false), 1).unwrap();
     assert_eq!(columns(&plan), expected);
-    assert!(matches!(plan.column(Field::Indices), tundish_packing::plan::Column::I32(_)));
-    assert!(matches!(plan.column(Field::EndOffset), tundish_packing::plan::Column::I64(_)));
+    assert!(matches!(plan.column(Field::Indices), Column::I32(_)));
+    assert!(matches!(plan.column(Field::EndOffset), Column::I64(_)));
+}
+
+#[test]
+fn sample_index_is_wide_where_it_has_to_be() {
+    let index = |lengths: &[u64], max_length| {
+        let plan = pack(&[lengths], OrderSource::Natural, max_length, (true, false), 1).unwrap();
+        sample_index(&plan.views(), &plan.facts, &Inputs::default(), &mut Silent).unwrap()
+    };
+    let beyond = 1u64 << 31;
+    // Offsets in a pack, then of the tail alone.
+    assert_eq!(index(&[2 * beyond + 7], beyond), Column::I64(vec![0, 0, 0, 1 << 31, 0, 1 << 32]));
+    assert_eq!(index(&[beyond + 1], beyond), Column::I64(vec![0, 0, 0, 1 << 31]));
+    assert_eq!(index(&[beyond, 3], beyond), Column::I32(vec![0, 0, 1, 0]));
+    assert_eq!(index(&[beyond], beyond), Column::I32(vec![0, 0]));
+    assert_eq!(index(&[], beyond), Column::I32(vec![]));
 }
 
 #[test]

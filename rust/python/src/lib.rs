@@ -23,7 +23,9 @@ mod _native {
     #[pymodule_export]
     use super::commit::replace_file;
     #[pymodule_export]
-    use super::packing::{PlanReader, fingerprint, open_plan, pack, save, shuffled_indices, verify, write};
+    use super::packing::{
+        PlanReader, fingerprint, open_plan, pack, sample_index, save, shuffled_indices, verify, write,
+    };
     #[pymodule_export]
     use super::shards::{
         FileFacts, Image, ShardWriter, checksum_file, seal_manifest, staging_stats, trim_staging, verify_folder,

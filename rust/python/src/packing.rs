@@ -2,12 +2,13 @@
 
 use std::path::PathBuf;
 
-use numpy::{PyArray1, PyUntypedArray};
+use numpy::{PyArray1, PyArrayMethods, PyUntypedArray};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use tundish_packing::hard::{OrderSource, Prepared, Request};
 use tundish_packing::lookup::{self, Lengths, Lookup};
 use tundish_packing::plan::{Column as PlanColumn, Facts, Views};
+use tundish_packing::sample_index::{self as indexing, Inputs};
 use tundish_packing::shuffle::RandomState;
 use tundish_packing::{Integers, PackError, Silent, folder, verify as checking};
 
@@ -138,6 +139,36 @@ pub(crate) fn verify(
         let lengths: Vec<Integers<'_>> = lengths.iter().map(Column::view).collect();
         let order = order.as_ref().map(Column::view);
         Ok(checking::verify(&views(&columns)?, &facts, &lengths, order, pool, door)?)
+    })
+}
+
+/// Megatron's `sample_index` of a plan, a row of two integers a pack.
+#[pyfunction]
+#[pyo3(signature = (columns, facts, lengths=None, order=None, progress=None))]
+pub(crate) fn sample_index<'py>(
+    py: Python<'py>,
+    columns: [Bound<'py, PyUntypedArray>; 6],
+    facts: &str,
+    lengths: Option<Vec<Bound<'py, PyUntypedArray>>>,
+    order: Option<Bound<'py, PyUntypedArray>>,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let columns = six(&columns)?;
+    let lengths = lengths.as_deref().map(Column::all).transpose()?;
+    let order = order.as_ref().map(Column::new).transpose()?;
+    let facts = from_json(facts)?;
+    let rows = enter(py, progress, move |door| {
+        let lengths: Option<Vec<Integers<'_>>> =
+            lengths.as_ref().map(|columns| columns.iter().map(Column::view).collect());
+        // What the threads would hash is the order with the lengths.
+        let pool = if order.is_some() { threads::pool(threads::available())? } else { None };
+        let inputs = Inputs { lengths: lengths.as_deref(), order: order.as_ref().map(Column::view), pool };
+        Ok(indexing::sample_index(&views(&columns)?, &facts, &inputs, door)?)
+    })?;
+    let shape = [rows.len() / 2, 2];
+    Ok(match rows {
+        PlanColumn::I32(values) => PyArray1::from_vec(py, values).reshape(shape)?.into_any(),
+        PlanColumn::I64(values) => PyArray1::from_vec(py, values).reshape(shape)?.into_any(),
     })
 }
 

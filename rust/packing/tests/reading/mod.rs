@@ -6,6 +6,7 @@ use tundish_packing::hard::{OrderSource, Request};
 use tundish_packing::lookup::{Lengths, lookup};
 use tundish_packing::mapping::MappedColumn;
 use tundish_packing::plan::Views;
+use tundish_packing::sample_index::{Inputs, sample_index};
 use tundish_packing::{Field, Integers, PackError, Silent, folder, verify};
 
 /// The lengths that the good plan is made for.
@@ -23,7 +24,7 @@ pub fn request() -> Request<'static> {
     }
 }
 
-/// Open a folder and use whatever it holds: every pack is looked up, with and without lengths, and verified.
+/// Open a folder and use whatever it holds: packs are looked up and indexed, with and without lengths, and verified.
 pub fn use_folder(path: &Path) -> Result<Vec<Vec<i64>>, PackError> {
     let (facts, columns) = folder::open(path, &mut Silent)?;
     let views = Views::new(columns.each_ref().map(MappedColumn::view))?;
@@ -33,6 +34,9 @@ pub fn use_folder(path: &Path) -> Result<Vec<Vec<i64>>, PackError> {
         let pack = [pack];
         let _ = lookup::<Integers<'_>>(&views, &Integers::from(&pack[..]), None, &mut Silent);
         let _ = lookup(&views, &Integers::from(&pack[..]), Some(&attached), &mut Silent);
+    }
+    for lengths in [None, Some(&[lengths][..])] {
+        let _ = sample_index(&views, &facts, &Inputs { lengths, ..Inputs::default() }, &mut Silent);
     }
     verify::verify(&views, &facts, &[lengths], None, None, &mut Silent)?;
     Ok(Field::ALL.map(|field| values(&views.column(field))).to_vec())
