@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tundish.distributed import Voter
+from tundish.distributed import Voter, vote
+from tundish.errors import InvalidInputError, InvalidTypeError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
@@ -40,6 +41,40 @@ def test_what_votes_carry(host: str, tmp_path: Path) -> None:
         assert job.hear_all() == [(["", "é" * 10_000, "é" * 20_000],), ([],), ([],)]
         assert job.hear_all() == [("", "", None)] * 3
         job.expect_end()
+
+
+def compare(rank: int, line: Line) -> None:
+    line.say(*outcome(lambda: vote(what="equal", same="all alike")))
+    line.say(*outcome(lambda: vote(what="unequal", same="odd" if rank == 1 else "even")))
+    line.say(*outcome(lambda: vote(what="nothing to compare", same="" if rank == 0 else "something")))
+    line.say(*outcome(lambda: vote(what="no text", same=7 if rank == 1 else "7")))
+    line.say(*outcome(lambda: vote(ValueError("mine") if rank == 2 else None, what="worse", same="x" * rank)))
+    line.say(*outcome(lambda: vote(what="equal again", same="all alike")))
+
+
+def test_plain_votes_compare_too(tmp_path: Path) -> None:
+    with Job(compare, 3, tmp_path) as job:
+        assert job.hear_all() == [("", "", None)] * 3
+        heard = job.hear_all()
+        assert {kind for kind, _, _ in heard} == {"PeerFailedError"}
+        assert all("odd" in text and "even" in text for _, text, _ in heard)
+        heard = job.hear_all()
+        assert [kind for kind, _, _ in heard] == ["InvalidInputError", "PeerFailedError", "PeerFailedError"]
+        assert "rank 0 failed with InvalidInputError" in heard[1][1]
+        heard = job.hear_all()
+        assert [kind for kind, _, _ in heard] == ["PeerFailedError", "InvalidTypeError", "PeerFailedError"]
+        heard = job.hear_all()
+        assert [kind for kind, _, _ in heard] == ["InvalidInputError", "PeerFailedError", "ValueError"]
+        assert job.hear_all() == [("", "", None)] * 3
+        job.expect_end()
+
+
+def test_a_world_of_one_refuses_nothing_to_compare() -> None:
+    vote(what="equal", same="alone")
+    with pytest.raises(InvalidInputError, match="an empty text"):
+        vote(what="nothing", same="")
+    with pytest.raises(InvalidTypeError, match="bytes"):
+        vote(what="no text", same=b"x")
 
 
 def test_a_world_of_one_gathers_its_own_value() -> None:

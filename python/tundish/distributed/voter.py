@@ -20,6 +20,7 @@ from tundish.distributed.channel import Channel
 from tundish.distributed.groups import membership, seconds_of
 from tundish.distributed.jobstore import distributed_module
 from tundish.distributed.watch import node_identity
+from tundish.errors import InvalidInputError, InvalidTypeError, TundishError
 
 __all__ = ["DEFAULT_TIMEOUT", "Voter", "agreed", "build_once_per_node", "vote"]
 
@@ -82,7 +83,7 @@ class Voter:
         Args:
             error: what went wrong on this rank; None when nothing did.
             what: the step voted on, for messages: "building the plan".
-            same: what has to be equal on all ranks, not empty: a rank that brings something else fails.
+            same: what has to be equal on all ranks, a text that is not empty: a rank that brings another one fails.
                 Either all ranks give it or none.
             timeout: how long this rank waits for the others; None for as long as it takes.
 
@@ -93,7 +94,8 @@ class Voter:
             VoteTimeoutError: a rank did not vote in time (`ranks` names those that did not), or this rank
                 came when the others had given up on it; all ranks are in step for the next vote.
             StoreLostError: the launcher's store is gone.
-            InvalidInputError: a timeout that is not positive, or a voter closed or taken over a fork.
+            InvalidInputError: a timeout that is not positive, an empty `same` (a status: the others are told), or a
+                voter closed or taken over a fork.
 
         Once a rank failed, the others are given one more second to name their own failures.
         """
@@ -129,6 +131,8 @@ class Voter:
         problem: BaseException | None = None
         values: list[str] = []
         seconds = None if timeout is None else seconds_of(timeout)
+        if error is None and same is not None:
+            error = _no_text(same, what)
         if self._channel is not None:
             problem, values = self._channel.hold(error, what, seconds, same=same, brought=brought)
         if error is not None:
@@ -188,6 +192,15 @@ class Voter:
         self.close()
 
 
+def _no_text(same: Any, what: str) -> TundishError | None:
+    """What is wrong with `same`: often computed, so that it may be on one rank alone, and is told to the others."""
+    if not isinstance(same, str):
+        return InvalidTypeError(f"{what}: same must be a text, not of type {type(same).__name__}")
+    return (
+        None if same else InvalidInputError(f"{what}: an empty text was given as same; give what to compare")
+    )
+
+
 # The voter of a group's calling threads lives exactly as long as the group.
 _voters: weakref.WeakKeyDictionary[Any, Voter] = weakref.WeakKeyDictionary()
 _voters_lock = threading.Lock()
@@ -211,10 +224,13 @@ def vote(
     error: BaseException | None = None,
     *,
     what: str,
+    same: str | None = None,
     group: Any = None,
     timeout: timedelta | float | None = DEFAULT_TIMEOUT,
 ) -> None:
     """Collective over `group` (None: all ranks): bring this rank's status; see `Voter.vote`.
+
+    With `same` all ranks make sure that they go on with the same: a hash of the configuration, the step.
 
     All members call it from one thread each, in the same order; a background thread takes a `Voter`. In a
     world of one it raises `error`, if any. A killed peer is noticed from the group's second vote on.
@@ -223,8 +239,9 @@ def vote(
     says that there are several processes but no process group is initialised.
 
     >>> vote(what="loading the data")
+    >>> vote(what="comparing the vocabularies", same="sha256:2c26b46b")
     """
-    _voter_of(group).vote(error, what=what, timeout=timeout)
+    _voter_of(group).vote(error, what=what, same=same, timeout=timeout)
 
 
 @contextlib.contextmanager
