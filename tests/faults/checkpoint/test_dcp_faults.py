@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import sys
@@ -14,9 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tundish._native import ShardWriter, staging_stats
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.dcp import writer as dcp_writer
 from tundish.checkpoint.dcp.saver import DcpSaver
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
@@ -114,38 +111,6 @@ def test_a_rank_that_is_killed_while_plans_are_gathered_is_noticed(tmp_path: Pat
             assert kind != ""
 
 
-@pytest.fixture
-def writes_that_fail(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """From the moment on at which a file has its place on the disk, writing to it fails."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    opened = dcp_writer.open_file
-
-    def open_and_fail(*arguments: Any) -> ShardWriter:
-        writer = opened(*arguments)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-        return writer
-
-    monkeypatch.setattr(dcp_writer, "open_file", open_and_fail)
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-
-
-def test_a_writer_thread_that_fails_fails_the_save(tmp_path: Path, writes_that_fail: Any) -> None:
-    # With two writer threads, DCP's own writer reports success where one of them fails.
-    before = staging_stats()["in_use"]
-    with Checkpointer(tmp_path / "root", on_failure=lambda error: None) as checkpointer:
-        saved = checkpointer.save_dcp(1, {"w": torch.ones(8 << 20)})
-        with pytest.raises(OSError, match=r"__0_0\.distcp") as failure:
-            saved.result(60)
-        assert failure.value.errno == 27
-        del failure
-        assert not (tmp_path / "root" / "dcp-1").exists()
-        assert checkpointer.latest("dcp") is None
-    assert staging_stats()["in_use"] == before
-
-
 def test_a_file_that_finds_no_room_fails_the_save_and_no_later_one(tmp_path: Path) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -165,28 +130,3 @@ def test_a_file_that_finds_no_room_fails_the_save_and_no_later_one(tmp_path: Pat
         checkpointer.load_dcp(loaded)
     assert torch.equal(loaded["w"], large["w"])
     assert not (tmp_path / "root" / "dcp-2").exists()
-
-
-def test_a_damaged_byte_anywhere_is_found(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
-        state = {"w": torch.randn(300_000), "note": "text"}
-        path = checkpointer.save_dcp(1, state, rank_extra={"seen": 1}).result(60)
-        generator = torch.Generator().manual_seed(0)
-        for name in sorted(os.listdir(path)):
-            whole = (path / name).read_bytes()
-            places = torch.randint(len(whole), (4,), generator=generator).tolist()
-            damages = [
-                whole[: len(whole) // 2],
-                b"",
-                *(flipped(whole, place) for place in (*places, len(whole) - 1)),
-            ]
-            for damaged in damages:
-                (path / name).write_bytes(damaged)
-                with pytest.raises((ValueError, OSError)):
-                    checkpointer.load_dcp({"w": torch.zeros_like(state["w"])}, 1)
-            (path / name).write_bytes(whole)
-        checkpointer.load_dcp(state, 1)
-
-
-def flipped(data: bytes, place: int) -> bytes:
-    return data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]

@@ -1,0 +1,196 @@
+"""What other libraries that save in the background are known to get wrong.
+
+The other traps are in `test_endings` (exceptions of loops and callbacks) and `test_damage` (144 of 144).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tundish._native import ShardWriter, staging_stats
+from tundish.checkpoint import Checkpointer, open_readonly
+from tundish.checkpoint.dcp import writer as dcp_writer
+from tundish.checkpoint.hf import export as hf_writer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from soak import IS_SOAK
+
+MIB = 1 << 20
+KINDS = ["hf", "dcp"]
+Limit = Callable[[int | None], None]
+
+
+def save(
+    checkpointer: Checkpointer, kind: str, step: int, tensors: dict[str, torch.Tensor], **named: Any
+) -> Any:
+    if kind == "hf":
+        return checkpointer.save_hf(step, tensors, shard_bytes=2 * MIB, **named)
+    return checkpointer.save_dcp(step, tensors, **named)
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    """All that lies there, under whatever name."""
+    if path.name.startswith("hf"):
+        files = list(path.glob("*.safetensors"))
+        parts = [load_file(file) for file in files]
+        assert sum(map(len, parts)) == len({name for part in parts for name in part})
+        return {name: tensor for part in parts for name, tensor in part.items()}
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    target = path.with_name(f"{path.name}.pt")
+    dcp_to_torch_save(path, target)
+    found = torch.load(target)
+    target.unlink()
+    return dict(found)
+
+
+@pytest.fixture
+def limit_files() -> Iterator[Limit]:
+    """Sets the size that files may have; None for any."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before if size is None else (size, before[1]))
+
+    yield limit
+    limit(None)
+    signal.signal(signal.SIGXFSZ, ignored)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failing_writer_thread_fails_the_save(
+    kind: str, tmp_path: Path, limit_files: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two writer threads, DCP's own writer reports success where one of them fails."""
+    module, name = {"hf": (hf_writer, "open_writer"), "dcp": (dcp_writer, "open_file")}[kind]
+    opened = getattr(module, name)
+
+    def open_and_fail(*arguments: Any) -> ShardWriter:
+        # Everything has its place on the disk; what lies behind the first page cannot be written.
+        writer: ShardWriter = opened(*arguments)
+        limit_files(4096)
+        return writer
+
+    monkeypatch.setattr(module, name, open_and_fail)
+    before = staging_stats()["in_use"]
+    failed: list[BaseException] = []
+    with Checkpointer(tmp_path / "root", on_failure=failed.append) as checkpointer:
+        # More than one thread has to do with it.
+        saved = save(checkpointer, kind, 1, {"w": torch.ones(8 * MIB)})
+        with pytest.raises(OSError, match=r"\.(distcp|safetensors)") as failure:
+            saved.result(60)
+        assert failure.value.errno == 27
+        assert failed == [failure.value]
+        limit_files(None)
+        assert checkpointer.list() == []
+        assert os.listdir(tmp_path / "root") == [".owner"]
+        monkeypatch.undo()
+        del failure, saved
+        failed.clear()
+        save(checkpointer, kind, 2, {"w": torch.ones(9)}, blocking=True)
+        assert [one.step for one in checkpointer.list()] == [2]
+    assert staging_stats()["in_use"] == before
+
+
+if IS_SOAK:
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_stopped_writer_holds_up_later_saves_for_seconds_only(kind: str, tmp_path: Path) -> None:
+        root = tmp_path / "root"
+        with Checkpointer(root, on_failure="raise") as checkpointer:
+            status = root.stat()
+            slot = Path(f"/dev/shm/tundish-writer-{os.geteuid()}-{status.st_dev:x}-{status.st_ino:x}-0")
+            with slot.open("w") as file:
+                # A child has the lock, and never does anything with it.
+                fcntl.flock(file, fcntl.LOCK_EX)
+                with subprocess.Popen(["sleep", "600"], pass_fds=[file.fileno()]) as stopped:
+                    stopped.send_signal(signal.SIGSTOP)
+                    for step in (1, 2):
+                        save(checkpointer, kind, step, {"w": torch.ones(9)}).result(60)
+                    stopped.kill()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["after a failure", "overwritten"])
+def test_saving_a_step_again_never_mixes_two_saves(
+    kind: str, way: str, tmp_path: Path, limit_files: Limit
+) -> None:
+    """Neither files nor tensors of the first are left, nor can a reader of the first see any of the second."""
+    first = {f"layer.{number}": torch.full((MIB // 4,), 1.0) for number in range(10)} | {
+        "large": torch.ones(3 * MIB)
+    }
+    second = {f"layer.{number}": torch.full((MIB // 4,), 2.0) for number in range(3)}
+    with Checkpointer(tmp_path / "root", on_failure=lambda error: None) as checkpointer:
+        if way == "after a failure":
+            # Some files are written when the last one finds no room.
+            limit_files(11 * MIB)
+            with pytest.raises(OSError, match="too large"):
+                save(checkpointer, kind, 1, first).result(60)
+            limit_files(None)
+            path = save(checkpointer, kind, 1, second).result(60)
+        else:
+            path = save(checkpointer, kind, 1, first).result(60)
+            old = os.open(path, os.O_DIRECTORY)
+            names = set(os.listdir(path))
+            with checkpointer.reading(1, kind), pytest.raises(OSError, match="being read"):  # type: ignore[arg-type]
+                save(checkpointer, kind, 1, second, overwrite=True)
+            path = save(checkpointer, kind, 1, second, overwrite=True).result(60)
+            assert path.name == f"{kind}-1"
+            # Who had opened the old folder finds files of the old save there, or none.
+            assert set(os.listdir(old)) <= names
+            os.close(old)
+        checkpointer.verify(path)
+        found = load(path)
+        assert found.keys() == second.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in second.items())
+        assert [one.step for one in checkpointer.list()] == [1]
+        assert sorted(os.listdir(tmp_path / "root")) == [
+            ".owner",
+            "checkpoints.json",
+            f"{kind}-1",
+            f"{kind}-latest",
+        ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_retention_counts_only_durable_steps(kind: str, tmp_path: Path, limit_files: Limit) -> None:
+    """Saves that fail or are under way push nothing out, nor does what is no whole checkpoint."""
+    small, large = {"w": torch.ones(9)}, {"w": torch.ones(3 * MIB)}
+    root = tmp_path / "root"
+    steps: list[list[int]] = []
+
+    def on_event(event: str, kind: str, step: int) -> None:
+        if event in ("staged", "written", "voted"):
+            steps.append([one.step for one in open_readonly(root).list()])
+
+    with Checkpointer(root, keep_last=2, on_failure=lambda error: None, on_event=on_event) as checkpointer:
+        for step in (1, 2):
+            save(checkpointer, kind, step, small, blocking=True)
+        limit_files(MIB)
+        for step in (3, 4, 5):
+            with pytest.raises(OSError, match="too large"):
+                save(checkpointer, kind, step, large).result(60)
+            assert [one.step for one in checkpointer.list()] == [1, 2]
+        limit_files(None)
+        (root / f"{kind}-6").mkdir()
+        (root / f"{kind}-6" / "tundish.json").write_text("{}")
+        steps.clear()
+        save(checkpointer, kind, 7, small, blocking=True)
+        assert steps == [[1, 2]] * 3, "nothing goes before what replaces it is there"
+        assert [one.step for one in checkpointer.list()] == [2, 7]
+        for one in checkpointer.list():
+            checkpointer.verify(one.path)
