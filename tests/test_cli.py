@@ -8,6 +8,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -200,7 +201,24 @@ BAD = {
     "not a .npy file": (["pack", "text.npy", "--max-length", "8", "--out", "new"], "text.npy", 2),
     "truncated": (["pack", "short.npy", "--max-length", "8", "--out", "new"], "short.npy", 2),
     "no such lengths": (["pack", "none.npy", "--max-length", "8", "--out", "new"], "none.npy", 3),
-    "lengths that are a folder": (["pack", ".", "--max-length", "8", "--out", "new"], "", 3),
+    "lengths that are a folder": (["pack", ".", "--max-length", "8", "--out", "new"], ".: is a folder", 2),
+    "lengths from a pipe": (
+        ["pack", "pipe", "--max-length", "8", "--out", "new"],
+        "pipe: is a pipe, and arrays are mapped: give a regular .npy file",
+        2,
+    ),
+    "an order from a pipe": (
+        ["pack", "good.npy", "--max-length", "8", "--order", "pipe", "--out", "new"],
+        "pipe: is a pipe",
+        2,
+    ),
+    "lengths of a device": (["pack", "/dev/zero", "--max-length", "8", "--out", "new"], "is a device", 2),
+    "lengths from a socket": (["pack", "socket", "--max-length", "8", "--out", "new"], "is a socket", 2),
+    "lengths to verify from a pipe": (["plan", "verify", "plan", "pipe"], "pipe: is a pipe", 2),
+    "lengths to show from a pipe": (["plan", "show", "plan", "--lengths", "pipe"], "pipe: is a pipe", 2),
+    "a plan that is a pipe": (["plan", "show", "pipe"], "pipe: is not a plan folder", 3),
+    "checkpoints in a pipe": (["checkpoint", "ls", "pipe"], "pipe", 2),
+    "a checkpoint in a pipe": (["checkpoint", "verify", "pipe"], "pipe", 2),
     "no such parent": (["pack", "good.npy", "--max-length", "8", "--out", "no/new"], "no", 3),
     "a place that is taken": (["pack", "good.npy", "--max-length", "8", "--out", "taken"], "taken", 3),
     "no such plan": (["plan", "show", "none"], "none", 3),
@@ -234,6 +252,9 @@ def yard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("taken").mkdir()
     Path("taken", "file").write_text("mine")
     Path("folder.png").mkdir()
+    os.mkfifo("pipe")
+    with socket.socket(socket.AF_UNIX) as named:
+        named.bind("socket")
     td.pack(np.array([5, 3, 9, 2]), 8, out="plan")
     return tmp_path
 

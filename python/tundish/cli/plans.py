@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import stat
 import time
 import warnings
 from pathlib import Path
@@ -194,8 +195,9 @@ def _map_array(path: Path) -> np.ndarray:
 
     from tundish.packing.columns import as_integer_column, as_path
 
+    _check_regular(as_path(path, "a file of an array"))
     # numpy takes what is no .npy file for a pickle and says so; a user should hear which file is wrong.
-    with as_path(path, "a file of an array").open("rb") as file:
+    with path.open("rb") as file:
         magic = file.read(6)
     if magic != b"\x93NUMPY":
         raise InvalidInputError(f"{path}: not a .npy file; write the array with numpy.save")
@@ -208,3 +210,13 @@ def _map_array(path: Path) -> np.ndarray:
         raise InvalidInputError(f"{path}: cannot be mapped: {error}") from error
     # Here, where the file can be named.
     return as_integer_column(array, str(path))
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse what cannot be mapped before it is opened: a pipe would be waited for."""
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode):
+        return
+    kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+    kind = kinds.get(stat.S_IFMT(mode), "device")
+    raise InvalidInputError(f"{path}: is a {kind}, and arrays are mapped: give a regular .npy file")
