@@ -8,16 +8,19 @@ document *i*.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import shutil
 import sysconfig
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+# How tundish itself puts a file in its place; it is no public name, and any way that leaves no half file will do.
+from tundish._native import replace_file
+
+FACTS = "corpus.json"
 END_OF_DOCUMENT = "<|end|>"
 DOCUMENTS_AT_ONCE = 256
 
@@ -49,7 +52,7 @@ class Corpus:
 
 def open_corpus(folder: Path) -> Corpus:
     """Map what `prepare_corpus` wrote."""
-    facts = json.loads((folder / "corpus.json").read_text())
+    facts = json.loads((folder / FACTS).read_text())
     return Corpus(
         folder=folder,
         vocabulary=facts["vocabulary"],
@@ -70,28 +73,28 @@ def corpus_folder(out: Path, limit: int | None, vocabulary: int) -> Path:
 
 def prepare_corpus(folder: Path, limit: int | None, vocabulary: int) -> None:
     """Train a tokenizer, tokenise the documents and write both to `folder`; does nothing if they are there."""
-    if folder.exists():
+    if (folder / FACTS).exists():
         return
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in source_files(limit)]
     tokenizer = train_tokenizer(texts, vocabulary)
-    # Written under another name and then renamed, so that a run that is killed leaves no half corpus to the next.
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.parent.glob("*.incomplete"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".incomplete", dir=folder.parent))
-    try:
-        tokens, bounds = tokenise(tokenizer, texts)
-        np.save(unfinished / "tokens.npy", tokens)
-        np.save(unfinished / "bounds.npy", bounds)
-        tokenizer.save(str(unfinished / "tokenizer.json"))
-        facts = {
-            "vocabulary": tokenizer.get_vocab_size(),
-            "text_bytes": sum(len(text.encode()) for text in texts),
-        }
-        (unfinished / "corpus.json").write_text(json.dumps(facts))
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    tokens, bounds = tokenise(tokenizer, texts)
+    facts = {
+        "vocabulary": tokenizer.get_vocab_size(),
+        "text_bytes": sum(len(text.encode()) for text in texts),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / "tokens.npy", as_npy(tokens))
+    replace_file(folder / "bounds.npy", as_npy(bounds))
+    replace_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
+    # Each file appears whole and durable, and this one last: where it is, all of them are.
+    replace_file(folder / FACTS, json.dumps(facts).encode())
+
+
+def as_npy(array: np.ndarray) -> bytes:
+    """What `numpy.save` writes of an array."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
 
 
 def source_files(limit: int | None) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -77,6 +78,26 @@ def test_its_plan_is_the_plan_of_its_tokens(two_ranks: subprocess.CompletedProce
     (end,) = {int(token) for token in tokens[bounds[1:] - 1]}
     assert np.count_nonzero(tokens == end) == 40
     td.PackPlan.load(folder).verify(np.diff(bounds))
+
+
+def test_a_corpus_is_used_only_when_all_of_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    corpus = importlib.import_module("python_corpus")
+    folder = tmp_path / "out" / "corpus"
+    corpus.prepare_corpus(folder, 5, 300)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert set(files) == {"tokens.npy", "bounds.npy", "tokenizer.json", "corpus.json"}
+    # What a run leaves that ends just before its last file, and what is left of files that never reached the disk.
+    (folder / "corpus.json").unlink()
+    (folder / "tokens.npy").write_bytes(b"")
+    (folder / "bounds.npy").unlink()
+    corpus.prepare_corpus(folder, 5, 300)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    opened = corpus.open_corpus(folder)
+    assert len(opened) == 5
+    assert sum(opened.lengths) == len(opened.tokens)
 
 
 def test_one_process_uses_the_tokens_of_a_former_run_and_says_when_the_loss_rises(
