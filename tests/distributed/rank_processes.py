@@ -35,6 +35,8 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "pytest",
     "tqdm",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
 ]
 
 
