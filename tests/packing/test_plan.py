@@ -193,6 +193,23 @@ def test_sample_index_refuses_lengths_that_are_not_the_plans(tmp_path: Path) -> 
         other.sample_index(order)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "says"),
+    [
+        ([8, 0, 5, 4, 3], "pack 2: begins at token 3 by them, not 0"),
+        ([8, 0, 5, 1, 1], "pack 2: they are of fewer tokens"),
+        ([8, 0, 5, -3, 9], "pack 2: one of them is negative"),
+    ],
+)
+def test_sample_index_without_an_order_refuses_lengths_that_are_not_the_plans(
+    lengths: list[int], says: str
+) -> None:
+    plan = td.pack([8, 0, 5, 3, 4], 8)
+    assert plan.sample_index().tolist() == [[0, 0], [2, 0], [4, 0]]
+    with pytest.raises(PlanMismatchError, match=says):
+        plan.with_lengths(lengths).sample_index()
+
+
 @pytest.mark.parametrize(("options", "says"), [({}, "samples' own order"), ({"seed": 3}, "with seed=3")])
 def test_sample_index_of_a_plan_without_an_order_takes_none(options: dict[str, int], says: str) -> None:
     plan = td.pack([5, 3, 8, 4], 4, **options)
