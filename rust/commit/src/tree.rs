@@ -1,19 +1,21 @@
 //! A folder and the folders in it that some files lie in.
 //!
-//! What always holds: names are checked before anything is made; every folder is opened relative to the one that it
-//! lies in and never through a symbolic link, so that nothing outside the first can be reached.
+//! What always holds: names are checked before anything is made; every folder, the first too, is opened relative to the
+//! one that it lies in and never through a symbolic link, so that nothing outside the first can be reached.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 
-use crate::disk::{Disk, Lock, Sharing};
+use crate::disk::{Disk, Lock, Sharing, Status};
 use crate::error::CommitError;
-use crate::manifest;
+use crate::{manifest, name};
 
 /// Open folders, each after the one that it lies in.
 pub(crate) struct Tree<D: Disk> {
+    /// What the first lies in.
+    parent: Status,
     folders: Vec<Open<D>>,
 }
 
@@ -45,12 +47,23 @@ impl<D: Disk> Tree<D> {
     ) -> Result<(Self, Vec<Place>), CommitError> {
         manifest::check_names(names.clone())
             .map_err(|reason| CommitError::InvalidWrite { path: folder.to_path_buf(), reason })?;
-        let first = Open { name: String::new(), path: folder.to_path_buf(), folder: disk.open_path(folder)? };
+        let (parent_path, leaf) = name::split(folder)?;
+        let parent = disk.open_path(&parent_path)?;
+        let opened = disk.open_folder(&parent, &leaf, folder).map_err(|error| match error {
+            error if error.is(Errno::NOENT) => CommitError::ParentMissing { path: folder.to_path_buf() },
+            // A symbolic link is one too: somebody has put it in the place of the folder that was made.
+            error if error.is(Errno::NOTDIR) || error.is(Errno::LOOP) => {
+                CommitError::NotADirectory { path: folder.to_path_buf() }
+            }
+            error => error,
+        })?;
+        let parent = disk.folder_status(&parent, &parent_path)?;
+        let first = Open { name: String::new(), path: folder.to_path_buf(), folder: opened };
         // Tells whoever opens the root next that somebody writes here; who has it already is about to remove the folder.
         if disk.lock_folder(&first.folder, Sharing::Shared, folder)? == Lock::HeldByAnother {
             return Err(CommitError::ParentMissing { path: folder.to_path_buf() });
         }
-        let mut tree = Tree { folders: vec![first] };
+        let mut tree = Tree { parent, folders: vec![first] };
         let places = names.map(|name| tree.place(disk, name)).collect::<Result<_, _>>()?;
         Ok((tree, places))
     }
@@ -83,6 +96,11 @@ impl<D: Disk> Tree<D> {
     /// The first folder.
     pub(crate) fn top(&self) -> &D::Folder {
         &self.folders[0].folder
+    }
+
+    /// The folder that the first lies in.
+    pub(crate) fn parent(&self) -> &Status {
+        &self.parent
     }
 
     /// The path of the first folder.

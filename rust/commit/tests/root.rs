@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use common::{Mount, entries};
 use tundish_commit::disk::RealDisk;
-use tundish_commit::root::{Opening, ReadonlyRoot, Root};
+use tundish_commit::root::{Opening, ReadonlyRoot, Root, read_lock_at, verify_folder};
 use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::{CommitError, Kind};
 
@@ -230,4 +230,111 @@ fn a_closed_root_leaves_what_it_was_writing_to_the_next_owner() {
     assert_eq!((&next.recovered().removed, &next.recovered().live), (&vec![left], &vec![]));
     assert_eq!(entries(folder.path()), [".owner"]);
     drop(closed);
+}
+
+#[test]
+fn what_is_called_like_a_checkpoint_and_is_none_is_told_with_the_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = open(folder.path()).unwrap();
+    for step in [1, 2, 3] {
+        save(&root, Kind::Dcp, step).unwrap();
+    }
+    fs::write(folder.path().join("dcp-2/inner/weights"), [2; 8]).unwrap();
+    fs::remove_file(folder.path().join("dcp-3/tundish.json")).unwrap();
+    fs::write(folder.path().join("hf-4"), "a file").unwrap();
+    let survey = ReadonlyRoot::open(RealDisk, folder.path()).unwrap().survey().unwrap();
+    assert_eq!(survey.whole.iter().map(|one| (one.kind, one.step)).collect::<Vec<_>>(), [(Kind::Dcp, 1)]);
+    let told: Vec<_> = survey
+        .damaged
+        .iter()
+        .map(|one| (one.kind, one.step, one.path.file_name().unwrap().to_str().unwrap()))
+        .collect();
+    assert_eq!(told, [(Kind::Dcp, 2, "dcp-2"), (Kind::Dcp, 3, "dcp-3"), (Kind::Hf, 4, "hf-4")]);
+    let reasons: Vec<_> = survey.damaged.iter().map(|one| one.reason.as_str()).collect();
+    assert_eq!(reasons[0], "inner/weights has 8 bytes in the place of 9");
+    assert_eq!(reasons[1], "it has no tundish.json");
+    assert!(reasons[2].contains("hf-4"), "{reasons:?}");
+}
+
+#[test]
+fn what_is_removed_or_replaced_meanwhile_is_never_called_damaged() {
+    const ROUNDS: u64 = 300;
+    let folder = tempfile::tempdir().unwrap();
+    let root = open(folder.path()).unwrap();
+    save(&root, Kind::Hf, 0).unwrap();
+    let over = AtomicBool::new(false);
+    let verified = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        let (path, over, verified) = (folder.path(), &over, &verified);
+        for _ in 0..2 {
+            scope.spawn(move || {
+                let watcher = ReadonlyRoot::open(RealDisk, path).unwrap();
+                while !over.load(Ordering::Relaxed) {
+                    let survey = watcher.survey().unwrap();
+                    assert!(survey.damaged.is_empty(), "{:?}", survey.damaged);
+                    for one in survey.whole {
+                        match verify_folder(&one.path, &mut |_, _| ControlFlow::Continue(())) {
+                            Ok(()) => drop(verified.fetch_add(1, Ordering::Relaxed)),
+                            Err(CommitError::NoSuchCheckpoint { .. }) => {}
+                            Err(error) => panic!("{error}"),
+                        }
+                    }
+                }
+            });
+        }
+        for step in 1..=ROUNDS {
+            save(&root, Kind::Hf, step).unwrap();
+            // Each is replaced once, then removed, unless it is read just now.
+            if root.begin(Kind::Hf, step, true).is_ok_and(|attempt| {
+                write(&attempt, step);
+                root.publish(Kind::Hf, step, &manifest(Kind::Hf, step), true).is_err()
+            }) {
+                root.abandon(Kind::Hf, step).unwrap();
+            }
+            let _ = root.remove(Kind::Hf, step - 1);
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    assert!(verified.into_inner() > 0);
+}
+
+#[test]
+fn a_checkpoint_is_kept_by_its_path_wherever_it_lies() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = open(folder.path()).unwrap();
+    let first = save(&root, Kind::Dcp, 1).unwrap();
+    save(&root, Kind::Dcp, 2).unwrap();
+    let lock = read_lock_at(&RealDisk, &first).unwrap();
+    assert!(lock.is_locked());
+    let error = root.remove(Kind::Dcp, 1).unwrap_err();
+    assert!(matches!(error, CommitError::CheckpointInUse { .. }), "{error}");
+    let (described, checksum) = lock.describe().unwrap();
+    assert_eq!((described.kind, described.step, described.bytes), (Kind::Dcp, 1, 9));
+    let (_, other) = read_lock_at(&RealDisk, &folder.path().join("dcp-latest")).unwrap().describe().unwrap();
+    assert_ne!(checksum, other);
+    drop(lock);
+    root.remove(Kind::Dcp, 1).unwrap();
+    let gone = read_lock_at(&RealDisk, &first).unwrap_err();
+    assert!(matches!(gone, CommitError::NoSuchCheckpoint { .. }), "{gone}");
+    // A folder without a manifest is none, and one that is cut short says so.
+    fs::create_dir(folder.path().join("none")).unwrap();
+    let none = read_lock_at(&RealDisk, &folder.path().join("none")).unwrap_err();
+    assert!(matches!(none, CommitError::NoSuchCheckpoint { .. }), "{none}");
+    fs::write(folder.path().join("dcp-2/inner/weights"), [2; 8]).unwrap();
+    match read_lock_at(&RealDisk, &folder.path().join("dcp-2")).unwrap().describe() {
+        Err(CommitError::Corrupt { files, .. }) => assert_eq!(files, ["inner/weights"]),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_root_is_made_only_where_its_parent_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("not mounted/run");
+    match open(&missing) {
+        Err(CommitError::ParentMissing { path }) => assert_eq!(path, folder.path().join("not mounted")),
+        other => panic!("{:?}", other.err()),
+    }
+    assert!(entries(folder.path()).is_empty());
+    open(&folder.path().join("run")).unwrap();
 }

@@ -15,7 +15,7 @@ use common::{Mount, crc64, image};
 use proptest::prelude::*;
 use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::staging::Image;
-use tundish_commit::{CommitError, FileFacts};
+use tundish_commit::{CommitError, FileFacts, write_sidecar};
 
 const ENOSPC: i32 = 28;
 const MIB: usize = 1 << 20;
@@ -257,6 +257,20 @@ fn files_that_cannot_be_are_refused_before_anything_is_made() {
     assert!(fs::read_dir(folder.path()).unwrap().next().is_none());
     let missing = writer(&folder.path().join("missing"), &[("a", 1)]).err().expect("no folder");
     assert!(matches!(missing, CommitError::ParentMissing { .. }), "{missing}");
+}
+
+#[test]
+fn a_link_in_the_place_of_the_folder_leads_nowhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let outside = tempfile::tempdir().unwrap();
+    let swapped = folder.path().join(".hf-1.incomplete");
+    std::os::unix::fs::symlink(outside.path(), &swapped).unwrap();
+    let shards = writer(&swapped, &[("a", 1)]).err().expect("a link");
+    let sidecar = write_sidecar(&swapped, "config.json", b"{}").unwrap_err();
+    for error in [shards, sidecar] {
+        assert!(matches!(&error, CommitError::NotADirectory { path } if *path == swapped), "{error}");
+    }
+    assert!(fs::read_dir(outside.path()).unwrap().next().is_none());
 }
 
 #[test]

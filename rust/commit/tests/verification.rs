@@ -137,7 +137,7 @@ fn a_checkpoint_without_a_manifest_is_none() {
     fs::write(folder.join("tundish.json"), seal(&format!("{other}}}")).unwrap()).unwrap();
     assert_eq!(damage(&folder), ["model.safetensors"]);
     let missing = verify(&folder.join("missing")).unwrap_err();
-    assert!(matches!(missing, CommitError::ParentMissing { .. }), "{missing}");
+    assert!(matches!(missing, CommitError::NoSuchCheckpoint { .. }), "{missing}");
 }
 
 #[test]

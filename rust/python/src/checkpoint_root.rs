@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use tundish_commit::disk::{Disk, RealDisk};
-use tundish_commit::root::{Checkpoint, Opening, ReadLock, ReadonlyRoot, Recovery, Root};
+use tundish_commit::disk::RealDisk;
+use tundish_commit::root::{Checkpoint, Opening, ReadLock, ReadonlyRoot, Recovery, Root, Survey, read_lock_at};
 use tundish_commit::{CommitError, Kind};
 use tundish_packing::Watch;
 
@@ -105,7 +105,7 @@ impl CheckpointRoot {
     /// Keep a checkpoint from being removed or replaced until the lock is closed.
     fn read_lock(&self, py: Python<'_>, kind: &str, step: u64) -> PyResult<CheckpointReadLock> {
         let kind = parse(kind)?;
-        enter(py, None, |_| Ok(CheckpointReadLock::new(self.root.read_lock(kind, step)?)))
+        enter(py, None, |_| Ok(CheckpointReadLock::holding(self.root.read_lock(kind, step)?)))
     }
 
     /// Let go of the root.
@@ -136,6 +136,22 @@ impl ReadonlyCheckpoints {
         described(py, &enter(py, None, |_| Ok(self.root.list()?))?)
     }
 
+    /// What of now has the name of a checkpoint: those that are whole as `list` has them, and of the others what their
+    /// names say and why they are none.
+    fn survey<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyList>, Bound<'py, PyList>)> {
+        let Survey { whole, damaged } = enter(py, None, |_| Ok(self.root.survey()?))?;
+        let reasons = PyList::empty(py);
+        for one in damaged {
+            let entry = PyDict::new(py);
+            entry.set_item("kind", one.kind.to_string())?;
+            entry.set_item("step", one.step)?;
+            entry.set_item("path", one.path)?;
+            entry.set_item("reason", one.reason)?;
+            reasons.append(entry)?;
+        }
+        Ok((described(py, &whole)?, reasons))
+    }
+
     /// The newest whole checkpoint of a kind.
     fn latest(&self, py: Python<'_>, kind: &str) -> PyResult<Option<PathBuf>> {
         let kind = parse(kind)?;
@@ -145,7 +161,7 @@ impl ReadonlyCheckpoints {
     /// Keep a checkpoint from being removed or replaced until the lock is closed.
     fn read_lock(&self, py: Python<'_>, kind: &str, step: u64) -> PyResult<CheckpointReadLock> {
         let kind = parse(kind)?;
-        enter(py, None, |_| Ok(CheckpointReadLock::new(self.root.read_lock(kind, step)?)))
+        enter(py, None, |_| Ok(CheckpointReadLock::holding(self.root.read_lock(kind, step)?)))
     }
 }
 
@@ -155,27 +171,49 @@ pub(crate) fn open_checkpoints_readonly(py: Python<'_>, path: PathBuf) -> PyResu
     enter(py, None, |_| Ok(ReadonlyCheckpoints { root: ReadonlyRoot::open(RealDisk, &path)? }))
 }
 
-type RealReadLock = ReadLock<<RealDisk as Disk>::File>;
-
-/// Keeps a checkpoint from being removed or replaced until it is closed.
+/// Keeps the checkpoint in `folder`, wherever that lies, from being removed or replaced until it is closed.
 #[pyclass(frozen)]
 pub(crate) struct CheckpointReadLock {
     path: PathBuf,
-    lock: Mutex<Option<RealReadLock>>,
+    is_locked: bool,
+    lock: Mutex<Option<ReadLock<RealDisk>>>,
 }
 
 impl CheckpointReadLock {
-    fn new(lock: RealReadLock) -> Self {
-        Self { path: lock.path().to_path_buf(), lock: Mutex::new(Some(lock)) }
+    fn holding(lock: ReadLock<RealDisk>) -> Self {
+        Self { path: lock.path().to_path_buf(), is_locked: lock.is_locked(), lock: Mutex::new(Some(lock)) }
     }
 }
 
 #[pymethods]
 impl CheckpointReadLock {
+    #[new]
+    fn new(py: Python<'_>, folder: PathBuf) -> PyResult<Self> {
+        enter(py, None, |_| Ok(Self::holding(read_lock_at(&RealDisk, &folder)?)))
+    }
+
     /// The checkpoint's folder.
     #[getter]
     fn path(&self) -> PathBuf {
         self.path.clone()
+    }
+
+    /// Whether anything keeps the checkpoint: there are file systems without locks.
+    #[getter]
+    fn is_locked(&self) -> bool {
+        self.is_locked
+    }
+
+    /// What the checkpoint says of itself, and the checksum of its manifest; its files are there, of the size that it says.
+    ///
+    /// Raises `CorruptCheckpointError`.
+    fn describe<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyDict>, String)> {
+        let (checkpoint, checksum) = enter(py, None, |_| {
+            let lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+            let lock = lock.as_ref().ok_or_else(|| BindingError::Value("the lock is closed".to_owned()))?;
+            Ok(lock.describe()?)
+        })?;
+        Ok((described_one(py, &checkpoint)?, checksum.to_string()))
     }
 
     /// Let go of the checkpoint. The second call does nothing.
@@ -193,19 +231,23 @@ fn look(door: &mut Door, path: &Path) -> Result<(), CommitError> {
 }
 
 fn described<'py>(py: Python<'py>, checkpoints: &[Checkpoint]) -> PyResult<Bound<'py, PyList>> {
-    let loads = py.import("json")?.getattr("loads")?;
     let list = PyList::empty(py);
     for checkpoint in checkpoints {
-        let entry = PyDict::new(py);
-        entry.set_item("kind", checkpoint.kind.to_string())?;
-        entry.set_item("step", checkpoint.step)?;
-        entry.set_item("path", &checkpoint.path)?;
-        entry.set_item("tag", &checkpoint.tag)?;
-        entry.set_item("bytes", checkpoint.bytes)?;
-        entry.set_item("world_size", checkpoint.world_size)?;
-        let extra = checkpoint.extra.as_ref().map(|extra| loads.call1((extra.get(),))).transpose()?;
-        entry.set_item("extra", extra)?;
-        list.append(entry)?;
+        list.append(described_one(py, checkpoint)?)?;
     }
     Ok(list)
+}
+
+fn described_one<'py>(py: Python<'py>, checkpoint: &Checkpoint) -> PyResult<Bound<'py, PyDict>> {
+    let entry = PyDict::new(py);
+    entry.set_item("kind", checkpoint.kind.to_string())?;
+    entry.set_item("step", checkpoint.step)?;
+    entry.set_item("path", &checkpoint.path)?;
+    entry.set_item("tag", &checkpoint.tag)?;
+    entry.set_item("bytes", checkpoint.bytes)?;
+    entry.set_item("world_size", checkpoint.world_size)?;
+    let loads = py.import("json")?.getattr("loads")?;
+    let extra = checkpoint.extra.as_ref().map(|extra| loads.call1((extra.get(),))).transpose()?;
+    entry.set_item("extra", extra)?;
+    Ok(entry)
 }

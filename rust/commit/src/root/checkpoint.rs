@@ -13,6 +13,7 @@ use serde_json::value::RawValue;
 
 use super::directory::Directory;
 use super::layout;
+use crate::checksum::Checksum;
 use crate::disk::{Disk, EntryKind, Status};
 use crate::error::CommitError;
 use crate::manifest::{self, Kind, Manifest};
@@ -65,7 +66,7 @@ pub(super) struct Published {
 /// Looks at the folder of one checkpoint; the error says why it is not whole.
 pub(super) fn examine<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u64) -> Result<Published, String> {
     let folder = root.open_folder(&layout::checkpoint(kind, step)).map_err(|error| error.to_string())?;
-    let manifest = read_manifest(&folder)?;
+    let (manifest, _) = read_manifest(&folder)?;
     if (manifest.kind, manifest.step) != (kind, step) {
         let (kind, step) = (manifest.kind, manifest.step);
         return Err(format!("{} says that this is {kind}-{step}", manifest::FILE_NAME));
@@ -77,7 +78,24 @@ pub(super) fn examine<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u6
     Ok(Published { checkpoint: Checkpoint::new(folder.path, manifest), status })
 }
 
-pub(super) fn read_manifest<D: Disk + Clone>(folder: &Directory<D>) -> Result<Manifest, String> {
+/// What a folder, wherever it lies, says of itself as a checkpoint, and the checksum of its manifest.
+///
+/// # Errors
+/// [`CommitError::Corrupt`] where it is not whole.
+pub(super) fn describe<D: Disk + Clone>(folder: &Directory<D>) -> Result<(Checkpoint, Checksum), CommitError> {
+    let corrupt = |reason, files| CommitError::Corrupt { path: folder.path.clone(), reason, files };
+    let (manifest, checksum) =
+        read_manifest(folder).map_err(|reason| corrupt(reason, vec![manifest::FILE_NAME.to_owned()]))?;
+    let damaged = compare(folder, &manifest)?;
+    if let Some(first) = damaged.first() {
+        let reason = first.to_string();
+        return Err(corrupt(reason, damaged.into_iter().map(|damage| damage.name).collect()));
+    }
+    Ok((Checkpoint::new(folder.path.clone(), manifest), checksum))
+}
+
+/// The manifest in a folder and its checksum.
+pub(super) fn read_manifest<D: Disk + Clone>(folder: &Directory<D>) -> Result<(Manifest, Checksum), String> {
     let name = OsStr::new(manifest::FILE_NAME);
     let path = folder.path.join(name);
     let read = || -> Result<Result<Vec<u8>, String>, CommitError> {
@@ -94,7 +112,8 @@ pub(super) fn read_manifest<D: Disk + Clone>(folder: &Directory<D>) -> Result<Ma
     if !seal::is_intact(&bytes) {
         return Err(format!("its {} is not as it was written", manifest::FILE_NAME));
     }
-    Manifest::parse(&bytes).map_err(|reason| format!("its {}: {reason}", manifest::FILE_NAME))
+    let manifest = Manifest::parse(&bytes).map_err(|reason| format!("its {}: {reason}", manifest::FILE_NAME))?;
+    Ok((manifest, Checksum::of(&bytes)))
 }
 
 /// A file that is not as the manifest says.

@@ -27,7 +27,8 @@ impl<D: Disk + Clone> Directory<D> {
         Ok(Self { disk: disk.clone(), folder: disk.open_path(path)?, path: path.to_path_buf() })
     }
 
-    /// Opens the folder at `path`, made with all that leads to it where it is not there.
+    /// Opens the folder at `path`, made where only its last part is not there: more is a mistyped path, or a disk
+    /// that is not mounted.
     pub(super) fn open_or_create(disk: &D, path: &Path) -> Result<Self, CommitError> {
         let missing = match Self::open(disk, path) {
             Err(error @ CommitError::ParentMissing { .. }) => error,
@@ -36,7 +37,7 @@ impl<D: Disk + Clone> Directory<D> {
         let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
             return Err(missing);
         };
-        let parent = Self::open_or_create(disk, parent)?;
+        let parent = Self::open(disk, parent)?;
         match disk.create_folder(&parent.folder, name, path) {
             // Somebody else was faster; or it is a link to nothing, which cannot be opened.
             Err(error) if error.is(Errno::EXIST) => {}

@@ -47,9 +47,8 @@ use owner::Owner;
 pub use checkpoint::Checkpoint;
 pub use opening::Opening;
 pub use owner::{Identity, Patience, Timing};
-pub use reading::{ReadLock, ReadonlyRoot};
+pub use reading::{Damaged, ReadLock, ReadonlyRoot, Survey, read_lock_at, verify_folder};
 pub use recovery::Recovery;
-pub use verify::verify_folder;
 
 /// The key of a checkpoint in a root.
 type Key = (Kind, u64);

@@ -30,11 +30,11 @@ impl Opening {
 }
 
 impl<D: Disk + Clone + 'static> Root<D> {
-    /// Opens the root at `path` as its owner, made where it is not there, and recovers it.
+    /// Opens the root at `path` as its owner, made where it is not there but what it lies in is, and recovers it.
     ///
     /// # Errors
-    /// [`CommitError::RootInUse`], which names the owner; [`CommitError::NotADirectory`]; [`CommitError::NameTaken`];
-    /// [`CommitError::Io`] among others for a root that may not be written; what `patience` ends with.
+    /// [`CommitError::RootInUse`], which names the owner; [`CommitError::ParentMissing`]; [`CommitError::NotADirectory`];
+    /// [`CommitError::NameTaken`]; [`CommitError::Io`] among others for a root that may not be written; what `patience` ends with.
     pub fn open(disk: D, path: &Path, opening: Opening, patience: Patience<'_>) -> Result<Self, CommitError> {
         let root = Directory::open_or_create(&disk, &absolute(path)?)?;
         let Opening { identity, timing, wait } = opening;

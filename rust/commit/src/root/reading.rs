@@ -3,31 +3,121 @@
 //! A reader holds a shared lock on the checkpoint's manifest; who removes or replaces a checkpoint holds an exclusive one
 //! from before it loses its name until it is gone. What always holds: neither waits for the other; a reader believes in its
 //! lock only when the folder still has its name, seen with the lock held. Where the file system has no such
-//! locks nobody can read under one, and so nothing is in anybody's way.
+//! locks a checkpoint is read without one, which the reader is told, and is in nobody's way.
 
 use std::ffi::OsStr;
+use std::fmt;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-
-use super::checkpoint::{self, Checkpoint};
-use super::directory::Directory;
-use super::{Root, layout};
-use crate::disk::{Disk, EntryKind, Lock, Sharing};
-use crate::error::CommitError;
-use crate::manifest::{self, Kind};
 
 use rustix::io::Errno;
 
-/// Keeps a checkpoint from being removed or replaced until it is dropped.
-#[derive(Debug)]
-pub struct ReadLock<F> {
-    path: PathBuf,
-    _manifest: F,
+use super::checkpoint::{self, Checkpoint, Published};
+use super::directory::Directory;
+use super::{Key, Root, layout, verify};
+use crate::checksum::Checksum;
+use crate::disk::{Disk, EntryKind, Lock, RealDisk, Sharing};
+use crate::error::CommitError;
+use crate::manifest::{self, Kind};
+
+/// Keeps a checkpoint from being removed or replaced until it is dropped, where the file system has locks.
+pub struct ReadLock<D: Disk + Clone> {
+    folder: Directory<D>,
+    /// `None` where there is no manifest, and so no checkpoint.
+    manifest: Option<D::File>,
+    is_locked: bool,
 }
 
-impl<F> ReadLock<F> {
+impl<D: Disk + Clone> fmt::Debug for ReadLock<D> {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("ReadLock").field("path", &self.folder.path).field("is_locked", &self.is_locked).finish()
+    }
+}
+
+impl<D: Disk + Clone> ReadLock<D> {
     /// The checkpoint's folder.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.folder.path
+    }
+
+    /// Whether anything keeps it; without, the file system has no locks.
+    pub fn is_locked(&self) -> bool {
+        self.is_locked
+    }
+
+    /// What the checkpoint says of itself, and the checksum of the manifest, which no two saves have in common. All its
+    /// files are there, of the size that it says; their bytes are not looked at.
+    ///
+    /// # Errors
+    /// [`CommitError::Corrupt`].
+    pub fn describe(&self) -> Result<(Checkpoint, Checksum), CommitError> {
+        checkpoint::describe(&self.folder)
+    }
+
+    /// Reads every byte, as [`verify_folder`].
+    ///
+    /// # Errors
+    /// As [`verify_folder`].
+    pub fn verify(&self, go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>) -> Result<(), CommitError> {
+        verify::verify(&self.folder, go_on)
+    }
+
+    fn with_manifest(self) -> Result<Self, CommitError> {
+        match self.manifest {
+            Some(_) => Ok(self),
+            None => Err(CommitError::NoSuchCheckpoint { path: self.folder.path }),
+        }
+    }
+}
+
+/// Reads every file of the checkpoint in `folder`, kept from being removed or replaced meanwhile, and compares it with
+/// the manifest. `go_on` is asked now and then, with how many bytes were read and how many there are.
+///
+/// # Errors
+/// [`CommitError::Corrupt`], with the names of all files that are missing, changed, cut off or in no manifest;
+/// [`CommitError::NoSuchCheckpoint`] where there is no folder or it is being removed; [`CommitError::NotADirectory`],
+/// [`CommitError::Interrupted`], and [`CommitError::Io`] where the folder cannot be looked at.
+pub fn verify_folder(
+    folder: impl AsRef<Path>,
+    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+) -> Result<(), CommitError> {
+    hold_at(&RealDisk, folder.as_ref())?.verify(go_on)
+}
+
+/// As [`Root::read_lock`], of the checkpoint in `folder`, which may lie anywhere.
+pub fn read_lock_at<D: Disk + Clone>(disk: &D, folder: &Path) -> Result<ReadLock<D>, CommitError> {
+    hold_at(disk, folder)?.with_manifest()
+}
+
+fn hold_at<D: Disk + Clone>(disk: &D, path: &Path) -> Result<ReadLock<D>, CommitError> {
+    hold(&|| match Directory::open(disk, path) {
+        Err(CommitError::ParentMissing { path }) => Err(CommitError::NoSuchCheckpoint { path }),
+        outcome => outcome,
+    })
+}
+
+/// Locks what `open` opens.
+fn hold<D: Disk + Clone>(open: &dyn Fn() -> Result<Directory<D>, CommitError>) -> Result<ReadLock<D>, CommitError> {
+    let name = OsStr::new(manifest::FILE_NAME);
+    loop {
+        let folder = open()?;
+        let is_file = folder.look_at(name)?.is_some_and(|status| status.kind == EntryKind::File);
+        let manifest = match is_file.then(|| folder.open_file(name)).transpose() {
+            Err(error) if error.is(Errno::NOENT) => None,
+            outcome => outcome?,
+        };
+        let lock = match &manifest {
+            Some(manifest) => folder.disk.lock_file(manifest, Sharing::Shared, &folder.path.join(name))?,
+            None => Lock::Unknown,
+        };
+        if lock == Lock::HeldByAnother {
+            // It is being removed or replaced.
+            return Err(CommitError::NoSuchCheckpoint { path: folder.path });
+        }
+        // It may have been replaced before it was locked; then the new one is there.
+        if open()?.status()?.is_same(&folder.status()?) {
+            return Ok(ReadLock { folder, manifest, is_locked: lock == Lock::Taken });
+        }
     }
 }
 
@@ -61,34 +151,26 @@ pub(super) fn keep_from_readers<D: Disk + Clone>(root: &Directory<D>, name: &OsS
     }
 }
 
-fn read_lock<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u64) -> Result<ReadLock<D::File>, CommitError> {
+fn read_lock<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u64) -> Result<ReadLock<D>, CommitError> {
     let name = layout::checkpoint(kind, step);
     let gone = || CommitError::NoSuchCheckpoint { path: root.path.join(&name) };
-    if root.look_at(&name)?.is_none_or(|status| status.kind != EntryKind::Folder) {
-        return Err(gone());
-    }
-    let absent_is_gone = |error: CommitError| if error.is(Errno::NOENT) { gone() } else { error };
-    let folder = root.open_folder(&name).map_err(absent_is_gone)?;
-    let manifest = OsStr::new(manifest::FILE_NAME);
-    let file = folder.open_file(manifest).map_err(absent_is_gone)?;
-    match folder.disk.lock_file(&file, Sharing::Shared, &folder.path.join(manifest))? {
-        Lock::Taken => {}
-        // It is being removed or replaced.
-        Lock::HeldByAnother => return Err(gone()),
-        Lock::Unknown => return Err(CommitError::io("lock against removal", &folder.path, Errno::NOLCK)),
-    }
-    if !root.has(&name, &folder)? {
-        return Err(gone());
-    }
-    Ok(ReadLock { path: folder.path, _manifest: file })
+    let open = || match root.look_at(&name)? {
+        Some(status) if status.kind == EntryKind::Folder => root.open_folder(&name).map_err(|error| match error {
+            error if error.is(Errno::NOENT) => gone(),
+            error => error,
+        }),
+        _ => Err(gone()),
+    };
+    hold(&open)?.with_manifest()
 }
 
 impl<D: Disk + Clone + 'static> Root<D> {
-    /// Keeps a checkpoint from being removed or replaced as long as the lock lives, in whichever process.
+    /// Keeps a checkpoint from being removed or replaced as long as the lock lives, in whichever process; without a lock
+    /// where the file system has none.
     ///
     /// # Errors
-    /// [`CommitError::NoSuchCheckpoint`]; `ENOLCK` where the file system has no locks.
-    pub fn read_lock(&self, kind: Kind, step: u64) -> Result<ReadLock<D::File>, CommitError> {
+    /// [`CommitError::NoSuchCheckpoint`]; [`CommitError::Io`] where it cannot be looked at.
+    pub fn read_lock(&self, kind: Kind, step: u64) -> Result<ReadLock<D>, CommitError> {
         read_lock(&self.root, kind, step)
     }
 }
@@ -113,16 +195,42 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     }
 
     /// The whole checkpoints of now: by kind, steps ascending.
+    ///
+    /// # Errors
+    /// [`CommitError::Io`] when the root cannot be looked at.
     pub fn list(&self) -> Result<Vec<Checkpoint>, CommitError> {
-        let mut steps = self.steps(None)?;
-        steps.sort_unstable();
-        let examined = steps.into_iter().filter_map(|(kind, step)| checkpoint::examine(&self.root, kind, step).ok());
-        Ok(examined.map(|published| published.checkpoint).collect())
+        Ok(self.survey()?.whole)
+    }
+
+    /// What of now has the name of a checkpoint.
+    ///
+    /// # Errors
+    /// As [`list`](ReadonlyRoot::list).
+    pub fn survey(&self) -> Result<Survey, CommitError> {
+        let mut keys: Vec<Key> = self.root.list()?.into_iter().filter_map(|name| key_of(&name)).collect();
+        keys.sort_unstable();
+        let mut survey = Survey::default();
+        for key in keys {
+            match self.examine(key)? {
+                None => {}
+                Some(Ok(published)) => survey.whole.push(published.checkpoint),
+                Some(Err(reason)) => {
+                    let (kind, step) = key;
+                    let path = self.root.path.join(layout::checkpoint(kind, step));
+                    survey.damaged.push(Damaged { kind, step, path, reason });
+                }
+            }
+        }
+        Ok(survey)
     }
 
     /// The newest whole checkpoint of a kind.
+    ///
+    /// # Errors
+    /// As [`list`](ReadonlyRoot::list).
     pub fn latest(&self, kind: Kind) -> Result<Option<PathBuf>, CommitError> {
-        let mut steps = self.steps(Some(kind))?;
+        let mut steps: Vec<Key> = self.root.list()?.into_iter().filter_map(|name| key_of(&name)).collect();
+        steps.retain(|(found, _)| *found == kind);
         steps.sort_unstable();
         let mut newest_first = steps.into_iter().rev();
         let newest = newest_first.find_map(|(kind, step)| checkpoint::examine(&self.root, kind, step).ok());
@@ -130,15 +238,57 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     }
 
     /// As [`Root::read_lock`].
-    pub fn read_lock(&self, kind: Kind, step: u64) -> Result<ReadLock<D::File>, CommitError> {
+    ///
+    /// # Errors
+    /// As [`Root::read_lock`].
+    pub fn read_lock(&self, kind: Kind, step: u64) -> Result<ReadLock<D>, CommitError> {
         read_lock(&self.root, kind, step)
     }
 
-    fn steps(&self, only: Option<Kind>) -> Result<Vec<super::Key>, CommitError> {
-        let steps = self.root.list()?.into_iter().filter_map(|name| match layout::classify(&name) {
-            layout::Entry::Checkpoint(kind, step) if only.is_none_or(|only| only == kind) => Some((kind, step)),
-            _ => None,
-        });
-        Ok(steps.collect())
+    /// Whether it is whole, or why not; `None` when it is not there any more.
+    fn examine(&self, (kind, step): Key) -> Result<Option<Result<Published, String>>, CommitError> {
+        let name = layout::checkpoint(kind, step);
+        loop {
+            let before = self.root.look_at(&name)?;
+            let reason = match checkpoint::examine(&self.root, kind, step) {
+                Ok(published) => return Ok(Some(Ok(published))),
+                Err(reason) => reason,
+            };
+            // What was removed or replaced on the way was not damaged.
+            match (before, self.root.look_at(&name)?) {
+                (_, None) => return Ok(None),
+                (Some(before), Some(now)) if before.is_same(&now) => return Ok(Some(Err(reason))),
+                _ => {}
+            }
+        }
+    }
+}
+
+/// What of a root has the name of a checkpoint: by kind, steps ascending.
+#[derive(Debug, Default)]
+pub struct Survey {
+    /// Checkpoints.
+    pub whole: Vec<Checkpoint>,
+    /// The others.
+    pub damaged: Vec<Damaged>,
+}
+
+/// What has the name of a checkpoint and is no whole one.
+#[derive(Debug)]
+pub struct Damaged {
+    /// What its name says it is for.
+    pub kind: Kind,
+    /// The step in its name.
+    pub step: u64,
+    /// Where it is, absolute.
+    pub path: PathBuf,
+    /// Why it is none.
+    pub reason: String,
+}
+
+fn key_of(name: &OsStr) -> Option<Key> {
+    match layout::classify(name) {
+        layout::Entry::Checkpoint(kind, step) => Some((kind, step)),
+        _ => None,
     }
 }

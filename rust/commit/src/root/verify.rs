@@ -3,37 +3,23 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use super::checkpoint::{Damage, compare, read_manifest, strangers};
 use super::directory::Directory;
 use crate::checksum::Checksum;
-use crate::disk::{Disk, RealDisk};
+use crate::disk::Disk;
 use crate::error::CommitError;
 use crate::manifest::{self, Manifest, ManifestFile};
 use crate::reading::{self, Source, Unread};
 
-/// Reads every file of the checkpoint in `folder` and compares it with the manifest.
-///
-/// Whoever verifies a checkpoint that others may remove holds a read lock on it. `go_on` is asked now and then, with how
-/// many bytes were read and how many there are.
-///
-/// # Errors
-/// [`CommitError::Corrupt`], with the names of all files that are missing, changed, cut off or in no manifest;
-/// [`CommitError::ParentMissing`] where there is no folder, [`CommitError::Interrupted`], and [`CommitError::Io`] where
-/// the folder cannot be looked at.
-pub fn verify_folder(
-    folder: impl AsRef<Path>,
-    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
-) -> Result<(), CommitError> {
-    verify(&Directory::open(&RealDisk, folder.as_ref())?, go_on)
-}
-
-fn verify<D: Disk + Clone>(
+/// Reads every file of the checkpoint in `folder` and compares it with the manifest. Who verifies a checkpoint that others
+/// may remove keeps it.
+pub(super) fn verify<D: Disk + Clone>(
     folder: &Directory<D>,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<(), CommitError> {
-    let manifest = read_manifest(folder).map_err(|reason| CommitError::Corrupt {
+    let (manifest, _) = read_manifest(folder).map_err(|reason| CommitError::Corrupt {
         path: folder.path.clone(),
         reason,
         files: vec![manifest::FILE_NAME.to_owned()],

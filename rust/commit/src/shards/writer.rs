@@ -87,8 +87,7 @@ impl<D: Disk> ShardWriter<D> {
         }
         let (tree, places) = Tree::make(&disk, folder, files.iter().map(|(name, _)| *name))?;
         preallocate(&disk, &tree, &places, files, go_on)?;
-        let parent = folder.join("..");
-        let root = disk.folder_status(&disk.open_path(&parent)?, &parent)?;
+        let root = *tree.parent();
         let sizes = files.iter().map(|(_, size)| *size);
         let shared = Arc::new(Shared::new(disk, tree, places.into_iter().zip(sizes), options, &root));
         let writer = ShardWriter { shared, threads: Mutex::default(), process: process::id() };
