@@ -196,9 +196,9 @@ def test_sample_index_refuses_lengths_that_are_not_the_plans(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("lengths", "says"),
     [
-        ([8, 0, 5, 4, 3], "pack 2: begins at token 3 by them, not 0"),
-        ([8, 0, 5, 1, 1], "pack 2: they are of fewer tokens"),
-        ([8, 0, 5, -3, 9], "pack 2: one of them is negative"),
+        ([8, 0, 5, 4, 3], "pack 2 begins at token 3 of its sample by them, not 0"),
+        ([8, 0, 5, 1, 1], "they have no token 16"),
+        ([8, 0, 5, -3, 9], "one of them is negative"),
     ],
 )
 def test_sample_index_without_an_order_refuses_lengths_that_are_not_the_plans(

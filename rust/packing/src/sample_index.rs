@@ -305,14 +305,17 @@ impl<'a, C: Cell> Rows<'a, C> {
             while end <= token {
                 let length = match samples.next(watch) {
                     Ok(Some((_, length))) => length,
-                    Ok(None) => return Err(not_its_lengths(row, "they are of fewer tokens")),
-                    Err(PackError::InputChanged) => return Err(not_its_lengths(row, "one of them is negative")),
+                    Ok(None) => return Err(not_its_lengths(format!("they have no token {token}"))),
+                    Err(PackError::InputChanged) => return Err(not_its_lengths("one of them is negative".into())),
                     Err(error) => return Err(error),
                 };
                 (seen, begin, end) = (seen + 1, end, end.saturating_add(length));
             }
             if token - begin != offset {
-                return Err(not_its_lengths(row, &format!("begins at token {} by them, not {offset}", token - begin)));
+                return Err(not_its_lengths(format!(
+                    "pack {row} begins at token {} of its sample by them, not {offset}",
+                    token - begin
+                )));
             }
             self.push(seen - 1, offset);
         }
@@ -320,8 +323,6 @@ impl<'a, C: Cell> Rows<'a, C> {
     }
 }
 
-fn not_its_lengths(pack: u64, reason: &str) -> PackError {
-    PackError::Mismatch(format!(
-        "the attached lengths are not those that the plan was made from: pack {pack}: {reason}"
-    ))
+fn not_its_lengths(reason: String) -> PackError {
+    PackError::Mismatch(format!("the attached lengths are not those that the plan was made from: {reason}"))
 }
