@@ -98,7 +98,9 @@ COPIED = {
 
 def test_a_source_folder_is_copied_without_its_weights(source: Path, tmp_path: Path) -> None:
     facts = export(tmp_path / "hf", WEIGHTS, source_dir=source)
-    assert plan_hf(WEIGHTS, source_dir=source).written_bytes == sum(fact.size for fact in facts)
+    plan = plan_hf(WEIGHTS, source_dir=source)
+    assert plan.written_bytes == sum(fact.size for fact in facts)
+    plan.release()
     assert files(tmp_path / "hf") == COPIED
     assert sorted(fact.name for fact in facts) == sorted([*COPIED, "model.safetensors"])
     sizes = {fact.name: fact.size for fact in facts}
@@ -234,3 +236,54 @@ def test_a_config_that_fails_is_refused_at_once() -> None:
 
     with pytest.raises(KeyError, match="half a config"):
         plan_hf(WEIGHTS, config=Failing())
+
+
+def test_links_that_lead_nowhere_are_left_out_whatever_they_say(source: Path, tmp_path: Path) -> None:
+    (source / "through a file").symlink_to("config.json/inside")
+    (source / "too long").symlink_to("x" * 300)
+    export(tmp_path / "hf", WEIGHTS, source_dir=source)
+    assert files(tmp_path / "hf") == COPIED
+
+
+def test_a_source_that_is_taken_away_after_the_call_is_copied(source: Path, tmp_path: Path) -> None:
+    with staged(plan_hf(WEIGHTS, source_dir=source)) as save:
+        (source / "config.json").unlink()
+        (source / "assets" / "deep").rename(tmp_path / "elsewhere")
+        (source / "new").write_text("too late")
+        os.replace(source / "tokenizer.json", source / "tokenizer.old")
+        write(save, tmp_path / "hf")
+    assert files(tmp_path / "hf") == COPIED
+
+
+def test_names_in_a_source_that_are_no_text_are_refused(source: Path) -> None:
+    Path(os.fsdecode(os.fsencode(source / "assets") + b"/caf\xe9.txt")).write_text("x")
+    with pytest.raises(InvalidInputError, match=r"assets/caf.*is no UTF-8"):
+        plan_hf(WEIGHTS, source_dir=source)
+
+
+@pytest.mark.parametrize("given", [5, ["folder"]])
+def test_a_source_of_another_type_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidTypeError, match="source_dir is"):
+        plan_hf(WEIGHTS, source_dir=given)
+
+
+def test_nothing_of_a_source_stays_open(source: Path, tmp_path: Path) -> None:
+    def opened() -> list[str]:
+        links = (Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd"))
+        return [
+            os.readlink(link) for link in links if link.is_symlink() and str(tmp_path) in os.readlink(link)
+        ]
+
+    plan = plan_hf(WEIGHTS, source_dir=source)
+    assert opened()
+    plan.release()
+    assert not opened()
+    for through in (None, (tmp_path / "through", 1)):
+        (tmp_path / "through").mkdir(exist_ok=True)
+        with staged(plan_hf(WEIGHTS, source_dir=source), through=through):
+            assert opened()
+        assert not opened()
+    (source / "self").symlink_to("self")
+    with pytest.raises(InvalidInputError):
+        plan_hf(WEIGHTS, source_dir=source)
+    assert not opened()

@@ -59,7 +59,8 @@ class FailurePolicy:
         else:
             try:
                 self._on_failure(error)
-            except Exception:
+            except BaseException:
+                # An exit too: it would end the thread of the saves, and nothing else.
                 _logger.exception("rank %d: on_failure itself failed after %s", self._rank, what)
 
     def raise_pending(self) -> None:
@@ -81,7 +82,9 @@ def _end_process(rank: int, what: str) -> None:
             what,
         )
         sys.stderr.flush()
-    threading.Thread(target=_insist, args=(leads,), name="tundish-end", daemon=True).start()
+    # An interpreter that is ending already starts no threads, and need not be made to end.
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=_insist, args=(leads,), name="tundish-end", daemon=True).start()
     _signal(signal.SIGTERM, leads=leads)
 
 

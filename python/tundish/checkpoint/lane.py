@@ -16,6 +16,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,14 @@ from typing import Any, Protocol
 from tundish import _native
 from tundish.checkpoint.saves import Save, Staged, WriteOptions
 from tundish.distributed import Voter
-from tundish.errors import CallbackError
+from tundish.errors import CallbackError, CheckpointInUseError
 
 __all__ = ["Job", "Lane", "Publisher"]
 
 FORMAT_VERSION = 1
+
+# How often it is tried again to replace what somebody reads.
+_IN_USE_POLL_SECONDS = 0.2
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -74,8 +78,10 @@ class Lane:
         voter: this lane's own.
         publisher: on the group's first rank; None on the others.
         world_size: ranks of the group.
-        options: makes the write options of a job.
+        writers_per_node: processes of a node that write at once.
+        checksum: whether checksums are recorded.
         announce: called with an event's name, the kind and the step.
+        on_published: called with a published path.
         failed: called with the error of a save that failed in the background and what it was.
         timeout: seconds that a vote waits for the other ranks.
     """
@@ -109,6 +115,7 @@ class Lane:
         self._process = os.getpid()
         self._pending: list[Job] = []
         self._changed = threading.Condition()
+        self._is_over = threading.Event()
 
     def options(self, save: Save) -> WriteOptions:
         """How the files of `save` are written."""
@@ -137,16 +144,24 @@ class Lane:
             self._thread.start()
         self._queue.put(job)
 
+    def is_own_thread(self) -> bool:
+        """Whether the caller is called by this lane, and so would wait for itself."""
+        return threading.current_thread() is self._thread
+
     def wait(self, timeout: float | None) -> bool:
         """Block until no save is under way; whether it came to that in time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout)
 
     def close(self) -> None:
-        """End the thread, once the saves that it has are over, and let go of the voter."""
+        """End the thread, once the saves that it has are over, and let go of the voter.
+
+        May be called again, by any thread, where a call was interrupted.
+        """
         if self._thread is not None and os.getpid() == self._process:
             self._queue.put(None)
-            self._thread.join()
+            # A join that Ctrl-C ends takes the thread for ended, in some versions of Python.
+            self._is_over.wait()
         self._voter.close()
 
     # From here on everything runs on the finalize thread.
@@ -175,6 +190,7 @@ class Lane:
             else:
                 job.save.fail(error)
             del error, job
+        self._is_over.set()
 
     def _finalize(self, job: Job) -> None:
         published = False
@@ -188,20 +204,46 @@ class Lane:
             facts += self._write(job, job.staged)
             with self._voted(f"{job.what}: publishing"):
                 if self._publisher is not None:
-                    self._publisher.publish(job, self._manifest(job, facts))
+                    self._publish(self._publisher, job, self._manifest(job, facts))
             published = True
         finally:
             if not published:
                 self._abandon(job)
         self._announce("published", self.kind, job.save.step)
+        failed: list[BaseException] = []
         with self._voted(f"{job.what}: pruning"):
-            if self._publisher is not None:
-                self._publisher.prune(self.kind)
+            try:
+                if self._publisher is not None:
+                    self._publisher.prune(self.kind)
+            except CallbackError as caught:
+                # What the user's `keep` failed with; nothing was removed.
+                failed.append(caught)
         for callback in self._on_published:
             try:
                 callback(job.target)
-            except Exception as caught:
-                raise CallbackError(f"{job.what} is published, but a callback failed: {caught!r}") from caught
+            except BaseException as caught:  # noqa: BLE001 (an exit too would end this thread alone)
+                failed.append(caught)
+        if failed:
+            said = "; ".join(str(one) if isinstance(one, CallbackError) else repr(one) for one in failed)
+            raise CallbackError(f"{job.what} is published, but a callback failed: {said}") from failed[0]
+
+    def _publish(self, publisher: Publisher, job: Job, manifest: str) -> None:
+        """Publish; what is to be replaced is waited for while somebody reads it."""
+        # The other ranks wait for this rank's vote no longer than the whole of it.
+        until = time.monotonic() + self._timeout / 2
+        is_told = False
+        while True:
+            try:
+                publisher.publish(job, manifest)
+            except CheckpointInUseError as error:
+                if time.monotonic() > until:
+                    raise
+                if not is_told:
+                    _logger.warning("%s waits until it can replace the checkpoint: %s", job.what, error)
+                is_told = True
+                time.sleep(_IN_USE_POLL_SECONDS)
+            else:
+                return
 
     def _prepare(self, job: Job, staged: Staged) -> list[_native.FileFacts]:
         """Wait for the tensors; the first rank writes everything else."""

@@ -7,6 +7,7 @@ nowhere; their order is that of the input; nothing is copied and no tensor is lo
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -95,18 +96,35 @@ def _part_of_module(prefix: Any, module: nn.Module) -> Part:
 
 def _named(items: Iterable[tuple[Any, Any]], module: nn.Module | None = None) -> dict[str, torch.Tensor]:
     """Tensors by their names without wrappers; `module`: where they come from."""
-    named: dict[str, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = dict(items)
+    if _are_plain(tuple(named)) and all(isinstance(tensor, torch.Tensor) for tensor in named.values()):
+        return named
+    items, named = named.items(), {}
     for given, tensor in items:
         check_name(given)
         name = _without_wrapper_names(given, module) if _MAY_BE_WRAPPED.search(given) else given
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidTypeError(f"{given!r} is a {type(tensor).__name__}, not a tensor: leave it out")
+            raise InvalidTypeError(
+                f"{given!r} is a {type(tensor).__name__}, not a tensor: give the mapping of names to tensors without it"
+            )
         if name in named:
             raise InvalidInputError(
                 f"the name {name!r} is there twice: {given!r} has it too, once the names of wrappers are taken off"
             )
         named[name] = tensor
     return named
+
+
+# A training loop saves the same tensors again and again, and with thousands of them this costs milliseconds.
+@functools.lru_cache(maxsize=8)
+def _are_plain(names: tuple[Any, ...]) -> bool:
+    """Whether all can be used as they are; where not, each is looked at by itself."""
+    for name in names:
+        try:
+            check_name(name)
+        except (InvalidInputError, InvalidTypeError):
+            return False
+    return not any(map(_MAY_BE_WRAPPED.search, names))
 
 
 def _without_wrapper_names(name: str, module: nn.Module | None) -> str:

@@ -7,7 +7,6 @@ applied only to what the root says is published, and by one lane at a time.
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import logging
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tundish import _native
-from tundish.checkpoint.reading import KINDS, Kind, checkpoints_of
+from tundish.checkpoint.reading import Checkpoints, Kind, check_kind, checkpoints_of
 from tundish.checkpoint.retention import Retention
 from tundish.errors import CheckpointInUseError, StorageError
 
@@ -36,7 +35,7 @@ _SAID = {
 }
 
 # How long a start waits for an owner that is dying.
-_WAIT_SECONDS = 60.0
+WAIT_SECONDS = 60.0
 
 
 class Owner:
@@ -49,7 +48,7 @@ class Owner:
         self.path = path
         self._retention = retention
         self._lock = threading.Lock()
-        wait = _WAIT_SECONDS if wait_seconds is None else wait_seconds
+        wait = WAIT_SECONDS if wait_seconds is None else wait_seconds
         self._root = _native.CheckpointRoot(path, wait_seconds=wait)
 
     @property
@@ -90,12 +89,24 @@ class Owner:
     def prune(self, kind: str) -> None:
         """Remove what retention does not keep, except what somebody reads."""
         with self._lock:
-            known = next(known for known in KINDS if known == kind)
-            retention = copy.copy(self._retention)
-            for step in retention.surplus(checkpoints_of(self._root, known)):
+            for one in self._split(check_kind(kind))[1]:
                 # What somebody reads goes with a later save.
                 with contextlib.suppress(CheckpointInUseError):
-                    self._root.remove(kind, step)
+                    self._root.remove(one.kind, one.step)
+
+    def kept_from_prune(self, kind: Kind) -> Checkpoints:
+        """What `prune` would leave; nothing where it would remove nothing."""
+        with self._lock:
+            kept, surplus = self._split(kind)
+            return kept if surplus else []
+
+    def _split(self, kind: Kind) -> tuple[Checkpoints, Checkpoints]:
+        """What retention keeps of what is published, and what it does not."""
+        published = checkpoints_of(self._root, kind)
+        surplus = set(self._retention.surplus(published))
+        return [one for one in published if one.step not in surplus], [
+            one for one in published if one.step in surplus
+        ]
 
     def protect(self, step: int) -> None:
         """Keep the checkpoints of `step`."""
@@ -103,8 +114,9 @@ class Owner:
             self._retention.protected.add(step)
 
     def discard_after(self, step: int) -> None:
-        """Set the checkpoints above `step` aside."""
-        self._root.discard_after(step)
+        """Set the checkpoints above `step` aside, and say where they are."""
+        for path in self._root.discard_after(step):
+            _logger.warning("newer than step %d, to which the run went back, and set aside: %s", step, path)
 
     def close(self) -> None:
         """Let go of the root."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tundish.errors import InvalidInputError
+from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError
 
 __all__ = ["Checkpoint", "Retention"]
 
@@ -42,7 +42,7 @@ class Retention:
         keep: also those for which this says so.
         keep_tagged: how many of the newest of each tag; tags that are not named keep all of theirs.
 
-    Raises `InvalidInputError` for counts below 1.
+    Raises `InvalidInputError` for counts below 1, `InvalidTypeError` for what is no function or no mapping.
     """
 
     keep_last: int | None = None
@@ -52,6 +52,12 @@ class Retention:
     protected: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        if self.keep is not None and not callable(self.keep):
+            raise InvalidTypeError(f"keep is {self.keep!r}: give a function of a Checkpoint")
+        if not isinstance(self.keep_tagged, Mapping) or not all(
+            isinstance(tag, str) for tag in self.keep_tagged
+        ):
+            raise InvalidTypeError(f"keep_tagged is {self.keep_tagged!r}: give a mapping of tags to numbers")
         counts = {"keep_last": self.keep_last, "keep_every": self.keep_every}
         counts |= {f"keep_tagged[{tag!r}]": count for tag, count in self.keep_tagged.items()}
         for name, count in counts.items():
@@ -59,7 +65,10 @@ class Retention:
                 raise InvalidInputError(f"{name} is {count!r}: give a whole number of at least 1")
 
     def surplus(self, published: Sequence[Checkpoint]) -> list[int]:
-        """Steps of `published` (one kind, ascending) that need not be kept, oldest first."""
+        """Steps of `published` (one kind, ascending) that need not be kept, oldest first.
+
+        Raises `CallbackError` where `keep` fails.
+        """
         counted: dict[str | None, int] = {}
         surplus = []
         for position, checkpoint in enumerate(reversed(published)):
@@ -78,4 +87,9 @@ class Retention:
             return False
         if self.keep_every is not None and checkpoint.step % self.keep_every == 0:
             return True
-        return self.keep is not None and bool(self.keep(checkpoint))
+        if self.keep is None:
+            return False
+        try:
+            return bool(self.keep(checkpoint))
+        except BaseException as caught:  # an exit too is the function's failure
+            raise CallbackError(f"keep failed for {checkpoint.path}: {caught!r}") from caught

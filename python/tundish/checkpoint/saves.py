@@ -2,8 +2,8 @@
 
 A save goes through three hands. Its `Plan` is made on the caller's thread of every rank and refuses what can be
 refused early; `stage` takes the tensors into host memory; `Staged` is what the kind's finalize thread works
-on. What always holds: nothing of a plan changes the disk before every rank has one and all are equal; whatever
-happens after `reserve`, `release` is called once.
+on. What always holds: nothing of a plan changes the disk before every rank has one and all are equal; a plan that is
+not staged, and what was staged, is released, whatever happens.
 """
 
 from __future__ import annotations
@@ -75,15 +75,18 @@ class Staged(Protocol):
 class Plan(Protocol):
     """What one save will write, known from names, shapes and dtypes alone.
 
-    `files`: all files with weights, equal on all ranks; empty where the kind learns them only while
-    staging. `staged_bytes`: host memory that this rank's staging takes. `written_bytes`: what the whole checkpoint will
-    take on the disk, of all ranks. `fingerprint`: equal on all ranks exactly where their plans agree.
+    `files`: all files with weights, equal on all ranks; empty where the kind learns them only while staging.
+    `staged_bytes`: host memory that this rank's staging takes. `most_staged_bytes`: where ranks stage together, of the
+    one that takes most, the same on all; else of this one. `written_bytes`: what the whole checkpoint will take on the
+    disk, of all ranks. `fingerprint`: equal on all ranks exactly where their plans agree.
     """
 
     @property
     def files(self) -> tuple[PlannedFile, ...]: ...
     @property
     def staged_bytes(self) -> int: ...
+    @property
+    def most_staged_bytes(self) -> int: ...
     @property
     def written_bytes(self) -> int: ...
     @property
@@ -102,12 +105,15 @@ class Plan(Protocol):
         """
 
     def release(self) -> None:
-        """Give back what `reserve` took, where `stage` is not called after it. Never raises."""
+        """Give back what was opened and reserved, where `stage` does not succeed. Never raises."""
 
 
 @runtime_checkable
 class WritesThrough(Protocol):
     """A plan that can also be written while its tensors are taken, in less host memory than it has bytes."""
+
+    def through_bytes(self, limit_bytes: int) -> int:
+        """Host memory that writing takes where it is to take `limit_bytes`: more if one tensor needs more."""
 
     def write_through(self, folder: Path, options: WriteOptions, limit_bytes: int) -> Staged:
         """In place of `reserve` and `stage`: write in up to `limit_bytes` of host memory. As `stage` otherwise."""

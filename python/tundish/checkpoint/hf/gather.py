@@ -65,13 +65,16 @@ class Wire:
     tag: int
 
 
-def batched(writer: int, window: int, steps: Sequence[Step], sizes: Sequence[int]) -> Iterator[Batch]:
-    """Cut `steps` into batches of up to `TURN_BYTES`; `sizes`: bytes of all sources."""
+def batched(
+    writer: int, window: int, steps: Sequence[Step], sizes: Sequence[int], turn_bytes: int | None = None
+) -> Iterator[Batch]:
+    """Cut `steps` into batches of up to `TURN_BYTES`, or `turn_bytes` if less; `sizes`: bytes of all sources."""
+    most = TURN_BYTES if turn_bytes is None else min(TURN_BYTES, turn_bytes)
     taken: list[Step] = []
     filled = 0
     for step in steps:
         size = sum(sizes[source] for source in step.unit.sources)
-        if taken and filled + size > TURN_BYTES:
+        if taken and filled + size > most:
             yield Batch(writer=writer, window=window, steps=tuple(taken))
             taken, filled = [], 0
         taken.append(step)

@@ -1,13 +1,15 @@
 """Everything of a Hugging Face export but its weights: settings, tokenizer, what lies beside them in a source folder.
 
 Owns which files those are. What always holds: a source folder is only read, and nothing of it that is a weight or that
-leads in a circle is copied; what the caller's objects write takes the place of what the source folder has under the
-same name; files are durable when their facts are given.
+leads in a circle is copied; files of it are open from the call on, so that nobody can take them away; what the caller's
+objects write takes the place of what the source folder has under the same name; files are durable when their facts are
+given.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import errno
 import os
@@ -17,7 +19,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -44,6 +46,8 @@ _WEIGHTS = (
     ".onnx_data",
     ".distcp",
 )
+# Of links that lead nowhere, whatever they say.
+_NOWHERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG})
 # Of version control and of downloads, which keep weights under names of their own; of a checkpoint of ours.
 _LEFT_OUT = frozenset({".git", ".cache", "tundish.json"})
 
@@ -52,12 +56,12 @@ _LEFT_OUT = frozenset({".git", ".cache", "tundish.json"})
 class Sidecars:
     """What is written beside the weights.
 
-    `source`: names in the checkpoint and the files to copy there; `size`: their bytes. `settings`: config and
+    `source`: names in the checkpoint and the open files to copy there; `size`: their bytes. `settings`: config and
     generation config, this save's own. `model`: whose code is copied, where it is not part of transformers.
     `tokenizer`: or processor; the caller's, written as it is then. `index`: of the shards.
     """
 
-    source: tuple[tuple[str, Path], ...]
+    source: tuple[tuple[str, BinaryIO], ...]
     size: int
     settings: tuple[Any, ...]
     model: Any
@@ -84,12 +88,18 @@ class Sidecars:
                 facts.append(FileFacts(name, known.size, known.checksum))
         return facts
 
+    def release(self) -> None:
+        """Close what is open. Never raises."""
+        for _, file in self.source:
+            file.close()
+
     def _write_contents(self, folder: Path) -> None:
-        for name, path in self.source:
+        for name, file in self.source:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             # The contents alone: the modes of a hub's cache are not those of a checkpoint.
-            shutil.copyfile(path, target)
+            with target.open("wb") as copied:
+                shutil.copyfileobj(file, copied)
         if self.model is not None:
             save_code(self.model, self.settings[0], str(folder))
         for one in (*self.settings, self.tokenizer):
@@ -110,12 +120,13 @@ def gather_sidecars(
 ) -> Sidecars:
     """Take down what is to be written beside the weights, so that later changes change nothing of it.
 
-    `model`: a model of transformers, or None. `config`: instead of the model's own.
+    `model`: a model of transformers, or None. `config`: instead of the model's own. What it returns has to be released.
 
     Raises:
-        InvalidTypeError: `config` or `tokenizer` cannot be saved.
+        InvalidTypeError: `config` or `tokenizer` cannot be saved; `source_dir` is no path.
         NotFoundError: `source_dir` is no folder.
-        InvalidInputError: `source_dir` holds links that lead in a circle.
+        InvalidInputError: `source_dir` holds links that lead in a circle, or names that are no text.
+        StorageError: something in `source_dir` cannot be read.
         Whatever the `save_pretrained` of a config raises.
     """
     for name, one in (("config", config), ("tokenizer", tokenizer)):
@@ -128,10 +139,10 @@ def gather_sidecars(
             own.dtype = str(dtype).removeprefix("torch.")
     settings = (own, generation)
     _check_settings([one for one in settings if one is not None])
-    source = () if source_dir is None else tuple(_source_files(Path(source_dir)))
+    source = () if source_dir is None else _opened(source_dir)
     return Sidecars(
         source=source,
-        size=sum(path.stat().st_size for _, path in source),
+        size=sum(os.fstat(file.fileno()).st_size for _, file in source),
         settings=settings,
         model=model if model is not None and model.is_remote_code() else None,
         tokenizer=tokenizer,
@@ -157,12 +168,37 @@ def _check_settings(settings: list[Any]) -> None:
     _good.append(said)
 
 
-def _source_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Names and paths of everything below `folder` that is to be copied, in order."""
+def _opened(source_dir: Any) -> tuple[tuple[str, BinaryIO], ...]:
+    """Names of everything in a folder that is to be copied, in order, and the files, open."""
+    if not isinstance(source_dir, str | os.PathLike):
+        raise InvalidTypeError(f"source_dir is {source_dir!r}: give the path of a folder")
+    folder = Path(source_dir)
     if not folder.is_dir():
         raise NotFoundError(errno.ENOENT, "source_dir is not a folder", str(folder))
-    for path in _walk(folder, ()):
-        yield path.relative_to(folder).as_posix(), path
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = [
+                (_name_of(path, folder), stack.enter_context(path.open("rb"))) for path in _walk(folder, ())
+            ]
+        except OSError as error:
+            raise StorageError(
+                error.errno or errno.EIO,
+                f"cannot read what source_dir holds ({error.strerror or error})",
+                str(error.filename or folder),
+            ) from error
+        stack.pop_all()
+        return tuple(opened)
+
+
+def _name_of(path: Path, folder: Path) -> str:
+    name = path.relative_to(folder).as_posix()
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidInputError(
+            f"{str(path)!r} in source_dir has a name that is no UTF-8: rename it, or take it out"
+        ) from None
+    return name
 
 
 def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
@@ -177,9 +213,9 @@ def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
             continue
         try:
             mode = path.stat().st_mode
-        except FileNotFoundError:
-            continue
         except OSError as error:
+            if error.errno in _NOWHERE and path.is_symlink():
+                continue
             if error.errno == errno.ELOOP:
                 raise InvalidInputError(
                     f"{path} is a link that leads to itself: take it out of source_dir"

@@ -1,0 +1,225 @@
+"""How a checkpointer is opened: what is refused of its arguments, and all that it holds as long as it is open.
+
+What always holds: ranks open together or fail together, each with a reason; what was taken before a failure is let go
+of; one root is owned by one checkpointer, through the group's first rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tundish import _native
+from tundish.checkpoint.budget import StagingBudget
+from tundish.checkpoint.dcp.saver import DcpSaver
+from tundish.checkpoint.failure import FailurePolicy, OnFailure
+from tundish.checkpoint.lane import Lane
+from tundish.checkpoint.owner import WAIT_SECONDS, Owner
+from tundish.checkpoint.reading import KINDS, Kind, ReadOnlyRoot
+from tundish.checkpoint.retention import Retention
+from tundish.distributed import Voter, long_timeout_group
+from tundish.distributed.groups import membership, seconds_of
+from tundish.errors import InvalidInputError, InvalidTypeError, StorageError
+
+__all__ = ["Arguments", "Opened", "open_root"]
+
+_NONCE = ".tundish-opening"
+
+_logger = logging.getLogger("tundish.checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What `Checkpointer` was given, but for its group and its timeout. `retention`: makes what is kept."""
+
+    root: Any
+    retention: Callable[[], Retention]
+    on_failure: OnFailure
+    writers_per_node: Any
+    staging_limit_bytes: Any
+    checksum: Any
+    on_published: Sequence[Callable[[Path], Any]]
+    on_event: Callable[[str, str, int], Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """An open root as one rank holds it.
+
+    `index`: of this rank in the group. `owner`: on the first rank alone. `voter`: of the callers' threads.
+    `background_group`: for tensors that travel in the background; None in a world of one. `resources`: closes
+    everything, once the lanes are closed.
+    """
+
+    path: Path
+    group: Any
+    index: int
+    world_size: int
+    timeout: float
+    voter: Voter
+    failure: FailurePolicy
+    budget: StagingBudget
+    owner: Owner | None
+    view: ReadOnlyRoot
+    background_group: Any
+    dcp: DcpSaver
+    lanes: Mapping[Kind, Lane]
+    resources: contextlib.ExitStack
+
+    @contextlib.contextmanager
+    def voted(self, what: str) -> Iterator[None]:
+        """Collective: a block of fallible work that ends in a vote; ranks that make different calls are told so."""
+        with _voted(self.voter, what, self.timeout):
+            yield
+
+
+def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
+    """Collective over `group`: open the root.
+
+    Raises what `Checkpointer` says.
+    """
+    member = membership(group)
+    index, world_size = member.ranks.index(member.rank), len(member.ranks)
+    seconds = seconds_of(timeout)
+    owner: Owner | None = None
+    with contextlib.ExitStack() as stack:
+        voter = stack.enter_context(Voter(group, timeout=seconds))
+        # The first rank waits for an owner that is dying, and the others for the first rank.
+        with _voted(voter, "opening", seconds + WAIT_SECONDS):
+            path = _path_of(arguments.root)
+            retention = arguments.retention()
+            budget = StagingBudget(arguments.staging_limit_bytes)
+            failure = FailurePolicy(arguments.on_failure, member.rank)
+            writers = _writers_per_node(arguments.writers_per_node)
+            _check_functions(arguments)
+            if arguments.checksum not in ("crc64", None):
+                raise InvalidInputError(f"checksum is {arguments.checksum!r}: give 'crc64' or None")
+            if index == 0:
+                owner = Owner(path, retention)
+                stack.callback(owner.close)
+                owner.tell_recovered()
+        _meet(path, voter, seconds, is_first=index == 0, same=f"staging_limit_bytes {budget.limit}")
+        background_group = None
+        if world_size > 1:
+            background_group = stack.enter_context(long_timeout_group(seconds, member.ranks))
+        dcp = DcpSaver(group, timeout=seconds)
+        stack.callback(dcp.close)
+        lanes: dict[Kind, Lane] = {}
+        for kind in KINDS:
+            lanes[kind] = Lane(
+                kind=kind,
+                voter=stack.enter_context(Voter(group, timeout=seconds)),
+                publisher=owner,
+                world_size=world_size,
+                writers_per_node=writers,
+                checksum=arguments.checksum is not None,
+                announce=_announcing(arguments.on_event),
+                on_published=tuple(arguments.on_published),
+                failed=failure.act,
+                timeout=seconds,
+            )
+        return Opened(
+            path=path,
+            group=group,
+            index=index,
+            world_size=world_size,
+            timeout=seconds,
+            voter=voter,
+            failure=failure,
+            budget=budget,
+            owner=owner,
+            view=ReadOnlyRoot(path),
+            background_group=background_group,
+            dcp=dcp,
+            lanes=lanes,
+            resources=stack.pop_all(),
+        )
+
+
+def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, same: str) -> None:
+    """Make sure that all ranks see the same folder and may write to it, and were given the `same`."""
+    nonce = path / _NONCE
+    with _voted(voter, "opening", timeout):
+        if is_first:
+            _native.replace_file(nonce, uuid.uuid4().hex.encode())
+    seen, error = "", None
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            seen = nonce.read_text()
+    except OSError as caught:
+        error = StorageError(
+            caught.errno or errno.EIO,
+            "is not the same writable folder on this rank as on the first: give a root that all ranks share",
+            str(path),
+        )
+    try:
+        voter.vote(error, what=f"opening {path}", same=f"{same}, nonce {seen}", timeout=timeout)
+    finally:
+        if is_first:
+            nonce.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _voted(voter: Voter, what: str, timeout: float) -> Iterator[None]:
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+        error = caught
+    voter.vote(error, what=what, same=what, timeout=timeout)
+
+
+def _path_of(root: Any) -> Path:
+    if not isinstance(root, str | os.PathLike) or not isinstance(os.fspath(root), str):
+        raise InvalidTypeError(f"root is {root!r}: give the path of a folder, as text")
+    text = os.fspath(root)
+    if not text or "\0" in text:
+        raise InvalidInputError(f"root is {text!r}, which names no folder: '.' is the current one")
+    return Path(root).absolute()
+
+
+def _check_functions(arguments: Arguments) -> None:
+    if arguments.on_event is not None and not callable(arguments.on_event):
+        raise InvalidTypeError(
+            f"on_event is {arguments.on_event!r}: give a function of an event, a kind and a step"
+        )
+    given: Any = arguments.on_published
+    if not isinstance(given, Sequence) or not all(callable(one) for one in given):
+        raise InvalidTypeError(f"on_published is {given!r}: give a list of functions of a path")
+
+
+def _writers_per_node(given: Any) -> int:
+    text = os.environ.get("TUNDISH_WRITERS_PER_NODE", "1") if given is None else given
+    where = "TUNDISH_WRITERS_PER_NODE" if given is None else "writers_per_node"
+    try:
+        if isinstance(text, bool) or (given is not None and not isinstance(given, int)):
+            raise ValueError
+        count = int(text)
+        if count < 1:
+            raise ValueError
+    except ValueError:
+        raise InvalidInputError(f"{where} is {text!r}: give a whole number of at least 1") from None
+    return count
+
+
+def _announcing(on_event: Callable[[str, str, int], Any] | None) -> Callable[[str, str, int], None]:
+    """`on_event` as one that cannot fail a save."""
+
+    def announce(event: str, kind: str, step: int) -> None:
+        if on_event is None:
+            return
+        try:
+            on_event(event, kind, step)
+        except BaseException:
+            # An exit too: it would end the thread of the saves, and nothing else.
+            _logger.exception("on_event failed at %r of %s step %d", event, kind, step)
+
+    return announce

@@ -1,0 +1,306 @@
+"""Closing, interrupting and failing: a root is let go of in any case, and nothing waits for itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tundish.checkpoint import Checkpointer, open_readonly
+from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError
+
+TENSORS = {"w": torch.ones(1000)}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def press() -> Iterator[Callable[[float], None]]:
+    """Presses Ctrl-C after so many seconds."""
+    timers: list[threading.Timer] = []
+
+    def press(seconds: float) -> None:
+        timers.append(threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)))
+        timers[-1].start()
+
+    yield press
+    for timer in timers:
+        timer.join()
+
+
+class Held:
+    """An `on_event` that holds every save up after its files are written."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def __call__(self, event: str, kind: str, step: int) -> None:
+        if event == "written":
+            self.go_on.wait(60)
+
+
+def test_ctrl_c_in_close_ends_the_wait_and_not_the_save(root: Path, press: Callable[[float], None]) -> None:
+    held = Held()
+    checkpointer = Checkpointer(root, on_event=held, on_failure="raise")
+    save = checkpointer.save_hf(1, TENSORS)
+    press(0.3)
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.close()
+    with pytest.raises(InvalidInputError, match="closed"):
+        checkpointer.save_hf(2, TENSORS)
+    assert not save.done()
+    held.go_on.set()
+    # The second call waits for what the first one did not.
+    checkpointer.close()
+    assert save.result(0) == root / "hf-1"
+    Checkpointer(root, on_failure="raise").close()
+
+
+def test_a_root_is_let_go_of_though_nobody_closes_a_second_time(
+    root: Path, press: Callable[[float], None]
+) -> None:
+    held = Held()
+
+    def leave_the_block() -> None:
+        with Checkpointer(root, on_event=held, on_failure="raise") as checkpointer:
+            checkpointer.save_hf(1, TENSORS)
+            press(0.2)
+            press(0.6)
+            time.sleep(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        leave_the_block()
+    held.go_on.set()
+    # Opening waits for an owner that is about to let go.
+    until = time.monotonic() + 30
+    while True:
+        try:
+            Checkpointer(root, on_failure="raise").close()
+            break
+        except OSError:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    assert open_readonly(root).latest() == root / "hf-1"
+
+
+CALLS: dict[str, Callable[[Checkpointer], Any]] = {
+    "wait": lambda checkpointer: checkpointer.wait(),
+    "close": lambda checkpointer: checkpointer.close(),
+    "save_hf": lambda checkpointer: checkpointer.save_hf(9, TENSORS),
+    "save_dcp": lambda checkpointer: checkpointer.save_dcp(9, TENSORS),
+    "load_dcp": lambda checkpointer: checkpointer.load_dcp({}),
+    "discard_after": lambda checkpointer: checkpointer.discard_after(0),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_callbacks_cannot_wait_for_the_save_that_calls_them(root: Path, call: str) -> None:
+    told: list[BaseException] = []
+
+    def call_back(_: Any) -> None:
+        try:
+            CALLS[call](checkpointer)
+        except InvalidInputError as error:
+            told.append(error)
+            raise
+
+    with Checkpointer(root, on_published=[call_back], on_failure=call_back) as checkpointer:
+        save = checkpointer.save_hf(1, TENSORS)
+        with pytest.raises(CallbackError, match=rf"{call}\(\) in a callback"):
+            save.result(60)
+        (root / ".hf-2.incomplete").mkdir()
+        fail_staged_saves(checkpointer, root)
+    assert len(told) == 2
+    # Let go of nevertheless.
+    Checkpointer(root, on_failure="raise").close()
+
+
+def fail_staged_saves(checkpointer: Checkpointer, root: Path) -> None:
+    """Save step 5, whose folder somebody takes away meanwhile."""
+    save = checkpointer.save_hf(5, {"w": torch.ones(1 << 22)})
+    (root / ".hf-5.incomplete").rename(root / "elsewhere")
+    with pytest.raises(Exception, match="hf-5"):
+        save.result(60)
+
+
+PROGRAM = """
+    import sys, time
+    import torch, tundish as td
+
+    def fail(_):
+        if sys.argv[2] == "exit":
+            sys.exit(3)
+        raise ValueError("a bug of the user's")
+
+    given = {"keep": fail} if sys.argv[3] == "keep" else {"on_published": [fail, lambda path: print("second")]}
+    with td.Checkpointer(sys.argv[1], keep_last=1, **given) as checkpointer:
+        for step in (1, 2):
+            try:
+                checkpointer.save_hf(step, {"w": torch.ones(3)}).result(60)
+            except td.errors.CallbackError as error:
+                print(step, error)
+    time.sleep(0.5)
+    print("alive", [one.step for one in td.checkpoint.open_readonly(sys.argv[1]).list()])
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+@pytest.mark.parametrize("who", ["keep", "on_published"])
+def test_what_a_users_function_fails_with_ends_no_training(root: Path, how: str, who: str) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(root), how, who]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    said = "a bug of the user's" if how == "raise" else "SystemExit(3)"
+    lines = ended.stdout.splitlines()
+    if who == "keep":
+        # It is asked once there is something that may go.
+        assert [line[0] for line in lines] == ["2", "a"]
+        assert lines[-1] == "alive [1, 2]"
+    else:
+        assert [line[0] for line in lines] == ["s", "1", "s", "2", "a"]
+        assert lines[-1] == "alive [2]"
+    assert said in ended.stdout
+    assert "callback failed" in ended.stdout
+
+
+def test_a_function_that_exits_on_an_event_fails_nothing(root: Path) -> None:
+    def leave(event: str, kind: str, step: int) -> None:
+        sys.exit(1)
+
+    with Checkpointer(root, on_event=leave, on_failure="raise") as checkpointer:
+        checkpointer.save_hf(1, TENSORS).result(60)
+
+
+def test_an_on_failure_that_exits_leaves_later_saves_working(root: Path) -> None:
+    def leave(error: BaseException) -> None:
+        sys.exit(1)
+
+    with Checkpointer(root, on_failure=leave) as checkpointer:
+        fail_staged_saves(checkpointer, root)
+        checkpointer.save_hf(6, TENSORS).result(60)
+
+
+def test_a_save_waits_for_those_who_read_what_it_replaces(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = Held()
+    with Checkpointer(root, on_event=held, on_failure="raise") as checkpointer:
+        held.go_on.set()
+        checkpointer.save_hf(1, {"old": torch.zeros(3)}).result(60)
+        held.go_on.clear()
+        save = checkpointer.save_hf(1, {"new": torch.ones(3)}, overwrite=True)
+        with open_readonly(root).reading(1) as path:
+            held.go_on.set()
+            with pytest.raises(TimeoutError):
+                save.result(1)
+            open_readonly(root).verify(path)
+        assert save.result(60) == root / "hf-1"
+        checkpointer.verify("hf-1")
+    assert "waits until it can replace the checkpoint" in caplog.text
+
+
+def test_a_reader_who_never_ends_fails_the_save_in_time(root: Path) -> None:
+    held = Held()
+    with Checkpointer(root, on_event=held, on_failure="raise", timeout=2) as checkpointer:
+        held.go_on.set()
+        checkpointer.save_hf(1, TENSORS).result(60)
+        held.go_on.clear()
+        save = checkpointer.save_hf(1, TENSORS, overwrite=True)
+        with open_readonly(root).reading(1):
+            held.go_on.set()
+            with pytest.raises(OSError, match="being read"):
+                save.result(30)
+        with pytest.raises(OSError, match="being read"):
+            checkpointer.wait()
+        checkpointer.save_hf(1, TENSORS, overwrite=True).result(60)
+
+
+NEXT_CALLS: dict[str, Callable[[Checkpointer], Any]] = {
+    "latest": lambda checkpointer: checkpointer.latest(),
+    "list": lambda checkpointer: checkpointer.list(),
+    "stats": lambda checkpointer: checkpointer.stats(),
+    "protect": lambda checkpointer: checkpointer.protect(1),
+    "verify": lambda checkpointer: checkpointer.verify("dcp-1"),
+    "reading": lambda checkpointer: checkpointer.reading(1, "dcp"),
+    "load_dcp": lambda checkpointer: checkpointer.load_dcp({}),
+    "discard_after": lambda checkpointer: checkpointer.discard_after(1),
+    "save_dcp": lambda checkpointer: checkpointer.save_dcp(9, TENSORS),
+    "wait": lambda checkpointer: checkpointer.wait(),
+    "close": lambda checkpointer: checkpointer.close(),
+}
+
+
+@pytest.mark.parametrize("call", NEXT_CALLS)
+def test_whatever_is_called_next_tells_of_a_failure_once(root: Path, call: str) -> None:
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        checkpointer.save_dcp(1, TENSORS).result(60)
+        fail_staged_saves(checkpointer, root)
+        with pytest.raises(Exception, match="hf-5"):
+            NEXT_CALLS[call](checkpointer)
+        if call != "close":
+            NEXT_CALLS[call](checkpointer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"keep": 5}, "keep"),
+        ({"keep_tagged": 5}, "keep_tagged"),
+        ({"keep_tagged": {3: 1}}, "keep_tagged"),
+        ({"on_published": print}, "on_published"),
+        ({"on_published": ["upload"]}, "on_published"),
+        ({"on_event": 3}, "on_event"),
+        ({"root": None}, "root"),
+        ({"root": b"bytes"}, "root"),
+    ],
+)
+def test_arguments_of_other_types_are_refused_by_name(
+    root: Path, arguments: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidTypeError, match=named):
+        Checkpointer(**{"root": root, **arguments})
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("given", ["", "a\0b"])
+def test_a_root_without_a_name_is_refused(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInputError, match="root is"):
+        Checkpointer(given)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("writers", [2.5, "2", True])
+def test_numbers_of_writers_are_whole(root: Path, writers: Any) -> None:
+    with pytest.raises(InvalidInputError, match="writers_per_node"):
+        Checkpointer(root, writers_per_node=writers)
+
+
+def test_nothing_is_protected_after_the_close(root: Path) -> None:
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        pass
+    with pytest.raises(InvalidInputError, match="closed"):
+        checkpointer.protect(1)
+
+
+@pytest.mark.parametrize("tag", ["\ud800", "a\nb", "\x1b[2J"])
+def test_tags_that_cannot_be_written_or_shown_are_refused_at_once(root: Path, tag: str) -> None:
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        with pytest.raises(InvalidInputError, match="tag"):
+            checkpointer.save_hf(1, TENSORS, tag=tag)
+        assert checkpointer.list() == []
