@@ -194,7 +194,10 @@ class Training:
         mine = rank_extras[dist.get_rank()]
         self.sampler.load_state_dict(mine["sampler"])
         self.schedule.load_state_dict(mine["schedule"])
-        return int(extra["step"])
+        step = int(extra["step"])
+        # What the run had saved beyond it, perhaps of one kind only, is set aside and would else be in the way.
+        checkpointer.discard_after(step)
+        return step
 
     def state(self) -> dict[str, Any]:
         weights, optimizer = get_state_dict(self.model, self.optimizer)

@@ -2,12 +2,14 @@
 
 Owns what `transformers.Trainer` does about checkpoints and nothing else of it. What always holds: a resumed run
 continues from one published DCP checkpoint, whole, with the states of model, optimizer, scheduler, scaler, random
-generators and Trainer of one and the same step. transformers is an extra: `pip install 'tundish[hf]'`.
+generators and Trainer of one and the same step; what is newer than the step that a run begins at never is in the way
+of its saves, and is never deleted for that. transformers is an extra: `pip install 'tundish[hf]'`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -21,11 +23,13 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tundish.checkpoint import Checkpointer
-from tundish.errors import InvalidInputError, missing_extra
+from tundish.distributed import agreed
+from tundish.errors import InvalidInputError, StepExistsError, missing_extra
 
 try:
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import SaveStrategy
 except ImportError:
     missing_extra("hf", "transformers", "TundishTrainerMixin")
 
@@ -43,7 +47,8 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
 
     Each save is a Hugging Face export `hf-<step>` and, without `save_only_model`, a DCP checkpoint `dcp-<step>` that
     holds everything a resumption needs; both are written while training goes on. `train(resume_from_checkpoint=True)`
-    takes the newest whole one. `save_total_limit` is how many are kept; the best one stays with
+    takes the newest whole one; what is newer than it, of both kinds, is set aside as `discarded-…`, whole or not.
+    `save_total_limit` is how many are kept; the best one stays with
     `load_best_model_at_end`. A subclass of both is needed because the Trainer has no hook in place of its save:
     `on_save` comes after it.
 
@@ -83,10 +88,13 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         """As `Trainer.train`; all saves are published when it returns.
 
         `resume_from_checkpoint`: True resumes from the newest whole checkpoint, a path `…/dcp-<step>` of this
-        run's folder from that one.
+        run's folder from that one. Without it, a folder that holds the checkpoints of an earlier run is refused
+        with `StepExistsError`; exports that a run left which was killed before its first DCP checkpoint are set aside.
         """
         try:
             if not resume_from_checkpoint:
+                if self.args.save_strategy != SaveStrategy.NO:
+                    self._begin_anew()
                 return super().train(None, *args, **kwargs)
             self._choose(resume_from_checkpoint)
             with tempfile.TemporaryDirectory() as folder:
@@ -97,6 +105,20 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             if self._checkpointer is not None:
                 self._checkpointer.close()
                 self._checkpointer = None
+
+    def _begin_anew(self) -> None:
+        """Make sure, before the first step, that the saves of a run from step 0 on find nothing in their way."""
+        checkpointer = self.checkpointer
+        with agreed("starting without an earlier checkpoint"):
+            # Exports are all that there will be, or what was left before there was something to resume from.
+            kept = checkpointer.list(None if self.args.save_only_model else "dcp")
+            if kept and kept[-1].step > 0:
+                raise StepExistsError(
+                    errno.EEXIST,
+                    "is there from an earlier run: give resume_from_checkpoint=True, or another output_dir",
+                    str(kept[-1].path),
+                )
+        checkpointer.discard_after(0)
 
     def _choose(self, resume_from_checkpoint: str | Literal[True]) -> None:
         """Decide on the step to resume from, and take what this rank has to remember of it."""
@@ -181,6 +203,8 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             optim_state_dict=state["optimizer"],
         )
         self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
+        # A killed run may have published one kind and not the other; and the newest may have been damaged.
+        self.checkpointer.discard_after(self._resumed_step)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         scaler = getattr(self.accelerator, "scaler", None)

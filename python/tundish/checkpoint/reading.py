@@ -1,14 +1,17 @@
-"""The checkpoints of a root as anybody may read them: without a lock, without a collective, without changing it.
+"""The checkpoints of a root as anybody may read them: without owning it, without a collective, without changing it.
 
-What always holds: only published checkpoints are shown, and a read lock taken here keeps the owner from pruning
-one while it is being read.
+What always holds: only published checkpoints are shown, and a read lock taken here keeps the owner from pruning or
+replacing one while it is being read; where the file system has no locks, whoever reads is told so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -16,7 +19,19 @@ from tundish import _native
 from tundish.checkpoint.retention import Checkpoint
 from tundish.errors import InvalidInputError, NotFoundError
 
-__all__ = ["KINDS", "Checkpoints", "Kind", "ReadOnlyRoot", "checkpoints_of", "open_readonly", "verify"]
+__all__ = [
+    "KINDS",
+    "Checkpoints",
+    "Damaged",
+    "Kind",
+    "ReadOnlyRoot",
+    "checkpoints_of",
+    "held",
+    "open_readonly",
+    "verify",
+]
+
+_logger = logging.getLogger("tundish.checkpoint")
 
 Kind = Literal["hf", "dcp"]
 KINDS: tuple[Kind, ...] = ("hf", "dcp")
@@ -25,12 +40,29 @@ KINDS: tuple[Kind, ...] = ("hf", "dcp")
 Checkpoints = list[Checkpoint]  # classes below have a method called list
 
 
+@dataclass(frozen=True, kw_only=True)
+class Damaged:
+    """What has the name of a checkpoint and is no whole one: cut short, or not what its name says. `reason`: why."""
+
+    kind: str
+    step: int
+    path: Path
+    reason: str
+
+
+_Damaged = list[Damaged]
+
+
 class _Listing(Protocol):
     def list(self) -> _native._Checkpoints: ...
 
 
 def checkpoints_of(root: _Listing, kind: Kind | None) -> Checkpoints:
     """What `root` lists, of one kind or of all, by step."""
+    return _checkpoints(root.list(), kind)
+
+
+def _checkpoints(entries: _native._Checkpoints, kind: Kind | None) -> Checkpoints:
     return [
         Checkpoint(
             kind=entry["kind"],
@@ -40,9 +72,28 @@ def checkpoints_of(root: _Listing, kind: Kind | None) -> Checkpoints:
             size=entry["bytes"],
             extra=entry["extra"] or {},
         )
-        for entry in root.list()
+        for entry in entries
         if kind is None or entry["kind"] == kind
     ]
+
+
+@contextlib.contextmanager
+def held(lock: _native.CheckpointReadLock) -> Iterator[_native.CheckpointReadLock]:
+    """Let go of `lock` after the block; where there are no locks, say so."""
+    try:
+        if not lock.is_locked:
+            _tell_that_there_are_no_locks(lock.path.parent)
+        yield lock
+    finally:
+        lock.close()
+
+
+@functools.cache
+def _tell_that_there_are_no_locks(root: Path) -> None:
+    _logger.warning(
+        "the file system of %s has no locks: nothing keeps a checkpoint from being removed while it is read",
+        root,
+    )
 
 
 def check_kind(kind: object) -> Kind:
@@ -65,8 +116,10 @@ def verify(
 ) -> None:
     """Read every byte of a checkpoint again and compare it with what was recorded when it was saved.
 
+    Until it has returned, the checkpoint is neither removed nor replaced.
+
     Raises `CorruptCheckpointError` that names all files which are missing, changed, cut short or too many;
-    `NotFoundError` where there is no checkpoint.
+    `NotFoundError` where there is no checkpoint (any more).
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -85,6 +138,14 @@ class ReadOnlyRoot:
         """All published checkpoints, or those of one kind, by step."""
         return checkpoints_of(self._root, None if kind is None else check_kind(kind))
 
+    def survey(self, kind: Kind | None = None) -> tuple[Checkpoints, _Damaged]:
+        """As `list`, and what has the name of a checkpoint and is none, by step."""
+        only = None if kind is None else check_kind(kind)
+        whole, damaged = self._root.survey()
+        return _checkpoints(whole, only), [
+            Damaged(**entry) for entry in damaged if only is None or entry["kind"] == only
+        ]
+
     def latest(self, kind: Kind = "hf") -> Path | None:
         """The newest published checkpoint of `kind`; None where there is none."""
         published = self.list(kind)
@@ -100,11 +161,8 @@ class ReadOnlyRoot:
 
         Raises `NotFoundError` where it is not there (any more).
         """
-        lock = self._root.read_lock(check_kind(kind), step)
-        try:
-            yield Path(lock.path)
-        finally:
-            lock.close()
+        with held(self._root.read_lock(check_kind(kind), check_step(step))) as lock:
+            yield lock.path
 
 
 def open_readonly(root: str | os.PathLike[str]) -> ReadOnlyRoot:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tundish.cli.arguments import add_command, progress_of
-from tundish.cli.output import readable
+from tundish.cli.output import printable, readable
 from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundError
 
 if TYPE_CHECKING:
+    from tundish.checkpoint.owner import Owner
+    from tundish.checkpoint.reading import Checkpoints, Damaged
     from tundish.checkpoint.retention import Checkpoint
 
 __all__ = ["add_checkpoint_commands"]
@@ -25,7 +27,10 @@ def add_checkpoint_commands(commands: Any) -> None:
     verbs = checkpoint.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     listing = add_command(
-        verbs, "ls", summary="list what is published", description="List the published checkpoints of a root."
+        verbs,
+        "ls",
+        summary="list what is published",
+        description="List the published checkpoints of a root, and what has the name of one and is none.",
     )
     _add_root(listing)
     listing.set_defaults(run=run_ls, needs="tundish.checkpoint.reading")
@@ -34,7 +39,8 @@ def add_checkpoint_commands(commands: Any) -> None:
         verbs,
         "verify",
         summary="read every byte again",
-        description="Read every byte of the published checkpoints and compare it with what was recorded.",
+        description="Read every byte of the published checkpoints and compare it with what was recorded. What has the "
+        "name of a checkpoint and is none is an error too.",
     )
     _add_root(verify)
     verify.add_argument("--step", type=int, metavar="N", help="only the checkpoints of this step")
@@ -44,7 +50,8 @@ def add_checkpoint_commands(commands: Any) -> None:
         verbs,
         "prune",
         summary="remove old checkpoints",
-        description="Remove old checkpoints of a root where nobody saves: untagged ones, never the newest of a kind.",
+        description="Remove old checkpoints of a root where nobody saves: untagged ones, never the newest of a kind. "
+        "Every byte of what is kept is read first; where one is wrong, nothing is removed.",
     )
     _add_root(prune)
     prune.add_argument(
@@ -52,6 +59,14 @@ def add_checkpoint_commands(commands: Any) -> None:
     )
     prune.add_argument(
         "--keep-every", type=int, metavar="N", help="also keep steps that are a multiple of this"
+    )
+    prune.add_argument(
+        "--keep",
+        type=int,
+        action="append",
+        default=[],
+        metavar="STEP",
+        help="also keep this step; may be repeated",
     )
     prune.set_defaults(run=run_prune, needs="tundish.checkpoint.owner")
 
@@ -68,36 +83,53 @@ def add_checkpoint_commands(commands: Any) -> None:
 
 def run_ls(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint ls`."""
-    found = _published(options.root)
-    lines = [f"{one.path.name:<20}{readable('bytes', one.size):<32}{one.tag or ''}".rstrip() for one in found]
+    whole, damaged = _survey(options.root)
+    lines = [
+        f"{one.path.name:<20}{readable('bytes', one.size):<32}{printable(one.tag or '')}".rstrip()
+        for one in whole
+    ]
+    lines += [f"{one.path.name:<20}no whole checkpoint: {printable(one.reason)}" for one in damaged]
     return {
-        "json": {"root": str(options.root), "checkpoints": [_described(one) for one in found]},
+        "json": {
+            "root": str(options.root),
+            "checkpoints": [_described(one) for one in whole],
+            "damaged": [
+                {"kind": one.kind, "step": one.step, "path": str(one.path), "reason": one.reason}
+                for one in damaged
+            ],
+        },
         "text": "\n".join(lines) or f"{options.root}: no checkpoints",
     }
 
 
 def run_verify(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint verify`: all are looked at before a damaged one is an error."""
-    from tundish.checkpoint.reading import verify
-    from tundish.progress import ProgressLine
-
-    found = [one for one in _published(options.root) if options.step in (None, one.step)]
-    if not found:
-        step = "" if options.step is None else f" of step {options.step}"
-        raise NotFoundError(_NO_ENTRY, f"there is no checkpoint{step} to verify", str(options.root))
-    damaged: list[CorruptCheckpointError] = []
-    for one in found:
+    whole, broken = _survey(options.root)
+    damaged = [
+        CorruptCheckpointError(f"{one.path} is no whole checkpoint: {one.reason}")
+        for one in broken
+        if options.step in (None, one.step)
+    ]
+    verified = []
+    for one in whole:
+        if options.step not in (None, one.step):
+            continue
         try:
-            with ProgressLine(one.path.name, progress_of(options)) as line:
-                verify(one.path, progress=line.callback)
+            _verify(one, options)
+            verified.append(one)
+        except NotFoundError:
+            # It was removed meanwhile.
+            continue
         except CorruptCheckpointError as error:
             damaged.append(error)
     if damaged:
-        paths = tuple(path for error in damaged for path in error.paths)
-        raise CorruptCheckpointError("; ".join(str(error) for error in damaged), paths)
+        raise _all_of(damaged)
+    if not verified:
+        step = "" if options.step is None else f" of step {options.step}"
+        raise NotFoundError(_NO_ENTRY, f"there is no checkpoint{step} to verify", str(options.root))
     return {
-        "json": {"verified": [_described(one) for one in found]},
-        "text": "\n".join(f"{one.path}: every byte holds" for one in found),
+        "json": {"verified": [_described(one) for one in verified]},
+        "text": "\n".join(f"{one.path}: every byte holds" for one in verified),
     }
 
 
@@ -105,10 +137,17 @@ def run_prune(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint prune`."""
     from tundish.checkpoint.retention import Retention
 
-    retention = Retention(keep_last=options.keep_last, keep_every=options.keep_every)
-    before = _published(options.root)
-    _as_owner(options.root, retention, lambda owner: [owner.prune(kind) for kind in ("hf", "dcp")])
-    left = {one.path for one in _published(options.root)}
+    retention = Retention(
+        keep_last=options.keep_last, keep_every=options.keep_every, protected=set(options.keep)
+    )
+    before, _ = _survey(options.root)
+    for step in options.keep:
+        if all(one.step != step for one in before):
+            raise NotFoundError(
+                _NO_ENTRY, f"there is no checkpoint of step {step} to keep", str(options.root)
+            )
+    _as_owner(options.root, retention, lambda owner: _prune(owner, options))
+    left = {one.path for one in _survey(options.root)[0]}
     removed = [one for one in before if one.path not in left]
     return {
         "json": {"removed": [_described(one) for one in removed]},
@@ -116,18 +155,43 @@ def run_prune(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _prune(owner: Owner, options: argparse.Namespace) -> None:
+    """Remove old checkpoints, once every byte of those that stay holds."""
+    from tundish.checkpoint.reading import KINDS
+
+    damaged = []
+    for kind in KINDS:
+        for one in owner.kept_from_prune(kind):
+            try:
+                _verify(one, options)
+            except CorruptCheckpointError as error:
+                damaged.append(error)
+    if damaged:
+        error = _all_of(damaged)
+        raise CorruptCheckpointError(
+            f"nothing was removed, because of what was to be kept: {error}. Move that elsewhere first",
+            error.paths,
+        )
+    for kind in KINDS:
+        owner.prune(kind)
+
+
 def run_repair(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint repair`."""
     from tundish.checkpoint.retention import Retention
 
-    _published(options.root)
+    _survey(options.root)
     report: dict[str, Any] = {}
     _as_owner(options.root, Retention(), lambda owner: report.update(owner.recovered))
-    lines = [f"{name.replace('_', ' ')}: {entry}" for name, entries in report.items() for entry in entries]
+    lines = []
+    for name, entries in report.items():
+        for entry in entries:
+            reason = f": {entries[entry]}" if isinstance(entries, dict) else ""
+            lines.append(printable(f"{name.replace('_', ' ')}: {entry}{reason}"))
     return {"json": report, "text": "\n".join(lines) or "nothing to mend"}
 
 
-def _as_owner(root: Path, retention: Any, work: Callable[[Any], object]) -> None:
+def _as_owner(root: Path, retention: Any, work: Callable[[Owner], object]) -> None:
     from tundish.checkpoint.owner import Owner
 
     owner = Owner(root, retention, wait_seconds=0.0)
@@ -141,13 +205,26 @@ def _add_root(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", type=Path, metavar="ROOT", help="the folder of all checkpoints")
 
 
-def _published(root: Path) -> list[Checkpoint]:
+def _survey(root: Path) -> tuple[Checkpoints, list[Damaged]]:
     from tundish.checkpoint.reading import open_readonly
 
     if not root.is_dir():
         # Before anything could make it.
         raise InvalidInputError(f"{root}: no folder of checkpoints is there")
-    return open_readonly(root).list()
+    return open_readonly(root).survey()
+
+
+def _verify(one: Checkpoint, options: argparse.Namespace) -> None:
+    from tundish.checkpoint.reading import verify
+    from tundish.progress import ProgressLine
+
+    with ProgressLine(one.path.name, progress_of(options)) as line:
+        verify(one.path, progress=line.callback)
+
+
+def _all_of(damaged: list[CorruptCheckpointError]) -> CorruptCheckpointError:
+    paths = tuple(path for error in damaged for path in error.paths)
+    return CorruptCheckpointError("; ".join(str(error) for error in damaged), paths)
 
 
 def _described(one: Checkpoint) -> dict[str, Any]:

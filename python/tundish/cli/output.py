@@ -9,7 +9,7 @@ from typing import Any
 
 from tundish.errors import StorageError
 
-__all__ = ["OutputClosedError", "readable", "rows", "write"]
+__all__ = ["OutputClosedError", "printable", "readable", "rows", "write"]
 
 
 class OutputClosedError(Exception):
@@ -30,6 +30,11 @@ def write(text: str) -> None:
         if isinstance(error, BrokenPipeError):
             raise OutputClosedError from error
         raise StorageError(error.errno, error.strerror, "standard output") from error
+
+
+def printable(text: str) -> str:
+    """`text`, which somebody else wrote, without anything that a terminal would obey."""
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 def rows(facts: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from importlib import import_module
 
 from tundish.cli.arguments import EXIT_CODES, Parser, PrintVersion
 from tundish.cli.checkpoints import add_checkpoint_commands
-from tundish.cli.output import OutputClosedError, write
+from tundish.cli.output import OutputClosedError, printable, write
 from tundish.cli.plans import add_plan_commands
 from tundish.errors import (
     CorruptCheckpointError,
@@ -109,7 +109,7 @@ def _fail(message: str, kind: str, code: int, as_json: bool) -> int:
     if sys.stderr is not None:
         # Where nobody can be told, the exit code still tells.
         with contextlib.suppress(OSError):
-            print(f"tundish: {message}", file=sys.stderr, flush=True)
+            print(f"tundish: {printable(message)}", file=sys.stderr, flush=True)
     if as_json:
         # Where this cannot be written either, the failure to report is still the first one.
         with contextlib.suppress(OSError, OutputClosedError):

@@ -7,10 +7,10 @@ was compared.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import json
 import logging
-import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,22 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from tundish._native import verify_folder
+from tundish._native import CheckpointReadLock, verify_folder
 from tundish.checkpoint.dcp.leaves import Leaves, is_stateful, leaves_of, plain_state
 from tundish.checkpoint.dcp.plan import rank_extra_name
 from tundish.checkpoint.dcp.values import from_json
-from tundish.checkpoint.reading import ReadOnlyRoot
+from tundish.checkpoint.reading import Damaged, ReadOnlyRoot, held
+from tundish.checkpoint.retention import Checkpoint
 from tundish.distributed import Voter
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, StateMismatchError
 
-__all__ = ["load_from", "newest_whole"]
+__all__ = ["load_from", "newest_whole", "read_lock"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
 _MANIFEST = "tundish.json"
-_CHECKPOINT = re.compile(r"dcp-(0|[1-9][0-9]{0,17})")
+# More than any job has; what says that more ranks saved is damaged, and not counted through.
+_MOST_RANKS = 1 << 20
 _NAMED = 5
 
 
@@ -40,67 +42,90 @@ def load_from(
     state_dict: dict[str, Any],
     path: Path,
     *,
+    step: int | None = None,
     verify: bool,
+    is_first: bool,
     voter: Voter,
     timeout: float,
-    step: int | None = None,
 ) -> tuple[dict[str, Any], dict[int, Any]]:
-    """Collective: load the checkpoint at `path`, in place.
+    """Collective: load the checkpoint at `path`, in place, kept from being removed or replaced until it is loaded.
 
-    `verify`: whether this rank reads all its bytes before any rank uses one; one rank is enough. `step`: of which it
-    has to be.
+    Args:
+        state_dict: to load into.
+        path: of the checkpoint, the same one on all ranks.
+        step: of which it has to be.
+        verify: whether all its bytes are read before any rank uses one; the first rank does it for all.
+        is_first: whether this rank is the first.
+        voter: of the ranks that load.
+        timeout: seconds that they wait for each other.
 
     Returns `extra`, and the `rank_extra` of every rank that saved.
     """
-    with voter.agreed(f"verifying {path}", timeout=timeout):
-        manifest = _manifest_of(path)
-        if step is not None and manifest["step"] != step:
-            raise CorruptCheckpointError(
-                f"{path} is the checkpoint of step {manifest['step']}: rename it back"
-            )
-        if verify:
-            verify_folder(path)
-    with voter.agreed(f"opening {path}", timeout=timeout):
-        rank_extras = {index: _rank_extra_of(path, index) for index in range(manifest["world_size"])}
-        load = _Load(state_dict, path)
-    with voter.agreed(f"loading {path}", timeout=timeout):
-        load.run()
-    return manifest["extra"], rank_extras
+    with contextlib.ExitStack() as stack:
+        with _voted(voter, f"opening {path.name}", timeout) as same:
+            lock = stack.enter_context(held(read_lock(path)))
+            about, checksum = _about(lock, step)
+            # Another one may have come under the name between two ranks' looks at it.
+            same(checksum)
+        with voter.agreed(f"verifying {path}", timeout=timeout):
+            if verify and is_first:
+                verify_folder(path)
+        with voter.agreed(f"reading what {path} holds", timeout=timeout):
+            rank_extras = _rank_extras_of(path, about["world_size"])
+            load = _Load(state_dict, path)
+            if is_first:
+                load.tell_what_is_left_out()
+        with voter.agreed(f"loading {path}", timeout=timeout):
+            load.run()
+    return about["extra"], rank_extras
 
 
-def newest_whole(view: ReadOnlyRoot, *, verify: bool) -> int | None:
+@contextlib.contextmanager
+def _voted(voter: Voter, what: str, timeout: float) -> Iterator[Callable[[str], None]]:
+    """A block of fallible work that ends in a vote; calls what it yields with what has to be equal on all ranks."""
+    error: BaseException | None = None
+    same = [what]
+    try:
+        yield same.append
+    except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+        error = caught
+    voter.vote(error, what=what, same=", ".join(same), timeout=timeout)
+
+
+def newest_whole(view: ReadOnlyRoot, *, verify: bool, kept: contextlib.ExitStack) -> int | None:
     """The step of the newest DCP checkpoint that is whole, None without any; those passed over are logged.
+
+    It is neither removed nor replaced until `kept` is closed.
 
     Raises `CorruptCheckpointError` where there are some and none is whole.
     """
-    damaged: list[str] = []
-    # In this order: what is published meanwhile is no damaged one.
-    visible = _visible_steps(view.path)
-    whole = {checkpoint.step for checkpoint in view.list("dcp")}
-    for step in visible:
+    whole, damaged = view.survey("dcp")
+    problems: list[str] = []
+    found: list[Checkpoint | Damaged] = [*whole, *damaged]
+    for one in sorted(found, key=lambda one: one.step, reverse=True):
         try:
-            with view.reading(step, "dcp") as path:
-                if verify or step not in whole:
+            with contextlib.ExitStack() as stack:
+                if isinstance(one, Damaged):
+                    raise CorruptCheckpointError(f"{one.path} is no whole checkpoint: {one.reason}")
+                path = stack.enter_context(view.reading(one.step, "dcp"))
+                if verify:
                     verify_folder(path)
-            if step in whole:
-                return step
-            raise CorruptCheckpointError(f"{path} does not hold what its name says")
-        except (CorruptCheckpointError, OSError) as error:
+                kept.enter_context(stack.pop_all())
+            return one.step
+        except NotFoundError:
+            # It was removed meanwhile.
+            continue
+        except CorruptCheckpointError as error:
             _logger.error(
-                "the DCP checkpoint of step %d cannot be loaded, the one before is tried: %s", step, error
+                "the DCP checkpoint of step %d cannot be loaded, the one before is tried: %s", one.step, error
             )
-            # Without a manifest it is no checkpoint of this library.
-            if not isinstance(error, NotFoundError):
-                damaged.append(str(error))
-    if damaged:
-        raise CorruptCheckpointError(f"no DCP checkpoint under {view.path} is whole: {'; '.join(damaged)}")
+            problems.append(str(error))
+    if problems:
+        raise CorruptCheckpointError(
+            f"no DCP checkpoint under {view.path} is whole: {'; '.join(problems)}. Nothing starts anew by itself: "
+            "move them away to do so"
+        )
     return None
-
-
-def _visible_steps(root: Path) -> list[int]:
-    """Steps of all folders that are called like a DCP checkpoint, newest first, whatever they hold."""
-    names = (_CHECKPOINT.fullmatch(path.name) for path in root.iterdir())
-    return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
 class _Load:
@@ -115,9 +140,25 @@ class _Load:
         self._state = plain_state(state_dict)
         self._reader = FileSystemReader(path)
         self._metadata = self._reader.read_metadata()
+        self._path = path
         # An empty one asks for what was saved beside the tensors.
         if self._state:
             _check_fit(leaves_of(self._state), self._metadata, path)
+
+    def tell_what_is_left_out(self) -> None:
+        """Warn of what was saved and finds an empty mapping in its place: an optimizer before its first step."""
+        saved = list((self._metadata.planner_data or {}).values())
+        for place in _empty_places(self._state):
+            count = sum(path[: len(place)] == place for path in saved)
+            if count:
+                _logger.warning(
+                    "%d values that %s holds under %r are not loaded: it is empty in the state dict. An optimizer has "
+                    "no state before its first step: take the state dict from "
+                    "torch.distributed.checkpoint.state_dict.get_state_dict, which makes one",
+                    count,
+                    self._path,
+                    ".".join(map(str, place)),
+                )
 
     def run(self) -> None:
         reader, planner = self._reader, DefaultLoadPlanner()
@@ -156,34 +197,60 @@ def _check_fit(leaves: Leaves, metadata: Metadata, path: Path) -> None:
         )
 
 
-def _manifest_of(path: Path) -> dict[str, Any]:
-    """What is recorded of a whole checkpoint."""
-    if path.name.startswith(".") or not (path / _MANIFEST).is_file():
+def read_lock(path: Path) -> CheckpointReadLock:
+    """A lock on the checkpoint at `path`.
+
+    Raises `NotFoundError` where none is, or where it is only being written.
+    """
+    is_hidden = path.name.startswith(".") or path.is_symlink()
+    if is_hidden or not (path / _MANIFEST).is_file():
         raise NotFoundError(
             errno.ENOENT,
             f"no whole checkpoint is here: what a save under way or cut short leaves has no {_MANIFEST}, and "
             "what torch saved by itself is read by torch.distributed.checkpoint.load",
             str(path),
         )
-    try:
-        manifest = json.loads((path / _MANIFEST).read_bytes())
-        facts = manifest["format_version"], manifest["kind"], manifest["world_size"], manifest["extra"]
-        step = manifest["step"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise CorruptCheckpointError(f"{path / _MANIFEST} is damaged: {error!r}", (_MANIFEST,)) from None
-    version, kind, world_size, extra = facts
-    if (version, kind) != (1, "dcp") or not isinstance(world_size, int):
-        raise StateMismatchError(
-            f"{path} is a checkpoint of kind {kind!r} in format {version!r}: load_dcp reads kind 'dcp' in format 1"
+    return CheckpointReadLock(path)
+
+
+def _about(lock: CheckpointReadLock, step: int | None) -> tuple[dict[str, Any], str]:
+    """What a whole checkpoint says of itself, and the checksum of that."""
+    said, checksum = lock.describe()
+    path, kind, world_size = lock.path, said["kind"], said["world_size"]
+    extra = {} if said["extra"] is None else said["extra"]
+    if kind != "dcp":
+        raise StateMismatchError(f"{path} is a checkpoint of kind {kind!r}: load_dcp reads kind 'dcp'")
+    if step is not None and said["step"] != step:
+        raise CorruptCheckpointError(
+            f"{path} is the checkpoint of step {said['step']}: rename it back", (_MANIFEST,)
         )
-    return {"step": step, "world_size": world_size, "extra": {} if extra is None else extra}
+    if world_size is None or not 0 < world_size <= _MOST_RANKS:
+        raise CorruptCheckpointError(f"{path} says that {world_size} ranks saved it", (_MANIFEST,))
+    if not isinstance(extra, dict):
+        raise CorruptCheckpointError(
+            f"{path} holds as extra what no save gives it: {str(extra)[:100]}", (_MANIFEST,)
+        )
+    return {"world_size": world_size, "extra": extra}, checksum
 
 
-def _rank_extra_of(path: Path, index: int) -> Any:
-    file = path / rank_extra_name(index)
-    if not file.exists():
-        return None
-    try:
-        return from_json(file.read_bytes())
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise CorruptCheckpointError(f"{file} is damaged: {error!r}", (file.name,)) from None
+def _rank_extras_of(path: Path, world_size: int) -> dict[int, Any]:
+    there = {file.name for file in path.iterdir()}
+    extras: dict[int, Any] = dict.fromkeys(range(world_size))
+    for index in extras:
+        name = rank_extra_name(index)
+        if name not in there:
+            continue
+        try:
+            extras[index] = from_json((path / name).read_bytes())
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise CorruptCheckpointError(f"{path / name} is damaged: {error!r}", (name,)) from None
+    return extras
+
+
+def _empty_places(state: Mapping[str, Any], place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to the empty mappings in `state`."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            if not value:
+                yield (*place, key)
+            yield from _empty_places(value, (*place, key))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tundish.checkpoint.dcp.load import load_from, newest_whole
 from tundish.checkpoint.dcp.plan import DcpPlan
 from tundish.checkpoint.dcp.ranks import Ranks
-from tundish.checkpoint.reading import ReadOnlyRoot
+from tundish.checkpoint.reading import ReadOnlyRoot, check_step
 from tundish.distributed import DEFAULT_TIMEOUT, Voter
 from tundish.distributed.groups import membership
 from tundish.errors import NotFoundError
@@ -66,27 +66,35 @@ class DcpSaver:
     ) -> tuple[dict[str, Any], dict[int, Any]]:
         """Collective: load a checkpoint of the root that `view` shows, as `Checkpointer.load_dcp` says."""
         is_first = self._ranks.index == 0
-        chosen = step
-        if step is None:
+        with contextlib.ExitStack() as kept:
+            error: BaseException | None = None
             newest: int | None = None
-            with voter.agreed("choosing the checkpoint to load", timeout=self._timeout):
-                if is_first:
-                    newest = newest_whole(view, verify=verify)
-            told = self._ranks.tell(-1 if newest is None else newest)
-            chosen, verify = None if told < 0 else told, False
-        if chosen is None:
-            # On all ranks alike: a first start is no failure of one of them.
-            raise NotFoundError(errno.ENOENT, "there is no DCP checkpoint", str(view.path))
-        with contextlib.ExitStack() as stack:
-            with voter.agreed(f"opening the checkpoint of step {chosen}", timeout=self._timeout):
-                path = stack.enter_context(view.reading(chosen, "dcp"))
+            try:
+                if step is not None:
+                    check_step(step)
+                elif is_first:
+                    newest = newest_whole(view, verify=verify, kept=kept)
+            except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+                error = caught
+            wanted = "the newest whole checkpoint" if step is None else f"step {step!r}"
+            what, same = "choosing the checkpoint to load", f"load_dcp of {wanted}, verify {bool(verify)}"
+            voter.vote(error, what=what, same=same, timeout=self._timeout)
+            chosen = step
+            if step is None:
+                told = self._ranks.tell(-1 if newest is None else newest)
+                # It was verified when it was chosen, and is kept since.
+                chosen, verify = None if told < 0 else told, False
+            if chosen is None:
+                # On all ranks alike: a first start is no failure of one of them.
+                raise NotFoundError(errno.ENOENT, "there is no DCP checkpoint", str(view.path))
             return load_from(
                 state_dict,
-                path,
-                verify=verify and is_first,
+                view.path / f"dcp-{chosen}",
+                step=chosen,
+                verify=verify,
+                is_first=is_first,
                 voter=voter,
                 timeout=self._timeout,
-                step=chosen,
             )
 
     def close(self) -> None:
@@ -106,7 +114,7 @@ def load_dcp(
 
     Args:
         state_dict: as it was saved, or parts of it, with the tensors to load into, on whatever ranks.
-        path: a published checkpoint.
+        path: a published checkpoint, which is neither removed nor replaced until it is loaded.
         group: the ranks that load together.
         verify: read all bytes first and compare their checksums.
         timeout: seconds that ranks wait for each other.
@@ -117,6 +125,14 @@ def load_dcp(
     where the state dict does not fit. Until then nothing of it is changed.
     """
     member = membership(group)
-    is_first = member.rank == member.ranks[0]
+    # Where a link leads is looked up once.
+    folder = Path(os.path.realpath(path))
     with Voter(group, timeout=timeout) as voter:
-        return load_from(state_dict, Path(path), verify=verify and is_first, voter=voter, timeout=timeout)
+        return load_from(
+            state_dict,
+            folder,
+            verify=verify,
+            is_first=member.rank == member.ranks[0],
+            voter=voter,
+            timeout=timeout,
+        )
