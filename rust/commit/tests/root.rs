@@ -338,3 +338,20 @@ fn a_root_is_made_only_where_its_parent_is() {
     assert!(entries(folder.path()).is_empty());
     open(&folder.path().join("run")).unwrap();
 }
+
+#[test]
+fn what_is_read_is_replaced_once_nobody_reads_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = open(folder.path()).unwrap();
+    save(&root, Kind::Hf, 1).unwrap();
+    write(&root.begin(Kind::Hf, 1, true).unwrap(), 2);
+    let lock = root.read_lock(Kind::Hf, 1).unwrap();
+    for _ in 0..2 {
+        let error = root.publish(Kind::Hf, 1, &manifest(Kind::Hf, 1), true).unwrap_err();
+        assert!(matches!(error, CommitError::CheckpointInUse { .. }), "{error}");
+        assert_whole(lock.path(), 1);
+    }
+    drop(lock);
+    assert_whole(&root.publish(Kind::Hf, 1, &manifest(Kind::Hf, 1), true).unwrap(), 2);
+    assert_eq!(entries(folder.path()), [".owner", "checkpoints.json", "hf-1", "hf-latest"]);
+}

@@ -115,9 +115,10 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// `manifest` becomes its `tundish.json`; what the folder holds must be what it lists.
     ///
     /// # Errors
-    /// [`CommitError::NotPublishable`], [`CommitError::Corrupt`], [`CommitError::StepExists`],
-    /// [`CommitError::CheckpointInUse`], [`CommitError::Io`]: nothing was published, and cannot be without beginning again
-    /// ([`abandon`](Root::abandon) it). [`CommitError::NotDurable`]: it is whole and visible, but its name may be lost
+    /// [`CommitError::CheckpointInUse`]: somebody reads what is to be replaced; nothing was changed, and it can be tried
+    /// again. [`CommitError::NotPublishable`], [`CommitError::Corrupt`], [`CommitError::StepExists`], [`CommitError::Io`]:
+    /// nothing was published, and cannot be without beginning again ([`abandon`](Root::abandon) it).
+    /// [`CommitError::NotDurable`]: it is whole and visible, but its name may be lost
     /// with the power; it is not counted. After an error of the registry or the pointer it is published.
     pub fn publish(&self, kind: Kind, step: u64, manifest: &str, overwrite: bool) -> Result<PathBuf, CommitError> {
         let key = (kind, step);
@@ -125,7 +126,9 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let replaced = match self.make_visible(&mut state, key, manifest, overwrite) {
             Ok(replaced) => replaced,
             Err(error) => {
-                if let Some(attempt) = state.attempts.get_mut(&key) {
+                // Whoever reads what is to be replaced will end, and nothing was changed yet.
+                let is_in_use = matches!(error, CommitError::CheckpointInUse { .. });
+                if let Some(attempt) = state.attempts.get_mut(&key).filter(|_| !is_in_use) {
                     attempt.failed = true;
                 }
                 return Err(error);
@@ -153,11 +156,12 @@ impl<D: Disk + Clone + 'static> Root<D> {
         // What cannot be sealed is no manifest, and refused as such.
         let text = &seal(text).unwrap_or_else(|| text.to_owned());
         let manifest = self.check_publishable(state, key, text)?;
+        let target = self.look_at_target(key, overwrite)?;
         let folder = &state.attempts[&key].folder;
         folder.create_file(OsStr::new(manifest::FILE_NAME), text.as_bytes())?;
         folder.sync_all()?;
         let status = state.attempts[&key].status;
-        let replaced = self.rename(key, overwrite)?;
+        let replaced = self.rename(key, target)?;
         // Visible: from here on there is no attempt to give up.
         state.attempts.remove(&key);
         state.published.remove(&key);
@@ -193,9 +197,10 @@ impl<D: Disk + Clone + 'static> Root<D> {
         Ok(manifest)
     }
 
-    fn rename(&self, (kind, step): Key, overwrite: bool) -> Result<Option<Kept<D>>, CommitError> {
+    /// `target`: what is replaced.
+    fn rename(&self, (kind, step): Key, target: Option<Kept<D>>) -> Result<Option<Kept<D>>, CommitError> {
         let (from, to) = (layout::attempt(kind, step), layout::checkpoint(kind, step));
-        if let Some(kept) = self.look_at_target((kind, step), overwrite)? {
+        if let Some(kept) = target {
             self.root.exchange(&from, &to)?;
             return Ok(Some(kept));
         }
