@@ -21,11 +21,12 @@ CORE_TESTS := --features tundish-commit/failpoints
 PYTHON_FOLDERS := python tests benches examples
 
 .NOTPARALLEL:
-.PHONY: help demo test bench lint wheel fuzz audit tools
+.PHONY: help demo test soak bench lint wheel fuzz audit tools
 
 help:
 	@echo 'make demo    pack real text, train a small model on it on two ranks, save and resume'
 	@echo 'make test    every test, in Rust and in Python'
+	@echo 'make soak    the long forms of the tests that kill, starve and cut the power: hours'
 	@echo 'make bench   the Rust benches, then tundish beside its peers; writes benches/RESULTS.md'
 	@echo 'make lint    formats, lints, types, stubs'
 	@echo 'make wheel   one wheel for every Python from 3.11 on, into dist/'
@@ -43,6 +44,11 @@ test: $(STAMPS)/with-test
 	fi
 	cargo test --doc $(CORE_TESTS)
 	$(BIN)/python -m pytest
+
+soak: export TUNDISH_SOAK := 1
+soak: $(STAMPS)/with-test
+	cargo test --test power_cut --package tundish-commit $(CORE_TESTS)
+	$(BIN)/python -m pytest tests/faults
 
 lint: $(STAMPS)/with-lint
 	cargo fmt --all --check

@@ -27,7 +27,19 @@ pub struct Care {
 }
 
 pub const THOROUGH: Care = Care { all_of: 8, drawn: 100, each_file: true };
+/// Hundreds of thousands of states, for `make soak`.
+const SOAKING: Care = Care { all_of: 11, drawn: 2000, each_file: true };
 pub const QUICK: Care = Care { all_of: 4, drawn: 4, each_file: false };
+
+/// What a whole life is tried with.
+pub fn thorough() -> Care {
+    if is_soak() { SOAKING } else { THOROUGH }
+}
+
+/// Whether this is one of the long runs of `make soak`.
+pub fn is_soak() -> bool {
+    std::env::var_os("TUNDISH_SOAK").is_some_and(|value| value != "0")
+}
 
 /// What becomes of the bytes of a file that were not synced, or of a link.
 const FATES: [Fate; 5] = [Fate::Kept, Fate::Lost, Fate::Zeros, Fate::Torn, Fate::Rubbish];

@@ -18,7 +18,7 @@ use std::hash::{Hash, Hasher};
 
 use tundish_commit::Kind;
 
-use losses::{Care, QUICK, THOROUGH, after_power_cut};
+use losses::{Care, QUICK, after_power_cut, is_soak, thorough};
 use model::{ModelDisk, Node, Nodes, World};
 use run::{Call, Run, State};
 
@@ -112,7 +112,7 @@ fn whatever_is_lost_the_old_or_the_new_state_is_there() {
     let world = run.disk.world().clone();
     let mut states = 0;
     for call in &run.calls {
-        let count = cut_in(&world, call, THOROUGH).unwrap_or_else(|violation| panic!("{violation}"));
+        let count = cut_in(&world, call, thorough()).unwrap_or_else(|violation| panic!("{violation}"));
         println!("{count:6} {}", call.what);
         states += count;
     }
@@ -124,12 +124,13 @@ fn whatever_is_lost_the_old_or_the_new_state_is_there() {
 fn a_recovery_may_lose_its_power_too() {
     let run = life();
     let world = run.disk.world().clone();
+    let every = if is_soak() { 5 } else { 25 };
     let mut states = 0;
     for call in &run.calls {
         let mut number = 0;
-        let outcome = visit_cuts(&world, call, THOROUGH, &mut |nodes, allowed| {
+        let outcome = visit_cuts(&world, call, thorough(), &mut |nodes, allowed| {
             number += 1;
-            if number % 25 == 0 {
+            if number % every == 0 {
                 states += cut_in_recovery(&ModelDisk::new(World::new(nodes)), "opened again".into(), allowed)?;
             }
             Ok(())
@@ -164,7 +165,7 @@ fn life_goes_on_whatever_was_lost() {
     let run = life();
     let world = run.disk.world().clone();
     for call in &run.calls {
-        let outcome = visit_cuts(&world, call, THOROUGH, &mut |nodes, allowed| {
+        let outcome = visit_cuts(&world, call, thorough(), &mut |nodes, allowed| {
             let disk = ModelDisk::new(World::new(nodes));
             let (state, root) = oracle::check_recovery(&disk, allowed)?;
             drop(root);
