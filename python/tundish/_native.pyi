@@ -89,6 +89,9 @@ class Image:
     def size(self) -> int: ...
     @property
     def address(self) -> int: ...
+    def fill(
+        self, places: Sequence[tuple[int, int, Any, Any]], tensors: Sequence[Any], threads: int
+    ) -> list[int]: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @type_check_only
@@ -143,6 +146,13 @@ class Checkpoint(TypedDict):
     extra: Any
 
 @type_check_only
+class Damaged(TypedDict):
+    kind: str
+    step: int
+    path: Path
+    reason: str
+
+@type_check_only
 class Recovery(TypedDict):
     removed: list[str]
     live: list[str]
@@ -153,6 +163,7 @@ class Recovery(TypedDict):
 
 # Classes below have a method called list.
 _Checkpoints = list[Checkpoint]
+_Damaged = list[Damaged]
 _Paths = list[Path]
 
 @final
@@ -177,13 +188,18 @@ class ReadonlyCheckpoints:
     @property
     def path(self) -> Path: ...
     def list(self) -> _Checkpoints: ...
+    def survey(self) -> tuple[_Checkpoints, _Damaged]: ...
     def latest(self, kind: str) -> Path | None: ...
     def read_lock(self, kind: str, step: int) -> CheckpointReadLock: ...
 
 @final
 class CheckpointReadLock:
+    def __new__(cls, folder: _Path) -> CheckpointReadLock: ...
     @property
     def path(self) -> Path: ...
+    @property
+    def is_locked(self) -> bool: ...
+    def describe(self) -> tuple[Checkpoint, str]: ...
     def close(self) -> None: ...
 
 def open_checkpoints_readonly(path: _Path) -> ReadonlyCheckpoints: ...

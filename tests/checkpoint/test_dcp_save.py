@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,13 @@ def test_layouts_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
     assert "a part on rank 1, which is not in the group" in first[2][1]
 
 
+def ragged() -> torch.Tensor:
+    with warnings.catch_warnings():
+        # That it is a prototype.
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 @pytest.mark.parametrize(
     ("state", "kind", "said"),
     [
@@ -379,6 +387,7 @@ def test_layouts_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
         ({"a.b": 1, "a": {"b": 2}}, "InvalidInputError", "a.b"),
         ({"w": torch.empty(1, device="meta")}, "InvalidInputError", "'w' is on the meta device"),
         ({"w": torch.eye(2).to_sparse()}, "InvalidTypeError", "'w' is sparse"),
+        ({"w": ragged()}, "InvalidTypeError", "'w' is nested"),
         ({"f": lambda: 1}, "InvalidTypeError", "'f', a function, cannot be pickled"),
     ],
 )
@@ -471,7 +480,9 @@ def test_a_lazy_save_copies_in_the_background_what_the_step_alone_changes(
     run_copies = Copies.run
 
     def count(self: Copies) -> None:
-        copied[threading.current_thread() is threading.main_thread()] += len(self._pairs)
+        copied[threading.current_thread() is threading.main_thread()] += sum(
+            len(block.sources) for block in self._blocks
+        )
         run_copies(self)
 
     monkeypatch.setattr(Copies, "run", count)

@@ -22,8 +22,9 @@ from exporting import staged, write
 
 from tundish import _native
 from tundish.checkpoint import staging
+from tundish.checkpoint.buffers import Buffer, Place
 from tundish.checkpoint.hf.plan import plan_hf
-from tundish.checkpoint.staging import BackgroundCopy, begin_copies, optimizers_of
+from tundish.checkpoint.staging import BackgroundCopy, Block, begin_copies, optimizers_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 
@@ -188,9 +189,15 @@ def test_gradients_may_be_cleared_and_memory_exchanged(gate: threading.Event, tm
 def test_what_the_optimizer_does_not_own_is_copied_at_once(gate: threading.Event) -> None:
     owned, other = torch.ones(3), torch.ones(3)
     parameter = nn.Parameter(owned)
-    targets = torch.zeros(4, 3)
-    pairs = [(targets[0], parameter), (targets[1], other), (targets[2], parameter.detach().view(3))]
-    copies = begin_copies(pairs, ["a", "b", "c"], [torch.optim.SGD([parameter], lr=1)])
+    buffer = Buffer(48)
+    targets = buffer.bytes.view(torch.float32).view(4, 3).zero_()
+    block = Block(
+        buffer=buffer,
+        places=[Place(start, start + 12, torch.float32, (3,)) for start in (0, 12, 24)],
+        sources=[parameter, other, parameter.detach().view(3)],
+        names=["a", "b", "c"],
+    )
+    copies = begin_copies([block], [torch.optim.SGD([parameter], lr=1)])
     assert targets.tolist() == [[0] * 3, [1] * 3, [0] * 3, [0] * 3]
     gate.set()
     for copy in copies:

@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tundish._native import Image
 
-__all__ = ["Buffer"]
+__all__ = ["Buffer", "Place"]
 
 _PORTABLE = 1
 _pinned: list[Image] = []
 _pinned_lock = threading.Lock()
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a buffer: bytes `start` … `stop` - 1."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    shape: Sequence[int]
 
 
 class Buffer:
@@ -33,9 +42,9 @@ class Buffer:
         self.image: Image = _take_pinned(size) if is_pinned else Image(size)
         self.bytes: torch.Tensor = torch.frombuffer(self.image, dtype=torch.uint8)
 
-    def view(self, start: int, stop: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Bytes `start` … `stop` - 1 as a tensor."""
-        return self.bytes[start:stop].view(dtype).view(tuple(shape))
+    def view(self, place: Place) -> torch.Tensor:
+        """A place as a tensor."""
+        return self.bytes[place.start : place.stop].view(place.dtype).view(tuple(place.shape))
 
     def release(self) -> None:
         """Give the memory back; views of it must not be used any more. Does nothing the second time."""

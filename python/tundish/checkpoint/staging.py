@@ -10,24 +10,48 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tundish.checkpoint.buffers import Buffer, Place
 from tundish.checkpoint.tensors import local_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["BackgroundCopy", "Copies", "Pair", "begin_copies", "optimizers_of"]
-
-# A place in host memory, and the tensor that belongs there.
-Pair = tuple[torch.Tensor, torch.Tensor]
+__all__ = ["BackgroundCopy", "Block", "Copies", "begin_copies", "optimizers_of"]
 
 # Up to here torch copies with one thread, so that several tensors can be copied side by side.
 _GRAIN = 32768
 # Less is not worth the start of a thread.
 _WORTH_THREADS_BYTES = 16 << 20
+# What is copied between two looks at signals: some ten milliseconds, a hundred where memory is fresh.
+_PIECE_BYTES = 16 << 20
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Local tensors that belong into one buffer, in its order. `places`: of each; `names`: for messages."""
+
+    buffer: Buffer
+    places: Sequence[Place]
+    sources: Sequence[torch.Tensor]
+    names: Sequence[str] = ()
+
+    def chosen(self, numbers: Sequence[int]) -> Block:
+        """Some of them, by number, in order."""
+        if len(numbers) == len(self.sources):
+            return self
+        return Block(
+            buffer=self.buffer,
+            places=[self.places[number] for number in numbers],
+            sources=[self.sources[number] for number in numbers],
+            names=[self.names[number] for number in numbers],
+        )
 
 
 class Copies:
@@ -37,10 +61,10 @@ class Copies:
     pinned for that to be unobtrusive.
     """
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self._pairs = pairs
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._blocks = blocks
         self._devices = sorted(
-            {source.device for _, source in pairs if source.device.type == "cuda"},
+            {source.device for block in blocks for source in block.sources if source.is_cuda},
             key=lambda device: device.index,
         )
         self._ready = [torch.cuda.current_stream(device).record_event() for device in self._devices]
@@ -53,16 +77,13 @@ class Copies:
                 side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
                 side.wait_event(ready)
                 with torch.cuda.stream(side):
-                    for target, source in self._pairs:
-                        if source.device == device:
-                            # Converted on the device, so that fewer bytes travel and the host need not wait.
-                            same = source.to(target.dtype).contiguous()
-                            target.copy_(same, non_blocking=True)
-                            source.record_stream(side)
+                    for block in self._blocks:
+                        _copy_from(device, block, side)
                     self._over.append(side.record_event())
-            _copy_on_host([pair for pair in self._pairs if pair[1].device not in self._devices])
+            for block in self._blocks:
+                _copy_on_host(block)
         if not self._devices:
-            self._pairs = ()
+            self._blocks = ()
 
     def hold_up_caller(self) -> None:
         """Let the caller's streams wait until the copies are over; the caller itself does not wait."""
@@ -76,22 +97,23 @@ class Copies:
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError("the device has not copied everything into host memory yet")
                 time.sleep(0.001)
-        self._pairs = ()
+        self._blocks = ()
 
 
 class BackgroundCopy:
     """Copies on a thread of their own, fenced by the steps of `optimizers`.
 
     Args:
-        pairs: what to copy; sources that the optimizers own.
-        names: of the sources, for messages.
+        blocks: what to copy; sources that the optimizers own.
         optimizers: a step of any of them begins only after the copies.
     """
 
-    def __init__(self, pairs: Sequence[Pair], names: Sequence[str], optimizers: Sequence[Any]) -> None:
-        self._copies = Copies(pairs)
+    def __init__(self, blocks: Sequence[Block], optimizers: Sequence[Any]) -> None:
+        self._copies = Copies(blocks)
         self._watched = [
-            (name, source, _version(source)) for name, (_, source) in zip(names, pairs, strict=True)
+            (name, source, _version(source))
+            for block in blocks
+            for name, source in zip(block.names, block.sources, strict=True)
         ]
         self._lock = threading.Lock()
         self._issued = threading.Event()
@@ -199,29 +221,37 @@ def optimizers_of(optimizer: Any) -> tuple[Any, ...]:
     return given
 
 
-def begin_copies(
-    pairs: Sequence[Pair], names: Sequence[str], optimizers: Sequence[Any]
-) -> list[Copies | BackgroundCopy]:
+def begin_copies(blocks: Sequence[Block], optimizers: Sequence[Any]) -> list[Copies | BackgroundCopy]:
     """Copy: what the steps of `optimizers` alone change in the background, all else at once.
 
-    Sources are local tensors, `names` their names. Without optimizers everything is copied at once.
+    Without optimizers everything is copied at once.
     """
-    is_later = _stepped_by(optimizers, [source for _, source in pairs])
-    now = Copies([pair for pair, later in zip(pairs, is_later, strict=True) if not later])
-    now.run()
-    now.hold_up_caller()
-    if not any(is_later):
-        return [now]
-    chosen = [number for number, later in enumerate(is_later) if later]
-    # Not the parameters themselves, to which somebody may assign other memory.
-    own = [(pairs[number][0], pairs[number][1].detach()) for number in chosen]
-    return [now, BackgroundCopy(own, [names[number] for number in chosen], optimizers)]
+    now, later = _divided(blocks, optimizers) if optimizers else (blocks, ())
+    copies = Copies(now)
+    copies.run()
+    copies.hold_up_caller()
+    return [copies, BackgroundCopy(later, optimizers)] if later else [copies]
+
+
+def _divided(blocks: Sequence[Block], optimizers: Sequence[Any]) -> tuple[list[Block], list[Block]]:
+    """What has to be copied at once, and what steps of the optimizers alone change."""
+    is_stepped = iter(_stepped_by(optimizers, [source for block in blocks for source in block.sources]))
+    now, later = [], []
+    for block in blocks:
+        numbers: tuple[list[int], list[int]] = ([], [])
+        for number in range(len(block.sources)):
+            numbers[next(is_stepped)].append(number)
+        if numbers[False]:
+            now.append(block.chosen(numbers[False]))
+        if numbers[True]:
+            # Not the parameters themselves, to which somebody may assign other memory.
+            stepped = block.chosen(numbers[True])
+            later.append(replace(stepped, sources=[source.detach() for source in stepped.sources]))
+    return now, later
 
 
 def _stepped_by(optimizers: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Which of `tensors` lie in memory that the steps of the optimizers change: of parameters, and of their states."""
-    if not optimizers:
-        return [False] * len(tensors)
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     stepped = {
         local_of(parameter).untyped_storage().data_ptr()
@@ -245,7 +275,23 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _copy_on_host(pairs: Sequence[Pair]) -> None:
+def _copy_from(device: torch.device, block: Block, side: torch.cuda.Stream) -> None:
+    for place, source in zip(block.places, block.sources, strict=True):
+        if source.device == device:
+            # Converted on the device, so that fewer bytes travel and the host need not wait.
+            same = source.to(place.dtype).contiguous()
+            block.buffer.view(place).copy_(same, non_blocking=True)
+            source.record_stream(side)
+
+
+def _copy_on_host(block: Block) -> None:
+    """What is not on a CUDA device: bytes as they are, and what is to be converted or rearranged by torch."""
+    left = block.buffer.image.fill(block.places, block.sources, torch.get_num_threads())
+    pairs = [
+        (block.buffer.view(block.places[number]), block.sources[number])
+        for number in left
+        if not block.sources[number].is_cuda
+    ]
     small = [pair for pair in pairs if pair[1].numel() <= _GRAIN]
     _copy_in_turn([pair for pair in pairs if pair[1].numel() > _GRAIN])
     threads = torch.get_num_threads()
@@ -253,11 +299,37 @@ def _copy_on_host(pairs: Sequence[Pair]) -> None:
         _copy_in_turn(small)
         return
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(_copy_in_turn, [small[start::threads] for start in range(threads)]))
+        # What is not begun when Ctrl-C comes is not begun any more.
+        list(pool.map(_copy_at_once, _in_pieces(small)))
 
 
-def _copy_in_turn(pairs: Sequence[Pair]) -> None:
-    if pairs:
-        # One call for all of them, of which the interpreter is free.
-        with torch.no_grad():
-            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+def _copy_in_turn(pairs: Sequence[_Pair]) -> None:
+    for piece in _in_pieces(pairs):
+        _copy_at_once(piece)
+
+
+def _copy_at_once(pairs: Sequence[_Pair]) -> None:
+    # One call for all of them, of which the interpreter is free.
+    with torch.no_grad():
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _in_pieces(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
+    """`pairs` in runs of up to `_PIECE_BYTES`; what is larger alone is cut along its first dimension."""
+    taken: list[_Pair] = []
+    filled = 0
+    for target, source in (part for pair in pairs for part in _cut(*pair)):
+        if taken and filled + target.nbytes > _PIECE_BYTES:
+            yield taken
+            taken, filled = [], 0
+        taken.append((target, source))
+        filled += target.nbytes
+    if taken:
+        yield taken
+
+
+def _cut(target: torch.Tensor, source: torch.Tensor) -> Iterator[_Pair]:
+    if target.nbytes <= _PIECE_BYTES:
+        return iter([(target, source)])
+    rows = max(1, len(target) * _PIECE_BYTES // target.nbytes)
+    return zip(target.split(rows), source.detach().split(rows), strict=True)

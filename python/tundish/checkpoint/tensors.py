@@ -8,7 +8,7 @@ parts of the same tensors come to the same result.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,18 @@ from torch import nn
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["DTYPES", "Facts", "check_tensor", "facts_of", "is_dtensor", "is_fp8", "local_of", "tied_names"]
+__all__ = [
+    "DTYPES",
+    "Facts",
+    "are_plain",
+    "check_tensor",
+    "facts_of",
+    "is_dtensor",
+    "is_fp8",
+    "local_of",
+    "locals_of",
+    "tied_names",
+]
 
 # Name, shape, dtype.
 Facts = tuple[str, tuple[int, ...], torch.dtype]
@@ -71,6 +82,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def locals_of(tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
+    """`local_of` each; much cheaper where none is a DTensor."""
+    if set(map(type, tensors)).issubset(_PLAIN):
+        return list(tensors)
+    return [local_of(tensor) for tensor in tensors]
+
+
 def facts_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Facts, ...]:
     """Names, shapes (of the whole tensors) and dtypes."""
     return tuple([(name, tensor.shape, tensor.dtype) for name, tensor in tensors])
@@ -100,14 +118,29 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise InvalidTypeError(f"{name!r} is quantized ({_said(tensor.dtype)}): save tensor.dequantize()")
 
 
+def are_plain(tensors: Collection[torch.Tensor]) -> bool:
+    """Whether none of them needs `check_tensor`; much cheaper than to check each."""
+    return not any(
+        type(tensor) not in _PLAIN
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_meta
+        or tensor.is_quantized
+        for tensor in tensors
+    )
+
+
 def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Groups of names of one and the same memory, seen in the same way; each of at least two, in the input's order.
 
     Parts of one memory that only overlap, or lie side by side, are tensors of their own.
     """
+    addresses = [tensor.data_ptr() for tensor in locals_of(tensors.values())]
+    if len(set(addresses)) == len(addresses):
+        return []
     by_address: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        by_address.setdefault(local_of(tensor).data_ptr(), []).append(name)
+    for name, address in zip(tensors, addresses, strict=True):
+        by_address.setdefault(address, []).append(name)
     groups: dict[Hashable, list[str]] = {}
     for names in by_address.values():
         if len(names) > 1:

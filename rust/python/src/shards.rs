@@ -7,12 +7,15 @@
 use std::ffi::c_int;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
+use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyMemoryView};
+use pyo3::types::{PyDict, PyMemoryView, PySequence, PyTuple};
 use tundish_commit::Checksum;
 use tundish_commit::shards::{self, WriterOptions};
 use tundish_commit::staging;
@@ -20,6 +23,9 @@ use tundish_packing::Watch;
 
 use crate::enter::{Door, enter};
 use crate::error::BindingError;
+
+/// Bytes that are copied between two looks at signals: some ten milliseconds.
+const FILL: usize = 256 << 20;
 
 /// Between two looks at signals while a writer is waited for.
 const PATIENCE: Duration = Duration::from_millis(30);
@@ -53,6 +59,56 @@ impl Image {
         self.image.as_ptr().addr()
     }
 
+    /// Copy `tensors`, each to its place: a tuple that begins with its first byte, the one past its last, and its dtype.
+    ///
+    /// Places are in order and do not overlap. Returns the numbers of those that were not copied, because the tensor
+    /// is of another dtype, or its values do not lie in host memory as they will lie on the disk.
+    fn fill(
+        &self,
+        py: Python<'_>,
+        places: &Bound<'_, PySequence>,
+        tensors: &Bound<'_, PySequence>,
+        threads: usize,
+    ) -> PyResult<Vec<usize>> {
+        let mut copies = Vec::with_capacity(tensors.len()?);
+        let mut left = Vec::new();
+        let mut end = 0;
+        for (number, (place, tensor)) in places.try_iter()?.zip(tensors.try_iter()?).enumerate() {
+            let (place, tensor) = (place?.cast_into::<PyTuple>()?, tensor?);
+            let (start, stop): (usize, usize) = (place.get_item(0)?.extract()?, place.get_item(1)?.extract()?);
+            if start < end || stop < start || stop > self.image.size() {
+                return Err(PyValueError::new_err(format!("place {number} is {start}..{stop}, after {end}")));
+            }
+            end = stop;
+            if !is_plain(&tensor, &place.get_item(2)?)? {
+                left.push(number);
+                continue;
+            }
+            if tensor.getattr(intern!(py, "nbytes"))?.extract::<usize>()? != stop - start {
+                return Err(PyValueError::new_err(format!("place {number} is not as large as its tensor")));
+            }
+            let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+            copies.push(staging::Copy {
+                source: ptr::with_exposed_provenance(address),
+                target: self.image.as_ptr().wrapping_add(start),
+                length: stop - start,
+            });
+        }
+        let total: usize = copies.iter().map(|copy| copy.length).sum();
+        enter(py, None, move |door| {
+            for start in (0..total).step_by(FILL) {
+                let bytes = start..(start + FILL).min(total);
+                // SAFETY: targets lie in the image, one after the other, and sources in the memory of tensors that the
+                // caller holds and that are dense; whoever frees that memory meanwhile would have torch's own copy
+                // read it, too.
+                unsafe { staging::copy(&copies, bytes, threads) };
+                door.tick("stage", start as u64, total as u64)?;
+            }
+            Ok(())
+        })?;
+        Ok(left)
+    }
+
     /// What Python has of itself from 3.12 on (PEP 688).
     fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
         PyMemoryView::from(slf)
@@ -69,6 +125,18 @@ impl Image {
         };
         if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }
+}
+
+/// Whether the values of a tensor of torch lie in host memory one after the other, as they are and as `dtype`.
+fn is_plain(tensor: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = tensor.py();
+    let says = |method| tensor.call_method0(method)?.is_truthy();
+    Ok(tensor.getattr(intern!(py, "dtype"))?.is(dtype)
+        && tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?
+        && says(intern!(py, "is_contiguous"))?
+        // Values that torch negates or conjugates when they are looked at.
+        && !says(intern!(py, "is_neg"))?
+        && !says(intern!(py, "is_conj"))?)
 }
 
 /// Bytes of staging memory of this process: in images, kept for the next ones, and the most that both ever were together.

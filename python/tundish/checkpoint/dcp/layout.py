@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
-from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.buffers import Buffer, Place
 from tundish.checkpoint.dcp.leaves import Leaves
 from tundish.checkpoint.dcp.record import ALIGNMENT, Frame, frame_of
 from tundish.checkpoint.tensors import local_of
+from tundish.checkpoint.windows import PAGE
 
-__all__ = ["PAGE", "Layout", "TensorItem", "Window", "tensor_items"]
-
-PAGE = 4096
+__all__ = ["Layout", "TensorItem", "Window", "tensor_items"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,6 @@ class TensorItem:
     name: str
     dtype: torch.dtype
     size: torch.Size
-    strides: tuple[int, ...]
     frame: Frame
     start: int
     stop: int
@@ -52,8 +50,7 @@ def tensor_items(leaves: Leaves, owned: Sequence[bool]) -> list[TensorItem]:
             local = local_of(value)
             frame = frame_of(local.dtype, local.shape)
             stop = start + len(frame.head) + local.nbytes + len(frame.tail)
-            strides = torch.empty(local.shape, device="meta").stride()
-            items.append(TensorItem(number, name, local.dtype, local.shape, strides, frame, start, stop))
+            items.append(TensorItem(number, name, local.dtype, local.shape, frame, start, stop))
             start = stop + -stop % ALIGNMENT
     return items
 
@@ -75,7 +72,7 @@ class Layout:
     """The file of one rank.
 
     `tensors`: its tensors. `objects`: names of its other objects, in order, to the lengths of their pickles. `plan`:
-    what torch's planner made of it, once it was asked.
+    what torch's planner made of it, once it was asked. `whole`: all of the file, and where its tensors lie.
     """
 
     def __init__(self, tensors: list[TensorItem], objects: Mapping[str, int]) -> None:
@@ -84,11 +81,9 @@ class Layout:
         self.plan: SavePlan | None = None
         self._objects_start = tensors[-1].stop if tensors else 0
         self.size = self._objects_start + sum(objects.values())
-
-    @property
-    def whole(self) -> Window:
-        """All of the file."""
-        return Window(self.tensors, 0, self.size, is_last=True)
+        self.whole = Window(self.tensors, 0, self.size, is_last=True)
+        # A training loop saves the same tensors again and again.
+        self.places_in_whole = self.tensor_places(self.whole)
 
     def places(self) -> Iterator[tuple[str, int, int]]:
         """Of each item its name, where it starts, and its length."""
@@ -112,17 +107,17 @@ class Layout:
             for run, start, stop in zip(runs, starts, [*starts[1:], self.size], strict=True)
         ]
 
-    def views(self, buffer: Buffer, window: Window) -> list[torch.Tensor]:
-        """The tensors of a window as they lie in `buffer`, which holds its bytes."""
-        views = []
-        for dtype, items in itertools.groupby(window.tensors, lambda item: item.dtype):
-            # An item ends with more bytes than an element has, so that nothing of it is cut off.
-            flat = buffer.bytes[: buffer.bytes.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-            views += [
-                flat.as_strided(item.size, item.strides, (item.data - window.start) // dtype.itemsize)
-                for item in items
-            ]
-        return views
+    def tensor_places(self, window: Window) -> list[Place]:
+        """Where the tensors of a window lie in a buffer that holds its bytes."""
+        return [
+            Place(
+                item.data - window.start,
+                item.stop - len(item.frame.tail) - window.start,
+                item.dtype,
+                item.size,
+            )
+            for item in window.tensors
+        ]
 
     def fill(self, buffer: Buffer, window: Window, objects: Mapping[str, bytes]) -> None:
         """Put everything of a window but the tensors into `buffer`."""

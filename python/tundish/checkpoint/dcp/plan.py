@@ -26,7 +26,7 @@ from tundish.checkpoint.dcp.through import write_in_windows
 from tundish.checkpoint.dcp.values import to_json
 from tundish.checkpoint.dcp.writer import ImageWriter, Spread, StagedPlanner, file_name, save_together
 from tundish.checkpoint.saves import PlannedFile, WriteOptions
-from tundish.checkpoint.staging import BackgroundCopy, Copies, begin_copies, optimizers_of
+from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
 from tundish.checkpoint.tensors import is_dtensor, local_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -76,9 +76,23 @@ class DcpPlan:
         self._objects: dict[str, bytes] = {}
         self._layout = self._layout_of(self._share)
         self._buffer: Buffer | None = None
-        self.staged_bytes = self._layout.size
         self.written_bytes = self._share.total_bytes
         self.fingerprint = f"staging {staging}, extra {_shortened(facts)}"
+
+    @property
+    def staged_bytes(self) -> int:
+        """The image of this rank's file."""
+        return self._layout.size
+
+    @property
+    def most_staged_bytes(self) -> int:
+        """The same: ranks stage apart from each other."""
+        return self._layout.size
+
+    def through_bytes(self, limit_bytes: int) -> int:
+        """Host memory that `write_through` takes."""
+        largest = max(window.stop - window.start for window in self._layout.windows(limit_bytes // 2))
+        return min(self._layout.size, max(limit_bytes, largest))
 
     def reserve(self) -> None:
         """Take the memory for the image of this rank's file."""
@@ -95,9 +109,7 @@ class DcpPlan:
             self.reserve()
         buffer, self._buffer = self._buffer, None
         try:
-            views = [] if buffer is None else self._layout.views(buffer, self._layout.whole)
-            names = [item.name for item in self._layout.tensors]
-            copies = begin_copies(list(zip(views, self._sources(), strict=True)), names, self._optimizers)
+            copies = begin_copies([] if buffer is None else [self._block(buffer)], self._optimizers)
         except BaseException:
             if buffer is not None:
                 buffer.release()
@@ -182,6 +194,10 @@ class DcpPlan:
                     )
             staged.update(dict.fromkeys(self._layout.objects))
         return StagedPlanner(staged, spread, self._leaves.form.paths)
+
+    def _block(self, buffer: Buffer) -> Block:
+        names = [item.name for item in self._layout.tensors]
+        return Block(buffer=buffer, places=self._layout.places_in_whole, sources=self._sources(), names=names)
 
     def _sources(self) -> list[torch.Tensor]:
         return [local_of(self._leaves.values[item.number]) for item in self._layout.tensors]

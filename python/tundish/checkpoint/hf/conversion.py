@@ -66,6 +66,11 @@ class Conversion:
         return any(unit.convert is not None for unit in self.units)
 
     @functools.cached_property
+    def source_of(self) -> list[int]:
+        """The first source of each product; the only one where it is saved as it is."""
+        return [unit.sources[0] for unit in self.unit_of]
+
+    @functools.cached_property
     def unit_of(self) -> list[Unit]:
         """The unit of each product."""
         units = {product: unit for unit in self.units for product in unit.products}
@@ -110,6 +115,8 @@ def by_function(sources: tuple[Facts, ...], to_hf: ToHf) -> Conversion:
                 convert=None if is_same else _converting(to_hf, name, products[start:]),
             )
         )
+    if not products:
+        raise InvalidInputError("there is nothing to save: to_hf gives no tensor")
     _refuse_same(products, "to_hf gives")
     return Conversion(
         sources=sources,
@@ -190,8 +197,9 @@ def together(parts: Sequence[tuple[str, Conversion]]) -> Conversion:
 def cast(conversion: Conversion, dtype: torch.dtype | None, keep: str | None) -> tuple[Facts, ...]:
     """The products as the files hold them: floats become `dtype`.
 
-    As given stay fp8 tensors and what scales them (other tensors of their module that are called a scale), what is no
-    float, and what is made of a source whose name the regular expression `keep` is found in.
+    As given stay fp8 tensors and what scales them: what is called a scale, in their module or in one around it, as
+    scales of a key-value cache lie beside the projections. As given stay also what is no float, and what is made of a
+    source whose name the regular expression `keep` is found in.
 
     Raises `InvalidTypeError` for a dtype that files cannot hold.
     """
@@ -202,7 +210,8 @@ def cast(conversion: Conversion, dtype: torch.dtype | None, keep: str | None) ->
             )
     if dtype is None:
         return conversion.products
-    scaled = {name.rpartition(".")[0] for name, _, given in conversion.products if is_fp8(given)}
+    paths = [tuple(name.split(".")) for name, _, given in conversion.products if is_fp8(given)]
+    scaled = {path[:end] for path in paths for end in range(len(path))}
     kept = {
         product
         for unit in conversion.units
@@ -211,8 +220,8 @@ def cast(conversion: Conversion, dtype: torch.dtype | None, keep: str | None) ->
     }
 
     def stays(number: int, name: str, given: torch.dtype) -> bool:
-        module, _, leaf = name.rpartition(".")
-        is_scale = module in scaled and "scale" in leaf
+        *module, leaf = name.split(".")
+        is_scale = tuple(module) in scaled and "scale" in leaf
         return is_scale or not given.is_floating_point or is_fp8(given) or number in kept
 
     return tuple(

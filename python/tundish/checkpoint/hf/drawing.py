@@ -18,7 +18,15 @@ from tundish.checkpoint.hf.conversion import Conversion, ToHf, as_they_are, by_f
 from tundish.checkpoint.hf.shards import Layout, assign, lay_out
 from tundish.checkpoint.names import Part, parts_of
 from tundish.checkpoint.placements import check_placement, shares_for
-from tundish.checkpoint.tensors import Facts, check_tensor, facts_of, is_dtensor, local_of, tied_names
+from tundish.checkpoint.tensors import (
+    Facts,
+    are_plain,
+    check_tensor,
+    facts_of,
+    is_dtensor,
+    local_of,
+    tied_names,
+)
 from tundish.distributed import local_world_size
 from tundish.distributed.groups import Membership
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -133,8 +141,9 @@ def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
 
 def _kept(part: Part) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of a part that are saved, each memory once, and what they add to the files' metadata."""
-    for name, tensor in part.tensors.items():
-        check_tensor(part.prefix + name, tensor)
+    if not are_plain(part.tensors.values()):
+        for name, tensor in part.tensors.items():
+            check_tensor(part.prefix + name, tensor)
     if pretrained.is_pretrained(part.module):
         kept, metadata = pretrained.weights_of(part.module, part.tensors)
         if kept is not part.tensors:

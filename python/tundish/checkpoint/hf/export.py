@@ -19,7 +19,7 @@ from tundish.checkpoint.hf.images import FileImage
 from tundish.checkpoint.hf.shards import ShardFile
 from tundish.checkpoint.hf.sidecars import Sidecars
 from tundish.checkpoint.saves import WriteOptions
-from tundish.checkpoint.staging import BackgroundCopy, Copies
+from tundish.checkpoint.staging import BackgroundCopy, Block, Copies
 from tundish.checkpoint.writing import finishing
 
 __all__ = ["ImageSink", "StagedExport", "open_writer"]
@@ -82,13 +82,19 @@ class StagedExport:
         self._gather = None
         for buffer in (*self._images, *self._held):
             buffer.release()
+        if self._sidecars is not None:
+            self._sidecars.release()
 
 
 class ImageSink:
     """Puts products into the images of whole files. `copies`: those that may still be under way."""
 
     def __init__(self, images: Sequence[FileImage]) -> None:
-        self._places = {entry.product: (image, entry) for image in images for entry in image.file.entries}
+        self._places = {
+            entry.product: (image, place)
+            for image in images
+            for entry, place in zip(image.file.entries, image.file.places, strict=True)
+        }
         self.copies: list[Copies] = []
 
     def turn_to(self, window: int) -> None:
@@ -96,12 +102,13 @@ class ImageSink:
 
     def view_of(self, product: int) -> torch.Tensor:
         """The place of a product."""
-        image, entry = self._places[product]
-        return image.view_of(entry)
+        image, place = self._places[product]
+        return image.view(place)
 
     def put(self, product: int, tensor: torch.Tensor) -> None:
         """Copy a product to its place; on a CUDA device, begin to."""
-        copies = Copies([(self.view_of(product), tensor)])
+        image, place = self._places[product]
+        copies = Copies([Block(buffer=image, places=[place], sources=[tensor])])
         copies.run()
         copies.hold_up_caller()
         if tensor.is_cuda:

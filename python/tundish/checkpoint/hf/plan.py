@@ -13,32 +13,33 @@ import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.buffers import Buffer, Place
 from tundish.checkpoint.hf.conversion import ToHf, Unit
 from tundish.checkpoint.hf.drawing import Drawing, draw
 from tundish.checkpoint.hf.export import ImageSink, StagedExport
-from tundish.checkpoint.hf.gather import TURN_BYTES, Batch, Gather, Step, Wire, batched, in_rounds
+from tundish.checkpoint.hf.gather import Batch, Gather, Step, Wire, batched, in_rounds
 from tundish.checkpoint.hf.images import FileImage
+from tundish.checkpoint.hf.memory import Needs, room_for
 from tundish.checkpoint.hf.shards import Entry, ShardFile
 from tundish.checkpoint.hf.sidecars import Sidecars, gather_sidecars
-from tundish.checkpoint.hf.through import WindowSink, WrittenExport, windows_of
-from tundish.checkpoint.placements import shares_for
+from tundish.checkpoint.hf.through import Window, WindowSink, WrittenExport, windows_of
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, PlannedFile, Staging, WriteOptions
-from tundish.checkpoint.staging import Pair, begin_copies, optimizers_of
-from tundish.checkpoint.tensors import local_of
+from tundish.checkpoint.staging import Block, begin_copies, optimizers_of
+from tundish.checkpoint.tensors import locals_of
 from tundish.distributed.groups import Membership, membership
 from tundish.distributed.jobstore import distributed_module
 from tundish.errors import InvalidInputError
 
 __all__ = ["HfPlan", "plan_hf"]
 
-# Buffers begin at multiples of this, so that any dtype can be seen in them.
-_ALIGNMENT = 64
+# A save that writes through shares its limit: exchanges have turns of this part of it, windows have what is left.
+_TURN_PART = 8
 _HOST = torch.device("cpu")
 
 
@@ -74,6 +75,7 @@ def plan_hf(
     """
     if staging not in ("eager", "lazy"):
         raise InvalidInputError(f'staging is {staging!r}: give "eager" or "lazy"')
+    optimizers = optimizers_of(optimizer) if staging == "lazy" else ()
     member = membership(group)
     drawing = draw(model_or_tensors, dtype=dtype, shard_bytes=shard_bytes, to_hf=to_hf, member=member)
     sidecars = None
@@ -90,10 +92,21 @@ def plan_hf(
         drawing,
         member=member,
         sidecars=sidecars,
-        optimizers=optimizers_of(optimizer) if staging == "lazy" else (),
+        optimizers=optimizers,
         group=group,
         background_group=background_group,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Through:
+    """How a save is written while it is staged: this rank's windows, what they may take, and the exchanges."""
+
+    limit_bytes: int
+    own: list[Window]
+    rounds: list[list[Batch]]
+    windows_bytes: int
+    exchange_bytes: int
 
 
 class HfPlan:
@@ -115,25 +128,23 @@ class HfPlan:
         self._optimizers = optimizers
         self._group = group
         self._background_group = background_group
-        self._local = [local_of(tensor) for tensor in drawing.tensors]
+        self._local = locals_of(drawing.tensors)
         self._any_spread = any(drawing.is_spread)
         files = list(zip(drawing.layout.files, drawing.writers, strict=True))
         self._own = [file for file, writer in files if writer == member.rank]
         self._rounds = in_rounds([list(self._batches_of(writer)) for writer in self._writers_met()])
-        self._snapshots = self._snapshots_needed() if optimizers else {}
+        self._needs = Needs(drawing=drawing, rounds=self._rounds, is_lazy=bool(optimizers))
+        self._snapshots = self._needs.snapshots(member.rank)
         self._images: list[FileImage] = []
         self._held: list[Buffer] = []
+        self._parts: _Through | None = None
         self.files = tuple(
             [
                 PlannedFile(name=file.name, size=file.size, rank=member.ranks.index(writer))
                 for file, writer in files
             ]
         )
-        self.staged_bytes = (
-            sum(file.size for file in self._own)
-            + sum(_room_for(*known) for known in self._snapshots.values())
-            + self._scratch_bytes()
-        )
+        self.staged_bytes = self._needs.total(member.rank)
         self.written_bytes = (
             sum(file.size for file, _ in files)
             + len(drawing.layout.index or b"")
@@ -141,12 +152,17 @@ class HfPlan:
         )
         self.fingerprint = self._fingerprint_of()
 
+    @functools.cached_property
+    def most_staged_bytes(self) -> int:
+        """Of the rank that stages most, where ranks stage together, else of this one."""
+        return max(map(self._needs.total, self._writers_met()))
+
     def reserve(self) -> None:
         """Take the memory for this rank's files, and for what it sends later."""
         is_pinned = any(tensor.is_cuda for tensor in self._local)
         for file in self._own:
-            self._images.append(FileImage(file, self._drawing.products, is_pinned=is_pinned))
-        size = sum(_room_for(*known) for known in self._snapshots.values())
+            self._images.append(FileImage(file, is_pinned=is_pinned))
+        size = sum(room_for(*known) for known in self._snapshots.values())
         if size:
             self._held.append(Buffer(size, is_pinned=is_pinned))
 
@@ -164,6 +180,13 @@ class HfPlan:
                 buffer.release()
             raise
 
+    def through_bytes(self, limit_bytes: int) -> int:
+        """Host memory that `write_through` takes."""
+        parts = self._through(limit_bytes)
+        largest = max((window.span.size for window in parts.own), default=0)
+        windows = min(self._needs.files(self._member.rank), max(parts.windows_bytes, largest))
+        return windows + parts.exchange_bytes
+
     def write_through(self, folder: Path, options: WriteOptions, limit_bytes: int) -> WrittenExport:
         """Write while tensors are still being taken, in host memory of up to `limit_bytes`.
 
@@ -174,23 +197,10 @@ class HfPlan:
         What fails on this rank is raised at the end, after all exchanges. A tensor that is larger than the limit
         takes its own size.
         """
-        files_of = {writer: self._files_of(writer) for writer in self._writers_met()}
-        windows = {writer: windows_of(files, limit_bytes // 2) for writer, files in files_of.items()}
-        rounds = in_rounds(
-            [
-                [
-                    batch
-                    for number, window in enumerate(windows[writer])
-                    for batch in batched(
-                        writer, number, self._steps(window.entries, all_of_them=True), self._sizes
-                    )
-                ]
-                for writer in windows
-            ]
-        )
-        sink = WindowSink(windows[self._member.rank], self._drawing.products, folder, options, limit_bytes)
+        parts = self._through(limit_bytes)
+        sink = WindowSink(parts.own, self._drawing.products, folder, options, parts.windows_bytes)
         try:
-            self._gather(self._local, self._wire(is_background=False)).run(rounds, sink)
+            self._gather(self._local, self._wire(is_background=False)).run(parts.rounds, sink)
         except BaseException:
             sink.abort()
             raise
@@ -201,15 +211,21 @@ class HfPlan:
         for buffer in (*self._images, *self._held):
             buffer.release()
         self._images, self._held = [], []
+        if self._sidecars is not None:
+            self._sidecars.release()
 
     # ---- Staging ----
 
     def _stage(self, images: list[FileImage], held: list[Buffer]) -> StagedExport:
         sink = ImageSink(images)
         local, gather = self._local, None
-        pairs, names = self._direct_pairs(images)
-        if self._optimizers:
-            local = self._add_snapshots(held, pairs, names)
+        blocks = [self._direct_block(image) for image in images]
+        if self._optimizers and self._snapshots:
+            block = self._snapshots_in(held[0])
+            blocks.append(block)
+            local = list(self._local)
+            for source, place in zip(self._snapshots, block.places, strict=True):
+                local[source] = block.buffer.view(place)
         if self._rounds:
             exchange = self._gather(local, self._wire(is_background=bool(self._optimizers)))
             gather = functools.partial(exchange.run, self._rounds, sink)
@@ -217,7 +233,7 @@ class HfPlan:
                 # Before anything else can fail, since other ranks take part.
                 gather()
                 gather = None
-        copies = begin_copies(pairs, names, self._optimizers)
+        copies = begin_copies(blocks, self._optimizers)
         return StagedExport(
             images=images,
             held=held,
@@ -227,33 +243,34 @@ class HfPlan:
             weights=[file.name for file in self.files],
         )
 
-    def _direct_pairs(self, images: Sequence[FileImage]) -> tuple[list[Pair], list[str]]:
-        """Places and tensors that need neither other ranks nor a conversion, and the names of the tensors."""
-        pairs: list[Pair] = []
-        names: list[str] = []
-        unit_of, sources = self._drawing.conversion.unit_of, self._drawing.conversion.sources
-        for image in images:
-            for entry, view in zip(image.file.entries, image.views(), strict=True):
-                unit = unit_of[entry.product]
-                if self._is_direct(unit):
-                    pairs.append((view, self._local[unit.sources[0]]))
-                    names.append(sources[unit.sources[0]][0])
-        return pairs, names
+    def _direct_block(self, image: FileImage) -> Block:
+        """What needs neither other ranks nor a conversion."""
+        file, conversion = image.file, self._drawing.conversion
+        numbers = [conversion.source_of[entry.product] for entry in file.entries]
+        block = Block(
+            buffer=image,
+            places=file.places,
+            sources=[self._local[number] for number in numbers],
+            names=[conversion.sources[number][0] for number in numbers],
+        )
+        if not self._rounds:
+            return block
+        is_direct = [self._is_direct(conversion.unit_of[entry.product]) for entry in file.entries]
+        return block.chosen([number for number, direct in enumerate(is_direct) if direct])
 
-    def _add_snapshots(
-        self, held: Sequence[Buffer], pairs: list[Pair], names: list[str]
-    ) -> list[torch.Tensor]:
-        """What this rank will give of each source, in its own memory; it has yet to be copied there."""
-        given = list(self._local)
+    def _snapshots_in(self, held: Buffer) -> Block:
+        """What this rank will give of sources when they are gathered; it has yet to be copied there."""
+        places: list[Place] = []
         at = 0
-        for source, (dtype, shape) in self._snapshots.items():
-            room = _room_for(dtype, shape)
-            view = held[0].view(at, at + math.prod(shape) * dtype.itemsize, dtype, shape)
-            at += room
-            pairs.append((view, self._local[source]))
-            names.append(self._drawing.conversion.sources[source][0])
-            given[source] = view
-        return given
+        for dtype, shape in self._snapshots.values():
+            places.append(Place(at, at + math.prod(shape) * dtype.itemsize, dtype, shape))
+            at += room_for(dtype, shape)
+        return Block(
+            buffer=held,
+            places=places,
+            sources=[self._local[source] for source in self._snapshots],
+            names=[self._drawing.conversion.sources[source][0] for source in self._snapshots],
+        )
 
     def _gather(self, local: Sequence[torch.Tensor], wire: Wire) -> Gather:
         return Gather(
@@ -311,43 +328,44 @@ class HfPlan:
                 wanted.setdefault(id(unit), (unit, []))[1].append(entry.product)
         return [Step(unit=unit, products=tuple(products)) for unit, products in wanted.values()]
 
-    def _snapshots_needed(self) -> dict[int, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of what this rank has to remember of each source until it can be gathered."""
-        needed: dict[int, tuple[torch.dtype, tuple[int, ...]]] = {}
-        batches = [batch for turn in self._rounds for batch in turn]
-        taken = [
-            (batch.writer, step, source)
-            for batch in batches
-            for step in batch.steps
-            for source in step.unit.sources
-        ]
-        for writer, step, source in taken:
-            tensor = self._drawing.tensors[source]
-            is_spread = self._drawing.is_spread[source]
-            givers = [share.rank for share in shares_for(tensor, writer)] if is_spread else [writer]
-            if self._member.rank in givers:
-                dtype = tensor.dtype if step.unit.convert else self._drawing.products[step.products[0]][2]
-                needed[source] = dtype, tuple(self._local[source].shape)
-        return needed
+    def _through(self, limit_bytes: int) -> _Through:
+        """How files larger than the limit are written; windows have what the exchanges leave of it."""
+        if self._parts is None or self._parts.limit_bytes != limit_bytes:
+            self._parts = self._divide(limit_bytes)
+        return self._parts
 
-    def _scratch_bytes(self) -> int:
-        """Host memory that exchanges and conversions take beside the images, at most."""
-        most = 0
-        for batch in (batch for turn in self._rounds for batch in turn if batch.writer == self._member.rank):
-            made = [product for step in batch.steps if step.unit.convert for product in step.unit.products]
-            taken = [
-                source
-                for step in batch.steps
-                for source in step.unit.sources
-                if self._drawing.is_spread[source]
+    def _divide(self, limit_bytes: int) -> _Through:
+        # Of which windows leave how much is known when they are cut: first as if exchanges took nothing.
+        first = self._cut(limit_bytes // 2, limit_bytes)
+        exchange = max(
+            Needs(drawing=self._drawing, rounds=first[1], is_lazy=False).exchange(rank) for rank in first[0]
+        )
+        windows_bytes = max(1, limit_bytes - exchange)
+        windows, rounds = self._cut(windows_bytes // 2, limit_bytes)
+        needs = Needs(drawing=self._drawing, rounds=rounds, is_lazy=False)
+        return _Through(
+            limit_bytes=limit_bytes,
+            own=windows[self._member.rank],
+            rounds=rounds,
+            windows_bytes=windows_bytes,
+            exchange_bytes=needs.exchange(self._member.rank),
+        )
+
+    def _cut(self, window_bytes: int, limit_bytes: int) -> tuple[dict[int, list[Window]], list[list[Batch]]]:
+        """Windows by writer, and the exchanges that fill them."""
+        windows = {writer: windows_of(self._files_of(writer), window_bytes) for writer in self._writers_met()}
+        turn_bytes = max(1, limit_bytes // _TURN_PART)
+        batches = [
+            [
+                batch
+                for number, window in enumerate(cut)
+                for batch in batched(
+                    writer, number, self._steps(window.entries, all_of_them=True), self._sizes, turn_bytes
+                )
             ]
-            products = (self._drawing.products[product] for product in made)
-            most = max(
-                most,
-                sum(self._sizes[source] for source in taken)
-                + sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in products),
-            )
-        return most + (TURN_BYTES if self._any_spread else 0)
+            for writer, cut in windows.items()
+        ]
+        return windows, in_rounds(batches)
 
     def _fingerprint_of(self) -> str:
         drawing = self._drawing
@@ -357,10 +375,6 @@ class HfPlan:
         if drawing.conversion.converts:
             digest.update(repr(drawing.conversion.sources).encode())
         return digest.hexdigest()
-
-
-def _room_for(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 def _is_nccl(group: Any, device: torch.device) -> bool:

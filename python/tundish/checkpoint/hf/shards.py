@@ -21,13 +21,14 @@ from dataclasses import dataclass
 
 import torch
 
+from tundish.checkpoint.buffers import Place
 from tundish.checkpoint.tensors import DTYPES, Facts
+from tundish.checkpoint.windows import PAGE
 from tundish.errors import InvalidInputError
 
-__all__ = ["INDEX_NAME", "PAGE", "Entry", "Layout", "ShardFile", "assign", "lay_out"]
+__all__ = ["INDEX_NAME", "Entry", "Layout", "ShardFile", "assign", "lay_out"]
 
 INDEX_NAME = "model.safetensors.index.json"
-PAGE = 4096
 # Readers of the format refuse more.
 _MOST_HEADER_BYTES = 100_000_000
 
@@ -45,12 +46,13 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardFile:
-    """A file: `header`, then `entries`, in order and without gaps."""
+    """A file: `header`, then `entries`, in order and without gaps. `places`: of the entries."""
 
     name: str
     size: int
     header: bytes
     entries: tuple[Entry, ...]
+    places: tuple[Place, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +152,7 @@ def _file(
     name: str, tensors: Sequence[tuple[int, Facts, int]], metadata: tuple[tuple[str, str], ...]
 ) -> ShardFile:
     described: dict[str, object] = {"__metadata__": dict(sorted(metadata))}
-    spans: list[tuple[int, int, int]] = []
+    spans: list[tuple[int, Place]] = []
     at = 0
     for number, (tensor, shape, dtype), size in sorted(
         tensors, key=lambda one: (_ORDER[one[1][2]], one[1][0])
@@ -160,7 +162,7 @@ def _file(
             "shape": _shape_in_file(tensor, shape, dtype),
             "data_offsets": [at, at + size],
         }
-        spans.append((number, at, at + size))
+        spans.append((number, Place(at, at + size, dtype, tuple(shape))))
         at += size
     text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
     length = -(-(len(text) + 8) // PAGE) * PAGE
@@ -174,7 +176,13 @@ def _file(
         size=length + at,
         header=(length - 8).to_bytes(8, "little") + text.ljust(length - 8),
         entries=tuple(
-            [Entry(product=number, start=length + start, stop=length + stop) for number, start, stop in spans]
+            [
+                Entry(product=number, start=length + place.start, stop=length + place.stop)
+                for number, place in spans
+            ]
+        ),
+        places=tuple(
+            [place._replace(start=length + place.start, stop=length + place.stop) for _, place in spans]
         ),
     )
 

@@ -1,32 +1,29 @@
-"""Files that are larger than the memory there is for them, written through windows while the caller waits.
+"""Exports that are larger than the memory there is for them, written while the caller waits.
 
-Owns the windows. What always holds: whatever the size of the files, no more than two windows are in memory, one that
-is filled and one that is written; bytes reach a file in whole pages, but for its end, so that they can pass the
-page cache.
+Owns which tensors share a window. What always holds: a window is filled by tensors that are wanted one after the other,
+and has the header of its file where it is the first.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from tundish._native import FileFacts, Image, ShardWriter
-from tundish.checkpoint.buffers import Buffer
+from tundish._native import FileFacts, ShardWriter
+from tundish.checkpoint.buffers import Buffer, Place
 from tundish.checkpoint.hf.export import open_writer
-from tundish.checkpoint.hf.shards import PAGE, Entry, ShardFile
+from tundish.checkpoint.hf.shards import Entry, ShardFile
 from tundish.checkpoint.hf.sidecars import Sidecars
 from tundish.checkpoint.saves import WriteOptions
-from tundish.checkpoint.staging import Copies
+from tundish.checkpoint.staging import Block, Copies
 from tundish.checkpoint.tensors import Facts
+from tundish.checkpoint.windows import PAGE, Span, Windows
 from tundish.checkpoint.writing import finishing
 
 __all__ = ["Window", "WindowSink", "WrittenExport", "windows_of"]
-
-_POLL_SECONDS = 0.002
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,20 +34,11 @@ class Window:
     entries: tuple[Entry, ...]
 
     @property
-    def start(self) -> int:
-        """The first byte, rounded down to a page, whose beginning belongs to the window before."""
-        first = self.entries[0].start
-        return 0 if first == len(self.file.header) else first // PAGE * PAGE
-
-    @property
-    def stop(self) -> int:
-        """One past the last byte."""
-        return self.entries[-1].stop
-
-    @property
-    def written_stop(self) -> int:
-        """One past the last byte that can be written before the next window is filled."""
-        return self.stop if self.stop == self.file.size else self.stop // PAGE * PAGE
+    def span(self) -> Span:
+        """Its bytes in the file."""
+        first, stop = self.entries[0].start, self.entries[-1].stop
+        start = 0 if first == len(self.file.header) else first // PAGE * PAGE
+        return Span(name=self.file.name, start=start, stop=stop, is_end=stop == self.file.size)
 
 
 def windows_of(files: Sequence[ShardFile], window_bytes: int) -> list[Window]:
@@ -65,22 +53,6 @@ def windows_of(files: Sequence[ShardFile], window_bytes: int) -> list[Window]:
             taken.append(entry)
         windows.append(Window(file=file, entries=tuple(taken)))
     return windows
-
-
-class _Filling:
-    """A window while it is filled."""
-
-    def __init__(self, window: Window, products: Sequence[Facts], head: bytes) -> None:
-        self.window = window
-        self.buffer = Buffer(window.stop - window.start)
-        memoryview(self.buffer.image)[: len(head)] = head
-        self._products = products
-        self._entries = {entry.product: entry for entry in window.entries}
-
-    def view_of(self, product: int) -> torch.Tensor:
-        entry, start = self._entries[product], self.window.start
-        _, shape, dtype = self._products[product]
-        return self.buffer.view(entry.start - start, entry.stop - start, dtype, shape)
 
 
 class WindowSink:
@@ -106,65 +78,61 @@ class WindowSink:
         self._folder = folder
         self._options = options
         self._limit = limit_bytes
+        self._files: Windows | None = None
         self._writer: ShardWriter | None = None
-        # One, or none before the first and after the last.
-        self._filling: list[_Filling] = []
-        self._handed_in = 0
+        # The window that is filled: none before the first and after the last.
+        self._window: Window | None = None
+        self._places: dict[int, tuple[Buffer, Place]] = {}
 
     def turn_to(self, window: int) -> None:
         """Hand in what is filled, and begin to fill another window."""
         upcoming = self._windows[window]
-        if self._filling and self._filling[0].window is upcoming:
+        if self._window is upcoming:
             return
-        if self._writer is None:
+        if self._files is None:
             files = {one.file.name: one.file for one in self._windows}
             self._writer = open_writer(self._folder, list(files.values()), self._options)
-        rest = self._hand_in(self._writer)
-        self._wait_for_room(self._writer, upcoming)
-        head = rest if upcoming.start else upcoming.file.header
-        self._filling = [_Filling(upcoming, self._products, head)]
+            self._files = Windows(self._writer, self._limit)
+        # What is filled must not be held on to while room is waited for.
+        self._places = {}
+        span = upcoming.span
+        buffer = self._files.turn_to(span)
+        if span.start == 0:
+            memoryview(buffer.image)[: len(upcoming.file.header)] = upcoming.file.header
+        self._window = upcoming
+        for entry in upcoming.entries:
+            _, shape, dtype = self._products[entry.product]
+            place = Place(entry.start - span.start, entry.stop - span.start, dtype, shape)
+            self._places[entry.product] = buffer, place
 
     def view_of(self, product: int) -> torch.Tensor:
         """The place of a product in the window that is being filled."""
-        return self._filling[0].view_of(product)
+        buffer, place = self._places[product]
+        return buffer.view(place)
 
     def put(self, product: int, tensor: torch.Tensor) -> None:
         """Copy a product to its place."""
-        copies = Copies([(self.view_of(product), tensor)])
+        buffer, place = self._places[product]
+        copies = Copies([Block(buffer=buffer, places=[place], sources=[tensor])])
         copies.run()
         copies.wait(None)
 
     def finish(self) -> list[FileFacts]:
         """Write what is left and block until everything is durable."""
-        if self._writer is None:
+        if self._files is None or self._writer is None:
             return []
+        self._places = {}
         with finishing(self._writer, self._options):
-            self._hand_in(self._writer)
+            self._files.hand_in()
             return self._writer.finish()
 
     def abort(self) -> None:
         """Stop writing and give all memory back; harms nothing that is durable."""
+        self._places = {}
         if self._writer is not None:
             self._writer.abort()
-        self._filling = []
-
-    def _hand_in(self, writer: ShardWriter) -> bytes:
-        """Hand the window that was filled to the writer; the bytes that belong onto the first page of the next."""
-        if not self._filling:
-            return b""
-        window, buffer = self._filling[0].window, self._filling[0].buffer
-        length = window.written_stop - window.start
-        writer.write(window.file.name, window.start, buffer.image, 0, length)
-        self._handed_in += length
-        self._filling = []
-        return bytes(memoryview(buffer.image)[length : window.stop - window.start])
-
-    def _wait_for_room(self, writer: ShardWriter, upcoming: Window) -> None:
-        size = upcoming.stop - upcoming.start
-        while self._handed_in - writer.progress()[0] > max(0, self._limit - size):
-            # This hands nothing in, but raises what the writer failed with, which would be waited for without end.
-            writer.write(upcoming.file.name, 0, Image(0), 0, 0)
-            time.sleep(_POLL_SECONDS)
+        if self._files is not None:
+            self._files.release()
 
 
 class WrittenExport:
@@ -189,3 +157,5 @@ class WrittenExport:
     def release(self) -> None:
         """Stop what is still written and give all memory back."""
         self._sink.abort()
+        if self._sidecars is not None:
+            self._sidecars.release()

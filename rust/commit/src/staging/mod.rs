@@ -4,8 +4,10 @@
 //! what is given back, because fresh pages cost fifteen to twenty times a copy into warm ones.
 
 mod arena;
+mod copying;
 mod image;
 mod memory;
 
 pub use arena::{StagingStats, staging_stats, trim_staging};
+pub use copying::{Copy, copy};
 pub use image::{Image, OutOfMemory};

@@ -1,0 +1,197 @@
+//! Copies of host memory, past the caches.
+//!
+//! It owns nothing. What always holds: every byte is copied once, by one thread; when [`copy`] returns all are, and no
+//! thread of it runs.
+//!
+//! What is staged is read again only when it is written, and is larger than any cache. Ordinary stores would first read
+//! each line of the target and push the training's data out of the caches; streaming stores do neither, and where
+//! memory is the limit, two transfers instead of three take two thirds of the time.
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+use std::thread;
+
+/// Bytes that are worth a thread of their own, which takes some 50 µs to start.
+const WORTH_A_THREAD: usize = 16 << 20;
+
+/// `length` bytes from `source` to `target`.
+#[derive(Clone, Copy, Debug)]
+pub struct Copy {
+    /// The first byte that is read.
+    pub source: *const u8,
+    /// Where it goes.
+    pub target: *mut u8,
+    /// How many.
+    pub length: usize,
+}
+
+// SAFETY: only addresses; whoever calls `copy` answers for what is there.
+unsafe impl Send for Copy {}
+// SAFETY: as above.
+unsafe impl Sync for Copy {}
+
+/// Copies those of `bytes`, counted through all copies one after the other, on up to `threads` threads, the
+/// caller's among them.
+///
+/// # Safety
+/// All sources can be read and all targets written until this returns; no target overlaps another or a source, and
+/// nobody else looks at a target. Who changes a source meanwhile gets some of the old bytes and some of the new.
+pub unsafe fn copy(copies: &[Copy], bytes: Range<usize>, threads: usize) {
+    let shares = threads.clamp(1, (bytes.len() / WORTH_A_THREAD).max(1));
+    let each = bytes.len().div_ceil(shares);
+    let share_of = |share: usize| {
+        let start = bytes.start + share * each;
+        start.min(bytes.end)..(start + each).min(bytes.end)
+    };
+    thread::scope(|scope| {
+        for share in 1..shares {
+            let bytes = share_of(share);
+            let own = bytes.clone();
+            if thread::Builder::new().spawn_scoped(scope, move || copy_share(copies, own)).is_err() {
+                copy_share(copies, bytes);
+            }
+        }
+        copy_share(copies, share_of(0));
+    });
+}
+
+fn copy_share(copies: &[Copy], bytes: Range<usize>) {
+    let mut at = 0;
+    for copy in copies {
+        let within = |place: usize| place.clamp(at, at + copy.length) - at;
+        let (first, last) = (within(bytes.start), within(bytes.end));
+        // SAFETY: within the copy, which the caller of `copy` answers for.
+        unsafe { copy_one(copy.source.add(first), copy.target.add(first), last - first) };
+        at += copy.length;
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+unsafe fn copy_one(source: *const u8, target: *mut u8, length: usize) {
+    if length >= streaming::LEAST && std::arch::is_x86_feature_detected!("avx") {
+        // SAFETY: the caller's promise; the processor has the instructions.
+        unsafe { streaming::copy(source, target, length) }
+    } else {
+        // SAFETY: the caller's promise.
+        unsafe { source.copy_to_nonoverlapping(target, length) }
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn copy_one(source: *const u8, target: *mut u8, length: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { source.copy_to_nonoverlapping(target, length) }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod streaming {
+    use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
+
+    /// Less may as well stay in a cache.
+    pub(super) const LEAST: usize = 4096;
+
+    /// What is stored at once.
+    const STORE: usize = 32;
+    /// A line of the cache twice: stores that fill lines one after the other are put together on the way to memory.
+    const BLOCK: usize = 4 * STORE;
+
+    /// # Safety
+    /// As of [`copy`](super::copy); the processor has AVX.
+    #[target_feature(enable = "avx")]
+    pub(super) unsafe fn copy(source: *const u8, target: *mut u8, length: usize) {
+        let lead = target.align_offset(STORE).min(length);
+        let end = lead + (length - lead) / BLOCK * BLOCK;
+        // SAFETY: lead ≤ end ≤ length, and every block lies between them; stores are aligned, loads need not be.
+        unsafe {
+            source.copy_to_nonoverlapping(target, lead);
+            let mut at = lead;
+            while at < end {
+                let from = source.add(at).cast::<__m256i>();
+                let to = target.add(at).cast::<__m256i>();
+                let parts = [
+                    _mm256_loadu_si256(from),
+                    _mm256_loadu_si256(from.add(1)),
+                    _mm256_loadu_si256(from.add(2)),
+                    _mm256_loadu_si256(from.add(3)),
+                ];
+                _mm256_stream_si256(to, parts[0]);
+                _mm256_stream_si256(to.add(1), parts[1]);
+                _mm256_stream_si256(to.add(2), parts[2]);
+                _mm256_stream_si256(to.add(3), parts[3]);
+                at += BLOCK;
+            }
+            source.add(end).copy_to_nonoverlapping(target.add(end), length - end);
+        }
+        // Streaming stores are in no order with others: without this a thread that is told that they are over might
+        // read what was there before.
+        _mm_sfence();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Copies of any lengths, from and to any addresses, arrive whole, and nothing beside them changes.
+        #[test]
+        fn every_byte_arrives_and_no_other_changes(
+            lengths in prop::collection::vec((0usize..20_000, 0usize..70, 1usize..70), 1..20),
+            shares in 1usize..5,
+        ) {
+            let size: usize = lengths.iter().map(|(length, _, gap)| length + gap).sum();
+            let mut target = vec![0xa5u8; size];
+            let mut expected = target.clone();
+            let sources: Vec<Vec<u8>> = lengths
+                .iter()
+                .enumerate()
+                .map(|(number, (length, lead, _))| (0..length + lead).map(|at| (at * 7 + number) as u8).collect())
+                .collect();
+            let mut copies = Vec::new();
+            let mut at = 0;
+            for (source, (length, lead, gap)) in sources.iter().zip(&lengths) {
+                expected[at..at + length].copy_from_slice(&source[*lead..]);
+                // SAFETY: within both.
+                let (source, target) = unsafe { (source.as_ptr().add(*lead), target.as_mut_ptr().add(at)) };
+                copies.push(Copy { source, target, length: *length });
+                at += length + gap;
+            }
+            let total: usize = copies.iter().map(|copy| copy.length).sum();
+            let each = total.div_ceil(shares);
+            for share in 0..shares {
+                copy_share(&copies, share * each..((share + 1) * each).min(total));
+            }
+            prop_assert!(target == expected);
+        }
+    }
+
+    #[test]
+    fn several_threads_copy_what_one_does() {
+        let source: Vec<u8> = (0..5 * WORTH_A_THREAD + 17).map(|at| (at % 251) as u8).collect();
+        for threads in [0, 1, 2, 3, 64] {
+            let mut target = vec![0u8; source.len()];
+            let half = source.len() / 2 + 5;
+            let copies = [(0, half), (half, source.len())].map(|(start, stop)| Copy {
+                source: source[start..].as_ptr(),
+                target: target[start..].as_mut_ptr(),
+                length: stop - start,
+            });
+            // SAFETY: both lie within their vectors, which nobody else looks at.
+            unsafe {
+                copy(&copies, 0..40, threads);
+                copy(&copies, 40..source.len(), threads);
+            }
+            assert!(target == source, "{threads} threads");
+        }
+    }
+
+    #[test]
+    fn nothing_is_copied_of_nothing() {
+        // SAFETY: nothing is read or written.
+        unsafe { copy(&[], 0..0, 3) };
+    }
+}
