@@ -24,7 +24,7 @@ from tundish._native import FileFacts, seal_manifest
 from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.saves import WriteOptions
 
-OPTIONS = WriteOptions(checksum=True, writers_per_node=1, progress=lambda written: None)
+OPTIONS = WriteOptions(checksum=True, writers_per_node=1, progress=lambda ask: None)
 
 
 class Net(torch.nn.Module):

@@ -17,7 +17,7 @@ from tundish.checkpoint.saves import Staged, WriteOptions
 PAGE = 4096
 
 
-def options(progress: Any = lambda written: None) -> WriteOptions:
+def options(progress: Any = lambda ask: None) -> WriteOptions:
     return WriteOptions(checksum=True, writers_per_node=1, progress=progress)
 
 

@@ -304,3 +304,35 @@ def test_tags_that_cannot_be_written_or_shown_are_refused_at_once(root: Path, ta
         with pytest.raises(InvalidInputError, match="tag"):
             checkpointer.save_hf(1, TENSORS, tag=tag)
         assert checkpointer.list() == []
+
+
+EXIT = """
+    import atexit, sys, threading
+    import torch, tundish as td
+    from torch import distributed
+
+    def refuse(*_):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
+    checkpointer = td.Checkpointer(sys.argv[1], timeout=60)
+    model = torch.nn.Linear(8, 8)
+    checkpointer.save_hf(1, model).result()
+    checkpointer.save_hf(2, {"w": torch.ones(1 << 22)})
+    checkpointer.save_dcp(2, {"w": torch.ones(1 << 22)})
+    # As some versions of Python do from here on.
+    threading._register_atexit(lambda: setattr(threading, "_start_new_thread", refuse))
+"""
+
+
+def test_an_exit_finishes_saves_though_no_thread_can_be_started(tmp_path: Path, root: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(EXIT))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    command = [*launch, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(program), str(root)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "can't create new thread" not in ended.stderr
+    for kind in ("hf", "dcp"):
+        assert open_readonly(root).latest(kind) == root / f"{kind}-2"  # type: ignore[arg-type]  # of two

@@ -98,6 +98,11 @@ def test_names_that_a_function_must_not_give() -> None:
         by_function(SOURCES, lambda name, tensor: [(3, tensor)])
 
 
+def test_a_function_that_gives_nothing_at_all_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="nothing to save: to_hf gives no tensor"):
+        by_function(SOURCES, lambda name, tensor: [])
+
+
 def test_errors_of_a_function_are_its_own() -> None:
     def fail(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         raise KeyError(name)

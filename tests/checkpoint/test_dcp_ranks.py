@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
+from torch.distributed import checkpoint as distributed_checkpoint
 
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.dcp.writer import StagedPlanner
@@ -159,7 +164,8 @@ def test_what_is_refused_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
 
 def save_within_a_limit(rank: int, line: Line) -> None:
     (root,) = line.hear()
-    state = {"mine": {str(rank): torch.arange(float(1 << (20 if rank == 0 else 10)))}}
+    numbers = range(16 if rank == 0 else 1)
+    state = {"mine": {f"{rank}-{number}": torch.arange(float(1 << 16)) + number for number in numbers}}
     expected = whole(state)
     logged: list[str] = []
     logger = logging.getLogger("tundish.checkpoint")
@@ -168,7 +174,8 @@ def save_within_a_limit(rank: int, line: Line) -> None:
     logger.addHandler(handler)
     with Checkpointer(root, on_failure="raise", staging_limit_bytes=1 << 20) as checkpointer:
         save = checkpointer.save_dcp(1, state)
-        state["mine"][str(rank)].zero_()
+        for tensor in state["mine"].values():
+            tensor.zero_()
         save.result(60)
         peak = checkpointer.stats()["staging"]["peak"]
         checkpointer.load_dcp(state)
@@ -199,3 +206,63 @@ def change_extra(rank: int, line: Line) -> None:
         assert loaded == {"seen": {"files": [1]}}
         assert checkpointer.list("dcp")[0].extra == loaded
     line.say("done")
+
+
+def destroy_meanwhile(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    world = World("fsdp")
+    world.train()
+    expected = whole(world.state())
+    destroyed = threading.Event()
+
+    def on_event(event: str, kind: str, step: int) -> None:
+        if event == "staged":
+            destroyed.wait(30)
+
+    checkpointer = Checkpointer(root, on_failure="raise", on_event=on_event, timeout=30)
+    saves = [checkpointer.save_dcp(1, world.state()), checkpointer.save_hf(1, world.model)]
+    distributed.destroy_process_group()
+    destroyed.set()
+    paths = [save.result(60) for save in saves]
+    checkpointer.close()
+    loaded = {"model": {name: torch.zeros_like(tensor) for name, tensor in expected["model"].items()}}
+    distributed_checkpoint.load(loaded, checkpoint_id=paths[0], no_dist=True)
+    assert_same(loaded["model"], expected["model"])
+    line.say([str(path) for path in paths])
+
+
+def test_a_process_group_may_be_destroyed_while_a_save_is_under_way(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for said in run(destroy_meanwhile, 2, tmp_path / "job", root):
+        assert said == ([str(root / "dcp-1"), str(root / "hf-1")],)
+
+
+def wait_for_an_owner(rank: int, line: Line) -> None:
+    root, program = line.hear()
+    owner = None
+    if rank == 0:
+        alone = {
+            name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD" not in name
+        }
+        owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=alone)
+        assert owner.stdout is not None
+        owner.stdout.readline()
+    distributed.barrier()
+    started = time.monotonic()
+    Checkpointer(root, on_failure="raise", timeout=1).close()
+    line.say(time.monotonic() - started)
+    if owner is not None:
+        owner.communicate()
+
+
+def test_ranks_wait_for_a_dying_owner_longer_than_for_each_other(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    program = f"""if True:
+        import os, time, tundish as td
+        checkpointer = td.Checkpointer({str(root)!r})
+        print("up", flush=True)
+        time.sleep(4)
+        os._exit(0)
+    """
+    for (seconds,) in run(wait_for_an_owner, 2, tmp_path / "job", root, program):
+        assert 2 < seconds < 30

@@ -277,3 +277,63 @@ def test_what_fails_on_one_rank_fails_there(tmp_path: Path) -> None:
         assert second[0] == "InvalidInputError"
         assert second[1].startswith("'b' is a DTensor on a mesh without rank 1, which is to write it")
         job.expect_end()
+
+
+def within_a_limit(rank: int, line: Line) -> None:
+    """Saves 36 MB a rank with less and less memory; says what was counted, what was taken, and what came of it."""
+    import torch
+    import torch.distributed as distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from tundish import _native
+    from tundish.checkpoint import Checkpointer
+
+    root = line.hear()
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    torch.manual_seed(0)
+    tensors = {
+        f"w{number}": distribute_tensor(torch.randn(1000, 1501), mesh, [Shard(number % 2)])
+        for number in range(12)
+    }
+    while (order := line.hear()) is not None:
+        step, limit, lazy = order
+        arguments: dict[str, Any] = {}
+        if lazy:
+            parameters = [torch.nn.Parameter(tensor) for tensor in tensors.values()]
+            arguments = {"staging": "lazy", "optimizer": torch.optim.SGD(parameters)}
+        _native.trim_staging()
+        with Checkpointer(root, staging_limit_bytes=limit, on_failure="raise", timeout=60) as checkpointer:
+            before = reset_peak()
+            path = checkpointer.save_hf(step, tensors, shard_bytes=20_000_000, **arguments).result(60)
+            taken = peak() - before
+            counted = checkpointer.stats()["staging"]["peak"]
+        files = {
+            file.name: file.read_bytes() for file in sorted(path.iterdir()) if file.name != "tundish.json"
+        }
+        line.say(counted, taken, hash(tuple(files.items())))
+
+
+def test_a_limit_on_staging_is_a_bound(tmp_path: Path) -> None:
+    size = 2
+    # Buffers of sockets and the interpreter.
+    slack = 24 * MEBIBYTE
+    with Job(within_a_limit, size, tmp_path) as job:
+        for rank in range(size):
+            job.tell(rank, tmp_path / "root")
+        found = set()
+        for step, limit in enumerate((None, 45_000_000, 30_000_000, 1000)):
+            for lazy in (False, True):
+                for rank in range(size):
+                    job.tell(rank, (2 * step + lazy, limit, lazy))
+                for rank, (counted, taken, written) in enumerate(job.hear_all()):
+                    found.add((rank, written))
+                    assert taken < counted + slack, (limit, lazy)
+                    if limit is not None:
+                        # Less than a tensor needs on its way is no limit that can be kept.
+                        assert counted <= max(limit, 20_000_000), (limit, lazy)
+        # Each rank has its own seed of hashes.
+        assert len(found) == size
+        for rank in range(size):
+            job.tell(rank)
+        job.expect_end()

@@ -16,8 +16,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tundish.checkpoint.hf.shards import PAGE, Layout, assign, lay_out
+from tundish.checkpoint.hf.shards import Layout, assign, lay_out
 from tundish.checkpoint.tensors import DTYPES, Facts
+from tundish.checkpoint.windows import PAGE
 from tundish.errors import InvalidInputError
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -3,8 +3,8 @@
 `Checkpointer` saves Hugging Face exports and torch DCP checkpoints under one root; `open_readonly` reads the root
 from elsewhere, without importing torch. Layers, each knowing only those before it: `retention`, `reading`, `saves`
 (the seam to the kinds), `tensors`, `names`, `placements` (what is saved), `buffers` and `staging` (into host memory),
-`writing` (onto the disk), `hf` and `dcp` (the kinds), `budget` and `lane` (one save after the other, in the
-background), `failure`, `owner` (who changes the root), `checkpointer`.
+`writing` and `windows` (onto the disk), `hf` and `dcp` (the kinds), `budget` and `lane` (one save after the other, in
+the background), `failure`, `owner` (who changes the root), `opening`, `taking`, `checkpointer`.
 """
 
 from __future__ import annotations

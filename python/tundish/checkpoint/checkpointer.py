@@ -143,7 +143,8 @@ class Checkpointer:
             to_hf: converts names and tensors, one at a time, of models whose training layout differs:
                 called with a name and its tensor, gives pairs of them.
             staging: "eager" copies before it returns; "lazy" returns at once, copies during the next forward and
-                backward, and holds up `optimizer.step()` until it is done.
+                backward, and holds up `optimizer.step()` until it is done. Changes by anybody else in between fail the
+                save, but for those through `.data`, which torch does not count.
             optimizer: of a lazy staging.
             tag: a name for retention ("snapshot").
             overwrite: exchange a published checkpoint of this step.

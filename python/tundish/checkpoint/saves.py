@@ -48,12 +48,12 @@ class WriteOptions:
     """How the files of one save are written.
 
     `checksum`: whether checksums are computed on the way. `writers_per_node`: processes of this node that may
-    write at once. `progress`: called now and then with the bytes written so far, from any thread.
+    write at once. `progress`: is given a function that says how many bytes are written so far.
     """
 
     checksum: bool
     writers_per_node: int
-    progress: Callable[[int], None]
+    progress: Callable[[Callable[[], int]], None]
 
 
 class Staged(Protocol):
@@ -130,7 +130,7 @@ class Save(Future[Path]):
         self.kind = kind
         self.step = step
         self._total = total_bytes
-        self._written = 0
+        self._written: Callable[[], int] = lambda: 0
         self._is_staged = threading.Event()
         self._was_staged = False
         self.set_running_or_notify_cancel()
@@ -147,7 +147,7 @@ class Save(Future[Path]):
 
     def progress(self) -> tuple[int, int]:
         """Bytes that this rank has written so far, and all that it will write."""
-        return (self._total if self.done() and self.exception() is None else self._written), self._total
+        return (self._total if self.done() and self.exception() is None else self._written()), self._total
 
     # For the checkpointer alone.
 
@@ -156,8 +156,8 @@ class Save(Future[Path]):
         self._was_staged = True
         self._is_staged.set()
 
-    def note_written(self, written: int) -> None:
-        """So many bytes are written."""
+    def note_written(self, written: Callable[[], int]) -> None:
+        """How many bytes are written is asked of `written`."""
         self._written = written
 
     def finish(self, path: Path) -> None:

@@ -332,4 +332,4 @@ def _cut(target: torch.Tensor, source: torch.Tensor) -> Iterator[_Pair]:
     if target.nbytes <= _PIECE_BYTES:
         return iter([(target, source)])
     rows = max(1, len(target) * _PIECE_BYTES // target.nbytes)
-    return zip(target.split(rows), source.detach().split(rows), strict=True)
+    return zip(torch.split(target, rows), torch.split(source.detach(), rows), strict=True)

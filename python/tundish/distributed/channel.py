@@ -7,8 +7,9 @@ A `Channel` owns a namespace of the store, a connection to it and a `PeerWatch`.
    all ranks raise or none does.
 2. Every call to `hold` is the next round on its rank, whatever came of the former one. A rank that comes
    late reads the verdict of the round it is late for, at once, and is in step again.
-3. The caller's thread never touches the store, which can block for as long as its host is stopped; a thread
-   made for the round does, and a caller whose time is up leaves it behind. It ends when the store answers.
+3. The caller's thread never touches the store, which can block for as long as its host is stopped; a thread of the
+   channel does, and a caller whose time is up leaves it behind. It ends when the store answers. One that is not left
+   behind serves the next round too: an interpreter that is ending may start no threads any more, and still votes.
 4. A round leaves one key, its verdict, which is deleted once all ranks were seen in a later round, and in any
    case after 16 more rounds; the key `floor` tells a rank that comes later still.
 5. The rank that hosts the store leaves a round last, so that it can exit right after.
@@ -18,9 +19,11 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 
 from tundish.distributed.groups import Membership, unused_name
@@ -67,6 +70,18 @@ class _Round:
     interruption: Failure | None = None
 
 
+# Rounds for one thread; None ends it.
+_Rounds = queue.SimpleQueue["tuple[Channel, _Round] | None"]
+
+
+def _serve(rounds: _Rounds) -> None:
+    # Between rounds it holds no channel, so that one which nobody uses any more is let go of.
+    while (work := rounds.get()) is not None:
+        channel, current = work
+        channel._run(current)
+        del work, channel, current
+
+
 class Channel:
     """Votes among the members of one group. All members make it, in the same order.
 
@@ -88,6 +103,9 @@ class Channel:
         self._about: dict[int, str] = {}
         self._closed = False
         self._lost: Exception | None = None
+        # Of the thread that went through the last round, and that round.
+        self._rounds: _Rounds | None = None
+        self._last: _Round | None = None
         self._turn = threading.Lock()
         self._wire = threading.Lock()
         self._host = store_host_rank(member.store)
@@ -126,7 +144,7 @@ class Channel:
                 deadline=None if seconds is None else now + seconds,
             )
             self._number += 1
-            threading.Thread(target=self._run, args=(current,), name="tundish-vote", daemon=True).start()
+            self._hand_over(current)
             try:
                 answered = current.done.wait(None if seconds is None else seconds + _ANSWER_SECONDS)
                 if not answered and current.verdict is not None:
@@ -150,7 +168,20 @@ class Channel:
     def close(self) -> None:
         """Let go of sockets, the connection and the store; never waits."""
         self._closed = True
+        if self._rounds is not None:
+            self._rounds.put(None)
         self._release_if_closed()
+
+    def _hand_over(self, current: _Round) -> None:
+        """Give a round to the thread of the last one, or to another where that one was left behind."""
+        if self._rounds is None or self._last is None or not self._last.done.is_set():
+            if self._rounds is not None:
+                self._rounds.put(None)
+            self._rounds = queue.SimpleQueue()
+            weakref.finalize(self, self._rounds.put, None).atexit = False
+            threading.Thread(target=_serve, args=(self._rounds,), name="tundish-vote", daemon=True).start()
+        self._last = current
+        self._rounds.put((self, current))
 
     def _release_if_closed(self) -> None:
         # A round in progress holds the wire; its thread comes here when it ends.

@@ -94,7 +94,9 @@ def is_stateful(value: Any) -> bool:
 
 def _part_of(path: tuple[str | int, ...], tensor: Any) -> Hashable:
     # What a tensor is made of counts too, so that one that was checked may stand for another.
-    kind, dtype, layout, size = type(tensor), tensor.dtype, tensor.layout, tensor.shape
+    # A nested one, which is refused later, has no shape.
+    size = None if tensor.is_nested else tensor.shape
+    kind, dtype, layout = type(tensor), tensor.dtype, tensor.layout
     if not is_dtensor(tensor):
         return path, kind, dtype, layout, tensor.is_meta, size
     local = local_of(tensor)

@@ -5,7 +5,9 @@ Owns two gloo groups: one for the callers' threads, one for the finalize threads
 1. A save costs the callers' threads one reduction of four numbers; more only when the state dict of some rank has
    another form than at the last save, and the ranks do not all hold the same.
 2. No plan travels twice: what a rank sent before and did not change is known to the first rank.
-3. A failure on the background group spoils that group alone: the next save's callers make a new one, and
+3. Background exchanges do not depend on torch's list of groups, so that a script may destroy its process group while
+   a save is under way.
+4. A failure on the background group spoils that group alone: the next save's callers make a new one, and
    nothing is taken for known that was told on the old one.
 """
 
@@ -113,15 +115,19 @@ class Ranks:
         share = self.expected_share(leaves)
         if self._callers is None:
             return share, self._exchange
-        status = torch.tensor([not self._is_agreed, self._exchange.is_broken, share.digest, -share.digest])
-        distributed.all_reduce(status, distributed.ReduceOp.MAX, group=self._callers)
-        is_changed, is_broken, greatest, minus_least = status.tolist()
-        if is_broken:
+        seen = self._greatest(
+            is_changed=not self._is_agreed,
+            is_broken=self._exchange.is_broken,
+            digest=share.digest,
+            minus_digest=-share.digest,
+        )
+        if seen["is_broken"]:
             self._exchange.close()
             self._exchange = Exchange(self.members, self.index, self._timeout)
-        if is_changed:
+        if seen["is_changed"]:
             self._is_agreed = False
-            is_same = greatest == -minus_least
+            # The greatest is the least.
+            is_same = seen["digest"] == -seen["minus_digest"]
             if not is_same or len(share.census) > 1:
                 everyone: Census = ((share.outline, frozenset(self.members)),)
                 share = Share(
@@ -132,15 +138,19 @@ class Ranks:
 
     def tell(self, number: int) -> int:
         """Collective: the greatest `number` of all ranks."""
-        told = torch.tensor([number])
-        if self._callers is not None:
-            distributed.all_reduce(told, distributed.ReduceOp.MAX, group=self._callers)
-        return int(told.item())
+        return self._greatest(number=number)["number"]
 
     def close(self) -> None:
         """Let go of the groups; not collective."""
         self._exchange.close()
         self._resources.close()
+
+    def _greatest(self, **numbers: int) -> dict[str, int]:
+        """The greatest of each number on all ranks, in one reduction."""
+        told = torch.tensor([int(number) for number in numbers.values()])
+        if self._callers is not None:
+            distributed.all_reduce(told, distributed.ReduceOp.MAX, group=self._callers)
+        return dict(zip(numbers, told.tolist(), strict=True))
 
     def _take_census(self, share: Share) -> Census:
         """Each distinct outline, told by the lowest rank that has it."""
@@ -197,18 +207,14 @@ class Exchange:
         Raises `PeerFailedError` on the first rank where another one failed.
         """
         sent = b"" if plan is self._sent else pickle.dumps(_told(plan))
-        brought: list[Any] | None = [None] * len(self._members) if self.is_coordinator else None
-        if self._group is None:
-            brought = [sent]
-        else:
-            try:
-                distributed.gather_object(sent, brought, self._members[0], group=self._group)
-            except BaseException:
-                self.is_broken = True
-                raise
+        try:
+            brought = [sent] if self._group is None else self._bring(sent)
+        except BaseException:
+            self.is_broken = True
+            raise
         # Not an error: its traceback would hold on to what was staged.
         self._sent = plan if isinstance(plan, SavePlan) else None
-        for index, told in enumerate(brought or ()):
+        for index, told in enumerate(brought):
             if told:
                 self._known[index] = pickle.loads(told)  # noqa: S301 (from a rank of the same process group)
                 self.metadata = None
@@ -222,6 +228,20 @@ class Exchange:
     def close(self) -> None:
         """Let go of the group; not collective."""
         self._resources.close()
+
+    def _bring(self, sent: bytes) -> list[bytes]:
+        """What all ranks sent, on the first one; nothing on the others."""
+        own = torch.tensor([len(sent)])
+        lengths = [torch.zeros_like(own) for _ in self._members]
+        self._group.allgather([lengths], [own]).wait()
+        counts = [int(length.item()) for length in lengths]
+        given = torch.zeros(max(1, *counts), dtype=torch.uint8)
+        given[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else given[:0]
+        brought = [torch.empty_like(given) for _ in self._members] if self.is_coordinator else []
+        options = distributed.GatherOptions()
+        options.rootRank = 0
+        self._group.gather([brought] if brought else [], [given], options).wait()
+        return [piece[:count].numpy().tobytes() for piece, count in zip(brought, counts, strict=False)]
 
 
 def _told(plan: SavePlan | BaseException) -> SavePlan | str:

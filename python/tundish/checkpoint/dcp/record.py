@@ -191,32 +191,27 @@ class _Archive:
         large = self._zip64(size, start)
         if size > 0:
             self._put(struct.pack("<IIQQ" if size >= _FITS_32_BITS else "<IIII", 0x08074B50, 0, size, size))
-        fields = [min(value, _FITS_32_BITS) for value in (size, size)]
-        self._directory.append(
-            struct.pack(
-                "<IHHHHHHIIIHHHHHII",
-                *(
-                    0x02014B50,
-                    0,
-                    0,
-                    _flags(size),
-                    _STORED,
-                    0,
-                    0,
-                    0,
-                    *fields,
-                    len(encoded),
-                    len(large),
-                    0,
-                    0,
-                    0,
-                    0,
-                ),
-                min(start, _FITS_32_BITS),
-            )
-            + encoded
-            + large
+        shown = min(size, _FITS_32_BITS)
+        entry = _packed(
+            signature=("I", 0x02014B50),
+            made_by=("H", 0),
+            needed_to_read=("H", 0),
+            flags=("H", _flags(size)),
+            method=("H", _STORED),
+            time=("H", 0),
+            date=("H", 0),
+            checksum=("I", 0),
+            stored_size=("I", shown),
+            size=("I", shown),
+            name_length=("H", len(encoded)),
+            extra_length=("H", len(large)),
+            comment_length=("H", 0),
+            disk=("H", 0),
+            internal_attributes=("H", 0),
+            external_attributes=("I", 0),
+            start=("I", min(start, _FITS_32_BITS)),
         )
+        self._directory.append(entry + encoded + large)
 
     @staticmethod
     def _zip64(size: int, start: int) -> bytes:
@@ -227,3 +222,9 @@ class _Archive:
     def _put(self, data: bytes) -> None:
         self._pieces.append(data)
         self._position += len(data)
+
+
+def _packed(**fields: tuple[str, int]) -> bytes:
+    """The fields of a record, in order: of each its form for `struct`, and its value."""
+    forms = "".join(form for form, _ in fields.values())
+    return struct.pack(f"<{forms}", *(value for _, value in fields.values()))
