@@ -8,6 +8,7 @@ moment, and `check_next_start` what the next start makes of it.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import sys
@@ -304,6 +305,20 @@ def check(root: Path) -> dict[str, int]:
     return newest
 
 
+def check_records(root: Path) -> None:
+    """Registry and pointers of a root that was opened say what the folders say."""
+    from tundish.checkpoint import open_readonly
+
+    published = open_readonly(root).list()
+    registry = json.loads((root / "checkpoints.json").read_text()) if published else {"checkpoints": []}
+    assert [entry["folder"] for entry in registry["checkpoints"]] == [one.path.name for one in published]
+    for kind in ("hf", "dcp"):
+        steps = [one.step for one in published if one.kind == kind]
+        pointer = root / f"{kind}-latest"
+        assert (os.readlink(pointer) if steps else "") == (f"{kind}-{steps[-1]}" if steps else "")
+        assert pointer.is_symlink() == bool(steps)
+
+
 def check_next_start(root: Path) -> None:
     """The next start, here in one process: it cleans up, resumes at the newest step, and saves the next one."""
     from tundish.checkpoint import Checkpointer
@@ -312,6 +327,7 @@ def check_next_start(root: Path) -> None:
     training = Training()
     with Checkpointer(root, on_failure="raise") as checkpointer:
         assert hidden(root) == []
+        check_records(root)
         state = training.state()
         step = 0
         if checkpointer.latest("dcp") is not None:
