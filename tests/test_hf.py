@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from tundish.checkpoint import open_readonly
-from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundError
+from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundError, StepExistsError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -97,10 +99,78 @@ def test_a_named_step_is_resumed_and_a_damaged_one_refused(tmp_path: Path) -> No
     data.write_bytes(damaged)
     with pytest.raises(CorruptCheckpointError, match="dcp-6"):
         trainer(tmp_path, steps=8).train(resume_from_checkpoint=str(tmp_path / "dcp-6"))
-    # Without a name the one before is taken; the newer ones are in the way of its saves until they are set aside.
-    earlier = trainer(tmp_path, steps=4)
+    # An earlier one that is named is a rollback: what is newer is set aside.
+    earlier = trainer(tmp_path, steps=6)
     earlier.train(resume_from_checkpoint=str(tmp_path / "dcp-4"))
-    assert earlier.state.global_step >= 4
+    assert saved(tmp_path) == {"hf": [2, 4, 6], "dcp": [2, 4, 6]}
+    assert data.read_bytes() != damaged
+    assert (tmp_path / "discarded-dcp-6" / data.name).read_bytes() == damaged
+
+
+def saved(folder: Path) -> dict[str, list[int]]:
+    root = open_readonly(folder)
+    return {"hf": [one.step for one in root.list("hf")], "dcp": [one.step for one in root.list("dcp")]}
+
+
+def flip(folder: Path) -> None:
+    data = next((folder / "dcp-4").glob("*.distcp"))
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(damaged)
+
+
+def cut(folder: Path) -> None:
+    data = next((folder / "dcp-4").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+
+
+def never_published(folder: Path) -> None:
+    """As a kill leaves it between the two kinds."""
+    shutil.rmtree(folder / "dcp-4")
+
+
+@pytest.mark.parametrize("spoil", [flip, cut, never_published])
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_whatever_is_newer(
+    tmp_path: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = trainer(tmp_path / "whole", steps=8)
+    whole.train()
+    broken = trainer(tmp_path / "broken", steps=5)
+    broken.train()
+    spoil(tmp_path / "broken")
+    export = (tmp_path / "broken" / "hf-4" / "model.safetensors").read_bytes()
+    resumed = trainer(tmp_path / "broken", steps=8)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(weights(resumed), weights(whole))
+    assert saved(tmp_path / "broken") == {"hf": [2, 4, 6, 8], "dcp": [2, 4, 6, 8]}
+    # The export of the earlier run is not lost, and said where it is.
+    aside = tmp_path / "broken" / "discarded-hf-4"
+    assert (aside / "model.safetensors").read_bytes() == export
+    assert f"set aside: {aside}" in caplog.text
+    # And again, with nothing left to set aside.
+    trainer(tmp_path / "broken", steps=8).train(resume_from_checkpoint=True)
+
+
+def test_a_run_that_begins_anew_finds_nothing_in_its_way(tmp_path: Path) -> None:
+    trainer(tmp_path, steps=4).train()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    anew = trainer(tmp_path, steps=4)
+    with pytest.raises(StepExistsError, match=r"resume_from_checkpoint=True.*dcp-4"):
+        anew.train()
+    assert anew.state.global_step == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    # Killed before there was anything to resume from: the exports are set aside.
+    for step in (2, 4):
+        shutil.rmtree(tmp_path / f"dcp-{step}")
+    trainer(tmp_path, steps=4).train()
+    assert saved(tmp_path) == {"hf": [2, 4], "dcp": [2, 4]}
+    assert (tmp_path / "discarded-hf-2").is_dir() and (tmp_path / "discarded-hf-4").is_dir()
+    # Where exports are all that is saved they are nobody's leftovers.
+    trainer(tmp_path / "exports", steps=2, save_only_model=True).train()
+    with pytest.raises(StepExistsError, match=r"hf-2"):
+        trainer(tmp_path / "exports", steps=2, save_only_model=True).train()
+    # Nothing is saved, so nothing is in the way.
+    trainer(tmp_path, steps=2, save_strategy="no").train()
 
 
 @pytest.mark.parametrize("where", ["nowhere", "hf-2", "dcp-x"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tundish import cli
+from tundish._native import seal_manifest
 from tundish.checkpoint import Checkpointer
 
 
@@ -72,6 +73,88 @@ def test_prune(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         answer(capsys, "checkpoint", "prune", root, "--keep-last", 0, code=2)["error"]["kind"]
         == "InvalidInputError"
     )
+
+
+def damage(path: Path, *, cut: bool = False) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content[: -1 if cut else None])
+
+
+def test_what_is_no_whole_checkpoint_is_named_by_all(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(root / "hf-30" / "model.safetensors", cut=True)
+    (root / "dcp-30" / "tundish.json").unlink()
+    listed = answer(capsys, "checkpoint", "ls", root)
+    assert names(listed["checkpoints"]) == ["hf-10", "hf-20"]
+    assert names(listed["damaged"]) == ["dcp-30", "hf-30"]
+    assert cli.main(["checkpoint", "ls", str(root)]) == 0
+    shown = capsys.readouterr().out
+    assert "dcp-30              no whole checkpoint: it has no tundish.json" in shown
+    assert "hf-30               no whole checkpoint: model.safetensors has " in shown
+    for words in ([], ["--step", 30]):
+        error = answer(capsys, "checkpoint", "verify", root, *words, code=1)["error"]
+        assert "hf-30 is no whole checkpoint: model.safetensors has " in error["message"]
+        assert "dcp-30 is no whole checkpoint: it has no tundish.json" in error["message"]
+    answer(capsys, "checkpoint", "verify", root, "--step", 20)
+    assert (
+        answer(capsys, "checkpoint", "verify", root, "--step", 40, code=3)["error"]["kind"] == "NotFoundError"
+    )
+    assert cli.main(["checkpoint", "repair", str(root)]) == 0
+    shown = capsys.readouterr().out
+    assert f"ignored: {root / 'dcp-30'}: it has no tundish.json" in shown
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_prune_removes_nothing_where_what_stays_is_damaged(
+    root: Path, cut: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        for step in (31, 32, 33):
+            checkpointer.save_dcp(step, {"weight": torch.ones(2000)}, blocking=True)
+    damage(root / "dcp-33" / "__0_0.distcp", cut=cut)
+    before = sorted(path.name for path in root.iterdir())
+    if cut:
+        # It is none, and so not counted among those to keep.
+        removed = answer(capsys, "checkpoint", "prune", root, "--keep-last", 1)["removed"]
+        assert names(removed) == ["dcp-30", "dcp-31", "hf-10"]
+        assert (root / "dcp-33").exists()
+        return
+    error = answer(capsys, "checkpoint", "prune", root, "--keep-last", 1, code=1)["error"]
+    assert error["kind"] == "CorruptCheckpointError"
+    assert "nothing was removed" in error["message"]
+    assert "dcp-33" in error["message"]
+    assert sorted(path.name for path in root.iterdir()) == before
+    (root / "dcp-33").rename(root / "bad")
+    answer(capsys, "checkpoint", "prune", root, "--keep-last", 1)
+    assert not (root / "dcp-31").exists()
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        checkpointer.load_dcp({"weight": torch.ones(2000)}, 32)
+
+
+def test_prune_keeps_the_steps_it_is_told(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["checkpoint", "prune", root, "--keep-last", 1]
+    error = answer(capsys, *words, "--keep", 10, "--keep", 15, code=3)["error"]
+    assert "step 15" in error["message"]
+    assert answer(capsys, *words, "--keep", 10, "--keep", 30)["removed"] == []
+    assert names(answer(capsys, *words)["removed"]) == ["hf-10"]
+
+
+def test_what_others_wrote_is_shown_and_not_obeyed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = json.loads((root / "hf-20" / "tundish.json").read_text())
+    del manifest["checksum"]
+    evil = "\x1b[2J\x1b]0;title\x07\u202enext\nhf-99"
+    (root / "hf-20" / "tundish.json").write_text(seal_manifest(json.dumps(manifest | {"tag": evil})))
+    manifest["files"][0]["name"] = evil
+    (root / "hf-10" / "tundish.json").write_text(seal_manifest(json.dumps(manifest | {"step": 10})))
+    assert cli.main(["checkpoint", "ls", str(root)]) == 0
+    assert cli.main(["checkpoint", "verify", str(root)]) == 1
+    assert cli.main(["checkpoint", "repair", str(root)]) == 0
+    told = capsys.readouterr()
+    for text in (told.out, told.err):
+        assert all(sign.isprintable() or sign == "\n" for sign in text)
+        assert "\\x1b[2J\\x1b]0;title\\x07\\u202enext" in text
+    assert "\\u202enext\\nhf-99" in told.out
+    assert answer(capsys, "checkpoint", "ls", root)["checkpoints"][1]["tag"] == evil
 
 
 def test_repair_mends_registry_and_links_from_the_folders(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,16 @@ import pytest
 import torch
 from torch import distributed
 
+from tundish._native import CheckpointRoot, seal_manifest
+from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.dcp.saver import DcpSaver, load_dcp
-from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError
+from tundish.errors import (
+    CheckpointInUseError,
+    CorruptCheckpointError,
+    InvalidInputError,
+    NotFoundError,
+    StateMismatchError,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -171,19 +181,148 @@ def test_only_whole_checkpoints_are_read(saved: Path, tmp_path: Path) -> None:
     assert not state["model"]["w"].any()
 
 
+def rewrite(saved: Path, change: dict[str, Any]) -> None:
+    """Give the manifest other fields, and the checksum that is theirs."""
+    manifest = json.loads((saved / "tundish.json").read_text())
+    del manifest["checksum"]
+    (saved / "tundish.json").write_text(seal_manifest(json.dumps(manifest | change)))
+
+
 @pytest.mark.parametrize(
-    ("change", "kind"),
+    ("change", "kind", "said"),
     [
-        ({"kind": "hf"}, StateMismatchError),
-        ({"format_version": 2}, StateMismatchError),
-        ({"world_size": "2"}, StateMismatchError),
+        ({"kind": "hf"}, StateMismatchError, "of kind 'hf'"),
+        ({"format_version": 2}, CorruptCheckpointError, "version is 2"),
+        ({"world_size": "2"}, CorruptCheckpointError, "cannot be understood"),
+        ({"world_size": None}, CorruptCheckpointError, "says that None ranks saved it"),
+        ({"world_size": 0}, CorruptCheckpointError, "says that 0 ranks saved it"),
+        # Nothing counts so far.
+        ({"world_size": 10**18}, CorruptCheckpointError, "ranks saved it"),
+        ({"extra": [1, 2]}, CorruptCheckpointError, "as extra"),
     ],
 )
-def test_other_kinds_of_checkpoints_are_refused(saved: Path, change: dict[str, Any], kind: type) -> None:
-    manifest = json.loads((saved / "tundish.json").read_text())
-    (saved / "tundish.json").write_text(json.dumps(manifest | change))
-    with pytest.raises(kind):
+def test_manifests_that_no_save_writes_are_refused(
+    saved: Path, change: dict[str, Any], kind: type, said: str
+) -> None:
+    rewrite(saved, change)
+    with pytest.raises(kind, match=said):
         load_dcp({"model": {"w": torch.zeros(3, 4)}}, saved, verify=False)
+
+
+def link(saved: Path) -> None:
+    (saved / "__0_0.distcp").rename(saved.with_name("elsewhere"))
+    (saved / "__0_0.distcp").symlink_to(saved.with_name("elsewhere"))
+
+
+def deep_manifest(saved: Path) -> None:
+    (saved / "tundish.json").write_text("[" * 200_000)
+
+
+def cut(saved: Path) -> None:
+    (saved / "__0_0.distcp").write_bytes((saved / "__0_0.distcp").read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [link, deep_manifest, cut])
+def test_without_a_verification_the_form_is_looked_at(saved: Path, damage: Callable[[Path], None]) -> None:
+    damage(saved)
+    state = {"model": {"w": torch.zeros(3, 4)}}
+    with pytest.raises(CorruptCheckpointError):
+        load_dcp(state, saved, verify=False)
+    assert not state["model"]["w"].any()
+
+
+class Meddler:
+    """Replaces what is being loaded, in the middle of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.refusals: list[BaseException] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        with contextlib.closing(CheckpointRoot(self.root, wait_seconds=0)) as owner:
+            try:
+                owner.begin("dcp", 7, overwrite=True)
+            except CheckpointInUseError as error:
+                self.refusals.append(error)
+        return {"value": torch.zeros(1)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state_dict()
+
+
+def test_what_is_loaded_by_its_path_stays_until_it_is_loaded(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        path = checkpointer.save_dcp(7, {"meddler": {"value": torch.ones(1)}}).result()
+    meddler = Meddler(path.parent)
+    load_dcp({"meddler": meddler}, path.parent / "dcp-latest")
+    # Once when the state dict was looked at, once when it was filled.
+    assert len(meddler.refusals) == 2
+    meddler.state_dict()
+    assert len(meddler.refusals) == 2
+
+
+def test_an_optimizer_without_its_state_is_told_what_it_misses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(4, 4)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = fresh()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        checkpointer.save_dcp(1, state, blocking=True)
+        checkpointer.load_dcp(state)
+        # A part is nobody's mistake.
+        checkpointer.load_dcp({"model": model.state_dict()})
+        checkpointer.load_dcp({})
+        assert "not loaded" not in caplog.text
+        model, optimizer = fresh()
+        checkpointer.load_dcp({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    assert "6 values that" in caplog.text
+    assert "under 'optimizer.state' are not loaded" in caplog.text
+    assert "get_state_dict" in caplog.text
+
+
+def load_other_steps(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    state = {"w": torch.zeros(3)}
+    with Checkpointer(root, on_failure="raise", timeout=30) as checkpointer:
+        for step in (8, 10):
+            checkpointer.save_dcp(step, {"w": torch.full((3,), step)}, blocking=True)
+        told = [
+            outcome(lambda: checkpointer.load_dcp(state, 8 if rank == 0 else 10)),
+            outcome(lambda: checkpointer.load_dcp(state, None if rank == 0 else 10)),
+            outcome(lambda: checkpointer.load_dcp(state, -1 if rank == 0 else 10)),
+        ]
+        # One rank sees another checkpoint under the same name.
+        mine = root if rank == 0 else shutil.copytree(root, root.with_name("copy"), symlinks=True)
+        if rank == 1:
+            shutil.rmtree(mine / "dcp-10")
+            shutil.copytree(mine / "dcp-8", mine / "dcp-10")
+        told.append(outcome(lambda: load_dcp(state, mine / "dcp-10")))
+        assert not state["w"].any()
+        checkpointer.load_dcp(state, 8)
+        assert state["w"].tolist() == [8, 8, 8]
+    line.say(*told)
+
+
+def test_all_ranks_load_the_same_or_none_does(tmp_path: Path) -> None:
+    for told in run(load_other_steps, 2, tmp_path / "job", tmp_path / "root"):
+        assert all(
+            each[0] in {"InvalidInputError", "PeerFailedError", "StateMismatchError"} for each in told
+        ), told
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "8", 1 << 63])
+def test_steps_that_there_cannot_be_are_refused(tmp_path: Path, step: Any) -> None:
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        with pytest.raises(InvalidInputError, match="step is"):
+            checkpointer.load_dcp({}, step)
+        with pytest.raises(InvalidInputError, match="step is"), checkpointer.reading(step):
+            pass
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "rank_extra-00000.json", "tundish.json"])
@@ -206,7 +345,8 @@ def load_what_does_not_fit_on_one_rank(rank: int, line: Line) -> None:
     assert not state["model"]["w"].any()
     distributed.barrier()
     if rank == 0:
-        (folder / ".metadata").write_bytes(b"x")
+        # Of the size it should have: only who reads it finds it.
+        (folder / ".metadata").write_bytes(bytes((folder / ".metadata").stat().st_size))
     distributed.barrier()
     damaged = outcome(lambda: load_dcp({"model": {"w": torch.zeros(3, 4)}}, folder))
     line.say(refused, damaged)

@@ -33,6 +33,10 @@ Root = _native.CheckpointRoot
 
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Root]:
+    # Only the root itself is made.
+    with pytest.raises(NotFoundError, match=r"run does not exist"):
+        Root(tmp_path / "run" / "checkpoints", wait_seconds=0)
+    (tmp_path / "run").mkdir()
     opened = Root(tmp_path / "run" / "checkpoints", wait_seconds=0)
     yield opened
     opened.close()
