@@ -271,12 +271,13 @@ class Checkpointer:
     ) -> tuple[dict[str, Any], dict[int, Any]]:
         """Collective: load a DCP checkpoint into `state_dict`, in place, on this world size whatever it was saved on.
 
-        A DCP save that is under way is waited for.
+        A DCP save that is under way is waited for. Whoever trains on from what was loaded calls `discard_after` next:
+        newer checkpoints of either kind would be in the way of the saves to come.
 
         Args:
             state_dict: as it was saved, or parts of it, with the tensors to load into; empty for `extra` alone.
-            step: the checkpoint; None takes the newest whole one: where a byte of the newest is wrong, the one before
-                it, with a warning. A step that is named raises instead.
+            step: the checkpoint, the same on all ranks; None takes the newest whole one: where the newest is damaged,
+                the one before it, with an error in the log. A step that is named raises instead.
             verify: read all bytes first and compare their checksums.
 
         Returns `extra` and the `rank_extra` of every rank that saved, by rank.
