@@ -43,6 +43,8 @@ test: $(STAMPS)/with-test
 	    set -x; cargo test --lib --bins --tests $(CORE_TESTS); \
 	fi
 	cargo test --doc $(CORE_TESTS)
+	@# The tests of faults build it where it is missing; here it takes no time of a test.
+	cargo build --quiet --locked --package tundish-python --features failpoints
 	$(BIN)/python -m pytest
 
 soak: export TUNDISH_SOAK := 1

@@ -45,6 +45,8 @@ def test_a_rank_that_fails_is_named_on_all_and_no_later_save_fails(kind: str, tm
     assert_saved(root, {kind: [1, 3]})
 
 
+# It may have to compile the module with failpoints first.
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
 def test_a_panic_in_the_writer_of_one_rank_fails_the_save_and_no_later_one(kind: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
