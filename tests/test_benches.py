@@ -5,11 +5,13 @@ The peers that come from the package index are not needed here; the files of ben
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,15 @@ import pytest
 import tundish as td
 
 PEERS = Path(__file__).resolve().parents[1] / "benches" / "peers"
-MODULES = ("distributions", "measure", "numpy_forms", "report")
+MODULES = {
+    "measure": "measure",
+    "report": "report",
+    "distributions": "packing.distributions",
+    "numpy_forms": "packing.numpy_forms",
+    "processes": "checkpoint.processes",
+    "state": "checkpoint.state",
+}
+ROOMS = ("checkpoint", "measure", "packing", "report")
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +35,11 @@ def bench() -> Iterator[SimpleNamespace]:
     """The bench's modules that need no peer; their plain names leave sys.modules again."""
     sys.path.insert(0, str(PEERS))
     try:
-        yield SimpleNamespace(**{name: __import__(name) for name in MODULES})
+        yield SimpleNamespace(**{name: importlib.import_module(path) for name, path in MODULES.items()})
     finally:
         sys.path.remove(str(PEERS))
-        for name in MODULES:
-            sys.modules.pop(name, None)
+        for name in [name for name in sys.modules if name.partition(".")[0] in ROOMS]:
+            del sys.modules[name]
 
 
 def token_by_token(lengths: list[int], order: list[int], max_length: int) -> dict[str, list[int]]:
@@ -135,22 +145,108 @@ def test_a_child_reports_time_and_peak(bench: SimpleNamespace, tmp_path: Path, t
     assert not (tmp_path / "plan").exists()
 
 
-def test_results_outside_the_markers_stay(bench: SimpleNamespace, tmp_path: Path) -> None:
+def test_results_outside_the_markers_of_a_part_stay(bench: SimpleNamespace, tmp_path: Path) -> None:
     results = tmp_path / "RESULTS.md"
     results.write_text("above\n")
-    bench.report.write(results, "first\n")
+    bench.report.write(results, "packing", "first\n")
+    bench.report.write(results, "checkpoint", "other\n")
     results.write_text(results.read_text() + "below\n")
-    bench.report.write(results, "second\n")
-    assert results.read_text() == f"above\n{bench.report.BEGIN}\nsecond\n{bench.report.END}\nbelow\n"
+    bench.report.write(results, "packing", "second\n")
+    (begin, end), (others_begin, others_end) = map(bench.report.markers, ("packing", "checkpoint"))
+    assert results.read_text() == (
+        f"above\n\n{begin}\nsecond\n{end}\n\n{others_begin}\nother\n{others_end}\nbelow\n"
+    )
 
 
-def test_a_missing_peer_fails_the_bench() -> None:
-    without_megatron = (
-        "import runpy, sys; sys.modules['megatron'] = None; sys.argv = ['run.py', '--quick', '--only', 'shuffle']; "
+def test_the_results_have_each_part_once(bench: SimpleNamespace) -> None:
+    results = (PEERS.parent / "RESULTS.md").read_text()
+    for part in ("packing", "checkpoint"):
+        for marker in bench.report.markers(part):
+            assert results.count(marker) == 1
+
+
+WAYS = [
+    ("copy", 1, False),
+    ("hf", 1, False),
+    ("hf lazy", 1, False),
+    ("safetensors", 1, False),
+    ("seed", 1, False),
+    ("torch thread", 1, False),
+    ("hf", 2, False),
+    ("dcp", 2, True),
+]
+
+
+@pytest.mark.parametrize(("way", "world", "sharded"), WAYS)
+def test_a_way_of_saving_is_timed_and_compared(
+    bench: SimpleNamespace, tmp_path: Path, way: str, world: int, sharded: bool
+) -> None:
+    reply = bench.processes.run_ranks(saving(tmp_path, way, world, sharded), threads=1)
+    assert reply["differing"] == []
+    assert len(reply["stall"]) == len(reply["durable"]) == 2
+    for stall, durable in zip(reply["stall"], reply["durable"], strict=True):
+        assert 0 < stall <= durable
+    assert reply["memory"] < 64 * 2**20
+    # Of what was saved nothing is left.
+    assert not list((tmp_path / "saves").rglob("*.safetensors"))
+
+
+def test_time_lost_beside_training_is_measured(bench: SimpleNamespace, tmp_path: Path) -> None:
+    loops = ["matrix products", "400 tiny operations"]
+    reply = bench.processes.run_ranks(saving(tmp_path, "hf", 1, False) | {"loops": loops}, threads=1)
+    for loop in loops:
+        lost = reply["lost"][loop]
+        assert lost["base"] > 0
+        # What a save of a few kilobytes costs is less than a few steps.
+        assert abs(lost["lost"]) < 5
+        assert lost["worst"] > 0
+
+
+def test_a_rank_that_fails_is_told_of(bench: SimpleNamespace, tmp_path: Path) -> None:
+    # Where the way wants to make a folder is a file.
+    request = saving(tmp_path, "safetensors", 1, False)
+    (tmp_path / "saves").write_text("")
+    with pytest.raises(RuntimeError, match=r"(?s)safetensors: it ended with 1.*FileExistsError"):
+        bench.processes.run_ranks(request, threads=1)
+
+
+def test_a_save_that_is_no_copy_is_found_out(bench: SimpleNamespace) -> None:
+    state = bench.state.make_state(bench.state.WORKLOADS["tiny"])
+    assert bench.state.differing(state, bench.state.make_state(bench.state.WORKLOADS["tiny"])) == []
+    saved = {name: tensor.clone() for name, tensor in state.items()}
+    changes = bench.state.Changes(state)
+    changes.toggle()
+    assert bench.state.differing(saved, state) == sorted(state)
+    changes.toggle()
+    assert bench.state.differing(saved, state) == []
+    del saved["layers.1.weight"]
+    assert bench.state.differing(saved, state) == ["layers.1.weight"]
+
+
+def saving(folder: Path, way: str, world: int, sharded: bool) -> dict[str, Any]:
+    return {
+        "way": way,
+        "workload": "tiny",
+        "world": world,
+        "sharded": sharded,
+        "root": str(folder / "saves"),
+        "rounds": 2,
+        "compare": True,
+        "loops": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("missing", "measure"), [("megatron", "shuffle"), ("orbax", "large"), ("torch_checkpointing", "small")]
+)
+def test_a_missing_peer_fails_the_bench(missing: str, measure: str) -> None:
+    without = (
+        f"import runpy, sys; sys.modules[{missing!r}] = None; "
+        f"sys.argv = ['run.py', '--quick', '--only', {measure!r}]; "
         f"sys.path.insert(0, {str(PEERS)!r}); runpy.run_path({str(PEERS / 'run.py')!r}, run_name='__main__')"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", without_megatron], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", without], capture_output=True, text=True, timeout=120, check=False
     )
     assert ran.returncode == 1
     assert "a peer is missing" in ran.stderr

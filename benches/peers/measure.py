@@ -14,7 +14,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -36,7 +36,7 @@ class Contestant:
     clean_up: Callable[[], None] = lambda: None
 
 
-class OutputsDiffer(Exception):
+class OutputsDiffer(RuntimeError):
     """Two contestants that should agree do not."""
 
 
@@ -82,7 +82,7 @@ def run_child(request: Mapping[str, Any]) -> dict[str, Any]:
     SAMPLING_SECONDS, because a thread of its own would share its interpreter with the work.
     """
     child = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("pack_child.py")), json.dumps(request)],
+        [sys.executable, str(Path(__file__).parent / "packing" / "pack_child.py"), json.dumps(request)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -114,7 +114,7 @@ def file_system(folder: Path) -> str:
     return next(kinds[str(parent)] for parent in (resolved, *resolved.parents) if str(parent) in kinds)
 
 
-def describe_machine(folder: Path) -> list[tuple[str, str]]:
+def describe_machine(folder: Path, packages: Sequence[str]) -> list[tuple[str, str]]:
     """What a reader needs to judge the figures: hardware, system, versions."""
     model = next(
         line.split(":", 1)[1].strip()
@@ -123,14 +123,13 @@ def describe_machine(folder: Path) -> list[tuple[str, str]]:
     )
     memory = int(Path("/proc/meminfo").read_text().split()[1]) / 2**20
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    packages = ("tundish", "numpy", "torch", "megatron-core")
     return [
         ("Date", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),
         ("Processor", f"{model}, {len(os.sched_getaffinity(0))} cores ({platform.machine()})"),
         ("Memory", f"{memory:.0f} GiB"),
         ("Kernel", f"{platform.system()} {platform.release()}"),
         ("Transparent huge pages", huge_pages.read_text().strip() if huge_pages.exists() else "none"),
-        ("File system of the published plans", file_system(folder)),
+        ("File system", file_system(folder)),
         ("Python", platform.python_version()),
         ("Packages", ", ".join(f"{name} {version(name)}" for name in packages)),
     ]

@@ -1,8 +1,8 @@
 """The tables of benches/RESULTS.md.
 
-Owns the wording of a figure, of its target and of whether it was met, and the part of the file between the
-markers. Always holds: every cell comes from a measurement or from a target stated in code; text outside the
-markers stays as it is.
+Owns the wording of a figure, of its target and of whether it was met, and what is between the markers of each part
+in the file. Always holds: every cell comes from a measurement or from a target stated in code; text outside the
+markers of the part that is written stays as it is.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-BEGIN = "<!-- side by side in Python: begin; written by benches/peers/run.py -->"
-END = "<!-- side by side in Python: end -->"
+
+def markers(part: str) -> tuple[str, str]:
+    """What stands before and after a part."""
+    return (
+        f"<!-- {part}, side by side in Python: begin; written by benches/peers/run.py -->",
+        f"<!-- {part}, side by side in Python: end -->",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +93,13 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line[column] for column in filled) + " |" for line in lines)
 
 
-def render(sections: list[Section], machine: list[tuple[str, str]], rounds: str) -> str:
-    """The whole part between the markers."""
+def render(part: str, sections: list[Section], machine: list[tuple[str, str]], rounds: str) -> str:
+    """The whole of a part between its markers."""
     judged = [
         [section.title, *_cells(row)] for section in sections for row in section.rows if row.met is not None
     ]
     parts = [
-        "# Side by side in Python",
+        f"# {part.capitalize()}, side by side in Python",
         "Written by `make bench` from one run; not edited by hand. " + rounds,
         _table(["machine", ""], [list(pair) for pair in machine]),
     ]
@@ -106,9 +111,12 @@ def render(sections: list[Section], machine: list[tuple[str, str]], rounds: str)
     return "\n\n".join(parts) + "\n"
 
 
-def write(path: Path, rendered: str) -> None:
-    """Put `rendered` between the markers of `path`, which is made where it is missing."""
+def write(path: Path, part: str, rendered: str) -> None:
+    """Put `rendered` between the markers of `part` in `path`, which is made where it is missing."""
+    begin, end = markers(part)
     earlier = path.read_text() if path.exists() else ""
-    before, _, rest = earlier.partition(BEGIN)
-    after = rest.partition(END)[2]
-    path.write_text(f"{before}{BEGIN}\n{rendered}{END}\n{after.lstrip(chr(10))}")
+    before, marker, rest = earlier.partition(begin)
+    if not marker and before:
+        before = before.rstrip("\n") + "\n\n"
+    after = rest.partition(end)[2]
+    path.write_text(f"{before}{begin}\n{rendered}{end}\n{after.removeprefix(chr(10))}")

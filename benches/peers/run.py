@@ -1,91 +1,152 @@
 """Side-by-side bench: tundish against what people use today.
 
-    python benches/peers/run.py              everything; writes benches/RESULTS.md
-    python benches/peers/run.py --only NAME  one measure, printed
-    python benches/peers/run.py --quick      a smoke test on small inputs, printed
+    python benches/peers/run.py                 everything; writes benches/RESULTS.md
+    python benches/peers/run.py --part NAME     one part; writes its section of benches/RESULTS.md
+    python benches/peers/run.py --only NAME     one measure, printed
+    python benches/peers/run.py --quick         a smoke test on small inputs, printed
 
 Owns the command line and the scratch folder on the checkout's disk, which is removed at the end. Always
-holds: a missing peer, or two outputs that differ, ends the run with a status other than 0 and leaves
-RESULTS.md as it was; only a full run writes it, so that every figure in it is from one run. An unmet target
-is written down, not hidden and not an error.
+holds: a missing peer, or two outputs that differ, ends the run with a status other than 0 and leaves what RESULTS.md
+says of that part as it was; only a full run of a part writes it, so that every figure of a part is from one run. An
+unmet target is written down, not hidden and not an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 RESULTS = CHECKOUT / "benches" / "RESULTS.md"
 NOT_A_DISK = ("tmpfs", "ramfs")
-MEASURES = ("plan", "published", "shuffle", "lookup", "curve")
+MEASURES = {
+    "packing": ("plan", "published", "shuffle", "lookup", "curve"),
+    "checkpoint": ("large", "small", "worlds"),
+}
+PACKAGES = {
+    "packing": ("tundish", "numpy", "torch", "megatron-core"),
+    "checkpoint": (
+        "tundish",
+        "torch",
+        "safetensors",
+        "torch-checkpointing",
+        "orbax-checkpoint",
+        "nvidia-resiliency-ext",
+    ),
+}
+
+
+def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
+    """The measures of packing, and what is said of their rounds."""
+    from packing.cases import Scale, hard_plan, published, shuffle
+    from packing.curve_case import curve
+    from packing.lookup_case import lookup
+
+    scale = Scale(
+        samples=(10**4, 10**5) if quick else (10**5, 10**6, 10**7),
+        curve_samples=(10**4, 10**5) if quick else (10**5, 10**6, 10**7, 10**8),
+        least_rounds=2 if quick else 5,
+        batches=4 if quick else 50,
+        folder=folder,
+    )
+    said = f"Each time is the least of at least {scale.least_rounds} rounds; in a round every contestant runs once."
+    return {
+        "plan": lambda: [hard_plan(scale)],
+        "published": lambda: [published(scale)],
+        "shuffle": lambda: [shuffle(scale)],
+        "lookup": lambda: [lookup(scale)],
+        "curve": lambda: curve(scale),
+    }, said
+
+
+def checkpoint_measures(
+    folder: Path, *, quick: bool
+) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
+    """The measures of saving, and what is said of their rounds."""
+    import nvidia_resiliency_ext  # noqa: F401 (imported in other processes, where a missing one would cost minutes)
+    import orbax.checkpoint  # noqa: F401
+    import torch_checkpointing  # noqa: F401
+    from checkpoint.cases import Plan, measure
+
+    processors = len(os.sched_getaffinity(0))
+    plan = Plan(folder=folder, processors=processors)
+    if quick:
+        plan = Plan(
+            folder=folder, processors=processors, large="tiny", small="tiny", rounds=1, saves=1, judges=False
+        )
+    said = (
+        f"Each time is the least of {plan.rounds * plan.saves}: in each of {plan.rounds} rounds every way saves "
+        f"{plan.saves} times, in a fresh process for each rank, after a save that has everything warm."
+    )
+    return {name: lambda name=name: measure(name, plan) for name in MEASURES["checkpoint"]}, said
+
+
+PARTS = {"packing": packing_measures, "checkpoint": checkpoint_measures}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Bench tundish against its peers.")
     parser.add_argument("--quick", action="store_true", help="small inputs, few rounds, no targets")
-    parser.add_argument("--only", choices=MEASURES, help="one measure; prints and leaves RESULTS.md alone")
+    parser.add_argument(
+        "--part", choices=tuple(PARTS), help="one part; the other section of RESULTS.md stays"
+    )
+    parser.add_argument(
+        "--only",
+        choices=[name for names in MEASURES.values() for name in names],
+        help="one measure; prints and leaves RESULTS.md alone",
+    )
     options = parser.parse_args()
-
-    try:
-        from cases import Scale, hard_plan, published, shuffle
-        from curve_case import curve
-        from lookup_case import lookup
-        from measure import OutputsDiffer, describe_machine, file_system
-        from report import render, write
-    except ImportError as error:
-        print(f"bench: a peer is missing: {error}", file=sys.stderr)
-        print(
-            "bench: install benches/peers/requirements.txt and tundish, or run `make bench`", file=sys.stderr
-        )
-        return 1
+    parts = [part for part in PARTS if options.part in (None, part)]
+    if options.only is not None:
+        parts = [part for part in parts if options.only in MEASURES[part]]
+        if not parts:
+            parser.error(f"{options.only} is not of this part")
 
     scratch = CHECKOUT / "out"
     scratch.mkdir(exist_ok=True)
-    if file_system(scratch) in NOT_A_DISK:
-        print(
-            f"bench: {scratch} is on {file_system(scratch)}; publishing is measured on a real disk",
-            file=sys.stderr,
-        )
-        return 1
-
-    def progress(name: str) -> None:
-        print(f"bench: {name} …", file=sys.stderr, flush=True)
-
-    with tempfile.TemporaryDirectory(dir=scratch, prefix="bench-") as folder:
-        scale = Scale(
-            samples=(10**4, 10**5) if options.quick else (10**5, 10**6, 10**7),
-            curve_samples=(10**4, 10**5) if options.quick else (10**5, 10**6, 10**7, 10**8),
-            least_rounds=2 if options.quick else 5,
-            batches=4 if options.quick else 50,
-            folder=Path(folder),
-        )
-        machine = describe_machine(Path(folder))
-        sections = []
+    for part in parts:
         try:
-            for name, measure in (
-                ("plan", lambda: [hard_plan(scale)]),
-                ("published", lambda: [published(scale)]),
-                ("shuffle", lambda: [shuffle(scale)]),
-                ("lookup", lambda: [lookup(scale)]),
-                ("curve", lambda: list(curve(scale))),
-            ):
-                if options.only in (None, name):
-                    progress(name)
-                    sections += measure()
-        except OutputsDiffer as error:
+            run_part(part, scratch, only=options.only, quick=options.quick)
+        except ImportError as error:
+            print(f"bench: a peer is missing: {error}", file=sys.stderr)
+            print(
+                "bench: install benches/peers/requirements.txt and tundish, or run `make bench`",
+                file=sys.stderr,
+            )
+            return 1
+        except RuntimeError as error:
             print(f"bench: {error}", file=sys.stderr)
             return 1
-
-    rounds = f"Each time is the least of at least {scale.least_rounds} rounds; in a round every contestant runs once."
-    rendered = render(sections, machine, rounds)
-    print(rendered)
-    if not options.quick and options.only is None:
-        write(RESULTS, rendered)
-        progress(f"wrote {RESULTS}")
     return 0
+
+
+def run_part(part: str, scratch: Path, *, only: str | None, quick: bool) -> None:
+    """Run and print one part; a full run is written down.
+
+    Raises ImportError without a peer, RuntimeError where outputs differ or nothing can be measured.
+    """
+    from measure import describe_machine, file_system
+    from report import Section, render, write
+
+    if file_system(scratch) in NOT_A_DISK:
+        raise RuntimeError(f"{scratch} is on {file_system(scratch)}; publishing is measured on a real disk")
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="bench-") as folder:
+        measures, said = PARTS[part](Path(folder), quick=quick)
+        machine = describe_machine(Path(folder), PACKAGES[part])
+        sections: list[Section] = []
+        for name, measure in measures.items():
+            if only in (None, name):
+                print(f"bench: {part}, {name} …", file=sys.stderr, flush=True)
+                sections += measure()
+    rendered = render(part, sections, machine, said)
+    print(rendered)
+    if not quick and only is None:
+        write(RESULTS, part, rendered)
+        print(f"bench: wrote {RESULTS}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from measure import counted_memory
 
 import tundish as td

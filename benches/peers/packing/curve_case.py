@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cases import JUDGED_SAMPLES, MAX_LENGTH, SEED, Scale
-from distributions import DISTRIBUTIONS, Distribution, draw_order, write_lengths
 from measure import run_child
 from report import Row, Section, count, duration, size
+
+from packing.cases import JUDGED_SAMPLES, MAX_LENGTH, SEED, Scale
+from packing.distributions import DISTRIBUTIONS, Distribution, draw_order, write_lengths
 
 MEMORY_LIMIT = 64 * 2**20
 MEMORY_JUDGED_SAMPLES = 10**8

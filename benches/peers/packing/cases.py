@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy_forms
-from distributions import DISTRIBUTIONS, TEXT, Distribution, draw_lengths, draw_order
 from measure import Contestant, OutputsDiffer, race
-from megatron_peer import sample_index
 from report import Row, Section, count, duration, times_faster
 
 import tundish as td
+from packing import numpy_forms
+from packing.distributions import DISTRIBUTIONS, TEXT, Distribution, draw_lengths, draw_order
+from packing.megatron_peer import sample_index
 from tundish.packing import shuffled_indices
 
 MAX_LENGTH = 4096

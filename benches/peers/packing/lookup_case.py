@@ -10,13 +10,13 @@ import shutil
 from typing import Any
 
 import numpy as np
-import numpy_forms
-from cases import JUDGED_SAMPLES, MAX_LENGTH, Scale
-from distributions import DISTRIBUTIONS, RANDOM_SEED, Distribution, draw_lengths, draw_order
 from measure import Contestant, OutputsDiffer, race
 from report import Row, Section, count, times_faster
 
 import tundish as td
+from packing import numpy_forms
+from packing.cases import JUDGED_SAMPLES, MAX_LENGTH, Scale
+from packing.distributions import DISTRIBUTIONS, RANDOM_SEED, Distribution, draw_lengths, draw_order
 
 BATCH = 1024
 MAPPED = "numpy on the mapped arrays"

@@ -1,0 +1,1 @@
+"""Saving: tundish beside what people save checkpoints with today."""
