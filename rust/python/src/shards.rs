@@ -24,8 +24,8 @@ use tundish_packing::Watch;
 use crate::enter::{Door, enter};
 use crate::error::BindingError;
 
-/// Bytes that are copied between two looks at signals: some ten milliseconds.
-const FILL: usize = 256 << 20;
+/// Bytes that are copied between two looks at signals: some milliseconds, less than a hundred where memory is fresh.
+const FILL: usize = 64 << 20;
 
 /// Between two looks at signals while a writer is waited for.
 const PATIENCE: Duration = Duration::from_millis(30);
