@@ -18,14 +18,13 @@ fn hard_pack(criterion: &mut Criterion) {
         for distribution in [Lengths::Text, Lengths::Chat] {
             let lengths = distribution.draw(samples);
             for threads in [1usize, 2] {
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads start");
                 let request = || Request {
                     lengths: vec![Integers::from(&lengths[..])],
                     order: OrderSource::Given(Integers::from(&order[..])),
                     max_length: MAX_LENGTH,
                     drop_last: true,
                     global_pack: false,
-                    pool: (threads > 1).then_some(&pool),
+                    threads,
                 };
                 let name = format!("{distribution:?}/{threads} threads");
                 group.bench_function(BenchmarkId::new(name, samples), |bencher| {
@@ -52,7 +51,7 @@ fn published(criterion: &mut Criterion) {
         max_length: MAX_LENGTH,
         drop_last: true,
         global_pack: false,
-        pool: None,
+        threads: 1,
     };
     // Beside the build folder, which is on a real disk; the system's temporary folder may not be.
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder for plans");

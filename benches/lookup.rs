@@ -18,7 +18,7 @@ fn look_up(criterion: &mut Criterion) {
         max_length: 4096,
         drop_last: true,
         global_pack: false,
-        pool: None,
+        threads: 1,
     };
     let plan = Prepared::new(request, &mut Silent).and_then(|prepared| prepared.pack(&mut Silent)).expect("a plan");
     let packs: Vec<i64> =

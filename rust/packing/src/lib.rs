@@ -13,6 +13,7 @@
 #![deny(unsafe_code)]
 
 mod cell;
+mod crew;
 pub mod error;
 pub mod fingerprint;
 pub mod folder;

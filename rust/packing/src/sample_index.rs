@@ -6,8 +6,6 @@
 //! What always holds: memory beyond the inputs and the rows is constant, plus one index a sample where the order has to
 //! be drawn; rows are 32 bits wide where all values fit, 64 bits otherwise.
 
-use rayon::ThreadPool;
-
 use crate::cell::Cell;
 use crate::error::PackError;
 use crate::folder::FACTS_FILE;
@@ -30,8 +28,8 @@ pub struct Inputs<'a> {
     pub lengths: Option<&'a [Integers<'a>]>,
     /// The order, where one was given to make the plan. Needed where the lengths are.
     pub order: Option<Integers<'a>>,
-    /// Threads to hash lengths and order on; none means the calling thread alone.
-    pub pool: Option<&'a ThreadPool>,
+    /// Threads to hash lengths and order on, the calling one among them.
+    pub threads: usize,
 }
 
 /// The rows, end to end: position in the order and offset in the sample.
@@ -86,7 +84,7 @@ fn check_order(
         )));
     }
     match inputs.lengths {
-        Some(lengths) => check_fingerprint(facts, lengths, *order, inputs.pool, watch),
+        Some(lengths) => check_fingerprint(facts, lengths, *order, inputs.threads, watch),
         // The lengths are needed, which who asks for the positions will say.
         None if facts.empty_on_boundary > 0 => Ok(()),
         None => check_pieces(views, order, watch),
@@ -97,7 +95,7 @@ fn check_fingerprint(
     facts: &Facts,
     lengths: &[Integers<'_>],
     order: Integers<'_>,
-    pool: Option<&ThreadPool>,
+    threads: usize,
     watch: &mut dyn Watch,
 ) -> Result<(), PackError> {
     let request = Request {
@@ -106,7 +104,7 @@ fn check_fingerprint(
         max_length: facts.max_length,
         drop_last: facts.drop_last,
         global_pack: facts.global_pack,
-        pool,
+        threads,
     };
     let found = Prepared::new(request, watch)?.fingerprint(watch)?.to_string();
     if found != facts.fingerprint {

@@ -9,8 +9,6 @@
 //! compared with what the lengths and the order make of them. Lengths that change meanwhile give an error and nothing
 //! worse.
 
-use rayon::ThreadPool;
-
 use crate::error::PackError;
 use crate::folder::FACTS_FILE;
 use crate::hard::{Dataset, OrderSource, Prepared, Request};
@@ -31,7 +29,7 @@ pub fn verify(
     facts: &Facts,
     lengths: &[Integers<'_>],
     order: Option<Integers<'_>>,
-    pool: Option<&ThreadPool>,
+    threads: usize,
     watch: &mut dyn Watch,
 ) -> Result<(), PackError> {
     facts.check().map_err(|reason| PackError::Mismatch(format!("{FACTS_FILE} contradicts itself: {reason}")))?;
@@ -43,7 +41,7 @@ pub fn verify(
         max_length: facts.max_length,
         drop_last: facts.drop_last,
         global_pack: facts.global_pack,
-        pool,
+        threads,
     };
     let fingerprint = Prepared::new(request, watch)?.fingerprint(watch)?.to_string();
     let streams: Vec<Dataset<'_>> = if facts.global_pack {

@@ -72,7 +72,7 @@ fn two_datasets(drop_last: bool, global_pack: bool) -> Request<'static> {
         max_length: 8,
         drop_last,
         global_pack,
-        pool: None,
+        threads: 1,
     }
 }
 

@@ -40,7 +40,7 @@ fn request(lengths: &[i64], max_length: u64) -> Request<'_> {
         max_length,
         drop_last: true,
         global_pack: false,
-        pool: None,
+        threads: 1,
     }
 }
 
@@ -78,7 +78,7 @@ fn verifying_what_no_pack_holds() {
         let plan = plan(&lengths, 1_000_000);
         assert_eq!(plan.facts.packs, 0);
         ends_at_any_tick(300_000 / 1024, |watch| {
-            verify::verify(&plan.views(), &plan.facts, &[Integers::from(&lengths[..])], None, None, watch)
+            verify::verify(&plan.views(), &plan.facts, &[Integers::from(&lengths[..])], None, 1, watch)
         });
     }
 }
@@ -88,7 +88,7 @@ fn verifying_one_sample_of_many_packs() {
     let lengths = [300_000i64];
     let plan = plan(&lengths, 1);
     ends_at_any_tick(300_000 / 1024, |watch| {
-        verify::verify(&plan.views(), &plan.facts, &[Integers::from(&lengths[..])], None, None, watch)
+        verify::verify(&plan.views(), &plan.facts, &[Integers::from(&lengths[..])], None, 1, watch)
     });
 }
 

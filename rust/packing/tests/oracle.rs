@@ -49,14 +49,13 @@ fn pack(
     (drop_last, global_pack): (bool, bool),
     threads: usize,
 ) -> Result<Plan, PackError> {
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
     let request = Request {
         lengths: lengths.iter().map(|&column| Integers::from(column)).collect(),
         order,
         max_length,
         drop_last,
         global_pack,
-        pool: (threads > 1).then_some(&pool),
+        threads,
     };
     Prepared::new(request, &mut Silent)?.pack(&mut Silent)
 }
@@ -78,7 +77,7 @@ fn leftovers(lengths: &[u64], order: &[usize], max_length: u64) -> (u64, u64) {
 /// Verify a plan of which nothing was changed.
 fn check(plan: &Plan, lengths: &[&[u64]], order: Option<Integers<'_>>) {
     let lengths: Vec<Integers<'_>> = lengths.iter().map(|&column| Integers::from(column)).collect();
-    verify::verify(&plan.views(), &plan.facts, &lengths, order, None, &mut Silent).unwrap();
+    verify::verify(&plan.views(), &plan.facts, &lengths, order, 1, &mut Silent).unwrap();
 }
 
 /// Lengths with many zeros, ones and exact multiples, where boundaries fall on samples.
@@ -180,7 +179,7 @@ proptest! {
         }
         let lengths: Vec<Integers<'_>> = views.iter().map(|&column| Integers::from(column)).collect();
         let found = |lengths, order| {
-            sample_index(&plan.views(), &plan.facts, &Inputs { lengths, order, pool: None }, &mut Silent)
+            sample_index(&plan.views(), &plan.facts, &Inputs { lengths, order, threads: 1 }, &mut Silent)
         };
         let order = reversed.then_some(given);
         prop_assert_eq!(found(Some(&lengths[..]), order).unwrap(), Column::I32(expected.clone()));
@@ -325,7 +324,7 @@ fn bad_orders_and_lengths_are_refused() {
         max_length: 4,
         drop_last: true,
         global_pack: false,
-        pool: None,
+        threads: 1,
     };
     assert!(matches!(
         Prepared::new(request(Integers::from(&negative[..])), &mut Silent),

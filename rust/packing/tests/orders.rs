@@ -51,14 +51,13 @@ fn the_first_wrong_entry_is_named_and_nothing_is_written() {
         // The whole of the samples, and a part.
         for (order, lengths) in [(&order[..], &lengths[..]), (&order[..], &[&lengths[..], &[1]].concat()[..])] {
             for threads in 1..5 {
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 let request = Request {
                     lengths: vec![Integers::from(lengths)],
                     order: OrderSource::Given(Integers::from(order)),
                     max_length: 64,
                     drop_last: true,
                     global_pack: false,
-                    pool: Some(&pool),
+                    threads,
                 };
                 let prepared = Prepared::new(request, &mut Silent).unwrap();
                 let in_memory = prepared.pack(&mut Silent).unwrap_err();
@@ -70,22 +69,4 @@ fn the_first_wrong_entry_is_named_and_nothing_is_written() {
             }
         }
     }
-}
-
-#[test]
-fn a_caller_on_a_thread_of_its_own_pool_needs_no_other() {
-    let lengths = [5u16, 6, 7];
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
-    let packs = pool.broadcast(|_| {
-        let request = Request {
-            lengths: vec![Integers::from(&lengths[..])],
-            order: OrderSource::Given(Integers::from(&[2i64, 0][..])),
-            max_length: 4,
-            drop_last: true,
-            global_pack: false,
-            pool: None,
-        };
-        Prepared::new(request, &mut Silent).unwrap().pack(&mut Silent).unwrap().facts.packs
-    });
-    assert_eq!(packs, [3, 3, 3]);
 }

@@ -26,7 +26,7 @@ impl Case {
     fn new(lengths: &[&'static [u64]], order: OrderSource<'static>, drop_last: bool, global_pack: bool) -> Self {
         let lengths = columns(lengths);
         let request =
-            Request { lengths: lengths.clone(), order, max_length: MAX_LENGTH, drop_last, global_pack, pool: None };
+            Request { lengths: lengths.clone(), order, max_length: MAX_LENGTH, drop_last, global_pack, threads: 1 };
         let plan = Prepared::new(request, &mut Silent).and_then(|prepared| prepared.pack(&mut Silent)).unwrap();
         let order = match order {
             OrderSource::Given(order) => Some(order),
@@ -50,7 +50,7 @@ impl Case {
     }
 
     fn verify(&self, plan: &Plan) -> Result<(), PackError> {
-        verify::verify(&plan.views(), &plan.facts, &self.lengths, self.order, None, &mut Silent)
+        verify::verify(&plan.views(), &plan.facts, &self.lengths, self.order, 1, &mut Silent)
     }
 }
 
@@ -110,12 +110,12 @@ fn columns_that_need_64_bits_are_fine() {
         max_length: 1 << 35,
         drop_last: false,
         global_pack: false,
-        pool: None,
+        threads: 1,
     };
     let plan = Prepared::new(request, &mut Silent).and_then(|prepared| prepared.pack(&mut Silent)).unwrap();
     assert!(matches!(plan.column(Field::EndOffset), Column::I64(_)));
     let lengths = [Integers::from(&lengths[..])];
-    verify::verify(&plan.views(), &plan.facts, &lengths, None, None, &mut Silent).unwrap();
+    verify::verify(&plan.views(), &plan.facts, &lengths, None, 1, &mut Silent).unwrap();
 }
 
 type Change = fn(&mut Plan);
@@ -177,7 +177,7 @@ fn another_order_is_found_and_one_that_is_none_refused() {
     let case = Case::new(&[&FIRST], OrderSource::Given(Integers::from(&ORDER[..])), true, false);
     let verify = |order: &[i16]| {
         let order = Some(Integers::from(order));
-        verify::verify(&case.plan.views(), &case.plan.facts, &case.lengths, order, None, &mut Silent)
+        verify::verify(&case.plan.views(), &case.plan.facts, &case.lengths, order, 1, &mut Silent)
     };
     verify(&ORDER).unwrap();
     for (left, right) in (0..ORDER.len()).flat_map(|left| (0..left).map(move |right| (left, right))) {
@@ -209,7 +209,7 @@ fn other_lengths_are_found() {
             let mut other = FIRST;
             other[sample] += 1;
             let lengths = [Integers::from(&other[..])];
-            let found = verify::verify(&case.plan.views(), &case.plan.facts, &lengths, None, None, &mut Silent);
+            let found = verify::verify(&case.plan.views(), &case.plan.facts, &lengths, None, 1, &mut Silent);
             assert!(matches!(found, Err(PackError::Mismatch(_))), "sample {sample}: {found:?}");
         }
     }

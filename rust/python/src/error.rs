@@ -21,8 +21,6 @@ pub(crate) enum BindingError {
     Type(String),
     /// An argument of a value that cannot be used.
     Value(String),
-    /// Threads could not be started.
-    Threads(String),
     /// Raised by Python code that was called, or by a signal.
     Python(PyErr),
 }
@@ -56,7 +54,7 @@ impl From<BindingError> for PyErr {
         match error {
             BindingError::Python(error) => error,
             BindingError::Type(message) => raise("InvalidTypeError", &message),
-            BindingError::Value(message) | BindingError::Threads(message) => raise("InvalidInputError", &message),
+            BindingError::Value(message) => raise("InvalidInputError", &message),
             BindingError::Memory(error) => raise("OutOfMemoryError", &error.to_string()),
             BindingError::Pack(error) => pack_error(&error),
             BindingError::Commit(error) => commit_error(&error),

@@ -1,7 +1,8 @@
 //! The compiled module `tundish._native`: bindings only.
 //!
 //! Each file here binds one core crate; `enter` is the one way from Python into long work, `error` the
-//! one mapping of errors, `threads` the one owner of thread pools.
+//! one mapping of errors. No threads outlive the call that started them, so none is inherited over `fork`, but for the
+//! writers of `shards`, which belong to a save.
 #![deny(unsafe_code)]
 
 mod checkpoint_root;
@@ -12,7 +13,6 @@ mod error;
 mod mapped;
 mod packing;
 mod shards;
-mod threads;
 
 use pyo3::prelude::*;
 

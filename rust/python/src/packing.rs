@@ -1,6 +1,7 @@
 //! Binds `tundish-packing`.
 
 use std::path::PathBuf;
+use std::thread;
 
 use numpy::{PyArray1, PyArrayMethods, PyUntypedArray};
 use pyo3::prelude::*;
@@ -16,7 +17,6 @@ use crate::columns::Column;
 use crate::enter::{Door, enter};
 use crate::error::BindingError;
 use crate::mapped;
-use crate::threads;
 
 /// What `pack`, `write` and `fingerprint` are asked for.
 #[derive(FromPyObject)]
@@ -42,7 +42,7 @@ impl Job<'_> {
         let lengths = Column::all(&self.lengths)?;
         let order = self.order.as_ref().map(Column::new).transpose()?;
         let (seed, max_length, drop_last, global_pack) = (self.seed, self.max_length, self.drop_last, self.global_pack);
-        let threads = self.threads.unwrap_or_else(threads::available);
+        let threads = self.threads.unwrap_or_else(available_threads);
         enter(py, progress, move |door| {
             let request = Request {
                 lengths: lengths.iter().map(Column::view).collect(),
@@ -54,7 +54,7 @@ impl Job<'_> {
                 max_length,
                 drop_last,
                 global_pack,
-                pool: threads::pool(threads)?,
+                threads,
             };
             let mut prepared = Prepared::new(request, door)?;
             Ok(work(&mut prepared, door)?)
@@ -135,10 +135,10 @@ pub(crate) fn verify(
     let order = order.as_ref().map(Column::new).transpose()?;
     let facts = from_json(facts)?;
     enter(py, progress, move |door| {
-        let pool = threads::pool(threads.unwrap_or_else(threads::available))?;
+        let threads = threads.unwrap_or_else(available_threads);
         let lengths: Vec<Integers<'_>> = lengths.iter().map(Column::view).collect();
         let order = order.as_ref().map(Column::view);
-        Ok(checking::verify(&views(&columns)?, &facts, &lengths, order, pool, door)?)
+        Ok(checking::verify(&views(&columns)?, &facts, &lengths, order, threads, door)?)
     })
 }
 
@@ -160,9 +160,8 @@ pub(crate) fn sample_index<'py>(
     let rows = enter(py, progress, move |door| {
         let lengths: Option<Vec<Integers<'_>>> =
             lengths.as_ref().map(|columns| columns.iter().map(Column::view).collect());
-        // What the threads would hash is the order with the lengths.
-        let pool = if order.is_some() { threads::pool(threads::available())? } else { None };
-        let inputs = Inputs { lengths: lengths.as_deref(), order: order.as_ref().map(Column::view), pool };
+        let order = order.as_ref().map(Column::view);
+        let inputs = Inputs { lengths: lengths.as_deref(), order, threads: available_threads() };
         Ok(indexing::sample_index(&views(&columns)?, &facts, &inputs, door)?)
     })?;
     let shape = [rows.len() / 2, 2];
@@ -289,4 +288,9 @@ fn to_json(facts: &Facts) -> PyResult<String> {
 
 fn from_json(text: &str) -> Result<Facts, BindingError> {
     Facts::from_json(text).map_err(BindingError::Pack)
+}
+
+/// How many threads this process may run on at once.
+fn available_threads() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
 }

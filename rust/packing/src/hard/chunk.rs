@@ -50,11 +50,12 @@ impl<C: Cell> Chunk<C> {
     }
 
     /// Copy the samples at positions `start` … `start + count` of the order, leaf by leaf, so that each is marked,
-    /// hashed and summed while it lies in the first-level cache.
+    /// hashed and summed while it lies in the first-level cache. `thread`: whose marks.
     ///
     /// The scan saw every length; one that is longer now was changed since. Refusing it keeps sums from wrapping.
     pub(super) fn load(
         &mut self,
+        thread: usize,
         dataset: &Dataset<'_>,
         order: Order<'_, C>,
         checks: &Checks,
@@ -73,7 +74,7 @@ impl<C: Cell> Chunk<C> {
             }
             let (seen, distinct) = match (order, &checks.marks) {
                 (Order::Natural(_), _) => (dataset.read(start, lengths), true),
-                (_, Some(marks)) => marks.gather(dataset, indices, lengths),
+                (_, Some(marks)) => marks.gather(thread, dataset, indices, lengths),
                 (_, None) => (dataset.gather(indices, lengths), true),
             };
             if seen > C::LARGEST {
@@ -123,7 +124,7 @@ impl<C: Cell> Packer<'_, C> {
             if number.is_multiple_of(CHUNKS_A_TICK) {
                 self.watch.tick("packing", start as u64, len as u64)?;
             }
-            chunk.load(dataset, order, checks, start, CHUNK.min(len - start))?;
+            chunk.load(0, dataset, order, checks, start, CHUNK.min(len - start))?;
             if !chunk.sound {
                 return Ok(false);
             }

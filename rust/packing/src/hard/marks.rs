@@ -59,13 +59,13 @@ pub(super) enum Marks {
     Shared(Vec<AtomicU64>),
 }
 
-/// The set of the calling thread; any of them for a thread of another pool.
-fn own(sets: &[Mutex<Bits>]) -> MutexGuard<'_, Bits> {
-    sets[rayon::current_thread_index().unwrap_or(0) % sets.len()].lock().unwrap_or_else(PoisonError::into_inner)
+/// The set of a thread.
+fn own(sets: &[Mutex<Bits>], thread: usize) -> MutexGuard<'_, Bits> {
+    sets[thread].lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Marks {
-    /// For `samples` samples, marked by the threads of one pool, or by one that is of none.
+    /// For `samples` samples, marked by the threads numbered 0 … `threads` - 1.
     pub(super) fn new(samples: usize, threads: usize) -> Result<Self, PackError> {
         if threads > 1 && samples.div_ceil(8).saturating_mul(threads) > OWN_BYTES {
             return memory::zeroed(samples.div_ceil(64)).map(Self::Shared);
@@ -76,12 +76,18 @@ impl Marks {
     /// Gather the lengths at `indices` and mark these; the or of the lengths, and whether none was marked before.
     ///
     /// Marking costs little here, beside the latency of the lengths.
-    pub(super) fn gather<W: Word>(&self, dataset: &Dataset<'_>, indices: &[W], lengths: &mut [W]) -> (u64, bool) {
+    pub(super) fn gather<W: Word>(
+        &self,
+        thread: usize,
+        dataset: &Dataset<'_>,
+        indices: &[W],
+        lengths: &mut [W],
+    ) -> (u64, bool) {
         let mut repeated = 0;
         let ahead = |position: usize| indices.get(position + AHEAD).map(|index| place(index.widen()).0);
         let seen = match self {
             Self::Own(sets) => {
-                let bits = &mut *own(sets);
+                let bits = &mut *own(sets, thread);
                 if size_of_val(&bits.0[..]) < PREFETCH_FROM_BYTES {
                     dataset.gather_while(indices, lengths, |_, index| repeated |= bits.mark_one(index))
                 } else {
@@ -105,9 +111,9 @@ impl Marks {
     }
 
     /// Mark samples, none of them out of range; whether none was marked before.
-    pub(super) fn mark<W: Word>(&self, indices: &[W]) -> bool {
+    pub(super) fn mark<W: Word>(&self, thread: usize, indices: &[W]) -> bool {
         match self {
-            Self::Own(sets) => own(sets).mark(indices),
+            Self::Own(sets) => own(sets, thread).mark(indices),
             Self::Shared(words) => {
                 let repeated = indices.iter().fold(0, |repeated, index| {
                     let (word, bit) = place(index.widen());
@@ -137,25 +143,22 @@ impl Marks {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::crew::Crew;
     use crate::integers::Integers;
 
-    /// Mark an order in pieces of four, each on any thread of a pool.
+    /// Mark an order in pieces of four, each on any thread.
     fn is_distinct(order: &[u64], samples: usize, threads: usize, marks: Marks) -> bool {
         let lengths = vec![1u8; samples];
         let dataset = Dataset::new(vec![Integers::from(&lengths[..])], 0);
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        let distinct = pool.broadcast(|context| {
-            let mut distinct = true;
-            for (number, piece) in order.chunks(4).enumerate().skip(context.index()).step_by(threads) {
-                // The two ways to mark.
-                distinct &= match number % 2 {
-                    0 => marks.gather(&dataset, piece, &mut vec![0; piece.len()]).1,
-                    _ => marks.mark(piece),
-                };
-            }
-            distinct
+        let mut pieces: Vec<(&[u64], bool)> = order.chunks(4).map(|piece| (piece, false)).collect();
+        Crew::new(threads).unwrap().each(&mut pieces, |thread, number, (piece, distinct)| {
+            // The two ways to mark.
+            *distinct = match number % 2 {
+                0 => marks.gather(thread, &dataset, piece, &mut vec![0; piece.len()]).1,
+                _ => marks.mark(thread, piece),
+            };
         });
-        distinct.into_iter().all(|distinct| distinct) && marks.are_disjoint()
+        pieces.iter().all(|&(_, distinct)| distinct) && marks.are_disjoint()
     }
 
     #[test]

@@ -23,11 +23,10 @@ mod scan;
 
 use std::path::Path;
 
-use rayon::ThreadPool;
-
 use crate::cell::Cell;
+use crate::crew::Crew;
 use crate::error::PackError;
-use crate::fingerprint::{ColumnHash, Fingerprint, ParameterHash};
+use crate::fingerprint::{ColumnHash, Fingerprint, LEAF, ParameterHash};
 use crate::folder::FileSink;
 use crate::integers::{Integers, Word};
 use crate::plan::{FORMAT_VERSION, Facts, OrderKind, Plan};
@@ -70,8 +69,8 @@ pub struct Request<'a> {
     pub drop_last: bool,
     /// Pack all datasets as one: sample indices count through, and packs span datasets.
     pub global_pack: bool,
-    /// Threads to compute on; none means the calling thread alone.
-    pub pool: Option<&'a ThreadPool>,
+    /// Threads to compute on, the calling one among them.
+    pub threads: usize,
 }
 
 /// A request whose inputs were checked and hashed.
@@ -79,6 +78,7 @@ pub struct Prepared<'a> {
     request: Request<'a>,
     streams: Vec<Dataset<'a>>,
     scans: Vec<Scan>,
+    crew: Crew,
     /// Hash of the order given, once it is known.
     order_digest: Option<u128>,
 }
@@ -119,9 +119,16 @@ impl<'a> Prepared<'a> {
         } else {
             request.lengths.iter().enumerate().map(|(id, &lengths)| Dataset::new(vec![lengths], id)).collect()
         };
+        let samples = request.lengths.iter().fold(0usize, |sum, lengths| sum.saturating_add(lengths.len()));
+        // More than one for each leaf would find nothing to do.
+        let threads = match samples > parallel::WORTHWHILE_SAMPLES {
+            true => request.threads.min(samples.div_ceil(LEAF)),
+            false => 1,
+        };
+        let crew = Crew::new(threads)?;
         let mut scans = Vec::with_capacity(streams.len());
         for stream in &streams {
-            scans.push(scan::scan(stream, request.pool, watch)?);
+            scans.push(scan::scan(stream, &crew, watch)?);
         }
         // Checked as a whole so that prefix sums over datasets cannot overflow either.
         let mut total = 0u64;
@@ -131,7 +138,7 @@ impl<'a> Prepared<'a> {
                 .filter(|&sum| sum < 1 << 63)
                 .ok_or(PackError::TotalTooLarge { dataset, sample: streams[dataset].len().saturating_sub(1) })?;
         }
-        Ok(Self { request, streams, scans, order_digest: None })
+        Ok(Self { request, streams, scans, crew, order_digest: None })
     }
 
     /// The identity of the plan that `pack` or `write` will make.
@@ -140,7 +147,7 @@ impl<'a> Prepared<'a> {
     /// An interrupt. The order is only hashed here; whether it is one, packing will tell.
     pub fn fingerprint(&mut self, watch: &mut dyn Watch) -> Result<Fingerprint, PackError> {
         if let (OrderSource::Given(order), None) = (self.request.order, self.order_digest) {
-            self.order_digest = Some(scan::hash_column(&order, self.request.pool, watch)?);
+            self.order_digest = Some(scan::hash_column(&order, &self.crew, watch)?);
         }
         Ok(self.identity(self.order_digest.unwrap_or_default()))
     }
@@ -226,7 +233,7 @@ impl<'a> Prepared<'a> {
         if self.is_narrow() {
             // A bad order is refused before anything is written.
             if let (OrderSource::Given(order), [stream]) = (self.request.order, &self.streams[..]) {
-                order::check::<i32>(&order, stream.len(), self.request.pool, watch)?;
+                order::check::<i32>(&order, stream.len(), &self.crew, watch)?;
             }
             let mut sink = FileSink::<i32>::create(target, [false; 6])?;
             let facts = self.run(&mut sink, true, watch)?;
@@ -257,7 +264,7 @@ impl<'a> Prepared<'a> {
         };
         let mut packer = Packer::<C> {
             max_length: C::word_of(usize::try_from(request.max_length).map_err(|_| PackError::InputChanged)?),
-            pool: request.pool,
+            crew: &self.crew,
             sink,
             watch,
             totals: Totals::default(),
@@ -331,7 +338,7 @@ struct Totals {
 /// The state of one computation.
 struct Packer<'r, C: Cell> {
     max_length: C::Word,
-    pool: Option<&'r ThreadPool>,
+    crew: &'r Crew,
     sink: &'r mut dyn Sink<C>,
     watch: &'r mut dyn Watch,
     totals: Totals,
@@ -371,16 +378,18 @@ impl<C: Cell> Packer<'_, C> {
             id: dataset.id(),
         };
         let packs_before = self.totals.packs;
-        let threads = self.pool.map_or(1, ThreadPool::current_num_threads);
-        let parallel = self.pool.filter(|_| threads > 1 && order.len() > parallel::WORTHWHILE_SAMPLES);
+        let in_parallel = self.crew.threads() > 1 && order.len() > parallel::WORTHWHILE_SAMPLES;
         let marks = match order {
-            Order::Given(_) if !self.order_checked => Some(Marks::new(dataset.len(), parallel.map_or(1, |_| threads))?),
+            Order::Given(_) if !self.order_checked => {
+                Some(Marks::new(dataset.len(), if in_parallel { self.crew.threads() } else { 1 })?)
+            }
             _ => None,
         };
         let checks = Checks { marks, hashing: self.order_hash.is_some() };
-        let cut = match parallel {
-            Some(pool) => self.cut_in_parallel(pool, dataset, order, &mut stream, &checks),
-            None => self.cut_serially(dataset, order, &mut stream, &checks),
+        let cut = if in_parallel {
+            self.cut_in_parallel(dataset, order, &mut stream, &checks)
+        } else {
+            self.cut_serially(dataset, order, &mut stream, &checks)
         };
         let distinct = match cut {
             // More tokens than there are: of lengths that changed, or of a sample that several threads met, each for

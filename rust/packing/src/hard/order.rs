@@ -3,19 +3,19 @@
 //! What always holds: an entry is read once for the plan, and only indices of samples come out. Whichever check failed
 //! first, and on however many threads, the error names the first entry of the order that is wrong.
 
-use rayon::ThreadPool;
-use rayon::prelude::*;
-
 use super::marks::{Bits, Marks};
 use crate::cell::Cell;
+use crate::crew::Crew;
 use crate::error::PackError;
 use crate::fingerprint::LEAF;
 use crate::integers::{Integers, Word};
 use crate::shuffle::Index;
 use crate::watch::Watch;
 
-/// Leaves that a thread checks between two looks at the watch: a few milliseconds.
-const LEAVES_A_TICK: usize = 64;
+/// Entries that are checked at a time.
+const RUN: usize = 4 * LEAF;
+/// Runs that a thread checks between two looks at the watch: a few milliseconds.
+const RUNS_A_TICK: usize = 16;
 
 /// Where the indices come from.
 #[derive(Clone, Copy)]
@@ -59,38 +59,28 @@ impl<C: Cell> Order<'_, C> {
     }
 }
 
-/// Check a whole order, which changes nothing: on the pool's threads if there is one.
+/// Check a whole order, which changes nothing.
 ///
 /// # Errors
 /// The first entry that is out of range or repeated; an interrupt.
 pub(super) fn check<C: Cell>(
     order: &Integers<'_>,
     samples: usize,
-    pool: Option<&ThreadPool>,
+    crew: &Crew,
     watch: &mut dyn Watch,
 ) -> Result<(), PackError> {
-    let threads = pool.map_or(1, ThreadPool::current_num_threads);
+    let threads = crew.threads();
     let marks = Marks::new(samples, threads)?;
-    let step = LEAF * LEAVES_A_TICK * threads;
-    let good = |scratch: &mut Vec<C::Word>, start: usize| {
-        scratch.resize(LEAF.min(order.len() - start), C::Word::default());
-        Order::<C>::Given(*order).read(start, scratch, samples) && marks.mark(scratch)
-    };
-    let mut scratch = Vec::new();
+    let step = RUN * RUNS_A_TICK * threads;
     for begin in (0..order.len()).step_by(step) {
         watch.tick("checking the order", begin as u64, order.len() as u64)?;
-        let leaves = (order.len() - begin).min(step).div_ceil(LEAF);
-        let start = |leaf: usize| begin + leaf * LEAF;
-        let all_good = match pool {
-            Some(pool) => pool.install(|| {
-                (0..leaves)
-                    .into_par_iter()
-                    .map_init(Vec::new, |scratch, leaf| good(scratch, start(leaf)))
-                    .all(|good| good)
-            }),
-            None => (0..leaves).all(|leaf| good(&mut scratch, start(leaf))),
-        };
-        if !all_good {
+        let mut are_good = vec![true; (order.len() - begin).min(step).div_ceil(RUN)];
+        crew.each(&mut are_good, |thread, number, is_good| {
+            let start = begin + number * RUN;
+            let mut scratch = vec![C::Word::default(); RUN.min(order.len() - start)];
+            *is_good = Order::<C>::Given(*order).read(start, &mut scratch, samples) && marks.mark(thread, &scratch);
+        });
+        if are_good.contains(&false) {
             return Err(first_fault(order, samples, watch));
         }
     }
@@ -105,7 +95,7 @@ pub(super) fn first_fault(order: &Integers<'_>, samples: usize, watch: &mut dyn 
         Err(error) => return error,
     };
     for position in 0..order.len() {
-        if position.is_multiple_of(LEAF * LEAVES_A_TICK)
+        if position.is_multiple_of(RUN * RUNS_A_TICK)
             && let Err(interrupted) = watch.tick("looking for the wrong entry", position as u64, order.len() as u64)
         {
             return interrupted;

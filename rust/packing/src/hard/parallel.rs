@@ -8,9 +8,6 @@
 //! Counting needs no merge: a sample adds one piece, a pack closed within it adds one more, and a sample
 //! that ends on a boundary (an empty one there included) takes one away.
 
-use rayon::ThreadPool;
-use rayon::prelude::*;
-
 use super::chunk::{Checks, Chunk};
 use super::kernel::{self, Cut, Written};
 use super::order::Order;
@@ -25,9 +22,9 @@ use crate::sink::Room;
 /// Below this many samples one thread is as fast.
 pub(super) const WORTHWHILE_SAMPLES: usize = 1 << 16;
 /// Samples a chunk: enough work that handing it to a thread costs nothing beside it.
-const CHUNK: usize = 4 * LEAF;
+const CHUNK: usize = 2 * LEAF;
 /// Chunks a thread in one window; more than one, so that a thread that was held up is relieved.
-const CHUNKS_A_THREAD: usize = 4;
+const CHUNKS_A_THREAD: usize = 8;
 
 /// A chunk and what is known of it before it is merged.
 struct Slot<C: Cell> {
@@ -43,9 +40,9 @@ struct Slot<C: Cell> {
 }
 
 impl<C: Cell> Slot<C> {
-    fn new() -> Self {
+    fn new(size: usize) -> Self {
         Self {
-            chunk: Chunk::new(CHUNK),
+            chunk: Chunk::new(size),
             error: None,
             cut: Cut::default(),
             closed: 0,
@@ -118,10 +115,9 @@ impl Divisor {
 }
 
 impl<C: Cell> Packer<'_, C> {
-    /// Cut a stream on the threads of `pool`; false, and stopped early, where the order is not one.
+    /// Cut a stream on the threads of the crew; false, and stopped early, where the order is not one.
     pub(super) fn cut_in_parallel(
         &mut self,
-        pool: &ThreadPool,
         dataset: &Dataset<'_>,
         order: Order<'_, C>,
         stream: &mut Stream<C>,
@@ -129,18 +125,19 @@ impl<C: Cell> Packer<'_, C> {
     ) -> Result<bool, PackError> {
         let len = order.len();
         let divisor = Divisor::new(self.max_length.widen());
-        let threads = pool.current_num_threads();
-        let window = CHUNK * CHUNKS_A_THREAD * threads;
-        let mut slots: Vec<Slot<C>> = (0..CHUNKS_A_THREAD * threads).map(|_| Slot::new()).collect();
+        let crew = self.crew;
+        let in_all = CHUNKS_A_THREAD * crew.threads();
+        // Of few samples, too, each thread has several chunks.
+        let size = len.div_ceil(in_all).next_multiple_of(LEAF).min(CHUNK);
+        let window = size * in_all;
+        let mut slots: Vec<Slot<C>> = (0..in_all).map(|_| Slot::new(size)).collect();
         for begin in (0..len).step_by(window) {
             self.watch.tick("packing", begin as u64, len as u64)?;
-            let used = (len - begin).min(window).div_ceil(CHUNK);
+            let used = (len - begin).min(window).div_ceil(size);
             let slots = &mut slots[..used];
-            pool.install(|| {
-                slots.par_iter_mut().enumerate().with_max_len(1).for_each(|(number, slot)| {
-                    let start = begin + number * CHUNK;
-                    slot.error = slot.chunk.load(dataset, order, checks, start, CHUNK.min(len - start)).err();
-                });
+            crew.each(slots, |thread, number, slot| {
+                let start = begin + number * size;
+                slot.error = slot.chunk.load(thread, dataset, order, checks, start, size.min(len - start)).err();
             });
             if let Some(error) = slots.iter_mut().find_map(|slot| slot.error.take()) {
                 return Err(error);
@@ -156,9 +153,10 @@ impl<C: Cell> Packer<'_, C> {
             if !slots.iter().all(|slot| slot.chunk.sound) {
                 return Ok(false);
             }
-            pool.install(|| slots.par_iter_mut().with_max_len(1).for_each(|slot| slot.count(&divisor)));
+            crew.each(slots, |_, _, slot| slot.count(&divisor));
             let closed: usize = slots.iter().map(|slot| slot.closed).sum();
-            if closed as u64 > packs_a_chunk::<C>() * used as u64 {
+            // Half of what a serial step may close, as there are many chunks in a window.
+            if closed as u64 > packs_a_chunk::<C>() / 2 * used as u64 {
                 // Packs far shorter than samples: what one merge writes has to be bounded.
                 for slot in &*slots {
                     let Chunk { indices, lengths, tokens, .. } = &slot.chunk;
@@ -166,7 +164,7 @@ impl<C: Cell> Packer<'_, C> {
                 }
                 continue;
             }
-            self.merge_window(pool, slots, closed, stream)?;
+            self.merge_window(slots, closed, stream)?;
         }
         Ok(true)
     }
@@ -181,13 +179,7 @@ impl<C: Cell> Packer<'_, C> {
         }
     }
 
-    fn merge_window(
-        &mut self,
-        pool: &ThreadPool,
-        slots: &mut [Slot<C>],
-        closed: usize,
-        stream: &mut Stream<C>,
-    ) -> Result<(), PackError> {
+    fn merge_window(&mut self, slots: &mut [Slot<C>], closed: usize, stream: &mut Stream<C>) -> Result<(), PackError> {
         let mut cut = stream.cut;
         for slot in &mut *slots {
             stream.note(&slot.chunk.lengths, slot.chunk.tokens)?;
@@ -206,17 +198,17 @@ impl<C: Cell> Packer<'_, C> {
         let mut jobs = Vec::with_capacity(slots.len());
         for slot in &mut *slots {
             let own = take_room(&mut room, slot.pieces, slot.closed);
-            jobs.push((pieces_before, own));
-            pieces_before += slot.pieces;
+            let pieces_after = pieces_before + slot.pieces;
+            jobs.push((slot, pieces_before, own));
+            pieces_before = pieces_after;
         }
-        pool.install(|| {
-            slots.par_iter_mut().zip(jobs).with_max_len(1).for_each(|(slot, (pieces_before, mut own))| {
-                let mut cut = slot.cut;
-                let Chunk { indices, lengths, .. } = &slot.chunk;
-                let closed = slot.closed;
-                slot.written = kernel::merge(indices, lengths, max_length, &mut cut, pieces_before, closed, &mut own);
-            });
+        self.crew.each(&mut jobs, |_, _, (slot, pieces_before, own)| {
+            let Slot { chunk, cut, closed, .. } = &**slot;
+            let mut cut = *cut;
+            slot.written =
+                kernel::merge(&chunk.indices, &chunk.lengths, max_length, &mut cut, *pieces_before, *closed, own);
         });
+        drop(jobs);
         let mut total = Written::default();
         for slot in slots.iter() {
             if slot.written.packs > 0 {

@@ -1,8 +1,6 @@
 //! The first pass: every length is checked, summed and hashed, in the order it lies in memory.
 
-use rayon::ThreadPool;
-use rayon::prelude::*;
-
+use crate::crew::Crew;
 use crate::error::PackError;
 use crate::fingerprint::{self, ColumnHash, LEAF};
 use crate::integers::{Integers, Word};
@@ -11,6 +9,8 @@ use crate::watch::Watch;
 
 /// Leaves between two looks at the watch: a few milliseconds on one thread.
 const LEAVES_A_TICK: usize = 256;
+/// Leaves that a thread scans at a time.
+const LEAVES_A_RUN: usize = 16;
 
 /// Lengths that are cut as one stream: one dataset, or several seen as one.
 pub(crate) struct Dataset<'a> {
@@ -102,13 +102,13 @@ struct LeafScan {
 }
 
 /// Check, sum and hash all lengths of a dataset.
-pub(super) fn scan(dataset: &Dataset<'_>, pool: Option<&ThreadPool>, watch: &mut dyn Watch) -> Result<Scan, PackError> {
+pub(super) fn scan(dataset: &Dataset<'_>, crew: &Crew, watch: &mut dyn Watch) -> Result<Scan, PackError> {
     let mut result = Scan { tokens: 0, longest: 0, parts: Vec::with_capacity(dataset.parts.len()) };
     for (number, part) in dataset.parts.iter().enumerate() {
         let id = dataset.id + number;
         let mut hash = ColumnHash::default();
         let mut failed = None;
-        for_leaves(part, pool, watch, "checking lengths", |start, leaf| {
+        for_leaves(part, crew, watch, "checking lengths", |start, leaf| {
             if leaf.seen >> 63 != 0 {
                 failed.get_or_insert_with(|| bad_length(part, id, start));
                 return;
@@ -131,51 +131,36 @@ pub(super) fn scan(dataset: &Dataset<'_>, pool: Option<&ThreadPool>, watch: &mut
 }
 
 /// The hash of a column of any integers.
-pub(super) fn hash_column(
-    column: &Integers<'_>,
-    pool: Option<&ThreadPool>,
-    watch: &mut dyn Watch,
-) -> Result<u128, PackError> {
+pub(super) fn hash_column(column: &Integers<'_>, crew: &Crew, watch: &mut dyn Watch) -> Result<u128, PackError> {
     let mut hash = ColumnHash::default();
-    for_leaves(column, pool, watch, "hashing the order", |_, leaf| hash.push(leaf.digest))?;
+    for_leaves(column, crew, watch, "hashing the order", |_, leaf| hash.push(leaf.digest))?;
     Ok(hash.finish(column.len() as u64))
 }
 
-/// Scan all leaves, on the pool's threads if there is one, and hand them to `take` in their order.
+/// Scan all leaves and hand them to `take` in their order.
 fn for_leaves(
     column: &Integers<'_>,
-    pool: Option<&ThreadPool>,
+    crew: &Crew,
     watch: &mut dyn Watch,
     phase: &'static str,
     mut take: impl FnMut(usize, LeafScan),
 ) -> Result<(), PackError> {
     let leaves = column.len().div_ceil(LEAF);
     let bounds = |leaf: usize| (leaf * LEAF, LEAF.min(column.len() - leaf * LEAF));
-    let threads = pool.map_or(1, ThreadPool::current_num_threads);
-    let step = LEAVES_A_TICK * threads;
-    let mut scratch = Vec::new();
+    let step = LEAVES_A_TICK * crew.threads();
+    let mut scans = Vec::new();
     for begin in (0..leaves).step_by(step) {
         watch.tick(phase, (begin * LEAF) as u64, column.len() as u64)?;
-        let range = begin..(begin + step).min(leaves);
-        match pool.filter(|_| threads > 1 && range.len() >= threads * 4) {
-            Some(pool) => {
-                let scans: Vec<LeafScan> = pool.install(|| {
-                    range
-                        .clone()
-                        .into_par_iter()
-                        .with_min_len(8)
-                        .map_init(Vec::new, |scratch, leaf| scan_leaf(column, bounds(leaf), scratch))
-                        .collect()
-                });
-                for (leaf, scan) in range.zip(scans) {
-                    take(bounds(leaf).0, scan);
-                }
+        scans.resize_with(step.min(leaves - begin), LeafScan::default);
+        let mut runs: Vec<&mut [LeafScan]> = scans.chunks_mut(LEAVES_A_RUN).collect();
+        crew.each(&mut runs, |_, number, run| {
+            let mut scratch = Vec::new();
+            for (leaf, scan) in (begin + number * LEAVES_A_RUN..).zip(run.iter_mut()) {
+                *scan = scan_leaf(column, bounds(leaf), &mut scratch);
             }
-            None => {
-                for leaf in range {
-                    take(bounds(leaf).0, scan_leaf(column, bounds(leaf), &mut scratch));
-                }
-            }
+        });
+        for (leaf, scan) in (begin..).zip(scans.drain(..)) {
+            take(bounds(leaf).0, scan);
         }
     }
     Ok(())

@@ -20,7 +20,7 @@ pub fn request() -> Request<'static> {
         max_length: 16,
         drop_last: true,
         global_pack: false,
-        pool: None,
+        threads: 1,
     }
 }
 
@@ -38,7 +38,7 @@ pub fn use_folder(path: &Path) -> Result<Vec<Vec<i64>>, PackError> {
     for lengths in [None, Some(&[lengths][..])] {
         let _ = sample_index(&views, &facts, &Inputs { lengths, ..Inputs::default() }, &mut Silent);
     }
-    verify::verify(&views, &facts, &[lengths], None, None, &mut Silent)?;
+    verify::verify(&views, &facts, &[lengths], None, 1, &mut Silent)?;
     Ok(Field::ALL.map(|field| values(&views.column(field))).to_vec())
 }
 
