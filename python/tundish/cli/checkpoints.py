@@ -167,10 +167,10 @@ def _prune(owner: Owner, options: argparse.Namespace) -> None:
             except CorruptCheckpointError as error:
                 damaged.append(error)
     if damaged:
-        error = _all_of(damaged)
+        together = _all_of(damaged)
         raise CorruptCheckpointError(
-            f"nothing was removed, because of what was to be kept: {error}. Move that elsewhere first",
-            error.paths,
+            f"nothing was removed, because of what was to be kept: {together}. Move that elsewhere first",
+            together.paths,
         )
     for kind in KINDS:
         owner.prune(kind)
