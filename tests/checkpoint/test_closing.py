@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from tundish._native import staging_stats, trim_staging
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError
 
@@ -337,25 +336,3 @@ def test_an_exit_finishes_saves_though_no_thread_can_be_started(tmp_path: Path, 
     assert "can't create new thread" not in ended.stderr
     for kind in ("hf", "dcp"):
         assert open_readonly(root).latest(kind) == root / f"{kind}-2"  # type: ignore[arg-type]  # of two
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_ctrl_c_ends_an_eager_copy_at_once(
-    root: Path, dtype: torch.dtype | None, press: Callable[[float], None]
-) -> None:
-    tensors = {f"w{number}": torch.ones(50_000_000) for number in range(6)}
-    with Checkpointer(root, on_failure="raise") as checkpointer:
-        # Into fresh memory both times, which takes longest.
-        trim_staging()
-        started = time.monotonic()
-        checkpointer.save_hf(1, tensors, dtype=dtype)
-        whole = time.monotonic() - started
-        checkpointer.wait()
-        trim_staging()
-        started = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012 (on a busy machine it comes before the copy)
-            press(whole / 4)
-            checkpointer.save_hf(2, tensors, dtype=dtype)
-        assert time.monotonic() - started < whole * 3 / 4
-        assert staging_stats()["in_use"] == 0
-        checkpointer.save_hf(2, TENSORS).result(60)
