@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import run_child
+from measure import Contestant, race, run_child
 from report import Row, Section, count, duration, size
 
 from packing.cases import JUDGED_SAMPLES, MAX_LENGTH, SEED, Scale
@@ -39,7 +39,9 @@ def curve(scale: Scale) -> tuple[Section, Section]:
         "are mapped and the plan is published with fsync, which sets a floor that small plans feel. "
         "Working memory is the peak resident memory that no file stands behind, above what the "
         "process held before, less what the plan's arrays hold where they stand in memory. The "
-        "spread is the slowest size over the fastest, in nanoseconds a sample.",
+        "spread is the slowest size over the fastest, in nanoseconds a sample. Beside it stands that of numpy's "
+        "`lengths[order]` alone, one read at a random place a sample, which every plan contains: what a "
+        "memory that is slower the larger it is makes of the same loop.",
     )
     memory = Section(
         title="Memory beyond inputs and outputs",
@@ -48,9 +50,12 @@ def curve(scale: Scale) -> tuple[Section, Section]:
         "given it includes one bit a sample for its check; with a seed, one index a sample.",
     )
     by_way: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    gathers: dict[str, list[float]] = defaultdict(list)
     for distribution in DISTRIBUTIONS:
         for samples in scale.curve_samples:
-            for (way, threads, given, to_files), reply in _packed(scale, samples, distribution):
+            replies, gather_seconds = _packed(scale, samples, distribution)
+            gathers[distribution.name].append(gather_seconds / samples * 1e9)
+            for (way, threads, given, to_files), reply in replies:
                 nanoseconds = reply["seconds"] / samples * 1e9
                 beyond = max(0, reply["peak"] - (0 if to_files else reply["held"]))
                 case = f"{distribution.name}, {way}, {threads} thread{'s' if threads > 1 else ''}"
@@ -82,12 +87,13 @@ def curve(scale: Scale) -> tuple[Section, Section]:
         spread = max(nanoseconds_each) / min(nanoseconds_each)
         # fsync costs the same for a plan of any size, so only the ways in memory can be flat.
         judged = complete and way == "in memory"
+        gather = gathers[case.partition(",")[0]]
         times.rows.append(
             Row(
                 case=f"{case}, spread",
                 ours=f"{min(nanoseconds_each):.3g}–{max(nanoseconds_each):.3g} ns",
-                peer="–",
-                peers="–",
+                peer=f"lengths[order] alone, spread {max(gather) / min(gather):.3g}×",
+                peers=f"{min(gather):.3g}–{max(gather):.3g} ns",
                 figure=f"{spread:.3g}×",
                 target=f"≤ {SPREAD:g}×" if judged else "–",
                 met=spread <= SPREAD if judged else None,
@@ -98,7 +104,8 @@ def curve(scale: Scale) -> tuple[Section, Section]:
 
 def _packed(
     scale: Scale, samples: int, distribution: Distribution
-) -> list[tuple[tuple[str, int, bool, bool], Any]]:
+) -> tuple[list[tuple[tuple[str, int, bool, bool], Any]], float]:
+    """The replies of all ways, and the seconds of the bare reads."""
     lengths, order = scale.folder / "lengths.npy", scale.folder / "order.npy"
     write_lengths(lengths, samples, distribution)
     np.save(order, draw_order(samples))
@@ -116,9 +123,12 @@ def _packed(
         reply = run_child(request)
         reply["input_bytes"] = _bytes(lengths) + (_bytes(order) if given else 0)
         replies.append(((way, threads, given, to_files), reply))
+    loaded = {"lengths": np.load(lengths), "order": np.load(order)}
+    gather = Contestant(lambda: loaded["lengths"][loaded["order"]], lambda ordered: int(ordered[-1]))
+    seconds = race({"gather": gather}, scale.rounds(samples))["gather"]
     lengths.unlink()
     order.unlink()
-    return replies
+    return replies, seconds
 
 
 def _bytes(path: Path) -> int:
