@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tundish.checkpoint import Checkpointer, open_readonly
+from tundish.checkpoint.hf.plan import HfPlan
 from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError
 
 TENSORS = {"w": torch.ones(1000)}
@@ -336,3 +337,80 @@ def test_an_exit_finishes_saves_though_no_thread_can_be_started(tmp_path: Path, 
     assert "can't create new thread" not in ended.stderr
     for kind in ("hf", "dcp"):
         assert open_readonly(root).latest(kind) == root / f"{kind}-2"  # type: ignore[arg-type]  # of two
+
+
+def test_a_signals_handler_may_close_what_is_being_closed(root: Path) -> None:
+    held = Held()
+    checkpointer = Checkpointer(root, on_event=held, on_failure="raise")
+    checkpointer.save_hf(1, TENSORS)
+
+    def close_again(*_: object) -> None:
+        held.go_on.set()
+        checkpointer.close()
+
+    before = signal.signal(signal.SIGUSR1, close_again)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        checkpointer.close()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert open_readonly(root).latest() == root / "hf-1"
+
+
+def test_a_save_whose_checkpointer_is_closed_meanwhile_fails(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(root, on_failure="raise")
+    stage = HfPlan.stage
+
+    def stage_and_close(plan: HfPlan) -> Any:
+        staged = stage(plan)
+        checkpointer.close()
+        return staged
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HfPlan, "stage", stage_and_close)
+        with pytest.raises(InvalidInputError, match="closed while the save was taken"):
+            checkpointer.save_hf(1, TENSORS)
+    # The root was let go of before the save was given up, so the next owner removes what it left.
+    with Checkpointer(root, on_failure="raise") as next_owner:
+        assert not list(root.glob(".hf-1*"))
+        assert next_owner.save_hf(1, TENSORS).result(60) == root / "hf-1"
+
+
+def test_a_done_callback_that_exits_ends_nothing_else(root: Path) -> None:
+    held = Held()
+    with Checkpointer(root, on_event=held, on_failure="raise") as checkpointer:
+        first = checkpointer.save_hf(1, TENSORS)
+        first.add_done_callback(lambda _: sys.exit(1))
+        held.go_on.set()
+        assert checkpointer.save_hf(2, TENSORS).result(60) == root / "hf-2"
+
+
+@pytest.mark.parametrize("thread", ["tundish-hf-copy", "tundish-hf-finalize"])
+def test_a_thread_that_cannot_be_started_fails_the_save_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch, thread: str
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    parameter.grad = torch.ones(1000)
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == thread:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="start new thread"):
+                checkpointer.save_hf(1, {"w": parameter}, staging="lazy", optimizer=optimizer)
+        optimizer.step()
+        checkpointer.wait(60)
+        assert checkpointer.stats()["under_way"] == {"hf": [], "dcp": []}
+        assert checkpointer.stats()["staging"]["in_use"] == 0
+        assert checkpointer.save_hf(2, {"w": parameter}).result(60) == root / "hf-2"
+    assert not list(root.glob("*hf-1*"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 import threading
 import time
@@ -21,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from exporting import staged, write
 
 from tundish import _native
-from tundish.checkpoint import staging
+from tundish.checkpoint import Checkpointer, staging
 from tundish.checkpoint.buffers import Buffer, Place
 from tundish.checkpoint.hf.plan import plan_hf
 from tundish.checkpoint.staging import BackgroundCopy, Block, begin_copies, optimizers_of
@@ -294,3 +296,55 @@ def test_one_step_fences_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackgroundCopy, "fence", fenced.append)
     optimizer.step()
     assert fenced == []
+
+
+class Adding(torch.optim.Optimizer):
+    """Changes parameters in a way that is not counted by their versions."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        super().__init__([parameter], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(1.0)
+
+
+def test_a_step_waits_also_after_ctrl_c_ended_an_earlier_wait(gate: threading.Event) -> None:
+    parameter = nn.Parameter(torch.zeros(1000))
+    optimizer = Adding(parameter)
+    buffer, place = Buffer(4000), Place(0, 4000, torch.float32, (1000,))
+    block = Block(buffer=buffer, places=[place], sources=[parameter.detach()], names=["w"])
+    copy = BackgroundCopy([block], [optimizer])
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    interrupt.join()
+    go_on = threading.Timer(0.3, gate.set)
+    go_on.start()
+    optimizer.step()
+    go_on.join()
+    copy.wait(None)
+    assert parameter[0] == 1
+    assert buffer.view(place).eq(0).all()
+    del block, copy
+    buffer.release()
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+@pytest.mark.parametrize("left_bytes", [0, 4096])
+def test_freed_tensors_are_refused_by_name(tmp_path: Path, kind: str, left_bytes: int) -> None:
+    freed = torch.arange(1 << 16, dtype=torch.float32)
+    freed.untyped_storage().resize_(left_bytes)
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        save = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
+        with pytest.raises(InvalidInputError, match="'w' has no values"):
+            save(1, {"w": freed})
+
+
+def test_zeros_without_memory_are_saved_as_zeros(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        zeros = torch._efficientzerotensor((5000,))
+        path = checkpointer.save_hf(1, {"w": zeros}).result(60)
+    assert load_file(path / "model.safetensors")["w"].eq(0).all()

@@ -89,7 +89,8 @@ class Checkpointer:
     ) -> None:
         self._process = os.getpid()
         self._closed = False
-        self._letting_go = threading.Lock()
+        # Re-entrant for a signal's handler that closes what its own thread is closing.
+        self._letting_go = threading.RLock()
         arguments = Arguments(
             root=root,
             retention=functools.partial(

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from tundish import _native
 from tundish.checkpoint.saves import Save, Staged, WriteOptions
 from tundish.distributed import Voter
-from tundish.errors import CallbackError, CheckpointInUseError
+from tundish.errors import CallbackError, CheckpointInUseError, InvalidInputError
 
 __all__ = ["Job", "Lane", "Publisher"]
 
@@ -115,6 +115,7 @@ class Lane:
         self._process = os.getpid()
         self._pending: list[Job] = []
         self._changed = threading.Condition()
+        self._is_closing = False
         self._is_over = threading.Event()
 
     def options(self, save: Save) -> WriteOptions:
@@ -135,14 +136,25 @@ class Lane:
                 self._changed.wait()
 
     def submit(self, job: Job) -> None:
-        """Take over a save."""
-        with self._changed:
-            self._pending.append(job)
-        if self._thread is None:
-            name = f"tundish-{self.kind}-finalize"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
-        self._queue.put(job)
+        """Take over a save; one that cannot be, as the lane is closed, fails and gives back what it has."""
+        try:
+            with self._changed:
+                if self._is_closing:
+                    raise InvalidInputError(
+                        f"{job.what}: the checkpointer was closed while the save was taken"
+                    )
+                if self._thread is None:
+                    name = f"tundish-{self.kind}-finalize"
+                    thread = threading.Thread(target=self._run, name=name, daemon=True)
+                    thread.start()
+                    self._thread = thread
+                self._pending.append(job)
+                self._queue.put(job)
+        except BaseException as error:
+            self._give_back(job)
+            self._abandon(job)
+            job.save.fail(error)
+            raise
 
     def is_own_thread(self) -> bool:
         """Whether the caller is called by this lane, and so would wait for itself."""
@@ -158,6 +170,8 @@ class Lane:
 
         May be called again, by any thread, where a call was interrupted.
         """
+        with self._changed:
+            self._is_closing = True
         if self._thread is not None and os.getpid() == self._process:
             self._queue.put(None)
             # A join that Ctrl-C ends takes the thread for ended, in some versions of Python.
@@ -167,30 +181,42 @@ class Lane:
     # From here on everything runs on the finalize thread.
 
     def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            error: BaseException | None = None
-            try:
-                self._finalize(job)
-            except BaseException as caught:  # noqa: BLE001 (whatever it is, it is the save's failure)
-                error = caught
-            if job.staged is not None and not isinstance(job.staged, BaseException):
-                job.staged.release()
-            job.release()
-            if isinstance(error, CallbackError):
-                # It is the future's alone, which perhaps nobody asks.
-                _logger.error("a callback failed", exc_info=error)
-            elif error is not None and not job.is_answered:
-                # Before anybody is told that the save is over: the next call is to know of it.
-                self._failed(error, job.what)
-            with self._changed:
-                self._pending.remove(job)
-                self._changed.notify_all()
+        try:
+            while (job := self._queue.get()) is not None:
+                self._finish(job)
+                del job
+        finally:
+            self._is_over.set()
+
+    def _give_back(self, job: Job) -> None:
+        if job.staged is not None and not isinstance(job.staged, BaseException):
+            job.staged.release()
+        job.release()
+
+    def _finish(self, job: Job) -> None:
+        error: BaseException | None = None
+        try:
+            self._finalize(job)
+        except BaseException as caught:  # noqa: BLE001 (whatever it is, it is the save's failure)
+            error = caught
+        self._give_back(job)
+        if isinstance(error, CallbackError):
+            # It is the future's alone, which perhaps nobody asks.
+            _logger.error("a callback failed", exc_info=error)
+        elif error is not None and not job.is_answered:
+            # Before anybody is told that the save is over: the next call is to know of it.
+            self._failed(error, job.what)
+        with self._changed:
+            self._pending.remove(job)
+            self._changed.notify_all()
+        try:
             if error is None:
                 job.save.finish(job.target)
             else:
                 job.save.fail(error)
-            del error, job
-        self._is_over.set()
+        except BaseException:
+            # Of a function that waited for the future, which may even exit; the next save is none of its business.
+            _logger.exception("a callback of the future of %s failed", job.what)
 
     def _finalize(self, job: Job) -> None:
         published = False

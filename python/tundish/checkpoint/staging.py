@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tundish.checkpoint.buffers import Buffer, Place
-from tundish.checkpoint.tensors import local_of
+from tundish.checkpoint.tensors import check_memory, local_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = ["BackgroundCopy", "Block", "Copies", "begin_copies", "optimizers_of"]
@@ -119,9 +119,10 @@ class BackgroundCopy:
         self._issued = threading.Event()
         self._error: BaseException | None = None
         self._fences = [_fence_of(optimizer) for optimizer in optimizers]
+        # Where no thread can be started, no step waits for one.
+        threading.Thread(target=self._run, name="tundish-hf-copy", daemon=True).start()
         for fence in self._fences:
             fence.add(self)
-        threading.Thread(target=self._run, name="tundish-hf-copy", daemon=True).start()
 
     def fence(self) -> None:
         """Make sure that what the caller does from here on changes nothing of what is copied."""
@@ -182,9 +183,11 @@ class _Fence:
 
     def hold(self, *_: Any) -> None:
         with self._lock:
-            pending, self._pending = self._pending, []
+            pending = list(self._pending)
         for copy in pending:
             copy.fence()
+            # Only now: where Ctrl-C ended the wait, the next step waits again.
+            self.discard(copy)
 
 
 # A hook cannot be taken off by a thread while a step runs through the hooks: it stays as long as the optimizer.
@@ -287,11 +290,11 @@ def _copy_from(device: torch.device, block: Block, side: torch.cuda.Stream) -> N
 def _copy_on_host(block: Block) -> None:
     """What is not on a CUDA device: bytes as they are, and what is to be converted or rearranged by torch."""
     left = block.buffer.image.fill(block.places, block.sources, torch.get_num_threads())
-    pairs = [
-        (block.buffer.view(block.places[number]), block.sources[number])
-        for number in left
-        if not block.sources[number].is_cuda
-    ]
+    left = [number for number in left if not block.sources[number].is_cuda]
+    for number in left:
+        # What was freed since the save was planned.
+        check_memory(block.names[number] if block.names else f"tensor {number}", block.sources[number])
+    pairs = [(block.buffer.view(block.places[number]), block.sources[number]) for number in left]
     small = [pair for pair in pairs if pair[1].numel() <= _GRAIN]
     _copy_in_turn([pair for pair in pairs if pair[1].numel() > _GRAIN])
     threads = torch.get_num_threads()

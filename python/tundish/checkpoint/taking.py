@@ -61,17 +61,17 @@ def take(opened: Opened, request: Request) -> Save:
     lane = opened.lanes[request.kind]
     lane.wait_for_turn()
     with contextlib.ExitStack() as undo:
-        reserved, error, agreed = None, None, ""
+        reserved, job, error, agreed = None, None, None, ""
         try:
             reserved = _reserve(opened, request, undo)
+            job = _job_of(opened, request, reserved)
             agreed = f": tag {request.tag}, overwrite {bool(request.overwrite)}, {reserved.plan.fingerprint}"
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         opened.voter.vote(error, what=request.what, same=f"{request.what}{agreed}", timeout=opened.timeout)
         undo.pop_all()
-    if reserved is None:
+    if reserved is None or job is None:
         raise RuntimeError(f"{request.what} was agreed on without a plan")
-    job = _job_of(opened, request, reserved)
     try:
         job.staged = _stage(opened, lane, job, reserved)
     except BaseException as caught:

@@ -104,7 +104,7 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
 
     Raises:
         InvalidTypeError: sparse, quantized, nested or another subclass of tensors.
-        InvalidInputError: on the meta device, or a DTensor whose values are yet to be reduced.
+        InvalidInputError: on the meta device, freed, or a DTensor whose values are yet to be reduced.
     """
     if type(tensor) not in _PLAIN:
         _check_subclass(name, tensor)
@@ -116,6 +116,24 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise InvalidInputError(f"{name!r} is on the meta device and has no values: materialize it first")
     if tensor.is_quantized:
         raise InvalidTypeError(f"{name!r} is quantized ({_said(tensor.dtype)}): save tensor.dequantize()")
+    check_memory(name, tensor)
+
+
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose storage ends before it does: its values are gone, and to read them is to crash.
+
+    Raises `InvalidInputError`.
+    """
+    if is_dtensor(tensor) or tensor.numel() == 0:
+        return
+    last = tensor.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    if (last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise InvalidInputError(
+            f"{name!r} has no values: its storage of {tensor.untyped_storage().nbytes()} bytes was freed or cut, as "
+            "wrappers do that shard parameters; save it where it is whole, or what the wrapper gives as state dict"
+        )
 
 
 def are_plain(tensors: Collection[torch.Tensor]) -> bool:
@@ -126,6 +144,8 @@ def are_plain(tensors: Collection[torch.Tensor]) -> bool:
         or tensor.is_nested
         or tensor.is_meta
         or tensor.is_quantized
+        # Exact where it lies densely; anything else has `check_tensor` look closer.
+        or tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize < tensor.nbytes
         for tensor in tensors
     )
 

@@ -84,10 +84,15 @@ impl Image {
                 left.push(number);
                 continue;
             }
+            let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+            if address == 0 && start < stop {
+                // Zeros that torch keeps no memory for.
+                left.push(number);
+                continue;
+            }
             if tensor.getattr(intern!(py, "nbytes"))?.extract::<usize>()? != stop - start {
                 return Err(PyValueError::new_err(format!("place {number} is not as large as its tensor")));
             }
-            let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
             copies.push(staging::Copy {
                 source: ptr::with_exposed_provenance(address),
                 target: self.image.as_ptr().wrapping_add(start),
