@@ -7,6 +7,7 @@ skipped; any other skip fails the run, so that no check is lost unnoticed.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Generator
 
@@ -15,6 +16,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Ranks of one test share the machine; a thread pool each would make them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and with them all that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import pytest
