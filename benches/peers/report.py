@@ -44,7 +44,7 @@ class Section:
 def duration(seconds: float) -> str:
     """Seconds in the unit a reader compares in."""
     for limit, scale, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
-        if seconds < limit:
+        if abs(seconds) < limit:
             return f"{seconds * scale:.3g} {unit}"
     return f"{seconds:.3g} s"
 

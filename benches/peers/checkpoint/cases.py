@@ -351,7 +351,8 @@ def _training_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> 
         rows += [
             _row(
                 f"time lost, {loop}",
-                max(lost[ours], 1e-4),
+                # Less than this is the clock's.
+                max(lost[ours], 1e-3),
                 f"{WAYS[way].name}{', the best of them' if way == best else ''}",
                 lost[way],
                 _LOST_OVER if way == best else None,

@@ -7,6 +7,7 @@ aligned, which ext4 refuses, so that it is turned off.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -48,4 +49,7 @@ class _Handle:
 
     def wait(self) -> None:
         self._written.result()
+        # The first rank renames the folder when all have written.
+        while not self._folder.exists():
+            time.sleep(0.001)
         fsync_files(self._folder)
