@@ -153,9 +153,6 @@ def _figures(group: Group, plan: Plan) -> dict[str, Figures]:
     figures = {way: Figures() for way in group.ways}
     for number in range(plan.rounds):
         for way in group.ways:
-            print(
-                f"bench: {group.title}, {WORKLOADS[group.workload].name}: {WAYS[way].name}", file=sys.stderr
-            )
             root = plan.folder / "saves"
             root.mkdir()
             request = {
@@ -173,6 +170,12 @@ def _figures(group: Group, plan: Plan) -> dict[str, Figures]:
             if reply["differing"]:
                 raise OutputsDiffer(f"{WAYS[way].name} did not save {reply['differing'][:3]} as they were")
             _add(figures[way], reply)
+            said = f"stall {duration(min(reply['stall']))}, durable {duration(min(reply['durable']))}"
+            print(
+                f"bench: {WORKLOADS[group.workload].name}, {group.title}: {WAYS[way].name}: {said}",
+                file=sys.stderr,
+                flush=True,
+            )
     return figures
 
 

@@ -21,11 +21,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from measure import SAMPLING_SECONDS
-
 __all__ = ["run_ranks"]
 
 CHILD = Path(__file__).with_name("child.py")
+# To count the pages of a process holds it up, and what a save takes it keeps for the next one.
+_SAMPLING_SECONDS = 0.05
 # What takes longer hangs.
 _LONGEST_SECONDS = 300.0
 
@@ -86,7 +86,7 @@ def _watch(ranks: list[subprocess.Popen[str]]) -> dict[str, Any]:
     before = peak = _memory_of(ranks)
     first.stdin.write("go\n")
     first.stdin.flush()
-    while not select.select([first.stdout], [], [], SAMPLING_SECONDS)[0]:
+    while not select.select([first.stdout], [], [], _SAMPLING_SECONDS)[0]:
         peak = max(peak, _memory_of(ranks))
     _expect(first, "warm")
     reply: dict[str, Any] = json.loads(_line(first))
