@@ -158,11 +158,12 @@ def test_results_outside_the_markers_of_a_part_stay(bench: SimpleNamespace, tmp_
     )
 
 
-def test_the_results_have_each_part_once(bench: SimpleNamespace) -> None:
+def test_the_results_have_no_part_twice_or_in_half(bench: SimpleNamespace) -> None:
+    # A part is there from its first full run on.
     results = (PEERS.parent / "RESULTS.md").read_text()
     for part in ("packing", "checkpoint"):
-        for marker in bench.report.markers(part):
-            assert results.count(marker) == 1
+        begin, end = map(results.count, bench.report.markers(part))
+        assert begin == end <= 1
 
 
 WAYS = [
