@@ -40,6 +40,9 @@ class Disorder:
         """By rank, of a run that goes well."""
         self.again()
         traces = [self._folder / f"trace-{rank}" for rank in (0, 1)]
+        for trace in traces:
+            # They are added to, and another test may have made them.
+            trace.unlink(missing_ok=True)
         with Job(train, 2, self._folder) as job:
             for rank, trace in enumerate(traces):
                 self.start(job, rank, {"TUNDISH_FAILPOINT_TRACE": str(trace)})
