@@ -3,6 +3,7 @@
 //! It owns the format. What always holds: a folder is published by `tundish-commit`, whole and
 //! durable or not at all; `open` believes nothing it has not checked, opens each file once and maps
 //! what it checked, and reads in constant memory.
+#![allow(unsafe_code)]
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -116,16 +117,14 @@ const GATHERED: usize = 1 << 16;
 /// Writes columns straight to the files of a folder, as they are computed.
 pub(crate) struct FileSink<C> {
     writer: Writer,
-    room: Columns<C>,
+    gathered: Columns<C>,
     dataset_id: Vec<C>,
-    pieces: usize,
-    packs: usize,
 }
 
 impl<C: Cell> FileSink<C> {
     pub(crate) fn create(target: &Path, wide: [bool; 6]) -> Result<Self, PackError> {
         let writer = Writer::create(target, wide)?;
-        Ok(Self { writer, room: Columns::default(), dataset_id: Vec::new(), pieces: 0, packs: 0 })
+        Ok(Self { writer, gathered: Columns::default(), dataset_id: Vec::new() })
     }
 
     pub(crate) fn publish(mut self, facts: &Facts, watch: &mut dyn Watch) -> Result<(), PackError> {
@@ -135,34 +134,35 @@ impl<C: Cell> FileSink<C> {
 
     fn flush(&mut self) -> Result<(), PackError> {
         self.writer.append(Field::DatasetId, &self.dataset_id)?;
-        self.writer.append(Field::Indices, &self.room.indices[..self.pieces])?;
-        for (field, column) in Field::ALL[2..].iter().zip(&self.room.packs) {
-            self.writer.append(*field, &column[..self.packs])?;
+        self.writer.append(Field::Indices, &self.gathered.indices)?;
+        for (field, column) in Field::ALL[2..].iter().zip(&self.gathered.packs) {
+            self.writer.append(*field, column)?;
         }
         self.dataset_id.clear();
-        (self.pieces, self.packs) = (0, 0);
+        self.gathered.clear();
         Ok(())
     }
 }
 
 impl<C: Cell> Sink<C> for FileSink<C> {
     fn room(&mut self, pieces: usize, packs: usize) -> Result<Room<'_, C>, PackError> {
-        if self.pieces + pieces > GATHERED || self.packs + packs > GATHERED {
+        if self.gathered.indices.len() + pieces > GATHERED || self.dataset_id.len() + packs > GATHERED {
             self.flush()?;
         }
-        Ok(self.room.room((self.pieces, pieces), (self.packs, packs)))
+        self.gathered.grow(pieces, packs)?;
+        Ok(self.gathered.room())
     }
 
-    fn keep(&mut self, pieces: usize, packs: usize, dataset_id: usize) -> Result<(), PackError> {
-        self.pieces += pieces;
-        self.packs += packs;
-        self.dataset_id.resize(self.packs, C::from_word(C::word_of(dataset_id)));
+    unsafe fn keep(&mut self, pieces: usize, packs: usize, dataset_id: usize) -> Result<(), PackError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.gathered.keep(pieces, packs) };
+        self.dataset_id.resize(self.dataset_id.len() + packs, C::from_word(C::word_of(dataset_id)));
         Ok(())
     }
 
     fn retract(&mut self, pieces: usize) -> Result<(), PackError> {
-        let gathered = pieces.min(self.pieces);
-        self.pieces -= gathered;
+        let gathered = pieces.min(self.gathered.indices.len());
+        self.gathered.indices.truncate(self.gathered.indices.len() - gathered);
         let written = (pieces - gathered) as u64;
         if written > 0 {
             let (file, wide, len) = &mut self.writer.files[Field::Indices as usize];

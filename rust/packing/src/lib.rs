@@ -12,6 +12,7 @@
 //!    an order is given, plus one index a sample where it is drawn from a seed.
 #![deny(unsafe_code)]
 
+mod array;
 mod cell;
 mod crew;
 pub mod error;
@@ -32,6 +33,7 @@ mod sink;
 pub mod verify;
 pub mod watch;
 
+pub use array::Array;
 pub use error::PackError;
 pub use integers::Integers;
 pub use plan::{Field, Plan};

@@ -1,4 +1,4 @@
-//! Large zeroed arrays, and hints to the processor and the kernel about memory.
+//! Large arrays, and hints to the processor and the kernel about memory.
 //!
 //! Nothing here changes what is computed.
 #![allow(unsafe_code)]
@@ -19,6 +19,10 @@ impl Zero for AtomicU64 {}
 /// Arrays from this size on are backed by huge pages: fewer faults while filling them, fewer
 /// address-translation misses while reading them at random.
 const HUGE_FROM_BYTES: usize = 4 << 20;
+/// Of x86-64, and of arm64 with pages of 4 KiB; elsewhere it is only an alignment.
+pub(crate) const HUGE_PAGE: usize = 2 << 20;
+#[cfg(target_os = "linux")]
+const PAGE: usize = 4096;
 
 /// `len` zeros, untouched by this process until written.
 ///
@@ -36,36 +40,57 @@ pub(crate) fn zeroed<T: Zero>(len: usize) -> Result<Vec<T>, PackError> {
     // SAFETY: allocated just now by the global allocator with the layout of `len` values of T, and
     // zero bytes are a valid T (trait `Zero`).
     let array = unsafe { Vec::from_raw_parts(pointer.cast::<T>(), len, len) };
-    advise_huge(&array);
+    if layout.size() >= HUGE_FROM_BYTES {
+        advise_huge(array.as_ptr().cast(), layout.size());
+    }
     Ok(array)
 }
 
-fn out_of_memory<T>(len: usize) -> PackError {
+pub(crate) fn out_of_memory<T>(len: usize) -> PackError {
     PackError::Invalid(format!(
         "cannot allocate {} bytes of memory for the plan; write it to a folder with out= or cache_dir=",
         len as u128 * size_of::<T>() as u128
     ))
 }
 
+/// Ask for huge pages in memory of the caller's own, from its first page to its last.
 #[cfg(target_os = "linux")]
-fn advise_huge<T>(array: &[T]) {
-    const PAGE: usize = 4096;
-    let bytes = size_of_val(array);
-    if bytes < HUGE_FROM_BYTES {
-        return;
-    }
-    let begin = (array.as_ptr() as usize).next_multiple_of(PAGE);
-    let end = (array.as_ptr() as usize + bytes) & !(PAGE - 1);
-    // SAFETY: the range lies within the array; the advice changes how pages are backed, not what they hold.
+pub(crate) fn advise_huge(start: *const u8, bytes: usize) {
+    // With the pages that it shares with its neighbours: left out, they would part the memory of arrays that lie side
+    // by side.
+    let begin = start as usize & !(PAGE - 1);
+    let end = (start as usize + bytes).next_multiple_of(PAGE);
+    // SAFETY: the pages are those of the memory; the advice changes how pages are backed, not what they hold.
     // A kernel without huge pages refuses, which costs speed only.
     let _ =
         unsafe { rustix::mm::madvise(begin as *mut core::ffi::c_void, end - begin, rustix::mm::Advice::LinuxHugepage) };
 }
 
 #[cfg(not(target_os = "linux"))]
-fn advise_huge<T>(_array: &[T]) {
-    let _ = HUGE_FROM_BYTES;
+pub(crate) fn advise_huge(_start: *const u8, _bytes: usize) {}
+
+/// Give memory back to the system, but for pages that are shared with what lies before and behind it.
+///
+/// # Safety
+/// The memory is the caller's, and nobody reads it again before it is written.
+#[cfg(target_os = "linux")]
+pub(crate) unsafe fn give_back(start: *const u8, bytes: usize) {
+    let begin = (start as usize).next_multiple_of(PAGE);
+    let end = (start as usize + bytes) & !(PAGE - 1);
+    if begin < end {
+        // SAFETY: the caller's promise; what is refused stays as it is.
+        let _ = unsafe {
+            rustix::mm::madvise(begin as *mut core::ffi::c_void, end - begin, rustix::mm::Advice::LinuxDontNeed)
+        };
+    }
 }
+
+/// Keep the memory, where the system takes nothing back.
+///
+/// # Safety
+/// None needed.
+#[cfg(not(target_os = "linux"))]
+pub(crate) unsafe fn give_back(_start: *const u8, _bytes: usize) {}
 
 /// Physical memory of this machine in bytes, where the system tells.
 #[cfg(target_os = "linux")]

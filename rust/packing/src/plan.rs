@@ -5,6 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::array::Array;
 use crate::error::PackError;
 use crate::integers::Integers;
 use crate::watch::Watch;
@@ -52,9 +53,9 @@ impl Field {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Column {
     /// 32 bits a value.
-    I32(Vec<i32>),
+    I32(Array<i32>),
     /// 64 bits a value.
-    I64(Vec<i64>),
+    I64(Array<i64>),
 }
 
 impl Column {
@@ -84,7 +85,7 @@ impl Column {
     pub fn to_i64(&self) -> Vec<i64> {
         match self {
             Self::I32(values) => values.iter().map(|&value| i64::from(value)).collect(),
-            Self::I64(values) => values.clone(),
+            Self::I64(values) => values.to_vec(),
         }
     }
 
@@ -101,17 +102,11 @@ impl Column {
                 return Ok(());
             }
         }
-        let narrow = |(position, value): (usize, i64)| {
-            if position.is_multiple_of(VALUES_A_TICK) {
-                watch.tick("narrowing", position as u64, total)?;
-            }
-            Ok(value as i32)
-        };
-        // Collected in place: the memory of the wide values becomes that of the narrow ones, and half of it is given back.
-        let mut narrowed: Vec<i32> =
-            std::mem::take(values).into_iter().enumerate().map(narrow).collect::<Result<_, PackError>>()?;
-        narrowed.shrink_to_fit();
-        *self = Self::I32(narrowed);
+        *self =
+            Self::I32(std::mem::take(values).narrowed(|position| match position.is_multiple_of(VALUES_A_TICK) {
+                true => watch.tick("narrowing", position as u64, total),
+                false => Ok(()),
+            })?);
         Ok(())
     }
 }

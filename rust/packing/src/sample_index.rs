@@ -58,9 +58,9 @@ pub fn sample_index(
     let samples = facts.samples.iter().fold(0u64, |sum, &samples| sum.saturating_add(samples));
     let narrow = views.column(Field::StartOffset).kind() == IntegerKind::I32;
     if narrow && fits(samples) && fits(facts.tail_start[0]) {
-        return Ok(Column::I32(Rows::new(views, facts)?.filled(inputs, watch)?));
+        return Ok(Column::I32(Rows::new(views, facts)?.filled(inputs, watch)?.into()));
     }
-    let mut wide = Column::I64(Rows::new(views, facts)?.filled(inputs, watch)?);
+    let mut wide = Column::I64(Rows::new(views, facts)?.filled(inputs, watch)?.into());
     wide.narrow(watch)?;
     Ok(wide)
 }

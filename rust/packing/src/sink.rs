@@ -1,127 +1,150 @@
 //! Where the columns of a plan go while they are computed.
 //!
-//! What always holds: `keep` follows `room`, and keeps no more than was asked for; entries that are kept
+//! What always holds: `keep` follows `room`, and keeps no more than was asked for and written; entries that are kept
 //! are never changed, only the last pieces may be taken back.
+#![allow(unsafe_code)]
 
+use std::mem::MaybeUninit;
+
+use crate::array::Array;
 use crate::cell::Cell;
 use crate::error::PackError;
 use crate::memory;
 use crate::plan::Field;
 
-/// Room for output; all but `indices` hold one entry a pack.
-pub(crate) struct Room<'a, S> {
-    pub indices: &'a mut [S],
-    pub indices_cu_len: &'a mut [S],
-    pub start_offset: &'a mut [S],
-    pub end_offset: &'a mut [S],
-    pub longest: &'a mut [S],
+/// Room for output, to be written from its beginning on; all but `indices` hold one entry a pack.
+///
+/// What it holds before is nobody's: clearing it first would cost a tenth of the whole computation.
+pub(crate) struct Room<'a, C> {
+    pub indices: &'a mut [MaybeUninit<C>],
+    pub indices_cu_len: &'a mut [MaybeUninit<C>],
+    pub start_offset: &'a mut [MaybeUninit<C>],
+    pub end_offset: &'a mut [MaybeUninit<C>],
+    pub longest: &'a mut [MaybeUninit<C>],
 }
 
 /// Takes the output of the computation.
 pub(crate) trait Sink<C: Cell> {
-    /// Room for at least `pieces` and `packs` entries, zeroed or not.
+    /// Room for at least `pieces` and `packs` entries.
     fn room(&mut self, pieces: usize, packs: usize) -> Result<Room<'_, C>, PackError>;
     /// Keep the first `pieces` and `packs` entries of the room asked for last.
-    fn keep(&mut self, pieces: usize, packs: usize, dataset_id: usize) -> Result<(), PackError>;
+    ///
+    /// # Safety
+    /// No more than was asked for, and all of these entries were written since.
+    unsafe fn keep(&mut self, pieces: usize, packs: usize, dataset_id: usize) -> Result<(), PackError>;
     /// Take back the last `pieces` pieces.
     fn retract(&mut self, pieces: usize) -> Result<(), PackError>;
 }
 
-/// Room for entries that are not yet kept, grown as needed.
+/// The entries that are kept, with room behind them.
 pub(crate) struct Columns<C> {
-    pub(crate) indices: Vec<C>,
+    pub(crate) indices: Array<C>,
     /// `indices_cu_len`, `start_offset`, `end_offset`, `longest`.
-    pub(crate) packs: [Vec<C>; 4],
+    pub(crate) packs: [Array<C>; 4],
 }
 
 impl<C> Default for Columns<C> {
     fn default() -> Self {
-        Self { indices: Vec::new(), packs: [const { Vec::new() }; 4] }
+        Self { indices: Array::default(), packs: Default::default() }
     }
-}
-
-impl<C: Cell> Columns<C> {
-    /// Room for pieces and packs, each behind some that are there: `(there, more)`.
-    pub(crate) fn room(&mut self, pieces: (usize, usize), packs: (usize, usize)) -> Room<'_, C> {
-        grow(&mut self.indices, pieces.0 + pieces.1 + SPARE);
-        for column in &mut self.packs {
-            grow(column, packs.0 + packs.1 + SPARE);
-        }
-        room_from(&mut self.indices, pieces.0, &mut self.packs, packs.0)
-    }
-}
-
-fn grow<C: Cell>(column: &mut Vec<C>, len: usize) {
-    if column.len() < len {
-        column.resize(len, C::default());
-    }
-}
-
-fn room_from<'a, C>(indices: &'a mut [C], piece: usize, packs: &'a mut [Vec<C>; 4], pack: usize) -> Room<'a, C> {
-    let [indices_cu_len, start_offset, end_offset, longest] = packs.each_mut().map(|column| &mut column[pack..]);
-    Room { indices: &mut indices[piece..], indices_cu_len, start_offset, end_offset, longest }
 }
 
 /// Entries beyond those needed, so that the merge need not be careful at the end of a chunk.
 const SPARE: usize = 4;
 
+impl<C: Cell> Columns<C> {
+    /// Make room behind the entries that are kept.
+    pub(crate) fn grow(&mut self, pieces: usize, packs: usize) -> Result<(), PackError> {
+        self.indices.reserve(pieces + SPARE)?;
+        self.packs.iter_mut().try_for_each(|column| column.reserve(packs + SPARE))
+    }
+
+    /// Whether there is room for so many more entries.
+    fn has_room(&self, pieces: usize, packs: usize) -> bool {
+        let has_room = |column: &Array<C>, more: usize| column.capacity() - column.len() >= more;
+        has_room(&self.indices, pieces) && self.packs.iter().all(|column| has_room(column, packs))
+    }
+
+    pub(crate) fn room(&mut self) -> Room<'_, C> {
+        let [indices_cu_len, start_offset, end_offset, longest] = self.packs.each_mut().map(Array::spare_capacity_mut);
+        Room { indices: self.indices.spare_capacity_mut(), indices_cu_len, start_offset, end_offset, longest }
+    }
+
+    /// Keep the first entries of the room.
+    ///
+    /// # Safety
+    /// There was room for them, and they were written.
+    pub(crate) unsafe fn keep(&mut self, pieces: usize, packs: usize) {
+        debug_assert!(self.has_room(pieces, packs));
+        // SAFETY: the caller promises that these entries are there and were written.
+        unsafe {
+            self.indices.set_len(self.indices.len() + pieces);
+            self.packs.iter_mut().for_each(|column| column.set_len(column.len() + packs));
+        }
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.indices.truncate(0);
+        self.packs.iter_mut().for_each(|column| column.truncate(0));
+    }
+}
+
 /// Keeps the columns in memory.
 pub(crate) struct MemorySink<C> {
     dataset_id: Vec<C>,
-    indices: Vec<C>,
-    packs: [Vec<C>; 4],
-    pieces_kept: usize,
-    packs_kept: usize,
+    columns: Columns<C>,
 }
 
 impl<C: Cell> MemorySink<C> {
     /// For at most `packs` packs and `pieces` pieces.
     pub(crate) fn new(packs: u64, pieces: u64) -> Result<Self, PackError> {
-        // Untouched zeros cost nothing, so bounds that turn out too large cost nothing either.
+        // Memory that is never touched costs nothing, so bounds that turn out too large cost nothing either.
         let packs = usize::try_from(packs).unwrap_or(usize::MAX).saturating_add(SPARE);
         let pieces = usize::try_from(pieces).unwrap_or(usize::MAX).saturating_add(SPARE);
+        let pack_column = || Array::with_room(packs);
         Ok(Self {
             dataset_id: memory::zeroed(packs)?,
-            indices: memory::zeroed(pieces)?,
-            packs: [memory::zeroed(packs)?, memory::zeroed(packs)?, memory::zeroed(packs)?, memory::zeroed(packs)?],
-            pieces_kept: 0,
-            packs_kept: 0,
+            columns: Columns {
+                indices: Array::with_room(pieces)?,
+                packs: [pack_column()?, pack_column()?, pack_column()?, pack_column()?],
+            },
         })
     }
 
+    fn packs(&self) -> usize {
+        self.columns.packs[0].len()
+    }
+
     /// The columns in the order of `Field::ALL`.
-    pub(crate) fn into_columns(mut self) -> [Vec<C>; 6] {
-        self.dataset_id.truncate(self.packs_kept);
-        self.indices.truncate(self.pieces_kept);
-        for column in &mut self.packs {
-            column.truncate(self.packs_kept);
-        }
-        let [indices_cu_len, start_offset, end_offset, longest] = self.packs;
-        [self.dataset_id, self.indices, indices_cu_len, start_offset, end_offset, longest]
+    pub(crate) fn into_columns(mut self) -> [Array<C>; 6] {
+        self.dataset_id.truncate(self.packs());
+        let [indices_cu_len, start_offset, end_offset, longest] = self.columns.packs;
+        [self.dataset_id.into(), self.columns.indices, indices_cu_len, start_offset, end_offset, longest]
     }
 }
 
 impl<C: Cell> Sink<C> for MemorySink<C> {
     fn room(&mut self, pieces: usize, packs: usize) -> Result<Room<'_, C>, PackError> {
         // The bounds held for the lengths as they were scanned.
-        if self.indices.len() - self.pieces_kept < pieces || self.dataset_id.len() - self.packs_kept < packs {
+        if !self.columns.has_room(pieces, packs) || self.dataset_id.len() - self.packs() < packs {
             return Err(PackError::InputChanged);
         }
-        Ok(room_from(&mut self.indices, self.pieces_kept, &mut self.packs, self.packs_kept))
+        Ok(self.columns.room())
     }
 
-    fn keep(&mut self, pieces: usize, packs: usize, dataset_id: usize) -> Result<(), PackError> {
+    unsafe fn keep(&mut self, pieces: usize, packs: usize, dataset_id: usize) -> Result<(), PackError> {
         if dataset_id != 0 {
-            let id = C::from_word(C::word_of(dataset_id));
-            self.dataset_id[self.packs_kept..self.packs_kept + packs].fill(id);
+            let kept = self.packs();
+            self.dataset_id[kept..kept + packs].fill(C::from_word(C::word_of(dataset_id)));
         }
-        self.pieces_kept += pieces;
-        self.packs_kept += packs;
+        // SAFETY: the caller's promise, and `room` gave no more than there is.
+        unsafe { self.columns.keep(pieces, packs) };
         Ok(())
     }
 
     fn retract(&mut self, pieces: usize) -> Result<(), PackError> {
-        self.pieces_kept -= pieces;
+        let kept = self.columns.indices.len() - pieces;
+        self.columns.indices.truncate(kept);
         Ok(())
     }
 }
@@ -149,14 +172,17 @@ fn is_wide(value: &i64) -> bool {
 
 impl Sink<i64> for Measure {
     fn room(&mut self, pieces: usize, packs: usize) -> Result<Room<'_, i64>, PackError> {
-        Ok(self.room.room((0, pieces), (0, packs)))
+        self.room.grow(pieces, packs)?;
+        Ok(self.room.room())
     }
 
-    fn keep(&mut self, pieces: usize, packs: usize, dataset_id: usize) -> Result<(), PackError> {
+    unsafe fn keep(&mut self, pieces: usize, packs: usize, dataset_id: usize) -> Result<(), PackError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.room.keep(pieces, packs) };
         let mut closed = 0usize;
         if packs > 0 {
             for (field, column) in Field::ALL[2..].iter().zip(&self.room.packs) {
-                self.wide[*field as usize] |= column[..packs].iter().any(is_wide);
+                self.wide[*field as usize] |= column.iter().any(is_wide);
             }
             self.wide[Field::DatasetId as usize] |= is_wide(&(dataset_id as i64));
             closed = (self.room.packs[0][packs - 1] as usize).saturating_sub(self.pieces_kept).min(pieces);
@@ -168,6 +194,7 @@ impl Sink<i64> for Measure {
             self.pending = first.map(|piece| self.pieces_kept + closed + piece);
         }
         self.pieces_kept += pieces;
+        self.room.clear();
         Ok(())
     }
 
@@ -184,11 +211,20 @@ mod tests {
 
     const WIDE: i64 = 1 << 31;
 
+    fn write(room: &mut [MaybeUninit<i64>], values: &[i64]) {
+        for (place, &value) in room.iter_mut().zip(values) {
+            place.write(value);
+        }
+    }
+
     fn keep(measure: &mut Measure, indices: &[i64], cumulative: &[i64]) {
         let room = measure.room(indices.len(), cumulative.len()).unwrap();
-        room.indices[..indices.len()].copy_from_slice(indices);
-        room.indices_cu_len[..cumulative.len()].copy_from_slice(cumulative);
-        measure.keep(indices.len(), cumulative.len(), 0).unwrap();
+        write(room.indices, indices);
+        for column in [room.indices_cu_len, room.start_offset, room.end_offset, room.longest] {
+            write(column, cumulative);
+        }
+        // SAFETY: all of these entries were written.
+        unsafe { measure.keep(indices.len(), cumulative.len(), 0) }.unwrap();
     }
 
     /// Whether the indices need 64 bits when the last `taken` of five are taken back, and the pack then closes with `more`.

@@ -182,10 +182,10 @@ proptest! {
             sample_index(&plan.views(), &plan.facts, &Inputs { lengths, order, threads: 1 }, &mut Silent)
         };
         let order = reversed.then_some(given);
-        prop_assert_eq!(found(Some(&lengths[..]), order).unwrap(), Column::I32(expected.clone()));
+        prop_assert_eq!(found(Some(&lengths[..]), order).unwrap(), Column::I32(expected.clone().into()));
         if plan.facts.empty_on_boundary == 0 {
-            prop_assert_eq!(found(None, None).unwrap(), Column::I32(expected.clone()));
-            prop_assert_eq!(found(None, order).unwrap(), Column::I32(expected));
+            prop_assert_eq!(found(None, None).unwrap(), Column::I32(expected.clone().into()));
+            prop_assert_eq!(found(None, order).unwrap(), Column::I32(expected.into()));
         } else if !expected.is_empty() {
             prop_assert!(matches!(found(None, None), Err(PackError::Invalid(_))));
         }
@@ -282,11 +282,11 @@ fn sample_index_is_wide_where_it_has_to_be() {
     };
     let beyond = 1u64 << 31;
     // Offsets in a pack, then of the tail alone.
-    assert_eq!(index(&[2 * beyond + 7], beyond), Column::I64(vec![0, 0, 0, 1 << 31, 0, 1 << 32]));
-    assert_eq!(index(&[beyond + 1], beyond), Column::I64(vec![0, 0, 0, 1 << 31]));
-    assert_eq!(index(&[beyond, 3], beyond), Column::I32(vec![0, 0, 1, 0]));
-    assert_eq!(index(&[beyond], beyond), Column::I32(vec![0, 0]));
-    assert_eq!(index(&[], beyond), Column::I32(vec![]));
+    assert_eq!(index(&[2 * beyond + 7], beyond), Column::I64(vec![0, 0, 0, 1 << 31, 0, 1 << 32].into()));
+    assert_eq!(index(&[beyond + 1], beyond), Column::I64(vec![0, 0, 0, 1 << 31].into()));
+    assert_eq!(index(&[beyond, 3], beyond), Column::I32(vec![0, 0, 1, 0].into()));
+    assert_eq!(index(&[beyond], beyond), Column::I32(vec![0, 0].into()));
+    assert_eq!(index(&[], beyond), Column::I32(vec![].into()));
 }
 
 #[test]

@@ -10,6 +10,7 @@ mod columns;
 mod commit;
 mod enter;
 mod error;
+mod lent;
 mod mapped;
 mod packing;
 mod shards;

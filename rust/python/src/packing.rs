@@ -16,6 +16,7 @@ use tundish_packing::{Integers, PackError, Silent, folder, verify as checking};
 use crate::columns::Column;
 use crate::enter::{Door, enter};
 use crate::error::BindingError;
+use crate::lent;
 use crate::mapped;
 
 /// What `pack`, `write` and `fingerprint` are asked for.
@@ -71,7 +72,7 @@ pub(crate) fn pack<'py>(
     progress: Option<Py<PyAny>>,
 ) -> PyResult<(String, Bound<'py, PyTuple>)> {
     let plan = job.run(py, progress, |prepared, door| prepared.pack(door))?;
-    let columns = plan.columns.map(|column| to_numpy(py, column));
+    let columns: Vec<_> = plan.columns.into_iter().map(|column| lent::as_numpy(py, column)).collect::<PyResult<_>>()?;
     Ok((to_json(&plan.facts)?, PyTuple::new(py, columns)?))
 }
 
@@ -166,8 +167,8 @@ pub(crate) fn sample_index<'py>(
     })?;
     let shape = [rows.len() / 2, 2];
     Ok(match rows {
-        PlanColumn::I32(values) => PyArray1::from_vec(py, values).reshape(shape)?.into_any(),
-        PlanColumn::I64(values) => PyArray1::from_vec(py, values).reshape(shape)?.into_any(),
+        PlanColumn::I32(values) => lent::values(py, values)?.reshape(shape)?.into_any(),
+        PlanColumn::I64(values) => lent::values(py, values)?.reshape(shape)?.into_any(),
     })
 }
 
@@ -183,12 +184,12 @@ pub(crate) fn shuffled_indices<'py>(
     let column = enter(py, progress, move |door| {
         let mut random = RandomState::new(seed);
         Ok(if samples <= 1 << 31 {
-            PlanColumn::I32(random.shuffled(samples, door)?)
+            PlanColumn::I32(random.shuffled(samples, door)?.into())
         } else {
-            PlanColumn::I64(random.shuffled(samples, door)?)
+            PlanColumn::I64(random.shuffled(samples, door)?.into())
         })
     })?;
-    Ok(to_numpy(py, column))
+    lent::as_numpy(py, column)
 }
 
 /// Looks packs up in the columns of a plan.
@@ -273,13 +274,6 @@ fn six(columns: &[Bound<'_, PyUntypedArray>; 6]) -> Result<[Column; 6], BindingE
 
 fn views(columns: &[Column; 6]) -> Result<Views<'_>, BindingError> {
     Ok(Views::new(columns.each_ref().map(Column::view))?)
-}
-
-fn to_numpy(py: Python<'_>, column: PlanColumn) -> Bound<'_, PyAny> {
-    match column {
-        PlanColumn::I32(values) => PyArray1::from_vec(py, values).into_any(),
-        PlanColumn::I64(values) => PyArray1::from_vec(py, values).into_any(),
-    }
 }
 
 fn to_json(facts: &Facts) -> PyResult<String> {

@@ -2,6 +2,7 @@
 //!
 //! What always holds: each index and each length is read from the caller's arrays once; everything
 //! after works on the copy.
+#![allow(unsafe_code)]
 
 use super::kernel::{self, Written};
 use super::marks::Marks;
@@ -183,12 +184,17 @@ impl<C: Cell> Packer<'_, C> {
         let mut room = self.sink.room(indices.len() + closed, closed)?;
         let pieces = self.totals.pieces;
         let written = kernel::merge(indices, lengths, self.max_length, &mut stream.cut, pieces, closed, &mut room);
-        self.keep(written, stream)
+        // SAFETY: the merge has just written them.
+        unsafe { self.keep(written, stream) }
     }
 
     /// Record what was written into the room asked for last.
-    pub(super) fn keep(&mut self, written: Written, stream: &Stream<C>) -> Result<(), PackError> {
-        self.sink.keep(written.pieces, written.packs, stream.id)?;
+    ///
+    /// # Safety
+    /// So many entries were asked for and written, from the beginning of each column of the room on.
+    pub(super) unsafe fn keep(&mut self, written: Written, stream: &Stream<C>) -> Result<(), PackError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.sink.keep(written.pieces, written.packs, stream.id)? };
         if written.packs > 0 {
             self.totals.pieces_closed = self.totals.pieces + written.pieces_closed;
         }
@@ -212,16 +218,18 @@ impl<C: Cell> Packer<'_, C> {
             }
             self.watch.tick("packing", self.totals.packs as u64, 0)?;
             let mut room = self.sink.room(packs, packs)?;
-            kernel::repeat(index, taken, self.max_length, packs, self.totals.pieces, &mut room);
-            self.keep(Written { pieces: packs, packs, pieces_closed: packs, skipped: 0 }, stream)?;
+            let written = kernel::repeat(index, taken, self.max_length, packs, self.totals.pieces, &mut room);
+            // SAFETY: just written.
+            unsafe { self.keep(written, stream)? };
             let step = C::Word::truncate(packs as u64 * self.max_length.widen());
             taken = C::add(taken, step);
             rest = C::sub(rest, step);
         }
         if rest != zero {
             let room = self.sink.room(1, 0)?;
-            room.indices[0] = C::from_word(index);
-            self.keep(Written { pieces: 1, ..Written::default() }, stream)?;
+            room.indices[0].write(C::from_word(index));
+            // SAFETY: just written.
+            unsafe { self.keep(Written { pieces: 1, ..Written::default() }, stream)? };
             stream.cut = kernel::Cut { filled: rest, start: taken, longest: rest };
         }
         Ok(())

@@ -5,6 +5,8 @@
 //! handing on their `Cut`; and nothing is written beyond the slices, whatever the samples.
 #![allow(unsafe_code)]
 
+use std::mem::MaybeUninit;
+
 use crate::cell::Cell;
 use crate::sink::Room;
 
@@ -21,7 +23,7 @@ pub(crate) struct Cut<W> {
     pub longest: W,
 }
 
-/// What the merge of one chunk wrote.
+/// What the merge of one chunk wrote: as many entries of each column, from the beginning of its slice on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Written {
     pub pieces: usize,
@@ -78,18 +80,19 @@ pub(crate) fn merge<C: Cell>(
     }
     output.written.pieces_closed = match output.written.packs {
         0 => 0,
-        packs => C::difference(output.cumulative[packs - 1], pieces_before),
+        // SAFETY: the entries of packs that are counted were written.
+        packs => C::difference(unsafe { output.cumulative[packs - 1].assume_init() }, pieces_before),
     };
     output.written
 }
 
 /// The slices that one chunk is written to, and how far they are.
 struct Output<'a, C> {
-    indices: &'a mut [C],
-    cumulative: &'a mut [C],
-    starts: &'a mut [C],
-    ends: &'a mut [C],
-    longests: &'a mut [C],
+    indices: &'a mut [MaybeUninit<C>],
+    cumulative: &'a mut [MaybeUninit<C>],
+    starts: &'a mut [MaybeUninit<C>],
+    ends: &'a mut [MaybeUninit<C>],
+    longests: &'a mut [MaybeUninit<C>],
     pieces_before: usize,
     written: Written,
 }
@@ -133,11 +136,11 @@ impl<C: Cell> Output<'_, C> {
             // SAFETY: `sure` held for as many samples as there are, and each raises `pieces` by at most two and
             // `packs` by at most one; so pieces + 1 and packs stay within the slices.
             unsafe {
-                *out.add(pieces) = C::from_word(index);
-                *out.add(pieces + 1) = C::from_word(index);
-                *cumulative.add(packs) = C::from_word(count);
-                *ends.add(packs) = C::from_word(taken);
-                *longests.add(packs) = C::from_word(longest_here);
+                (*out.add(pieces)).write(C::from_word(index));
+                (*out.add(pieces + 1)).write(C::from_word(index));
+                (*cumulative.add(packs)).write(C::from_word(count));
+                (*ends.add(packs)).write(C::from_word(taken));
+                (*longests.add(packs)).write(C::from_word(longest_here));
             }
             let crosses = usize::from(!stays);
             pieces += 1 + crosses;
@@ -149,8 +152,9 @@ impl<C: Cell> Output<'_, C> {
         // None of these packs ended with its sample, so each next one starts where it ended.
         let mut start = cut.start;
         for pack in first_pack..packs {
-            self.starts[pack] = C::from_word(start);
-            start = C::to_word(self.ends[pack]);
+            self.starts[pack].write(C::from_word(start));
+            // SAFETY: written by the loop above, as those of every pack counted since `first_pack`.
+            start = C::to_word(unsafe { self.ends[pack].assume_init() });
         }
         *cut = Cut { filled, start, longest };
         (self.written.pieces, self.written.packs) = (pieces, packs);
@@ -175,7 +179,7 @@ impl<C: Cell> Output<'_, C> {
             if sum >= max_length || sum == zero {
                 break;
             }
-            *slot = C::from_word(index);
+            slot.write(C::from_word(index));
             longest = longest.max(length);
             filled = sum;
             done += 1;
@@ -207,10 +211,10 @@ impl<C: Cell> Output<'_, C> {
         loop {
             self.piece(index);
             let pack = self.written.packs;
-            self.starts[pack] = C::from_word(cut.start);
-            self.ends[pack] = C::from_word(taken);
-            self.longests[pack] = C::from_word(cut.longest);
-            self.cumulative[pack] = C::from_word(C::word_of(self.pieces_before + self.written.pieces));
+            self.starts[pack].write(C::from_word(cut.start));
+            self.ends[pack].write(C::from_word(taken));
+            self.longests[pack].write(C::from_word(cut.longest));
+            self.cumulative[pack].write(C::from_word(C::word_of(self.pieces_before + self.written.pieces)));
             self.written.packs += 1;
             cut.start = taken;
             cut.longest = max_length;
@@ -230,7 +234,7 @@ impl<C: Cell> Output<'_, C> {
     }
 
     fn piece(&mut self, index: C::Word) {
-        self.indices[self.written.pieces] = C::from_word(index);
+        self.indices[self.written.pieces].write(C::from_word(index));
         self.written.pieces += 1;
     }
 }
@@ -245,14 +249,15 @@ pub(crate) fn repeat<C: Cell>(
     packs: usize,
     pieces_before: usize,
     room: &mut Room<'_, C>,
-) {
+) -> Written {
     let mut taken = offset;
     for pack in 0..packs {
-        room.indices[pack] = C::from_word(index);
-        room.start_offset[pack] = C::from_word(taken);
+        room.indices[pack].write(C::from_word(index));
+        room.start_offset[pack].write(C::from_word(taken));
         taken = C::add(taken, max_length);
-        room.end_offset[pack] = C::from_word(taken);
-        room.longest[pack] = C::from_word(max_length);
-        room.indices_cu_len[pack] = C::from_word(C::word_of(pieces_before + pack + 1));
+        room.end_offset[pack].write(C::from_word(taken));
+        room.longest[pack].write(C::from_word(max_length));
+        room.indices_cu_len[pack].write(C::from_word(C::word_of(pieces_before + pack + 1)));
     }
+    Written { pieces: packs, packs, pieces_closed: packs, skipped: 0 }
 }

@@ -13,6 +13,7 @@
 //!
 //! Working memory beyond inputs and outputs: at most 8 MiB a thread, and with a given order one bit a
 //! sample and 32 MiB (`marks`), or with a seed one index a sample.
+#![allow(unsafe_code)]
 
 mod chunk;
 mod kernel;
@@ -35,7 +36,7 @@ use crate::sink::{Measure, MemorySink, Sink};
 use crate::watch::Watch;
 
 use chunk::Checks;
-use kernel::Cut;
+use kernel::{Cut, Written};
 use marks::Marks;
 use order::Order;
 pub(crate) use scan::Dataset;
@@ -426,13 +427,11 @@ impl<C: Cell> Packer<'_, C> {
 
     fn close_short_pack(&mut self, stream: &Stream<C>) -> Result<(), PackError> {
         let room = self.sink.room(0, 1)?;
-        room.indices_cu_len[0] = C::from_word(C::word_of(self.totals.pieces));
-        room.start_offset[0] = C::from_word(stream.cut.start);
-        room.end_offset[0] = C::from_word(stream.last_length);
-        room.longest[0] = C::from_word(stream.cut.longest);
-        self.sink.keep(0, 1, stream.id)?;
-        self.totals.packs += 1;
-        self.totals.pieces_closed = self.totals.pieces;
-        Ok(())
+        room.indices_cu_len[0].write(C::from_word(C::word_of(self.totals.pieces)));
+        room.start_offset[0].write(C::from_word(stream.cut.start));
+        room.end_offset[0].write(C::from_word(stream.last_length));
+        room.longest[0].write(C::from_word(stream.cut.longest));
+        // SAFETY: just written.
+        unsafe { self.keep(Written { packs: 1, ..Written::default() }, stream) }
     }
 }

@@ -7,6 +7,9 @@
 //!
 //! Counting needs no merge: a sample adds one piece, a pack closed within it adds one more, and a sample
 //! that ends on a boundary (an empty one there included) takes one away.
+#![allow(unsafe_code)]
+
+use std::mem::MaybeUninit;
 
 use super::chunk::{Checks, Chunk};
 use super::kernel::{self, Cut, Written};
@@ -211,6 +214,8 @@ impl<C: Cell> Packer<'_, C> {
         drop(jobs);
         let mut total = Written::default();
         for slot in slots.iter() {
+            let Written { pieces, packs, .. } = slot.written;
+            assert!((pieces, packs) == (slot.pieces, slot.closed), "a chunk fills its slices");
             if slot.written.packs > 0 {
                 total.pieces_closed = total.pieces + slot.written.pieces_closed;
             }
@@ -218,13 +223,15 @@ impl<C: Cell> Packer<'_, C> {
             total.packs += slot.written.packs;
             total.skipped += slot.written.skipped;
         }
-        self.keep(total, stream)
+        // SAFETY: the slices of the slots lie one behind the other, and each was written whole.
+        unsafe { self.keep(total, stream) }
     }
 }
 
 /// Split the first entries off a room.
 fn take_room<'a, S>(room: &mut Room<'a, S>, pieces: usize, packs: usize) -> Room<'a, S> {
-    fn split<'a, S>(slice: &mut &'a mut [S], len: usize) -> &'a mut [S] {
+    type Entries<'a, S> = &'a mut [MaybeUninit<S>];
+    fn split<'a, S>(slice: &mut Entries<'a, S>, len: usize) -> Entries<'a, S> {
         let (head, tail) = core::mem::take(slice).split_at_mut(len);
         *slice = tail;
         head
