@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from tundish.checkpoint.tensors import are_of_torch
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = ["Part", "check_name", "parts_of"]
@@ -49,11 +50,13 @@ def parts_of(model_or_tensors: Any) -> list[Part]:
     if isinstance(model_or_tensors, nn.Module):
         parts = [_part_of_module("", model_or_tensors)]
     elif isinstance(model_or_tensors, Mapping):
-        modules = [name for name, value in model_or_tensors.items() if isinstance(value, nn.Module)]
+        given = dict(model_or_tensors.items())
+        is_of_tensors = are_of_torch(given.values())
+        modules = [] if is_of_tensors else [name for name, one in given.items() if isinstance(one, nn.Module)]
         if not modules:
-            parts = [Part(prefix="", module=None, tensors=_named(model_or_tensors.items()))]
-        elif len(modules) == len(model_or_tensors):
-            parts = [_part_of_module(prefix, module) for prefix, module in model_or_tensors.items()]
+            parts = [Part(prefix="", module=None, tensors=_named(given))]
+        elif len(modules) == len(given):
+            parts = [_part_of_module(prefix, module) for prefix, module in given.items()]
         else:
             raise InvalidTypeError(
                 f"{modules[0]!r} is a module among tensors: give tensors by name, or modules by prefix"
@@ -87,20 +90,19 @@ def _part_of_module(prefix: Any, module: nn.Module) -> Part:
         check_name(prefix)
         prefix = prefix if prefix.endswith(".") else f"{prefix}."
     # The parameters themselves and no detached copies: 50 µs apiece where they are DTensors.
-    tensors = _named(module.state_dict(keep_vars=True).items(), module)
+    tensors = _named(dict(module.state_dict(keep_vars=True)), module)
     if prefix:
         for name in tensors:
             check_name(prefix + name)
     return Part(prefix=prefix, module=_without_wrappers(module), tensors=tensors)
 
 
-def _named(items: Iterable[tuple[Any, Any]], module: nn.Module | None = None) -> dict[str, torch.Tensor]:
+def _named(tensors: dict[Any, Any], module: nn.Module | None = None) -> dict[str, torch.Tensor]:
     """Tensors by their names without wrappers; `module`: where they come from."""
-    named: dict[str, torch.Tensor] = dict(items)
-    if _are_plain(tuple(named)) and all(isinstance(tensor, torch.Tensor) for tensor in named.values()):
-        return named
-    items, named = named.items(), {}
-    for given, tensor in items:
+    if are_of_torch(tensors.values()) and _are_plain(tuple(tensors)):
+        return tensors
+    named: dict[str, torch.Tensor] = {}
+    for given, tensor in tensors.items():
         check_name(given)
         name = _without_wrapper_names(given, module) if _MAY_BE_WRAPPED.search(given) else given
         if not isinstance(tensor, torch.Tensor):

@@ -7,6 +7,8 @@ of the optimizers that own its sources begins, and fails where anything else cha
 
 from __future__ import annotations
 
+import itertools
+import operator
 import threading
 import time
 import weakref
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from tundish.checkpoint.buffers import Buffer, Place
-from tundish.checkpoint.tensors import check_memory, local_of
+from tundish.checkpoint.tensors import check_memory, locals_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = ["BackgroundCopy", "Block", "Copies", "begin_copies", "optimizers_of"]
@@ -31,6 +33,8 @@ _WORTH_THREADS_BYTES = 16 << 20
 _PIECE_BYTES = 16 << 20
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
+
+_is_cuda = operator.attrgetter("is_cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +68,11 @@ class Copies:
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks
         self._devices = sorted(
-            {source.device for block in blocks for source in block.sources if source.is_cuda},
+            {
+                source.device
+                for block in blocks
+                for source in itertools.compress(block.sources, map(_is_cuda, block.sources))
+            },
             key=lambda device: device.index,
         )
         self._ready = [torch.cuda.current_stream(device).record_event() for device in self._devices]
@@ -110,11 +118,7 @@ class BackgroundCopy:
 
     def __init__(self, blocks: Sequence[Block], optimizers: Sequence[Any]) -> None:
         self._copies = Copies(blocks)
-        self._watched = [
-            (name, source, _version(source))
-            for block in blocks
-            for name, source in zip(block.names, block.sources, strict=True)
-        ]
+        self._watched = [(block, _versions(block.sources)) for block in blocks]
         self._lock = threading.Lock()
         self._issued = threading.Event()
         self._error: BaseException | None = None
@@ -155,7 +159,12 @@ class BackgroundCopy:
     def _judge(self) -> None:
         """Once: find whether something changed a source while it was copied."""
         with self._lock:
-            changed = [name for name, source, version in self._watched if _version(source) != version]
+            changed = [
+                name
+                for block, before in self._watched
+                for name, then, now in zip(block.names, before, _versions(block.sources), strict=True)
+                if then != now
+            ]
             self._watched = []
             if changed:
                 self._error = InvalidInputError(
@@ -241,41 +250,50 @@ def _divided(blocks: Sequence[Block], optimizers: Sequence[Any]) -> tuple[list[B
     is_stepped = iter(_stepped_by(optimizers, [source for block in blocks for source in block.sources]))
     now, later = [], []
     for block in blocks:
-        numbers: tuple[list[int], list[int]] = ([], [])
-        for number in range(len(block.sources)):
-            numbers[next(is_stepped)].append(number)
-        if numbers[False]:
-            now.append(block.chosen(numbers[False]))
-        if numbers[True]:
+        numbers = range(len(block.sources))
+        of_steps = list(itertools.islice(is_stepped, len(numbers)))
+        others = list(itertools.compress(numbers, map(operator.not_, of_steps)))
+        if others:
+            now.append(block.chosen(others))
+        if len(others) < len(numbers):
             # Not the parameters themselves, to which somebody may assign other memory.
-            stepped = block.chosen(numbers[True])
-            later.append(replace(stepped, sources=[source.detach() for source in stepped.sources]))
+            stepped = block.chosen(list(itertools.compress(numbers, of_steps)))
+            later.append(replace(stepped, sources=list(map(torch.Tensor.detach, stepped.sources))))
     return now, later
 
 
 def _stepped_by(optimizers: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Which of `tensors` lie in memory that the steps of the optimizers change: of parameters, and of their states."""
-    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-    stepped = {
-        local_of(parameter).untyped_storage().data_ptr()
+    parameters = [
+        parameter
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
-    }
+    ]
+    is_stepped = list(map(set(map(id, parameters)).__contains__, map(id, tensors)))
+    if all(is_stepped):
+        return is_stepped
+    memory = _addresses(tensors)
+    stepped = set(_addresses(parameters))
     # There are several states a parameter, and a save of parameters alone need not look at them.
     if not stepped.issuperset(memory):
-        stepped |= {
-            local_of(value).untyped_storage().data_ptr()
-            for optimizer in optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        }
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        stepped |= set(_addresses(values))
     return [address in stepped for address in memory]
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where the memory of each begins."""
+    return [storage.data_ptr() for storage in map(torch.Tensor.untyped_storage, locals_of(tensors))]
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        # Those of inference have none.
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _copy_from(device: torch.device, block: Block, side: torch.cuda.Stream) -> None:

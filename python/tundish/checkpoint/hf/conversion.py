@@ -66,11 +66,6 @@ class Conversion:
         return any(unit.convert is not None for unit in self.units)
 
     @functools.cached_property
-    def source_of(self) -> list[int]:
-        """The first source of each product; the only one where it is saved as it is."""
-        return [unit.sources[0] for unit in self.unit_of]
-
-    @functools.cached_property
     def unit_of(self) -> list[Unit]:
         """The unit of each product."""
         units = {product: unit for unit in self.units for product in unit.products}

@@ -7,21 +7,22 @@ parts of the same model come to the same drawing, but for the tensors themselves
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tundish.checkpoint.hf import pretrained
 from tundish.checkpoint.hf.conversion import Conversion, ToHf, as_they_are, by_function, cast, together
 from tundish.checkpoint.hf.shards import Layout, assign, lay_out
+from tundish.checkpoint.hf.unchanged import facts_if_unchanged, remember
 from tundish.checkpoint.names import Part, parts_of
 from tundish.checkpoint.placements import check_placement, shares_for
 from tundish.checkpoint.tensors import (
     Facts,
-    are_plain,
-    check_tensor,
+    are_of_torch,
+    check_tensors,
     facts_of,
     is_dtensor,
     local_of,
@@ -36,13 +37,20 @@ __all__ = ["Drawing", "draw"]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+class Origins(NamedTuple):
+    """Of each entry of a file the source, or the first of several, by number, and its name."""
+
+    sources: tuple[int, ...]
+    names: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Drawing:
     """All that is known of a save before it is staged.
 
     `tensors`: the sources of `conversion`. `is_spread`: which of them are cut over ranks. `products`: what the files
-    hold. `layout`: how. `writers`: of each file, by rank of the job. `model`: the model of transformers that is saved,
-    if it is one.
+    hold. `layout`: how. `origins`: of what, by the name of each file. `writers`: of each file, by rank of the job.
+    `model`: the model of transformers that is saved, if it is one.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -50,6 +58,7 @@ class Drawing:
     conversion: Conversion
     products: tuple[Facts, ...]
     layout: Layout
+    origins: Mapping[str, Origins]
     writers: tuple[int, ...]
     model: Any
 
@@ -78,10 +87,9 @@ def draw(
     totals: list[int] = []
     keep: list[str] = []
     for part in parts:
-        kept, added = _kept(part)
+        kept, facts, added = _kept(part)
         metadata = added | metadata
         tensors += kept.values()
-        facts = facts_of(kept.items())
         if pretrained.is_pretrained(part.module):
             keep += filter(None, [pretrained.fp32_pattern(part.module, dtype)])
             if to_hf is None:
@@ -93,7 +101,7 @@ def draw(
     conversion = together(conversions)
     if to_hf is not None:
         conversion = by_function(conversion.sources, to_hf)
-    products, layout = _lay_out(
+    products, layout, origins = _lay_out(
         conversion,
         dtype,
         "|".join(keep) or None,
@@ -103,10 +111,11 @@ def draw(
     )
     drawing = Drawing(
         tensors=tuple(tensors),
-        is_spread=tuple([_is_spread(tensor) for tensor in tensors]),
+        is_spread=_are_spread(tensors),
         conversion=conversion,
         products=products,
         layout=layout,
+        origins=origins,
         writers=tuple(assign([file.size for file in layout.files], _by_node(member.ranks))),
         model=model,
     )
@@ -123,9 +132,14 @@ def _lay_out(
     shard_bytes: int,
     metadata: tuple[tuple[str, str], ...],
     total_parameters: int | None,
-) -> tuple[tuple[Facts, ...], Layout]:
+) -> tuple[tuple[Facts, ...], Layout, dict[str, Origins]]:
     products = cast(conversion, dtype, keep)
-    return products, lay_out(products, conversion.blocks, shard_bytes, metadata, total_parameters)
+    layout = lay_out(products, conversion.blocks, shard_bytes, metadata, total_parameters)
+    origins: dict[str, Origins] = {}
+    for file in layout.files:
+        sources = tuple([conversion.unit_of[entry.product].sources[0] for entry in file.entries])
+        origins[file.name] = Origins(sources, tuple([conversion.sources[source][0] for source in sources]))
+    return products, layout, origins
 
 
 def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
@@ -139,23 +153,34 @@ def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
         raise InvalidTypeError(f"to_hf is {to_hf!r}: give a function of a name and a tensor")
 
 
-def _kept(part: Part) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _kept(part: Part) -> tuple[dict[str, torch.Tensor], tuple[Facts, ...], dict[str, str]]:
     """The tensors of a part that are saved, each memory once, and what they add to the files' metadata."""
-    if not are_plain(part.tensors.values()):
-        for name, tensor in part.tensors.items():
-            check_tensor(part.prefix + name, tensor)
-    if pretrained.is_pretrained(part.module):
+    is_pretrained = pretrained.is_pretrained(part.module)
+    facts = None if is_pretrained else facts_if_unchanged(part.tensors)
+    if facts is not None:
+        return part.tensors, facts, {}
+    check_tensors(part.prefix, part.tensors)
+    if is_pretrained:
         kept, metadata = pretrained.weights_of(part.module, part.tensors)
-        if kept is not part.tensors:
-            for name, tensor in kept.items():
-                check_tensor(part.prefix + name, tensor)
-        return kept, metadata
+        check_tensors(part.prefix, kept)
+        return kept, facts_of(kept), metadata
     again = {name for names in tied_names(part.tensors) for name in names[1:]}
-    return {name: tensor for name, tensor in part.tensors.items() if name not in again}, {}
+    kept = {name: tensor for name, tensor in part.tensors.items() if name not in again}
+    facts = facts_of(kept)
+    if not again:
+        remember(kept, facts)
+    return kept, facts, {}
 
 
-def _is_spread(tensor: Any) -> bool:
-    return is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements)
+def _are_spread(tensors: Sequence[Any]) -> tuple[bool, ...]:
+    if are_of_torch(tensors):
+        return (False,) * len(tensors)
+    return tuple(
+        [
+            is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements)
+            for tensor in tensors
+        ]
+    )
 
 
 def _by_node(ranks: tuple[int, ...]) -> list[int]:
@@ -170,6 +195,8 @@ def _by_node(ranks: tuple[int, ...]) -> list[int]:
 
 def _check_parts_at_hand(drawing: Drawing, rank: int) -> None:
     """Refuse layouts that are not understood, and tensors that this rank is to write but holds no part of."""
+    if are_of_torch(drawing.tensors):
+        return
     names = [name for name, _, _ in drawing.conversion.sources]
     for name, tensor, is_spread in zip(names, drawing.tensors, drawing.is_spread, strict=True):
         if is_spread:

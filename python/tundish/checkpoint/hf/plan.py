@@ -10,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import math
+import operator
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ __all__ = ["HfPlan", "plan_hf"]
 # A save that writes through shares its limit: exchanges have turns of this part of it, windows have what is left.
 _TURN_PART = 8
 _HOST = torch.device("cpu")
+_is_cuda = operator.attrgetter("is_cuda")
 
 
 def plan_hf(
@@ -159,7 +161,7 @@ class HfPlan:
 
     def reserve(self) -> None:
         """Take the memory for this rank's files, and for what it sends later."""
-        is_pinned = any(tensor.is_cuda for tensor in self._local)
+        is_pinned = any(map(_is_cuda, self._local))
         for file in self._own:
             self._images.append(FileImage(file, is_pinned=is_pinned))
         size = sum(room_for(*known) for known in self._snapshots.values())
@@ -217,7 +219,7 @@ class HfPlan:
     # ---- Staging ----
 
     def _stage(self, images: list[FileImage], held: list[Buffer]) -> StagedExport:
-        sink = ImageSink(images)
+        sink = ImageSink(images if self._rounds else ())
         local, gather = self._local, None
         blocks = [self._direct_block(image) for image in images]
         if self._optimizers and self._snapshots:
@@ -245,17 +247,17 @@ class HfPlan:
 
     def _direct_block(self, image: FileImage) -> Block:
         """What needs neither other ranks nor a conversion."""
-        file, conversion = image.file, self._drawing.conversion
-        numbers = [conversion.source_of[entry.product] for entry in file.entries]
+        file, drawing = image.file, self._drawing
+        origins = drawing.origins[file.name]
         block = Block(
             buffer=image,
             places=file.places,
-            sources=[self._local[number] for number in numbers],
-            names=[conversion.sources[number][0] for number in numbers],
+            sources=[self._local[number] for number in origins.sources],
+            names=origins.names,
         )
         if not self._rounds:
             return block
-        is_direct = [self._is_direct(conversion.unit_of[entry.product]) for entry in file.entries]
+        is_direct = [self._is_direct(drawing.conversion.unit_of[entry.product]) for entry in file.entries]
         return block.chosen([number for number, direct in enumerate(is_direct) if direct])
 
     def _snapshots_in(self, held: Buffer) -> Block:
@@ -370,8 +372,10 @@ class HfPlan:
     def _fingerprint_of(self) -> str:
         drawing = self._drawing
         digest = hashlib.sha256(drawing.layout.fingerprint.encode())
-        digest.update(repr((drawing.writers, bool(self._optimizers), len(drawing.conversion.units))).encode())
-        digest.update(bytes(drawing.is_spread))
+        known = (drawing.writers, bool(self._optimizers), len(drawing.conversion.units), self._any_spread)
+        digest.update(repr(known).encode())
+        if self._any_spread:
+            digest.update(bytes(drawing.is_spread))
         if drawing.conversion.converts:
             digest.update(repr(drawing.conversion.sources).encode())
         return digest.hexdigest()
