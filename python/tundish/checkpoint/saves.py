@@ -19,6 +19,7 @@ from tundish import _native
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",
+    "Comparing",
     "Plan",
     "PlannedFile",
     "Save",
@@ -117,6 +118,18 @@ class WritesThrough(Protocol):
 
     def write_through(self, folder: Path, options: WriteOptions, limit_bytes: int) -> Staged:
         """In place of `reserve` and `stage`: write in up to `limit_bytes` of host memory. As `stage` otherwise."""
+
+
+@runtime_checkable
+class Comparing(Protocol):
+    """A plan of which ranks compare more than fits into a vote, where it is not that of the save before."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank has something that the others have to hear of."""
+
+    def spare_comparing(self) -> None:
+        """Before staging, on all ranks, where none has news: everything is as it was at the last save."""
 
 
 class Save(Future[Path]):

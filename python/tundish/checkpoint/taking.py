@@ -18,7 +18,7 @@ from typing import Any
 from tundish.checkpoint.lane import Job, Lane
 from tundish.checkpoint.opening import Opened
 from tundish.checkpoint.reading import Kind, check_step
-from tundish.checkpoint.saves import Plan, Save, Staged, WritesThrough
+from tundish.checkpoint.saves import Comparing, Plan, Save, Staged, WritesThrough
 from tundish.errors import InvalidInputError
 
 __all__ = ["Request", "take"]
@@ -61,18 +61,24 @@ def take(opened: Opened, request: Request) -> Save:
     lane = opened.lanes[request.kind]
     lane.wait_for_turn()
     with contextlib.ExitStack() as undo:
-        reserved, job, error, agreed = None, None, None, ""
+        reserved, job, error, agreed, has_news = None, None, None, "", False
         try:
             reserved = _reserve(opened, request, undo)
             job = _job_of(opened, request, reserved)
             agreed = f": tag {request.tag}, overwrite {bool(request.overwrite)}, {reserved.plan.fingerprint}"
+            has_news = isinstance(reserved.plan, Comparing) and reserved.plan.has_news
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        opened.voter.vote(error, what=request.what, same=f"{request.what}{agreed}", timeout=opened.timeout)
+        same = f"{request.what}{agreed}"
+        any_has = opened.voter.vote(
+            error, what=request.what, same=same, note=has_news, timeout=opened.timeout
+        )
         undo.pop_all()
     if reserved is None or job is None:
         raise RuntimeError(f"{request.what} was agreed on without a plan")
     try:
+        if not any_has and isinstance(reserved.plan, Comparing):
+            reserved.plan.spare_comparing()
         job.staged = _stage(opened, lane, job, reserved)
     except BaseException as caught:
         # The other ranks are told in the lane's next vote.

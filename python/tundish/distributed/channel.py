@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from tundish.distributed.groups import Membership, unused_name
 from tundish.distributed.jobstore import JobStore, store_host_rank
-from tundish.distributed.verdict import Failure, Verdict
+from tundish.distributed.verdict import Failure, Outcome, Verdict
 from tundish.distributed.watch import PeerWatch
 from tundish.errors import InvalidInputError, PeerFailedError, StoreLostError, TundishError, VoteTimeoutError
 
@@ -40,9 +40,19 @@ _GATHER_SECONDS = 1.0
 _LINGER_SECONDS = 2.0
 # How long past its deadline a caller waits for the store to take in that the deadline passed.
 _ANSWER_SECONDS = 1.0
-_FIRST_PAUSE = 0.0005
+# Each look at the store is a fifth later than the one before: what is waited for is seen soon, in proportion to how
+# long it took, and a rank that waits long leaves its processor to those it waits for.
+_FIRST_PAUSE = 0.0001
+_GROWTH = 1.2
+_LEAVING_PAUSE = 0.002
 _SHORT_PAUSE = 0.02
 _LONG_PAUSE = 0.1
+# What a rank adds to the counter of a round, in one request: that it arrived, that it failed, that it notes something.
+_ARRIVED = 1
+_FAILED = 1 << 20
+_NOTED = 1 << 40
+# The status of a rank that is well and notes something.
+_NOTE = "noted"
 
 
 @dataclass(kw_only=True)
@@ -57,6 +67,7 @@ class _Round:
     own: Failure | None
     same: str | None
     brought: str | None
+    note: bool
     started: float
     deadline: float | None
     gathered: list[str] = field(default_factory=list)
@@ -120,12 +131,13 @@ class Channel:
         *,
         same: str | None = None,
         brought: str | None = None,
-    ) -> tuple[TundishError | None, list[str]]:
-        """Collective: the next round. Returns what this rank has to raise, None where all went well.
+        note: bool = False,
+    ) -> Outcome:
+        """Collective: the next round.
 
         `own`: this rank's error. `seconds`: how long to wait for the others, None for as long as it takes.
         `same`: what has to be equal on all ranks. `brought`: what the first member is to get of every rank; in
-        the group's order it returns them, the others an empty list.
+        the group's order it returns them, the others an empty list. `note`: whether this rank notes something.
         """
         if self._closed:
             raise InvalidInputError(f"{what}: this voter is closed")
@@ -140,6 +152,7 @@ class Channel:
                 own=None if own is None else Failure.of(self.member.rank, own),
                 same=same,
                 brought=brought,
+                note=note,
                 started=now,
                 deadline=None if seconds is None else now + seconds,
             )
@@ -158,11 +171,12 @@ class Channel:
             current.abandoned = verdict is None
         if verdict is not None:
             # It stands, even where the store was lost or stopped right after.
-            return verdict.error(what, self.member.rank, late=not current.posted), current.gathered
+            problem = verdict.error(what, self.member.rank, late=not current.posted)
+            return Outcome(problem, current.gathered, verdict.is_noted)
         if not answered:
-            return self._unanswered(what, seconds or 0.0), []
+            return Outcome(self._unanswered(what, seconds or 0.0), [])
         if current.trouble is not None:
-            return self._store_lost(what, current.trouble), []
+            return Outcome(self._store_lost(what, current.trouble), [])
         raise InvalidInputError(f"{what}: this voter was closed during the vote")
 
     def close(self) -> None:
@@ -233,12 +247,12 @@ class Channel:
             self._compare(current)
             if current.brought is not None:
                 store.write(f"{number}/brought/{me}", current.brought)
-            store.write(f"{number}/vote/{me}", "" if current.own is None else current.own.to_json())
-            if current.own is not None:
-                store.add(f"{number}/failed", 1)
+            store.write(f"{number}/vote/{me}", _status_of(current))
             current.posted = True
-            if store.add(f"{number}/arrived", 1) == len(self.member.ranks):
-                verdict = self._conclude(current)
+            told = _ARRIVED + (_FAILED if current.own is not None else _NOTED if current.note else 0)
+            tally = store.add(f"{number}/arrived", told)
+            if tally % _FAILED == len(self.member.ranks):
+                verdict = self._conclude(current, tally=tally)
         if verdict is None:
             verdict = self._await(current)
         self._gather(current, verdict)
@@ -298,8 +312,8 @@ class Channel:
 
     def _await(self, current: _Round) -> Verdict:
         """Wait for the verdict, or reach it where this rank is the one to see that the round is over."""
-        pause, look_around = _FIRST_PAUSE, current.started + 1.0
         crowd = max(1.0, len(self.member.ranks) / 256)  # the store serves every rank's polling
+        pause, look_around = _FIRST_PAUSE * crowd, current.started + 1.0
         while True:
             self._watch.wait(pause)
             verdict = self._verdict(current.number)
@@ -316,24 +330,38 @@ class Channel:
             if now >= look_around:
                 look_around = now + 1.0
                 # The last to arrive may have died before it could write the verdict.
-                if self._store.add(f"{current.number}/arrived", 0) >= len(self.member.ranks):
-                    return self._conclude(current)
+                tally = self._store.add(f"{current.number}/arrived", 0)
+                if tally % _FAILED >= len(self.member.ranks):
+                    return self._conclude(current, tally=tally)
                 verdict = self._forgotten(current.number)
                 if verdict is not None:
                     return verdict
             longest = _SHORT_PAUSE if now < current.started + 2.0 else _LONG_PAUSE
-            pause = min(pause * 1.5, longest * crowd)
+            pause = min(pause * _GROWTH, longest * crowd)
 
-    def _conclude(self, current: _Round, dead: frozenset[int] = frozenset()) -> Verdict:
-        """Write what this rank knows as the verdict; returns the one that was written first."""
+    def _conclude(
+        self, current: _Round, *, tally: int | None = None, dead: frozenset[int] = frozenset()
+    ) -> Verdict:
+        """Write what this rank knows as the verdict; returns the one that was written first.
+
+        `tally`: of the round, where all ranks are in it.
+        """
         number, store = current.number, self._store
         votes = {f"{number}/vote/{rank}": rank for rank in self.member.ranks}
-        missing = {votes[key] for key in store.missing(list(votes))}
+        missing: set[int] = set()
+        if tally is None:
+            # In this order: a rank is counted after its status is there.
+            tally = store.add(f"{number}/arrived", 0)
+            missing = {votes[key] for key in store.missing(list(votes))}
+        is_noted = tally >= _NOTED
         failures = {rank: Failure(rank=rank, text=self._obituary(rank)) for rank in dead}
-        if store.add(f"{number}/failed", 0) > 0:
+        # The status of a rank can be there before the rank is counted.
+        if tally % _NOTED >= _FAILED or tally % _FAILED < len(votes) - len(missing):
             for key, rank in votes.items():
                 status = None if rank in missing else store.read(key)
-                if status:
+                if status == _NOTE:
+                    is_noted = True
+                elif status:
                     failures[rank] = Failure.from_json(status)
         if current.interruption is not None:
             failures[self.member.rank] = current.interruption
@@ -345,6 +373,7 @@ class Channel:
             failures=list(failures.values()),
             silent=[] if failures else sorted(missing),
             present=len(votes) - len(missing | dead),
+            is_noted=is_noted,
             seconds=time.monotonic() - current.started,
         )
         written = verdict.to_json()
@@ -374,7 +403,7 @@ class Channel:
         # In a round that was cut short, a rank between its look for the verdict and its vote can bring these
         # keys back after they were deleted; it is the one to delete them again.
         if current.concluder or (current.posted and not verdict.complete):
-            store.delete(f"{number}/arrived", f"{number}/failed", f"{number}/same")
+            store.delete(f"{number}/arrived", f"{number}/same")
         self._kept.append(number)
         count = 1 if verdict.complete else _KEPT_ROUNDS
         old, self._kept = self._kept[:-count], self._kept[-count:]
@@ -394,15 +423,22 @@ class Channel:
                 self._store.write(unread, "yes")
             self._store.add(key, 1)
             return
-        until = time.monotonic() + _LINGER_SECONDS
+        until, pause = time.monotonic() + _LINGER_SECONDS, _FIRST_PAUSE
         gone_before = self._watch.vanished()
         while time.monotonic() < until:
             gone_since = self._watch.vanished() - gone_before
             if self._store.add(key, 0) + len(gone_since) >= verdict.present - 1:
                 break
-            time.sleep(_FIRST_PAUSE)
+            time.sleep(pause)
+            pause = min(pause * _GROWTH, _LEAVING_PAUSE)
         if verdict.complete and self._store.read(unread) is not None:
             with current.lock:
                 current.verdict = Verdict(complete=False, silent=(self.member.rank,))
             self._store.delete(unread)
         self._store.delete(key)
+
+
+def _status_of(current: _Round) -> str:
+    if current.own is not None:
+        return current.own.to_json()
+    return _NOTE if current.note else ""

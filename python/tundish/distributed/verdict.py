@@ -9,10 +9,11 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tundish.errors import PeerFailedError, TundishError, VoteTimeoutError
 
-__all__ = ["Failure", "Verdict"]
+__all__ = ["Failure", "Outcome", "Verdict"]
 
 _TEXT_CHARACTERS = 2000
 _DETAILED = 8
@@ -54,13 +55,15 @@ class Verdict:
 
     `complete`: every rank brought its status. `failures`: ranks that failed or died, ascending. `silent`:
     ranks that had not voted when the time was up. `present`: the number of ranks, still alive, that had
-    voted. `seconds`: how long they were waited for. The lists hold at most the lowest 256 ranks.
+    voted. `is_noted`: whether one of them noted something. `seconds`: how long they were waited for. The lists
+    hold at most the lowest 256 ranks.
     """
 
     complete: bool
     failures: tuple[Failure, ...] = ()
     silent: tuple[int, ...] = ()
     present: int = 0
+    is_noted: bool = False
     seconds: float = 0.0
 
     @classmethod
@@ -71,6 +74,7 @@ class Verdict:
         failures: Sequence[Failure],
         silent: Sequence[int],
         present: int,
+        is_noted: bool,
         seconds: float,
     ) -> Verdict:
         """A verdict of bounded size: only the lowest ranks keep their texts."""
@@ -81,12 +85,13 @@ class Verdict:
             failures=(*ordered[:_DETAILED], *brief),
             silent=tuple(sorted(silent)[:_NAMED]),
             present=present,
+            is_noted=is_noted,
             seconds=seconds,
         )
 
     def to_json(self) -> str:
         """The JSON form."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps({**vars(self), "failures": [vars(failure) for failure in self.failures]})
 
     @classmethod
     def from_json(cls, text: str) -> Verdict:
@@ -120,3 +125,15 @@ class Verdict:
             "program. Look where their stacks are, or give a longer timeout",
             self.silent,
         )
+
+
+class Outcome(NamedTuple):
+    """What a round came to on one rank.
+
+    `problem`: what it has to raise. `gathered`: what all brought, on the first member. `is_noted`: whether some rank
+    noted something.
+    """
+
+    problem: TundishError | None
+    gathered: list[str]
+    is_noted: bool = False

@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 from tundish.distributed.channel import Channel
 from tundish.distributed.groups import membership, seconds_of
 from tundish.distributed.jobstore import distributed_module
+from tundish.distributed.verdict import Outcome
 from tundish.distributed.watch import node_identity
 from tundish.errors import InvalidInputError, InvalidTypeError, TundishError
 
@@ -76,8 +77,9 @@ class Voter:
         *,
         what: str,
         same: str | None = None,
+        note: bool = False,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
-    ) -> None:
+    ) -> bool:
         """Collective: bring this rank's status; returns when every rank brought a good one.
 
         Args:
@@ -85,7 +87,10 @@ class Voter:
             what: the step voted on, for messages: "building the plan".
             same: what has to be equal on all ranks, a text that is not empty: a rank that brings another one fails.
                 Either all ranks give it or none.
+            note: something that all ranks are to know of, wherever it is.
             timeout: how long this rank waits for the others; None for as long as it takes.
+
+        Returns whether any rank gave a `note`, the same on all ranks.
 
         Raises:
             The `error` given, on the rank that gave it.
@@ -99,7 +104,7 @@ class Voter:
 
         Once a rank failed, the others are given one more second to name their own failures.
         """
-        self._hold(error, what, timeout, same=same)
+        return self._hold(error, what, timeout, same=same, note=note).is_noted
 
     def gather(
         self,
@@ -116,8 +121,8 @@ class Voter:
 
         Raises what `vote` raises.
         """
-        values = self._hold(error, what, timeout, brought=value)
-        return [value] if self._channel is None else values
+        gathered = self._hold(error, what, timeout, brought=value).gathered
+        return [value] if self._channel is None else gathered
 
     def _hold(
         self,
@@ -127,19 +132,19 @@ class Voter:
         *,
         same: str | None = None,
         brought: str | None = None,
-    ) -> list[str]:
-        problem: BaseException | None = None
-        values: list[str] = []
+        note: bool = False,
+    ) -> Outcome:
+        outcome = Outcome(None, [], note)
         seconds = None if timeout is None else seconds_of(timeout)
         if error is None and same is not None:
             error = _no_text(same, what)
         if self._channel is not None:
-            problem, values = self._channel.hold(error, what, seconds, same=same, brought=brought)
+            outcome = self._channel.hold(error, what, seconds, same=same, brought=brought, note=note)
         if error is not None:
             raise error
-        if problem is not None:
-            raise problem
-        return values
+        if outcome.problem is not None:
+            raise outcome.problem
+        return outcome
 
     @contextlib.contextmanager
     def agreed(self, what: str, *, timeout: timedelta | float | None = DEFAULT_TIMEOUT) -> Iterator[None]:

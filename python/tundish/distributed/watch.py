@@ -96,11 +96,11 @@ class PeerWatch:
         return frozenset(self._vanished)
 
     def wait(self, seconds: float) -> None:
-        """Sleep `seconds`, or less where a watched peer vanishes meanwhile."""
-        if not self._connections:
+        """Sleep `seconds`; of a millisecond or more less, where a watched peer vanishes meanwhile."""
+        # poll() takes whole milliseconds, to which a shorter sleep must be rounded neither up nor down.
+        if not self._connections or 0 < seconds < 0.001:
             time.sleep(seconds)
             return
-        # poll() takes whole milliseconds; rounding down would turn a short sleep into none.
         events = self._poll.poll(math.ceil(seconds * 1000))
         for descriptor, _ in events:
             rank, connection = self._connections.pop(descriptor)

@@ -7,6 +7,7 @@ at; the form of a state dict, everything but its values, is compared whole and n
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from tundish.checkpoint.names import check_name
-from tundish.checkpoint.tensors import check_tensor, is_dtensor, local_of
+from tundish.checkpoint.tensors import check_tensor
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["Form", "Leaves", "is_stateful", "leaves_of", "plain_state"]
+__all__ = ["Form", "Leaves", "is_stateful", "leaves_of", "local_of", "plain_state"]
+
+_NEVER_STATEFUL = (torch.Tensor, dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +60,16 @@ def leaves_of(state_dict: Any, known: Form | None = None) -> Leaves:
         raise InvalidTypeError(
             f"the state dict is a {type(state_dict).__name__}: give a mapping of names to values"
         )
-    planner = DefaultSavePlanner(flatten_sharded_tensors=False)
-    try:
-        planner.set_up_planner(plain_state(state_dict))
-    except ValueError as error:
-        raise InvalidInputError(f"two values of the state dict have one name: {error}") from error
-    values = list(planner.state_dict.values())
-    parts = [
-        _part_of(path, value) if isinstance(value, torch.Tensor) else path
-        for path, value in zip(planner.mappings.values(), values, strict=True)
-    ]
-    if known is not None and parts == known.parts:
+    paths, values = _flat(plain_state(state_dict))
+    # One after the other, since what is thrown away at once gives the garbage collector nothing to look through.
+    if (
+        known is not None
+        and len(values) == len(known.parts)
+        and all(map(operator.eq, map(_part_of, paths.values(), values), known.parts))
+    ):
         return Leaves(form=known, values=values)
-    leaves = Leaves(form=Form(paths=planner.mappings, parts=parts), values=values)
+    parts = list(map(_part_of, paths.values(), values))
+    leaves = Leaves(form=Form(paths=paths, parts=parts), values=values)
     if not values:
         raise InvalidInputError("there is nothing to save: the state dict is empty")
     for name, value in leaves:
@@ -76,6 +77,15 @@ def leaves_of(state_dict: Any, known: Form | None = None) -> Leaves:
         if isinstance(value, torch.Tensor):
             check_tensor(name, value)
     return leaves
+
+
+def local_of(value: Any) -> Any:
+    """What this rank holds of a tensor; no copy.
+
+    `DTensor.to_local` finds out about gradients, and makes parameters of parts of parameters, which takes thousands of
+    tensors milliseconds and a copy does not need.
+    """
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,16 +99,30 @@ def plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def is_stateful(value: Any) -> bool:
     """Whether `value` has a state of its own, that is saved in its place."""
     # To ask a protocol takes 20 µs, which thousands of tensors need not.
-    return not isinstance(value, torch.Tensor | dict) and isinstance(value, Stateful)
+    return not isinstance(value, _NEVER_STATEFUL) and isinstance(value, Stateful)
+
+
+def _flat(state: dict[str, Any]) -> tuple[dict[str, tuple[str | int, ...]], list[Any]]:
+    """The paths of all leaves by name, and the leaves."""
+    if all(type(name) is str and isinstance(value, torch.Tensor) for name, value in state.items()):
+        # As the planner would have it, which goes through thousands of tensors for milliseconds.
+        return {name: (name,) for name in state}, list(state.values())
+    planner = DefaultSavePlanner(flatten_sharded_tensors=False)
+    try:
+        planner.set_up_planner(state)
+    except ValueError as error:
+        raise InvalidInputError(f"two values of the state dict have one name: {error}") from error
+    return planner.mappings, list(planner.state_dict.values())
 
 
 def _part_of(path: tuple[str | int, ...], tensor: Any) -> Hashable:
+    if not isinstance(tensor, torch.Tensor):
+        return path
     # What a tensor is made of counts too, so that one that was checked may stand for another.
-    # A nested one, which is refused later, has no shape.
-    size = None if tensor.is_nested else tensor.shape
     kind, dtype, layout = type(tensor), tensor.dtype, tensor.layout
-    if not is_dtensor(tensor):
-        return path, kind, dtype, layout, tensor.is_meta, size
-    local = local_of(tensor)
-    placements, mesh = tensor.placements, tensor.device_mesh
+    if not isinstance(tensor, DTensor):
+        # A nested one, which is refused later, has no shape.
+        return path, kind, dtype, layout, tensor.is_meta, None if tensor.is_nested else tensor.shape
+    local: Any = tensor._local_tensor
+    size, placements, mesh = tensor.shape, tensor.placements, tensor.device_mesh
     return path, kind, dtype, layout, local.is_meta, size, local.layout, local.shape, placements, mesh

@@ -20,14 +20,14 @@ import torch
 from tundish._native import FileFacts, write_sidecar
 from tundish.checkpoint.buffers import Buffer
 from tundish.checkpoint.dcp.layout import Layout
-from tundish.checkpoint.dcp.leaves import leaves_of
+from tundish.checkpoint.dcp.leaves import leaves_of, local_of
 from tundish.checkpoint.dcp.ranks import Exchange, Ranks, Share
 from tundish.checkpoint.dcp.through import write_in_windows
 from tundish.checkpoint.dcp.values import to_json
 from tundish.checkpoint.dcp.writer import ImageWriter, Spread, StagedPlanner, file_name, save_together
 from tundish.checkpoint.saves import PlannedFile, WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
-from tundish.checkpoint.tensors import is_dtensor, local_of
+from tundish.checkpoint.tensors import is_dtensor
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = ["DcpPlan", "rank_extra_name"]
@@ -72,9 +72,11 @@ class DcpPlan:
         self._rank_extra = b"" if rank_extra is None else to_json(rank_extra, "rank_extra")
         self._leaves = leaves_of(state_dict, ranks.known_form)
         self._ranks = ranks
+        self._is_known = False
         self._share = ranks.expected_share(self._leaves)
         self._objects: dict[str, bytes] = {}
         self._layout = self._layout_of(self._share)
+        self._sources = self._sources_of(self._layout)
         self._buffer: Buffer | None = None
         self.written_bytes = self._share.total_bytes
         self.fingerprint = f"staging {staging}, extra {_shortened(facts)}"
@@ -94,12 +96,20 @@ class DcpPlan:
         largest = max(window.stop - window.start for window in self._layout.windows(limit_bytes // 2))
         return min(self._layout.size, max(limit_bytes, largest))
 
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank's state dict, or its way to the others, is not the one of the last save."""
+        return self._ranks.has_news
+
+    def spare_comparing(self) -> None:
+        """Stage without asking the other ranks: on none of them there are news."""
+        self._is_known = True
+
     def reserve(self) -> None:
         """Take the memory for the image of this rank's file."""
         if self._layout.size > 0:
-            self._buffer = Buffer(
-                self._layout.size, is_pinned=any(source.is_cuda for source in self._sources())
-            )
+            is_pinned = any(source.is_cuda for source in self._sources)
+            self._buffer = Buffer(self._layout.size, is_pinned=is_pinned)
 
     def stage(self) -> StagedState:
         """Agree who saves what, and copy this rank's part."""
@@ -124,7 +134,7 @@ class DcpPlan:
         exchange, _ = self._agree()
         written = write_in_windows(
             self._layout,
-            self._sources(),
+            self._sources,
             self._objects,
             folder=folder,
             name=file_name(self._ranks.index),
@@ -141,10 +151,11 @@ class DcpPlan:
 
     def _agree(self) -> tuple[Exchange, bool]:
         """Collective: find what this rank saves for certain; whether it is something else than was expected."""
-        share, exchange = self._ranks.agree(self._leaves)
+        share, exchange = self._ranks.agree(self._leaves, is_known=self._is_known)
         is_new = share is not self._share
         if is_new:
             self._share, self._layout = share, self._layout_of(share)
+            self._sources = self._sources_of(self._layout)
         return exchange, is_new
 
     def _staged(
@@ -171,11 +182,10 @@ class DcpPlan:
         """Where all of the share lies; the layout of the last save, if nothing has another length."""
         lengths = {}
         pickles: dict[Any, bytes] = {}
-        for number, (name, value) in enumerate(self._leaves):
-            if share.owned[number] and not isinstance(value, torch.Tensor):
-                if name not in self._objects:
-                    self._objects[name] = _pickled(name, value, pickles)
-                lengths[name] = len(self._objects[name])
+        for number, name in share.objects:
+            if name not in self._objects:
+                self._objects[name] = _pickled(name, self._leaves.values[number], pickles)
+            lengths[name] = len(self._objects[name])
         if share.layout is None or share.layout.objects != lengths:
             share.layout = Layout(share.tensors, lengths)
         return share.layout
@@ -197,10 +207,11 @@ class DcpPlan:
 
     def _block(self, buffer: Buffer) -> Block:
         names = [item.name for item in self._layout.tensors]
-        return Block(buffer=buffer, places=self._layout.places_in_whole, sources=self._sources(), names=names)
+        return Block(buffer=buffer, places=self._layout.places_in_whole, sources=self._sources, names=names)
 
-    def _sources(self) -> list[torch.Tensor]:
-        return [local_of(self._leaves.values[item.number]) for item in self._layout.tensors]
+    def _sources_of(self, layout: Layout) -> list[torch.Tensor]:
+        values = self._leaves.values
+        return [local_of(values[item.number]) for item in layout.tensors]
 
 
 class StagedState:

@@ -2,8 +2,9 @@
 
 Owns two gloo groups: one for the callers' threads, one for the finalize threads. What always holds:
 
-1. A save costs the callers' threads one reduction of four numbers; more only when the state dict of some rank has
-   another form than at the last save, and the ranks do not all hold the same.
+1. A save costs the callers' threads nothing but the vote that it is taken with, where no rank has news: a state dict of
+   another form than at the last save, or a spoilt group. Else it costs one reduction of four numbers; more only when
+   the ranks do not all hold the same.
 2. No plan travels twice: what a rank sent before and did not change is known to the first rank.
 3. Background exchanges do not depend on torch's list of groups, so that a script may destroy its process group while
    a save is under way.
@@ -45,7 +46,7 @@ class Share:
     """What one rank saves of state dicts of one form.
 
     `census`: who holds what. `owned`: for each leaf, whether it is this rank's to save. `tensors`: where those among
-    them lie in its file. `layout`: of the last save.
+    them lie in its file. `objects`: numbers and names of the others. `layout`: of the last save.
     """
 
     def __init__(self, rank: int, leaves: Leaves, outline: Outline, census: Census) -> None:
@@ -54,6 +55,11 @@ class Share:
         self.census = census
         self.owned = owned_by(rank, leaves, census)
         self.tensors: list[TensorItem] = tensor_items(leaves, self.owned)
+        self.objects = [
+            (number, name)
+            for number, (name, value) in enumerate(leaves)
+            if self.owned[number] and not isinstance(value, torch.Tensor)
+        ]
         self.layout: Layout | None = None
 
     @functools.cached_property
@@ -95,6 +101,11 @@ class Ranks:
         """Of the last state dict, which was checked."""
         return None if self._share is None else self._share.form
 
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank needs the others to compare what they hold before the next staging."""
+        return self._callers is not None and (not self._is_agreed or self._exchange.is_broken)
+
     def expected_share(self, leaves: Leaves) -> Share:
         """What this rank saves if the others hold what they held last, or else the same as this one. Not collective.
 
@@ -107,13 +118,15 @@ class Ranks:
             self._is_agreed = False
         return share
 
-    def agree(self, leaves: Leaves) -> tuple[Share, Exchange]:
+    def agree(self, leaves: Leaves, *, is_known: bool) -> tuple[Share, Exchange]:
         """Collective: what this rank saves, for certain, and the way to tell the first rank in the background.
+
+        `is_known`: on all ranks alike, that none of them `has_news`; then it is no collective.
 
         Raises `InvalidInputError` where another rank holds something else under the same name.
         """
         share = self.expected_share(leaves)
-        if self._callers is None:
+        if self._callers is None or is_known:
             return share, self._exchange
         seen = self._greatest(
             is_changed=not self._is_agreed,
