@@ -68,6 +68,7 @@ class Group:
 
 _ALONE = (
     "copy",
+    "writes",
     "hf",
     "hf unsummed",
     "hf lazy",
@@ -82,8 +83,20 @@ _ALONE = (
     "nvrx",
 )
 _LOOPING = ("hf", "torch thread", "torch process", "torch-checkpointing", "orbax", "nvrx")
-_REPLICATED = ("copy", "hf", "hf lazy", "safetensors", "seed")
-_SHARDED = ("copy", "dcp", "hf", "torch save", "torch thread", "torch process", "torch-checkpointing", "nvrx")
+_REPLICATED = ("copy", "writes", "hf", "hf lazy", "safetensors", "seed")
+_SHARDED = (
+    "copy",
+    "writes",
+    "dcp",
+    "hf",
+    "torch save",
+    "torch thread",
+    "torch process",
+    "torch-checkpointing",
+    "nvrx",
+)
+# What saves nothing that anybody could load: the limits that saving cannot pass.
+_FLOORS = ("copy", "writes")
 
 # Of stalls, and of the time until a save is durable: the least ratio of a peer to tundish, by workload.
 _STALLS = {
@@ -184,7 +197,7 @@ def _add(figures: Figures, reply: Mapping[str, Any]) -> None:
     figures.durable = min([figures.durable, *reply["durable"]])
     figures.memory = max(figures.memory, reply["memory"])
     for loop, lost in reply["lost"].items():
-        figures.lost.setdefault(loop, []).append(lost)
+        figures.lost.setdefault(loop, []).extend(lost)
 
 
 def _sections(group: Group, figures: Mapping[str, Figures], plan: Plan) -> list[Section]:
@@ -253,7 +266,7 @@ def _stall_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> lis
             plan,
         )
         for way in group.ways
-        if not way.startswith("hf") and way != ours
+        if not way.startswith("hf") and way not in (ours, "writes")
     ]
     if "hf lazy" in figures:
         lazy = figures["hf lazy"].stall
@@ -305,6 +318,12 @@ def _durable_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> l
         for way in group.ways
         if way not in ("copy", ours, "hf lazy", "hf unsummed")
     ]
+    floor = figures["writes"].durable
+    rows += [
+        _row("durable, the floor", floor, WAYS[way].name, figures[way].durable, None, plan)
+        for way in group.ways
+        if way in targets
+    ]
     if "hf unsummed" in figures:
         with_sums, without = figures["hf"].durable, figures["hf unsummed"].durable
         share = (with_sums - without) / with_sums
@@ -327,7 +346,7 @@ def _memory_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> li
     judged = plan.judges and group.workload == "large"
     rows = []
     for way in group.ways:
-        if way in ("copy", "hf unsummed"):
+        if way in (*_FLOORS, "hf unsummed"):
             continue
         memory = figures[way].memory
         is_judged = judged and way.startswith(("hf", "dcp"))

@@ -113,7 +113,7 @@ def main() -> None:
             reply["differing"] = rank.compare(folder)
         rank.remove(folder)
     for name in request["loops"]:
-        reply["lost"][name] = training.lost(training.LOOPS[name], rank)
+        reply["lost"][name] = [training.lost(training.LOOPS[name], rank) for _ in range(request["rounds"])]
     rank.saver.close()
     if rank.world > 1:
         replies: list[Any] = [None] * rank.world
