@@ -135,6 +135,15 @@ class Lane:
             while len(self._pending) > 1:
                 self._changed.wait()
 
+    def start(self) -> None:
+        """Have the thread there, before ranks agree on a save: where it cannot be started, the others have to hear."""
+        with self._changed:
+            if self._thread is None and not self._is_closing:
+                name = f"tundish-{self.kind}-finalize"
+                thread = threading.Thread(target=self._run, name=name, daemon=True)
+                thread.start()
+                self._thread = thread
+
     def submit(self, job: Job) -> None:
         """Take over a save; one that cannot be, as the lane is closed, fails and gives back what it has."""
         try:
@@ -143,11 +152,6 @@ class Lane:
                     raise InvalidInputError(
                         f"{job.what}: the checkpointer was closed while the save was taken"
                     )
-                if self._thread is None:
-                    name = f"tundish-{self.kind}-finalize"
-                    thread = threading.Thread(target=self._run, name=name, daemon=True)
-                    thread.start()
-                    self._thread = thread
                 self._pending.append(job)
                 self._queue.put(job)
         except BaseException as error:

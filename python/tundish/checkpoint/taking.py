@@ -99,6 +99,7 @@ def _reserve(opened: Opened, request: Request, undo: contextlib.ExitStack) -> _R
     _check_tag(request.tag)
     if request.step in opened.lanes[request.kind].steps_under_way():
         raise InvalidInputError(f"{request.what}: a save of this step is under way already")
+    opened.lanes[request.kind].start()
     plan = request.make_plan()
     undo.callback(plan.release)
     if opened.owner is not None:

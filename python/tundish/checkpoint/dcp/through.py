@@ -45,7 +45,12 @@ def write_in_windows(
                 buffer = windows.turn_to(span)
                 layout.fill(buffer, window, objects)
                 places = layout.tensor_places(window)
-                block = Block(buffer=buffer, places=places, sources=list(islice(left, len(places))))
+                block = Block(
+                    buffer=buffer,
+                    places=places,
+                    sources=list(islice(left, len(places))),
+                    names=[item.name for item in window.tensors],
+                )
                 copies = Copies([block])
                 copies.run()
                 copies.wait(None)

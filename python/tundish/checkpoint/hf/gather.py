@@ -18,7 +18,9 @@ import torch
 
 from tundish.checkpoint.hf.conversion import Unit
 from tundish.checkpoint.placements import Share, boxes, shares_for
+from tundish.checkpoint.tensors import check_memory
 from tundish.distributed.jobstore import distributed_module
+from tundish.errors import InvalidInputError
 
 __all__ = ["TURN_BYTES", "Batch", "Gather", "Sink", "Step", "Wire", "batched", "in_rounds"]
 
@@ -96,6 +98,7 @@ class Gather:
         tensors: all sources; those that are spread over ranks are DTensors.
         is_spread: which of the sources those are.
         local: what this rank holds of each source, on any device.
+        names: of all sources, for messages.
         dtypes: of all products.
         rank: this process's rank in the job.
         wire: how what is spread travels.
@@ -107,6 +110,7 @@ class Gather:
         tensors: Sequence[torch.Tensor],
         is_spread: Sequence[bool],
         local: Sequence[torch.Tensor],
+        names: Sequence[str],
         dtypes: Sequence[torch.dtype],
         rank: int,
         wire: Wire,
@@ -114,6 +118,7 @@ class Gather:
         self._tensors = tensors
         self._is_spread = is_spread
         self._local = local
+        self._names = names
         self._dtypes = dtypes
         self._rank = rank
         self._wire = wire
@@ -121,7 +126,7 @@ class Gather:
 
     def run(self, rounds: Sequence[Sequence[Batch]], sink: Sink) -> None:
         """Go through all turns; this rank's products end in `sink`. Collective where something is spread."""
-        error: BaseException | None = None
+        error: BaseException | None = self._replace_freed(rounds)
         for batches in rounds:
             mine = next((batch for batch in batches if batch.writer == self._rank), None)
             try:
@@ -138,6 +143,29 @@ class Gather:
                 error = caught
         if error is not None:
             raise error
+
+    def _replace_freed(self, rounds: Sequence[Sequence[Batch]]) -> InvalidInputError | None:
+        """Take memory without values for what was freed since the save was planned, and tell of it.
+
+        Reading it would be a crash, and the other ranks wait for as many bytes as was agreed on.
+        """
+        error = None
+        wanted = {
+            source
+            for batches in rounds
+            for batch in batches
+            for step in batch.steps
+            for source in step.unit.sources
+        }
+        local = list(self._local)
+        for source in sorted(wanted):
+            try:
+                check_memory(self._names[source], local[source])
+            except InvalidInputError as caught:
+                error = error or caught
+                local[source] = torch.empty_like(local[source])
+        self._local = local
+        return error
 
     def _exchange(self, batches: Sequence[Batch], sink: Sink | None) -> dict[int, torch.Tensor]:
         """Send what others want of this rank in this turn, and take in what it wants; the whole tensors, by source."""

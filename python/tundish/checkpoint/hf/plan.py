@@ -279,6 +279,7 @@ class HfPlan:
             tensors=self._drawing.tensors,
             is_spread=self._drawing.is_spread,
             local=local,
+            names=[name for name, _, _ in self._drawing.conversion.sources],
             dtypes=[dtype for _, _, dtype in self._drawing.products],
             rank=self._member.rank,
             wire=wire,

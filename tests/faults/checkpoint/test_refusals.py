@@ -1,0 +1,200 @@
+"""What fails on one rank before a save is staged: all ranks raise, nothing is left, and the next save succeeds."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import itertools
+import os
+import resource
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+from rank_processes import Job, Line, outcome
+
+MIB = 1 << 20
+PATIENCE = 60.0
+FINE = ("", "", None)
+
+
+class Breaking:
+    """A rank that saves, and fails as it is told."""
+
+    def __init__(self, line: Line, root: Path, limit_bytes: int | None) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from tundish.checkpoint import Checkpointer
+
+        self._line = line
+        self._mesh = init_device_mesh("cpu", (2,))
+        self._failures: list[BaseException] = []
+        self._checkpointer = Checkpointer(
+            root, on_failure=self._failures.append, timeout=PATIENCE / 2, staging_limit_bytes=limit_bytes
+        )
+
+    def save(self, kind: str, step: int, staging: str, trouble: str) -> tuple[Any, Any, Any]:
+        """What the call came to, then the future, and what the failure policy was told."""
+        from tundish._native import trim_staging
+
+        state = state_of(self._mesh)
+        if trouble == "refused":
+            state["plain.3"] = state["plain.3"].to("meta")
+        if trouble == "freed":
+            threading.Thread(target=self._free, args=(state,)).start()
+        saves: list[Any] = []
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        if trouble == "no memory":
+            # Nor what an earlier save left for this one.
+            gc.collect()
+            trim_staging()
+            mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
+            resource.setrlimit(resource.RLIMIT_AS, (mapped + 12 * MIB, limits[1]))
+        try:
+            called = outcome(lambda: saves.append(self._begin(kind, step, staging, state)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        came_to = outcome(lambda: saves[0].result(PATIENCE)) if saves else None
+        self._checkpointer.wait(PATIENCE)
+        told, self._failures[:] = [type(one).__name__ for one in self._failures], []
+        return called, came_to, told
+
+    def _begin(self, kind: str, step: int, staging: str, state: dict[str, Any]) -> Any:
+        arguments: dict[str, Any] = {"shard_bytes": 40 * MIB} if kind == "hf" else {}
+        if staging == "lazy":
+            parameters = [torch.nn.Parameter(local_of(one), requires_grad=False) for one in state.values()]
+            arguments |= {"staging": "lazy", "optimizer": torch.optim.SGD(parameters)}
+        return getattr(self._checkpointer, f"save_{kind}")(step, state, **arguments)
+
+    def _free(self, state: dict[str, Any]) -> None:
+        """Free tensors between plan and staging: after what was planned has its part of the budget."""
+        while self._checkpointer.stats()["staging"]["in_use"] == 0:
+            time.sleep(0.001)
+        for tensor in state.values():
+            local_of(tensor).untyped_storage().resize_(0)
+        self._line.say("freed")
+
+    def left(self) -> list[str]:
+        """What this rank still holds."""
+        from tundish._native import staging_stats
+
+        stats = self._checkpointer.stats()
+        held = [stats["staging"]["in_use"], staging_stats()["in_use"], *stats["under_way"].values()]
+        threads = {thread.name for thread in threading.enumerate() if "tundish" in thread.name}
+        return [repr(one) for one in held if one] + sorted(
+            threads - {"tundish-hf-finalize", "tundish-dcp-finalize", "tundish-vote"}
+        )
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def state_of(mesh: Any) -> dict[str, Any]:
+    """Of 64 MiB each rank writes about half."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    part = torch.full((1024, 4096), mesh.get_rank() + 0.25)
+    return {
+        "spread": DTensor.from_local(part, mesh, [Shard(0)], run_check=False),
+        **{f"plain.{number}": torch.full((MIB,), number + 0.5) for number in range(8)},
+    }
+
+
+def breaking(rank: int, line: Line) -> None:
+    this = Breaking(line, *line.hear())
+    while (order := line.hear()) is not None:
+        name, *given = order
+        line.say(getattr(this, name)(*given))
+
+
+def each(job: Job, *order: Any) -> list[Any]:
+    for rank in range(job.size):
+        job.tell(rank, order)
+    return [said for (said,) in job.hear_all()]
+
+
+def save(job: Job, failing: int, kind: str, step: int, staging: str, trouble: str) -> list[Any]:
+    """A save with `trouble` on one rank; what all say of it."""
+    job.tell(failing, ("save", kind, step, staging, trouble))
+    if trouble == "freed":
+        # It waits for the other in the vote that stands before staging.
+        assert job.hear(failing) == ("freed",)
+    job.tell(1 - failing, ("save", kind, step, staging, ""))
+    return [said for (said,) in job.hear_all()]
+
+
+def assert_nothing_left(job: Job, root: Path, expected: list[str]) -> None:
+    assert each(job, "left") == [[], []]
+    names = {path.name for path in root.iterdir()}
+    assert names - {".owner", "checkpoints.json", "hf-latest", "dcp-latest"} == set(expected)
+    status = root.stat()
+    for slot in Path("/dev/shm").glob(f"tundish-writer-*-{status.st_dev:x}-{status.st_ino:x}-*"):
+        with slot.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+TROUBLES = {
+    "refused": ("InvalidInputError", "'plain.3' is on the meta device"),
+    "no memory": ("OutOfMemoryError", "give the process more memory"),
+    "freed": ("InvalidInputError", "has no values: its storage of 0 bytes was freed"),
+}
+
+
+def assert_told(said: list[Any], failing: int, trouble: str) -> None:
+    """The rank that failed raises what it failed with, once, the other one that it did, and which."""
+    kind, text = TROUBLES[trouble]
+    raised = []
+    for called, came_to, told in said:
+        # What the call raised is not told again; where it raised nothing, the future and the policy tell.
+        raised.append(came_to if called == FINE else called)
+        assert (came_to is None) == (called != FINE)
+        assert told == ([came_to[0]] if called == FINE else []), said
+    assert raised[failing][0] == kind
+    assert text in raised[failing][1]
+    assert "tensor 0" not in raised[failing][1]
+    assert raised[1 - failing][0] == "PeerFailedError"
+    assert raised[1 - failing][1].endswith(f"rank {failing} failed with {kind}: {raised[failing][1]}")
+    assert raised[1 - failing][2] == failing
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 10 * MIB])
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(
+    kind: str, failing: int, limit_bytes: int | None, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    with Job(breaking, 2, tmp_path) as job:
+        for rank in (0, 1):
+            job.tell(rank, (root, limit_bytes))
+        published: list[str] = []
+        step = 0
+        for staging, trouble in itertools.product(("eager", "lazy"), TROUBLES):
+            if trouble == "no memory" and kind == "hf" and limit_bytes is not None:
+                # What others send it has to be received, for which there is no memory either.
+                continue
+            step += 1
+            said = save(job, failing, kind, step, staging, trouble)
+            assert_told(said, failing, trouble)
+            assert_nothing_left(job, root, published)
+            step += 1
+            said = save(job, failing, kind, step, staging, "")
+            assert said == [(FINE, FINE, [])] * 2
+            published.append(f"{kind}-{step}")
+            assert_nothing_left(job, root, published)
+        each(job, "close")
+        for rank in (0, 1):
+            job.tell(rank)
+        job.expect_end()
