@@ -120,6 +120,33 @@ def test_the_call_does_not_wait_for_the_copy(gate: threading.Event, tmp_path: Pa
     assert load_file(tmp_path / "hf" / "model.safetensors")["w3"].eq(0).all()
 
 
+def test_the_copy_begins_when_the_fences_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = torch.zeros(3)
+    optimizers = [torch.optim.SGD([parameter], lr=1), torch.optim.SGD([torch.zeros(1)], lr=1)]
+    order: list[str] = []
+    add, run = staging._Fence.add, staging.Copies.run
+
+    def slowly_add(self: staging._Fence, copy: BackgroundCopy) -> None:
+        # The thread is there already; it would be through by now.
+        time.sleep(0.2)
+        add(self, copy)
+        order.append("fence")
+
+    def run_told(self: staging.Copies) -> None:
+        order.append("copy")
+        run(self)
+
+    monkeypatch.setattr(staging._Fence, "add", slowly_add)
+    monkeypatch.setattr(staging.Copies, "run", run_told)
+    buffer = Buffer(12)
+    block = Block(buffer=buffer, places=[Place(0, 12, torch.float32, (3,))], sources=[parameter], names=["w"])
+    copy = BackgroundCopy([block], optimizers)
+    copy.wait(time.monotonic() + 60)
+    assert order == ["fence", "fence", "copy"]
+    del block, copy
+    buffer.release()
+
+
 def test_several_optimizers(gate: threading.Event, tmp_path: Path) -> None:
     model = Net()
     optimizers = [

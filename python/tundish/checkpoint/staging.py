@@ -120,13 +120,18 @@ class BackgroundCopy:
         self._copies = Copies(blocks)
         self._watched = [(block, _versions(block.sources)) for block in blocks]
         self._lock = threading.Lock()
+        self._may_begin = threading.Event()
         self._issued = threading.Event()
         self._error: BaseException | None = None
         self._fences = [_fence_of(optimizer) for optimizer in optimizers]
-        # Where no thread can be started, no step waits for one.
-        threading.Thread(target=self._run, name="tundish-hf-copy", daemon=True).start()
-        for fence in self._fences:
-            fence.add(self)
+        try:
+            # Where no thread can be started, no step waits for one.
+            threading.Thread(target=self._run, name="tundish-hf-copy", daemon=True).start()
+            for fence in self._fences:
+                fence.add(self)
+        finally:
+            # Not before: whoever starts a thread waits until it runs, and then for the interpreter, which it holds.
+            self._may_begin.set()
 
     def fence(self) -> None:
         """Make sure that what the caller does from here on changes nothing of what is copied."""
@@ -150,6 +155,7 @@ class BackgroundCopy:
             raise self._error
 
     def _run(self) -> None:
+        self._may_begin.wait()
         try:
             self._copies.run()
         except BaseException as caught:  # noqa: BLE001 (raised where the save is finished)
