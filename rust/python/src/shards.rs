@@ -73,6 +73,8 @@ impl Image {
         let mut copies = Vec::with_capacity(tensors.len()?);
         let mut left = Vec::new();
         let mut end = 0;
+        // Of thousands of tensors one after the other has the same.
+        let mut known: Option<Dtype<'_>> = None;
         for (number, (place, tensor)) in places.try_iter()?.zip(tensors.try_iter()?).enumerate() {
             let (place, tensor) = (place?.cast_into::<PyTuple>()?, tensor?);
             let (start, stop): (usize, usize) = (place.get_item(0)?.extract()?, place.get_item(1)?.extract()?);
@@ -80,7 +82,14 @@ impl Image {
                 return Err(PyValueError::new_err(format!("place {number} is {start}..{stop}, after {end}")));
             }
             end = stop;
-            if !is_plain(&tensor, &place.get_item(2)?)? {
+            let asked = place.get_item(2)?;
+            let dtype = match known.take() {
+                Some(dtype) if dtype.dtype.is(&asked) => dtype,
+                _ => Dtype::of(asked)?,
+            };
+            let is_plain = is_plain(&tensor, &dtype)?;
+            known = Some(dtype);
+            if !is_plain {
                 left.push(number);
                 continue;
             }
@@ -132,16 +141,29 @@ impl Image {
     }
 }
 
+/// A dtype of torch.
+struct Dtype<'py> {
+    dtype: Bound<'py, PyAny>,
+    is_complex: bool,
+}
+
+impl<'py> Dtype<'py> {
+    fn of(dtype: Bound<'py, PyAny>) -> PyResult<Self> {
+        let is_complex = dtype.getattr(intern!(dtype.py(), "is_complex"))?.is_truthy()?;
+        Ok(Dtype { dtype, is_complex })
+    }
+}
+
 /// Whether the values of a tensor of torch lie in host memory one after the other, as they are and as `dtype`.
-fn is_plain(tensor: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<bool> {
+fn is_plain(tensor: &Bound<'_, PyAny>, dtype: &Dtype<'_>) -> PyResult<bool> {
     let py = tensor.py();
     let says = |method| tensor.call_method0(method)?.is_truthy();
-    Ok(tensor.getattr(intern!(py, "dtype"))?.is(dtype)
+    Ok(tensor.getattr(intern!(py, "dtype"))?.is(&dtype.dtype)
         && tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?
         && says(intern!(py, "is_contiguous"))?
-        // Values that torch negates or conjugates when they are looked at.
+        // Values that torch negates or conjugates when they are looked at; only complex ones can be conjugated.
         && !says(intern!(py, "is_neg"))?
-        && !says(intern!(py, "is_conj"))?)
+        && !(dtype.is_complex && says(intern!(py, "is_conj"))?))
 }
 
 /// Bytes of staging memory of this process: in images, kept for the next ones, and the most that both ever were together.
