@@ -15,6 +15,9 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.dcp.writer import StagedPlanner
@@ -266,3 +269,73 @@ def test_ranks_wait_for_a_dying_owner_longer_than_for_each_other(tmp_path: Path)
     """
     for (seconds,) in run(wait_for_an_owner, 2, tmp_path / "job", root, program):
         assert 2 < seconds < 30
+
+
+def save_other_forms(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    mesh = init_device_mesh("cpu", (2,))
+
+    def spread(rows: int, seed: int) -> DTensor:
+        whole_one = torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed))
+        return DTensor.from_local(whole_one.chunk(2)[rank].clone(), mesh, [Shard(0)], run_check=False)
+
+    def plain(*size: int) -> torch.Tensor:
+        return torch.full(size, float(len(size)))
+
+    mine = f"mine-{rank}"
+    states: list[dict[str, Any]] = [
+        {"spread": spread(8, 1), "both": plain(4)},
+        {"spread": spread(8, 2), "both": plain(4)},
+        # Of another form on one rank alone, then on the other, then on both as it was.
+        {"spread": spread(8, 3), "both": plain(4)} | ({"late": plain(2, 2)} if rank == 1 else {}),
+        {"spread": spread(8, 4), "both": plain(4), "late": plain(2, 2)},
+        {"spread": spread(8, 5), "both": plain(4)},
+        # Of another form on all: another size, other leaves, and what only one rank has.
+        {"spread": spread(6, 6), "both": plain(3), "objects": [5]},
+        {"spread": spread(6, 7), mine: plain(5)},
+        {"spread": spread(6, 8), mine: plain(5)},
+        {"nested": {"spread": spread(6, 9)}, "nested.both": plain(2)},
+    ]
+    reduced: list[int] = []
+    counted = distributed.all_reduce
+    with Checkpointer(root, on_failure="raise", timeout=30) as checkpointer:
+        for step, state in enumerate(states):
+            calls: list[Any] = []
+            distributed.all_reduce = lambda *given, calls=calls, **named: (
+                calls.append(1),
+                counted(*given, **named),
+            )
+            expected = whole(state)
+            save = checkpointer.save_dcp(step, state)
+            distributed.all_reduce = counted
+            reduced.append(len(calls))
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+            save.result(60)
+            target = {
+                name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+                for name, value in state.items()
+            }
+            checkpointer.load_dcp(target, step)
+            if "nested" not in state:
+                assert_same(whole(target), expected)
+        names = {
+            step: " ".join(sorted(FileSystemReader(root / f"dcp-{step}").read_metadata().state_dict_metadata))
+            for step in range(len(states))
+        }
+    line.say(reduced, names)
+
+
+def test_another_form_on_one_rank_or_on_all_is_noticed_by_all(tmp_path: Path) -> None:
+    said = run(save_other_forms, 2, tmp_path / "job", tmp_path / "root")
+    for reduced, names in said:
+        # Ranks tell each other only where something is new on one of them.
+        assert reduced == [1, 0, 1, 1, 1, 1, 1, 0, 1]
+        assert names == {
+            **dict.fromkeys((0, 1, 4), "both spread"),
+            **dict.fromkeys((2, 3), "both late spread"),
+            5: "both objects spread",
+            **dict.fromkeys((6, 7), "mine-0 mine-1 spread"),
+            8: "nested.both nested.spread",
+        }

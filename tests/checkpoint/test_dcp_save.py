@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tundish._native import staging_stats, verify_folder
+from tundish.checkpoint.dcp.leaves import leaves_of
 from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.staging import Copies
 
@@ -570,3 +572,25 @@ def test_nothing_of_a_state_is_kept_alive(saver: DcpSaver, tmp_path: Path) -> No
     del tensor
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"b": torch.ones(2), "a.b": torch.ones(3), "a": torch.ones(())},
+        {"b": torch.ones(2), "a": {"b": torch.ones(3), "c": {7: torch.ones(1)}}},
+        {"b": torch.ones(2), "list": [torch.ones(1), {"x": 1}], "numbers": [1, 2], "step": 3},
+    ],
+    ids=["flat", "nested", "mixed"],
+)
+def test_names_and_paths_are_those_of_torchs_planner(state: dict[str, Any]) -> None:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    first = leaves_of(state)
+    assert first.form.paths == planner.mappings
+    assert [name for name, _ in first] == list(planner.state_dict)
+    assert all(value is planner.state_dict[name] for name, value in first)
+    assert leaves_of(state, first.form).form is first.form
+    # The same names and values on other paths are another form.
+    moved = {name: value for name, value in state.items() if name != "b"} | {"b": {"b": state["b"]}}
+    assert leaves_of(moved, first.form).form is not first.form

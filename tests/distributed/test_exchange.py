@@ -83,3 +83,30 @@ def test_a_world_of_one_gathers_its_own_value() -> None:
         voter.vote(what="equal", same="alone")
         with pytest.raises(KeyError, match="lost"):
             voter.gather("mine", KeyError("lost"), what="gathering")
+
+
+def note(rank: int, line: Line) -> None:
+    with Voter() as voter:
+        line.say(voter.vote(what="nobody notes"))
+        line.say(voter.vote(what="one notes", note=rank == 1))
+        own = KeyError("lost") if rank == 2 else None
+        line.say(*outcome(lambda: voter.vote(own, what="one notes, one fails", same="alike", note=rank == 0)))
+        line.say(voter.vote(what="all note", same="alike", note=True))
+        line.say(voter.vote(what="nobody notes any more"))
+
+
+@pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])
+def test_what_one_rank_notes_all_know(host: str, tmp_path: Path) -> None:
+    with Job(note, 3, tmp_path, host=host) as job:
+        assert job.hear_all() == [(False,)] * 3
+        assert job.hear_all() == [(True,)] * 3
+        assert [kind for kind, _, _ in job.hear_all()] == ["PeerFailedError", "PeerFailedError", "KeyError"]
+        assert job.hear_all() == [(True,)] * 3
+        assert job.hear_all() == [(False,)] * 3
+        job.expect_end()
+
+
+def test_a_world_of_one_knows_what_it_notes() -> None:
+    with Voter() as voter:
+        assert voter.vote(what="noting", note=True)
+        assert not voter.vote(what="noting nothing")
