@@ -173,6 +173,45 @@ def test_a_run_that_begins_anew_finds_nothing_in_its_way(tmp_path: Path) -> None
     trainer(tmp_path, steps=2, save_strategy="no").train()
 
 
+def test_damaged_checkpoints_are_not_begun_over_either(tmp_path: Path) -> None:
+    trainer(tmp_path, steps=4).train()
+    shutil.rmtree(tmp_path / "dcp-2")
+    cut(tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(StepExistsError, match=r"resume_from_checkpoint=True.*dcp-4"):
+        trainer(tmp_path, steps=4).train()
+    # Which does not begin anew in silence.
+    with pytest.raises(CorruptCheckpointError, match="dcp-4"):
+        trainer(tmp_path, steps=4).train(resume_from_checkpoint=True)
+    # Opening takes back the pointer, which led to what is damaged.
+    before.remove("dcp-latest")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_run_that_was_killed_between_the_kinds_of_step_0_begins_anew(tmp_path: Path) -> None:
+    def begin() -> None:
+        run = trainer(tmp_path, steps=2)
+
+        class SaveFirst(transformers.TrainerCallback):
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                run._save_checkpoint(run.model, None)
+
+        run.add_callback(SaveFirst())
+        run.train()
+
+    begin()
+    assert saved(tmp_path) == {"hf": [0, 2], "dcp": [0, 2]}
+    for name in ("hf-2", "dcp-2", "dcp-0"):
+        shutil.rmtree(tmp_path / name)
+    begin()
+    assert saved(tmp_path) == {"hf": [0, 2], "dcp": [0, 2]}
+    for name in ("hf-2", "dcp-2"):
+        shutil.rmtree(tmp_path / name)
+    # What can be resumed from is told of before anything is computed.
+    with pytest.raises(StepExistsError, match=r"resume_from_checkpoint=True.*dcp-0"):
+        begin()
+
+
 @pytest.mark.parametrize("where", ["nowhere", "hf-2", "dcp-x"])
 def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path: Path, where: str) -> None:
     with pytest.raises(InvalidInputError, match="resume_from_checkpoint"):

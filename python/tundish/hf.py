@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tundish.checkpoint import Checkpointer
+from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.distributed import agreed
 from tundish.errors import InvalidInputError, StepExistsError, missing_extra
 
@@ -89,7 +89,8 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
 
         `resume_from_checkpoint`: True resumes from the newest whole checkpoint, a path `…/dcp-<step>` of this
         run's folder from that one. Without it, a folder that holds the checkpoints of an earlier run is refused
-        with `StepExistsError`; exports that a run left which was killed before its first DCP checkpoint are set aside.
+        with `StepExistsError`; exports that a run left which was killed before its first DCP checkpoint are set aside,
+        one of step 0 is replaced.
         """
         try:
             if not resume_from_checkpoint:
@@ -111,12 +112,14 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         checkpointer = self.checkpointer
         with agreed("starting without an earlier checkpoint"):
             # Exports are all that there will be, or what was left before there was something to resume from.
-            kept = checkpointer.list(None if self.args.save_only_model else "dcp")
-            if kept and kept[-1].step > 0:
+            found = open_readonly(checkpointer.path).survey(None if self.args.save_only_model else "dcp")
+            # Damaged ones, too, are somebody's work: resuming says what is wrong with them.
+            earlier = [one for ones in found for one in ones]
+            if earlier:
                 raise StepExistsError(
                     errno.EEXIST,
                     "is there from an earlier run: give resume_from_checkpoint=True, or another output_dir",
-                    str(kept[-1].path),
+                    str(earlier[-1].path),
                 )
         checkpointer.discard_after(0)
 
@@ -154,7 +157,11 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             self.state.best_model_checkpoint = str(
                 self.checkpointer.path / f"hf-{self.state.best_global_step}"
             )
-        self.checkpointer.save_hf(step, self.model, tokenizer=self.processing_class)
+        # An export of step 0 without its DCP checkpoint is what a run left that was killed in between: no step is
+        # below it, to which it could be set aside.
+        self.checkpointer.save_hf(
+            step, self.model, tokenizer=self.processing_class, overwrite=step == 0 and self._resumed_step < 0
+        )
         if self.args.save_only_model:
             return
         weights, optimizer = get_state_dict(self.model, self.optimizer)
