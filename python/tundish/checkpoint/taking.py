@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import logging
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,8 @@ def take(opened: Opened, request: Request) -> Save:
     except BaseException as caught:
         # The other ranks are told in the lane's next vote.
         reserved.plan.release()
+        # Views of what was staged, which else stays until somebody collects the error's cycle.
+        traceback.clear_frames(caught.__traceback__)
         job.staged, job.is_answered = caught, True
         raise
     finally:
