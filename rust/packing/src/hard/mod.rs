@@ -11,7 +11,7 @@
 //! must know of those before it (tokens, pieces, packs, the open pack) are prefix sums over the
 //! chunks of the window (`parallel`).
 //!
-//! Working memory beyond inputs and outputs: at most 8 MiB a thread, and with a given order one bit a
+//! Working memory beyond inputs and outputs: at most 8 MiB a thread and 16 MiB, and with a given order one bit a
 //! sample and 32 MiB (`marks`), or with a seed one index a sample.
 #![allow(unsafe_code)]
 
@@ -245,7 +245,10 @@ impl<'a> Prepared<'a> {
             // Only plans beyond 2³¹ samples, pieces or tokens a sample come here.
             let mut measure = Measure::default();
             self.run(&mut measure, false, watch)?;
-            let mut sink = FileSink::<i64>::create(target, measure.needs_64_bits())?;
+            let wide = measure.needs_64_bits();
+            // Its room is as large as that of the files.
+            drop(measure);
+            let mut sink = FileSink::<i64>::create(target, wide)?;
             let facts = self.run(&mut sink, true, watch)?;
             sink.publish(&facts, watch)?;
             Ok(facts)
