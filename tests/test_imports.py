@@ -37,6 +37,27 @@ def test_plans_are_made_without_torch(step: str, tmp_path: Path) -> None:
     assert (ran.stdout, ran.stderr, ran.returncode) == ("[]\n", "", 0)
 
 
+def test_ctrl_c_in_the_first_plan_of_a_process_finds_no_import(tmp_path: Path) -> None:
+    script = """
+import sys
+import numpy
+import tundish as td
+import tundish._native
+
+def interrupt(frame, event, argument):
+    # What the bindings look up of numpy turns whatever is raised in it into a panic.
+    if "numpy/lib/_version" in frame.f_code.co_filename:
+        raise KeyboardInterrupt
+
+sys.settrace(interrupt)
+plan = td.pack(numpy.arange(9), 3)
+sys.settrace(None)
+print(len(plan))
+"""
+    ran = run(script, tmp_path)
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("12\n", "", 0)
+
+
 def test_the_command_makes_plans_without_torch(tmp_path: Path) -> None:
     script = """
 import sys

@@ -140,6 +140,7 @@ def save(saver: DcpSaver, state: Mapping[str, Any], folder: Path, **arguments: A
     """Save and wait. Collective."""
     plan = saver.plan(state, **arguments)
     plan.reserve()
+    plan.hear(max(gathered(plan.news)))
     return write(plan.stage(), folder, arguments.get("extra"))
 
 

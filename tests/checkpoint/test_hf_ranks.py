@@ -73,8 +73,9 @@ def saving(rank: int, line: Line) -> None:
 
     from tundish import _native
     from tundish.checkpoint.hf.plan import plan_hf
+    from tundish.checkpoint.owngroup import OwnGroup
 
-    background = distributed.new_group(backend="gloo")
+    background = OwnGroup(tuple(range(distributed.get_world_size())), 60)
     alone = distributed.new_group([rank], use_local_synchronization=True)
     while (order := line.hear()) is not None:
         layout, kind, folder = order
@@ -149,8 +150,9 @@ def gathering_much(rank: int, line: Line) -> None:
 
     from tundish import _native
     from tundish.checkpoint.hf.plan import plan_hf
+    from tundish.checkpoint.owngroup import OwnGroup
 
-    background = distributed.new_group(backend="gloo")
+    background = OwnGroup(tuple(range(distributed.get_world_size())), 60)
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     # Half of them have to be put together of parts that are no stretch of the file.
     tensors = {
@@ -222,11 +224,12 @@ def failing(rank: int, line: Line) -> None:
     from tundish import _native
     from tundish.checkpoint.hf import gather
     from tundish.checkpoint.hf.plan import plan_hf
+    from tundish.checkpoint.owngroup import OwnGroup
 
     # A turn for each tensor, so that one fails in the middle.
     gather.TURN_BYTES = 1
     folder = line.hear()
-    background = distributed.new_group(backend="gloo")
+    background = OwnGroup(tuple(range(distributed.get_world_size())), 60)
     model = spread("fsdp")
 
     def fail_here(name: str, tensor: Any) -> Any:

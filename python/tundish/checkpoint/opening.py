@@ -23,9 +23,10 @@ from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.failure import FailurePolicy, OnFailure
 from tundish.checkpoint.lane import Lane
 from tundish.checkpoint.owner import WAIT_SECONDS, Owner
+from tundish.checkpoint.owngroup import OwnGroup
 from tundish.checkpoint.reading import KINDS, Kind, ReadOnlyRoot
 from tundish.checkpoint.retention import Retention
-from tundish.distributed import Voter, long_timeout_group
+from tundish.distributed import Voter
 from tundish.distributed.groups import membership, seconds_of
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError
 
@@ -69,7 +70,7 @@ class Opened:
     budget: StagingBudget
     owner: Owner | None
     view: ReadOnlyRoot
-    background_group: Any
+    background_group: OwnGroup | None
     dcp: DcpSaver
     lanes: Mapping[Kind, Lane]
     resources: contextlib.ExitStack
@@ -109,7 +110,8 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
         _meet(path, voter, seconds, is_first=index == 0, same=f"staging_limit_bytes {budget.limit}")
         background_group = None
         if world_size > 1:
-            background_group = stack.enter_context(long_timeout_group(seconds, member.ranks))
+            background_group = OwnGroup(member.ranks, seconds)
+            stack.callback(background_group.close)
         dcp = DcpSaver(group, timeout=seconds)
         stack.callback(dcp.close)
         lanes: dict[Kind, Lane] = {}

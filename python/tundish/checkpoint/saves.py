@@ -8,6 +8,7 @@ not staged, and what was staged, is released, whatever happens.
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,7 +20,8 @@ from tundish import _native
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",
-    "Comparing",
+    "HasNews",
+    "News",
     "Plan",
     "PlannedFile",
     "Save",
@@ -120,16 +122,24 @@ class WritesThrough(Protocol):
         """In place of `reserve` and `stage`: write in up to `limit_bytes` of host memory. As `stage` otherwise."""
 
 
+class News(enum.IntEnum):
+    """What is not as it was at the save before: nothing; the state dict's form; a group, which was let go of."""
+
+    NONE = 0
+    OTHER_FORM = 1
+    BROKEN_GROUP = 2
+
+
 @runtime_checkable
-class Comparing(Protocol):
-    """A plan of which ranks compare more than fits into a vote, where it is not that of the save before."""
+class HasNews(Protocol):
+    """A plan for whose staging more than a vote may be needed, where not all is as it was at the save before."""
 
     @property
-    def has_news(self) -> bool:
-        """Whether this rank has something that the others have to hear of."""
+    def news(self) -> News:
+        """What the other ranks have to hear of this one."""
 
-    def spare_comparing(self) -> None:
-        """Before staging, on all ranks, where none has news: everything is as it was at the last save."""
+    def hear(self, news: News) -> None:
+        """Before staging, on all ranks alike: the greatest news of any. `stage` or `release` follows, on each."""
 
 
 class Save(Future[Path]):

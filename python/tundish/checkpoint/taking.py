@@ -19,7 +19,7 @@ from typing import Any
 from tundish.checkpoint.lane import Job, Lane
 from tundish.checkpoint.opening import Opened
 from tundish.checkpoint.reading import Kind, check_step
-from tundish.checkpoint.saves import Comparing, Plan, Save, Staged, WritesThrough
+from tundish.checkpoint.saves import HasNews, News, Plan, Save, Staged, WritesThrough
 from tundish.errors import InvalidInputError
 
 __all__ = ["Request", "take"]
@@ -62,24 +62,24 @@ def take(opened: Opened, request: Request) -> Save:
     lane = opened.lanes[request.kind]
     lane.wait_for_turn()
     with contextlib.ExitStack() as undo:
-        reserved, job, error, agreed, has_news = None, None, None, "", False
+        reserved, job, error, agreed, news = None, None, None, "", News.NONE
         try:
             reserved = _reserve(opened, request, undo)
             job = _job_of(opened, request, reserved)
             agreed = f": tag {request.tag}, overwrite {bool(request.overwrite)}, {reserved.plan.fingerprint}"
-            has_news = isinstance(reserved.plan, Comparing) and reserved.plan.has_news
+            news = reserved.plan.news if isinstance(reserved.plan, HasNews) else News.NONE
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        same = f"{request.what}{agreed}"
-        any_has = opened.voter.vote(
-            error, what=request.what, same=same, note=has_news, timeout=opened.timeout
-        )
+        greatest, interruption = _settle(opened, request, f"{request.what}{agreed}", news, error)
         undo.pop_all()
     if reserved is None or job is None:
         raise RuntimeError(f"{request.what} was agreed on without a plan")
     try:
-        if not any_has and isinstance(reserved.plan, Comparing):
-            reserved.plan.spare_comparing()
+        if isinstance(reserved.plan, HasNews):
+            reserved.plan.hear(greatest)
+        if interruption is not None:
+            # The other ranks took the save: it fails as any does whose staging fails on one rank.
+            raise interruption
         job.staged = _stage(opened, lane, job, reserved)
     except BaseException as caught:
         # The other ranks are told in the lane's next vote.
@@ -93,6 +93,32 @@ def take(opened: Opened, request: Request) -> Save:
     if request.blocking:
         job.save.result()
     return job.save
+
+
+def _settle(
+    opened: Opened, request: Request, same: str, news: News, error: BaseException | None
+) -> tuple[News, BaseException | None]:
+    """Collective: take the save, on all ranks or none; the greatest news of any.
+
+    Where Ctrl-C came when all had taken it, that is given, too: the others go on.
+    """
+
+    def vote(error: BaseException | None, note: bool) -> tuple[bool, BaseException | None]:
+        try:
+            return opened.voter.vote(
+                error, what=request.what, same=same, note=note, timeout=opened.timeout
+            ), None
+        except BaseException as caught:
+            noted = opened.voter.note_in_spite_of_interrupt()
+            if noted is None:
+                raise
+            return noted, caught
+
+    has_any, interruption = vote(error, news > News.NONE)
+    if not has_any:
+        return News.NONE, interruption
+    is_broken, interruption = vote(interruption, news is News.BROKEN_GROUP)
+    return News.BROKEN_GROUP if is_broken else News.OTHER_FORM, interruption
 
 
 def _reserve(opened: Opened, request: Request, undo: contextlib.ExitStack) -> _Reserved:

@@ -114,6 +114,8 @@ class Channel:
         self._about: dict[int, str] = {}
         self._closed = False
         self._lost: Exception | None = None
+        # What the last round came to on this rank, also where something ended its caller's wait; None where it failed.
+        self.agreed: Outcome | None = None
         # Of the thread that went through the last round, and that round.
         self._rounds: _Rounds | None = None
         self._last: _Round | None = None
@@ -157,6 +159,7 @@ class Channel:
                 deadline=None if seconds is None else now + seconds,
             )
             self._number += 1
+            self.agreed = None
             self._hand_over(current)
             try:
                 answered = current.done.wait(None if seconds is None else seconds + _ANSWER_SECONDS)
@@ -165,19 +168,29 @@ class Channel:
             except BaseException as interruption:
                 current.interruption = Failure.of(self.member.rank, interruption)
                 current.done.wait(_ANSWER_SECONDS)
+                self._outcome_of(current, what)
                 raise
-        with current.lock:
-            verdict = current.verdict
-            current.abandoned = verdict is None
-        if verdict is not None:
+        outcome = self._outcome_of(current, what)
+        if outcome is not None:
             # It stands, even where the store was lost or stopped right after.
-            problem = verdict.error(what, self.member.rank, late=not current.posted)
-            return Outcome(problem, current.gathered, verdict.is_noted)
+            return outcome
         if not answered:
             return Outcome(self._unanswered(what, seconds or 0.0), [])
         if current.trouble is not None:
             return Outcome(self._store_lost(what, current.trouble), [])
         raise InvalidInputError(f"{what}: this voter was closed during the vote")
+
+    def _outcome_of(self, current: _Round, what: str) -> Outcome | None:
+        """What the verdict makes of a round; where there is none yet, the round is given up."""
+        with current.lock:
+            verdict = current.verdict
+            current.abandoned = verdict is None
+        if verdict is None:
+            return None
+        problem = verdict.error(what, self.member.rank, late=not current.posted)
+        outcome = Outcome(problem, current.gathered, verdict.is_noted)
+        self.agreed = None if problem is not None else outcome
+        return outcome
 
     def close(self) -> None:
         """Let go of sockets, the connection and the store; never waits."""

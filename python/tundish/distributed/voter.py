@@ -106,6 +106,14 @@ class Voter:
         """
         return self._hold(error, what, timeout, same=same, note=note).is_noted
 
+    def note_in_spite_of_interrupt(self) -> bool | None:
+        """What the last vote would have returned, had Ctrl-C not ended its wait; None where it failed.
+
+        The other ranks go on then as if this one did: it has to give up in a way that they hear of.
+        """
+        agreed = None if self._channel is None else self._channel.agreed
+        return None if agreed is None else agreed.is_noted
+
     def gather(
         self,
         value: str,

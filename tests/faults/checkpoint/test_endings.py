@@ -55,6 +55,8 @@ def test_a_second_ctrl_c_gives_a_save_up_within_seconds(tmp_path: Path) -> None:
     checkpointer = td.Checkpointer(root)
     checkpointer.save_hf(1, tensors)
     checkpointer.save_dcp(1, tensors)
+    # Called before what was registered earlier, which waits for the saves.
+    threading._register_atexit(print, "exiting", flush=True)
     print("saving", flush=True)
     time.sleep(600)
     """
@@ -67,6 +69,7 @@ def test_a_second_ctrl_c_gives_a_save_up_within_seconds(tmp_path: Path) -> None:
         assert process.stderr.readline().startswith("Traceback")
         lines = iter(process.stderr.readline, "")
         assert any(line.startswith("KeyboardInterrupt") for line in lines)
+        assert process.stdout.readline() == "exiting\n"
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1)
         process.send_signal(signal.SIGINT)

@@ -26,12 +26,13 @@ def gathering(rank: int, line: Line) -> None:
     from tundish import _native
     from tundish.checkpoint.hf import gather
     from tundish.checkpoint.hf.plan import plan_hf
+    from tundish.checkpoint.owngroup import OwnGroup
 
     # A turn for each tensor, so that there are turns to come.
     gather.TURN_BYTES = 1
     kind, folder = line.hear()
     size = distributed.get_world_size()
-    background = distributed.new_group(backend="gloo")
+    background = OwnGroup(tuple(range(size)), 60)
     model = spread("fsdp")
 
     def stop(name: str, tensor: Any) -> Any:

@@ -25,7 +25,7 @@ from tundish.checkpoint.dcp.ranks import Exchange, Ranks, Share
 from tundish.checkpoint.dcp.through import write_in_windows
 from tundish.checkpoint.dcp.values import to_json
 from tundish.checkpoint.dcp.writer import ImageWriter, Spread, StagedPlanner, file_name, save_together
-from tundish.checkpoint.saves import PlannedFile, WriteOptions
+from tundish.checkpoint.saves import News, PlannedFile, WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
 from tundish.checkpoint.tensors import is_dtensor
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -72,7 +72,10 @@ class DcpPlan:
         self._rank_extra = b"" if rank_extra is None else to_json(rank_extra, "rank_extra")
         self._leaves = leaves_of(state_dict, ranks.known_form)
         self._ranks = ranks
-        self._is_known = False
+        # Until it is heard that there are none.
+        self._news = News.OTHER_FORM
+        # Whether other ranks wait for this one to begin comparing.
+        self._is_awaited = False
         self._share = ranks.expected_share(self._leaves)
         self._objects: dict[str, bytes] = {}
         self._layout = self._layout_of(self._share)
@@ -97,13 +100,14 @@ class DcpPlan:
         return min(self._layout.size, max(limit_bytes, largest))
 
     @property
-    def has_news(self) -> bool:
+    def news(self) -> News:
         """Whether this rank's state dict, or its way to the others, is not the one of the last save."""
-        return self._ranks.has_news
+        return self._ranks.news
 
-    def spare_comparing(self) -> None:
-        """Stage without asking the other ranks: on none of them there are news."""
-        self._is_known = True
+    def hear(self, news: News) -> None:
+        """Stage without asking the other ranks where none of them has news."""
+        self._news = news
+        self._is_awaited = news > News.NONE
 
     def reserve(self) -> None:
         """Take the memory for the image of this rank's file."""
@@ -144,14 +148,17 @@ class DcpPlan:
         return self._staged(exchange, written=written)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Give the memory back; no rank goes on waiting for this one."""
+        if self._is_awaited:
+            self._ranks.give_up()
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None
 
     def _agree(self) -> tuple[Exchange, bool]:
         """Collective: find what this rank saves for certain; whether it is something else than was expected."""
-        share, exchange = self._ranks.agree(self._leaves, is_known=self._is_known)
+        self._is_awaited = False
+        share, exchange = self._ranks.agree(self._leaves, self._news)
         is_new = share is not self._share
         if is_new:
             self._share, self._layout = share, self._layout_of(share)

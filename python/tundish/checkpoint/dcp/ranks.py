@@ -3,13 +3,13 @@
 Owns two gloo groups: one for the callers' threads, one for the finalize threads. What always holds:
 
 1. A save costs the callers' threads nothing but the vote that it is taken with, where no rank has news: a state dict of
-   another form than at the last save, or a spoilt group. Else it costs one reduction of four numbers; more only when
+   another form than at the last save, or a spoilt group. Else it costs one reduction of three numbers; more only when
    the ranks do not all hold the same.
 2. No plan travels twice: what a rank sent before and did not change is known to the first rank.
 3. Background exchanges do not depend on torch's list of groups, so that a script may destroy its process group while
    a save is under way.
-4. A failure on the background group spoils that group alone: the next save's callers make a new one, and
-   nothing is taken for known that was told on the old one.
+4. A rank that gives up in the middle lets go of the group that it was in. The next save's callers make new ones, and
+   nothing is taken for known that was told on the old ones.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from tundish.checkpoint.dcp.outline import (
     total_bytes,
 )
 from tundish.checkpoint.dcp.owners import owned_by
+from tundish.checkpoint.owngroup import OwnGroup
+from tundish.checkpoint.saves import News
 from tundish.distributed import long_timeout_group
 from tundish.distributed.groups import membership
 from tundish.errors import PeerFailedError
@@ -89,12 +92,17 @@ class Ranks:
         self._timeout = timeout
         self._share: Share | None = None
         self._is_agreed = False
-        self._callers: Any = None
+        self._callers: OwnGroup | None = None
         with contextlib.ExitStack() as resources:
             if len(self.members) > 1:
-                self._callers = resources.enter_context(long_timeout_group(timeout, self.members))
+                self._callers = OwnGroup(self.members, timeout)
+                resources.callback(self._callers.close)
             self._exchange = Exchange(self.members, self.index, timeout)
             self._resources = resources.pop_all()
+
+    @property
+    def _group(self) -> Any:
+        return None if self._callers is None else self._callers.group
 
     @property
     def known_form(self) -> Form | None:
@@ -102,9 +110,13 @@ class Ranks:
         return None if self._share is None else self._share.form
 
     @property
-    def has_news(self) -> bool:
-        """Whether this rank needs the others to compare what they hold before the next staging."""
-        return self._callers is not None and (not self._is_agreed or self._exchange.is_broken)
+    def news(self) -> News:
+        """What the others have to hear of before the next staging."""
+        if self._callers is None:
+            return News.NONE
+        if self._callers.is_broken or self._exchange.is_broken:
+            return News.BROKEN_GROUP
+        return News.NONE if self._is_agreed else News.OTHER_FORM
 
     def expected_share(self, leaves: Leaves) -> Share:
         """What this rank saves if the others hold what they held last, or else the same as this one. Not collective.
@@ -118,36 +130,55 @@ class Ranks:
             self._is_agreed = False
         return share
 
-    def agree(self, leaves: Leaves, *, is_known: bool) -> tuple[Share, Exchange]:
+    def agree(self, leaves: Leaves, news: News) -> tuple[Share, Exchange]:
         """Collective: what this rank saves, for certain, and the way to tell the first rank in the background.
 
-        `is_known`: on all ranks alike, that none of them `has_news`; then it is no collective.
+        `news`: the greatest of all ranks; where there are none, it is no collective.
 
-        Raises `InvalidInputError` where another rank holds something else under the same name.
+        Raises `InvalidInputError` where another rank holds something else under the same name, `PeerFailedError` where
+        one gave up.
         """
         share = self.expected_share(leaves)
-        if self._callers is None or is_known:
+        if self._callers is None or news is News.NONE:
             return share, self._exchange
-        seen = self._greatest(
-            is_changed=not self._is_agreed,
-            is_broken=self._exchange.is_broken,
-            digest=share.digest,
-            minus_digest=-share.digest,
-        )
-        if seen["is_broken"]:
-            self._exchange.close()
-            self._exchange = Exchange(self.members, self.index, self._timeout)
-        if seen["is_changed"]:
-            self._is_agreed = False
+        with self._together():
+            if news is News.BROKEN_GROUP:
+                self._callers.renew()
+                self._exchange.close()
+                self._exchange = Exchange(self.members, self.index, self._timeout)
+            seen = self._greatest(
+                is_changed=not self._is_agreed, digest=share.digest, minus_digest=-share.digest
+            )
             # The greatest is the least.
             is_same = seen["digest"] == -seen["minus_digest"]
+            everyone: Census = ((share.outline, frozenset(self.members)),)
+            census = everyone if is_same or not seen["is_changed"] else self._take_census(share)
+        if seen["is_changed"]:
+            self._is_agreed = False
             if not is_same or len(share.census) > 1:
-                everyone: Census = ((share.outline, frozenset(self.members)),)
-                share = Share(
-                    self.rank, leaves, share.outline, everyone if is_same else self._take_census(share)
-                )
+                share = Share(self.rank, leaves, share.outline, census)
             self._share, self._is_agreed = share, True
         return share, self._exchange
+
+    def give_up(self) -> None:
+        """Leave the others alone who have begun to agree: they fail at once. Not collective."""
+        if self._callers is not None:
+            self._callers.close()
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """A block of collectives of the callers' threads; who leaves it early lets go of the group."""
+        try:
+            yield
+        except BaseException as error:
+            self.give_up()
+            if type(error) is not RuntimeError and not isinstance(error, distributed.DistError):
+                raise
+            others = [rank for rank in self.members if rank != self.rank]
+            raise PeerFailedError(
+                f"comparing what the ranks save broke off, since one of them gave up: {error}",
+                others[0] if len(others) == 1 else -1,
+            ) from None
 
     def tell(self, number: int) -> int:
         """Collective: the greatest `number` of all ranks."""
@@ -162,13 +193,13 @@ class Ranks:
         """The greatest of each number on all ranks, in one reduction."""
         told = torch.tensor([int(number) for number in numbers.values()])
         if self._callers is not None:
-            distributed.all_reduce(told, distributed.ReduceOp.MAX, group=self._callers)
+            distributed.all_reduce(told, distributed.ReduceOp.MAX, group=self._group)
         return dict(zip(numbers, told.tolist(), strict=True))
 
     def _take_census(self, share: Share) -> Census:
         """Each distinct outline, told by the lowest rank that has it."""
         digests = [torch.zeros(1, dtype=torch.int64) for _ in self.members]
-        distributed.all_gather(digests, torch.tensor([share.digest]), group=self._callers)
+        distributed.all_gather(digests, torch.tensor([share.digest]), group=self._group)
         ranks_of: dict[int, list[int]] = {}
         for rank, digest in zip(self.members, digests, strict=True):
             ranks_of.setdefault(int(digest.item()), []).append(rank)
@@ -182,11 +213,11 @@ class Ranks:
 
     def _broadcast(self, text: bytes, teller: int) -> bytes:
         length = torch.tensor([len(text)])
-        distributed.broadcast(length, teller, group=self._callers)
+        distributed.broadcast(length, teller, group=self._group)
         told = torch.zeros(int(length.item()), dtype=torch.uint8)
         if self.rank == teller:
             told = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        distributed.broadcast(told, teller, group=self._callers)
+        distributed.broadcast(told, teller, group=self._group)
         return told.numpy().tobytes()
 
 

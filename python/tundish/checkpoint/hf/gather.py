@@ -4,12 +4,15 @@ Owns every exchange of tensors between ranks. What always holds:
 
 1. A tensor travels once, in parts, from the ranks that hold them straight to its writer; no other rank sees the whole
    of it. The writers take turns of a bounded size together, so that a rank holds one turn beside what it writes.
-2. All ranks go through the same turns. What fails on one rank (a conversion, a full disk) is raised there after the
-   last turn, so that no rank waits for one that gave up.
+2. All ranks go through the same turns. What fails on one rank between exchanges (a conversion, a full disk) is raised
+   there after the last turn. What ends an exchange itself (no memory, Ctrl-C) is raised at once, and with it the
+   group is let go of: so no rank waits for one that gave up.
 """
 
 from __future__ import annotations
 
+import contextlib
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,12 +20,13 @@ from typing import Any, Protocol
 import torch
 
 from tundish.checkpoint.hf.conversion import Unit
+from tundish.checkpoint.hf.wire import Wire
 from tundish.checkpoint.placements import Share, boxes, shares_for
 from tundish.checkpoint.tensors import check_memory
 from tundish.distributed.jobstore import distributed_module
-from tundish.errors import InvalidInputError
+from tundish.errors import InvalidInputError, PeerFailedError
 
-__all__ = ["TURN_BYTES", "Batch", "Gather", "Sink", "Step", "Wire", "batched", "in_rounds"]
+__all__ = ["TURN_BYTES", "Batch", "Gather", "Sink", "Step", "batched", "in_rounds"]
 
 # What a writer takes in one turn, unless one unit is larger.
 TURN_BYTES = 64 << 20
@@ -56,15 +60,6 @@ class Sink(Protocol):
 
     def put(self, product: int, tensor: torch.Tensor) -> None:
         """Copy a whole product to its place."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wire:
-    """How parts travel: over `group`, in memory of `device`; `tag` is never the same for two saves at a time."""
-
-    group: Any
-    device: torch.device
-    tag: int
 
 
 def batched(
@@ -127,22 +122,35 @@ class Gather:
     def run(self, rounds: Sequence[Sequence[Batch]], sink: Sink) -> None:
         """Go through all turns; this rank's products end in `sink`. Collective where something is spread."""
         error: BaseException | None = self._replace_freed(rounds)
-        for batches in rounds:
-            mine = next((batch for batch in batches if batch.writer == self._rank), None)
-            try:
-                if mine is not None and error is None:
-                    sink.turn_to(mine.window)
-            except BaseException as caught:  # noqa: BLE001 (raised below, after the last turn)
-                error = caught
-            whole = self._exchange(batches, sink if error is None else None)
-            try:
-                if mine is not None and error is None:
-                    for step in mine.steps:
-                        self._fill(step, whole, sink)
-            except BaseException as caught:  # noqa: BLE001 (raised below, after the last turn)
-                error = caught
+        try:
+            for batches in rounds:
+                error = self._turn(batches, sink, error)
+        except BaseException as caught:
+            # What waits for memory of this rank holds on to the group.
+            traceback.clear_frames(caught.__traceback__)
+            self._wire.break_off()
+            raise
         if error is not None:
             raise error
+
+    def _turn(
+        self, batches: Sequence[Batch], sink: Sink, error: BaseException | None
+    ) -> BaseException | None:
+        """One turn, after `error` if there was one; what there is of errors after it."""
+        mine = next((batch for batch in batches if batch.writer == self._rank), None)
+        try:
+            if mine is not None and error is None:
+                sink.turn_to(mine.window)
+        except Exception as caught:  # noqa: BLE001 (raised after the last turn)
+            error = caught
+        whole = self._exchange(batches, sink if error is None else None)
+        try:
+            if mine is not None and error is None:
+                for step in mine.steps:
+                    self._fill(step, whole, sink)
+        except Exception as caught:  # noqa: BLE001 (raised after the last turn)
+            error = caught
+        return error
 
     def _replace_freed(self, rounds: Sequence[Sequence[Batch]]) -> InvalidInputError | None:
         """Take memory without values for what was freed since the save was planned, and tell of it.
@@ -183,7 +191,9 @@ class Gather:
                 elif any(share.rank == self._rank for share in shares):
                     sent.append(self._operation("isend", self._outgoing(source, taken), batch.writer))
         operations = sent + [operation for arrival in arriving for operation in arrival.operations]
-        if operations:
+        if self._wire.device.type == "cpu":
+            _carry_out(operations)
+        elif operations:
             for work in distributed_module().batch_isend_irecv(operations):
                 work.wait()
         return {arrival.source: arrival.settle() for arrival in arriving}
@@ -231,6 +241,35 @@ class Gather:
         made = dict(zip(step.unit.products, step.unit.convert(tensors), strict=True))
         for product in step.products:
             sink.put(product, made[product])
+
+
+def _carry_out(operations: Sequence[Any]) -> None:
+    """Start all operations and wait for them.
+
+    What was started is waited for whatever ends this: while another rank still writes to memory of this one, the group
+    lives on, and with it the wait of the others.
+
+    Raises `PeerFailedError` where another rank gave up.
+    """
+    started: list[Any] = []
+    waited = 0
+    try:
+        started.extend(one.op(one.tensor, one.peer, group=one.group, tag=one.tag) for one in operations)
+        for work in started:
+            # Before the wait, which cannot be repeated: no signal is handled in between.
+            waited += 1
+            work.wait()
+        return
+    except BaseException as error:
+        for work in started[waited:]:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+        if not isinstance(error, RuntimeError):
+            raise
+        peer = operations[waited - 1 if waited else len(started)].peer
+        problem = PeerFailedError(f"the exchange of tensors with rank {peer} broke off: {error}", peer)
+    # Not from within, where it would hold on to what torch was given.
+    raise problem
 
 
 class _Arrival:

@@ -24,13 +24,15 @@ from tundish.checkpoint.buffers import Buffer, Place
 from tundish.checkpoint.hf.conversion import ToHf, Unit
 from tundish.checkpoint.hf.drawing import Drawing, draw
 from tundish.checkpoint.hf.export import ImageSink, StagedExport
-from tundish.checkpoint.hf.gather import Batch, Gather, Step, Wire, batched, in_rounds
+from tundish.checkpoint.hf.gather import Batch, Gather, Step, batched, in_rounds
 from tundish.checkpoint.hf.images import FileImage
 from tundish.checkpoint.hf.memory import Needs, room_for
 from tundish.checkpoint.hf.shards import Entry, ShardFile
 from tundish.checkpoint.hf.sidecars import Sidecars, gather_sidecars
 from tundish.checkpoint.hf.through import Window, WindowSink, WrittenExport, windows_of
-from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, PlannedFile, Staging, WriteOptions
+from tundish.checkpoint.hf.wire import Wire
+from tundish.checkpoint.owngroup import OwnGroup
+from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, News, PlannedFile, Staging, WriteOptions
 from tundish.checkpoint.staging import Block, begin_copies, optimizers_of
 from tundish.checkpoint.tensors import locals_of
 from tundish.distributed.groups import Membership, membership
@@ -57,7 +59,7 @@ def plan_hf(
     staging: Staging = "eager",
     optimizer: Any = None,
     group: Any = None,
-    background_group: Any = None,
+    background_group: OwnGroup | None = None,
 ) -> HfPlan:
     """Plan a Hugging Face export. On every rank of `group`; no collective, and without a side effect.
 
@@ -66,7 +68,7 @@ def plan_hf(
             `Checkpointer.save_hf` takes them.
         group: the ranks that save together (None: all ranks of the job). Tensors of a CUDA device travel through
             it, on the caller's thread.
-        background_group: a gloo group of the same ranks that nothing else uses, for all other exchanges.
+        background_group: of the same ranks, for all other exchanges; None where no tensor is spread.
 
     Raises:
         InvalidTypeError: for what is no tensor, or of a kind or dtype that cannot be saved; for arguments of other
@@ -122,7 +124,7 @@ class HfPlan:
         sidecars: Sidecars | None,
         optimizers: Sequence[Any],
         group: Any,
-        background_group: Any,
+        background_group: OwnGroup | None,
     ) -> None:
         self._drawing = drawing
         self._member = member
@@ -140,6 +142,8 @@ class HfPlan:
         self._images: list[FileImage] = []
         self._held: list[Buffer] = []
         self._parts: _Through | None = None
+        # Whether other ranks wait for this one to begin the exchanges.
+        self._is_awaited = False
         self.files = tuple(
             [
                 PlannedFile(name=file.name, size=file.size, rank=member.ranks.index(writer))
@@ -158,6 +162,19 @@ class HfPlan:
     def most_staged_bytes(self) -> int:
         """Of the rank that stages most, where ranks stage together, else of this one."""
         return max(map(self._needs.total, self._writers_met()))
+
+    @property
+    def news(self) -> News:
+        """Whether this rank gave up in the middle of an earlier exchange."""
+        background = self._background_group
+        is_broken = self._any_spread and background is not None and background.is_broken
+        return News.BROKEN_GROUP if is_broken else News.NONE
+
+    def hear(self, news: News) -> None:
+        """Collective where some rank has news: make a new group in place of the one that was let go of."""
+        self._is_awaited = self._any_spread
+        if news is News.BROKEN_GROUP and self._background_group is not None:
+            self._background_group.renew()
 
     def reserve(self) -> None:
         """Take the memory for this rank's files, and for what it sends later."""
@@ -202,14 +219,18 @@ class HfPlan:
         parts = self._through(limit_bytes)
         sink = WindowSink(parts.own, self._drawing.products, folder, options, parts.windows_bytes)
         try:
-            self._gather(self._local, self._wire(is_background=False)).run(parts.rounds, sink)
+            gather = self._gather(self._local, self._wire(is_background=False))
+            self._is_awaited = False
+            gather.run(parts.rounds, sink)
         except BaseException:
             sink.abort()
             raise
         return WrittenExport(sink=sink, sidecars=self._sidecars, weights=[file.name for file in self.files])
 
     def release(self) -> None:
-        """Give back what was reserved and not staged."""
+        """Give back what was reserved and not staged; no rank goes on waiting for this one."""
+        if self._is_awaited and self._background_group is not None:
+            self._background_group.close()
         for buffer in (*self._images, *self._held):
             buffer.release()
         self._images, self._held = [], []
@@ -233,9 +254,12 @@ class HfPlan:
             gather = functools.partial(exchange.run, self._rounds, sink)
             if not self._optimizers:
                 # Before anything else can fail, since other ranks take part.
+                self._is_awaited = False
                 gather()
                 gather = None
         copies = begin_copies(blocks, self._optimizers)
+        # What is exchanged later, is after another vote.
+        self._is_awaited = False
         return StagedExport(
             images=images,
             held=held,
@@ -288,7 +312,7 @@ class HfPlan:
     def _wire(self, *, is_background: bool) -> Wire:
         """How tensors travel: between devices on the caller's thread, else through host memory."""
         if not self._any_spread:
-            return Wire(group=None, device=_HOST, tag=0)
+            return Wire(background=None, callers_group=None, device=_HOST, tag=0)
         device = next(
             tensor.device
             for tensor, is_spread in zip(self._local, self._drawing.is_spread, strict=True)
@@ -297,8 +321,10 @@ class HfPlan:
         if device.type == "cuda" and not is_background and _is_nccl(self._group, device):
             # Ranks that send nothing to each other may be the first to use the group, which takes all of them.
             distributed_module().all_reduce(torch.zeros(1, device=device), group=self._group)
-            return Wire(group=self._group, device=device, tag=0)
-        return Wire(group=self._background_group, device=_HOST, tag=_next_tag(self._background_group))
+            return Wire(background=None, callers_group=self._group, device=device, tag=0)
+        background = self._background_group
+        tag = 0 if background is None else _next_tag(background.group)
+        return Wire(background=background, callers_group=self._group, device=_HOST, tag=tag)
 
     # ---- What the plan is made of ----
 
@@ -397,4 +423,4 @@ _staged: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyD
 
 def _next_tag(group: Any) -> int:
     """Where the tags of one save begin, so that they are not those of another that is still being gathered."""
-    return 0 if group is None else next(_staged.setdefault(group, itertools.count())) % 1024 << 20
+    return next(_staged.setdefault(group, itertools.count())) % 1024 << 20
