@@ -77,7 +77,7 @@ def pack(
         order: the order itself: integers, shape (k,), each in 0 … n - 1 and none twice; a subset leaves
             samples out. With it the seed is not used.
         drop_last: leave out the tail shorter than a pack; False makes it a shorter last pack.
-        threads: threads to compute on, 1 … 512; by default all that this process may run on.
+        threads: threads to compute on at most, 1 … 512; by default as many as processors that this process may run on.
         out: publish the plan as this folder, computing straight into its files: memory beyond the
             inputs stays bounded, whatever the size of the plan.
         cache_dir: look the plan up by its fingerprint in this folder, and publish it there if it is missing; also

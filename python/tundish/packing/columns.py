@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError, shown
 
-# Pools are kept for the life of the process, so a slip of the pen must not start thousands of threads.
+# More is a slip of the pen: no machine that this was written for has as many processors.
 MOST_THREADS = 512
 
 IntegerArray = NDArray[np.integer[Any]]

@@ -1,8 +1,8 @@
 //! Arrays of integers whose memory is as quick to fill as memory can be.
 //!
-//! Owns the memory of a plan's columns. What always holds: the first `len` values were written; of large arrays every
-//! page is a huge one, where the kernel has those, since they begin and end on its boundaries: an allocator's own
-//! notes between arrays would leave small pages at both ends of each, of which every one costs a fault.
+//! Owns the memory of a plan's columns. What always holds: the first `len` values were written; of large arrays that
+//! are made here every page is a huge one, where the kernel has those, since they begin and end on its boundaries: an
+//! allocator's own notes between arrays would leave small pages at both ends of each, of which every one costs a fault.
 #![allow(unsafe_code)]
 
 use std::alloc::{self, Layout};
@@ -15,7 +15,7 @@ use crate::error::PackError;
 use crate::memory::{self, HUGE_PAGE};
 
 /// Arrays from this size on are whole huge pages.
-const HUGE_FROM_BYTES: usize = 1 << 20;
+const WHOLE_PAGES_FROM_BYTES: usize = 1 << 20;
 
 /// As a `Vec`, but for where its memory begins and ends.
 pub struct Array<T> {
@@ -41,7 +41,7 @@ impl<T: Copy> Array<T> {
         if plain.size() == 0 {
             return Ok(Self::default());
         }
-        let layout = match plain.size() < HUGE_FROM_BYTES {
+        let layout = match plain.size() < WHOLE_PAGES_FROM_BYTES {
             true => plain,
             false => plain.align_to(HUGE_PAGE).map_err(|_| refused())?.pad_to_align(),
         };
@@ -111,7 +111,7 @@ impl Array<i64> {
         }
         let whole = ManuallyDrop::new(self);
         let used = whole.len * size_of::<i32>();
-        if whole.layout.size() >= HUGE_FROM_BYTES {
+        if whole.layout.size() >= WHOLE_PAGES_FROM_BYTES {
             // SAFETY: within the array, and beyond its values.
             unsafe { memory::give_back(whole.start.as_ptr().cast::<u8>().add(used), whole.layout.size() - used) };
         }
@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn values_stay_what_they_are_however_the_memory_is_made() {
-        for len in [0usize, 1, 1000, HUGE_FROM_BYTES / 8, HUGE_PAGE / 8 + 1] {
+        for len in [0usize, 1, 1000, WHOLE_PAGES_FROM_BYTES / 8, HUGE_PAGE / 8 + 1] {
             let expected: Vec<i64> = (0..len as i64).collect();
             let mut array = filled(len);
             assert_eq!(*array, expected[..]);
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn large_arrays_begin_on_a_huge_page() {
-        for len in [HUGE_FROM_BYTES / 8, HUGE_PAGE / 8, 5 << 20] {
+        for len in [WHOLE_PAGES_FROM_BYTES / 8, HUGE_PAGE / 8, 5 << 20] {
             assert_eq!(filled(len).as_ptr().addr() % HUGE_PAGE, 0);
         }
     }

@@ -16,10 +16,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crate::error::PackError;
-
 /// How long a thread waits awake: longer than anything a caller does between two steps but writing to a disk.
 const AWAKE: Duration = Duration::from_millis(1);
+/// So many threads are started whatever the number of processors.
+const FEW: usize = 8;
 /// Looks at what is waited for between two times that the processor is offered to others.
 const LOOKS: usize = 64;
 
@@ -114,21 +114,22 @@ pub(crate) struct Crew {
 }
 
 impl Crew {
-    /// Of `threads` threads, the calling one among them.
-    ///
-    /// # Errors
-    /// `Threads` where the system starts no more of them.
-    pub(crate) fn new(threads: usize) -> Result<Self, PackError> {
+    /// Of up to `threads` threads, the calling one among them: as many as the system starts, and no more than there
+    /// are processors for, but for a few. A step of more would take so much longer that nobody could interrupt it in
+    /// time.
+    pub(crate) fn new(threads: usize) -> Self {
+        let threads = match threads > FEW {
+            true => threads.min(thread::available_parallelism().map_or(FEW, usize::from).max(FEW)),
+            false => threads,
+        };
         let mut crew = Self { shared: Arc::default(), helpers: Vec::new() };
         for number in 1..threads {
             let shared = Arc::clone(&crew.shared);
-            let helper = thread::Builder::new()
-                .name(format!("tundish-{number}"))
-                .spawn(move || shared.help(number))
-                .map_err(|source| PackError::Threads { threads, source })?;
+            let started = thread::Builder::new().name(format!("tundish-{number}")).spawn(move || shared.help(number));
+            let Ok(helper) = started else { break };
             crew.helpers.push(helper);
         }
-        Ok(crew)
+        crew
     }
 
     /// How many threads there are, the calling one among them.
@@ -227,7 +228,7 @@ mod tests {
     #[test]
     fn each_item_is_done_once_in_every_step() {
         for threads in 1..5 {
-            let crew = Crew::new(threads).unwrap();
+            let crew = Crew::new(threads);
             assert_eq!(crew.threads(), threads);
             let mut items = vec![0usize; 1000];
             for round in 1..200 {
@@ -242,7 +243,7 @@ mod tests {
 
     #[test]
     fn helpers_take_part_also_after_they_fell_asleep() {
-        let crew = Crew::new(3).unwrap();
+        let crew = Crew::new(3);
         for pause in [Duration::ZERO, AWAKE * 5] {
             thread::sleep(pause);
             // Nobody leaves before all have come.
@@ -261,8 +262,16 @@ mod tests {
     }
 
     #[test]
+    fn there_are_never_many_more_threads_than_processors() {
+        let most = thread::available_parallelism().map_or(FEW, usize::from).max(FEW);
+        for threads in [1, 2, FEW, FEW + 1, 512, usize::MAX] {
+            assert_eq!(Crew::new(threads).threads(), threads.min(most));
+        }
+    }
+
+    #[test]
     fn a_panic_on_any_thread_is_the_callers_and_the_crew_goes_on() {
-        let crew = Crew::new(3).unwrap();
+        let crew = Crew::new(3);
         for guilty in 0..3 {
             let come = AtomicUsize::new(0);
             let result = catch_unwind(AssertUnwindSafe(|| {
@@ -284,7 +293,7 @@ mod tests {
 
     #[test]
     fn callers_that_share_a_crew_do_not_wait_for_each_other() {
-        let crew = Crew::new(2).unwrap();
+        let crew = Crew::new(2);
         let is_second_done = AtomicUsize::new(0);
         thread::scope(|scope| {
             let (begun, has_begun) = std::sync::mpsc::channel();

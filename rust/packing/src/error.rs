@@ -104,14 +104,6 @@ pub enum PackError {
     /// Publishing the folder failed.
     #[error(transparent)]
     Commit(#[from] CommitError),
-    /// The system starts no more threads.
-    #[error("cannot start {threads} threads: {source}; pass a smaller threads=")]
-    Threads {
-        /// How many were asked for.
-        threads: usize,
-        /// Why.
-        source: std::io::Error,
-    },
     /// The caller's `Watch` asked to stop.
     #[error("interrupted")]
     Interrupted,

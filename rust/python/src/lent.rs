@@ -20,7 +20,7 @@ pub(crate) fn as_numpy(py: Python<'_>, column: Column) -> PyResult<Bound<'_, PyA
 }
 
 /// Keeps the memory of an array of numpy, as its `base`.
-#[pyclass(frozen)]
+#[pyclass(frozen, module = "tundish._native")]
 struct Memory {
     _array: Box<dyn Any + Send + Sync>,
 }

@@ -19,6 +19,18 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _native {
+    use pyo3::prelude::*;
+
+    /// What numpy's bindings look up at their first use, they look up here: Ctrl-C in the middle of it is a panic.
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        let py = module.py();
+        py.import("numpy.lib")?;
+        numpy::dtype::<i32>(py);
+        numpy::npyffi::is_numpy_2(py);
+        Ok(())
+    }
+
     #[pymodule_export]
     use super::checkpoint_root::{CheckpointReadLock, CheckpointRoot, ReadonlyCheckpoints, open_checkpoints_readonly};
     #[pymodule_export]

@@ -151,7 +151,7 @@ mod tests {
         let lengths = vec![1u8; samples];
         let dataset = Dataset::new(vec![Integers::from(&lengths[..])], 0);
         let mut pieces: Vec<(&[u64], bool)> = order.chunks(4).map(|piece| (piece, false)).collect();
-        Crew::new(threads).unwrap().each(&mut pieces, |thread, number, (piece, distinct)| {
+        Crew::new(threads).each(&mut pieces, |thread, number, (piece, distinct)| {
             // The two ways to mark.
             *distinct = match number % 2 {
                 0 => marks.gather(thread, &dataset, piece, &mut vec![0; piece.len()]).1,

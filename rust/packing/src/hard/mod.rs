@@ -70,7 +70,7 @@ pub struct Request<'a> {
     pub drop_last: bool,
     /// Pack all datasets as one: sample indices count through, and packs span datasets.
     pub global_pack: bool,
-    /// Threads to compute on, the calling one among them.
+    /// Threads to compute on at most, the calling one among them.
     pub threads: usize,
 }
 
@@ -126,7 +126,7 @@ impl<'a> Prepared<'a> {
             true => request.threads.min(samples.div_ceil(LEAF)),
             false => 1,
         };
-        let crew = Crew::new(threads)?;
+        let crew = Crew::new(threads);
         let mut scans = Vec::with_capacity(streams.len());
         for stream in &streams {
             scans.push(scan::scan(stream, &crew, watch)?);
