@@ -114,7 +114,7 @@ class CorruptCheckpointError(TundishError, ValueError):
 
 
 class PeerFailedError(TundishError, RuntimeError):
-    """Another rank failed; `rank` names it and the message carries its error."""
+    """Another rank failed; `rank` names it (-1: its own error tells) and the message carries its error."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message, rank)

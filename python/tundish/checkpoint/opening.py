@@ -56,7 +56,7 @@ class Opened:
     """An open root as one rank holds it.
 
     `index`: of this rank in the group. `owner`: on the first rank alone. `voter`: of the callers' threads.
-    `background_group`: for tensors that travel in the background; None in a world of one. `resources`: closes
+    `background_group`: for tensors that travel in host memory; None in a world of one. `resources`: closes
     everything, once the lanes are closed.
     """
 

@@ -60,10 +60,10 @@ def take(opened: Opened, request: Request) -> Save:
     Raises, on all ranks, what is wrong with it, or what an earlier one failed with.
     """
     lane = opened.lanes[request.kind]
-    lane.wait_for_turn()
     with contextlib.ExitStack() as undo:
         reserved, job, error, agreed, news = None, None, None, "", News.NONE
         try:
+            lane.wait_for_turn()
             reserved = _reserve(opened, request, undo)
             job = _job_of(opened, request, reserved)
             agreed = f": tag {request.tag}, overwrite {bool(request.overwrite)}, {reserved.plan.fingerprint}"

@@ -159,9 +159,8 @@ class Channel:
                 deadline=None if seconds is None else now + seconds,
             )
             self._number += 1
-            self.agreed = None
-            self._hand_over(current)
             try:
+                self._hand_over(current)
                 answered = current.done.wait(None if seconds is None else seconds + _ANSWER_SECONDS)
                 if not answered and current.verdict is not None:
                     answered = current.done.wait(_LINGER_SECONDS + _ANSWER_SECONDS)

@@ -142,6 +142,8 @@ class Voter:
         brought: str | None = None,
         note: bool = False,
     ) -> Outcome:
+        if self._channel is not None:
+            self._channel.agreed = None
         outcome = Outcome(None, [], note)
         seconds = None if timeout is None else seconds_of(timeout)
         if error is None and same is not None:

@@ -105,9 +105,11 @@ class DcpPlan:
         return self._ranks.news
 
     def hear(self, news: News) -> None:
-        """Stage without asking the other ranks where none of them has news."""
+        """Compare with the other ranks before staging where one has news; collective where a group was let go of."""
         self._news = news
         self._is_awaited = news > News.NONE
+        if news is News.BROKEN_GROUP:
+            self._ranks.renew()
 
     def reserve(self) -> None:
         """Take the memory for the image of this rank's file."""
@@ -157,8 +159,8 @@ class DcpPlan:
 
     def _agree(self) -> tuple[Exchange, bool]:
         """Collective: find what this rank saves for certain; whether it is something else than was expected."""
+        share, exchange = self._ranks.agree(self._leaves, is_known=self._news is News.NONE)
         self._is_awaited = False
-        share, exchange = self._ranks.agree(self._leaves, self._news)
         is_new = share is not self._share
         if is_new:
             self._share, self._layout = share, self._layout_of(share)

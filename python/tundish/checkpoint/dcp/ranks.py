@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,7 +39,6 @@ from tundish.checkpoint.dcp.outline import (
 from tundish.checkpoint.dcp.owners import owned_by
 from tundish.checkpoint.owngroup import OwnGroup
 from tundish.checkpoint.saves import News
-from tundish.distributed import long_timeout_group
 from tundish.distributed.groups import membership
 from tundish.errors import PeerFailedError
 
@@ -130,22 +130,25 @@ class Ranks:
             self._is_agreed = False
         return share
 
-    def agree(self, leaves: Leaves, news: News) -> tuple[Share, Exchange]:
+    def renew(self) -> None:
+        """Collective: make both groups anew, once a rank let go of one."""
+        if self._callers is not None:
+            self._callers.renew()
+        self._exchange.close()
+        self._exchange = Exchange(self.members, self.index, self._timeout)
+
+    def agree(self, leaves: Leaves, *, is_known: bool) -> tuple[Share, Exchange]:
         """Collective: what this rank saves, for certain, and the way to tell the first rank in the background.
 
-        `news`: the greatest of all ranks; where there are none, it is no collective.
+        `is_known`: on all ranks alike, that none of them has `news`; then it is no collective.
 
         Raises `InvalidInputError` where another rank holds something else under the same name, `PeerFailedError` where
         one gave up.
         """
         share = self.expected_share(leaves)
-        if self._callers is None or news is News.NONE:
+        if self._callers is None or is_known:
             return share, self._exchange
         with self._together():
-            if news is News.BROKEN_GROUP:
-                self._callers.renew()
-                self._exchange.close()
-                self._exchange = Exchange(self.members, self.index, self._timeout)
             seen = self._greatest(
                 is_changed=not self._is_agreed, digest=share.digest, minus_digest=-share.digest
             )
@@ -161,7 +164,7 @@ class Ranks:
         return share, self._exchange
 
     def give_up(self) -> None:
-        """Leave the others alone who have begun to agree: they fail at once. Not collective."""
+        """Let those fail who wait for this rank to agree. Not collective."""
         if self._callers is not None:
             self._callers.close()
 
@@ -170,19 +173,23 @@ class Ranks:
         """A block of collectives of the callers' threads; who leaves it early lets go of the group."""
         try:
             yield
+            return
         except BaseException as error:
+            # What it holds on to would keep the group.
+            traceback.clear_frames(error.__traceback__)
             self.give_up()
             if type(error) is not RuntimeError and not isinstance(error, distributed.DistError):
                 raise
             others = [rank for rank in self.members if rank != self.rank]
-            raise PeerFailedError(
-                f"comparing what the ranks save broke off, since one of them gave up: {error}",
-                others[0] if len(others) == 1 else -1,
-            ) from None
+            problem = PeerFailedError(
+                f"comparing what the ranks save broke off: {error}", others[0] if len(others) == 1 else -1
+            )
+        raise problem
 
     def tell(self, number: int) -> int:
         """Collective: the greatest `number` of all ranks."""
-        return self._greatest(number=number)["number"]
+        with self._together():
+            return self._greatest(number=number)["number"]
 
     def close(self) -> None:
         """Let go of the groups; not collective."""
@@ -224,23 +231,24 @@ class Ranks:
 class Exchange:
     """How plans get to the first rank, in the background. Collective; used by one thread at a time.
 
-    `is_coordinator`: whether this is the first rank. `is_broken`: whether it failed on this rank. `metadata`: on the
+    `is_coordinator`: whether this is the first rank. `metadata`: on the
     first rank what was made of the plans that it knows.
     """
 
     def __init__(self, members: tuple[int, ...], index: int, timeout: float) -> None:
         self._members = members
         self._index = index
-        self._resources = contextlib.ExitStack()
-        self._group: Any = None
-        if len(members) > 1:
-            self._group = self._resources.enter_context(long_timeout_group(timeout, members))
+        self._own = OwnGroup(members, timeout) if len(members) > 1 else None
         self._sent: SavePlan | None = None
         # Of each rank, on the first one: the plan, or what went wrong.
         self._known: list[SavePlan | str | None] = [None] * len(members)
         self.is_coordinator = index == 0
-        self.is_broken = False
         self.metadata: bytes | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether this rank let go of the group."""
+        return self._own is not None and self._own.is_broken
 
     def gather(self, plan: SavePlan | BaseException) -> list[SavePlan] | None:
         """Collective: on the first rank the plans of all; None where `metadata` is of them, and on the others.
@@ -252,9 +260,11 @@ class Exchange:
         """
         sent = b"" if plan is self._sent else pickle.dumps(_told(plan))
         try:
-            brought = [sent] if self._group is None else self._bring(sent)
-        except BaseException:
-            self.is_broken = True
+            brought = [sent] if self._own is None else self._bring(self._own.group, sent)
+        except BaseException as error:
+            # What it holds on to would keep the group, in which others may wait.
+            traceback.clear_frames(error.__traceback__)
+            self.close()
             raise
         # Not an error: its traceback would hold on to what was staged.
         self._sent = plan if isinstance(plan, SavePlan) else None
@@ -271,20 +281,21 @@ class Exchange:
 
     def close(self) -> None:
         """Let go of the group; not collective."""
-        self._resources.close()
+        if self._own is not None:
+            self._own.close()
 
-    def _bring(self, sent: bytes) -> list[bytes]:
+    def _bring(self, group: Any, sent: bytes) -> list[bytes]:
         """What all ranks sent, on the first one; nothing on the others."""
         own = torch.tensor([len(sent)])
         lengths = [torch.zeros_like(own) for _ in self._members]
-        self._group.allgather([lengths], [own]).wait()
+        group.allgather([lengths], [own]).wait()
         counts = [int(length.item()) for length in lengths]
         given = torch.zeros(max(1, *counts), dtype=torch.uint8)
         given[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else given[:0]
         brought = [torch.empty_like(given) for _ in self._members] if self.is_coordinator else []
         options = distributed.GatherOptions()
         options.rootRank = 0
-        self._group.gather([brought] if brought else [], [given], options).wait()
+        group.gather([brought] if brought else [], [given], options).wait()
         return [piece[:count].numpy().tobytes() for piece, count in zip(brought, counts, strict=False)]
 
 

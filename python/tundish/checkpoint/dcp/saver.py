@@ -16,6 +16,7 @@ from tundish.checkpoint.dcp.load import load_from, newest_whole
 from tundish.checkpoint.dcp.plan import DcpPlan
 from tundish.checkpoint.dcp.ranks import Ranks
 from tundish.checkpoint.reading import ReadOnlyRoot, check_step
+from tundish.checkpoint.saves import News
 from tundish.distributed import DEFAULT_TIMEOUT, Voter
 from tundish.distributed.groups import membership
 from tundish.errors import NotFoundError
@@ -78,9 +79,12 @@ class DcpSaver:
                 error = caught
             wanted = "the newest whole checkpoint" if step is None else f"step {step!r}"
             what, same = "choosing the checkpoint to load", f"load_dcp of {wanted}, verify {bool(verify)}"
-            voter.vote(error, what=what, same=same, timeout=self._timeout)
+            is_broken = self._ranks.news is News.BROKEN_GROUP
+            any_is_broken = voter.vote(error, what=what, same=same, note=is_broken, timeout=self._timeout)
             chosen = step
             if step is None:
+                if any_is_broken:
+                    self._ranks.renew()
                 told = self._ranks.tell(-1 if newest is None else newest)
                 # It was verified when it was chosen, and is kept since.
                 chosen, verify = None if told < 0 else told, False

@@ -6,7 +6,8 @@ Owns every exchange of tensors between ranks. What always holds:
    of it. The writers take turns of a bounded size together, so that a rank holds one turn beside what it writes.
 2. All ranks go through the same turns. What fails on one rank between exchanges (a conversion, a full disk) is raised
    there after the last turn. What ends an exchange itself (no memory, Ctrl-C) is raised at once, and with it the
-   group is let go of: so no rank waits for one that gave up.
+   group is let go of: so no rank waits for one that gave up, but for exchanges between devices, whose group is the
+   caller's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +32,8 @@ __all__ = ["TURN_BYTES", "Batch", "Gather", "Sink", "Step", "batched", "in_round
 
 # What a writer takes in one turn, unless one unit is larger.
 TURN_BYTES = 64 << 20
+# How long a rank that gives up waits for what it has started.
+_GIVING_UP = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +125,8 @@ class Gather:
 
     def run(self, rounds: Sequence[Sequence[Batch]], sink: Sink) -> None:
         """Go through all turns; this rank's products end in `sink`. Collective where something is spread."""
-        error: BaseException | None = self._replace_freed(rounds)
         try:
+            error: BaseException | None = self._replace_freed(rounds)
             for batches in rounds:
                 error = self._turn(batches, sink, error)
         except BaseException as caught:
@@ -262,8 +266,9 @@ def _carry_out(operations: Sequence[Any]) -> None:
         return
     except BaseException as error:
         for work in started[waited:]:
+            # Another one that gives up may wait for this one; what takes longer ends the group for all.
             with contextlib.suppress(RuntimeError):
-                work.wait()
+                work.wait(_GIVING_UP)
         if not isinstance(error, RuntimeError):
             raise
         peer = operations[waited - 1 if waited else len(started)].peer

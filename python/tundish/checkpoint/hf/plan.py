@@ -172,7 +172,8 @@ class HfPlan:
 
     def hear(self, news: News) -> None:
         """Collective where some rank has news: make a new group in place of the one that was let go of."""
-        self._is_awaited = self._any_spread
+        # What is exchanged later, is after another vote.
+        self._is_awaited = self._any_spread and not self._optimizers
         if news is News.BROKEN_GROUP and self._background_group is not None:
             self._background_group.renew()
 
@@ -216,19 +217,19 @@ class HfPlan:
         What fails on this rank is raised at the end, after all exchanges. A tensor that is larger than the limit
         takes its own size.
         """
+        self._is_awaited = self._any_spread
         parts = self._through(limit_bytes)
         sink = WindowSink(parts.own, self._drawing.products, folder, options, parts.windows_bytes)
         try:
-            gather = self._gather(self._local, self._wire(is_background=False))
+            self._gather(self._local, self._wire(is_background=False)).run(parts.rounds, sink)
             self._is_awaited = False
-            gather.run(parts.rounds, sink)
         except BaseException:
             sink.abort()
             raise
         return WrittenExport(sink=sink, sidecars=self._sidecars, weights=[file.name for file in self.files])
 
     def release(self) -> None:
-        """Give back what was reserved and not staged; no rank goes on waiting for this one."""
+        """Give back what was reserved and not staged; no rank goes on waiting for this one in host memory."""
         if self._is_awaited and self._background_group is not None:
             self._background_group.close()
         for buffer in (*self._images, *self._held):
@@ -254,12 +255,10 @@ class HfPlan:
             gather = functools.partial(exchange.run, self._rounds, sink)
             if not self._optimizers:
                 # Before anything else can fail, since other ranks take part.
-                self._is_awaited = False
                 gather()
+                self._is_awaited = False
                 gather = None
         copies = begin_copies(blocks, self._optimizers)
-        # What is exchanged later, is after another vote.
-        self._is_awaited = False
         return StagedExport(
             images=images,
             held=held,
@@ -312,7 +311,7 @@ class HfPlan:
     def _wire(self, *, is_background: bool) -> Wire:
         """How tensors travel: between devices on the caller's thread, else through host memory."""
         if not self._any_spread:
-            return Wire(background=None, callers_group=None, device=_HOST, tag=0)
+            return Wire(own=None, generation=0, callers_group=None, device=_HOST, tag=0)
         device = next(
             tensor.device
             for tensor, is_spread in zip(self._local, self._drawing.is_spread, strict=True)
@@ -321,10 +320,12 @@ class HfPlan:
         if device.type == "cuda" and not is_background and _is_nccl(self._group, device):
             # Ranks that send nothing to each other may be the first to use the group, which takes all of them.
             distributed_module().all_reduce(torch.zeros(1, device=device), group=self._group)
-            return Wire(background=None, callers_group=self._group, device=device, tag=0)
-        background = self._background_group
-        tag = 0 if background is None else _next_tag(background.group)
-        return Wire(background=background, callers_group=self._group, device=_HOST, tag=tag)
+            return Wire(own=None, generation=0, callers_group=self._group, device=device, tag=0)
+        own = self._background_group
+        if own is None:
+            raise RuntimeError("tensors are spread over ranks that have no group")
+        tag = _next_tag(own.group)
+        return Wire(own=own, generation=own.generation, callers_group=None, device=_HOST, tag=tag)
 
     # ---- What the plan is made of ----
 
