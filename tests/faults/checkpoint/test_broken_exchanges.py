@@ -21,6 +21,7 @@ from tundish.checkpoint import open_readonly
 MIB = 1 << 20
 PATIENCE = 60.0
 ROWS = 2048
+TENSORS = 4
 
 
 def saving(rank: int, line: Line) -> None:
@@ -42,7 +43,7 @@ def saving(rank: int, line: Line) -> None:
         f"w{number}": DTensor.from_local(
             torch.full((ROWS, 4096), float(size * number + rank)), mesh, [Shard(0)], run_check=False
         )
-        for number in range(8)
+        for number in range(TENSORS)
     }
     address_space = resource.getrlimit(resource.RLIMIT_AS)
 
@@ -62,7 +63,7 @@ def saving(rank: int, line: Line) -> None:
 
     kind = "dcp" if trouble == "Ctrl-C, dcp" else "hf"
     # Of several files each rank writes some, so that both give and take.
-    several: dict[str, Any] = {"shard_bytes": 200 * MIB} if kind == "hf" else {}
+    several: dict[str, Any] = {"shard_bytes": 100 * MIB} if kind == "hf" else {}
     arguments = dict(several)
     if trouble in ("exit", "no memory"):
         arguments["to_hf"] = fails_here
@@ -87,7 +88,7 @@ def saving(rank: int, line: Line) -> None:
         published = save(2, state).result(PATIENCE)
         if kind == "hf":
             read = load_file(published / "model.safetensors")
-            for number in range(8):
+            for number in range(TENSORS):
                 for part in range(size):
                     values = read[f"w{number}"][part * ROWS : (part + 1) * ROWS]
                     assert (values == size * number + part).all(), (number, part)
