@@ -124,6 +124,9 @@ def main() -> None:
         reply["differing"] = [name for other in replies for name in other["differing"]]
     if dist.is_initialized():
         dist.destroy_process_group()
+        # A thread of torch's gloo frees what was gathered once it gets hold of the interpreter; where that ends before,
+        # it takes the process along ("terminate called without an active exception").
+        time.sleep(0.1)
     if is_first:
         print(json.dumps(reply), flush=True)
 
