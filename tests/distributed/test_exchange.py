@@ -110,3 +110,39 @@ def test_a_world_of_one_knows_what_it_notes() -> None:
     with Voter() as voter:
         assert voter.vote(what="noting", note=True)
         assert not voter.vote(what="noting nothing")
+
+
+def pass_on(rank: int, line: Line) -> None:
+    with Voter() as voter:
+        line.say(voter.pass_on(f"from {rank}" if rank else None, source=2 - rank % 2, what="to pairs"))
+        line.say(voter.pass_on("é" * 10_000 if rank == 1 else None, source=1, what="to all"))
+        own = KeyError("lost") if rank == 2 else None
+        line.say(*outcome(lambda: voter.pass_on(f"bad {rank}", own, source=0, what="badly")))
+        line.say(*outcome(lambda: voter.pass_on(None, source=0, what="nothing")))
+        voter.vote(what="a plain vote")
+        voter.vote(what="another")
+        # Nothing that was told stays in the store.
+        store = voter._channel._protocol._store  # type: ignore[union-attr]
+        line.say(store.missing([f"{number}/told/{teller}" for number in range(8) for teller in range(3)]))
+
+
+@pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])
+def test_what_ranks_tell_others(host: str, tmp_path: Path) -> None:
+    with Job(pass_on, 3, tmp_path, host=host) as job:
+        assert job.hear_all() == [("from 2",), ("from 1",), ("from 2",)]
+        assert job.hear_all() == [("é" * 10_000,)] * 3
+        heard = job.hear_all()
+        assert [kind for kind, _, _ in heard] == ["PeerFailedError", "PeerFailedError", "KeyError"]
+        heard = job.hear_all()
+        assert [kind for kind, _, _ in heard] == ["InvalidInputError"] * 3
+        assert "rank 0 told nothing" in heard[0][1]
+        for (missing,) in job.hear_all():
+            assert len(missing) == 24
+        job.expect_end()
+
+
+def test_a_world_of_one_hears_itself() -> None:
+    with Voter() as voter:
+        assert voter.pass_on("alone", source=0, what="telling") == "alone"
+        with pytest.raises(InvalidInputError, match="told nothing"):
+            voter.pass_on(None, source=0, what="telling")

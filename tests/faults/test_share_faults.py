@@ -202,3 +202,27 @@ def test_a_killed_builder_is_noticed_within_a_second(tmp_path: Path, again: bool
         td.pack(LENGTHS, 256, seed=4, cache_dir=tmp_path / "cache").verify()
     visible = os.listdir(tmp_path / "cache") if (tmp_path / "cache").exists() else []
     assert len(visible) == again
+
+
+def slow_build_in_memory(rank: int, line: Line) -> None:
+    def build(*arguments: object) -> None:
+        line.say("building")
+        time.sleep(30)
+
+    if rank == 0:
+        from tundish.packing import build as building
+
+        building.as_block = build  # type: ignore[assignment]
+    line.say(*outcome(lambda: td.pack(LENGTHS, 256, share=True, progress=False)), time.monotonic())
+
+
+def test_a_builder_in_memory_that_is_killed_is_noticed_within_a_second(tmp_path: Path) -> None:
+    with Job(slow_build_in_memory, 3, tmp_path) as job:
+        assert job.hear(0) == ("building",)
+        killed = time.monotonic()
+        job.signal(0, signal.SIGKILL)
+        for message in job.hear_all(1, 2):
+            assert message[0] == "PeerFailedError"
+            assert "rank 0" in message[1]
+            assert message[-1] - killed < 1.0
+        job.expect_end(1, 2)

@@ -1,8 +1,8 @@
 """Who is in a process group, and groups whose collectives may take long.
 
-What always holds: names under which ranks meet in the job's store (of groups and of voters) come from a
-counter that every member of a set of ranks advances alike, and are never used twice in a process's life, so
-that nothing left in the store by a former group is ever read by a new one.
+What always holds: names under which ranks meet in the job's store (of groups and of voters) are never used twice in a
+process's life, so that nothing left in the store by a former group is ever read by a new one. They come from a counter
+that every member of a set of ranks advances alike, or from a vote.
 """
 
 from __future__ import annotations
@@ -17,12 +17,21 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from tundish.distributed.jobstore import distributed_module
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["Membership", "long_timeout_group", "membership", "seconds_of", "unused_name"]
+__all__ = [
+    "Meeting",
+    "Membership",
+    "long_timeout_group",
+    "make_group",
+    "membership",
+    "named_group",
+    "seconds_of",
+    "unused_name",
+]
 
 _counters: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
 _counters_lock = threading.Lock()
@@ -40,6 +49,16 @@ class Membership:
     rank: int
     name: str
     store: Any
+
+
+class Meeting(NamedTuple):
+    """Of a vote: a `name` for what the ranks that came to it make together, and a `number`.
+
+    They are the same on all of these ranks; no other vote has the name, nor, of the same voter, the number.
+    """
+
+    name: str
+    number: int
 
 
 def membership(group: Any) -> Membership:
@@ -137,7 +156,18 @@ def long_timeout_group(
         raise InvalidInputError(
             f"rank {rank} is not among the ranks {list(members)}: only members make this call"
         )
-    group = _new_group(distributed, members, members.index(rank), limit, backend)
+    with named_group(unused_name("group", members), limit, members, backend=backend) as group:
+        yield group
+
+
+@contextlib.contextmanager
+def named_group(
+    name: str, timeout: timedelta | float, members: tuple[int, ...], *, backend: str = "gloo"
+) -> Iterator[Any]:
+    """Collective over `members`: as `long_timeout_group`, under a `name` that no group had before."""
+    distributed = distributed_module()
+    limit = timedelta(seconds=seconds_of(timeout))
+    group = make_group(distributed, members, name, limit, backend)
     try:
         yield group
     finally:
@@ -146,8 +176,8 @@ def long_timeout_group(
             distributed.destroy_process_group(group)
 
 
-def _new_group(
-    distributed: Any, members: tuple[int, ...], index: int, timeout: timedelta, backend: str
+def make_group(
+    distributed: Any, members: tuple[int, ...], name: str, timeout: timedelta, backend: str
 ) -> Any:
     """A group of `members` that only they wait for, under a name of its own.
 
@@ -160,11 +190,11 @@ def _new_group(
     c10d = distributed.distributed_c10d
     group, _ = c10d._new_process_group_helper(
         len(members),
-        index,
+        members.index(distributed.get_rank()),
         list(members),
         distributed.Backend(backend),
         c10d._get_default_store(),
-        unused_name("group", members),
+        name,
         timeout=timeout,
     )
     c10d._world.pg_group_ranks[group] = {member: position for position, member in enumerate(members)}

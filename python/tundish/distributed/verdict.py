@@ -130,10 +130,11 @@ class Verdict:
 class Outcome(NamedTuple):
     """What a round came to on one rank.
 
-    `problem`: what it has to raise. `gathered`: what all brought, on the first member. `is_noted`: whether some rank
-    noted something.
+    `problem`: what it has to raise. `gathered`: what all brought, on the first member. `heard`: what this rank's source
+    told. `is_noted`: whether some rank noted something.
     """
 
     problem: TundishError | None
-    gathered: list[str]
+    gathered: Sequence[str] = ()
+    heard: str | None = None
     is_noted: bool = False

@@ -1,6 +1,6 @@
 """Votes: every rank brings its status, and all ranks raise one error or none.
 
-Two faces of the same protocol (`tundish.distributed.channel`): the functions `vote`, `agreed` and
+Two faces of the same protocol (`tundish.distributed.rounds`): the functions `vote`, `agreed` and
 `build_once_per_node` for code that runs on each rank's calling thread, and `Voter` for a thread or a
 part that needs a sequence of votes of its own. What always holds: a failing rank raises its own error, all
 others `PeerFailedError` (or `VoteTimeoutError` for a silent rank), and the next vote works.
@@ -17,13 +17,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tundish.distributed.channel import Channel
-from tundish.distributed.groups import membership, seconds_of
+from tundish.distributed.groups import Meeting, membership, seconds_of
 from tundish.distributed.jobstore import distributed_module
 from tundish.distributed.verdict import Outcome
 from tundish.distributed.watch import node_identity
 from tundish.errors import InvalidInputError, InvalidTypeError, TundishError
 
-__all__ = ["DEFAULT_TIMEOUT", "Voter", "agreed", "build_once_per_node", "vote"]
+__all__ = ["DEFAULT_TIMEOUT", "Voter", "agreed", "build_once_per_node", "vote", "voter_of"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -45,8 +45,15 @@ class Voter:
         group: the `ProcessGroup` (None: all ranks). Without torch.distributed, a world of one.
         timeout: how long the constructor waits for the other members; seconds or a `timedelta`.
 
+    Attributes:
+        rank: this process's global rank.
+        ranks: the global ranks of all members, in the group's order.
+
     Raises what `vote` raises.
     """
+
+    rank: int
+    ranks: tuple[int, ...]
 
     def __init__(self, group: Any = None, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
         self._join(group, node_identity())
@@ -68,7 +75,7 @@ class Voter:
 
     def _join(self, group: Any, node: str) -> None:
         member = membership(group)
-        self._rank = member.rank
+        self.rank, self.ranks = member.rank, member.ranks
         self._channel = Channel(member, node) if len(member.ranks) > 1 else None
 
     def vote(
@@ -102,7 +109,7 @@ class Voter:
             InvalidInputError: a timeout that is not positive, an empty `same` (a status: the others are told), or a
                 voter closed or taken over a fork.
 
-        Once a rank failed, the others are given one more second to name their own failures.
+        Once a rank failed, the others are given half a second more to name their own failures.
         """
         return self._hold(error, what, timeout, same=same, note=note).is_noted
 
@@ -111,8 +118,22 @@ class Voter:
 
         The other ranks go on then as if this one did: it has to give up in a way that they hear of.
         """
-        agreed = None if self._channel is None else self._channel.agreed
-        return None if agreed is None else agreed.is_noted
+        outcome = None if self._channel is None else self._channel.last_outcome
+        return None if outcome is None else outcome.is_noted
+
+    @property
+    def meeting(self) -> Meeting:
+        """Of the last vote: for what the ranks that came to it make together next."""
+        return Meeting("alone", 0) if self._channel is None else self._channel.meeting
+
+    def skip_to(self, number: int) -> None:
+        """Let the next vote be that of this number, counted from the one that made the voter, where it is yet to come.
+
+        Ranks for which a vote ended differently, as one of them lost sight of the store, may go through different
+        numbers of votes: so they meet again.
+        """
+        if self._channel is not None:
+            self._channel.skip_to(number)
 
     def gather(
         self,
@@ -130,7 +151,37 @@ class Voter:
         Raises what `vote` raises.
         """
         gathered = self._hold(error, what, timeout, brought=value).gathered
-        return [value] if self._channel is None else gathered
+        return [value] if self._channel is None else list(gathered)
+
+    def pass_on(
+        self,
+        text: str | None,
+        error: BaseException | None = None,
+        *,
+        source: int,
+        what: str,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+    ) -> str:
+        """Collective: a vote after which every rank knows the `text` of one of them, not always of the same one.
+
+        Args:
+            text: what this rank tells; not None on a rank that is the source of any. A text that nobody asks for
+                is not read.
+            error: as in `vote`.
+            source: the global rank whose text this rank gets, a member of the group.
+            what: as in `vote`.
+            timeout: as in `vote`.
+
+        Returns the text of `source`. It travels through the job's store: kilobytes, not megabytes.
+
+        Raises what `vote` raises, and `InvalidInputError` where the source told nothing.
+        """
+        heard = self._hold(error, what, timeout, told=text, source=source).heard
+        if self._channel is None:
+            heard = text
+        if heard is None:
+            raise InvalidInputError(f"{what}: rank {source} told nothing")
+        return heard
 
     def _hold(
         self,
@@ -140,16 +191,20 @@ class Voter:
         *,
         same: str | None = None,
         brought: str | None = None,
+        told: str | None = None,
+        source: int | None = None,
         note: bool = False,
     ) -> Outcome:
         if self._channel is not None:
-            self._channel.agreed = None
-        outcome = Outcome(None, [], note)
+            self._channel.last_outcome = None
+        outcome = Outcome(None, is_noted=note)
         seconds = None if timeout is None else seconds_of(timeout)
         if error is None and same is not None:
             error = _no_text(same, what)
         if self._channel is not None:
-            outcome = self._channel.hold(error, what, seconds, same=same, brought=brought, note=note)
+            outcome = self._channel.hold(
+                error, what, seconds, same=same, brought=brought, told=told, source=source, note=note
+            )
         if error is not None:
             raise error
         if outcome.problem is not None:
@@ -186,7 +241,7 @@ class Voter:
         self.vote(what=f"{what}: meeting before it")
         built: T | None = None
         with self.agreed(what, timeout=timeout):
-            if self._channel is None or self._channel.mates[0] == self._rank:
+            if self._channel is None or self._channel.mates[0] == self.rank:
                 built = build()
         return built
 
@@ -221,7 +276,13 @@ _voters: weakref.WeakKeyDictionary[Any, Voter] = weakref.WeakKeyDictionary()
 _voters_lock = threading.Lock()
 
 
-def _voter_of(group: Any) -> Voter:
+def voter_of(group: Any) -> Voter:
+    """The voter of a group's calling threads, which lives as long as the group; nobody closes it.
+
+    Its members watch one another from the group's first vote on, also between calls.
+
+    Raises `InvalidInputError` as `vote` does.
+    """
     member = membership(group)
     if len(member.ranks) == 1:
         return Voter._unmet(group, node_identity())
@@ -256,7 +317,7 @@ def vote(
     >>> vote(what="loading the data")
     >>> vote(what="comparing the vocabularies", same="sha256:2c26b46b")
     """
-    _voter_of(group).vote(error, what=what, same=same, timeout=timeout)
+    voter_of(group).vote(error, what=what, same=same, timeout=timeout)
 
 
 @contextlib.contextmanager
@@ -271,7 +332,7 @@ def agreed(
     >>> with agreed("loading the data"):
     ...     lengths = [3, 4]
     """
-    voter = _voter_of(group)
+    voter = voter_of(group)
     with voter.agreed(what, timeout=timeout):
         yield
 
@@ -288,4 +349,4 @@ def build_once_per_node(
     >>> build_once_per_node(lambda: 42, what="building the answer")
     42
     """
-    return _voter_of(group).build_once_per_node(build, what=what, timeout=timeout)
+    return voter_of(group).build_once_per_node(build, what=what, timeout=timeout)

@@ -1,0 +1,327 @@
+"""What a round of votes does in the job's store.
+
+A `Protocol` owns a namespace of the store, a connection to it and a `PeerWatch`; one thread at a time goes through a
+round with it, and may be held up by the store. Its invariants:
+
+1. A round has one end. Whoever finds that it is over (the last to arrive, a rank that saw a peer die or a
+   deadline pass) writes the verdict with compare-and-set; the first one written is what every rank reads, so
+   all ranks raise or none does.
+2. A rank that comes late reads the verdict of the round it is late for, at once, and is in step again.
+3. A round leaves one key, its verdict, which is deleted once all ranks were seen in a later round, and in any
+   case after 16 more rounds; the key `floor` tells a rank that comes later still. What ranks told one another in a
+   round is deleted when all of them are in a later one.
+4. The rank that hosts the store leaves a round last, so that it can exit right after.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from tundish.distributed.groups import Membership
+from tundish.distributed.jobstore import JobStore, store_host_rank
+from tundish.distributed.verdict import Failure, Verdict
+from tundish.distributed.watch import PeerWatch
+
+__all__ = ["LINGER_SECONDS", "Protocol", "Round"]
+
+_KEPT_ROUNDS = 16
+# How long a failed rank waits for the others to bring their statuses too, so that all failures are named.
+_GATHER_SECONDS = 0.5
+# How long the host of the store stays in a round for the others to read its verdict.
+LINGER_SECONDS = 2.0
+# Each look at the store is a fifth later than the one before: what is waited for is seen soon, in proportion to how
+# long it took, and a rank that waits long leaves its processor to those it waits for.
+_FIRST_PAUSE = 0.0001
+_GROWTH = 1.2
+_LEAVING_PAUSE = 0.002
+_SHORT_PAUSE = 0.02
+_LONG_PAUSE = 0.1
+# What a rank adds to the counter of a round, in one request: that it arrived, that it failed, that it notes something.
+_ARRIVED = 1
+_FAILED = 1 << 20
+_NOTED = 1 << 40
+# The status of a rank that is well and notes something.
+_NOTE = "noted"
+
+
+@dataclass(kw_only=True)
+class Round:
+    """One vote of this rank. Its thread sets `verdict`, `gathered` and `done`, its caller the two flags.
+
+    `lock` decides between a caller that gives up and a verdict that comes at that moment: the caller returns
+    the verdict, or its thread sees `abandoned`.
+    """
+
+    number: int
+    own: Failure | None
+    same: str | None
+    brought: str | None
+    told: str | None
+    source: int | None
+    note: bool
+    started: float
+    deadline: float | None
+    gathered: list[str] = field(default_factory=list)
+    heard: str | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    posted: bool = False
+    verdict: Verdict | None = None
+    concluder: bool = False
+    trouble: Exception | None = None
+    abandoned: bool = False
+    interruption: Failure | None = None
+
+    @property
+    def status(self) -> str:
+        """What this rank brings."""
+        if self.own is not None:
+            return self.own.to_json()
+        return _NOTE if self.note else ""
+
+
+class Protocol:
+    """The rounds of one group, as `member` takes part in them, under `name` in the job's store.
+
+    `node`: ranks that give the same name watch each other; they must share a kernel and a network namespace. `host`:
+    the rank that serves the store, None where none does. `mates`: the ranks of this rank's node in the group's order,
+    known after the first complete round.
+    """
+
+    def __init__(self, member: Membership, node: str, name: str) -> None:
+        self.member = member
+        self.host = store_host_rank(member.store)
+        self.mates: tuple[int, ...] = ()
+        self._node = node
+        self._kept: list[int] = []
+        self._introduction: str | None = None
+        # Keys of this rank that others read in a round, with its number: deleted when all are in a later one.
+        self._read: list[tuple[int, str]] = []
+        self._about: dict[int, str] = {}
+        self._store = JobStore(member.store, name)
+        self._watch = PeerWatch()
+
+    def go_through(self, current: Round) -> None:
+        """Take part in a round to its end; sets the verdict of `current`. Raises what the store fails with."""
+        store, number, me = self._store, current.number, self.member.rank
+        store.connect()
+        self._introduce()
+        verdict = self._verdict(number) or self._forgotten(number)
+        if verdict is None and not current.abandoned:
+            self._compare(current)
+            if current.brought is not None:
+                store.write(f"{number}/brought/{me}", current.brought)
+            if current.told is not None:
+                store.write(f"{number}/told/{me}", current.told)
+            store.write(f"{number}/vote/{me}", current.status)
+            current.posted = True
+            told = _ARRIVED + (_FAILED if current.own is not None else _NOTED if current.note else 0)
+            tally = store.add(f"{number}/arrived", told)
+            if tally % _FAILED == len(self.member.ranks):
+                verdict = self._conclude(current, tally=tally)
+        if verdict is None:
+            verdict = self._await(current)
+        self._gather(current, verdict)
+        self._pass_on(current, verdict)
+        if verdict.complete and not self.mates:
+            self._meet(number)
+        with current.lock:
+            current.verdict = verdict
+        self._tidy(current, verdict)
+        if current.posted and self.host in self.member.ranks:
+            self._leave(current, verdict)
+
+    def close(self) -> None:
+        """Let go of sockets, the connection and the store."""
+        self._watch.close()
+        self._store.close()
+
+    def _compare(self, current: Round) -> None:
+        """Fail where another rank brought something else that has to be the same."""
+        if current.same is None or current.own is not None:
+            return
+        standing = self._store.write_once(f"{current.number}/same", current.same)
+        if standing != current.same:
+            text = f"brought {current.same!r} where another rank brought {standing!r}"
+            current.own = Failure(rank=self.member.rank, text=text)
+
+    def _gather(self, current: Round, verdict: Verdict) -> None:
+        """Take what all ranks brought, on the first member; where the round failed, each takes its own back."""
+        if current.brought is None:
+            return
+        keys = [f"{current.number}/brought/{rank}" for rank in self.member.ranks]
+        if not verdict.complete or verdict.failures:
+            self._store.delete(f"{current.number}/brought/{self.member.rank}")
+        elif self.member.rank == self.member.ranks[0]:
+            current.gathered = [self._store.read(key) or "" for key in keys]
+            self._store.delete(*keys)
+
+    def _pass_on(self, current: Round, verdict: Verdict) -> None:
+        """Take what this rank's source told; where the round failed, each takes its own back."""
+        key, went_well = (
+            f"{current.number}/told/{self.member.rank}",
+            verdict.complete and not verdict.failures,
+        )
+        if current.told is not None and went_well:
+            self._read.append((current.number, key))
+        elif current.told is not None:
+            self._store.delete(key)
+        if current.source is not None and went_well:
+            current.heard = self._store.read(f"{current.number}/told/{current.source}")
+
+    def _introduce(self) -> None:
+        """Once: say which node this rank is on and where it can be watched."""
+        if self._introduction is not None:
+            return
+        position = self._store.add(f"node/{self._node}", 1)
+        self._introduction = f"node/{self._node}/{position}"
+        about = f"process {os.getpid()} on {socket.gethostname()}"
+        self._store.write(self._introduction, json.dumps([self.member.rank, self._watch.address, about]))
+
+    def _meet(self, number: int) -> None:
+        """Once, when all have introduced themselves: watch the others of this node."""
+        addresses: dict[int, str] = {}
+        for position in range(1, self._store.add(f"node/{self._node}", 0) + 1):
+            rank, address, about = json.loads(self._store.read(f"node/{self._node}/{position}") or "[]")
+            addresses[rank] = address
+            self._about[rank] = about
+        self.mates = tuple(rank for rank in self.member.ranks if rank in addresses)
+        del addresses[self.member.rank]
+        self._watch.connect(addresses)
+        if self._introduction is not None:
+            self._read.append((number, self._introduction))
+
+    def _await(self, current: Round) -> Verdict:
+        """Wait for the verdict, or reach it where this rank is the one to see that the round is over."""
+        crowd = max(1.0, len(self.member.ranks) / 256)  # the store serves every rank's polling
+        pause, look_around = _FIRST_PAUSE * crowd, current.started + 1.0
+        while True:
+            self._watch.wait(pause)
+            verdict = self._verdict(current.number)
+            if verdict is not None:
+                return verdict
+            now = time.monotonic()
+            dead = self._watch.vanished()
+            if dead or current.interruption is not None or current.abandoned:
+                return self._conclude(current, dead=dead)
+            if current.deadline is not None and now >= current.deadline:
+                return self._conclude(current)
+            if current.own is not None and now >= current.started + _GATHER_SECONDS:
+                return self._conclude(current)
+            if now >= look_around:
+                look_around = now + 1.0
+                # The last to arrive may have died before it could write the verdict.
+                tally = self._store.add(f"{current.number}/arrived", 0)
+                if tally % _FAILED >= len(self.member.ranks):
+                    return self._conclude(current, tally=tally)
+                verdict = self._forgotten(current.number)
+                if verdict is not None:
+                    return verdict
+            longest = _SHORT_PAUSE if now < current.started + 2.0 else _LONG_PAUSE
+            pause = min(pause * _GROWTH, longest * crowd)
+
+    def _conclude(
+        self, current: Round, *, tally: int | None = None, dead: frozenset[int] = frozenset()
+    ) -> Verdict:
+        """Write what this rank knows as the verdict; returns the one that was written first.
+
+        `tally`: of the round, where all ranks are in it.
+        """
+        number, store = current.number, self._store
+        votes = {f"{number}/vote/{rank}": rank for rank in self.member.ranks}
+        missing: set[int] = set()
+        if tally is None:
+            # In this order: a rank is counted after its status is there.
+            tally = store.add(f"{number}/arrived", 0)
+            missing = {votes[key] for key in store.missing(list(votes))}
+        is_noted = tally >= _NOTED
+        failures = {rank: Failure(rank=rank, text=self._obituary(rank)) for rank in dead}
+        # The status of a rank can be there before the rank is counted.
+        if tally % _NOTED >= _FAILED or tally % _FAILED < len(votes) - len(missing):
+            for key, rank in votes.items():
+                status = None if rank in missing else store.read(key)
+                if status == _NOTE:
+                    is_noted = True
+                elif status:
+                    failures[rank] = Failure.from_json(status)
+        if current.interruption is not None:
+            failures[self.member.rank] = current.interruption
+        if current.abandoned:
+            # The store could not be read in time; who else was silent cannot be told.
+            missing = set() if self.host is None else {self.host}
+        verdict = Verdict.bounded(
+            complete=not (missing or dead or current.interruption or current.abandoned),
+            failures=list(failures.values()),
+            silent=[] if failures else sorted(missing),
+            present=len(votes) - len(missing | dead),
+            is_noted=is_noted,
+            seconds=time.monotonic() - current.started,
+        )
+        written = verdict.to_json()
+        standing = store.write_once(f"{number}/verdict", written)
+        current.concluder = standing == written
+        return Verdict.from_json(standing)
+
+    def _obituary(self, rank: int) -> str:
+        about = self._about.get(rank)
+        return ("" if about is None else f"({about}) ") + "was killed or vanished"
+
+    def _verdict(self, number: int) -> Verdict | None:
+        text = self._store.read(f"{number}/verdict")
+        return None if text is None else Verdict.from_json(text)
+
+    def _forgotten(self, number: int) -> Verdict | None:
+        """For a round whose verdict was deleted since: what it came to for a rank this far behind."""
+        if int(self._store.read("floor") or "0") <= number:
+            return None
+        return Verdict(complete=False, silent=(self.member.rank,))
+
+    def _tidy(self, current: Round, verdict: Verdict) -> None:
+        """Delete what nobody will read again."""
+        number, store = current.number, self._store
+        if current.posted:
+            store.delete(f"{number}/vote/{self.member.rank}")
+        # In a round that was cut short, a rank between its look for the verdict and its vote can bring these
+        # keys back after they were deleted; it is the one to delete them again.
+        if current.concluder or (current.posted and not verdict.complete):
+            store.delete(f"{number}/arrived", f"{number}/same")
+        if verdict.complete:
+            store.delete(*(key for before, key in self._read if before < number))
+            self._read = [(before, key) for before, key in self._read if before >= number]
+        self._kept.append(number)
+        count = 1 if verdict.complete else _KEPT_ROUNDS
+        old, self._kept = self._kept[:-count], self._kept[-count:]
+        if current.concluder and old:
+            store.write("floor", str(old[-1] + 1))
+            store.delete(*(f"{former}/verdict" for former in old))
+
+    def _leave(self, current: Round, verdict: Verdict) -> None:
+        """The host of the store waits until the others have read the verdict; they tell it so.
+
+        They also tell when it came too late for them: a host that was stopped can complete a round that
+        nobody could read in time. It then has to raise as they did.
+        """
+        key, unread = f"{current.number}/left", f"{current.number}/unread"
+        if self.member.rank != self.host:
+            if current.abandoned and verdict.complete:
+                self._store.write(unread, "yes")
+            self._store.add(key, 1)
+            return
+        until, pause = time.monotonic() + LINGER_SECONDS, _FIRST_PAUSE
+        gone_before = self._watch.vanished()
+        while time.monotonic() < until:
+            gone_since = self._watch.vanished() - gone_before
+            if self._store.add(key, 0) + len(gone_since) >= verdict.present - 1:
+                break
+            time.sleep(pause)
+            pause = min(pause * _GROWTH, _LEAVING_PAUSE)
+        if verdict.complete and self._store.read(unread) is not None:
+            with current.lock:
+                current.verdict = Verdict(complete=False, silent=(self.member.rank,))
+            self._store.delete(unread)
+        self._store.delete(key)
