@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tundish._native import FileFacts, seal_manifest
 from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.saves import WriteOptions
+from tundish.distributed.groups import Meeting, membership, unused_name
 
 OPTIONS = WriteOptions(checksum=True, writers_per_node=1, progress=lambda ask: None)
 
@@ -136,11 +137,17 @@ def write(staged: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> 
     return facts
 
 
+def new_saver(group: Any = None, *, timeout: float = 30) -> DcpSaver:
+    """Collective: a saver without a checkpointer, whose votes would give it names."""
+    return DcpSaver(group, timeout=timeout, name=unused_name("saver", membership(group).ranks))
+
+
 def save(saver: DcpSaver, state: Mapping[str, Any], folder: Path, **arguments: Any) -> list[FileFacts]:
     """Save and wait. Collective."""
     plan = saver.plan(state, **arguments)
     plan.reserve()
-    plan.hear(max(gathered(plan.news)))
+    members = membership(None).ranks
+    plan.react_to(max(gathered(plan.news)), Meeting(unused_name("save", members), 0))
     return write(plan.stage(), folder, arguments.get("extra"))
 
 

@@ -24,11 +24,15 @@ def options(progress: Any = lambda ask: None) -> WriteOptions:
 @contextlib.contextmanager
 def staged(plan: HfPlan, *, through: tuple[Path, int] | None = None) -> Iterator[Staged]:
     """The staged save of `plan`, given back afterwards; `through`: the folder and the limit of one written through."""
-    if through is None:
-        plan.reserve()
-        save: Staged = plan.stage()
-    else:
-        save = plan.write_through(through[0], options(), through[1])
+    try:
+        if through is None:
+            plan.reserve()
+            save: Staged = plan.stage()
+        else:
+            save = plan.write_through(through[0], options(), through[1])
+    except BaseException:
+        plan.release()
+        raise
     try:
         yield save
     finally:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tundish.checkpoint import Checkpointer, open_readonly
+from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
 from tundish.errors import (
     CallbackError,
     InvalidInputError,
@@ -171,6 +174,53 @@ def test_old_checkpoints_go_and_named_ones_stay(root: Path, tensors: dict[str, t
             (14, None),
         ]
     assert open_readonly(root).latest() == root / "hf-14"
+
+
+@contextlib.contextmanager
+def mounted_on(folder: Path) -> Iterator[None]:
+    """Make `folder` a mount point, which nobody can rename."""
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def registered(root: Path) -> list[str]:
+    return [entry["folder"] for entry in json.loads((root / "checkpoints.json").read_text())["checkpoints"]]
+
+
+def test_what_somebody_else_removed_needs_no_pruning(
+    root: Path, tensors: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    def keep(one: Checkpoint) -> bool:
+        shutil.rmtree(one.path)
+        return False
+
+    with Checkpointer(root, keep_last=1, keep=keep, on_failure="raise") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_hf(step, tensors, blocking=True)
+        assert [one.step for one in checkpointer.list()] == [2]
+        assert registered(root) == ["hf-2"]
+    told = [record for record in caplog.records if str(root / "hf-1") in record.getMessage()]
+    assert [record.levelname for record in told] == ["WARNING"]
+
+
+def test_what_may_not_be_removed_fails_no_save_and_goes_later(
+    root: Path, tensors: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a folder takes root")
+    with Checkpointer(root, keep_last=1, on_failure="raise") as checkpointer:
+        checkpointer.save_hf(1, tensors, blocking=True)
+        with mounted_on(root / "hf-1"):
+            for step in (2, 3):
+                checkpointer.save_hf(step, tensors, blocking=True)
+            assert [one.step for one in checkpointer.list()] == [1, 3]
+        told = [record.levelname for record in caplog.records if "cannot be removed" in record.getMessage()]
+        assert told == ["WARNING", "WARNING"]
+        checkpointer.save_hf(4, tensors, blocking=True)
+        assert [one.step for one in checkpointer.list()] == [4]
 
 
 def test_a_rollback_sets_newer_steps_aside(

@@ -12,6 +12,7 @@ import torch
 from tundish import cli
 from tundish._native import seal_manifest
 from tundish.checkpoint import Checkpointer
+from tundish.errors import InvalidInputError
 
 
 @pytest.fixture
@@ -190,3 +191,38 @@ def test_a_folder_that_is_not_there_is_not_made(
 ) -> None:
     answer(capsys, "checkpoint", verb, tmp_path / "nowhere", code=2)
     assert list(tmp_path.iterdir()) == []
+
+
+def everything_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("name", ["dcp-30", "hf-latest"])
+@pytest.mark.parametrize("verb", ["ls", "verify", "prune", "repair"])
+def test_a_checkpoint_is_no_root(
+    root: Path, verb: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = everything_in(root)
+    words = ["--keep-last", 1] if verb == "prune" else []
+    error = answer(capsys, "checkpoint", verb, root / name, *words, code=2)["error"]
+    assert error["kind"] == "InvalidInputError"
+    step = name.replace("latest", "30")
+    assert f"{name} is itself a checkpoint: give {root}, the root that {step} lies in" in error["message"]
+    with pytest.raises(InvalidInputError, match="is itself a checkpoint"):
+        Checkpointer(root / name, on_failure="raise")
+    assert everything_in(root) == before
+    answer(capsys, "checkpoint", "verify", root)
+
+
+@pytest.mark.parametrize("verb", ["verify", "prune", "repair"])
+def test_a_folder_where_nothing_was_saved_is_refused_and_left(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hf-models").mkdir()
+    (tmp_path / "precious.txt").touch()
+    before = everything_in(tmp_path)
+    words = ["--keep-last", 1] if verb == "prune" else []
+    error = answer(capsys, "checkpoint", verb, tmp_path, *words, code=2)["error"]
+    assert error["kind"] == "InvalidInputError"
+    assert f"{tmp_path}: no checkpoints were saved here" in error["message"]
+    assert everything_in(tmp_path) == before

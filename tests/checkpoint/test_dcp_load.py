@@ -16,7 +16,7 @@ from torch import distributed
 
 from tundish._native import CheckpointRoot, seal_manifest
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.dcp.saver import DcpSaver, load_dcp
+from tundish.checkpoint.dcp.saver import load_dcp
 from tundish.errors import (
     CheckpointInUseError,
     CorruptCheckpointError,
@@ -28,14 +28,14 @@ from tundish.errors import (
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from dcp_worlds import World, assert_same, save, whole
+from dcp_worlds import World, assert_same, new_saver, save, whole
 from rank_processes import Job, Line, outcome
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A checkpoint of one process."""
-    saver = DcpSaver(timeout=30)
+    saver = new_saver()
     state = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3)}, "note": ["kept", 1]}
     save(saver, state, tmp_path / "saved", extra={"step": 7}, rank_extra={"seen": (1, 2)})
     saver.close()
@@ -61,7 +61,7 @@ def trained(layout: str, seed: int = 0) -> World:
 def save_world(rank: int, line: Line) -> None:
     folder, layout = line.hear()
     world = trained(layout)
-    saver = DcpSaver(timeout=30)
+    saver = new_saver()
     rank_extra = {"rank": rank, "rng": torch.full((3,), rank)} if rank != 1 else None
     save(saver, world.state(), folder, extra={"step": 7, "tokens": 123}, rank_extra=rank_extra)
     saver.close()
@@ -134,7 +134,7 @@ class Counter:
 
 
 def test_stateful_objects_take_their_state(tmp_path: Path) -> None:
-    saver = DcpSaver(timeout=30)
+    saver = new_saver()
     save(saver, {"counter": Counter(5.0)}, tmp_path / "saved")
     saver.close()
     counter = Counter(0.0)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import dcp_worlds
-from dcp_worlds import Net, World, assert_same, bits, gathered, save, whole, write
+from dcp_worlds import Net, World, assert_same, bits, gathered, new_saver, save, whole, write
 from rank_processes import Job, Line
 
 LAYOUTS = [
@@ -37,7 +37,7 @@ LAYOUTS = [
 
 @pytest.fixture
 def saver() -> Any:
-    made = DcpSaver(timeout=30)
+    made = new_saver()
     yield made
     made.close()
 
@@ -63,7 +63,7 @@ def train_and_save(rank: int, line: Line) -> None:
     folder, layout = line.hear()
     world = World(layout)
     world.train()
-    saver = DcpSaver(timeout=30)
+    saver = new_saver()
     for number in range(3):
         state = world.state() | {"step": 255 + number, "run": {"name": "n" * (number % 2), "seen": [number]}}
         expected = whole(state)
@@ -99,7 +99,7 @@ def test_torch_reads_what_was_staged(tmp_path: Path, size: int, layout: str) -> 
 
 def save_replicas(rank: int, line: Line) -> None:
     (folder,) = line.hear()
-    saver = DcpSaver(timeout=30)
+    saver = new_saver()
     state = {f"w{number}": torch.full((1000,), float(number)) for number in range(8)}
     used = []
     for number in range(2):
@@ -128,7 +128,7 @@ def test_a_rank_stages_what_it_writes_and_no_more(tmp_path: Path) -> None:
 
 def save_stages_of_a_pipeline(rank: int, line: Line) -> None:
     (folder,) = line.hear()
-    saver = DcpSaver(timeout=30)
+    saver = new_saver()
     # Ranks 0 and 1 hold one stage, 2 and 3 the other, all of them a part that is the same.
     state: dict[str, Any] = {
         f"stage{rank // 2}": {"w": torch.full((6, 2), float(rank // 2))},
@@ -164,7 +164,7 @@ def test_ranks_may_hold_different_things(tmp_path: Path) -> None:
 
 def hold_different_things_under_one_name(rank: int, line: Line) -> None:
     (folder,) = line.hear()
-    saver = DcpSaver(timeout=30)
+    saver = new_saver()
     plan = saver.plan({"w": torch.zeros(2 + rank % 2)})
     plan.reserve()
     try:
@@ -220,7 +220,7 @@ def save_uneven_parts(rank: int, line: Line) -> None:
         # Each half of the ranks has the same tensor on a mesh of its own.
         "sub": distribute_tensor(whole_tensors["sub"], square["b"], [Shard(0)]),
     }
-    saver = DcpSaver(timeout=30)
+    saver = new_saver()
     facts = save(saver, state, folder / "saved")
     for value in state.values():
         value.to_local().zero_()
@@ -346,10 +346,10 @@ def partial_tensor(rank: int, line: Line) -> None:
         torch.ones(2 + rank), mesh, [Shard(0)], run_check=False, shape=(5,), stride=(1,)
     )
     said = []
-    saver = DcpSaver(timeout=30)
+    saver = new_saver()
     refused = [(saver, DTensor.from_local(torch.ones(2), mesh, [Partial()])), (saver, crooked)]
     if rank == 0:
-        alone_saver = DcpSaver(alone, timeout=30)
+        alone_saver = new_saver(alone)
         refused.append((alone_saver, outsider))
     for one, tensor in refused:
         try:
@@ -499,7 +499,7 @@ LARGE = 8 << 20
 
 def save_through(rank: int, line: Line) -> None:
     (folder,) = line.hear()
-    saver = DcpSaver(timeout=30)
+    saver = new_saver()
     # Tensors of many sizes, one of them larger than the limit; rank 0 alone goes through.
     state: dict[str, Any] = {f"w{number}": torch.randn(number * 997) for number in range(120)}
     state |= {

@@ -75,7 +75,7 @@ def saving(rank: int, line: Line) -> None:
     from tundish.checkpoint.hf.plan import plan_hf
     from tundish.checkpoint.owngroup import OwnGroup
 
-    background = OwnGroup(tuple(range(distributed.get_world_size())), 60)
+    background = OwnGroup(tuple(range(distributed.get_world_size())), 60, "background")
     alone = distributed.new_group([rank], use_local_synchronization=True)
     while (order := line.hear()) is not None:
         layout, kind, folder = order
@@ -152,7 +152,7 @@ def gathering_much(rank: int, line: Line) -> None:
     from tundish.checkpoint.hf.plan import plan_hf
     from tundish.checkpoint.owngroup import OwnGroup
 
-    background = OwnGroup(tuple(range(distributed.get_world_size())), 60)
+    background = OwnGroup(tuple(range(distributed.get_world_size())), 60, "background")
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     # Half of them have to be put together of parts that are no stretch of the file.
     tensors = {
@@ -229,7 +229,7 @@ def failing(rank: int, line: Line) -> None:
     # A turn for each tensor, so that one fails in the middle.
     gather.TURN_BYTES = 1
     folder = line.hear()
-    background = OwnGroup(tuple(range(distributed.get_world_size())), 60)
+    background = OwnGroup(tuple(range(distributed.get_world_size())), 60, "background")
     model = spread("fsdp")
 
     def fail_here(name: str, tensor: Any) -> Any:

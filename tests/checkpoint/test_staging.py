@@ -195,6 +195,7 @@ def test_what_changes_after_the_copy_changes_nothing(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
         save.wait_staged(60)
+        save.settle()
         model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
         write(save, tmp_path / "hf")
     assert_holds(tmp_path / "hf", expected)

@@ -48,11 +48,14 @@ class Buffer:
 
     def release(self) -> None:
         """Give the memory back; views of it must not be used any more. Does nothing the second time."""
-        if hasattr(self, "image"):
-            if self._is_pinned:
-                with _pinned_lock:
-                    _pinned.append(self.image)
-            del self.image, self.bytes
+        held = self.__dict__
+        held.pop("bytes", None)
+        if self._is_pinned:
+            # In one call, which Ctrl-C does not divide: what is pinned must neither be lost nor be kept twice.
+            with _pinned_lock:
+                _pinned.extend(map(held.pop, held.keys() & {"image"}))
+        else:
+            held.pop("image", None)
 
 
 def _take_pinned(size: int) -> Image:

@@ -1,11 +1,13 @@
 """The checkpointer: what a training loop calls.
 
-It owns an open root (`opening`) until it is closed, and takes saves through `taking`. What always holds:
+It owns an open root (`opening`) until it is closed or nobody has it any more, and takes saves through `taking`. What
+always holds:
 
 1. A save is refused on all ranks, before anything is staged, or taken by all.
 2. All ranks make the same calls in the same order; a call that fails on one rank fails on all.
 3. Nothing is deleted before what replaces it is durable and recorded.
-4. A root is let go of when its saves are over, whatever interrupted the wait for them.
+4. A root is let go of when its saves are over, whatever interrupted the wait for them; the interpreter does not end
+   before, whether or not somebody still has the checkpointer.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tundish.checkpoint.failure import OnFailure
 from tundish.checkpoint.hf.plan import plan_hf
-from tundish.checkpoint.opening import Arguments, open_root
-from tundish.checkpoint.reading import Checkpoints, Kind, check_step
+from tundish.checkpoint.opening import Arguments, Opened, open_root
+from tundish.checkpoint.reading import Checkpoints, Kind, check_step, plain_step
 from tundish.checkpoint.retention import Checkpoint, Retention
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, Save, Staging
 from tundish.checkpoint.taking import Request, take
@@ -33,7 +35,41 @@ from tundish.errors import InvalidInputError
 __all__ = ["Checkpointer"]
 
 _logger = logging.getLogger("tundish.checkpoint")
-_open_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_held: set[_Hold] = set()
+
+
+class _Hold:
+    """An open root, until it is let go of; it outlives a checkpointer that was dropped with saves under way."""
+
+    def __init__(self, opened: Opened) -> None:
+        self.opened = opened
+        self.process = os.getpid()
+        self.was_dropped = False
+        # Re-entrant for a signal's handler that closes what its own thread is closing.
+        self._turn = threading.RLock()
+        _held.add(self)
+
+    def let_go(self) -> None:
+        """Finish the saves under way and let go of the root. The second call does nothing."""
+        if os.getpid() != self.process:
+            return
+        with self._turn:
+            for lane in self.opened.lanes.values():
+                lane.close()
+            self.opened.resources.close()
+            _held.discard(self)
+
+    def drop(self) -> None:
+        """Nobody has the checkpointer any more."""
+        self.was_dropped = True
+        self.let_go_later()
+
+    def let_go_later(self) -> None:
+        """As `let_go`, without waiting for it."""
+        # An interpreter that is ending starts no threads, and lets go of everything itself.
+        if self in _held and os.getpid() == self.process:
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self.let_go, name="tundish-close", daemon=True).start()
 
 
 class Checkpointer:
@@ -89,8 +125,8 @@ class Checkpointer:
     ) -> None:
         self._process = os.getpid()
         self._closed = False
-        # Re-entrant for a signal's handler that closes what its own thread is closing.
-        self._letting_go = threading.RLock()
+        # Of each thread: the collective call that it is inside.
+        self._inside = threading.local()
         arguments = Arguments(
             root=root,
             retention=functools.partial(
@@ -107,9 +143,14 @@ class Checkpointer:
             on_published=on_published,
             on_event=on_event,
         )
+        # A notebook that runs a cell again opens the root that the cell had open before.
+        for hold in [hold for hold in _held if hold.was_dropped]:
+            hold.let_go()
         self._opened = open_root(arguments, group, timeout)
         self.path = self._opened.path
-        _open_checkpointers.add(self)
+        self._hold = _Hold(self._opened)
+        # Whoever drops it, as a function does that returns, has its saves finished all the same.
+        weakref.finalize(self, self._hold.drop).atexit = False
 
     # ---- Saving ----
 
@@ -157,7 +198,6 @@ class Checkpointer:
         `StepExistsError`, `StepOrderError`, `StorageError` (too little disk). With `on_failure="raise"` also what an
         earlier save failed with.
         """
-        self._check_open("save_hf")
         make_plan = functools.partial(
             plan_hf,
             model_or_tensors,
@@ -173,9 +213,15 @@ class Checkpointer:
             background_group=self._opened.background_group,
         )
         request = Request(
-            kind="hf", step=step, tag=tag, overwrite=overwrite, blocking=blocking, make_plan=make_plan
+            kind="hf",
+            step=plain_step(step),
+            tag=tag,
+            overwrite=overwrite,
+            blocking=blocking,
+            make_plan=make_plan,
         )
-        return take(self._opened, request)
+        with self._collective(f"save_{request.kind}"):
+            return take(self._opened, request)
 
     def save_dcp(
         self,
@@ -201,7 +247,6 @@ class Checkpointer:
 
         Returns and raises as `save_hf`. The files are plain DCP, which `torch.distributed.checkpoint.load` reads.
         """
-        self._check_open("save_dcp")
         make_plan = functools.partial(
             self._opened.dcp.plan,
             state_dict,
@@ -212,14 +257,15 @@ class Checkpointer:
         )
         request = Request(
             kind="dcp",
-            step=step,
+            step=plain_step(step),
             tag=tag,
             overwrite=overwrite,
             blocking=blocking,
             make_plan=make_plan,
             extra=extra,
         )
-        return take(self._opened, request)
+        with self._collective(f"save_{request.kind}"):
+            return take(self._opened, request)
 
     # ---- What is there ----
 
@@ -247,7 +293,7 @@ class Checkpointer:
         """Keep the checkpoints of `step`, whatever retention says, as long as this checkpointer lives."""
         self._check_open("protect")
         self._opened.failure.raise_pending()
-        check_step(step)
+        step = check_step(plain_step(step))
         if self._opened.owner is not None:
             self._opened.owner.protect(step)
 
@@ -257,15 +303,17 @@ class Checkpointer:
         Saving below the newest step is refused; this makes `step` the newest. What is set aside is not deleted.
         Call it on all ranks, whether there is anything above or not: what one rank sees of the root may be older.
         """
-        self._check_open("discard_after")
-        opened = self._opened
-        with opened.voted(f"discard_after of step {step}"):
-            opened.failure.raise_pending()
-            check_step(step)
-            if any(lane.steps_under_way() for lane in opened.lanes.values()):
-                raise InvalidInputError("a save is under way: wait() for it before discarding steps")
-            if opened.owner is not None:
-                opened.owner.discard_after(step)
+        opened, step = self._opened, plain_step(step)
+        with self._collective("discard_after"):
+            # Before anything is set aside, all ranks agree on what.
+            with opened.voted(f"discard_after of step {step}"):
+                opened.failure.raise_pending()
+                check_step(step)
+                if any(lane.steps_under_way() for lane in opened.lanes.values()):
+                    raise InvalidInputError("a save is under way: wait() for it before discarding steps")
+            with opened.voted(f"setting aside what is above step {step}"):
+                if opened.owner is not None:
+                    opened.owner.discard_after(step)
 
     def load_dcp(
         self, state_dict: dict[str, Any], step: int | None = None, *, verify: bool = True
@@ -286,13 +334,13 @@ class Checkpointer:
         Raises `NotFoundError` where there is none, `CorruptCheckpointError`, and `StateMismatchError` where
         `state_dict` does not fit, on all ranks.
         """
-        self._check_open("load_dcp")
-        opened = self._opened
-        # What this checkpointer was given to save is there when it loads.
-        opened.lanes["dcp"].wait(None)
-        with opened.voted("load_dcp"):
-            opened.failure.raise_pending()
-        return opened.dcp.load(state_dict, view=opened.view, step=step, verify=verify, voter=opened.voter)
+        opened, step = self._opened, plain_step(step)
+        with self._collective("load_dcp"):
+            # What this checkpointer was given to save is there when it loads.
+            opened.lanes["dcp"].wait(None)
+            with opened.voted("load_dcp"):
+                opened.failure.raise_pending()
+            return opened.dcp.load(state_dict, view=opened.view, step=step, verify=verify, voter=opened.voter)
 
     # ---- Waiting, failing, ending ----
 
@@ -328,20 +376,11 @@ class Checkpointer:
         self._refuse_in_callback("close")
         self._closed = True
         try:
-            self._let_go()
+            self._hold.let_go()
         except BaseException:
-            # An interpreter that is ending starts no threads, and lets go of everything itself.
-            with contextlib.suppress(RuntimeError):
-                threading.Thread(target=self._let_go, name="tundish-close", daemon=True).start()
+            self._hold.let_go_later()
             raise
         self._opened.failure.raise_pending()
-
-    def _let_go(self) -> None:
-        with self._letting_go:
-            for lane in self._opened.lanes.values():
-                lane.close()
-            self._opened.resources.close()
-            _open_checkpointers.discard(self)
 
     def __enter__(self) -> Self:
         return self
@@ -366,6 +405,22 @@ class Checkpointer:
             raise InvalidInputError("this checkpointer is closed")
         self._refuse_in_callback(call)
 
+    @contextlib.contextmanager
+    def _collective(self, call: str) -> Iterator[None]:
+        """A call that all ranks make; no thread makes one inside another."""
+        self._check_open(call)
+        outer = getattr(self._inside, "call", None)
+        if outer is not None:
+            raise InvalidInputError(
+                f"{call}() was called inside {outer}(), by a signal's handler or a function that was given: the "
+                "other ranks cannot know of it. Have the handler take a note, and save between two steps"
+            )
+        self._inside.call = call
+        try:
+            yield
+        finally:
+            self._inside.call = None
+
     def _refuse_in_callback(self, call: str) -> None:
         """Refuse what waits for saves, or for other ranks, on the thread of a save."""
         if any(lane.is_own_thread() for lane in self._opened.lanes.values()):
@@ -376,16 +431,17 @@ class Checkpointer:
 
 def _finish_saves() -> None:
     """Finish the saves that are under way when the interpreter exits; Ctrl-C gives them up."""
-    for checkpointer in list(_open_checkpointers):
+    for hold in list(_held):
         try:
-            checkpointer.close()
+            hold.let_go()
+            hold.opened.failure.raise_pending()
         except KeyboardInterrupt:
             _logger.warning(
-                "saves under %s were given up; the next start removes what they left", checkpointer.path
+                "saves under %s were given up; the next start removes what they left", hold.opened.path
             )
             return
         except Exception:
-            _logger.exception("a save under %s failed", checkpointer.path)
+            _logger.exception("a save under %s failed", hold.opened.path)
 
 
 # Not `atexit`, whose functions run when Python 3.12 starts no thread any more, which votes need.

@@ -21,6 +21,7 @@ from tundish import _native
 from tundish.checkpoint.budget import StagingBudget
 from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.failure import FailurePolicy, OnFailure
+from tundish.checkpoint.finalizing import Finalizer
 from tundish.checkpoint.lane import Lane
 from tundish.checkpoint.owner import WAIT_SECONDS, Owner
 from tundish.checkpoint.owngroup import OwnGroup
@@ -110,13 +111,13 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
         _meet(path, voter, seconds, is_first=index == 0, same=f"staging_limit_bytes {budget.limit}")
         background_group = None
         if world_size > 1:
-            background_group = OwnGroup(member.ranks, seconds)
-            stack.callback(background_group.close)
-        dcp = DcpSaver(group, timeout=seconds)
+            background_group = OwnGroup(member.ranks, seconds, f"{voter.meeting.name}-tensors")
+            stack.callback(background_group.break_off)
+        dcp = DcpSaver(group, timeout=seconds, name=voter.meeting.name)
         stack.callback(dcp.close)
         lanes: dict[Kind, Lane] = {}
         for kind in KINDS:
-            lanes[kind] = Lane(
+            finalizer = Finalizer(
                 kind=kind,
                 voter=stack.enter_context(Voter(group, timeout=seconds)),
                 publisher=owner,
@@ -125,9 +126,9 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
                 checksum=arguments.checksum is not None,
                 announce=_announcing(arguments.on_event),
                 on_published=tuple(arguments.on_published),
-                failed=failure.act,
                 timeout=seconds,
             )
+            lanes[kind] = Lane(finalizer, failure.act)
         return Opened(
             path=path,
             group=group,

@@ -6,7 +6,6 @@ applied only to what the root says is published, and by one lane at a time.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tundish import _native
-from tundish.checkpoint.reading import Checkpoints, Kind, check_kind, checkpoints_of
+from tundish.checkpoint.reading import Checkpoints, Kind, check_kind, check_root, checkpoints_of
 from tundish.checkpoint.retention import Retention
-from tundish.errors import CheckpointInUseError, StorageError
+from tundish.errors import CheckpointInUseError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from tundish.checkpoint.lane import Job
+    from tundish.checkpoint.finalizing import Job
 
 __all__ = ["Owner"]
 
@@ -31,8 +30,11 @@ _SAID = {
     "live": "left alone what somebody still writes into",
     "set_aside": "set aside after a rollback that was cut short",
     "repaired": "written again as the folders say",
-    "failed": "could not be removed",
+    "failed": "could not be removed or written again",
 }
+
+# Another user's, a file that is fixed, or another file system mounted in it.
+_MAY_NOT = (errno.EACCES, errno.EPERM, errno.EBUSY)
 
 # How long a start waits for an owner that is dying.
 WAIT_SECONDS = 60.0
@@ -45,6 +47,7 @@ class Owner:
     """
 
     def __init__(self, path: Path, retention: Retention, *, wait_seconds: float | None = None) -> None:
+        check_root(path)
         self.path = path
         self._retention = retention
         self._lock = threading.Lock()
@@ -87,12 +90,32 @@ class Owner:
         self._root.abandon(kind, step)
 
     def prune(self, kind: str) -> None:
-        """Remove what retention does not keep, except what somebody reads."""
+        """Remove what retention does not keep; what cannot be removed is told, and goes with a later save."""
+        for error in self.remove_surplus(check_kind(kind)):
+            _logger.warning(
+                "retention does not keep it, but it cannot be removed; the next save tries again: %s", error
+            )
+
+    def remove_surplus(self, kind: Kind) -> list[StorageError]:
+        """Remove what retention does not keep, except what somebody reads.
+
+        Returns the errors of what this user may not remove.
+        """
+        refused = []
         with self._lock:
-            for one in self._split(check_kind(kind))[1]:
-                # What somebody reads goes with a later save.
-                with contextlib.suppress(CheckpointInUseError):
+            for one in self._split(kind)[1]:
+                try:
                     self._root.remove(one.kind, one.step)
+                except CheckpointInUseError:
+                    # It goes with a later save.
+                    continue
+                except NotFoundError:
+                    _logger.warning("somebody else removed %s, which retention does not keep", one.path)
+                except StorageError as error:
+                    if error.errno not in _MAY_NOT:
+                        raise
+                    refused.append(error)
+        return refused
 
     def kept_from_prune(self, kind: Kind) -> Checkpoints:
         """What `prune` would leave; nothing where it would remove nothing."""

@@ -1,43 +1,48 @@
-"""Gloo groups of a checkpointer's own, which can be left in the middle.
+"""Gloo groups of a checkpointer's own, which can be broken off in the middle.
 
-What always holds: a rank that gives up in the middle of a collective lets go of the group, so that the ranks that
-wait for it fail at once; the callers of the next save make a new one, all together. Sockets close with the last
-reference to a group: nobody keeps one, nor what was started in it, beyond the collective.
+What always holds: a rank that gives up in the middle of a collective breaks the group off, so that the ranks that wait
+for it fail at once; the callers of the next save make a new one, all together, under a name that a vote gave them, so
+that a rank which was interrupted meets the others again. Sockets close with the last reference to a group: nobody keeps
+one, nor what was started in it, beyond the collective.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
-from tundish.distributed import long_timeout_group
+from tundish.distributed.groups import named_group
 from tundish.errors import PeerFailedError
 
-__all__ = ["OwnGroup"]
+__all__ = ["OwnGroup", "to_its_end"]
 
 
 class OwnGroup:
     """A gloo group of `ranks` that nothing else uses. Collective to make; closed by each rank for itself.
 
-    `timeout`: seconds that a collective waits for the other ranks. `generation`: how often it was made.
+    `timeout`: seconds that a collective waits for the other ranks. `name`: never used before. `generation`: how often
+    it was made.
     """
 
-    def __init__(self, ranks: tuple[int, ...], timeout: float) -> None:
+    def __init__(self, ranks: tuple[int, ...], timeout: float, name: str) -> None:
         self._ranks = ranks
         self._timeout = timeout
         self._resources = contextlib.ExitStack()
         self._group: Any = None
         self.generation = 0
-        self.renew()
+        to_its_end(lambda: self.renew(name))
 
     @property
     def is_broken(self) -> bool:
-        """Whether this rank let go of the group."""
+        """Whether this rank broke the group off."""
         return self._group is None
 
     @property
     def group(self) -> Any:
-        """The `ProcessGroup`; raises `PeerFailedError` where this rank let go of it."""
+        """The `ProcessGroup`; raises `PeerFailedError` where this rank broke it off."""
         if self._group is None:
             # Not None, which torch takes for the default group.
             raise PeerFailedError("the ranks' exchange broke off, since one of them gave up", -1)
@@ -50,14 +55,57 @@ class OwnGroup:
             raise PeerFailedError("the ranks' exchange broke off, since one of them gave up", -1)
         return group
 
-    def renew(self) -> None:
-        """Collective: make a new group in place of the one that is there, or was."""
-        self.close()
-        self._group = self._resources.enter_context(long_timeout_group(self._timeout, self._ranks))
+    def renew(self, name: str) -> None:
+        """Collective: make a new group in place of the one that is there, or was.
+
+        To be called in `to_its_end`: the others wait for this rank until it is made.
+        """
+        self.break_off()
+        self._group = self._resources.enter_context(named_group(name, self._timeout, self._ranks))
         self.generation += 1
 
-    def close(self, generation: int | None = None) -> None:
+    def break_off(self, generation: int | None = None) -> None:
         """Let go of the group, or of that generation; whoever waits in it for this rank fails at once."""
         if generation in (None, self.generation):
             self._group = None
             self._resources.close()
+
+
+def to_its_end(work: Callable[[], None]) -> None:
+    """Do `work`, on a thread that no signal reaches; what interrupts the caller meanwhile is raised when it is done."""
+    done: Future[None] = Future()
+    claim = threading.Lock()
+
+    def run() -> None:
+        # Once: where the start of the thread was interrupted, nobody knows whether it began.
+        if not claim.acquire(blocking=False):
+            return
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 (the caller raises it)
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    interruption: BaseException | None = None
+    is_begun = False
+    while True:
+        try:
+            if not is_begun:
+                _begin(run)
+                is_begun = True
+            done.exception()
+            break
+        except BaseException as caught:  # noqa: BLE001 (raised below)
+            interruption = caught
+    if interruption is not None:
+        raise interruption
+    done.result()
+
+
+def _begin(run: Callable[[], None]) -> None:
+    try:
+        threading.Thread(target=run, name="tundish-group", daemon=True).start()
+    except RuntimeError:
+        # No more threads: here, where a signal may interrupt it.
+        run()

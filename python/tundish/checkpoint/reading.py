@@ -13,7 +13,9 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from tundish import _native
 from tundish.checkpoint.retention import Checkpoint
@@ -21,6 +23,7 @@ from tundish.errors import InvalidInputError, NotFoundError
 
 __all__ = [
     "KINDS",
+    "MANIFEST",
     "Checkpoints",
     "Damaged",
     "Kind",
@@ -35,6 +38,7 @@ _logger = logging.getLogger("tundish.checkpoint")
 
 Kind = Literal["hf", "dcp"]
 KINDS: tuple[Kind, ...] = ("hf", "dcp")
+MANIFEST = "tundish.json"
 
 
 Checkpoints = list[Checkpoint]  # classes below have a method called list
@@ -104,6 +108,23 @@ def check_kind(kind: object) -> Kind:
     raise InvalidInputError(f"kind is {kind!r}: give 'hf' or 'dcp'")
 
 
+def plain_step(step: Any) -> Any:
+    """An integer of numpy as one of Python, which files and names are made of; anything else as it is."""
+    return int(step) if isinstance(step, np.integer) else step
+
+
+def check_root(path: Path) -> None:
+    """Refuse a folder that is itself a checkpoint: what a root needs in it would be foreign to that.
+
+    Raises `InvalidInputError` that names the root which it lies in.
+    """
+    if (path / MANIFEST).is_file():
+        folder = path.resolve()
+        raise InvalidInputError(
+            f"{path} is itself a checkpoint: give {folder.parent}, the root that {folder.name} lies in"
+        )
+
+
 def check_step(step: object) -> int:
     """`step`, if it is a whole number of at least 0."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 63:
@@ -132,6 +153,7 @@ class ReadOnlyRoot:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.path = Path(root).absolute()
+        check_root(self.path)
         self._root = _native.open_checkpoints_readonly(self.path)
 
     def list(self, kind: Kind | None = None) -> Checkpoints:
@@ -161,7 +183,7 @@ class ReadOnlyRoot:
 
         Raises `NotFoundError` where it is not there (any more).
         """
-        with held(self._root.read_lock(check_kind(kind), check_step(step))) as lock:
+        with held(self._root.read_lock(check_kind(kind), check_step(plain_step(step)))) as lock:
             yield lock.path
 
 

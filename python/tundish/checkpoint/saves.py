@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from tundish import _native
+from tundish.distributed.groups import Meeting
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",
@@ -65,11 +66,17 @@ class Staged(Protocol):
     def wait_staged(self, timeout: float | None) -> None:
         """Block until host memory holds everything; raises what went wrong on the way, `TimeoutError`."""
 
+    def settle(self) -> None:
+        """After `wait_staged`, on a thread that is told of it: from here on it may change what was staged."""
+
     def prewrite(self, folder: Path) -> list[_native.FileFacts]:
         """Write all files but the weights, durably. On the group's first rank, on a background thread."""
 
     def write(self, folder: Path, options: WriteOptions) -> list[_native.FileFacts]:
         """Write this rank's files and block until they are durable. On a background thread of every rank."""
+
+    def break_off(self) -> None:
+        """Where `write` is not called, though other ranks may call theirs: let those fail that wait for this one."""
 
     def release(self) -> None:
         """Give the host memory back, whatever came before. Never raises."""
@@ -108,7 +115,10 @@ class Plan(Protocol):
         """
 
     def release(self) -> None:
-        """Give back what was opened and reserved, where `stage` does not succeed. Never raises."""
+        """Give back what was opened and reserved, where `stage` does not succeed. Never raises.
+
+        May be called again, on another thread, where Ctrl-C interrupted it.
+        """
 
 
 @runtime_checkable
@@ -123,7 +133,7 @@ class WritesThrough(Protocol):
 
 
 class News(enum.IntEnum):
-    """What is not as it was at the save before: nothing; the state dict's form; a group, which was let go of."""
+    """What is not as it was at the save before: nothing; the state dict's form; a group, which was broken off."""
 
     NONE = 0
     OTHER_FORM = 1
@@ -138,8 +148,15 @@ class HasNews(Protocol):
     def news(self) -> News:
         """What the other ranks have to hear of this one."""
 
-    def hear(self, news: News) -> None:
-        """Before staging, on all ranks alike: the greatest news of any. `stage` or `release` follows, on each."""
+    def react_to(self, news: News, meeting: Meeting) -> None:
+        """Before staging, on all ranks alike: the greatest news of any. `stage` or `release` follows, on each.
+
+        `meeting`: of the vote that it was told in.
+        """
+
+
+def _nothing() -> None:
+    pass
 
 
 class Save(Future[Path]):
@@ -156,6 +173,7 @@ class Save(Future[Path]):
         self._written: Callable[[], int] = lambda: 0
         self._is_staged = threading.Event()
         self._was_staged = False
+        self._settle: Callable[[], None] = _nothing
         self.set_running_or_notify_cancel()
 
     def staged(self, timeout: float | None = None) -> None:
@@ -167,6 +185,7 @@ class Save(Future[Path]):
             raise TimeoutError(f"step {self.step} ({self.kind}) was not staged within {timeout} s")
         if not self._was_staged:
             self.result()
+        self._settle()
 
     def progress(self) -> tuple[int, int]:
         """Bytes that this rank has written so far, and all that it will write."""
@@ -174,8 +193,9 @@ class Save(Future[Path]):
 
     # For the checkpointer alone.
 
-    def note_staged(self) -> None:
-        """Everything is in host memory."""
+    def note_staged(self, settle: Callable[[], None]) -> None:
+        """Everything is in host memory; `settle` is to be called by whoever is told."""
+        self._settle = settle
         self._was_staged = True
         self._is_staged.set()
 
@@ -185,9 +205,11 @@ class Save(Future[Path]):
 
     def finish(self, path: Path) -> None:
         """The checkpoint is published and recorded."""
+        self._settle = _nothing
         self.set_result(path)
 
     def fail(self, error: BaseException) -> None:
         """The save came to nothing, or what follows publication failed."""
+        self._settle = _nothing
         self.set_exception(error)
         self._is_staged.set()

@@ -81,13 +81,20 @@ class Copies:
     def run(self) -> None:
         """Copy; returns when all is copied, or queued on a side stream."""
         with torch.no_grad():
+            if self._devices:
+                _check_on_devices(self._blocks)
             for device, ready in zip(self._devices, self._ready, strict=True):
                 side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
                 side.wait_event(ready)
                 with torch.cuda.stream(side):
-                    for block in self._blocks:
-                        _copy_from(device, block, side)
-                    self._over.append(side.record_event())
+                    try:
+                        for block in self._blocks:
+                            _copy_from(device, block, side)
+                        self._over.append(side.record_event())
+                    except BaseException:
+                        # The memory that it copies into is given back next.
+                        side.synchronize()
+                        raise
             for block in self._blocks:
                 _copy_on_host(block)
         if not self._devices:
@@ -107,6 +114,15 @@ class Copies:
                 time.sleep(0.001)
         self._blocks = ()
 
+    def settle(self) -> None:
+        """Nothing: whatever the caller does comes after these copies."""
+
+    def confirm(self) -> None:
+        """Nothing, as `settle`."""
+
+    def let_go(self) -> None:
+        """Nothing: nothing waits for these copies."""
+
 
 class BackgroundCopy:
     """Copies on a thread of their own, fenced by the steps of `optimizers`.
@@ -118,7 +134,8 @@ class BackgroundCopy:
 
     def __init__(self, blocks: Sequence[Block], optimizers: Sequence[Any]) -> None:
         self._copies = Copies(blocks)
-        self._watched = [(block, _versions(block.sources)) for block in blocks]
+        # Without their buffer, which is given back before the sources are let go of.
+        self._watched = [(block.names, block.sources, _versions(block.sources)) for block in blocks]
         self._lock = threading.Lock()
         self._may_begin = threading.Event()
         self._issued = threading.Event()
@@ -136,7 +153,7 @@ class BackgroundCopy:
     def fence(self) -> None:
         """Make sure that what the caller does from here on changes nothing of what is copied."""
         self._issued.wait()
-        self._judge()
+        self._judge(for_good=True)
         self._copies.hold_up_caller()
 
     def wait(self, deadline: float | None) -> None:
@@ -148,11 +165,31 @@ class BackgroundCopy:
         if not self._issued.wait(left):
             raise TimeoutError("not everything is copied into host memory yet")
         self._copies.wait(deadline)
-        self._judge()
-        for fence in self._fences:
-            fence.discard(self)
+        self._judge(for_good=False)
+        if self._error is not None:
+            self.let_go()
+            raise self._error
+
+    def settle(self) -> None:
+        """Once `wait` has returned, on the caller's thread: from here on it may change the sources."""
+        self._judge(for_good=True)
+
+    def confirm(self) -> None:
+        """Once more, when all is written: raise what went wrong.
+
+        torch counts a change when it is made, so one that was being made as the copy ended was not to be seen then.
+        """
+        self._judge(for_good=True)
+        self.let_go()
         if self._error is not None:
             raise self._error
+
+    def let_go(self) -> None:
+        """No step has to be held up any more, and no source to be watched."""
+        for fence in self._fences:
+            fence.discard(self)
+        with self._lock:
+            self._watched = []
 
     def _run(self) -> None:
         self._may_begin.wait()
@@ -162,16 +199,17 @@ class BackgroundCopy:
             self._error = caught
         self._issued.set()
 
-    def _judge(self) -> None:
-        """Once: find whether something changed a source while it was copied."""
+    def _judge(self, *, for_good: bool) -> None:
+        """Find whether something changed a source while it was copied. `for_good`: from here on, they may change."""
         with self._lock:
             changed = [
                 name
-                for block, before in self._watched
-                for name, then, now in zip(block.names, before, _versions(block.sources), strict=True)
+                for names, sources, before in self._watched
+                for name, then, now in zip(names, before, _versions(sources), strict=True)
                 if then != now
             ]
-            self._watched = []
+            if for_good or changed:
+                self._watched = []
             if changed:
                 self._error = InvalidInputError(
                     f"{', '.join(changed[:3])}{' and more' if changed[3:] else ''} changed while a lazy save copied: "
@@ -311,13 +349,25 @@ def _copy_from(device: torch.device, block: Block, side: torch.cuda.Stream) -> N
             source.record_stream(side)
 
 
+def _check_on_devices(blocks: Sequence[Block]) -> None:
+    # Before anything is queued: to read what was freed is an error of the device, which ends its use.
+    for block in blocks:
+        for number, source in enumerate(block.sources):
+            if source.is_cuda:
+                _check_memory_of(block, number)
+
+
+def _check_memory_of(block: Block, number: int) -> None:
+    """Refuse what was freed since the save was planned."""
+    check_memory(block.names[number] if block.names else f"tensor {number}", block.sources[number])
+
+
 def _copy_on_host(block: Block) -> None:
     """What is not on a CUDA device: bytes as they are, and what is to be converted or rearranged by torch."""
     left = block.buffer.image.fill(block.places, block.sources, torch.get_num_threads())
     left = [number for number in left if not block.sources[number].is_cuda]
     for number in left:
-        # What was freed since the save was planned.
-        check_memory(block.names[number] if block.names else f"tensor {number}", block.sources[number])
+        _check_memory_of(block, number)
     pairs = [(block.buffer.view(block.places[number]), block.sources[number]) for number in left]
     small = [pair for pair in pairs if pair[1].numel() <= _GRAIN]
     _copy_in_turn([pair for pair in pairs if pair[1].numel() > _GRAIN])

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tundish.checkpoint.lane import Job, Lane
+from tundish.checkpoint.finalizing import Job
+from tundish.checkpoint.lane import Lane
 from tundish.checkpoint.opening import Opened
 from tundish.checkpoint.reading import Kind, check_step
 from tundish.checkpoint.saves import HasNews, News, Plan, Save, Staged, WritesThrough
@@ -61,41 +62,53 @@ def take(opened: Opened, request: Request) -> Save:
     """
     lane = opened.lanes[request.kind]
     with contextlib.ExitStack() as undo:
-        reserved, job, error, agreed, news = None, None, None, "", News.NONE
+        reserved, job, error, same, news = None, None, None, request.what, News.NONE
         try:
             lane.wait_for_turn()
             reserved = _reserve(opened, request, undo)
             job = _job_of(opened, request, reserved)
-            agreed = f": tag {request.tag}, overwrite {bool(request.overwrite)}, {reserved.plan.fingerprint}"
+            same += f": tag {request.tag}, overwrite {bool(request.overwrite)}, {reserved.plan.fingerprint}"
             news = reserved.plan.news if isinstance(reserved.plan, HasNews) else News.NONE
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        greatest, interruption = _settle(opened, request, f"{request.what}{agreed}", news, error)
+        greatest, interruption = _vote(opened, request, same, news, error)
         undo.pop_all()
     if reserved is None or job is None:
-        raise RuntimeError(f"{request.what} was agreed on without a plan")
+        raise RuntimeError(f"{request.what} was taken without a plan")
     try:
         if isinstance(reserved.plan, HasNews):
-            reserved.plan.hear(greatest)
+            reserved.plan.react_to(greatest, opened.voter.meeting)
         if interruption is not None:
             # The other ranks took the save: it fails as any does whose staging fails on one rank.
             raise interruption
-        job.staged = _stage(opened, lane, job, reserved)
+        job.staged, job.undo = _stage(opened, lane, job, reserved), None
     except BaseException as caught:
         # The other ranks are told in the lane's next vote.
+        job.staged, job.is_answered = caught, True
+        # Here, so that nobody waits for it; where Ctrl-C interrupts that, once more on the lane's thread.
         reserved.plan.release()
         # Views of what was staged, which else stays until somebody collects the error's cycle.
         traceback.clear_frames(caught.__traceback__)
-        job.staged, job.is_answered = caught, True
         raise
     finally:
-        lane.submit(job)
+        try:
+            lane.submit(job)
+        except BaseException:
+            # Though Ctrl-C interrupted it: the other ranks go on with the save.
+            lane.submit(job)
+            raise
     if request.blocking:
-        job.save.result()
+        try:
+            job.save.result()
+        except BaseException:
+            if not job.save.done():
+                # Ctrl-C ended the wait, so nobody hears of a failure from here.
+                job.is_answered = False
+            raise
     return job.save
 
 
-def _settle(
+def _vote(
     opened: Opened, request: Request, same: str, news: News, error: BaseException | None
 ) -> tuple[News, BaseException | None]:
     """Collective: take the save, on all ranks or none; the greatest news of any.
@@ -156,6 +169,7 @@ def _job_of(opened: Opened, request: Request, reserved: _Reserved) -> Job:
         overwrite=request.overwrite,
         extra=copy.deepcopy(dict(request.extra or {})),
         is_answered=request.blocking,
+        undo=plan.release,
         release=functools.partial(opened.budget.give_back, reserved.held_bytes),
     )
 

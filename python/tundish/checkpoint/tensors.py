@@ -85,12 +85,19 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of `tensor`; no copy."""
+    """What this rank holds of `tensor`; no copy.
+
+    `DTensor.to_local` finds out about gradients, and makes parameters of parts of parameters, which takes thousands of
+    tensors milliseconds and a copy does not need. What is still on its way from other ranks is waited for.
+    """
     if not is_dtensor(tensor):
         return tensor
-    with torch.no_grad():
-        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return local
+    local: Any = tensor._local_tensor  # type: ignore[attr-defined]
+    if type(local) not in _PLAIN:
+        collectives = sys.modules.get("torch.distributed._functional_collectives")
+        if collectives is not None and isinstance(local, collectives.AsyncCollectiveTensor):
+            local = local.wait()
+    return local  # type: ignore[no-any-return]
 
 
 def locals_of(tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:

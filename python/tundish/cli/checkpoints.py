@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["add_checkpoint_commands"]
 
 _NO_ENTRY = 2
+
+# What a root holds, from its first owner on.
+_OURS = re.compile(
+    r"\.owner|checkpoints\.json|(discarded-|\.)?(hf|dcp)-(latest|[0-9]+)(-[0-9]+|\.incomplete|\.removed-[0-9]+)?"
+)
 
 
 def add_checkpoint_commands(commands: Any) -> None:
@@ -104,6 +110,7 @@ def run_ls(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_verify(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint verify`: all are looked at before a damaged one is an error."""
+    _check_is_ours(options.root)
     whole, broken = _survey(options.root)
     damaged = [
         CorruptCheckpointError(f"{one.path} is no whole checkpoint: {one.reason}")
@@ -140,6 +147,7 @@ def run_prune(options: argparse.Namespace) -> dict[str, Any]:
     retention = Retention(
         keep_last=options.keep_last, keep_every=options.keep_every, protected=set(options.keep)
     )
+    _check_is_ours(options.root)
     before, _ = _survey(options.root)
     for step in options.keep:
         if all(one.step != step for one in before):
@@ -172,15 +180,16 @@ def _prune(owner: Owner, options: argparse.Namespace) -> None:
             f"nothing was removed, because of what was to be kept: {together}. Move that elsewhere first",
             together.paths,
         )
-    for kind in KINDS:
-        owner.prune(kind)
+    refused = [error for kind in KINDS for error in owner.remove_surplus(kind)]
+    if refused:
+        raise refused[0]
 
 
 def run_repair(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint repair`."""
     from tundish.checkpoint.retention import Retention
 
-    _survey(options.root)
+    _check_is_ours(options.root)
     report: dict[str, Any] = {}
     _as_owner(options.root, Retention(), lambda owner: report.update(owner.recovered))
     lines = []
@@ -212,6 +221,13 @@ def _survey(root: Path) -> tuple[Checkpoints, list[Damaged]]:
         # Before anything could make it.
         raise InvalidInputError(f"{root}: no folder of checkpoints is there")
     return open_readonly(root).survey()
+
+
+def _check_is_ours(root: Path) -> None:
+    """Refuse a folder where no checkpoint was ever saved: another one was meant, and nothing is to be left in it."""
+    _survey(root)
+    if not any(_OURS.fullmatch(entry.name) for entry in root.iterdir()):
+        raise InvalidInputError(f"{root}: no checkpoints were saved here; give the folder that they lie in")
 
 
 def _verify(one: Checkpoint, options: argparse.Namespace) -> None:

@@ -50,7 +50,8 @@ impl Claim {
                 Err(error) if error.is(Errno::EXIST) => continue,
                 Err(error) => {
                     abandon(parent, &name, &path);
-                    return Err(error);
+                    // Whoever is told of it has never heard of the hidden name.
+                    return Err(error.about("create a folder in", parent_path));
                 }
                 Ok(()) => {}
             }

@@ -199,6 +199,14 @@ impl CommitError {
         CommitError::Io { operation, path: path.to_path_buf(), source: errno.into() }
     }
 
+    /// The same failure of a system call, told as that of a larger step.
+    pub(crate) fn about(self, operation: &'static str, path: &Path) -> Self {
+        match self {
+            CommitError::Io { source, .. } => CommitError::Io { operation, path: path.to_path_buf(), source },
+            other => other,
+        }
+    }
+
     /// The path the error is about.
     pub fn path(&self) -> &Path {
         match self {
@@ -251,6 +259,12 @@ impl CommitError {
             CommitError::Unfinished { .. } | CommitError::Panicked { .. } | CommitError::Corrupt { .. } => return None,
         };
         Some(errno.raw_os_error())
+    }
+
+    /// Whether there was no room for what was to be written. An fsync that says so has failed like any other: for good.
+    pub(crate) fn is_out_of_space(&self) -> bool {
+        let is_fsync = matches!(self, CommitError::Io { operation: "fsync", .. });
+        !is_fsync && [Errno::NOSPC, Errno::DQUOT].into_iter().any(|errno| self.is(errno))
     }
 
     pub(crate) fn is(&self, errno: Errno) -> bool {

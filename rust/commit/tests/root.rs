@@ -5,6 +5,7 @@
 mod common;
 
 use std::fs;
+use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -153,8 +154,7 @@ fn a_full_disk_fails_the_save_and_costs_nothing() {
     let root = open(&mount.path).unwrap();
     save(&root, Kind::Hf, 1).unwrap();
     write(&root.begin(Kind::Hf, 2, false).unwrap(), 2);
-    let filler = mount.path.join("filler");
-    while fs::write(&filler, vec![1; fs::metadata(&filler).map_or(0, |found| found.len() as usize) + 4096]).is_ok() {}
+    let filler = fill(&mount);
     let error = root.publish(Kind::Hf, 2, &manifest(Kind::Hf, 2), false).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(ENOSPC), "{error}");
     root.abandon(Kind::Hf, 2).unwrap();
@@ -162,6 +162,56 @@ fn a_full_disk_fails_the_save_and_costs_nothing() {
     fs::remove_file(&filler).unwrap();
     save(&root, Kind::Hf, 2).unwrap();
     assert_eq!(entries(&mount.path), [".owner", "checkpoints.json", "hf-1", "hf-2", "hf-latest"]);
+}
+
+/// Leaves no room in a file system.
+fn fill(mount: &Mount) -> PathBuf {
+    let filler = mount.path.join("filler");
+    let mut file = fs::File::create(&filler).unwrap();
+    while file.write_all(&[1; 4096]).is_ok() {}
+    filler
+}
+
+#[test]
+fn on_a_full_disk_old_checkpoints_make_room() {
+    let Some(mount) = Mount::new("tmpfs", "size=256k") else { return };
+    let root = open(&mount.path).unwrap();
+    (1..=3).for_each(|step| drop(save(&root, Kind::Hf, step).unwrap()));
+    // Its publication was cut short by the full disk, before the registry and the link.
+    write(&root.begin(Kind::Hf, 4, false).unwrap(), 4);
+    drop(root);
+    let sealed = tundish_commit::seal(&manifest(Kind::Hf, 4)).unwrap();
+    fs::write(mount.path.join(".hf-4.incomplete/tundish.json"), sealed).unwrap();
+    fs::rename(mount.path.join(".hf-4.incomplete"), mount.path.join("hf-4")).unwrap();
+    let filler = fill(&mount);
+
+    let root = open(&mount.path).unwrap();
+    assert!(root.recovered().failed[0].contains("checkpoints.json"), "{:?}", root.recovered());
+    let registered = || fs::read_to_string(mount.path.join("checkpoints.json")).unwrap();
+    assert!(registered().contains("hf-1") && !registered().contains("hf-4"));
+    root.remove(Kind::Hf, 1).unwrap();
+    assert!(!registered().contains("hf-1") && registered().contains("hf-4"), "{}", registered());
+    root.remove(Kind::Hf, 2).unwrap();
+    drop(root);
+    let root = open(&mount.path).unwrap();
+    assert!(root.recovered().failed.is_empty() && root.recovered().repaired.is_empty(), "{:?}", root.recovered());
+    assert_eq!(entries(&mount.path), [".owner", "checkpoints.json", "filler", "hf-3", "hf-4", "hf-latest"]);
+    assert_eq!(fs::read_link(mount.path.join("hf-latest")).unwrap(), Path::new("hf-4"));
+    fs::remove_file(filler).unwrap();
+    save(&root, Kind::Hf, 5).unwrap();
+}
+
+#[test]
+fn on_a_full_disk_what_a_dead_save_left_makes_room_at_the_start() {
+    let Some(mount) = Mount::new("tmpfs", "size=256k") else { return };
+    save(&open(&mount.path).unwrap(), Kind::Hf, 1).unwrap();
+    fs::create_dir(mount.path.join(".hf-2.incomplete")).unwrap();
+    fs::write(mount.path.join(".hf-2.incomplete/model.safetensors"), [1; 9000]).unwrap();
+    fs::write(mount.path.join("checkpoints.json"), "{}").unwrap();
+    fill(&mount);
+    let root = open(&mount.path).unwrap();
+    let recovered = root.recovered();
+    assert!(recovered.failed.is_empty() && recovered.repaired.len() == 1, "{recovered:?}");
 }
 
 #[test]

@@ -20,6 +20,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tundish._native import seal_manifest
 from tundish.checkpoint import Checkpointer, open_readonly, verify
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError
 
@@ -127,6 +128,36 @@ def test_a_wrong_byte_in_the_newest_means_the_one_before_and_is_told(
         assert f"step {step} cannot be loaded, the one before is tried: " in caplog.text
         # It is still there, for whoever wants to look at it.
         assert path.exists()
+
+
+def test_a_foreign_file_is_named_and_costs_nothing(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (root / "dcp-3" / "eval").mkdir()
+    (root / "dcp-3" / "eval" / "results.json").write_text("{}")
+    state: dict[str, Any] = {"w": torch.zeros(5000)}
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        for step in (None, 3):
+            assert checkpointer.load_dcp(state, step) == ({"step": 3}, {0: {"seen": 3}})
+            assert torch.equal(state["w"], torch.full((5000,), 3.0))
+            assert "files that no save wrote, which are not read: eval/results.json" in caplog.text
+            caplog.clear()
+    with pytest.raises(CorruptCheckpointError, match="is foreign: it is in no manifest") as told:
+        verify(root / "dcp-3")
+    assert told.value.paths == ("eval/results.json",)
+    # Beside it a file of the checkpoint's own is still missed.
+    weights = root / "dcp-3" / "__0_0.distcp"
+    weights.write_bytes(flipped(weights.read_bytes(), 100, random.Random(0)))
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        assert checkpointer.load_dcp(state)[0] == {"step": 2}
+
+
+def test_what_a_rank_gave_is_read_only_where_the_manifest_lists_it(root: Path) -> None:
+    path = root / "dcp-3" / "rank_extra-00000.json"
+    manifest = json.loads((root / "dcp-3" / "tundish.json").read_text())
+    del manifest["checksum"]
+    manifest["files"] = [one for one in manifest["files"] if one["name"] != path.name]
+    (root / "dcp-3" / "tundish.json").write_text(seal_manifest(json.dumps(manifest)))
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        assert checkpointer.load_dcp({}, 3) == ({"step": 3}, {0: None})
 
 
 def test_no_whole_checkpoint_is_an_error_and_no_fresh_start(root: Path) -> None:

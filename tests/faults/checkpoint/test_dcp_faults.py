@@ -14,12 +14,11 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.dcp.saver import DcpSaver
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "checkpoint"))
 
-from dcp_worlds import OPTIONS, save
+from dcp_worlds import OPTIONS, new_saver, save
 from rank_processes import Job, Line, outcome
 
 NOTICED = 1.0
@@ -38,7 +37,7 @@ def state_of(number: int) -> dict[str, Any]:
 
 def plan_beside_a_rank_that_is_stopped(rank: int, line: Line) -> None:
     folder = line.hear()
-    saver = DcpSaver(timeout=3)
+    saver = new_saver(timeout=3)
     save(saver, state_of(0), folder / "0")
     plan = saver.plan(state_of(1))
     plan.reserve()
@@ -77,7 +76,7 @@ def test_a_rank_that_is_stopped_while_plans_are_gathered_spoils_one_save(tmp_pat
 
 def plan_beside_a_rank_that_is_killed(rank: int, line: Line) -> None:
     folder = line.hear()
-    saver = DcpSaver(timeout=60)
+    saver = new_saver(timeout=60)
     plan = saver.plan(state_of(1))
     plan.reserve()
     staged = plan.stage()

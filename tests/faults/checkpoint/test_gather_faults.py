@@ -32,7 +32,7 @@ def gathering(rank: int, line: Line) -> None:
     gather.TURN_BYTES = 1
     kind, folder = line.hear()
     size = distributed.get_world_size()
-    background = OwnGroup(tuple(range(size)), 60)
+    background = OwnGroup(tuple(range(size)), 60, "background")
     model = spread("fsdp")
 
     def stop(name: str, tensor: Any) -> Any:

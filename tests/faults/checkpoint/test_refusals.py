@@ -81,6 +81,9 @@ class Breaking:
             local_of(tensor).untyped_storage().resize_(0)
         self._line.say("freed")
 
+    def discard_after(self, step: int) -> tuple[str, str, Any]:
+        return outcome(lambda: self._checkpointer.discard_after(step))
+
     def left(self) -> list[str]:
         """What this rank still holds."""
         from tundish._native import staging_stats
@@ -194,6 +197,25 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(
             assert said == [(FINE, FINE, [])] * 2
             published.append(f"{kind}-{step}")
             assert_nothing_left(job, root, published)
+        each(job, "close")
+        for rank in (0, 1):
+            job.tell(rank)
+        job.expect_end()
+
+
+def test_steps_that_ranks_do_not_agree_on_are_not_set_aside(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Job(breaking, 2, tmp_path) as job:
+        for rank in (0, 1):
+            job.tell(rank, (root, None))
+        for step in (1, 2, 3):
+            assert save(job, 0, "dcp", step, "eager", "") == [(FINE, FINE, [])] * 2
+        for rank, step in enumerate((1, 2)):
+            job.tell(rank, ("discard_after", step))
+        assert all("discard_after of step" in text for ((_, text, _),) in job.hear_all())
+        assert_nothing_left(job, root, ["dcp-1", "dcp-2", "dcp-3"])
+        assert each(job, "discard_after", 2) == [FINE, FINE]
+        assert not (root / "dcp-3").exists() and (root / "dcp-2").exists()
         each(job, "close")
         for rank in (0, 1):
             job.tell(rank)

@@ -15,8 +15,9 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from tundish.checkpoint.buffers import Buffer, Place
-from tundish.checkpoint.dcp.leaves import Leaves, local_of
+from tundish.checkpoint.dcp.leaves import Leaves
 from tundish.checkpoint.dcp.record import ALIGNMENT, Frame, frame_of
+from tundish.checkpoint.tensors import local_of
 from tundish.checkpoint.windows import PAGE
 
 __all__ = ["Layout", "TensorItem", "Window", "tensor_items"]

@@ -13,17 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from tundish.checkpoint.names import check_name
-from tundish.checkpoint.tensors import check_tensor
+from tundish.checkpoint.tensors import check_tensor, local_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["Form", "Leaves", "is_stateful", "leaves_of", "local_of", "plain_state"]
+__all__ = ["Form", "Leaves", "is_stateful", "leaves_of", "plain_state"]
 
 _NEVER_STATEFUL = (torch.Tensor, dict)
+_WITHOUT_SHAPE = (nn.UninitializedParameter, nn.UninitializedBuffer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +81,6 @@ def leaves_of(state_dict: Any, known: Form | None = None) -> Leaves:
     return leaves
 
 
-def local_of(value: Any) -> Any:
-    """What this rank holds of a tensor; no copy.
-
-    `DTensor.to_local` finds out about gradients, and makes parameters of parts of parameters, which takes thousands of
-    tensors milliseconds and a copy does not need.
-    """
-    return value._local_tensor if isinstance(value, DTensor) else value
-
-
 def plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """`state_dict` with the states of those of its values that are stateful in their place, as DCP takes it."""
     for name in state_dict:
@@ -112,6 +105,10 @@ def _flat(state: dict[str, Any]) -> tuple[dict[str, tuple[str | int, ...]], list
         planner.set_up_planner(state)
     except ValueError as error:
         raise InvalidInputError(f"two values of the state dict have one name: {error}") from error
+    except RecursionError:
+        raise InvalidInputError(
+            "the state dict is nested without end, or a thousand levels deep: does a part of it contain itself?"
+        ) from None
     return planner.mappings, list(planner.state_dict.values())
 
 
@@ -121,8 +118,9 @@ def _part_of(path: tuple[str | int, ...], tensor: Any) -> Hashable:
     # What a tensor is made of counts too, so that one that was checked may stand for another.
     kind, dtype, layout = type(tensor), tensor.dtype, tensor.layout
     if not isinstance(tensor, DTensor):
-        # A nested one, which is refused later, has no shape.
-        return path, kind, dtype, layout, tensor.is_meta, None if tensor.is_nested else tensor.shape
-    local: Any = tensor._local_tensor
-    size, placements, mesh = tensor.shape, tensor.placements, tensor.device_mesh
-    return path, kind, dtype, layout, local.is_meta, size, local.layout, local.shape, placements, mesh
+        # One that is refused later, nested or uninitialized, has no shape.
+        has_shape = not tensor.is_nested and not isinstance(tensor, _WITHOUT_SHAPE)
+        return path, kind, dtype, layout, tensor.is_meta, tensor.shape if has_shape else None
+    local = local_of(tensor)
+    of_local = type(local), local.is_meta, local.layout, local.shape
+    return path, kind, dtype, layout, tensor.shape, tensor.placements, tensor.device_mesh, of_local

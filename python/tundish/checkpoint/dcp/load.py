@@ -2,13 +2,14 @@
 
 What always holds: nothing of the state dict is touched before the checkpoint is known to be whole and to fit; what
 fails on one rank fails on all; of the files only what torch's own reader unpickles is unpickled, after its checksum
-was compared.
+was compared; what no save wrote into the checkpoint is not read at all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from tundish._native import CheckpointReadLock, verify_folder
 from tundish.checkpoint.dcp.leaves import Leaves, is_stateful, leaves_of, plain_state
 from tundish.checkpoint.dcp.plan import rank_extra_name
 from tundish.checkpoint.dcp.values import from_json
-from tundish.checkpoint.reading import Damaged, ReadOnlyRoot, held
+from tundish.checkpoint.reading import MANIFEST, Damaged, ReadOnlyRoot, held
 from tundish.checkpoint.retention import Checkpoint
 from tundish.distributed import Voter
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, StateMismatchError
@@ -32,7 +33,6 @@ __all__ = ["load_from", "newest_whole", "read_lock"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
-_MANIFEST = "tundish.json"
 # More than any job has; what says that more ranks saved is damaged, and not counted through.
 _MOST_RANKS = 1 << 20
 _NAMED = 5
@@ -69,9 +69,9 @@ def load_from(
             same(checksum)
         with voter.agreed(f"verifying {path}", timeout=timeout):
             if verify and is_first:
-                verify_folder(path)
+                _verify(path)
         with voter.agreed(f"reading what {path} holds", timeout=timeout):
-            rank_extras = _rank_extras_of(path, about["world_size"])
+            rank_extras = _rank_extras_of(path, _recorded(path), about["world_size"])
             load = _Load(state_dict, path)
             if is_first:
                 load.tell_what_is_left_out()
@@ -109,7 +109,7 @@ def newest_whole(view: ReadOnlyRoot, *, verify: bool, kept: contextlib.ExitStack
                     raise CorruptCheckpointError(f"{one.path} is no whole checkpoint: {one.reason}")
                 path = stack.enter_context(view.reading(one.step, "dcp"))
                 if verify:
-                    verify_folder(path)
+                    _verify(path)
                 kept.enter_context(stack.pop_all())
             return one.step
         except NotFoundError:
@@ -203,10 +203,10 @@ def read_lock(path: Path) -> CheckpointReadLock:
     Raises `NotFoundError` where none is, or where it is only being written.
     """
     is_hidden = path.name.startswith(".") or path.is_symlink()
-    if is_hidden or not (path / _MANIFEST).is_file():
+    if is_hidden or not (path / MANIFEST).is_file():
         raise NotFoundError(
             errno.ENOENT,
-            f"no whole checkpoint is here: what a save under way or cut short leaves has no {_MANIFEST}, and "
+            f"no whole checkpoint is here: what a save under way or cut short leaves has no {MANIFEST}, and "
             "what torch saved by itself is read by torch.distributed.checkpoint.load",
             str(path),
         )
@@ -222,23 +222,43 @@ def _about(lock: CheckpointReadLock, step: int | None) -> tuple[dict[str, Any], 
         raise StateMismatchError(f"{path} is a checkpoint of kind {kind!r}: load_dcp reads kind 'dcp'")
     if step is not None and said["step"] != step:
         raise CorruptCheckpointError(
-            f"{path} is the checkpoint of step {said['step']}: rename it back", (_MANIFEST,)
+            f"{path} is the checkpoint of step {said['step']}: rename it back", (MANIFEST,)
         )
     if world_size is None or not 0 < world_size <= _MOST_RANKS:
-        raise CorruptCheckpointError(f"{path} says that {world_size} ranks saved it", (_MANIFEST,))
+        raise CorruptCheckpointError(f"{path} says that {world_size} ranks saved it", (MANIFEST,))
     if not isinstance(extra, dict):
         raise CorruptCheckpointError(
-            f"{path} holds as extra what no save gives it: {str(extra)[:100]}", (_MANIFEST,)
+            f"{path} holds as extra what no save gives it: {str(extra)[:100]}", (MANIFEST,)
         )
     return {"world_size": world_size, "extra": extra}, checksum
 
 
-def _rank_extras_of(path: Path, world_size: int) -> dict[int, Any]:
-    there = {file.name for file in path.iterdir()}
+def _verify(path: Path) -> None:
+    """Read every byte of the checkpoint at `path` again; what is not its own is told and left alone.
+
+    Raises `CorruptCheckpointError` where one of its own files is not as it was saved.
+    """
+    try:
+        verify_folder(path)
+    except CorruptCheckpointError as error:
+        # A manifest that is damaged is found before all else, and then alone.
+        if MANIFEST in error.paths or not _recorded(path).isdisjoint(error.paths):
+            raise
+        _logger.warning(
+            "%s holds files that no save wrote, which are not read: %s", path, "; ".join(error.paths)
+        )
+
+
+def _recorded(path: Path) -> set[str]:
+    """The files of the checkpoint at `path`, whose manifest is as it was written."""
+    return {file["name"] for file in json.loads((path / MANIFEST).read_bytes())["files"]}
+
+
+def _rank_extras_of(path: Path, recorded: set[str], world_size: int) -> dict[int, Any]:
     extras: dict[int, Any] = dict.fromkeys(range(world_size))
     for index in extras:
         name = rank_extra_name(index)
-        if name not in there:
+        if name not in recorded:
             continue
         try:
             extras[index] = from_json((path / name).read_bytes())

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tundish.checkpoint.dcp.leaves import Leaves, local_of
+from tundish.checkpoint.dcp.leaves import Leaves
 from tundish.checkpoint.placements import check_placement, shares_for
+from tundish.checkpoint.tensors import local_of
 from tundish.errors import InvalidInputError
 
 __all__ = [

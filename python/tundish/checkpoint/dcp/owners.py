@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tundish.checkpoint.dcp.leaves import Leaves, local_of
+from tundish.checkpoint.dcp.leaves import Leaves
 from tundish.checkpoint.dcp.outline import Census, Entry
+from tundish.checkpoint.tensors import local_of
 from tundish.errors import InvalidInputError
 
 __all__ = ["owned_by"]

@@ -20,14 +20,15 @@ import torch
 from tundish._native import FileFacts, write_sidecar
 from tundish.checkpoint.buffers import Buffer
 from tundish.checkpoint.dcp.layout import Layout
-from tundish.checkpoint.dcp.leaves import leaves_of, local_of
+from tundish.checkpoint.dcp.leaves import leaves_of
 from tundish.checkpoint.dcp.ranks import Exchange, Ranks, Share
 from tundish.checkpoint.dcp.through import write_in_windows
 from tundish.checkpoint.dcp.values import to_json
 from tundish.checkpoint.dcp.writer import ImageWriter, Spread, StagedPlanner, file_name, save_together
 from tundish.checkpoint.saves import News, PlannedFile, WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
-from tundish.checkpoint.tensors import is_dtensor
+from tundish.checkpoint.tensors import is_dtensor, local_of
+from tundish.distributed.groups import Meeting
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = ["DcpPlan", "rank_extra_name"]
@@ -72,10 +73,10 @@ class DcpPlan:
         self._rank_extra = b"" if rank_extra is None else to_json(rank_extra, "rank_extra")
         self._leaves = leaves_of(state_dict, ranks.known_form)
         self._ranks = ranks
-        # Until it is heard that there are none.
+        # Until it is known that there are none.
         self._news = News.OTHER_FORM
-        # Whether other ranks wait for this one to begin comparing.
-        self._is_awaited = False
+        # The generation of the group in which other ranks wait for this one to compare, if they do.
+        self._awaited_in: int | None = None
         self._share = ranks.expected_share(self._leaves)
         self._objects: dict[str, bytes] = {}
         self._layout = self._layout_of(self._share)
@@ -104,12 +105,14 @@ class DcpPlan:
         """Whether this rank's state dict, or its way to the others, is not the one of the last save."""
         return self._ranks.news
 
-    def hear(self, news: News) -> None:
-        """Compare with the other ranks before staging where one has news; collective where a group was let go of."""
+    def react_to(self, news: News, meeting: Meeting) -> None:
+        """Compare with the other ranks before staging where one has news; collective where a group was broken off."""
         self._news = news
-        self._is_awaited = news > News.NONE
-        if news is News.BROKEN_GROUP:
-            self._ranks.renew()
+        try:
+            if news is News.BROKEN_GROUP:
+                self._ranks.renew(meeting.name)
+        finally:
+            self._awaited_in = self._ranks.generation if news > News.NONE else None
 
     def reserve(self) -> None:
         """Take the memory for the image of this rank's file."""
@@ -118,26 +121,23 @@ class DcpPlan:
             self._buffer = Buffer(self._layout.size, is_pinned=is_pinned)
 
     def stage(self) -> StagedState:
-        """Agree who saves what, and copy this rank's part."""
-        exchange, is_new = self._agree()
+        """Find who saves what, and copy this rank's part."""
+        exchange, is_new = self._compare()
         if is_new:
             self.release()
             self.reserve()
-        buffer, self._buffer = self._buffer, None
-        try:
-            copies = begin_copies([] if buffer is None else [self._block(buffer)], self._optimizers)
-        except BaseException:
-            if buffer is not None:
-                buffer.release()
-            raise
-        return self._staged(exchange, buffer=buffer, copies=copies)
+        buffer = self._buffer
+        copies = begin_copies([] if buffer is None else [self._block(buffer)], self._optimizers)
+        staged = self._staged(exchange, buffer=buffer, copies=copies)
+        self._buffer = None
+        return staged
 
     def write_through(self, folder: Path, options: WriteOptions, limit_bytes: int) -> StagedState:
         """Instead of `reserve` and `stage`: write while the tensors are taken, in up to `limit_bytes` of host memory.
 
         On the caller's thread; a lazy save becomes an eager one. Returns when this rank's file is durable.
         """
-        exchange, _ = self._agree()
+        exchange, _ = self._compare()
         written = write_in_windows(
             self._layout,
             self._sources,
@@ -151,16 +151,16 @@ class DcpPlan:
 
     def release(self) -> None:
         """Give the memory back; no rank goes on waiting for this one."""
-        if self._is_awaited:
-            self._ranks.give_up()
+        if self._awaited_in is not None:
+            self._ranks.break_off(self._awaited_in)
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None
 
-    def _agree(self) -> tuple[Exchange, bool]:
+    def _compare(self) -> tuple[Exchange, bool]:
         """Collective: find what this rank saves for certain; whether it is something else than was expected."""
-        share, exchange = self._ranks.agree(self._leaves, is_known=self._news is News.NONE)
-        self._is_awaited = False
+        share, exchange = self._ranks.compare(self._leaves, is_known=self._news is News.NONE)
+        self._awaited_in = None
         is_new = share is not self._share
         if is_new:
             self._share, self._layout = share, self._layout_of(share)
@@ -266,6 +266,11 @@ class StagedState:
         for copies in self._copies:
             copies.wait(deadline)
 
+    def settle(self) -> None:
+        """The caller was told that everything is in host memory, and may change its tensors from here on."""
+        for copies in self._copies:
+            copies.settle()
+
     def prewrite(self, folder: Path) -> list[FileFacts]:  # noqa: ARG002 (nothing is known before the ranks planned)
         """Nothing: what describes the weights is written beside them."""
         return []
@@ -283,7 +288,13 @@ class StagedState:
         save_together(self._planner, writer, self._layout, self._exchange)
         if self._rank_extra:
             writer.facts.append(write_sidecar(folder, rank_extra_name(self._index), self._rank_extra))
+        for copies in self._copies:
+            copies.confirm()
         return self._written + writer.facts
+
+    def break_off(self) -> None:
+        """Do not plan, while other ranks may: those that wait for this one fail at once."""
+        self._exchange.break_off()
 
     def release(self) -> None:
         """Give the memory back, once nothing is copied into it any more."""
@@ -291,6 +302,7 @@ class StagedState:
             # Whatever went wrong with them was raised where they were waited for.
             with contextlib.suppress(Exception):
                 copies.wait(None)
+            copies.let_go()
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None

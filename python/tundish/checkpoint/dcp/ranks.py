@@ -3,12 +3,12 @@
 Owns two gloo groups: one for the callers' threads, one for the finalize threads. What always holds:
 
 1. A save costs the callers' threads nothing but the vote that it is taken with, where no rank has news: a state dict of
-   another form than at the last save, or a spoilt group. Else it costs one reduction of three numbers; more only when
+   another form than at the last save, or a broken group. Else it costs one reduction of three numbers; more only when
    the ranks do not all hold the same.
 2. No plan travels twice: what a rank sent before and did not change is known to the first rank.
 3. Background exchanges do not depend on torch's list of groups, so that a script may destroy its process group while
    a save is under way.
-4. A rank that gives up in the middle lets go of the group that it was in. The next save's callers make new ones, and
+4. A rank that gives up in the middle breaks off the group that it was in. The next save's callers make new ones, and
    nothing is taken for known that was told on the old ones.
 """
 
@@ -37,7 +37,7 @@ from tundish.checkpoint.dcp.outline import (
     total_bytes,
 )
 from tundish.checkpoint.dcp.owners import owned_by
-from tundish.checkpoint.owngroup import OwnGroup
+from tundish.checkpoint.owngroup import OwnGroup, to_its_end
 from tundish.checkpoint.saves import News
 from tundish.distributed.groups import membership
 from tundish.errors import PeerFailedError
@@ -82,22 +82,23 @@ class Ranks:
     Args:
         group: the `ProcessGroup`; without torch.distributed a world of one.
         timeout: seconds that anything here waits for the other ranks.
+        name: the same on all ranks, and never used before.
     """
 
-    def __init__(self, group: Any = None, *, timeout: float) -> None:
+    def __init__(self, group: Any = None, *, timeout: float, name: str) -> None:
         member = membership(group)
         self.members = member.ranks
         self.rank = member.rank
         self.index = member.ranks.index(member.rank)
         self._timeout = timeout
         self._share: Share | None = None
-        self._is_agreed = False
+        self._is_compared = False
         self._callers: OwnGroup | None = None
         with contextlib.ExitStack() as resources:
             if len(self.members) > 1:
-                self._callers = OwnGroup(self.members, timeout)
-                resources.callback(self._callers.close)
-            self._exchange = Exchange(self.members, self.index, timeout)
+                self._callers = OwnGroup(self.members, timeout, _callers_name(name))
+                resources.callback(self._callers.break_off)
+            self._exchange = Exchange(self.members, self.index, timeout, _exchange_name(name))
             self._resources = resources.pop_all()
 
     @property
@@ -116,7 +117,7 @@ class Ranks:
             return News.NONE
         if self._callers.is_broken or self._exchange.is_broken:
             return News.BROKEN_GROUP
-        return News.NONE if self._is_agreed else News.OTHER_FORM
+        return News.NONE if self._is_compared else News.OTHER_FORM
 
     def expected_share(self, leaves: Leaves) -> Share:
         """What this rank saves if the others hold what they held last, or else the same as this one. Not collective.
@@ -127,17 +128,21 @@ class Ranks:
         if share is None or share.form is not leaves.form:
             outline = outline_of(leaves, self.rank, frozenset(self.members))
             self._share = share = Share(self.rank, leaves, outline, ((outline, frozenset(self.members)),))
-            self._is_agreed = False
+            self._is_compared = False
         return share
 
-    def renew(self) -> None:
-        """Collective: make both groups anew, once a rank let go of one."""
-        if self._callers is not None:
-            self._callers.renew()
-        self._exchange.close()
-        self._exchange = Exchange(self.members, self.index, self._timeout)
+    def renew(self, name: str) -> None:
+        """Collective: make both groups anew, under a `name` never used before, once a rank broke off one."""
 
-    def agree(self, leaves: Leaves, *, is_known: bool) -> tuple[Share, Exchange]:
+        def both() -> None:
+            if self._callers is not None:
+                self._callers.renew(_callers_name(name))
+            self._exchange.break_off()
+            self._exchange = Exchange(self.members, self.index, self._timeout, _exchange_name(name))
+
+        to_its_end(both)
+
+    def compare(self, leaves: Leaves, *, is_known: bool) -> tuple[Share, Exchange]:
         """Collective: what this rank saves, for certain, and the way to tell the first rank in the background.
 
         `is_known`: on all ranks alike, that none of them has `news`; then it is no collective.
@@ -150,34 +155,39 @@ class Ranks:
             return share, self._exchange
         with self._together():
             seen = self._greatest(
-                is_changed=not self._is_agreed, digest=share.digest, minus_digest=-share.digest
+                is_changed=not self._is_compared, digest=share.digest, minus_digest=-share.digest
             )
             # The greatest is the least.
             is_same = seen["digest"] == -seen["minus_digest"]
             everyone: Census = ((share.outline, frozenset(self.members)),)
             census = everyone if is_same or not seen["is_changed"] else self._take_census(share)
         if seen["is_changed"]:
-            self._is_agreed = False
+            self._is_compared = False
             if not is_same or len(share.census) > 1:
                 share = Share(self.rank, leaves, share.outline, census)
-            self._share, self._is_agreed = share, True
+            self._share, self._is_compared = share, True
         return share, self._exchange
 
-    def give_up(self) -> None:
-        """Let those fail who wait for this rank to agree. Not collective."""
+    @property
+    def generation(self) -> int:
+        """How often the groups were made."""
+        return 0 if self._callers is None else self._callers.generation
+
+    def break_off(self, generation: int | None = None) -> None:
+        """Let those fail who wait for this rank to compare, in groups of this generation. Not collective."""
         if self._callers is not None:
-            self._callers.close()
+            self._callers.break_off(generation)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """A block of collectives of the callers' threads; who leaves it early lets go of the group."""
+        """A block of collectives of the callers' threads; who leaves it early breaks off the group."""
         try:
             yield
             return
         except BaseException as error:
             # What it holds on to would keep the group.
             traceback.clear_frames(error.__traceback__)
-            self.give_up()
+            self.break_off()
             if type(error) is not RuntimeError and not isinstance(error, distributed.DistError):
                 raise
             others = [rank for rank in self.members if rank != self.rank]
@@ -193,7 +203,7 @@ class Ranks:
 
     def close(self) -> None:
         """Let go of the groups; not collective."""
-        self._exchange.close()
+        self._exchange.break_off()
         self._resources.close()
 
     def _greatest(self, **numbers: int) -> dict[str, int]:
@@ -235,10 +245,10 @@ class Exchange:
     first rank what was made of the plans that it knows.
     """
 
-    def __init__(self, members: tuple[int, ...], index: int, timeout: float) -> None:
+    def __init__(self, members: tuple[int, ...], index: int, timeout: float, name: str) -> None:
         self._members = members
         self._index = index
-        self._own = OwnGroup(members, timeout) if len(members) > 1 else None
+        self._own = OwnGroup(members, timeout, name) if len(members) > 1 else None
         self._sent: SavePlan | None = None
         # Of each rank, on the first one: the plan, or what went wrong.
         self._known: list[SavePlan | str | None] = [None] * len(members)
@@ -247,7 +257,7 @@ class Exchange:
 
     @property
     def is_broken(self) -> bool:
-        """Whether this rank let go of the group."""
+        """Whether this rank broke the group off."""
         return self._own is not None and self._own.is_broken
 
     def gather(self, plan: SavePlan | BaseException) -> list[SavePlan] | None:
@@ -264,8 +274,11 @@ class Exchange:
         except BaseException as error:
             # What it holds on to would keep the group, in which others may wait.
             traceback.clear_frames(error.__traceback__)
-            self.close()
-            raise
+            self.break_off()
+            if type(error) is not RuntimeError and not isinstance(error, distributed.DistError):
+                raise
+            problem = f"planning with the other ranks broke off: {error}"
+            raise PeerFailedError(problem, -1) from None
         # Not an error: its traceback would hold on to what was staged.
         self._sent = plan if isinstance(plan, SavePlan) else None
         for index, told in enumerate(brought):
@@ -279,10 +292,10 @@ class Exchange:
         plans = [known for known in self._known if isinstance(known, SavePlan)]
         return plans if plans and self.metadata is None else None
 
-    def close(self) -> None:
-        """Let go of the group; not collective."""
+    def break_off(self) -> None:
+        """Let go of the group; whoever waits in it for this rank fails at once. Not collective."""
         if self._own is not None:
-            self._own.close()
+            self._own.break_off()
 
     def _bring(self, group: Any, sent: bytes) -> list[bytes]:
         """What all ranks sent, on the first one; nothing on the others."""
@@ -297,6 +310,14 @@ class Exchange:
         options.rootRank = 0
         group.gather([brought] if brought else [], [given], options).wait()
         return [piece[:count].numpy().tobytes() for piece, count in zip(brought, counts, strict=False)]
+
+
+def _callers_name(name: str) -> str:
+    return f"{name}-callers"
+
+
+def _exchange_name(name: str) -> str:
+    return f"{name}-plans"
 
 
 def _told(plan: SavePlan | BaseException) -> SavePlan | str:

@@ -30,11 +30,12 @@ class DcpSaver:
     Args:
         group: the `ProcessGroup`; without torch.distributed a world of one.
         timeout: seconds that anything waits for the other ranks.
+        name: the same on all ranks, and never used before.
     """
 
-    def __init__(self, group: Any = None, *, timeout: float) -> None:
+    def __init__(self, group: Any = None, *, timeout: float, name: str) -> None:
         self._timeout = timeout
-        self._ranks = Ranks(group, timeout=timeout)
+        self._ranks = Ranks(group, timeout=timeout, name=name)
 
     def plan(
         self,
@@ -84,7 +85,7 @@ class DcpSaver:
             chosen = step
             if step is None:
                 if any_is_broken:
-                    self._ranks.renew()
+                    self._ranks.renew(voter.meeting.name)
                 told = self._ranks.tell(-1 if newest is None else newest)
                 # It was verified when it was chosen, and is kept since.
                 chosen, verify = None if told < 0 else told, False

@@ -7,6 +7,7 @@ parts of the same model come to the same drawing, but for the tensors themselves
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,6 +34,8 @@ from tundish.distributed.groups import Membership
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = ["Drawing", "draw"]
+
+_logger = logging.getLogger("tundish.checkpoint")
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -164,12 +167,24 @@ def _kept(part: Part) -> tuple[dict[str, torch.Tensor], tuple[Facts, ...], dict[
         kept, metadata = pretrained.weights_of(part.module, part.tensors)
         check_tensors(part.prefix, kept)
         return kept, facts_of(kept), metadata
-    again = {name for names in tied_names(part.tensors) for name in names[1:]}
+    tied = tied_names(part.tensors)
+    if tied and part.module is None:
+        _warn_of_tied(tuple(map(tuple, tied)))
+    again = {name for names in tied for name in names[1:]}
     kept = {name: tensor for name, tensor in part.tensors.items() if name not in again}
     facts = facts_of(kept)
     if not again:
         remember(kept, facts)
     return kept, facts, {}
+
+
+@functools.cache
+def _warn_of_tied(tied: tuple[tuple[str, ...], ...]) -> None:
+    """Once, as a mapping of names says of no model that it ties them again when it is loaded."""
+    _logger.warning(
+        "these are one tensor each, and are saved under the first name alone: %s; give clones to save them all",
+        "; ".join(", ".join(names) for names in tied[:3]) + ("; and more" if tied[3:] else ""),
+    )
 
 
 def _are_spread(tensors: Sequence[Any]) -> tuple[bool, ...]:

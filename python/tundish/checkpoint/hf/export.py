@@ -8,13 +8,15 @@ holds up one that gathers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from tundish._native import FileFacts, ShardWriter
 from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.hf.gather import Batch, Gather
 from tundish.checkpoint.hf.images import FileImage
 from tundish.checkpoint.hf.shards import ShardFile
 from tundish.checkpoint.hf.sidecars import Sidecars
@@ -22,7 +24,20 @@ from tundish.checkpoint.saves import WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Block, Copies
 from tundish.checkpoint.writing import finishing
 
-__all__ = ["ImageSink", "StagedExport", "open_writer"]
+__all__ = ["ImageSink", "Later", "StagedExport", "open_writer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Later:
+    """What is brought together in the background: collective, over `rounds` into `sink`."""
+
+    gather: Gather
+    rounds: Sequence[Sequence[Batch]]
+    sink: ImageSink
+
+    def run(self) -> None:
+        """Bring it together."""
+        self.gather.run(self.rounds, self.sink)
 
 
 class StagedExport:
@@ -32,7 +47,7 @@ class StagedExport:
         images: this rank's files.
         held: what else it holds until it is written.
         copies: under way into host memory.
-        gather: brings together what is not in `images` yet; collective, in the background. None where all is.
+        later: brings together what is not in `images` yet. None where all is.
         sidecars: on the rank that writes them.
         weights: names of all files with weights, of all ranks.
     """
@@ -43,14 +58,14 @@ class StagedExport:
         images: Sequence[FileImage],
         held: Sequence[Buffer],
         copies: Sequence[Copies | BackgroundCopy],
-        gather: Callable[[], None] | None,
+        later: Later | None,
         sidecars: Sidecars | None,
         weights: Sequence[str],
     ) -> None:
         self._images = images
         self._held = held
         self._copies = copies
-        self._gather = gather
+        self._later = later
         self._sidecars = sidecars
         self._weights = frozenset(weights)
 
@@ -60,30 +75,46 @@ class StagedExport:
         for copies in self._copies:
             copies.wait(deadline)
 
+    def settle(self) -> None:
+        """The caller was told that everything is in host memory, and may change its tensors from here on."""
+        for copies in self._copies:
+            copies.settle()
+
     def prewrite(self, folder: Path) -> list[FileFacts]:
         """Write everything but the weights."""
         return [] if self._sidecars is None else self._sidecars.write(folder, self._weights)
 
     def write(self, folder: Path, options: WriteOptions) -> list[FileFacts]:
         """Write this rank's files and block until they are durable."""
-        if self._gather is not None:
-            self._gather()
-            self._gather = None
-        if not self._images:
-            return []
+        if self._later is not None:
+            self._later.run()
+            self._later = None
+        facts = self._written(folder, options) if self._images else []
+        for copies in self._copies:
+            copies.confirm()
+        return facts
+
+    def break_off(self) -> None:
+        """Do not write, while other ranks may: those that wait for this one fail at once."""
+        if self._later is not None:
+            self._later.gather.break_off()
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self._later = None
+        for copies in self._copies:
+            copies.let_go()
+        for buffer in (*self._images, *self._held):
+            buffer.release()
+        if self._sidecars is not None:
+            self._sidecars.release()
+
+    def _written(self, folder: Path, options: WriteOptions) -> list[FileFacts]:
         writer = open_writer(folder, [image.file for image in self._images], options)
         with finishing(writer, options):
             for image in self._images:
                 writer.write(image.file.name, 0, image.image, 0, image.file.size)
             return writer.finish()
-
-    def release(self) -> None:
-        """Give all memory back."""
-        self._gather = None
-        for buffer in (*self._images, *self._held):
-            buffer.release()
-        if self._sidecars is not None:
-            self._sidecars.release()
 
 
 class ImageSink:

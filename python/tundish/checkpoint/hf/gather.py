@@ -6,7 +6,7 @@ Owns every exchange of tensors between ranks. What always holds:
    of it. The writers take turns of a bounded size together, so that a rank holds one turn beside what it writes.
 2. All ranks go through the same turns. What fails on one rank between exchanges (a conversion, a full disk) is raised
    there after the last turn. What ends an exchange itself (no memory, Ctrl-C) is raised at once, and with it the
-   group is let go of: so no rank waits for one that gave up, but for exchanges between devices, whose group is the
+   group is broken off: so no rank waits for one that gave up, but for exchanges between devices, whose group is the
    caller's.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from tundish.checkpoint.hf.conversion import Unit
-from tundish.checkpoint.hf.wire import Wire
+from tundish.checkpoint.hf.wire import TAGS, Wire
 from tundish.checkpoint.placements import Share, boxes, shares_for
 from tundish.checkpoint.tensors import check_memory
 from tundish.distributed.jobstore import distributed_module
@@ -137,6 +137,10 @@ class Gather:
         if error is not None:
             raise error
 
+    def break_off(self) -> None:
+        """Let those fail who wait for this rank, where it does not `run`."""
+        self._wire.break_off()
+
     def _turn(
         self, batches: Sequence[Batch], sink: Sink, error: BaseException | None
     ) -> BaseException | None:
@@ -159,7 +163,7 @@ class Gather:
     def _replace_freed(self, rounds: Sequence[Sequence[Batch]]) -> InvalidInputError | None:
         """Take memory without values for what was freed since the save was planned, and tell of it.
 
-        Reading it would be a crash, and the other ranks wait for as many bytes as was agreed on.
+        Reading it would be a crash, and the other ranks wait for as many bytes as were planned.
         """
         error = None
         wanted = {
@@ -200,7 +204,7 @@ class Gather:
         elif operations:
             for work in distributed_module().batch_isend_irecv(operations):
                 work.wait()
-        return {arrival.source: arrival.settle() for arrival in arriving}
+        return {arrival.source: arrival.whole() for arrival in arriving}
 
     def _receive(self, source: int, step: Step, shares: Sequence[Share], sink: Sink | None) -> _Arrival:
         shape, dtype = tuple(self._tensors[source].shape), self._dtype_on_wire(source, step)
@@ -233,7 +237,7 @@ class Gather:
             tensor.view(-1).view(torch.uint8),
             peer,
             group=self._wire.group,
-            tag=self._wire.tag + self._messages % (1 << 20),
+            tag=self._wire.tag + self._messages % TAGS,
         )
 
     def _fill(self, step: Step, whole: dict[int, torch.Tensor], sink: Sink) -> None:
@@ -301,7 +305,7 @@ class _Arrival:
         self._waiting.append((share, apart))
         return apart
 
-    def settle(self) -> torch.Tensor:
+    def whole(self) -> torch.Tensor:
         """The whole tensor, once all parts arrived."""
         for share, apart in self._waiting:
             self.fill(share, apart)

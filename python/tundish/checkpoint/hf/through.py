@@ -146,6 +146,9 @@ class WrittenExport:
     def wait_staged(self, timeout: float | None) -> None:
         """Nothing is left to wait for."""
 
+    def settle(self) -> None:
+        """Nothing: the caller's call returned when everything was copied."""
+
     def prewrite(self, folder: Path) -> list[FileFacts]:
         """Write everything but the weights."""
         return [] if self._sidecars is None else self._sidecars.write(folder, self._weights)
@@ -153,6 +156,9 @@ class WrittenExport:
     def write(self, folder: Path, options: WriteOptions) -> list[FileFacts]:  # noqa: ARG002 (where it began to write)
         """Block until this rank's files are durable."""
         return self._sink.finish()
+
+    def break_off(self) -> None:
+        """No other rank waits for this one any more."""
 
     def release(self) -> None:
         """Stop what is still written and give all memory back."""

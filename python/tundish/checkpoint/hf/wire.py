@@ -8,8 +8,15 @@ from typing import Any
 import torch
 
 from tundish.checkpoint.owngroup import OwnGroup
+from tundish.distributed.jobstore import distributed_module
 
-__all__ = ["Wire"]
+__all__ = ["NO_WIRE", "TAGS", "Wire", "wire_between_devices", "wire_over_host"]
+
+# Of one save.
+TAGS = 1 << 20
+# Tags have 31 bits.
+_SAVES = 1 << 11
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +35,43 @@ class Wire:
 
     @property
     def group(self) -> Any:
-        """What they travel over; raises `PeerFailedError` where it was let go of."""
+        """What they travel over; raises `PeerFailedError` where it was broken off."""
         return self.callers_group if self.own is None else self.own.of_generation(self.generation)
 
     def break_off(self) -> None:
-        """Give up in the middle of an exchange. The caller's own group is not ours to let go of."""
+        """Give up in the middle of an exchange. The caller's own group is not ours to break off."""
         if self.own is not None:
-            self.own.close(self.generation)
+            self.own.break_off(self.generation)
+
+
+# Where nothing is spread over ranks.
+NO_WIRE = Wire(own=None, generation=0, callers_group=None, device=_HOST, tag=0)
+
+
+def wire_between_devices(group: Any, device: torch.device) -> Wire | None:
+    """Collective over `group`, on the caller's thread: the way from `device` to `device`; None where there is none."""
+    if device.type != "cuda" or not _is_nccl(group, device):
+        return None
+    # Ranks that send nothing to each other may be the first to use the group, which takes all of them.
+    distributed_module().all_reduce(torch.zeros(1, device=device), group=group)
+    return Wire(own=None, generation=0, callers_group=group, device=device, tag=0)
+
+
+def wire_over_host(own: OwnGroup, number: int) -> Wire:
+    """The way through host memory; the `number` tells the save from one that is still on its way."""
+    return Wire(
+        own=own,
+        generation=own.generation,
+        callers_group=None,
+        device=_HOST,
+        tag=number % _SAVES * TAGS,
+    )
+
+
+def _is_nccl(group: Any, device: torch.device) -> bool:
+    distributed = distributed_module()
+    try:
+        name = (group or distributed.group.WORLD)._get_backend(device).name()
+    except RuntimeError:
+        return False  # the group knows no such device
+    return bool(name == "nccl")

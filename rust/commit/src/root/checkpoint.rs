@@ -192,7 +192,7 @@ pub(super) fn strangers<D: Disk + Clone>(
         if folder.look_at(&leaf)?.is_some_and(|status| status.kind == EntryKind::Folder) {
             found.extend(strangers(&folder.open_folder(&leaf)?, &format!("{name}/"), known)?);
         } else if leaf.to_str().is_none() || !known(&name) {
-            found.push(Damage { name, what: "is in no manifest".to_owned() });
+            found.push(Damage { name, what: "is foreign: it is in no manifest".to_owned() });
         }
     }
     Ok(found)

@@ -125,6 +125,19 @@ pub(super) fn point<D: Disk + Clone>(
     Ok(true)
 }
 
+/// Makes the pointer lead to the newest where it leads to a checkpoint that is to go, as when there was no room to change
+/// it before. Where it leads elsewhere it may stay as it is: that a disk is full must not keep it full.
+pub(super) fn point_away<D: Disk + Clone>(
+    root: &Directory<D>,
+    published: &BTreeMap<Key, Published>,
+    (kind, step): Key,
+) -> Result<(), CommitError> {
+    if current_target(root, &layout::pointer(kind)).is_ok_and(|target| target == Some(layout::checkpoint(kind, step))) {
+        point(root, published, kind)?;
+    }
+    Ok(())
+}
+
 fn current_target<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<Option<OsString>, CommitError> {
     match root.look_at(name)? {
         None => Ok(None),

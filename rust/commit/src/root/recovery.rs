@@ -30,7 +30,7 @@ pub struct Recovery {
     pub repaired: Vec<String>,
     /// What is called like a checkpoint and is none, and why; left as it is.
     pub ignored: BTreeMap<String, String>,
-    /// What should have been removed and could not be.
+    /// What should have been removed, or on a full disk written again, and could not be.
     pub failed: Vec<String>,
 }
 
@@ -49,6 +49,10 @@ pub(super) fn recover<D: Disk + Clone>(
     root.sync()?;
     let mut recovery = Recovery::default();
     let Found { mut published, leftovers, mut intents } = look_around(root, &mut recovery)?;
+    // Before anything is written: the disk may be full of them.
+    for name in leftovers {
+        remove_leftover(root, &name, &mut recovery);
+    }
     // The lowest sets aside what all others would.
     intents.sort_unstable();
     for step in intents {
@@ -57,9 +61,6 @@ pub(super) fn recover<D: Disk + Clone>(
         recovery.set_aside.extend(set_aside.iter().map(|path| path.display().to_string()));
     }
     repair(root, &published, &mut recovery)?;
-    for name in leftovers {
-        remove_leftover(root, &name, &mut recovery);
-    }
     Ok((published, recovery))
 }
 
@@ -94,13 +95,27 @@ fn repair<D: Disk + Clone>(
     published: &BTreeMap<Key, Published>,
     recovery: &mut Recovery,
 ) -> Result<(), CommitError> {
-    if records::repair_registry(root, published)? {
-        recovery.repaired.push(shown(root, OsStr::new(layout::REGISTRY)));
-    }
+    let registry = records::repair_registry(root, published);
+    note_repair(root, OsStr::new(layout::REGISTRY), registry, recovery)?;
     for kind in Kind::ALL {
-        if records::point(root, published, kind)? {
-            recovery.repaired.push(shown(root, &layout::pointer(kind)));
-        }
+        let pointer = records::point(root, published, kind);
+        note_repair(root, &layout::pointer(kind), pointer, recovery)?;
+    }
+    Ok(())
+}
+
+/// What there is no room for stays as it was: it names only what is there or was, and a root has to be opened before it
+/// can be pruned.
+fn note_repair<D: Disk + Clone>(
+    root: &Directory<D>,
+    name: &OsStr,
+    repaired: Result<bool, CommitError>,
+    recovery: &mut Recovery,
+) -> Result<(), CommitError> {
+    match repaired {
+        Err(error) if error.is_out_of_space() => recovery.failed.push(error.to_string()),
+        Ok(true) => recovery.repaired.push(shown(root, name)),
+        outcome => return outcome.map(drop),
     }
     Ok(())
 }

@@ -129,6 +129,7 @@ fn every_step_out_of_turn_is_found() {
         ("publish hf-1", registry, pointer),
         ("remove hf-1", "-KIND- +.KIND-.removed-", registry),
         ("remove hf-1", "-config.json", "-KIND- +.KIND-.removed-"),
+        ("make room by hf-3", "-config.json", "-KIND- +.KIND-.removed-"),
         ("discard after 1", "-KIND- +discarded-KIND-", "+.discard-after-"),
         ("discard after 1", "-KIND- +discarded-KIND-", registry),
         ("discard after 1", "-.discard-after-", "-KIND- +discarded-KIND-"),

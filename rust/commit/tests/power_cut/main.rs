@@ -42,6 +42,9 @@ fn life() -> Run {
     run.discard_after(1);
     run.save_both(3, 1);
     run.save_both(4, 1);
+    run.make_room(Kind::Hf, 3);
+    run.save(Kind::Dcp, 5, 1);
+    run.make_room(Kind::Dcp, 3);
     run
 }
 
@@ -179,4 +182,43 @@ fn life_goes_on_whatever_was_lost() {
         });
         outcome.unwrap_or_else(|violation| panic!("{violation}"));
     }
+}
+
+/// The owner was killed, perhaps because its disk was full, which it still is.
+#[test]
+fn a_full_disk_is_opened_and_makes_room() {
+    let run = life();
+    let world = run.disk.world().clone();
+    let (mut removed, mut refused) = (0, 0);
+    // Where something is to be set aside, that has to be done first, and there is no room for it.
+    for call in run.calls.iter().filter(|call| ["publish", "remove", "make"].contains(&call.verb())) {
+        for length in call.first + 1..=call.end {
+            let context = format!("killed in {} after change {}", call.what, length - call.first);
+            let disk = ModelDisk::new(world.at(length));
+            disk.world().is_full = true;
+            let root = run::open(&disk).unwrap_or_else(|error| panic!("{context}: {error}"));
+            for checkpoint in root.list().unwrap() {
+                let (kind, step) = (checkpoint.kind, checkpoint.step);
+                if root.latest(kind).unwrap().as_ref() == Some(&checkpoint.path) {
+                    continue;
+                }
+                match root.remove(kind, step) {
+                    Ok(()) => removed += 1,
+                    // The link still leads to it.
+                    Err(error) => {
+                        refused += 1;
+                        assert!(error.to_string().contains("-latest"), "{context}: {error}");
+                        assert!(root.list().unwrap().iter().any(|found| found.path == checkpoint.path), "{context}");
+                    }
+                }
+                oracle::check_visible(&disk.world().nodes, &call.allowed(length))
+                    .unwrap_or_else(|found| panic!("{context}: {found}"));
+            }
+            drop(root);
+            let again = run::open(&disk).unwrap_or_else(|error| panic!("{context}: {error}"));
+            assert!(again.recovered().failed.is_empty() || disk.world().is_full, "{context}: {:?}", again.recovered());
+        }
+    }
+    println!("{removed} removed, {refused} refused");
+    assert!(removed > 50 && refused > 0);
 }

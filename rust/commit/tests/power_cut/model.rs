@@ -71,6 +71,8 @@ pub struct World {
     /// What was made since.
     pub made: Range<usize>,
     pub log: Vec<Change>,
+    /// Whether no file may grow and no link be made, until a file with something in it goes.
+    pub is_full: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -79,7 +81,7 @@ pub struct ModelDisk(Arc<Mutex<World>>);
 impl World {
     /// A disk that holds these nodes, all of them durable.
     pub fn new(nodes: Nodes) -> Self {
-        Self { before: nodes.clone(), made: nodes.len()..nodes.len(), nodes, log: Vec::new() }
+        Self { before: nodes.clone(), made: nodes.len()..nodes.len(), nodes, log: Vec::new(), is_full: false }
     }
 
     /// A disk that went through the first `length` changes of this one, and still has power.
@@ -87,7 +89,7 @@ impl World {
         let log = self.log[..length].to_vec();
         let mut nodes = self.before.clone();
         log.iter().for_each(|change| apply(&mut nodes, change));
-        Self { nodes, before: self.before.clone(), made: self.made.clone(), log }
+        Self { nodes, before: self.before.clone(), made: self.made.clone(), log, is_full: false }
     }
 
     fn make(&mut self, folder: Number, name: &OsStr, node: Node) -> Number {
@@ -326,6 +328,7 @@ impl Disk for ModelDisk {
     fn create_link(&self, folder: &Number, name: &OsStr, target: &OsStr, path: &Path) -> Result<(), CommitError> {
         self.call(path, |world| match world.find(*folder, name) {
             Ok(_) => Err(Errno::EXIST),
+            Err(_) if world.is_full => Err(Errno::NOSPC),
             Err(_) => {
                 world.make(*folder, name, Node::Link(target.to_owned()));
                 Ok(())
@@ -342,6 +345,9 @@ impl Disk for ModelDisk {
             // Never more than half, so that every file is written in several steps.
             let count = if bytes.len() > 8 { bytes.len() / 2 } else { bytes.len() };
             let offset = usize::try_from(offset).unwrap();
+            if world.is_full && offset + count > world.bytes(*file).len() {
+                return Err(Errno::NOSPC);
+            }
             world.change(Change::Write(*file, offset, bytes[..count].to_vec()));
             Ok(count)
         })
@@ -432,8 +438,10 @@ impl Disk for ModelDisk {
 
     fn remove_file(&self, folder: &Number, name: &OsStr, path: &Path) -> Result<(), CommitError> {
         self.call(path, |world| {
-            if let Node::Folder(_) = *world.nodes[world.find(*folder, name)?] {
-                return Err(Errno::ISDIR);
+            match &*world.nodes[world.find(*folder, name)?] {
+                Node::Folder(_) => return Err(Errno::ISDIR),
+                Node::File(bytes) => world.is_full &= bytes.is_empty(),
+                Node::Link(_) => {}
             }
             world.change(Change::Names(vec![(*folder, name.to_owned(), None)]));
             Ok(())

@@ -25,6 +25,8 @@ pub struct State {
     pub published: BTreeMap<(Kind, u64), Version>,
     /// Under the names they were given.
     pub set_aside: BTreeMap<String, (Kind, u64, Version)>,
+    /// What made room on a full disk, and may be listed by the registry while it is not there.
+    pub made_room: Option<(Kind, u64)>,
 }
 
 /// A call, and the changes it made: the first, and one past the last.
@@ -225,6 +227,18 @@ impl Run {
         let mut after = self.state.clone();
         after.published.remove(&(kind, step)).unwrap();
         self.call(format!("remove {kind}-{step}"), after, |root, _| root.remove(kind, step).unwrap());
+    }
+
+    /// Removes a checkpoint from a disk that has no room for a new registry before.
+    pub fn make_room(&mut self, kind: Kind, step: u64) {
+        let mut after = self.state.clone();
+        after.published.remove(&(kind, step)).unwrap();
+        after.made_room = Some((kind, step));
+        self.call(format!("make room by {kind}-{step}"), after, |root, disk| {
+            disk.world().is_full = true;
+            root.remove(kind, step).unwrap();
+            assert!(!disk.world().is_full);
+        });
     }
 
     pub fn discard_after(&mut self, step: u64) {

@@ -1,0 +1,185 @@
+"""What ranks do not see alike, or not at the same time, where they make groups anew or go on after a vote."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+from rank_processes import Job, Line, outcome
+
+from tundish.checkpoint import open_readonly
+
+PATIENCE = 60.0
+ROWS = 64
+
+
+class Saving:
+    """A rank that saves tensors of which each rank has a part; the orders are its methods."""
+
+    def __init__(self, root: Path, kind: str, rank: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from tundish.checkpoint import Checkpointer
+
+        self._kind = kind
+        self._rank = rank
+        self._mesh = init_device_mesh("cpu", (2,))
+        self._failures: list[BaseException] = []
+        # Longer than the test: what is told in time is not told by a timeout.
+        self._checkpointer = Checkpointer(root, on_failure=self._failures.append, timeout=PATIENCE * 2)
+
+    def save(self, step: int, **arguments: Any) -> Any:
+        saves: list[Any] = []
+        came = outcome(lambda: saves.append(self._begin(step, **arguments)))
+        return outcome(lambda: saves[0].result(PATIENCE)) if saves else came
+
+    def _begin(self, step: int, **arguments: Any) -> Any:
+        import torch
+        from torch.distributed.tensor import DTensor, Shard
+
+        part = torch.full((ROWS, 4), step + self._rank / 2)
+        state = {"spread": DTensor.from_local(part, self._mesh, [Shard(0)], run_check=False)}
+        # Another form each time, so that DCP compares.
+        state[f"of {step}"] = torch.ones(step + 1)
+        if arguments.get("staging") == "lazy":
+            arguments["optimizer"] = torch.optim.SGD([torch.nn.Parameter(part)])
+        return getattr(self._checkpointer, f"save_{self._kind}")(step, state, **arguments)
+
+    def break_group(self, step: int, **arguments: Any) -> Any:
+        """A save that this rank gives up in the middle of an exchange with the others."""
+        from tundish.checkpoint.dcp.ranks import Ranks
+        from tundish.checkpoint.hf.gather import Gather
+
+        kind, name = (Gather, "_exchange") if self._kind == "hf" else (Ranks, "_greatest")
+        whole = getattr(kind, name)
+
+        def give_up(*given: Any, **named: Any) -> Any:
+            setattr(kind, name, whole)
+            raise SystemExit(3)
+
+        setattr(kind, name, give_up)
+        return self.save(step, **arguments)
+
+    def press_while_made_anew(self, step: int, **arguments: Any) -> Any:
+        """A save in which Ctrl-C comes just before this rank meets the others for a new group."""
+        from tundish.distributed import groups
+
+        make = groups.make_group
+
+        def press_and_make(*given: Any) -> Any:
+            groups.make_group = make
+            os.kill(os.getpid(), signal.SIGINT)
+            # Time for it to come where signals come.
+            time.sleep(0.2)
+            return make(*given)
+
+        groups.make_group = press_and_make
+        return self.save(step, **arguments)
+
+    def press_before_lazy_exchange(self, step: int, **arguments: Any) -> Any:
+        """A lazy save in which Ctrl-C comes while this rank is still alone with its tensors."""
+        from tundish.checkpoint.hf.plan import HfPlan
+
+        snapshots = HfPlan._snapshots_in
+
+        def press(*given: Any) -> Any:
+            HfPlan._snapshots_in = snapshots  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        HfPlan._snapshots_in = press  # type: ignore[method-assign]
+        return self.save(step, **arguments)
+
+    def lose_sight(self, step: int, **arguments: Any) -> Any:
+        """A lazy save whose staging vote succeeds, of which this rank does not hear."""
+        from tundish.errors import VoteTimeoutError
+
+        voter = self._checkpointer._opened.lanes[self._kind]._finalizer._voter
+        vote = voter.vote
+
+        def lose(*given: Any, **named: Any) -> Any:
+            came = vote(*given, **named)
+            if "staging" in named["what"]:
+                del voter.vote
+                raise VoteTimeoutError("the store did not answer", ())
+            return came
+
+        voter.vote = lose
+        return self.save(step, **arguments)
+
+    def left(self) -> tuple[int, int]:
+        from tundish._native import staging_stats
+
+        self._checkpointer.wait(PATIENCE)
+        return self._checkpointer.stats()["staging"]["in_use"], staging_stats()["in_use"]
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+def saving(rank: int, line: Line) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    this = Saving(*line.hear(), rank)
+    while (order := line.hear()) is not None:
+        name, arguments, named = order
+        line.say(getattr(this, name)(*arguments, **named))
+
+
+def each(job: Job, name: str, *arguments: Any, last: str = "", **named: Any) -> list[Any]:
+    """Tell all ranks, and the last one something else where that is given; what they say, in time."""
+    begun = time.monotonic()
+    for rank in range(job.size):
+        job.tell(rank, (last if last and rank == job.size - 1 else name, arguments, named))
+    said = [one for (one,) in job.hear_all()]
+    assert time.monotonic() - begun < 20
+    return said
+
+
+FINE = ("", "", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "trouble", "kinds"),
+    [
+        ("hf", "press_while_made_anew", ["PeerFailedError", "KeyboardInterrupt"]),
+        ("dcp", "press_while_made_anew", ["PeerFailedError", "KeyboardInterrupt"]),
+        ("hf", "press_before_lazy_exchange", ["PeerFailedError", "KeyboardInterrupt"]),
+        ("hf", "lose_sight", ["PeerFailedError", "VoteTimeoutError"]),
+        ("dcp", "lose_sight", ["PeerFailedError", "VoteTimeoutError"]),
+    ],
+)
+def test_no_rank_waits_and_the_next_save_succeeds(
+    kind: str, trouble: str, kinds: list[str], tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    staging = "eager" if trouble == "press_while_made_anew" else "lazy"
+    with Job(saving, 2, tmp_path) as job:
+        for rank in (0, 1):
+            job.tell(rank, (root, kind))
+        assert each(job, "save", 0) == [FINE, FINE]
+        broken = each(job, "save", 1, last="break_group")
+        assert [one[0] for one in broken] == ["PeerFailedError", "SystemExit"], broken
+        if trouble != "press_while_made_anew":
+            assert each(job, "save", 2, staging=staging) == [FINE, FINE]
+        failed = each(job, "save", 3, last=trouble, staging=staging)
+        assert [one[0] for one in failed] == kinds, failed
+        assert each(job, "left") == [(0, 0), (0, 0)]
+        # As often as it takes to see that the ranks are in step again.
+        for step in (4, 5):
+            assert each(job, "save", step, staging=staging) == [FINE, FINE]
+        each(job, "close")
+        for rank in (0, 1):
+            job.tell(rank)
+        job.expect_end()
+    readonly = open_readonly(root)
+    saved = [0, 4, 5] if staging == "eager" else [0, 2, 4, 5]
+    assert [one.step for one in readonly.list()] == saved
+    for one in readonly.list():
+        readonly.verify(one.path)
