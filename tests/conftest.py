@@ -6,6 +6,7 @@ skipped; any other skip fails the run, so that no check is lost unnoticed.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -33,6 +34,12 @@ _lost = pytest.StashKey[list[str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_lost] = []
+
+
+def pytest_collection_finish() -> None:
+    # What was imported is never garbage, and to look through all of torch again and again takes minutes.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -53,6 +53,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "n is an integer of 16610 bits",
     ),
     "out with a null": (lambda: td.pack([1], 1, out="a\0b"), InvalidInputError, r"out is 'a\\x00b'"),
+    "out where no folder can be made": (
+        lambda: td.pack([1], 1, out="/proc/plan"),
+        StorageError,
+        r"cannot create a folder in /proc: No such file or directory$",
+    ),
     "cache_dir with a null": (
         lambda: td.pack([1], 1, cache_dir="a\0b"),
         InvalidInputError,

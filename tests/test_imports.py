@@ -27,6 +27,8 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "import tundish as td; td.pack([5, 3, 9], 4)",
         "import tundish as td; td.pack_datasets([[5, 3], [9]], 4, seed=1)",
         "import tundish as td; td.pack([5, 3, 9], 4, cache_dir='cache', threads=2).verify()",
+        "import tundish as td; td.pack([5, 3, 9], 4, share=True).verify()",
+        "import tundish as td; td.shm.node_shared([5, 3, 9], path='arrays'); td.distributed.node_group()",
         "import tundish as td; td.pack([5, 3, 9], 4).save('plan'); td.PackPlan.load('plan').stats()",
         "import tundish as td; list(td.PackedBatchSampler(td.pack([5, 3, 9], 4), 1))",
     ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish import checkpoint, distributed, errors, hf, packing
+    from tundish import checkpoint, distributed, errors, hf, packing, shm
     from tundish.checkpoint import Checkpointer
     from tundish.errors import TundishError
     from tundish.packing import (
@@ -41,6 +41,7 @@ else:
                 "pack",
                 "pack_datasets",
             ),
+            "tundish.shm": (),
             "tundish.version": ("__version__",),
         },
     )
@@ -61,4 +62,5 @@ __all__ = [
     "pack",
     "pack_datasets",
     "packing",
+    "shm",
 ]

@@ -19,18 +19,24 @@ __all__ = [
     "MissingExtraError",
     "NoSuchPackError",
     "NotFoundError",
+    "NotPicklableError",
     "OutOfMemoryError",
     "PeerFailedError",
     "PlanFormatError",
     "PlanMismatchError",
+    "PoolError",
     "RootInUseError",
+    "SegmentGoneError",
     "StateMismatchError",
     "StepExistsError",
     "StepOrderError",
     "StorageError",
     "StoreLostError",
+    "TimedOutError",
     "TundishError",
+    "UnsupportedError",
     "VoteTimeoutError",
+    "WorkerDiedError",
 ]
 
 
@@ -82,6 +88,34 @@ class AlreadyExistsError(StorageError, FileExistsError):
     """The place to publish to is taken by something else."""
 
 
+class SegmentGoneError(NotFoundError):
+    """The shared memory behind a handle was given back, or no longer can be reached."""
+
+
+class NotPicklableError(TundishError, TypeError):
+    """A function, an item, a result or an exception cannot be sent between processes."""
+
+
+class PoolError(TundishError, RuntimeError):
+    """A pool takes no tasks: it is shut down, broken, or another process's."""
+
+
+class WorkerDiedError(PoolError):
+    """The worker died that ran a task; `pid` was its process, `status` minus the signal or the exit code."""
+
+    def __init__(self, message: str, pid: int, status: int) -> None:
+        super().__init__(message, pid, status)
+        self.pid = pid
+        self.status = status
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class UnsupportedError(TundishError, NotImplementedError):
+    """This system cannot do what was asked for."""
+
+
 class CallbackError(TundishError, RuntimeError):
     """A checkpoint is published, but a callback that was to hear of it failed."""
 
@@ -124,6 +158,10 @@ class PeerFailedError(TundishError, RuntimeError):
         return str(self.args[0])
 
 
+class TimedOutError(TundishError, TimeoutError):
+    """What was waited for did not come in the time that was given."""
+
+
 class VoteTimeoutError(TundishError, TimeoutError):
     """A rank did not vote before its deadline; `ranks` names the silent ones."""
 
@@ -156,6 +194,11 @@ def names_its_path(error: OSError) -> bool:
 def shown(number: int) -> str:
     """`number` as a message can hold it: Python refuses to write out thousands of digits, and nobody reads them."""
     return str(number) if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, for messages: "1 dataset", "2 datasets"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def missing_extra(extra: str, needs: str, purpose: str) -> NoReturn:

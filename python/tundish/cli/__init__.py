@@ -1,4 +1,4 @@
-"""The command line: `run` reads it and answers, `plans` and `checkpoints` are its commands."""
+"""The command line: `run` reads it and answers, `plans`, `checkpoints` and `segments` are its commands."""
 
 from tundish.cli.run import build_parser, main
 

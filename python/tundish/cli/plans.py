@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tundish.cli.arguments import add_command, progress_of
 from tundish.cli.output import rows
-from tundish.errors import InvalidInputError, PlanMismatchError
+from tundish.errors import InvalidInputError, PlanMismatchError, counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -184,7 +184,8 @@ def _map_lengths(paths: list[Path], plan: PackPlan) -> np.ndarray | list[np.ndar
     datasets = len(plan.num_samples)
     if len(paths) != datasets:
         raise PlanMismatchError(
-            f"the plan was made for {datasets} dataset(s), and {len(paths)} LENGTHS file(s) were given"
+            f"the plan was made for {counted(datasets, 'dataset')}, and {counted(len(paths), 'LENGTHS file')} "
+            f"{'was' if len(paths) == 1 else 'were'} given"
         )
     columns = [_map_array(path) for path in paths]
     return columns[0] if datasets == 1 else columns

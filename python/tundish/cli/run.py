@@ -21,6 +21,7 @@ from tundish.cli.arguments import EXIT_CODES, Parser, PrintVersion
 from tundish.cli.checkpoints import add_checkpoint_commands
 from tundish.cli.output import OutputClosedError, printable, write
 from tundish.cli.plans import add_plan_commands
+from tundish.cli.segments import add_shm_commands
 from tundish.errors import (
     CorruptCheckpointError,
     MissingExtraError,
@@ -79,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command; each command's options carry the function to `run` and the module it `needs`."""
     parser = Parser(
         prog="tundish",
-        description="Pack token sequences for training, and look at plans and checkpoints.",
+        description="Pack token sequences for training, and look at plans, checkpoints and shared memory.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -87,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_plan_commands(commands)
     add_checkpoint_commands(commands)
+    add_shm_commands(commands)
     return parser
 
 

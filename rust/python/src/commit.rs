@@ -1,13 +1,115 @@
 //! Binds `tundish-commit`.
+//!
+//! What always holds: bytes of a buffer are read by the system alone, in the call that hands them over, so that whoever
+//! writes to them meanwhile spoils their file and nothing else.
+#![allow(unsafe_code)]
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 
+use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
+use tundish_commit::{Folder, FolderFile};
+use tundish_packing::Watch;
 
 use crate::enter::enter;
+use crate::error::BindingError;
+
+/// Bytes that are written between two looks at signals.
+const PIECE: usize = 8 << 20;
 
 /// Write `contents` as the file `target`, whole and durable, in the place of what was there.
 #[pyfunction]
 pub(crate) fn replace_file(py: Python<'_>, target: PathBuf, contents: &[u8]) -> PyResult<()> {
     enter(py, None, |_| Ok(tundish_commit::replace_file(&target, contents)?))
 }
+
+/// A folder that is written piece by piece and appears as `target`, whole and durable, when it is published.
+///
+/// One that is abandoned, let go of, or left by a process that was killed never appears.
+#[pyclass(frozen)]
+pub(crate) struct NewFolder {
+    writing: Mutex<Option<Writing>>,
+}
+
+struct Writing {
+    // Before the folder, which removes what it wrote when it is dropped.
+    files: HashMap<String, FolderFile>,
+    folder: Folder,
+}
+
+#[pymethods]
+impl NewFolder {
+    #[new]
+    fn new(py: Python<'_>, target: PathBuf) -> PyResult<Self> {
+        enter(py, None, |_| {
+            let writing = Writing { files: HashMap::new(), folder: Folder::create(&target)? };
+            Ok(Self { writing: Mutex::new(Some(writing)) })
+        })
+    }
+
+    /// Write the bytes of a buffer, which lie one after the other, at the end of the file `name`.
+    fn append(&self, py: Python<'_>, name: &str, contents: PyBuffer<u8>) -> PyResult<()> {
+        if !contents.is_c_contiguous() {
+            return Err(BindingError::Value(format!("the bytes for {name} do not lie one after the other")).into());
+        }
+        let bytes = Bytes { data: contents.buf_ptr().cast(), len: contents.len_bytes() };
+        enter(py, None, move |door| {
+            let bytes = bytes;
+            let mut guard = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+            let Writing { files, folder } = guard.as_mut().ok_or_else(closed)?;
+            let file = match files.entry(name.to_owned()) {
+                Entry::Occupied(entry) => entry.into_mut(),
+                Entry::Vacant(entry) => entry.insert(folder.create_file(name)?),
+            };
+            for start in (0..bytes.len).step_by(PIECE) {
+                // SAFETY: `contents` keeps the memory for the whole call, and nothing here reads it but the system,
+                // in `pwrite`.
+                let piece = unsafe { std::slice::from_raw_parts(bytes.data.add(start), PIECE.min(bytes.len - start)) };
+                file.append(piece)?;
+                door.tick("write", start as u64, bytes.len as u64)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Make all of it durable and give it its name.
+    fn publish(&self, py: Python<'_>) -> PyResult<()> {
+        enter(py, None, |_| {
+            let Writing { files, folder } = self.take().ok_or_else(closed)?;
+            for file in files.into_values() {
+                file.finish()?;
+            }
+            Ok(folder.publish()?)
+        })
+    }
+
+    /// Remove what was written; does nothing to a folder that is published.
+    fn abandon(&self, py: Python<'_>) -> PyResult<()> {
+        enter(py, None, |_| {
+            drop(self.take());
+            Ok(())
+        })
+    }
+}
+
+impl NewFolder {
+    fn take(&self) -> Option<Writing> {
+        self.writing.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+fn closed() -> BindingError {
+    BindingError::Value("this folder is published or abandoned already".to_owned())
+}
+
+/// Where the bytes of a buffer lie.
+struct Bytes {
+    data: *const u8,
+    len: usize,
+}
+
+// SAFETY: the pointer is only handed to the system, by one thread, while the buffer's owner keeps the memory.
+unsafe impl Send for Bytes {}

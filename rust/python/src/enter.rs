@@ -9,6 +9,7 @@ use pyo3::marker::Ungil;
 use pyo3::prelude::*;
 use tundish_commit::CommitError;
 use tundish_packing::{PackError, Watch};
+use tundish_shm::ShmError;
 
 use crate::error::BindingError;
 
@@ -20,6 +21,15 @@ pub(crate) struct Door {
     progress: Option<Py<PyAny>>,
     last: Instant,
     raised: Option<PyErr>,
+}
+
+impl Door {
+    /// Look for signals at once; whether to go on.
+    pub(crate) fn look(&mut self) -> bool {
+        let looked = Python::attach(|py| py.check_signals());
+        self.last = Instant::now();
+        looked.map_err(|error| self.raised = Some(error)).is_ok()
+    }
 }
 
 impl Watch for Door {
@@ -54,6 +64,7 @@ where
     match (result, door.raised) {
         (Err(BindingError::Pack(PackError::Interrupted)), Some(raised)) => Err(raised),
         (Err(BindingError::Commit(CommitError::Interrupted { .. })), Some(raised)) => Err(raised),
+        (Err(BindingError::Shm(ShmError::Interrupted)), Some(raised)) => Err(raised),
         (result, _) => result.map_err(PyErr::from),
     }
 }

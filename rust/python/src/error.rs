@@ -9,12 +9,14 @@ use pyo3::types::PyTuple;
 use tundish_commit::CommitError;
 use tundish_commit::staging::OutOfMemory;
 use tundish_packing::PackError;
+use tundish_shm::ShmError;
 
 /// Everything a binding can fail with.
 #[derive(Debug)]
 pub(crate) enum BindingError {
     Pack(PackError),
     Commit(CommitError),
+    Shm(ShmError),
     /// No room for staging memory.
     Memory(OutOfMemory),
     /// An argument of the wrong type or dtype.
@@ -34,6 +36,12 @@ impl From<PackError> for BindingError {
 impl From<CommitError> for BindingError {
     fn from(error: CommitError) -> Self {
         Self::Commit(error)
+    }
+}
+
+impl From<ShmError> for BindingError {
+    fn from(error: ShmError) -> Self {
+        Self::Shm(error)
     }
 }
 
@@ -58,6 +66,7 @@ impl From<BindingError> for PyErr {
             BindingError::Memory(error) => raise("OutOfMemoryError", &error.to_string()),
             BindingError::Pack(error) => pack_error(&error),
             BindingError::Commit(error) => commit_error(&error),
+            BindingError::Shm(error) => shm_error(&error),
         }
     }
 }
@@ -77,8 +86,10 @@ fn pack_error(error: &PackError) -> PyErr {
     }
 }
 
-const EIO: i32 = 5;
 const ENOENT: i32 = 2;
+const EIO: i32 = 5;
+const EEXIST: i32 = 17;
+const ENOSPC: i32 = 28;
 
 fn commit_error(error: &CommitError) -> PyErr {
     let class = match error {
@@ -101,13 +112,35 @@ fn commit_error(error: &CommitError) -> PyErr {
     raise_os(class, error.raw_os_error().unwrap_or(EIO), &without_number(&error.to_string()), error.path())
 }
 
+fn shm_error(error: &ShmError) -> PyErr {
+    let message = without_number(&error.to_string());
+    match error {
+        ShmError::NoHeadroom { .. } => raise("OutOfMemoryError", &message),
+        ShmError::Gone { segment, .. } | ShmError::Unreached { segment, .. } => {
+            raise_os("SegmentGoneError", ENOENT, &message, Path::new(segment))
+        }
+        ShmError::Exists { path, .. } => raise_os("AlreadyExistsError", EEXIST, &message, path),
+        ShmError::Missing { path } => raise_os("NotFoundError", ENOENT, &message, path),
+        ShmError::NoSpace { path, .. } => raise_os("StorageError", ENOSPC, &message, path),
+        ShmError::Io { object, source, .. } => {
+            raise_os("StorageError", source.raw_os_error().unwrap_or(EIO), &message, Path::new(object))
+        }
+        ShmError::Unsupported { .. } => raise("UnsupportedError", &message),
+        ShmError::TimedOut { .. } => raise("TimedOutError", &message),
+        _ => raise("InvalidInputError", &message),
+    }
+}
+
 fn system_message(source: &std::io::Error) -> String {
     without_number(&source.to_string())
 }
 
-/// Without the number that Rust writes behind the system's words: the exception carries it as its `errno`.
+/// Without the numbers that Rust writes behind the system's words: the exception carries one as its `errno`.
 fn without_number(text: &str) -> String {
-    text.rsplit_once(" (os error").map_or(text, |(words, _)| words).to_owned()
+    let mut parts = text.split(" (os error ");
+    let first = parts.next().unwrap_or_default();
+    // Of several errors that are told of together, each has one.
+    parts.fold(first.to_owned(), |words, part| words + part.split_once(')').map_or(part, |(_, rest)| rest))
 }
 
 /// An error of `tundish.errors`, made when it is raised.

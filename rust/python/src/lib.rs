@@ -14,6 +14,7 @@ mod lent;
 mod mapped;
 mod packing;
 mod shards;
+mod shm;
 
 use pyo3::prelude::*;
 
@@ -34,7 +35,7 @@ mod _native {
     #[pymodule_export]
     use super::checkpoint_root::{CheckpointReadLock, CheckpointRoot, ReadonlyCheckpoints, open_checkpoints_readonly};
     #[pymodule_export]
-    use super::commit::replace_file;
+    use super::commit::{NewFolder, replace_file};
     #[pymodule_export]
     use super::packing::{
         PlanReader, fingerprint, open_plan, pack, sample_index, save, shuffled_indices, verify, write,
@@ -43,5 +44,17 @@ mod _native {
     use super::shards::{
         FileFacts, Image, ShardWriter, checksum_file, seal_manifest, staging_stats, trim_staging, verify_folder,
         write_sidecar,
+    };
+    #[pymodule_export]
+    use super::shm::arena::{Parcel, ParcelView, Parcels, SegmentArena};
+    #[pymodule_export]
+    use super::shm::board::{TaskBoard, end_with};
+    #[pymodule_export]
+    use super::shm::named::sweep_segments;
+    #[pymodule_export]
+    use super::shm::reach::lending_socket;
+    #[pymodule_export]
+    use super::shm::segment::{
+        SegmentView, SharedSegment, forget_inherited_segments, held_descriptor, set_shared_cache_limit, shared_stats,
     };
 }

@@ -1,0 +1,51 @@
+"""How much shared memory this process has, and how much of it is kept for the next arrays."""
+
+from __future__ import annotations
+
+import os
+from typing import TypedDict
+
+from tundish import _native
+from tundish.errors import InvalidInputError, InvalidTypeError, shown
+
+__all__ = ["set_cache_limit", "stats"]
+
+# A child made by `fork` would otherwise keep alive what its parent gives back to the system.
+os.register_at_fork(after_in_child=_native.forget_inherited_segments)
+
+
+class SharedMemoryStats(TypedDict):
+    """Bytes of the segments of this process."""
+
+    mapped: int
+    """In use: its own, and those of other processes that it is attached to."""
+    cached: int
+    """Its own that were given back, kept for the next ones."""
+    escaped: int
+    """Its own that were given back while a view of them lived in some process, kept until that ends."""
+    peak: int
+    """The most that its own ever were together."""
+
+
+def stats() -> SharedMemoryStats:
+    """Bytes of shared memory of this process: `mapped`, `cached`, `escaped`, `peak`.
+
+    What was given back with a view alive elsewhere is kept only within the cache's limit; beyond that it belongs to
+    whoever has the views, and is counted there.
+    """
+    counted = _native.shared_stats()
+    return SharedMemoryStats(
+        mapped=counted["mapped"], cached=counted["cached"], escaped=counted["escaped"], peak=counted["peak"]
+    )
+
+
+def set_cache_limit(limit_bytes: int) -> None:
+    """Keep up to `limit_bytes` of this process's segments for its next arrays; 0 keeps none.
+
+    By default a sixteenth of the memory that the process can have. Fresh pages cost many times a copy into kept ones.
+    """
+    if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int):
+        raise InvalidTypeError(f"limit_bytes is {limit_bytes!r}: give a number of bytes")
+    if not 0 <= limit_bytes < 1 << 62:
+        raise InvalidInputError(f"limit_bytes is {shown(limit_bytes)}: give a number of bytes from 0 on")
+    _native.set_shared_cache_limit(limit_bytes)

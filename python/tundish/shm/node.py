@@ -1,0 +1,164 @@
+"""`node_shared`: one copy of an array a node, brought or built by one of its ranks.
+
+Owns the meeting of the ranks. What always holds: on every node one rank alone looks at what was brought, builds,
+hashes or copies; either all ranks get the array or all raise; what is shared has no name that could be left behind, or
+lies in a file that was published whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tundish.distributed import nodes_of, voter_of
+from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.shm.array import SharedArray
+from tundish.shm.filed import FiledArray, find_by_key, keep
+from tundish.shm.handle import Handle
+from tundish.shm.node_array import NodeArray
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["node_shared"]
+
+# Seconds that ranks wait for one another to do what takes milliseconds.
+PATIENCE = 3600.0
+
+
+def node_shared(
+    array_or_callable: ArrayLike | torch.Tensor | SharedArray | Callable[[], Any],
+    *,
+    key: str | None = None,
+    group: Any = None,
+    path: str | os.PathLike[str] | None = None,
+) -> NodeArray:
+    """Collective: an array of which all ranks of a node have the same physical pages, read-only.
+
+    One rank a node brings it, local rank 0 (the first of the node in `group`; `tundish.distributed.node_group` says
+    what a node is). What the others give is not looked at: they may pass None. The rank that brings the array may drop
+    its own then. Without torch.distributed the process shares it with its workers.
+
+        tokens = td.shm.node_shared(lambda: tokenise(documents))
+
+    Args:
+        array_or_callable: the array, or what makes it and is called on one rank a node: a numpy array, a torch tensor
+            on the CPU, or a `SharedArray`, which is shared as it is, without a copy. It is copied in its order and
+            dtype, as `SharedArray.from_array` does.
+        key: what the array is, in the caller's words: "tokens of corpus 3, vocabulary 2". Ranks that give different
+            ones raise. With `path` it stands for the content: an array that was kept under this key is taken as it
+            is, and nothing is built or hashed.
+        group: the process group that shares; by default all ranks.
+        path: keep the array in this folder, as a file that all ranks map: for arrays larger than memory, and to find
+            them again. The file is named by `key`, or by a hash of the array; one that is there already is not
+            written again. It is published whole and durable, and never changed.
+
+    Returns:
+        The array. Pickled as a whole it is a few hundred bytes, and a worker that unpickles it has the same pages;
+        slices are pickled by value. In memory it lives as long as any process of the node holds it or a view of it,
+        and leaves nothing behind, whoever is killed and when.
+
+    Raises:
+        What the builder raised, on that rank, and `PeerFailedError` with it on all others; also within 1 s when it is
+            killed, from the first vote in `group` on, in whatever call that was.
+        InvalidTypeError: an array of objects, or a key or path that is none.
+        InvalidInputError: an empty key; a key in `path` that stands for an array of another dtype or shape.
+        OutOfMemoryError: there is no room for the array.
+        StorageError: the file system refused, or the file that is there is damaged.
+
+    >>> import numpy as np
+    >>> tokens = node_shared(lambda: np.arange(5))
+    >>> int(tokens.sum()), tokens.flags.writeable
+    (10, False)
+    """
+    what = "sharing an array on every node" if key is None else f"sharing {key!r:.100} on every node"
+    voter = voter_of(group)
+    voter.vote(
+        _wrong(key, path),
+        what=f"{what}: comparing the keys, which have to be equal on all ranks",
+        same=json.dumps(key) if isinstance(key, str) else "no key",
+        timeout=PATIENCE,
+    )
+    nodes = nodes_of(voter, timeout=PATIENCE)
+    (builder,) = (node[0] for node in nodes if voter.rank in node)
+    origin, place, error = None, None, None
+    try:
+        if voter.rank == builder:
+            origin = _brought(array_or_callable, key, None if path is None else Path(path).absolute())
+            place = json.dumps(_place_of(origin))
+    except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+        error = caught
+    place = voter.pass_on(place, error, source=builder, what=what, timeout=None)
+    with voter.agreed(f"{what}: attaching to it", timeout=PATIENCE):
+        return NodeArray.of(origin if origin is not None else _origin_at(json.loads(place)))
+
+
+def _wrong(key: Any, path: Any) -> Exception | None:
+    if key is not None and not isinstance(key, str):
+        return InvalidTypeError(f"key must be a text, not {key!r}")
+    if key == "":
+        return InvalidInputError("an empty text was given as key; say what the array is")
+    if path is None:
+        return None
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or not text:
+        return InvalidTypeError(f"path must be the path of a folder, not {path!r}")
+    return InvalidInputError(f"path is {text!r}; no path holds a null character") if "\0" in text else None
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """An array that lies in shared memory."""
+
+    shared: SharedArray
+
+    def mapped(self) -> NDArray[Any]:
+        """The array, read-only also where this process is the owner and may write to it."""
+        return SharedArray.attach(self.shared.handle).array
+
+
+def _brought(array_or_callable: Any, key: str | None, folder: Path | None) -> Segment | FiledArray:
+    """What is shared, on the rank that brings it."""
+    if folder is not None and key is not None and callable(array_or_callable):
+        found = find_by_key(folder, key)
+        if found is not None:
+            return found
+    brought = array_or_callable() if callable(array_or_callable) else array_or_callable
+    if folder is not None:
+        return keep(brought.array if isinstance(brought, SharedArray) else _as_array(brought), folder, key)
+    return Segment(
+        brought if isinstance(brought, SharedArray) else SharedArray.from_array(_as_array(brought))
+    )
+
+
+def _as_array(brought: Any) -> NDArray[Any]:
+    if type(brought).__module__.partition(".")[0] != "torch":
+        return np.asarray(brought)
+    try:
+        array: NDArray[Any] = brought.detach().numpy()
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise InvalidTypeError(
+            f"a torch object was brought that numpy cannot read ({error}): bring a tensor on the CPU, and one of a "
+            "dtype that numpy lacks as tensor.view(torch.uint8) or torch.uint16"
+        ) from error
+    return array
+
+
+def _place_of(origin: Segment | FiledArray) -> dict[str, Any]:
+    """Where `origin` lies, in JSON."""
+    if isinstance(origin, FiledArray):
+        return {"path": origin.path, "inode": origin.inode}
+    return {"handle": origin.shared.handle.to_json()}
+
+
+def _origin_at(place: dict[str, Any]) -> Segment | FiledArray:
+    if "path" in place:
+        return FiledArray(place["path"], place["inode"])
+    return Segment(SharedArray.attach(Handle.from_json(place["handle"])))

@@ -1,0 +1,106 @@
+"""The function of a pool and its shared arguments, as workers get them.
+
+Owns, for workers that are not forked, the segments that the arrays lie in. What always holds: an array is placed once,
+whatever the number of workers, and nobody can write to it there; everything else is pickled once, when the pool is
+made, so that what cannot be sent is refused then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tundish.errors import NotPicklableError
+from tundish.shm.array import SharedArray
+from tundish.shm.pool.messages import PROTOCOL, dumps, loads
+
+__all__ = ["Placed", "bound", "inherited"]
+
+
+def bound(function: Callable[..., Any], shared: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """`function` with its shared arguments."""
+    return partial(function, **shared) if shared else function
+
+
+def inherited(function: Callable[..., Any], shared: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """`function` with the shared arguments that a forked worker finds in its memory, arrays read-only."""
+    return bound(function, {name: _read_only(value) for name, value in shared.items()})
+
+
+class Placed:
+    """`function` with its shared arguments, ready to be sent to any number of workers.
+
+    Raises:
+        NotPicklableError: one of them, or the function, cannot be pickled.
+        OutOfMemoryError: there is no room for the arrays.
+    """
+
+    def __init__(self, function: Callable[..., Any], shared: Mapping[str, Any]) -> None:
+        self._arrays: dict[str, SharedArray] = {}
+        self._tensors: dict[str, SharedArray] = {}
+        self._function = _sent(function, "the function")
+        self._rest = {
+            name: _sent(value, f"shared[{name!r}]")
+            for name, value in shared.items()
+            if not (_is_array(value) or _is_tensor(value))
+        }
+        try:
+            for name, value in shared.items():
+                if _is_array(value):
+                    self._arrays[name] = SharedArray.from_array(value)
+                elif _is_tensor(value):
+                    self._tensors[name] = SharedArray.from_array(value)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self) -> Callable[[Any], Any]:
+        """The function as a worker calls it."""
+        shared: dict[str, Any] = {name: loads(stream) for name, stream in self._rest.items()}
+        shared.update((name, placed.array) for name, placed in self._arrays.items())
+        shared.update((name, placed.tensor()) for name, placed in self._tensors.items())
+        return bound(loads(self._function), shared)
+
+    def close(self) -> None:
+        """Let go of the segments; they live on as long as a worker has them."""
+        for placed in (*self._arrays.values(), *self._tensors.values()):
+            placed.close()
+
+
+def _is_array(value: object) -> bool:
+    return type(value) in (np.ndarray, np.memmap) and not value.dtype.hasobject  # type: ignore[attr-defined]
+
+
+def _is_tensor(value: object) -> bool:
+    # Nobody has a tensor without having imported torch.
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and value.layout == torch.strided
+    )
+
+
+def _read_only(value: Any) -> Any:
+    if isinstance(value, SharedArray):
+        return SharedArray.attach(value.handle)
+    if not isinstance(value, np.ndarray):
+        return value
+    view = value.view()
+    view.flags.writeable = False
+    return view
+
+
+def _sent(value: Any, what: str) -> bytes:
+    try:
+        return dumps(value, PROTOCOL)
+    except Exception as error:
+        raise NotPicklableError(
+            f"{what} cannot be sent to workers that are not forked: {error}; define it at the top level of a module, "
+            'or use mp_context="fork"'
+        ) from error

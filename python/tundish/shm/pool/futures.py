@@ -1,0 +1,132 @@
+"""The future of one task of a pool.
+
+Owns the way from an answer on the task board to a result. It is a `concurrent.futures.Future` in all that can be seen;
+what differs: `result()` collects answers on the caller's own thread, `cancel()` takes the task off the board,
+`running()` asks the board, and an answer is unpickled by the first who asks for it. What always holds:
+
+1. `arrive` and `lose` may be interrupted anywhere (Ctrl-C) and be called again: the future is then finished once.
+2. Waiters and callbacks are told by a thread of the pool, which nothing interrupts, each of them once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING
+from typing import TYPE_CHECKING, Any
+
+from tundish.errors import PoolError
+from tundish.shm.pool import messages
+
+if TYPE_CHECKING:
+    from tundish.shm.pool.engine import Engine
+
+__all__ = ["TaskFuture"]
+
+_DONE = frozenset({CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
+
+
+class TaskFuture(Future[Any]):
+    """What `SharedPool.submit` returns. `number`: how many tasks were submitted before."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        super().__init__()
+        self._done_callbacks: list[Any]
+        # An RLock by itself is entered and left whole; a Condition's methods are Python, which Ctrl-C can split.
+        self._guard = threading.RLock()
+        self._condition = threading.Condition(self._guard)
+        self._engine = engine
+        self._answer: tuple[int, Any] | None = None
+        self.number = number
+        self.ticket: int | None = None
+
+    # ---- What users call ----
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What the task returned, collected on this thread; raises as `concurrent.futures.Future.result`."""
+        self._attend(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the task raised, or None; raises as `concurrent.futures.Future.exception`."""
+        self._attend(timeout)
+        return super().exception(0)
+
+    def cancel(self) -> bool:
+        """Take the task back, if no worker has it yet; True if it is cancelled."""
+        if not self._engine.withdraw(self):
+            return self.cancelled()
+        with self._guard:
+            self._state = CANCELLED
+            self._condition.notify_all()
+        self._invoke_callbacks()  # type: ignore[attr-defined] # typeshed leaves it out
+        self.set_running_or_notify_cancel()
+        return True
+
+    def running(self) -> bool:
+        """Whether a worker has the task."""
+        return self._state == PENDING and self._engine.is_running(self)
+
+    def __repr__(self) -> str:
+        self._unpack()
+        return super().__repr__()
+
+    # ---- What the engine calls ----
+
+    def arrive(self, _number: int, kind: int, payload: Any) -> None:
+        """The answer came."""
+        with self._guard:
+            if self._state in _DONE:
+                return
+            if self._waiters or self._done_callbacks:
+                self._engine.announce_later(self, tuple(self._waiters))
+            self._answer = kind, payload
+            self._state = FINISHED
+            self._condition.notify_all()
+
+    def is_ready(self) -> bool:
+        return self._state in _DONE
+
+    def park(self, seconds: float) -> None:
+        """Wait while another thread collects."""
+        with self._condition:
+            if self._state not in _DONE:
+                self._condition.wait(seconds)
+
+    def announce(self, waiters: tuple[Any, ...]) -> None:
+        """Tell those who waited when the answer came, and the callbacks."""
+        with self._guard:
+            if self._state != FINISHED:
+                # Whoever brought the answer was interrupted; it comes again.
+                return
+        self._unpack()
+        for waiter in waiters:
+            if self._exception is None:
+                waiter.add_result(self)
+            else:
+                waiter.add_exception(self)
+        self._invoke_callbacks()  # type: ignore[attr-defined] # typeshed leaves it out
+
+    def describe(self, _number: int) -> str:
+        """The task, for messages."""
+        return f"task {self.number}"
+
+    # ---- On the way ----
+
+    def _attend(self, timeout: float | None) -> None:
+        if self._state not in _DONE:
+            if os.getpid() != self._engine.pid:
+                raise PoolError(
+                    f"this future belongs to process {self._engine.pid}, which made the pool; "
+                    f"in its child {os.getpid()} the result never comes: ask for it there"
+                )
+            self._engine.attend(self, timeout)
+        self._unpack()
+
+    def _unpack(self) -> None:
+        with self._guard:
+            if self._answer is None:
+                return
+            self._result, self._exception = messages.unpack(*self._answer)
+            self._answer = None

@@ -1,0 +1,242 @@
+//! Parcels: memory that one process writes and another receives without a copy.
+//!
+//! What always holds: a parcel is given back only when no buffer of it is in use in its sender; a received one is its
+//! receiver's as long as the object that exported it.
+#![allow(unsafe_code)]
+
+use std::ffi::c_int;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::exceptions::PyBufferError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyMemoryView};
+use tundish_shm::arena::{Arena, Use, default_limit};
+use tundish_shm::{self as shm, Reference};
+
+use super::unheld::Unheld;
+use super::{as_address, as_tuple, look};
+use crate::enter::enter;
+use crate::error::BindingError;
+
+/// A parcel's reference as Python has it: process, descriptor, identity, generation, bytes.
+type ReferenceTuple = (u32, i32, u64, u64, usize);
+
+/// Memory that parcels are sent in, kept for the next ones up to `limit_bytes`; by default a sixteenth of the memory.
+#[pyclass(frozen)]
+pub(crate) struct SegmentArena {
+    arena: Unheld<Arc<Arena>>,
+}
+
+#[pymethods]
+impl SegmentArena {
+    #[new]
+    #[pyo3(signature = (limit_bytes=None))]
+    fn new(limit_bytes: Option<usize>) -> Self {
+        let limit = limit_bytes.unwrap_or_else(default_limit);
+        SegmentArena { arena: Unheld::new(Arc::new(Arena::new(Use::Messages, limit))) }
+    }
+
+    /// A parcel of `nbytes`, to be written. What lies in it is not defined.
+    fn take(&self, py: Python<'_>, nbytes: usize) -> PyResult<Parcel> {
+        let arena = &*self.arena;
+        let parcel = enter(py, None, move |door| Ok(shm::Parcel::take(arena, nbytes, &mut || look(door))?))?;
+        Ok(Parcel { state: Mutex::new(State { parcel: Some(Unheld::new(parcel)), exports: 0, end: None }) })
+    }
+
+    /// Bytes in use or on their way, kept idle, kept while their receiver still has them, and the most there ever were.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = py.detach(|| self.arena.stats());
+        let dict = PyDict::new(py);
+        dict.set_item("in_use", stats.in_use)?;
+        dict.set_item("cached", stats.cached)?;
+        dict.set_item("escaped", stats.escaped)?;
+        dict.set_item("peak", stats.peak)?;
+        Ok(dict)
+    }
+}
+
+/// How a parcel is given back.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    Released,
+    Revoked,
+}
+
+struct State {
+    /// Until it is given back.
+    parcel: Option<Unheld<shm::Parcel>>,
+    exports: usize,
+    end: Option<End>,
+}
+
+/// Bytes to be sent, as a writable buffer.
+#[pyclass(frozen)]
+pub(crate) struct Parcel {
+    state: Mutex<State>,
+}
+
+impl Parcel {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn end(&self, end: End) {
+        let mut state = self.lock();
+        state.end = Some(end);
+        let ended = state.take_if_over();
+        drop(state);
+        drop(ended);
+    }
+}
+
+impl State {
+    /// What is to be dropped now that nobody uses it; without the lock.
+    fn take_if_over(&mut self) -> Option<Unheld<shm::Parcel>> {
+        let end = self.end.filter(|_| self.exports == 0)?;
+        let mut parcel = self.parcel.take()?;
+        if end == End::Revoked {
+            parcel.revoke();
+        }
+        Some(parcel)
+    }
+
+    fn parcel(&mut self) -> PyResult<&mut Unheld<shm::Parcel>> {
+        self.parcel
+            .as_mut()
+            .filter(|_| self.end.is_none())
+            .ok_or_else(|| BindingError::Value("the parcel was given back already".to_owned()).into())
+    }
+}
+
+#[pymethods]
+impl Parcel {
+    /// What `Parcels.open` of the one receiver takes. From here on the parcel counts as sent.
+    fn reference(&self) -> PyResult<ReferenceTuple> {
+        let reference = self.lock().parcel()?.reference().map_err(BindingError::from)?;
+        let (process, descriptor, identity, generation) = as_tuple(&reference.address);
+        Ok((process, descriptor, identity, generation, reference.len))
+    }
+
+    /// The descriptor of its memory, for whoever sends that along so that the parcel outlives this process.
+    #[getter]
+    fn descriptor(&self) -> PyResult<i32> {
+        Ok(self.lock().parcel()?.descriptor())
+    }
+
+    /// Done with it: used again when the receiver came and let go of it, or at once if it was not sent. While buffers of it
+    /// are in use here, that waits for them. Done twice is done once.
+    fn release(&self) {
+        self.end(End::Released);
+    }
+
+    /// Done with it, and no receiver is to come: who comes later is refused.
+    fn revoke(&self) {
+        self.end(End::Revoked);
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        Ok(self.lock().parcel()?.len())
+    }
+
+    /// What Python has of itself from 3.12 on (PEP 688).
+    fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
+        PyMemoryView::from(slf)
+    }
+
+    /// # Safety
+    /// Called by Python alone, with a `view` to be filled.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let mut state = slf.get().lock();
+        let (data, len) = match state.parcel() {
+            Ok(parcel) => (parcel.data(), parcel.len()),
+            Err(error) => return Err(PyBufferError::new_err(error.to_string())),
+        };
+        // SAFETY: `view` is Python's; the bytes are mapped until the last export ends, and may be written by whoever has
+        // one.
+        let filled = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), data.cast(), len.cast_signed(), 0, flags) };
+        if filled != 0 {
+            return Err(PyErr::fetch(slf.py()));
+        }
+        state.exports += 1;
+        Ok(())
+    }
+
+    /// # Safety
+    /// Called by Python alone, once for each buffer that it got.
+    unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
+        let mut state = self.lock();
+        state.exports -= 1;
+        let ended = state.take_if_over();
+        drop(state);
+        drop(ended);
+    }
+}
+
+/// Where a process receives parcels. Mappings are kept for the next ones, bounded in bytes and number.
+#[pyclass(frozen)]
+pub(crate) struct Parcels {
+    parcels: Unheld<shm::Parcels>,
+}
+
+#[pymethods]
+impl Parcels {
+    #[new]
+    fn new() -> Self {
+        Parcels { parcels: Unheld::new(shm::Parcels::default()) }
+    }
+
+    /// Receive the parcel that `reference` leads to, once; its sender is told that it came.
+    fn open(&self, py: Python<'_>, reference: ReferenceTuple) -> PyResult<ParcelView> {
+        let (process, descriptor, identity, generation, len) = reference;
+        let reference = Reference { address: as_address((process, descriptor, identity, generation)), len };
+        let view = enter(py, None, |_| Ok(self.parcels.open(&reference)?))?;
+        Ok(ParcelView { view: Unheld::new(view) })
+    }
+
+    /// Take over `descriptor`, which `sender` sent for its parcels' memory: they are found even when that has died.
+    fn adopt(&self, py: Python<'_>, descriptor: i32, sender: u32) -> PyResult<()> {
+        if descriptor < 0 {
+            return Err(BindingError::Value(format!("{descriptor} is no descriptor")).into());
+        }
+        // SAFETY: the caller's, who hands it over.
+        let file = unsafe { OwnedFd::from_raw_fd(descriptor) };
+        enter(py, None, move |_| Ok(self.parcels.adopt(file, sender)?))
+    }
+
+    /// Let go of what is kept for parcels of `sender`, which has died. What is open stays.
+    fn forget(&self, py: Python<'_>, sender: u32) {
+        py.detach(|| self.parcels.forget(sender));
+    }
+}
+
+/// A parcel that was received, as a writable buffer.
+#[pyclass(frozen)]
+pub(crate) struct ParcelView {
+    view: Unheld<shm::ParcelView>,
+}
+
+#[pymethods]
+impl ParcelView {
+    fn __len__(&self) -> usize {
+        self.view.len()
+    }
+
+    /// What Python has of itself from 3.12 on (PEP 688).
+    fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
+        PyMemoryView::from(slf)
+    }
+
+    /// # Safety
+    /// Called by Python alone, with a `view` to be filled.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let parcel = &slf.get().view;
+        // SAFETY: `view` is Python's; the bytes are mapped as long as `slf`, of which the view takes a reference, and are
+        // its receiver's to write.
+        let filled = unsafe {
+            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), parcel.data().cast(), parcel.len().cast_signed(), 0, flags)
+        };
+        if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}

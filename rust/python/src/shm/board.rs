@@ -1,0 +1,236 @@
+//! Binds the task board and the watcher of `tundish-shm`.
+//!
+//! What always holds: whoever waits does so without the GIL and hears of signals; what is there already is given without
+//! letting go of it.
+
+use std::os::fd::{AsRawFd, RawFd};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+use tundish_shm::ShmError;
+use tundish_shm::board::{Board, MOST_WORKERS, Patience, Role, Taken, Ticket, Waited, WorkerBoard};
+
+use super::descriptor;
+use crate::enter::enter;
+use crate::error::BindingError;
+
+/// Between two looks at signals. One that comes while a thread sleeps ends the sleep; this is for the few instructions
+/// before it, in which one goes unnoticed.
+const CALLER_LOOKS: Duration = Duration::from_millis(50);
+/// As above, for workers, which have a watcher to end them and sleep for hours.
+const WORKER_LOOKS: Duration = Duration::from_secs(1);
+
+/// A ticket, a kind and a payload.
+type Message<'py> = (u64, u32, Bound<'py, PyBytes>);
+
+enum Face {
+    Parent(Board),
+    Worker(WorkerBoard),
+}
+
+/// A board on which a parent puts tasks for its workers, and they their results.
+///
+/// `TaskBoard(slots, slot_bytes)` is the parent's, `TaskBoard.open(fd)` a worker's, which only takes and finishes. A
+/// message is a kind, a number below 2³², and bytes, at most `capacity` of them. A task goes by its ticket, a positive
+/// number, until its result is collected; then, or once it is revoked, its ticket means nothing.
+#[pyclass(frozen, module = "tundish._native")]
+pub(crate) struct TaskBoard {
+    face: Face,
+}
+
+#[pymethods]
+impl TaskBoard {
+    #[new]
+    fn new(slots: usize, slot_bytes: usize) -> PyResult<Self> {
+        let board = Board::create(slots, slot_bytes).map_err(BindingError::from)?;
+        Ok(Self { face: Face::Parent(board) })
+    }
+
+    /// The board of a parent's `fd`, which is not needed afterwards.
+    #[staticmethod]
+    fn open(fd: RawFd) -> PyResult<Self> {
+        let board = WorkerBoard::open(descriptor::borrow(fd)?).map_err(BindingError::from)?;
+        Ok(Self { face: Face::Worker(board) })
+    }
+
+    /// What workers open the board with, as long as the parent's `TaskBoard` lives.
+    #[getter]
+    fn fd(&self) -> PyResult<RawFd> {
+        Ok(self.parent()?.descriptor().as_raw_fd())
+    }
+
+    /// Bytes of the largest payload.
+    #[getter]
+    fn capacity(&self) -> usize {
+        match &self.face {
+            Face::Parent(board) => board.capacity(),
+            Face::Worker(board) => board.capacity(),
+        }
+    }
+
+    /// Queue a task; `None` when there is no room.
+    fn put(&self, kind: u32, payload: &[u8]) -> PyResult<Option<u64>> {
+        let ticket = self.parent()?.put(kind, payload).map_err(BindingError::from)?;
+        Ok(ticket.map(Ticket::number))
+    }
+
+    /// Queue `payloads[start:]`, as many as there is room for; their tickets.
+    fn put_many<'py>(&self, kind: u32, payloads: &Bound<'py, PyList>, start: usize) -> PyResult<Bound<'py, PyList>> {
+        let board = self.parent()?;
+        let stop = payloads.len().min(start.saturating_add(board.room()));
+        // Nothing is put if one of them is refused.
+        for number in start..stop {
+            let payload = payloads.get_item(number)?.cast_into::<PyBytes>()?;
+            board.check(payload.as_bytes().len()).map_err(BindingError::from)?;
+        }
+        let tickets = PyList::empty(payloads.py());
+        let mut failed = Ok(());
+        let payloads = (start..stop).map_while(|number| payloads.get_item(number).ok()?.cast_into::<PyBytes>().ok());
+        board.put_many(kind, payloads, |ticket| {
+            if failed.is_ok() {
+                failed = tickets.append(ticket.number());
+            }
+        });
+        failed?;
+        Ok(tickets)
+    }
+
+    /// Ticket, kind and payload of every result that there is.
+    fn collect<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let results = PyList::empty(py);
+        let mut failed = Ok(());
+        self.parent()?.collect(|ticket, kind, payload| {
+            if failed.is_ok() {
+                failed = results.append(message(py, ticket, kind, payload));
+            }
+        });
+        failed?;
+        Ok(results)
+    }
+
+    /// Wait up to `timeout` seconds for results; whether there are any, which whoever is told so collects.
+    ///
+    /// `caller`: whether this thread needs one now; results are told to such threads first. Ends early when the board is
+    /// poked, or another caller collects what there was.
+    fn wait(&self, py: Python<'_>, timeout: f64, caller: bool) -> PyResult<bool> {
+        let board = self.parent()?;
+        if board.is_ready() {
+            return Ok(true);
+        }
+        let timeout = seconds(timeout)?;
+        let role = if caller { Role::Caller } else { Role::Background };
+        // Callers may be the main thread, the only one that signals matter to.
+        let looks = caller.then_some(CALLER_LOOKS);
+        enter(py, None, |door| match board.wait(role, &mut Patience::new(timeout, looks, &mut || door.look())) {
+            Waited::Ready => Ok(true),
+            Waited::Nothing => Ok(false),
+            Waited::Interrupted => Err(ShmError::Interrupted.into()),
+        })
+    }
+
+    /// Take a task back that no worker has taken; False when one has, or it is over.
+    fn revoke(&self, ticket: u64) -> PyResult<bool> {
+        Ok(self.parent()?.revoke(Ticket::from_number(ticket)))
+    }
+
+    /// Whether a worker has taken the task, and its result is not collected.
+    fn running(&self, ticket: u64) -> PyResult<bool> {
+        Ok(self.parent()?.is_running(Ticket::from_number(ticket)))
+    }
+
+    /// Give back what a worker held that is dead for certain; the tickets of tasks that died with it.
+    ///
+    /// What it had finished is there to be collected. From then on another worker may have its number.
+    fn bury(&self, worker: i64) -> PyResult<Vec<u64>> {
+        let lost = self.parent()?.bury(worker_number(worker)?).map_err(BindingError::from)?;
+        Ok(lost.into_iter().map(Ticket::number).collect())
+    }
+
+    /// Let workers stop as soon as no task is queued.
+    fn stop(&self) -> PyResult<()> {
+        self.parent()?.stop();
+        Ok(())
+    }
+
+    /// End all waits for results, or the next one of callers and of others if there is none.
+    fn poke(&self) -> PyResult<()> {
+        self.parent()?.poke();
+        Ok(())
+    }
+
+    /// Wait up to `timeout` seconds (`None`: for ever) for a task of this worker, who has one thread at it.
+    ///
+    /// Returns `None` when it is to stop. A time that is over is a `TimedOutError`.
+    #[pyo3(signature = (worker, timeout))]
+    fn take<'py>(&self, py: Python<'py>, worker: i64, timeout: Option<f64>) -> PyResult<Option<Message<'py>>> {
+        let (board, worker) = (self.worker()?, worker_number(worker)?);
+        let task = board.try_take(worker, |ticket, kind, payload| message(py, ticket, kind, payload));
+        if let Some(task) = task.map_err(BindingError::from)? {
+            return Ok(Some(task));
+        }
+        let timeout = timeout.map(seconds).transpose()?.flatten();
+        let ticket = enter(py, None, |door| {
+            let taken = board.take(worker, &mut Patience::new(timeout, Some(WORKER_LOOKS), &mut || door.look()));
+            match taken? {
+                Taken::Task(ticket) => Ok(Some(ticket)),
+                Taken::Stop => Ok(None),
+                Taken::Nothing => Err(ShmError::TimedOut { what: "a task" }.into()),
+                Taken::Interrupted => Err(ShmError::Interrupted.into()),
+            }
+        })?;
+        let task = ticket.map(|ticket| board.read(ticket, |ticket, kind, payload| message(py, ticket, kind, payload)));
+        Ok(task.transpose().map_err(BindingError::from)?)
+    }
+
+    /// Leave the result of a task that this worker has taken.
+    fn finish(&self, ticket: u64, kind: u32, payload: &[u8]) -> PyResult<()> {
+        Ok(self.worker()?.finish(Ticket::from_number(ticket), kind, payload).map_err(BindingError::from)?)
+    }
+}
+
+impl TaskBoard {
+    fn parent(&self) -> Result<&Board, BindingError> {
+        match &self.face {
+            Face::Parent(board) => Ok(board),
+            Face::Worker(_) => {
+                Err(ShmError::Invalid("this is a worker's board; only its parent's can do that".into()).into())
+            }
+        }
+    }
+
+    fn worker(&self) -> Result<&WorkerBoard, BindingError> {
+        match &self.face {
+            Face::Worker(board) => Ok(board),
+            Face::Parent(_) => {
+                Err(ShmError::Invalid("this is the parent's board; a worker takes from `TaskBoard.open(fd)`".into())
+                    .into())
+            }
+        }
+    }
+}
+
+/// End this process, with status 1, as soon as something comes from `fd`, or its writing end is closed everywhere, or
+/// the process `pid` ends; at once if that is over. A copy of `fd` is watched by a thread that needs no interpreter.
+#[pyfunction]
+pub(crate) fn end_with(fd: RawFd, pid: i32) -> PyResult<()> {
+    Ok(tundish_shm::end_with(descriptor::borrow(fd)?, pid).map_err(BindingError::from)?)
+}
+
+fn message<'py>(py: Python<'py>, ticket: Ticket, kind: u32, payload: &[u8]) -> Message<'py> {
+    (ticket.number(), kind, PyBytes::new(py, payload))
+}
+
+/// `None` is for ever, as infinity is, and what no clock counts.
+fn seconds(timeout: f64) -> Result<Option<Duration>, BindingError> {
+    if timeout.is_nan() {
+        return Err(BindingError::Value("a timeout is a number of seconds, not nan".into()));
+    }
+    Ok(Duration::try_from_secs_f64(timeout.max(0.0)).ok())
+}
+
+fn worker_number(worker: i64) -> Result<u16, BindingError> {
+    u16::try_from(worker).ok().filter(|&worker| worker < MOST_WORKERS).ok_or_else(|| {
+        BindingError::Value(format!("a task board has the workers 0 to {}, not {worker}", MOST_WORKERS - 1))
+    })
+}

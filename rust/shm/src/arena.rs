@@ -1,0 +1,443 @@
+//! Segments that were given back, kept for the next use: fresh pages cost fifteen to twenty times a copy into warm ones.
+//!
+//! An [`Arena`] owns every segment that it keeps. What always holds:
+//!
+//! 1. A segment is used again only when its last reader came, or none is to come, and no view of it lives in any process.
+//! 2. What is kept, idle or with a view alive somewhere, is bounded in bytes and in number; the oldest goes first. What a
+//!    reader is still to come for is never let go of.
+//! 3. An arena is used by the process that made it. A child made by `fork` lets go of what it inherited, and changes
+//!    nothing of it.
+//! 4. The lock is never held while memory is made or given to the system, which takes milliseconds a gigabyte.
+
+use std::collections::VecDeque;
+use std::process;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::error::ShmError;
+use crate::file::{DATA_START, GoOn, Writers};
+use crate::memory;
+use crate::per_process::PerProcess;
+use crate::segment::Segment;
+
+/// Segments that are kept at most: each takes a descriptor, of which many systems allow a process 1024.
+const MOST_KEPT: usize = 128;
+
+/// An arena keeps this part of the memory by default.
+const PART_OF_MEMORY: u64 = 16;
+
+/// Sizes of messages are rounded up to one of so many between two powers of two.
+const CLASSES: usize = 8;
+
+/// No message takes less, so that small ones of any sizes find each other's segments.
+const SMALLEST_MESSAGE: usize = 64 << 10;
+
+static ARRAYS: PerProcess<Arena> = PerProcess::new(|| Arena::new(Use::Arrays, default_limit()));
+
+/// Bytes that an arena keeps where nobody says another number: a sixteenth of the memory that the process can have.
+pub fn default_limit() -> usize {
+    memory::total().map_or(1 << 30, |total| usize::try_from(total / PART_OF_MEMORY).unwrap_or(usize::MAX))
+}
+
+/// What an arena's segments are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// Written by their owner alone and read by many; they take hardly more than their data.
+    Arrays,
+    /// Written by their owner and then by the one who receives them, of any sizes, one after the other.
+    Messages,
+}
+
+/// Bytes of an arena's segments.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ArenaStats {
+    /// In use, or sent to a reader that is still to come.
+    pub in_use: usize,
+    /// Given back, and kept for the next use.
+    pub cached: usize,
+    /// Given back while a view of them lived somewhere, and kept until that ends.
+    pub escaped: usize,
+    /// The most that all of them ever were together.
+    pub peak: usize,
+}
+
+/// Segments for one use, by one process.
+#[derive(Debug)]
+pub struct Arena {
+    purpose: Use,
+    process: u32,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    limit: usize,
+    /// Nobody uses them; the one that was used last is at the end.
+    idle: VecDeque<Segment>,
+    /// Given back by their owner, with a reader to come.
+    sent: VecDeque<Segment>,
+    /// Given back, with a view alive somewhere.
+    escaped: VecDeque<Segment>,
+    stats: ArenaStats,
+}
+
+impl Arena {
+    /// An arena that keeps up to `limit` bytes.
+    pub fn new(purpose: Use, limit: usize) -> Self {
+        let state = State { limit, ..State::default() };
+        Arena { purpose, process: process::id(), state: Mutex::new(state) }
+    }
+
+    /// That of this process's arrays.
+    pub fn of_arrays() -> &'static Arena {
+        ARRAYS.get()
+    }
+
+    /// Lets go of what the arena of the parent's arrays kept at the fork, and would keep alive here. For a child.
+    pub fn forget_inherited() {
+        if let Some(inherited) = ARRAYS.inherited()
+            // Where a thread of the parent was at it there is nothing to be trusted.
+            && let Ok(mut state) = inherited.state.try_lock()
+        {
+            let forgotten = std::mem::take(&mut *state);
+            drop(forgotten);
+        }
+    }
+
+    /// A segment with room for `len` bytes, kept or fresh. What lies in a kept one is not defined.
+    ///
+    /// # Errors
+    /// [`ShmError::NoHeadroom`] where no more memory is left, [`ShmError::Io`] where the kernel refuses, and
+    /// [`ShmError::Invalid`] in a child of the process that made the arena.
+    pub fn take(&self, len: usize, huge: bool, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
+        if self.process != process::id() {
+            let reason = "an arena belongs to the process that made it; make one after the fork";
+            return Err(ShmError::Invalid(reason.to_owned()));
+        }
+        let (found, released) = self.lock().find(self.purpose, len, huge);
+        drop(released);
+        let segment = match found {
+            Some(segment) => segment,
+            None => self.make(len, huge, go_on)?,
+        };
+        let mut state = self.lock();
+        state.stats.in_use += segment.size();
+        state.saw_peak();
+        Ok(segment)
+    }
+
+    fn make(&self, len: usize, huge: bool, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
+        let (capacity, writers) = match self.purpose {
+            Use::Arrays => (len, Writers::Present),
+            Use::Messages => (rounded(len), Writers::All),
+        };
+        let made = Segment::create(capacity, writers, huge, go_on);
+        let mut segment = match made {
+            // What is kept may be what is missing: memory, descriptors, huge pages.
+            Err(ShmError::NoHeadroom { .. } | ShmError::Io { .. }) if self.trim() > 0 => {
+                Segment::create(capacity, writers, huge, go_on)?
+            }
+            made => made?,
+        };
+        if self.purpose == Use::Messages {
+            segment.populate(segment.capacity());
+        }
+        Ok(segment)
+    }
+
+    /// Takes back a segment for which no reader is to come any more.
+    pub fn give_back(&self, segment: Segment) {
+        self.take_back(segment, |state, mut segment| {
+            if segment.reclaim() {
+                state.keep(segment);
+            } else {
+                state.let_escape(segment);
+            }
+        });
+    }
+
+    /// Takes back a segment that was sent: it is used again when its reader has come, and gone.
+    pub fn give_sent(&self, segment: Segment) {
+        self.take_back(segment, |state, segment| {
+            state.stats.in_use += segment.size();
+            state.sent.push_back(segment);
+        });
+    }
+
+    fn take_back(&self, segment: Segment, place: impl FnOnce(&mut State, Segment)) {
+        if self.process != process::id() {
+            // The parent's, and its lock may be held by a thread that this process does not have.
+            return;
+        }
+        let mut state = self.lock();
+        state.stats.in_use -= segment.size();
+        place(&mut state, segment);
+        let released = state.release_surplus();
+        drop(state);
+        drop(released);
+    }
+
+    /// Keeps up to `limit` bytes from here on.
+    pub fn set_limit(&self, limit: usize) {
+        let mut state = self.lock();
+        state.limit = limit;
+        let released = state.release_surplus();
+        drop(state);
+        drop(released);
+    }
+
+    /// Gives what is idle to the system; returns how many bytes.
+    pub fn trim(&self) -> usize {
+        let mut state = self.lock();
+        let idle = std::mem::take(&mut state.idle);
+        let bytes = std::mem::take(&mut state.stats.cached);
+        drop(state);
+        drop(idle);
+        bytes
+    }
+
+    /// Bytes, after a look at whose views have ended.
+    pub fn stats(&self) -> ArenaStats {
+        let mut state = self.lock();
+        state.settle();
+        let released = state.release_surplus();
+        let stats = state.stats;
+        drop(state);
+        drop(released);
+        stats
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// A kept segment for `len` bytes, and what has to be let go of without the lock.
+    fn find(&mut self, purpose: Use, len: usize, huge: bool) -> (Option<Segment>, Vec<Segment>) {
+        let mut found = self.cut(purpose, len, huge);
+        if found.is_none() {
+            self.settle();
+            found = self.cut(purpose, len, huge);
+        }
+        (found, self.release_surplus())
+    }
+
+    /// Takes the smallest idle segment that fits; of several the one that was used last, which is warm.
+    fn cut(&mut self, purpose: Use, len: usize, huge: bool) -> Option<Segment> {
+        let most = DATA_START + largest_for(purpose, len);
+        let fits = |segment: &&Segment| {
+            segment.capacity() >= len && (huge || segment.size() <= most) && segment.is_huge() == huge
+        };
+        let newest_first = self.idle.iter().rev().filter(fits);
+        let wanted = newest_first.min_by_key(|segment| segment.size())?.address().identity;
+        let place = self.idle.iter().position(|segment| segment.address().identity == wanted)?;
+        let segment = self.idle.remove(place)?;
+        self.stats.cached -= segment.size();
+        Some(segment)
+    }
+
+    /// Looks whose readers have come, and whose views have ended.
+    fn settle(&mut self) {
+        for segment in std::mem::take(&mut self.sent) {
+            if segment.is_acknowledged() {
+                self.stats.in_use -= segment.size();
+                self.let_escape(segment);
+            } else {
+                self.sent.push_back(segment);
+            }
+        }
+        for mut segment in std::mem::take(&mut self.escaped) {
+            self.stats.escaped -= segment.size();
+            if segment.reclaim() {
+                self.keep(segment);
+            } else {
+                self.let_escape(segment);
+            }
+        }
+    }
+
+    fn keep(&mut self, segment: Segment) {
+        self.stats.cached += segment.size();
+        self.idle.push_back(segment);
+    }
+
+    fn let_escape(&mut self, segment: Segment) {
+        self.stats.escaped += segment.size();
+        self.escaped.push_back(segment);
+    }
+
+    /// What has to go so that no more is kept than may be: first what alone is too large, then the oldest.
+    fn release_surplus(&mut self) -> Vec<Segment> {
+        let mut released = Vec::new();
+        while self.stats.cached + self.stats.escaped > self.limit || self.idle.len() + self.escaped.len() > MOST_KEPT {
+            let Some((segment, bytes)) = self.least_wanted() else { break };
+            *bytes -= segment.size();
+            released.push(segment);
+        }
+        released
+    }
+
+    /// Takes off the lists what goes first, and says which count it was part of.
+    fn least_wanted(&mut self) -> Option<(Segment, &mut usize)> {
+        let limit = self.limit;
+        let is_too_large = |segment: &Segment| segment.size() > limit;
+        if let Some(place) = self.idle.iter().position(is_too_large) {
+            return Some((self.idle.remove(place)?, &mut self.stats.cached));
+        }
+        if let Some(place) = self.escaped.iter().position(is_too_large) {
+            return Some((self.escaped.remove(place)?, &mut self.stats.escaped));
+        }
+        if let Some(oldest) = self.idle.pop_front() {
+            return Some((oldest, &mut self.stats.cached));
+        }
+        Some((self.escaped.pop_front()?, &mut self.stats.escaped))
+    }
+
+    fn saw_peak(&mut self) {
+        let ArenaStats { in_use, cached, escaped, peak } = self.stats;
+        self.stats.peak = peak.max(in_use + cached + escaped);
+    }
+}
+
+/// The room that a message of `len` bytes gets.
+fn rounded(len: usize) -> usize {
+    let unit = (len.max(SMALLEST_MESSAGE).next_power_of_two() / 2 / CLASSES).max(DATA_START);
+    // What is larger than any memory is refused when it is made.
+    len.max(SMALLEST_MESSAGE).checked_next_multiple_of(unit).unwrap_or(len)
+}
+
+/// The largest segment that is not wasted on `len` bytes.
+fn largest_for(purpose: Use, len: usize) -> usize {
+    match purpose {
+        Use::Arrays => len.saturating_add(len / 32).saturating_add(rustix::param::page_size()),
+        Use::Messages => rounded(len).saturating_mul(2),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::lease::Lease;
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Take(usize),
+        GiveBack(usize),
+        Lease(usize),
+        EndLease(usize),
+        Limit(usize),
+        Look,
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let step = prop_oneof![
+            4 => (0usize..300_000).prop_map(Step::Take),
+            4 => any::<usize>().prop_map(Step::GiveBack),
+            2 => any::<usize>().prop_map(Step::Lease),
+            2 => any::<usize>().prop_map(Step::EndLease),
+            1 => (0usize..2_000_000).prop_map(Step::Limit),
+            1 => Just(Step::Look),
+        ];
+        prop::collection::vec(step, 1..60)
+    }
+
+    fn take(arena: &Arena, len: usize) -> Segment {
+        let mut segment = arena.take(len, false, &mut || Ok(())).unwrap();
+        segment.publish(len, &[]).unwrap();
+        segment
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+
+        /// Whatever is taken, given back and leased in whatever order: no segment is used by two, none that has a lease is
+        /// used again, each use has a generation of its own, and no more is kept than may be.
+        #[test]
+        fn segments_are_used_by_one_at_a_time_and_kept_within_the_limit(
+            steps in steps(), purpose in prop_oneof![Just(Use::Arrays), Just(Use::Messages)],
+        ) {
+            let arena = Arena::new(purpose, 1 << 20);
+            let (mut limit, mut used) = (1 << 20, Vec::<Segment>::new());
+            let mut leases = Vec::<(u64, Lease)>::new();
+            let mut generations = HashMap::<u64, u64>::new();
+            for step in steps {
+                match step {
+                    Step::Take(len) => {
+                        let segment = take(&arena, len);
+                        let address = segment.address();
+                        prop_assert!(segment.capacity() >= len);
+                        prop_assert!(used.iter().all(|other| other.address().identity != address.identity));
+                        prop_assert!(leases.iter().all(|(identity, _)| *identity != address.identity));
+                        let before = generations.insert(address.identity, address.generation);
+                        prop_assert!(before.is_none_or(|before| before < address.generation));
+                        used.push(segment);
+                    }
+                    Step::GiveBack(which) if !used.is_empty() => arena.give_back(used.swap_remove(which % used.len())),
+                    Step::Lease(which) if !used.is_empty() => {
+                        let segment = &used[which % used.len()];
+                        leases.push((segment.address().identity, segment.lease().unwrap()));
+                    }
+                    Step::EndLease(which) if !leases.is_empty() => drop(leases.swap_remove(which % leases.len())),
+                    Step::Limit(bytes) => {
+                        limit = bytes;
+                        arena.set_limit(bytes);
+                    }
+                    _ => {}
+                }
+                let stats = arena.stats();
+                prop_assert!(stats.cached + stats.escaped <= limit, "{stats:?} with a limit of {limit}");
+                prop_assert_eq!(stats.in_use, used.iter().map(Segment::size).sum::<usize>());
+                prop_assert!(stats.peak >= stats.in_use + stats.cached + stats.escaped);
+                prop_assert!(!leases.is_empty() || stats.escaped == 0);
+            }
+        }
+    }
+
+    #[test]
+    fn an_array_takes_hardly_more_than_its_bytes_and_a_message_finds_what_another_size_left() {
+        let arena = Arena::new(Use::Arrays, 1 << 30);
+        let first = take(&arena, 10_000_000);
+        assert!(first.size() <= 10_000_000 + 2 * DATA_START);
+        let identity = first.address().identity;
+        arena.give_back(first);
+        let smaller = take(&arena, 9_000_000);
+        assert_ne!(smaller.address().identity, identity);
+        assert_eq!(take(&arena, 9_990_000).address().identity, identity);
+
+        let arena = Arena::new(Use::Messages, 1 << 30);
+        let first = take(&arena, 1_000_000);
+        let identity = first.address().identity;
+        arena.give_back(first);
+        assert_eq!(take(&arena, 900_000).address().identity, identity);
+    }
+
+    #[test]
+    fn of_those_that_fit_the_one_used_last_is_taken() {
+        let arena = Arena::new(Use::Messages, 1 << 30);
+        let segments: Vec<_> = (0..4).map(|_| take(&arena, 1000)).collect();
+        let identities: Vec<_> = segments.iter().map(|segment| segment.address().identity).collect();
+        segments.into_iter().for_each(|segment| arena.give_back(segment));
+        assert_eq!(take(&arena, 1000).address().identity, identities[3]);
+    }
+
+    #[test]
+    fn what_is_kept_makes_way_for_what_does_not_fit_beside_it() {
+        let arena = Arena::new(Use::Arrays, 1 << 30);
+        arena.give_back(take(&arena, 1 << 20));
+        let error = arena.take(1 << 60, false, &mut || Ok(())).unwrap_err();
+        assert!(matches!(error, ShmError::NoHeadroom { .. }), "{error}");
+        assert_eq!(arena.stats(), ArenaStats { peak: arena.stats().peak, ..ArenaStats::default() });
+    }
+
+    #[test]
+    fn who_gives_up_in_the_middle_takes_nothing() {
+        let arena = Arena::new(Use::Arrays, 1 << 30);
+        let error = arena.take(1 << 20, false, &mut || Err(ShmError::Interrupted)).unwrap_err();
+        assert!(matches!(error, ShmError::Interrupted), "{error}");
+        assert_eq!(arena.stats(), ArenaStats::default());
+    }
+}

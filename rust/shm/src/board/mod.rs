@@ -1,0 +1,157 @@
+//! The task board: how a pool's parent hands tasks to its workers and gets results back.
+//!
+//! A board is sealed memory without a name that the parent and all workers map: slots for messages, a queue of slots,
+//! and the words on which both sides sleep. [`Board`] is the parent's face of it and [`WorkerBoard`] the workers'. The
+//! parent alone puts tasks. What always holds: a worker that is killed between any two instructions loses at most the
+//! task that it had taken, and nobody waits for it longer than until it is buried.
+//!
+//! The rules that make it so are in `protocol`, which is checked by a model; `layout` and `mapped` say where its words
+//! are.
+
+pub(crate) mod atomic;
+mod layout;
+mod mapped;
+mod protocol;
+mod worker;
+
+use std::thread::available_parallelism;
+
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+
+pub use self::protocol::Role;
+pub use self::protocol::parent::Waited;
+pub use self::protocol::patience::Patience;
+pub use self::protocol::state::Ticket;
+pub use self::protocol::worker::Taken;
+pub use self::worker::WorkerBoard;
+
+use self::layout::Layout;
+use self::mapped::Mapped;
+use self::protocol::parent::Parent;
+use crate::ShmError;
+
+/// How many workers a board has room for; their numbers are below.
+pub const MOST_WORKERS: u16 = layout::WORKERS;
+
+/// A board as its parent has it. Threads may share it; a child made by `fork` uses a [`WorkerBoard`].
+pub struct Board {
+    parent: Parent<Mapped>,
+    memory: OwnedFd,
+}
+
+impl Board {
+    /// A new board with `slots` slots of `slot_bytes` bytes, the first few of which are the board's.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] for numbers that no board can have, [`ShmError::Io`] where the system makes no such memory.
+    pub fn create(slots: usize, slot_bytes: usize) -> Result<Self, ShmError> {
+        let (words, memory) = Mapped::create(Layout::new(slots, slot_bytes)?)?;
+        Ok(Self { parent: Parent::new(words, processors() > 1), memory })
+    }
+
+    /// What workers open the board with.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.memory.as_fd()
+    }
+
+    /// The largest payload.
+    pub fn capacity(&self) -> usize {
+        self.parent.words().layout().capacity()
+    }
+
+    /// How many tasks there is room for now.
+    pub fn room(&self) -> usize {
+        self.parent.room()
+    }
+
+    /// Queue a task; `None` when there is no room.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] for a payload larger than [`Board::capacity`].
+    pub fn put(&self, kind: u32, payload: &[u8]) -> Result<Option<Ticket>, ShmError> {
+        self.check(payload.len())?;
+        let mut ticket = None;
+        self.parent.put(kind, core::iter::once(payload), |given| ticket = Some(given));
+        Ok(ticket)
+    }
+
+    /// Queue as many tasks as there is room for, in their order, and call `each` with the tickets. What is behind a
+    /// payload larger than [`Board::capacity`] is left out, and it too.
+    pub fn put_many<P: AsRef<[u8]>>(&self, kind: u32, payloads: impl Iterator<Item = P>, each: impl FnMut(Ticket)) {
+        self.parent.put(kind, payloads.take_while(|payload| payload.as_ref().len() <= self.capacity()), each);
+    }
+
+    /// Whether `put` takes a payload of `length` bytes.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] when not.
+    pub fn check(&self, length: usize) -> Result<(), ShmError> {
+        check(self.parent.words(), length)
+    }
+
+    /// Take a task back that no worker has taken; `false` when one has, or the ticket's task is over.
+    pub fn revoke(&self, ticket: Ticket) -> bool {
+        self.parent.revoke(ticket)
+    }
+
+    /// Whether a worker has taken the task, and its result is not collected.
+    pub fn is_running(&self, ticket: Ticket) -> bool {
+        self.parent.is_running(ticket)
+    }
+
+    /// Whether there are results.
+    pub fn is_ready(&self) -> bool {
+        self.parent.is_ready()
+    }
+
+    /// Call `each` with ticket, kind and payload of every result that there is.
+    pub fn collect(&self, each: impl FnMut(Ticket, u32, &[u8])) {
+        self.parent.collect(each);
+    }
+
+    /// Wait for results. Callers are told before the background thread is; whoever is told collects.
+    pub fn wait(&self, role: Role, patience: &mut Patience<'_>) -> Waited {
+        self.parent.wait(role, patience)
+    }
+
+    /// Give back what a worker held that is dead for certain, and wake everybody. Returns the task that died with it, if
+    /// it had one. What it had finished is there to be collected. From then on another may have its number.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] for a number that no worker can have.
+    pub fn bury(&self, worker: u16) -> Result<Vec<Ticket>, ShmError> {
+        check_worker(worker)?;
+        Ok(self.parent.bury(worker))
+    }
+
+    /// Let workers stop as soon as no task is queued.
+    pub fn stop(&self) {
+        self.parent.stop();
+    }
+
+    /// End all waits for results, or the next one of each role if there is none.
+    pub fn poke(&self) {
+        self.parent.poke();
+    }
+}
+
+fn check(words: &Mapped, length: usize) -> Result<(), ShmError> {
+    let capacity = words.layout().capacity();
+    if length <= capacity {
+        return Ok(());
+    }
+    Err(ShmError::Invalid(format!(
+        "a message of {length} bytes does not fit into a slot, which holds {capacity}; send it in a segment"
+    )))
+}
+
+fn check_worker(worker: u16) -> Result<(), ShmError> {
+    if worker < MOST_WORKERS {
+        return Ok(());
+    }
+    Err(ShmError::Invalid(format!("a task board has the workers 0 to {}, not {worker}", MOST_WORKERS - 1)))
+}
+
+fn processors() -> usize {
+    available_parallelism().map_or(1, usize::from)
+}

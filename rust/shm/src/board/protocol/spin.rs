@@ -1,0 +1,53 @@
+//! Waiting awake, as long as that pays.
+//!
+//! A sleep and its end cost some ten microseconds of latency and a system call of the other side; a wait that is over
+//! sooner than that is better spent awake, a longer one takes a processor from those who work. What the last waits took
+//! tells which the next one is.
+
+use core::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// A wait that is over sooner is spent awake.
+const LONGEST: Duration = Duration::from_micros(50);
+/// Looks between two times that the processor is offered to others: whoever is waited for may need this one.
+const LOOKS: usize = 32;
+/// So many long waits in a row are taken for a habit.
+const HABIT: u32 = 2;
+
+/// What the last waits of one side were like.
+#[derive(Default)]
+pub(super) struct Spin {
+    long_waits: AtomicU32,
+}
+
+/// A wait that has begun.
+pub(super) struct Begun(Instant);
+
+impl Spin {
+    pub(super) fn begin(&self) -> Begun {
+        Begun(Instant::now())
+    }
+
+    /// Look until `is_over` or it is time to sleep.
+    pub(super) fn look(&self, begun: &Begun, is_over: impl Fn() -> bool) {
+        if self.long_waits.load(Ordering::Relaxed) >= HABIT {
+            return;
+        }
+        while begun.0.elapsed() < LONGEST {
+            for _ in 0..LOOKS {
+                if is_over() {
+                    return;
+                }
+                core::hint::spin_loop();
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Learn from a wait that is over.
+    pub(super) fn end(&self, begun: &Begun) {
+        let is_long = begun.0.elapsed() >= LONGEST;
+        let waits = if is_long { self.long_waits.load(Ordering::Relaxed).saturating_add(1) } else { 0 };
+        self.long_waits.store(waits, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,111 @@
+//! The one error of this crate. Every variant names what it is about.
+
+use std::io;
+use std::path::PathBuf;
+
+use rustix::io::Errno;
+
+/// Why shared memory could not be made, reached or used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ShmError {
+    /// A system call failed.
+    #[error("cannot {operation} {object}: {source}")]
+    Io {
+        /// What was tried, a verb phrase such as `"map"`.
+        operation: &'static str,
+        /// What it was tried on: a path, or words such as `a segment of 4096 bytes`.
+        object: String,
+        /// The operating system's answer.
+        source: io::Error,
+    },
+    /// The memory that is left does not hold the segment.
+    #[error(
+        "a segment of {asked} bytes does not fit: {available} bytes are left {bound}; share less at once, or give the \
+         process more memory"
+    )]
+    NoHeadroom {
+        /// The bytes that were asked for.
+        asked: u64,
+        /// The bytes that are left.
+        available: u64,
+        /// What bounds them, such as `on this machine`.
+        bound: String,
+    },
+    /// The file system of named segments is full.
+    #[error(
+        "{} of {asked} bytes does not fit: {free} bytes are free there; make that file system larger, or free some of \
+         it (`tundish shm sweep` removes what killed processes left)", path.display()
+    )]
+    NoSpace {
+        /// The segment's file.
+        path: PathBuf,
+        /// The bytes that were asked for.
+        asked: u64,
+        /// The bytes that are free.
+        free: u64,
+    },
+    /// The segment behind a handle was given back.
+    #[error("{segment} is gone: {reason}")]
+    Gone {
+        /// Which segment.
+        segment: String,
+        /// What became of it.
+        reason: String,
+    },
+    /// No way leads to the segment behind a handle.
+    #[error("cannot reach {segment}; its owner has to live and to keep it open. Tried: {}", tried.join("; "))]
+    Unreached {
+        /// Which segment.
+        segment: String,
+        /// What was tried, and what came of it.
+        tried: Vec<String>,
+    },
+    /// No segment has this name.
+    #[error("there is no segment {}", path.display())]
+    Missing {
+        /// Where it would be.
+        path: PathBuf,
+    },
+    /// A living process holds a segment of this name.
+    #[error("{} exists already and is held by {holder}", path.display())]
+    Exists {
+        /// The segment's file.
+        path: PathBuf,
+        /// Who it is.
+        holder: String,
+    },
+    /// What was found is no segment of this library and version.
+    #[error("{segment} cannot be used: {reason}")]
+    NotASegment {
+        /// What was looked at.
+        segment: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// An argument that cannot be used.
+    #[error("{0}")]
+    Invalid(String),
+    /// The caller gave up.
+    #[error("interrupted")]
+    Interrupted,
+    /// The time was over.
+    #[error("waited in vain for {what}: the time that was given is over")]
+    TimedOut {
+        /// What was waited for.
+        what: &'static str,
+    },
+    /// This system cannot do it.
+    #[error("{what} is not supported on this system")]
+    Unsupported {
+        /// What was asked for.
+        what: &'static str,
+    },
+}
+
+impl ShmError {
+    /// A system call that failed: what was tried, on what, and the answer.
+    pub fn io(operation: &'static str, object: impl Into<String>, errno: Errno) -> Self {
+        ShmError::Io { operation, object: object.into(), source: errno.into() }
+    }
+}

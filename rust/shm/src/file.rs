@@ -1,0 +1,194 @@
+//! The files behind segments: made, sealed, opened again, locked.
+//!
+//! It owns nothing; files are the callers'. What always holds: a lock is taken on an open file description that was opened
+//! for it, so that it ends with that description's last reference: a descriptor, or a mapping in any process.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags, Stat};
+use rustix::io::{Errno, retry_on_intr};
+
+use crate::error::ShmError;
+
+/// Where a segment's data begin: behind the page of its header. Thereby aligned to 64 bytes and more.
+pub const DATA_START: usize = 4096;
+
+/// Bytes that are reserved between two looks at whether to go on: some ten milliseconds.
+const STRIDE: u64 = 256 << 20;
+
+/// Huge pages of a size that x86-64 and arm64 have both.
+pub(crate) const HUGE_PAGE: usize = 2 << 20;
+
+/// Called now and then in long work; an error ends it.
+pub type GoOn<'a> = &'a mut dyn FnMut() -> Result<(), ShmError>;
+
+/// Who may write to a segment once it is sealed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Writers {
+    /// Who has mapped it for writing before.
+    Present,
+    /// Whoever maps it for writing.
+    All,
+}
+
+/// Memory without a name, for at least `len` bytes, none of them reserved yet; and the unit of its pages.
+///
+/// # Errors
+/// [`ShmError::Io`] where the process may open no more files, [`ShmError::Unsupported`] where there is no such memory.
+#[cfg(target_os = "linux")]
+pub(crate) fn create(huge: bool) -> Result<OwnedFd, ShmError> {
+    use rustix::fs::{MemfdFlags, fchmod, memfd_create};
+
+    let kind = if huge { MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB } else { MemfdFlags::empty() };
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind;
+    // Kernels before 6.3 do not know the flag, and later ones may insist on it.
+    let made = match memfd_create("tundish", flags | MemfdFlags::NOEXEC_SEAL) {
+        Err(Errno::INVAL) => memfd_create("tundish", flags),
+        made => made,
+    };
+    let file = made.map_err(|errno| ShmError::io("create", "an anonymous segment", errno))?;
+    fchmod(&file, Mode::RUSR | Mode::WUSR)
+        .map_err(|errno| ShmError::io("set the mode of", "an anonymous segment", errno))?;
+    Ok(file)
+}
+
+/// Elsewhere a segment needs a name.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn create(_huge: bool) -> Result<OwnedFd, ShmError> {
+    Err(ShmError::Unsupported { what: "an anonymous segment" })
+}
+
+/// Makes `file` `len` bytes long, with every page there.
+///
+/// # Errors
+/// [`ShmError::Io`] where there is no room, and what `go_on` says.
+pub(crate) fn reserve(file: BorrowedFd<'_>, len: usize, go_on: GoOn<'_>) -> Result<(), ShmError> {
+    let len = len as u64;
+    let mut start = 0;
+    while start < len {
+        let stride = STRIDE.min(len - start);
+        // A signal ends the call with nothing of it done.
+        match rustix::fs::fallocate(file, FallocateFlags::empty(), start, stride) {
+            Ok(()) => start += stride,
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(ShmError::io("reserve", format!("a segment of {len} bytes"), errno)),
+        }
+        go_on()?;
+    }
+    Ok(())
+}
+
+/// From here on the file keeps its length, for all who have it.
+///
+/// # Errors
+/// [`ShmError::Io`] where the kernel does not know such seals (before Linux 5.1).
+#[cfg(target_os = "linux")]
+pub(crate) fn seal(file: BorrowedFd<'_>, writers: Writers) -> Result<(), ShmError> {
+    use rustix::fs::{SealFlags, fcntl_add_seals};
+
+    let mut seals = SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
+    seals.set(SealFlags::FUTURE_WRITE, writers == Writers::Present);
+    fcntl_add_seals(file, seals).map_err(|errno| ShmError::io("seal", "an anonymous segment", errno))
+}
+
+/// Elsewhere there is nothing to be sealed.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn seal(_file: BorrowedFd<'_>, _writers: Writers) -> Result<(), ShmError> {
+    Err(ShmError::Unsupported { what: "an anonymous segment" })
+}
+
+/// Whether nobody can make the file shorter.
+#[cfg(target_os = "linux")]
+pub(crate) fn keeps_its_length(file: BorrowedFd<'_>) -> bool {
+    use rustix::fs::{SealFlags, fcntl_get_seals};
+
+    fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK | SealFlags::SEAL))
+}
+
+/// Elsewhere nothing is sealed.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn keeps_its_length(_file: BorrowedFd<'_>) -> bool {
+    false
+}
+
+/// An open file description of its own for what `file` is open on.
+///
+/// # Errors
+/// [`ShmError::Io`] where the process may open no more files, or has no `/proc`.
+pub(crate) fn reopen(file: BorrowedFd<'_>, flags: OFlags) -> Result<OwnedFd, ShmError> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    retry_on_intr(|| rustix::fs::open(path.as_str(), flags | OFlags::CLOEXEC, Mode::empty()))
+        .map_err(|errno| ShmError::io("open", path, errno))
+}
+
+/// An open file description of its own for the descriptor of another process, or of this one.
+///
+/// # Errors
+/// [`ShmError::Io`] where that process is gone, has no such descriptor, or may not be looked at.
+/// [`ShmError::NotASegment`] where it is not a plain file: to open a pipe could wait for ever.
+pub(crate) fn open_of(process: u32, descriptor: i32, flags: OFlags) -> Result<OwnedFd, ShmError> {
+    let path = format!("/proc/{process}/fd/{descriptor}");
+    let found = retry_on_intr(|| rustix::fs::open(path.as_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()))
+        .map_err(|errno| ShmError::io("open", path.as_str(), errno))?;
+    if rustix::fs::FileType::from_raw_mode(status(found.as_fd())?.st_mode) != rustix::fs::FileType::RegularFile {
+        return Err(ShmError::NotASegment { segment: path, reason: "it is not a plain file".to_owned() });
+    }
+    reopen(found.as_fd(), flags)
+}
+
+/// Takes the shared lock; `false` when somebody has the exclusive one.
+///
+/// # Errors
+/// [`ShmError::Io`] where the file system has no locks.
+pub(crate) fn lock_shared(file: BorrowedFd<'_>) -> Result<bool, ShmError> {
+    lock(file, FlockOperation::NonBlockingLockShared)
+}
+
+/// Takes the exclusive lock; `false` when somebody has any.
+///
+/// # Errors
+/// [`ShmError::Io`] where the file system has no locks.
+pub(crate) fn lock_exclusive(file: BorrowedFd<'_>) -> Result<bool, ShmError> {
+    lock(file, FlockOperation::NonBlockingLockExclusive)
+}
+
+/// Lets go of the lock that was taken through this description, by whichever process has it.
+///
+/// # Errors
+/// [`ShmError::Io`], never seen.
+pub(crate) fn unlock(file: BorrowedFd<'_>) -> Result<(), ShmError> {
+    lock(file, FlockOperation::Unlock).map(|_| ())
+}
+
+fn lock(file: BorrowedFd<'_>, operation: FlockOperation) -> Result<bool, ShmError> {
+    match retry_on_intr(|| rustix::fs::flock(file, operation)) {
+        Ok(()) => Ok(true),
+        Err(Errno::WOULDBLOCK) => Ok(false),
+        Err(errno) => Err(ShmError::io("lock", "a segment", errno)),
+    }
+}
+
+/// What the kernel knows of `file`.
+///
+/// # Errors
+/// [`ShmError::Io`], never seen.
+pub(crate) fn status(file: BorrowedFd<'_>) -> Result<Stat, ShmError> {
+    rustix::fs::fstat(file).map_err(|errno| ShmError::io("look at", "a segment", errno))
+}
+
+/// The bytes of a page of `file`: of a huge one where it is made of those.
+#[cfg(target_os = "linux")]
+pub(crate) fn page_of(file: BorrowedFd<'_>) -> usize {
+    const HUGETLBFS: u32 = 0x9584_58f6;
+
+    match rustix::fs::fstatfs(file) {
+        Ok(system) if system.f_type as u32 == HUGETLBFS => system.f_bsize as usize,
+        _ => rustix::param::page_size(),
+    }
+}
+
+/// Elsewhere there are no others.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn page_of(_file: BorrowedFd<'_>) -> usize {
+    rustix::param::page_size()
+}

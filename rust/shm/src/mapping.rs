@@ -1,0 +1,120 @@
+//! Mapped memory: a file's bytes in this process.
+//!
+//! A [`Mapping`] owns its range and unmaps it. What always holds: the range stays where it is and can be read as long as
+//! the mapping lives, in a child made by `fork` too; the open file description that it was made from lives as long, and
+//! with it the lock on that.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::ptr::{self, NonNull};
+use std::sync::atomic::AtomicU64;
+
+use rustix::fd::AsFd;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+
+use crate::error::ShmError;
+
+/// What a mapping is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Shared, to be read.
+    Read,
+    /// Shared, to be written: everybody sees it.
+    Write,
+    /// Private: who writes gets a copy of the page and nobody else sees it.
+    Private,
+}
+
+/// A range of memory that a file is mapped to.
+#[derive(Debug)]
+pub struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a mapping is a range of memory whose users answer for what they do at once; unmapping takes no thread.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// The first `len` bytes of `file`, at least one, in whole pages of `file`.
+    ///
+    /// # Errors
+    /// [`ShmError::Io`] where the address space or the file's seals do not allow it.
+    pub fn new(file: impl AsFd, len: usize, access: Access) -> Result<Self, ShmError> {
+        let (protection, flags) = match access {
+            Access::Read => (ProtFlags::READ, MapFlags::SHARED),
+            Access::Write => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED),
+            // Without it the kernel would count all of it against what may be promised, though little is ever copied.
+            Access::Private => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE),
+        };
+        // SAFETY: a new mapping at a place that the kernel chooses; it takes nothing from anybody.
+        let start = unsafe { mmap(ptr::null_mut(), len, protection, flags, file, 0) };
+        Self::at(start, len)
+    }
+
+    fn at(start: rustix::io::Result<*mut c_void>, len: usize) -> Result<Self, ShmError> {
+        let start = start.map_err(|errno| ShmError::io("map", format!("a segment of {len} bytes"), errno))?;
+        let start = NonNull::new(start.cast::<u8>());
+        start
+            .map(|start| Mapping { start, len })
+            .ok_or_else(|| ShmError::Invalid("the system mapped a segment at address 0".to_owned()))
+    }
+
+    /// `len` bytes of this process's own, at least one, all zero; a child made by `fork` gets them copied.
+    ///
+    /// # Errors
+    /// [`ShmError::Io`] where the address space or the memory does not allow it.
+    pub(crate) fn anonymous(len: usize) -> Result<Self, ShmError> {
+        let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
+        // SAFETY: a new mapping at a place that the kernel chooses; it takes nothing from anybody.
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), len, protection, flags) };
+        Self::at(start, len)
+    }
+
+    /// The first byte.
+    pub fn start(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// How many bytes.
+    #[expect(clippy::len_without_is_empty, reason = "none is")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The word at `offset`.
+    ///
+    /// # Panics
+    /// When it does not lie within, or is not aligned.
+    pub(crate) fn word(&self, offset: usize) -> &AtomicU64 {
+        assert!(offset.is_multiple_of(8) && offset + 8 <= self.len, "word {offset} of {}", self.len);
+        // SAFETY: within the range, aligned, and every other access to it, in whichever process, is atomic too.
+        unsafe { &*self.start.as_ptr().add(offset).cast::<AtomicU64>() }
+    }
+
+    /// Asks for huge pages; left out where the kernel has none for shared memory.
+    pub(crate) fn advise_huge(&self) {
+        #[cfg(target_os = "linux")]
+        // SAFETY: the range is this mapping's; the advice changes no byte.
+        let _ = unsafe { madvise(self.start.as_ptr().cast(), self.len, Advice::LinuxHugepage) };
+    }
+
+    /// Has the page tables of a part, whole pages, filled in one go, which costs a fraction of as many faults. Left out
+    /// where the kernel does not know how (before Linux 5.14): then each page is found by a fault of its own.
+    pub(crate) fn populate(&self, start: usize, len: usize) {
+        assert!(start.checked_add(len).is_some_and(|end| end <= self.len), "{start} + {len} of {}", self.len);
+        #[cfg(target_os = "linux")]
+        // SAFETY: within the range; no byte changes.
+        let _ = unsafe { madvise(self.start.as_ptr().add(start).cast(), len, Advice::LinuxPopulateWrite) };
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`, and nobody has it any more. It can fail only where splitting a range exceeds the
+        // kernel's number of them; the memory then stays mapped and unused.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}

@@ -1,0 +1,132 @@
+//! How it is told whether anybody holds a named segment.
+//!
+//! Two locks lie on the one file. Both belong to an open file description, so the kernel drops them with its last
+//! descriptor and map, however a process ends:
+//!
+//! - `flock(LOCK_SH)` is the *hold*. Every process that has the segment has it from before the segment got its name, or
+//!   from the attaching on.
+//! - `F_OFD_SETLK` (fcntl(2)) is the *probe lock*. Whoever asks whether there is a hold takes it first: who attaches,
+//!   creates under the name, sweeps, or lets go.
+//!
+//! What always holds: `flock(LOCK_EX)` is asked for under the probe lock only, so where it is refused there is a real
+//! hold, never another who asks; and a name is taken away only under the probe lock of the file that it leads to.
+#![allow(unsafe_code)]
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::fs::OFlags;
+use rustix::io::Errno;
+
+use super::directory::{Directory, FileIdentity, SegmentName};
+use crate::error::ShmError;
+use crate::file::{self, GoOn};
+use crate::header::Facts;
+use crate::owner::Owner;
+
+/// Who asks is done in microseconds; a sweep that reads the maps of all processes, in a second.
+const PATIENCE: Duration = Duration::from_secs(10);
+const BETWEEN_LOOKS: Duration = Duration::from_micros(200);
+
+/// A segment's file under its probe lock: nobody else attaches to it, or takes its name away.
+#[derive(Debug)]
+pub(crate) struct Probe<'a> {
+    directory: &'a Directory,
+    name: &'a SegmentName,
+    file: OwnedFd,
+    identity: FileIdentity,
+    /// Bytes of the file.
+    pub(crate) bytes: usize,
+    /// Who made it.
+    pub(crate) owner: Owner,
+}
+
+impl<'a> Probe<'a> {
+    /// Waits for the probe lock of the segment that has this name. `None` where that is no segment of this user: nothing
+    /// is locked then. A segment is one from the moment it gets its name.
+    ///
+    /// # Errors
+    /// Where another has it for longer than can be, and what `go_on` says.
+    pub(crate) fn take(
+        directory: &'a Directory,
+        name: &'a SegmentName,
+        go_on: GoOn<'_>,
+    ) -> Result<Option<Self>, ShmError> {
+        let deadline = Instant::now() + PATIENCE;
+        let failed = |operation, errno| ShmError::io(operation, directory.path_of(name).display().to_string(), errno);
+        loop {
+            // A description that can write: only that may have the lock.
+            let Some((file, stat)) = directory.open(name, OFlags::RDWR)? else { return Ok(None) };
+            let bytes = usize::try_from(stat.st_size).unwrap_or_default();
+            let owner = match Facts::read(file.as_fd(), bytes, name.as_str()) {
+                Ok(facts) => facts.owner,
+                Err(ShmError::NotASegment { .. }) => return Ok(None),
+                Err(error) => return Err(error),
+            };
+            match lock(&file, libc::F_WRLCK) {
+                Ok(()) => {
+                    let probe = Self { directory, name, file, identity: FileIdentity::of(&stat), bytes, owner };
+                    // It may have been removed since it was opened, and the name given to another.
+                    if directory.leads_to(name, probe.identity)? {
+                        return Ok(Some(probe));
+                    }
+                }
+                Err(Errno::AGAIN | Errno::ACCESS) => std::thread::sleep(BETWEEN_LOOKS),
+                Err(errno) => return Err(failed("lock", errno)),
+            }
+            go_on()?;
+            if Instant::now() > deadline {
+                return Err(failed("wait for who looks at", Errno::AGAIN));
+            }
+        }
+    }
+
+    pub(crate) fn identity(&self) -> FileIdentity {
+        self.identity
+    }
+
+    #[cfg(test)]
+    pub(crate) fn descriptor(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    pub(crate) fn name(&self) -> &SegmentName {
+        self.name
+    }
+
+    /// Whether a process holds the segment: it has a map or a descriptor of it, or inherited one by `fork`.
+    pub(crate) fn is_held(&self) -> Result<bool, ShmError> {
+        let is_free = file::lock_exclusive(self.file.as_fd())?;
+        if is_free {
+            // Whoever attaches next is to find no lock but holds.
+            file::unlock(self.file.as_fd())?;
+        }
+        Ok(!is_free)
+    }
+
+    /// Takes the name away.
+    pub(crate) fn remove(&self) -> Result<(), ShmError> {
+        self.directory.remove(self.name)
+    }
+}
+
+impl Drop for Probe<'_> {
+    fn drop(&mut self) {
+        // A child that was forked meanwhile has the description too, so to close it would not be enough.
+        let _ = lock(&self.file, libc::F_UNLCK);
+    }
+}
+
+fn lock(file: &OwnedFd, kind: i32) -> Result<(), Errno> {
+    let all = libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        // Has to be zero for locks of a description.
+        l_pid: 0,
+    };
+    // SAFETY: the descriptor is open, and the kernel reads what the pointer leads to during the call only.
+    let outcome = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const all) };
+    if outcome == 0 { Ok(()) } else { Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)) }
+}

@@ -1,0 +1,386 @@
+//! The life of a named segment, and the races between who creates, attaches, lets go and sweeps.
+#![expect(clippy::disallowed_methods, reason = "the tests put in the folder what others would")]
+
+use std::os::fd::AsFd;
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicU64;
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use super::*;
+use crate::file::DATA_START;
+use crate::header::Facts;
+use crate::mapping::{Access, Mapping};
+use crate::owner::Owner;
+use crate::sweep::{NamedSegment, survey, sweep};
+
+/// Long enough for a thread to come to where it waits.
+const A_WHILE: Duration = Duration::from_millis(50);
+
+const BYTES: usize = DATA_START + 100;
+
+struct Yard {
+    _folder: tempfile::TempDir,
+    directory: Arc<Directory>,
+}
+
+impl Yard {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = Arc::new(Directory::at(folder.path()).unwrap());
+        Self { _folder: folder, directory }
+    }
+
+    fn draft(&self, name: &str) -> Result<(OwnedFd, Claim), ShmError> {
+        let claim = Claim::new(self.directory.clone(), named(name), &mut || Ok(()))?;
+        let file = claim.make_file(BYTES, &mut || Ok(()))?;
+        let map = Mapping::new(&file, BYTES, Access::Write)?;
+        static MADE: AtomicU64 = AtomicU64::new(1);
+        let (identity, owner) = (MADE.fetch_add(1, Ordering::Relaxed), Owner::current());
+        Facts { identity, generation: 1, data_len: 100, owner, layout: Vec::new() }.write(&map);
+        Ok((file, claim))
+    }
+
+    fn create(&self, name: &str) -> Result<Attached, ShmError> {
+        let (file, claim) = self.draft(name)?;
+        let hold = claim.publish(file.as_fd(), &mut || Ok(()))?;
+        Ok(Attached { file, hold })
+    }
+
+    fn attach(&self, name: &str) -> Result<Attached, ShmError> {
+        attach(self.directory.clone(), named(name), &mut || Ok(()))
+    }
+
+    /// What is to have the name once who has it now is removed.
+    fn draft_of_tokens(&self) -> (OwnedFd, Claim) {
+        let (file, claim) = self.draft("spare").unwrap();
+        (file, Claim { name: named("tokens"), ..claim })
+    }
+
+    /// As a creator that was killed leaves it: the kernel has dropped what it held.
+    fn leave(&self, name: &str) -> u64 {
+        let Attached { file, hold } = self.create(name).unwrap();
+        let identity = identity_of(&file);
+        drop(file);
+        std::mem::forget(hold);
+        identity
+    }
+
+    fn path_of(&self, name: &str) -> PathBuf {
+        self.directory.path_of(&named(name))
+    }
+
+    fn sweep(&self) -> (Vec<String>, Vec<String>) {
+        let report = sweep(&self.directory, &mut || Ok(())).unwrap();
+        assert!(report.failed.is_empty(), "{:?}", report.failed);
+        (names(&report.dead), names(&report.live))
+    }
+}
+
+/// What tells a segment from any other, also from one whose inode has its number.
+fn identity_of(file: &OwnedFd) -> u64 {
+    Facts::read(file.as_fd(), BYTES, "a segment").unwrap().identity
+}
+
+fn named(name: &str) -> SegmentName {
+    SegmentName::new(name).unwrap()
+}
+
+fn names(segments: &[NamedSegment]) -> Vec<String> {
+    segments.iter().map(|segment| segment.name.to_string()).collect()
+}
+
+fn is_missing<T>(outcome: Result<T, ShmError>) -> bool {
+    matches!(outcome, Err(ShmError::Missing { .. }))
+}
+
+#[test]
+fn a_segment_is_there_until_the_last_holder_lets_go() {
+    let yard = Yard::new();
+    assert!(is_missing(yard.attach("tokens")));
+    let creator = yard.create("tokens").unwrap();
+    let reader = yard.attach("tokens").unwrap();
+    assert_eq!(reader.hold.identity(), creator.hold.identity());
+    assert!(matches!(yard.create("tokens"), Err(ShmError::Exists { holder, .. }) if holder.contains("process")));
+    drop(creator);
+    let second = yard.attach("tokens").unwrap();
+    drop(reader);
+    assert!(yard.path_of("tokens").exists());
+    drop(second);
+    assert!(!yard.path_of("tokens").exists());
+}
+
+#[test]
+fn a_map_holds_without_a_descriptor() {
+    let yard = Yard::new();
+    let Attached { file, hold } = yard.create("tokens").unwrap();
+    let map = Mapping::new(&file, DATA_START, Access::Write).unwrap();
+    drop(file);
+    drop(hold);
+    assert_eq!(yard.sweep(), (vec![], vec!["tokens".to_owned()]));
+    drop(map);
+    assert_eq!(yard.sweep(), (vec!["tokens".to_owned()], vec![]));
+    assert!(!yard.path_of("tokens").exists());
+}
+
+#[test]
+fn a_reader_gets_no_map_to_write() {
+    let yard = Yard::new();
+    let _held = yard.create("tokens").unwrap();
+    let reader = yard.attach("tokens").unwrap();
+    assert!(Mapping::new(&reader.file, DATA_START, Access::Write).is_err());
+    let mode = std::os::unix::fs::MetadataExt::mode(&yard.path_of("tokens").metadata().unwrap());
+    assert_eq!(mode & 0o777, 0o600);
+}
+
+#[test]
+fn a_draft_has_no_name_and_leaves_nothing() {
+    let yard = Yard::new();
+    let (file, claim) = yard.draft("tokens").unwrap();
+    assert_eq!(std::fs::read_dir(yard.directory.path()).unwrap().count(), 0);
+    assert!(is_missing(yard.attach("tokens")));
+    // Meanwhile another may be faster.
+    let _other = yard.create("tokens").unwrap();
+    assert!(matches!(claim.publish(file.as_fd(), &mut || Ok(())), Err(ShmError::Exists { .. })));
+    yard.attach("tokens").unwrap();
+}
+
+#[test]
+fn what_nobody_holds_is_not_there_and_makes_room_for_the_next() {
+    let yard = Yard::new();
+    let dead = yard.leave("tokens");
+    assert!(is_missing(yard.attach("tokens")));
+    assert_ne!(identity_of(&yard.create("tokens").unwrap().file), dead);
+}
+
+#[test]
+fn a_sweep_removes_the_dead_and_a_survey_only_names_them() {
+    let yard = Yard::new();
+    for name in ["b", "a", "c"] {
+        yard.leave(name);
+    }
+    let _held = yard.create("living").unwrap();
+    let seen = survey(&yard.directory, &mut || Ok(())).unwrap();
+    assert_eq!(names(&seen.dead), ["a", "b", "c"]);
+    assert_eq!((seen.dead[0].bytes, seen.dead[0].owner), (BYTES, Owner::current()));
+    let dead = ["a", "b", "c"].map(str::to_owned).to_vec();
+    assert_eq!(yard.sweep(), (dead, vec!["living".to_owned()]));
+    assert_eq!(yard.sweep(), (vec![], vec!["living".to_owned()]));
+}
+
+#[test]
+fn more_than_are_looked_at_together_are_all_swept() {
+    let yard = Yard::new();
+    for number in 0..130 {
+        yard.leave(&format!("{number:03}"));
+    }
+    assert_eq!(yard.sweep().0.len(), 130);
+    assert_eq!(std::fs::read_dir(yard.directory.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn what_a_process_maps_without_holding_it_stays() {
+    let yard = Yard::new();
+    yard.leave("tokens");
+    let foreign = std::fs::File::open(yard.path_of("tokens")).unwrap();
+    let map = Mapping::new(&foreign, DATA_START, Access::Read).unwrap();
+    drop(foreign);
+    let seen = survey(&yard.directory, &mut || Ok(())).unwrap();
+    assert_eq!(seen.live[0].state, State::Mapped(vec![std::process::id()]));
+    assert_eq!(yard.sweep(), (vec![], vec!["tokens".to_owned()]));
+    let refused = yard.create("tokens").map(|_| ());
+    assert!(matches!(refused, Err(ShmError::Exists { holder, .. }) if holder.contains("map")));
+    drop(map);
+    assert_eq!(yard.sweep().0, ["tokens"]);
+}
+
+#[test]
+fn what_is_not_ours_is_neither_locked_nor_removed_nor_attached_to() {
+    let yard = Yard::new();
+    let theirs = [b"short".to_vec(), Vec::new(), vec![b'x'; 2 * DATA_START]];
+    for (number, content) in theirs.iter().enumerate() {
+        std::fs::write(yard.path_of(&format!("file{number}")), content).unwrap();
+    }
+    std::fs::create_dir(yard.path_of("folder")).unwrap();
+    yard.leave("dead");
+    symlink(yard.path_of("dead"), yard.path_of("link")).unwrap();
+    let elsewhere = yard.directory.path().join("tundish-other-dead");
+    std::fs::copy(yard.path_of("dead"), &elsewhere).unwrap();
+    assert_eq!(yard.sweep(), (vec!["dead".to_owned()], vec![]));
+    for name in ["file0", "file1", "file2", "folder", "link"] {
+        assert!(yard.path_of(name).symlink_metadata().is_ok(), "{name}");
+        assert!(is_missing(yard.attach(name)), "{name}");
+        assert!(matches!(yard.create(name), Err(ShmError::Exists { .. })), "{name}");
+    }
+    assert!(elsewhere.exists());
+}
+
+#[test]
+fn names_that_could_lead_elsewhere_are_refused() {
+    for name in ["", "a/b", "../a", "ä", "a b", "a\0", &"a".repeat(201)] {
+        assert!(matches!(SegmentName::new(name), Err(ShmError::Invalid(_))), "{name:?}");
+    }
+    let yard = Yard::new();
+    for name in [".", "..", "-", &"a".repeat(200)] {
+        yard.create(name).unwrap();
+    }
+}
+
+#[test]
+fn a_probe_that_is_over_locks_nothing_even_where_a_child_inherited_it() {
+    let yard = Yard::new();
+    let _held = yard.create("tokens").unwrap();
+    let name = named("tokens");
+    let probe = Probe::take(&yard.directory, &name, &mut || Ok(())).unwrap().unwrap();
+    // As fork leaves it to a child: another descriptor of the same description.
+    let inherited = probe.descriptor().try_clone_to_owned().unwrap();
+    drop(probe);
+    yard.attach("tokens").unwrap();
+    drop(inherited);
+}
+
+#[test]
+fn who_waits_for_a_probe_can_be_interrupted() {
+    let yard = Yard::new();
+    let _held = yard.create("tokens").unwrap();
+    let name = named("tokens");
+    let _probe = Probe::take(&yard.directory, &name, &mut || Ok(())).unwrap().unwrap();
+    let stop = || Err(ShmError::Invalid("stop".to_owned()));
+    let outcome = attach(yard.directory.clone(), named("tokens"), &mut { stop }).map(|_| ());
+    assert!(matches!(outcome, Err(ShmError::Invalid(_))));
+}
+
+/// Runs `work` on a thread while a probe of the name is held, which `then` ends.
+fn meanwhile<T: Send>(yard: &Yard, work: impl FnOnce() -> T + Send, then: impl FnOnce(Probe<'_>)) -> T {
+    let name = named("tokens");
+    let probe = Probe::take(&yard.directory, &name, &mut || Ok(())).unwrap().unwrap();
+    thread::scope(|scope| {
+        let (sender, receiver) = mpsc::channel();
+        let waiting = scope.spawn(move || {
+            let outcome = work();
+            sender.send(()).unwrap();
+            outcome
+        });
+        assert!(receiver.recv_timeout(A_WHILE).is_err(), "it has to wait for the probe");
+        then(probe);
+        receiver.recv_timeout(Duration::from_secs(10)).unwrap();
+        waiting.join().unwrap()
+    })
+}
+
+#[test]
+fn who_creates_while_the_dead_one_is_swept_gets_the_name() {
+    let yard = Yard::new();
+    let dead = yard.leave("tokens");
+    let created = meanwhile(&yard, || yard.create("tokens"), |sweeper| sweeper.remove().unwrap());
+    let created = created.unwrap();
+    assert_ne!(identity_of(&created.file), dead);
+    drop(created);
+    assert!(!yard.path_of("tokens").exists(), "it let go");
+}
+
+#[test]
+fn who_sweeps_what_was_replaced_meanwhile_leaves_the_new_one() {
+    let yard = Yard::new();
+    yard.leave("tokens");
+    let (file, claim) = yard.draft_of_tokens();
+    let mut kept = None;
+    let swept = meanwhile(
+        &yard,
+        || yard.sweep(),
+        |other| {
+            other.remove().unwrap();
+            kept = Some(claim.publish(file.as_fd(), &mut || Ok(())).unwrap());
+        },
+    );
+    assert_eq!(swept, (vec![], vec!["tokens".to_owned()]));
+    assert!(yard.directory.leads_to(&named("tokens"), kept.unwrap().identity()).unwrap());
+}
+
+#[test]
+fn who_attaches_to_what_is_replaced_meanwhile_gets_the_new_one() {
+    let yard = Yard::new();
+    yard.leave("tokens");
+    let (file, claim) = yard.draft_of_tokens();
+    let mut kept = None;
+    let attached = meanwhile(
+        &yard,
+        || yard.attach("tokens"),
+        |other| {
+            other.remove().unwrap();
+            kept = Some(claim.publish(file.as_fd(), &mut || Ok(())).unwrap());
+        },
+    );
+    assert_eq!(attached.unwrap().hold.identity(), kept.unwrap().identity());
+}
+
+#[test]
+fn who_attaches_while_the_last_holder_lets_go_gets_all_or_nothing() {
+    let yard = Yard::new();
+    let Attached { file, hold } = yard.create("tokens").unwrap();
+    // The holder has unmapped and waits for the probe lock to take the name away; the reader has the lock.
+    let reader = {
+        let name = named("tokens");
+        let probe = Probe::take(&yard.directory, &name, &mut || Ok(())).unwrap().unwrap();
+        assert!(probe.is_held().unwrap());
+        let (reading, _) = yard.directory.open(&name, OFlags::RDONLY).unwrap().unwrap();
+        drop(file);
+        file::lock_shared(reading.as_fd()).unwrap();
+        reading
+    };
+    drop(hold);
+    assert!(yard.path_of("tokens").exists(), "a reader holds it");
+    drop(reader);
+    assert_eq!(yard.sweep().0, ["tokens"]);
+}
+
+#[test]
+fn in_any_order_a_held_name_leads_to_what_is_held() {
+    let yard = Yard::new();
+    let held = |hold: &Hold| assert!(yard.directory.leads_to(hold.name(), hold.identity()).unwrap());
+    thread::scope(|scope| {
+        for seed in 1..=6_u32 {
+            let (yard, held) = (&yard, &held);
+            scope.spawn(move || {
+                let mut draw = seed.wrapping_mul(0x9e37_79b9);
+                for _ in 0..400 {
+                    // The generator of "Xorshift RNGs" (Marsaglia, 2003).
+                    draw ^= draw << 13;
+                    draw ^= draw >> 17;
+                    draw ^= draw << 5;
+                    let name = ["a", "b"][(draw >> 8) as usize % 2];
+                    match draw % 5 {
+                        0 | 1 => match yard.create(name) {
+                            Ok(Attached { file, hold }) => {
+                                held(&hold);
+                                thread::yield_now();
+                                held(&hold);
+                                drop(file);
+                                // Some are killed.
+                                if draw & 64 == 0 { std::mem::forget(hold) } else { drop(hold) }
+                            }
+                            Err(ShmError::Exists { .. }) => {}
+                            Err(error) => panic!("{error}"),
+                        },
+                        2 | 3 => match yard.attach(name) {
+                            Ok(reader) => {
+                                held(&reader.hold);
+                                thread::yield_now();
+                                held(&reader.hold);
+                            }
+                            Err(ShmError::Missing { .. }) => {}
+                            Err(error) => panic!("{error}"),
+                        },
+                        _ => {
+                            yard.sweep();
+                        }
+                    }
+                }
+            });
+        }
+    });
+    yard.sweep();
+    assert_eq!(std::fs::read_dir(yard.directory.path()).unwrap().count(), 0);
+}

@@ -1,0 +1,56 @@
+//! State that belongs to one process: a child made by `fork` begins with state of its own.
+//!
+//! What always holds: no lock is inherited. A lock that another thread held at the instant of the fork would never be
+//! let go of in the child, so what was the parent's is not looked at there: it is forgotten, and its memory is lost to
+//! the child (a few hundred bytes a fork).
+#![allow(unsafe_code)]
+
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+struct Entry<T> {
+    process: u32,
+    value: T,
+}
+
+/// A value that is made once in each process that asks for it.
+pub(crate) struct PerProcess<T> {
+    entry: AtomicPtr<Entry<T>>,
+    make: fn() -> T,
+}
+
+impl<T: Send + Sync + 'static> PerProcess<T> {
+    pub(crate) const fn new(make: fn() -> T) -> Self {
+        Self { entry: AtomicPtr::new(ptr::null_mut()), make }
+    }
+
+    pub(crate) fn get(&'static self) -> &'static T {
+        let process = std::process::id();
+        let mut seen = self.entry.load(Ordering::Acquire);
+        loop {
+            // SAFETY: what was ever stored is a leaked box, so it is never freed, and shared only.
+            if let Some(entry) = unsafe { seen.as_ref() }
+                && entry.process == process
+            {
+                return &entry.value;
+            }
+            let new = Box::into_raw(Box::new(Entry { process, value: (self.make)() }));
+            match self.entry.compare_exchange(seen, new, Ordering::AcqRel, Ordering::Acquire) {
+                // SAFETY: just stored; as above.
+                Ok(_) => return unsafe { &(*new).value },
+                Err(other) => {
+                    // SAFETY: `new` was never stored, so this is its one owner.
+                    drop(unsafe { Box::from_raw(new) });
+                    seen = other;
+                }
+            }
+        }
+    }
+
+    /// The value of the process that this one was forked from, if it had one and this one has not.
+    pub(crate) fn inherited(&'static self) -> Option<&'static T> {
+        // SAFETY: what was ever stored is a leaked box, so it is never freed, and shared only.
+        let entry = unsafe { self.entry.load(Ordering::Acquire).as_ref() }?;
+        (entry.process != std::process::id()).then_some(&entry.value)
+    }
+}

@@ -1,0 +1,86 @@
+//! A thread that ends this process when another one does.
+//!
+//! What always holds: it needs no lock and no interpreter, so nothing that the process is at can keep it waiting; and it
+//! takes no signals, which are for the threads that were there before. A parent-death signal would not do: it follows
+//! the thread that forked, not the process, and is lost when the parent is not the one that forked.
+#![allow(unsafe_code)]
+
+use core::mem::MaybeUninit;
+use std::io;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fd::{BorrowedFd, OwnedFd};
+use rustix::io::Errno;
+
+use crate::ShmError;
+
+/// With what this process ends then.
+const STATUS: i32 = 1;
+
+/// End this process as soon as something comes from `pipe`, or its writing end is closed everywhere, or the process
+/// `pid` ends; at once if that is over. A copy of `pipe` is watched.
+///
+/// # Errors
+/// [`ShmError::Invalid`] for a number that is no process's, [`ShmError::Io`] where the system has no descriptor or
+/// thread left.
+pub fn end_with(pipe: BorrowedFd<'_>, pid: i32) -> Result<(), ShmError> {
+    let failed = |errno| ShmError::io("watch", format!("process {pid}"), errno);
+    let pipe = rustix::io::fcntl_dupfd_cloexec(pipe, 0).map_err(failed)?;
+    let process = process(pid)?;
+    without_signals(|| {
+        std::thread::Builder::new().name("tundish-watcher".into()).spawn(move || watch(&pipe, process.as_ref()))
+    })
+    .map_err(|source| ShmError::Io { operation: "watch", object: format!("process {pid}"), source })?;
+    Ok(())
+}
+
+fn watch(pipe: &OwnedFd, process: Option<&OwnedFd>) {
+    // The end of a pipe is told whether or not it is asked for.
+    let mut events: Vec<_> =
+        [Some(pipe), process].into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+    while poll(&mut events, None).is_err() {}
+    exit();
+}
+
+fn exit() -> ! {
+    // SAFETY: ends the process without running any of its code.
+    unsafe { libc::_exit(STATUS) }
+}
+
+/// What tells that the process is over; `None` where the system has no such thing, and the pipe has to do.
+#[cfg(target_os = "linux")]
+fn process(pid: i32) -> Result<Option<OwnedFd>, ShmError> {
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+    let number = Pid::from_raw(pid).filter(|_| pid > 0);
+    let number = number.ok_or_else(|| ShmError::Invalid(format!("{pid} is not the number of a process")))?;
+    match pidfd_open(number, PidfdFlags::empty()) {
+        Ok(process) => Ok(Some(process)),
+        Err(Errno::SRCH) => exit(),
+        Err(Errno::MFILE | Errno::NFILE) => Err(ShmError::io("watch", format!("process {pid}"), Errno::MFILE)),
+        Err(_) => Ok(None),
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn process(_pid: i32) -> Result<Option<OwnedFd>, ShmError> {
+    Ok(None)
+}
+
+/// A thread that is started in `work` blocks all signals.
+fn without_signals<T>(work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let mut all = MaybeUninit::uninit();
+    let mut before = MaybeUninit::uninit();
+    // SAFETY: both sets are this function's; the first is filled before it is used.
+    let changed = unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr())
+    };
+    if changed != 0 {
+        return Err(io::Error::from_raw_os_error(changed));
+    }
+    let done = work();
+    // SAFETY: the call above filled it with what this thread blocked before.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), core::ptr::null_mut()) };
+    done
+}

@@ -1,0 +1,101 @@
+"""Processes that do as a test tells them, and can be killed at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from types import TracebackType
+from typing import Any
+
+# Each line of input is run; the answer is what it left in `answer`, or the exception.
+STAGE = """
+import json, sys
+replies, sys.stdout = sys.stdout, sys.stderr
+for line in sys.stdin:
+    answer = None
+    try:
+        exec(json.loads(line), globals())
+        reply = {"answer": answer}
+    except BaseException as error:
+        reply = {"kind": type(error).__name__, "errno": getattr(error, "errno", None), "message": str(error)}
+    print(json.dumps(reply), file=replies, flush=True)
+"""
+
+PROLOGUE = """
+import os, signal
+import numpy as np
+from tundish.shm import SharedArray, sweep
+"""
+
+
+class Refused(Exception):
+    """An actor met an exception."""
+
+    def __init__(self, reply: dict[str, Any]) -> None:
+        super().__init__(f"{reply['kind']}: {reply['message']}")
+        self.kind: str = reply["kind"]
+        self.errno: int | None = reply["errno"]
+        self.message: str = reply["message"]
+
+
+class Actor:
+    """A Python process that runs the lines it is given, with this library imported unless `prologue` says otherwise."""
+
+    def __init__(self, prologue: str = PROLOGUE) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", STAGE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.does(prologue)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def tell(self, script: str) -> None:
+        """Have `script` run, and do not wait."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(script) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        """Wait for what was told: its `answer`. Raises `Refused` with its exception."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the actor ended with {self.process.wait()}")
+        reply = json.loads(line)
+        if "kind" in reply:
+            raise Refused(reply)
+        return reply["answer"]
+
+    def does(self, script: str) -> Any:
+        """Have `script` run; what it leaves in `answer`."""
+        self.tell(script)
+        return self.hear()
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def leave(self) -> int:
+        """Let it come to its end as a script does; its exit status."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(timeout=30)
+
+    def __enter__(self) -> Actor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                # What was still to be written leads nowhere.
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()

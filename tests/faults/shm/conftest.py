@@ -1,0 +1,11 @@
+"""What the tests of faults of shared memory share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
+
+from private_shm import folder as folder

@@ -1,0 +1,96 @@
+"""A full `/dev/shm`: an error when a segment is made, with what was asked and what is free, and never a signal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
+
+from actors import Actor
+from private_shm import private_shm
+
+from tundish.errors import StorageError
+from tundish.shm import SharedArray, sweep
+
+ROOM = 8 << 20
+PAGE = 4096
+
+
+@pytest.fixture
+def small() -> Iterator[Path]:
+    with private_shm(ROOM) as folder:
+        yield folder
+        assert list(folder.iterdir()) == []
+
+
+def free(folder: Path) -> int:
+    facts = os.statvfs(folder)
+    return facts.f_bavail * facts.f_frsize
+
+
+def test_what_does_not_fit_is_refused_with_the_size_asked_and_the_size_free(small: Path) -> None:
+    with SharedArray.create(3 << 20, np.uint8, name="first") as first:
+        left = free(small)
+        makes = (
+            lambda: SharedArray.create(6 << 20, np.uint8, name="second"),
+            lambda: SharedArray.from_array(np.ones(6 << 20, np.uint8), name="second"),
+        )
+        for make in makes:
+            with pytest.raises(StorageError) as full:
+                make()
+            assert full.value.errno == errno.ENOSPC
+            assert full.value.filename.endswith("-second")
+            numbers = [int(number) for number in re.findall(r"\d{5,}", str(full.value))]
+            assert numbers == [(6 << 20) + PAGE, left]
+            assert free(small) == left, "nothing of it is kept"
+        first.array[:] = 1
+        # What is left can be had to the last page.
+        with SharedArray.create(left - PAGE, np.uint8, name="second") as second:
+            assert free(small) == 0
+            second.array[:] = 2
+
+
+def test_what_a_dead_one_takes_is_room_for_the_next(small: Path) -> None:
+    with Actor() as actor:
+        actor.does("held = SharedArray.create(6 << 20, np.uint8, name='large')")
+        actor.kill()
+    with SharedArray.create(6 << 20, np.uint8, name="large") as large:
+        large.array[:] = 1
+    with Actor() as actor:
+        actor.does("held = SharedArray.create(6 << 20, np.uint8, name='large')")
+        actor.kill()
+    assert len(sweep().removed) == 1
+
+
+# Makes segments, writes every page of them, and goes on until there is no room.
+FILL = """
+kept, answer = [], None
+while answer is None:
+    try:
+        kept.append(SharedArray.create({size}, np.uint8, name=f"of{{os.getpid()}}-{{len(kept)}}"))
+        kept[-1].array[:] = 7
+    except OSError as error:
+        answer = error.errno
+"""
+
+
+def test_processes_that_fill_it_together_get_errors_and_no_signal(small: Path) -> None:
+    for _ in range(5):
+        actors = [Actor() for _ in range(3)]
+        for number, actor in enumerate(actors):
+            actor.tell(FILL.format(size=(100 << 10) * (number + 1)))
+        for actor in actors:
+            with actor:
+                assert actor.hear() == errno.ENOSPC
+                assert actor.does("answer = all(int(one.array.min()) == 7 for one in kept)")
+                assert actor.leave() == 0
+        assert list(small.iterdir()) == []

@@ -1,0 +1,290 @@
+"""What killed processes leave of named segments is found and swept, and nothing else is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from actors import Actor, Refused
+
+from tundish.shm import sweep
+
+CREATE = "held = SharedArray.from_array(np.full(1000, {value}), name='{name}')"
+ATTACH = "read = SharedArray.attach('{name}')"
+
+
+def names(segments: tuple[object, ...]) -> list[str]:
+    return [segment.name for segment in segments]  # type: ignore[attr-defined]
+
+
+def killed(name: str, value: int = 1) -> int:
+    """The pid of a process that was killed while it had a segment."""
+    with Actor() as actor:
+        actor.does(CREATE.format(name=name, value=value))
+        actor.kill()
+        return actor.pid
+
+
+def test_what_a_killed_creator_leaves_is_found_and_swept(folder: Path) -> None:
+    pid = killed("tokens")
+    seen = sweep(dry_run=True)
+    assert names(seen.removed) == ["tokens"]
+    assert (seen.removed[0].made_by, seen.removed[0].maker_lives, seen.removed[0].state) == (
+        pid,
+        False,
+        "dead",
+    )
+    assert seen.removed[0].path == folder / f"tundish-{os.getuid()}-tokens"
+    assert seen.removed[0].path.exists()
+    assert names(sweep().removed) == ["tokens"]
+    assert sweep().removed == ()
+
+
+def test_the_first_segment_of_the_next_run_sweeps(folder: Path) -> None:
+    killed("old")
+    with Actor() as actor:
+        actor.does(CREATE.format(name="new", value=2))
+        assert [path.name for path in folder.iterdir()] == [f"tundish-{os.getuid()}-new"]
+        assert actor.leave() == 0
+
+
+def test_the_name_of_a_dead_one_is_free_and_what_it_held_is_nobodys(folder: Path) -> None:
+    killed("tokens", 1)
+    with Actor() as reader, Actor() as creator:
+        with pytest.raises(Refused) as missing:
+            reader.does(ATTACH.format(name="tokens"))
+        assert missing.value.kind == "NotFoundError"
+        creator.does(CREATE.format(name="tokens", value=2))
+        reader.does(ATTACH.format(name="tokens"))
+        assert reader.does("answer = int(read.array.sum())") == 2000
+        assert creator.leave() == 0
+        assert reader.leave() == 0
+
+
+def test_a_creator_killed_while_others_map_it_takes_nothing_from_them(folder: Path) -> None:
+    with Actor() as creator, Actor() as reader, Actor() as second:
+        creator.does(CREATE.format(name="tokens", value=3))
+        reader.does(ATTACH.format(name="tokens"))
+        creator.kill()
+        report = sweep()
+        assert (report.removed, names(report.live), report.live[0].state) == ((), ["tokens"], "held")
+        assert not report.live[0].maker_lives
+        # It is still to be had by its name.
+        second.does(ATTACH.format(name="tokens"))
+        assert reader.does("answer = int(read.array.sum())") == 3000
+        with pytest.raises(Refused, match="held by others"):
+            second.does(CREATE.format(name="tokens", value=4))
+        reader.does("read.close(); del read")
+        assert second.does("answer = int(read.array.sum())") == 3000
+        # The last one takes the name along.
+        assert second.leave() == 0
+
+
+def test_all_killed_at_once_leave_what_one_sweep_removes(folder: Path) -> None:
+    actors = [Actor() for _ in range(4)]
+    for number, actor in enumerate(actors):
+        actor.does(CREATE.format(name=f"of{number}", value=number))
+    for number, actor in enumerate(actors):
+        actor.does(ATTACH.format(name=f"of{(number + 1) % 4}"))
+    for actor in actors:
+        actor.process.send_signal(signal.SIGKILL)
+    for actor in actors:
+        with actor:
+            actor.process.wait()
+    assert names(sweep().removed) == ["of0", "of1", "of2", "of3"]
+
+
+def test_a_creator_killed_before_it_is_done_leaves_nothing(folder: Path) -> None:
+    before = os.statvfs(folder).f_bfree
+    with Actor() as actor:
+        actor.tell(
+            "from tundish.shm import array\n"
+            "array._copy = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "SharedArray.from_array(np.arange(100000)[::2], name='half')"
+        )
+        assert actor.process.wait(timeout=30) == -signal.SIGKILL
+    assert list(folder.iterdir()) == []
+    assert os.statvfs(folder).f_bfree == before
+
+
+def test_a_child_made_by_fork_holds_what_it_inherited(folder: Path) -> None:
+    with Actor() as actor:
+        actor.does(CREATE.format(name="tokens", value=5))
+        # It lives as long as its parent's pipe, and says nothing into it.
+        child = actor.does("answer = os.fork()\nif answer == 0:\n    signal.pause()\n    os._exit(0)")
+        actor.kill()
+        try:
+            assert names(sweep().live) == ["tokens"]
+        finally:
+            os.kill(child, signal.SIGKILL)
+        # Not this process's child: its end is seen in the locks only.
+        for _ in range(1000):
+            if sweep().removed:
+                break
+        else:
+            raise AssertionError("it is dead")
+
+
+def test_a_script_that_never_closes_leaves_nothing(folder: Path) -> None:
+    with Actor() as actor:
+        actor.does(CREATE.format(name="tokens", value=5))
+        actor.does("view = held.array[10:]")
+        assert actor.leave() == 0
+    assert list(folder.iterdir()) == []
+
+
+def test_what_a_foreign_program_maps_is_not_removed(folder: Path) -> None:
+    killed("tokens")
+    path = folder / f"tundish-{os.getuid()}-tokens"
+    with Actor("import mmap, os") as foreign:
+        foreign.does(
+            f"file = open({str(path)!r}, 'rb'); here = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)"
+        )
+        foreign.does("file.close()")
+        report = sweep()
+        assert (report.removed, names(report.live), report.live[0].state) == ((), ["tokens"], "mapped")
+        assert report.live[0].mapped_by == (foreign.pid,)
+        with Actor() as creator, pytest.raises(Refused, match=f"processes that map it: {foreign.pid}"):
+            creator.does(CREATE.format(name="tokens", value=2))
+        # Its first thread ends, and the process lives on.
+        foreign.does(
+            "import ctypes, threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()"
+        )
+        foreign.tell("ctypes.CDLL(None).pthread_exit(None)")
+        for _ in range(1000):
+            if state_of(foreign.pid) == "Z":
+                break
+        assert state_of(foreign.pid) == "Z"
+        assert sweep().live[0].mapped_by == (foreign.pid,)
+    assert names(sweep().removed) == ["tokens"]
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_what_another_user_made_is_never_touched(folder: Path) -> None:
+    with Actor() as other:
+        other.does("import shutil; os.setuid(65534)")
+        other.does(CREATE.format(name="theirs", value=1))
+        theirs = folder / "tundish-65534-theirs"
+        assert theirs.exists()
+        # Under a name as of this user's, which anybody may choose in a folder for all.
+        posing = folder / f"tundish-{os.getuid()}-posing"
+        other.does(f"shutil.copyfile({str(theirs)!r}, {str(posing)!r}); os.chmod({str(posing)!r}, 0o666)")
+        assert posing.stat().st_uid == 65534
+        other.kill()
+        report = sweep()
+        assert (report.removed, report.live, report.failed) == ((), (), ())
+        assert theirs.exists()
+        assert posing.exists()
+    with Actor() as creator:
+        with pytest.raises(Refused, match="another user or program"):
+            creator.does(CREATE.format(name="posing", value=1))
+        with pytest.raises(Refused, match="there is no segment"):
+            creator.does(ATTACH.format(name="posing"))
+        # And they sweep theirs, not ours.
+        killed("ours")
+        creator.does("os.setuid(65534)")
+        assert creator.does("answer = [one.name for one in sweep().removed]") == ["theirs"]
+        posing.unlink()
+    assert names(sweep().removed) == ["ours"]
+
+
+def test_what_another_program_made_is_never_touched(folder: Path) -> None:
+    others = [folder / f"tundish-{os.getuid()}-theirs", folder / "psm_12345", folder / "tundish-writer-0"]
+    others[0].write_bytes(b"x" * 10000)
+    others[1].write_bytes(b"")
+    others[2].write_bytes(b"")
+    killed("ours")
+    assert names(sweep().removed) == ["ours"]
+    assert sweep().live == ()
+    for path in others:
+        assert path.exists()
+        path.unlink()
+
+
+def test_two_runs_side_by_side_do_not_see_each_other(folder: Path) -> None:
+    with Actor() as one, Actor() as two:
+        one.does(CREATE.format(name="one", value=1))
+        two.does(CREATE.format(name="two", value=2))
+        assert one.does("answer = [x.name for x in sweep().removed]") == []
+        with pytest.raises(Refused, match=f"held by process {one.pid}") as taken:
+            two.does("SharedArray.create(10, np.int64, name='one')")
+        assert taken.value.kind == "AlreadyExistsError"
+        one.kill()
+        assert two.does("answer = [x.name for x in sweep().removed]") == ["one"]
+        assert two.does("answer = int(held.array.sum())") == 2000
+        assert two.leave() == 0
+
+
+class CloneArguments(ctypes.Structure):
+    """`struct clone_args` of clone(2)."""
+
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in (
+            *("flags", "pidfd", "child_tid", "parent_tid", "exit_signal", "stack", "stack_size", "tls"),
+            *("set_tid", "set_tid_size", "cgroup"),
+        )
+    ]
+
+
+def start_as(pid: int) -> None:
+    """Start a process that has exactly this pid, as another one had before."""
+    wanted = (ctypes.c_int32 * 1)(pid)
+    arguments = CloneArguments(exit_signal=signal.SIGCHLD, set_tid=ctypes.addressof(wanted), set_tid_size=1)
+    clone3 = 435
+    libc = ctypes.CDLL(None, use_errno=True)
+    made = libc.syscall(clone3, ctypes.byref(arguments), ctypes.sizeof(arguments))
+    if made == 0:
+        os.execv("/bin/sleep", ["sleep", "600"])
+    assert made == pid, os.strerror(ctypes.get_errno())
+
+
+def test_a_pid_that_is_used_again_fools_nobody(folder: Path) -> None:
+    pid = killed("tokens")
+    start_as(pid)
+    try:
+        seen = sweep(dry_run=True)
+        assert (names(seen.removed), seen.removed[0].made_by, seen.removed[0].maker_lives) == (
+            ["tokens"],
+            pid,
+            False,
+        )
+        assert names(sweep().removed) == ["tokens"]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_the_command_lists_and_sweeps(folder: Path) -> None:
+    killed("dead")
+    with Actor() as actor:
+        # Not the first segment of the process, so that it does not sweep.
+        actor.does("sweeping = SharedArray.create(1, np.int8, name='first')")
+        killed("left")
+        actor.does(CREATE.format(name="living", value=1))
+        listed = subprocess.run(
+            [sys.executable, "-m", "tundish", "shm", "ls"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        assert [(line.split()[0], line.split()[-1]) for line in listed] == [
+            ("first", "held"),
+            ("left", "dead"),
+            ("living", "held"),
+        ]
+        assert f"made by {actor.pid} " in listed[2]
+        assert "(ended)" in listed[1]
+        assert actor.leave() == 0
+    swept = subprocess.run(
+        [sys.executable, "-m", "tundish", "shm", "sweep"], capture_output=True, text=True, check=True
+    )
+    assert swept.stdout.startswith("removed left: ")

@@ -1,0 +1,457 @@
+"""Workers, parents and whole groups of a pool die at any time: nothing hangs, is lost or is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tundish as td
+from tundish.errors import PoolError, WorkerDiedError
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
+
+import pool_tasks as tasks
+from leftovers import watched
+from pool_programs import Program
+from soak import IS_SOAK
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    with watched():
+        yield
+
+
+METHODS = ["fork", "forkserver", "spawn"]
+each_method = pytest.mark.parametrize("method", METHODS)
+KILLS = 200 if IS_SOAK else 40
+
+DEATHS = {
+    "kill": "SIGKILL",
+    "exit": "exit code 7",
+    "segfault": "SIGSEGV",
+    "mid-result": "SIGKILL",
+    "mid-large-result": "SIGKILL",
+}
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.002)
+
+
+# ---- Deaths of workers ----
+
+
+@each_method
+def test_a_dead_worker_fails_its_own_task_by_name_and_is_replaced(method: str) -> None:
+    with td.shm.SharedPool(tasks.die, max_workers=2, mp_context=method) as pool:
+        before = pool.submit("pid").result(30)
+        number = 1
+        for how, said in DEATHS.items():
+            fine = [pool.submit(item) for item in range(20)]
+            bad = pool.submit(how)
+            more = [pool.submit(item) for item in range(20)]
+            with pytest.raises(WorkerDiedError, match=f"task {number + 20} .*{said}") as raised:
+                bad.result(30)
+            assert f"process {raised.value.pid}" in str(raised.value) and raised.value.pid != os.getpid()
+            assert isinstance(bad.exception(), RuntimeError)
+            assert [future.result(30) for future in fine + more] == [*range(20), *range(20)]
+            number += 41
+        assert pool.submit("pid").result(30) != os.getpid()
+        assert before != os.getpid()
+
+
+@pytest.mark.parametrize("chunksize", [1, 4])
+def test_a_death_within_a_map_is_raised_where_its_result_would_be(chunksize: int) -> None:
+    with td.shm.SharedPool(tasks.die, max_workers=2) as pool:
+        items = [*range(12), "kill", *range(12)]
+        results = pool.map(items, chunksize=chunksize)
+        assert [next(results) for _ in range(12)] == list(range(12))
+        which = "item 12" if chunksize == 1 else "items 12 to 15"
+        with pytest.raises(WorkerDiedError, match=f"{which} .*SIGKILL"):
+            next(results)
+        assert list(pool.map(range(30))) == list(range(30))
+
+
+def test_a_task_that_kills_its_worker_is_not_tried_again(tmp_path: Path) -> None:
+    def leave_a_trace(item: int) -> None:
+        (tmp_path / f"{item}-{os.getpid()}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with td.shm.SharedPool(leave_a_trace, max_workers=2) as pool:
+        for future in [pool.submit(item) for item in range(6)]:
+            with pytest.raises(WorkerDiedError):
+                future.result(30)
+    assert sorted(path.name[0] for path in tmp_path.iterdir()) == list("012345")
+
+
+def test_the_error_survives_a_pickle() -> None:
+    import pickle
+
+    with td.shm.SharedPool(tasks.die, max_workers=1) as pool:
+        error = pool.submit("exit").exception(20)
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, WorkerDiedError) and isinstance(error, WorkerDiedError)
+    assert (str(again), again.pid, again.status) == (str(error), error.pid, 7)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_large_results_outlive_the_worker_that_finished_them(method: str) -> None:
+    def check(draw: random.Random, pool: td.shm.SharedPool) -> tuple[int, int]:
+        futures = [pool.submit((value, 1 << 17)) for value in range(8)]
+        time.sleep(draw.uniform(0, 0.004))
+        for pid in pids_of(pool):
+            kill(pid)
+        done = lost = 0
+        for value, future in enumerate(futures):
+            try:
+                array = future.result(30)
+            except WorkerDiedError:
+                lost += 1
+            else:
+                assert array.shape == (1 << 17,) and (array == value).all()
+                done += 1
+        return done, lost
+
+    draw = random.Random(7)
+    with td.shm.SharedPool(tasks.large, max_workers=2, mp_context=method) as pool:
+        outcomes = [check(draw, pool) for _ in range(4 if method == "spawn" else 25)]
+    assert all(lost <= 2 for _, lost in outcomes)
+    assert sum(done for done, _ in outcomes) > 0
+
+
+def test_a_result_that_was_finished_is_there_though_its_worker_died_before_it_was_seen() -> None:
+    def large_then_dead(item: int) -> np.ndarray[Any, Any]:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return np.full(1 << 18, item)
+
+    with td.shm.SharedPool(large_then_dead, max_workers=1, max_restarts=0) as pool:
+        future = pool.submit(9)
+        until(lambda: bool(pids_of(pool)))
+        (pid,) = pids_of(pool)
+        # Whoever would collect it waits for this lock.
+        with pool._engine._lock:
+            until(lambda: not lives(pid))
+        assert (future.result(20) == 9).all()
+
+
+@each_method
+def test_a_pool_whose_restarts_are_used_up_says_so(method: str) -> None:
+    with td.shm.SharedPool(tasks.die, max_workers=1, mp_context=method, max_restarts=1) as pool:
+        for _ in range(2):
+            with pytest.raises(WorkerDiedError):
+                pool.submit("exit").result(30)
+        with pytest.raises(PoolError, match=r"last worker ended with exit code 7.*max_restarts"):
+            pool.submit(1).result(30)
+        until(lambda: _refuses(pool))
+
+
+def _refuses(pool: td.shm.SharedPool) -> bool:
+    try:
+        pool.submit(1).exception(30)
+    except PoolError:
+        return True
+    return False
+
+
+def test_the_other_workers_go_on_when_restarts_are_used_up() -> None:
+    with td.shm.SharedPool(tasks.die, max_workers=2, max_restarts=0) as pool:
+        with pytest.raises(WorkerDiedError):
+            pool.submit("exit").result(30)
+        assert list(pool.map(range(200))) == list(range(200))
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_whatever_is_killed_at_random_every_task_is_answered_once(method: str, tmp_path: Path) -> None:
+    """Workers are killed at random times while futures and maps run; what comes back is right, and whole."""
+    kills = KILLS if method == "fork" else KILLS // 5
+    draw = random.Random(20261122)
+    over = threading.Event()
+    killed = 0
+
+    def kill_now_and_then(pool: td.shm.SharedPool) -> None:
+        nonlocal killed
+        while killed < kills and not over.is_set():
+            time.sleep(draw.uniform(0, 0.03))
+            at_work = {int(path.name.partition("-")[2]) for path in tmp_path.iterdir()}
+            # Mostly such as have begun to work: the others take long to start, and would all die young.
+            pids = [pid for pid in pids_of(pool) if pid in at_work or draw.random() < 0.02]
+            if pids:
+                kill(draw.choice(pids))
+                killed += 1
+        over.set()
+
+    answered = lost = 0
+    with td.shm.SharedPool(traced, {"folder": str(tmp_path)}, max_workers=3, mp_context=method) as pool:
+        killer = threading.Thread(target=kill_now_and_then, args=(pool,))
+        killer.start()
+        turn = 0
+        try:
+            while not over.is_set():
+                base, turn = turn * 100, turn + 1
+                futures = [
+                    pool.submit((base + number, 20_000 if number % 10 == 0 else 1)) for number in range(100)
+                ]
+                for number, future in enumerate(futures, base):
+                    try:
+                        array = future.result(30)
+                    except WorkerDiedError:
+                        assert f"task {number} " in str(future.exception())
+                        lost += 1
+                    else:
+                        assert (array == number).all()
+                        answered += 1
+        finally:
+            over.set()
+            killer.join()
+    assert answered + lost == turn * 100
+    assert 0 < lost <= kills + 1 and answered > lost
+    # No task ran twice.
+    runs = [path.name.partition("-")[0] for path in tmp_path.iterdir()]
+    assert len(runs) == len(set(runs))
+
+
+def traced(item: tuple[int, int], folder: str) -> np.ndarray[Any, Any]:
+    number, count = item
+    (Path(folder) / f"{number}-{os.getpid()}").touch()
+    return np.full(count, number)
+
+
+def pids_of(pool: td.shm.SharedPool) -> list[int]:
+    """The processes of the one pool that there is."""
+    children = {child.name: child.pid for child in multiprocessing.active_children()}
+    workers = [pid for name, pid in children.items() if name.startswith("tundish-worker") and pid is not None]
+    zygote = children.get("tundish-zygote")
+    if zygote is not None:
+        with contextlib.suppress(OSError):
+            workers += map(int, Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split())
+    return workers
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+# ---- Workers that do not start ----
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_main_module_without_a_guard_is_an_error_and_no_hang(method: str, tmp_path: Path) -> None:
+    script = f"""
+pool = td.shm.SharedPool(tasks.echo, max_workers=2, mp_context={method!r})
+try:
+    pool.submit(1).result(60)
+except td.errors.PoolError as error:
+    say(error)
+pool.shutdown()
+"""
+    began = time.monotonic()
+    with Program(script, tmp_path) as program:
+        said = program.hear()
+        assert "workers do not start" in said and '`if __name__ == "__main__":`' in said
+        _, errors = program.process.communicate(timeout=30)
+        assert errors.count("Traceback") <= 6
+        program.expect_nobody(1)
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_cannot_load_the_function_say_why(method: str, tmp_path: Path) -> None:
+    script = f"""
+def here(item):
+    return item
+if __name__ == "__main__":
+    here.__module__, tasks.here = "pool_tasks", here
+    with td.shm.SharedPool(here, max_workers=2, mp_context={method!r}) as pool:
+        say(pool.submit(1).exception(60))
+"""
+    with Program(script, tmp_path) as program:
+        said = program.hear()
+        assert "workers do not start" in said and "Can't get attribute 'here'" in said
+        program.expect_nobody(10)
+
+
+def test_a_pool_whose_zygote_is_killed_says_so_and_ends() -> None:
+    with td.shm.SharedPool(tasks.die, max_workers=2) as pool:
+        pid = pool.submit("pid").result(20)
+        asleep = pool.submit("sleep")
+        kill(parent_of(pid))
+        with pytest.raises(PoolError, match="the process that forks workers is gone"):
+            asleep.result(20)
+        with pytest.raises(PoolError, match="broken"):
+            pool.submit(1)
+    until(lambda: not lives(pid), 1)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+# ---- Ends ----
+
+
+@each_method
+def test_shutdown_ends_stuck_workers_by_force(method: str) -> None:
+    pool = td.shm.SharedPool(tasks.die, max_workers=1, mp_context=method)
+    assert pool.submit(1).result(30) == 1
+    stuck, behind = pool.submit("sleep"), pool.submit(2)
+    until(stuck.running)
+    began = time.monotonic()
+    pool.shutdown(timeout=0.3)
+    assert 0.25 < time.monotonic() - began < 5
+    with pytest.raises(WorkerDiedError, match=r"task 1 .*the pool was ended while worker process"):
+        stuck.result(0)
+    with pytest.raises(PoolError, match=r"task 2 .*ended by force"):
+        behind.result(0)
+
+
+BUSY = """
+if __name__ == "__main__":
+    method = {method!r}
+    with td.shm.SharedPool(tasks.die, {{}}, 3, method) as pool:
+        say("pids", *{{pool.submit("pid").result() for _ in range(50)}})
+        large = td.shm.SharedPool(tasks.large, {{}}, 2, method)
+        kept = [large.submit((1, 1 << 17)).result() for _ in range(3)]
+        sleepers = [pool.submit("sleep") for _ in range(600)]
+        while not sleepers[0].running():
+            time.sleep(0.001)
+        say("busy")
+        {then}
+"""
+
+
+@each_method
+def test_the_death_of_the_parent_ends_every_worker_within_a_second(method: str, tmp_path: Path) -> None:
+    with Program(BUSY.format(method=method, then="time.sleep(600)"), tmp_path) as program:
+        program.hear()
+        assert program.hear() == "busy"
+        assert len(program.members()) >= 4
+        os.kill(program.process.pid, signal.SIGKILL)
+        program.expect_nobody(1)
+
+
+@each_method
+def test_all_killed_at_once_leave_nothing(method: str, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with Program(BUSY.format(method=method, then="time.sleep(600)"), tmp_path) as program:
+        program.hear()
+        assert program.hear() == "busy"
+        os.killpg(program.group, signal.SIGKILL)
+        program.expect_nobody(1)
+    assert {name for name in set(os.listdir("/dev/shm")) - before if str(program.group) in name} == set()
+
+
+WAITS = {
+    "result": "sleepers[0].result()",
+    "map": "list(pool.map(['sleep'] * 100))",
+    "shutdown": "pool.shutdown(timeout=None)",
+    "nothing": "time.sleep(600)",
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "wait"), [*(("fork", wait) for wait in WAITS), ("forkserver", "result"), ("spawn", "map")]
+)
+def test_ctrl_c_ends_everything_with_one_traceback(method: str, wait: str, tmp_path: Path) -> None:
+    with Program(BUSY.format(method=method, then=WAITS[wait]), tmp_path) as program:
+        program.hear()
+        assert program.hear() == "busy"
+        time.sleep(0.05)
+        os.killpg(program.group, signal.SIGINT)
+        began = time.monotonic()
+        out, errors = program.process.communicate(timeout=20)
+        assert time.monotonic() - began < 5
+        assert out == ""
+        assert errors.count("Traceback") == 1 and errors.rstrip().endswith("KeyboardInterrupt")
+        assert program.process.returncode in (-signal.SIGINT, 1, 130)
+        program.expect_nobody(1)
+
+
+def test_ctrl_c_without_a_block_ends_everything_too(tmp_path: Path) -> None:
+    script = """
+pool = td.shm.SharedPool(tasks.die, max_workers=2)
+futures = [pool.submit("sleep") for _ in range(5)]
+while not futures[0].running():
+    time.sleep(0.001)
+say("busy")
+futures[0].result()
+"""
+    with Program(script, tmp_path) as program:
+        assert program.hear() == "busy"
+        time.sleep(0.05)
+        os.killpg(program.group, signal.SIGINT)
+        _, errors = program.process.communicate(timeout=10)
+        assert errors.count("Traceback") == 1
+        program.expect_nobody(1)
+
+
+def test_a_pool_goes_on_after_an_interrupt_that_was_caught(tmp_path: Path) -> None:
+    script = """
+is_armed = is_pending = False
+def interrupt(*_):
+    global is_pending
+    if is_armed:
+        raise KeyboardInterrupt
+    is_pending = True
+signal.signal(signal.SIGINT, interrupt)
+with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:
+    total = interrupts = 0
+    pending = []
+    say("begin")
+    while interrupts < 100:
+        try:
+            is_armed = True
+            if is_pending:
+                raise KeyboardInterrupt
+            while True:
+                pending.append(pool.submit(0.0))
+                if len(pending) > 50:
+                    future = pending[0]
+                    assert future.result(10) == 0.0
+                    del pending[0]
+                    total += 1
+        except KeyboardInterrupt:
+            is_armed = is_pending = False
+            interrupts += 1
+            say("caught")
+    for future in pending:
+        assert future.result(10) == 0.0
+    assert list(pool.map(range(5))) and total
+say("end")
+"""
+    draw = random.Random(3)
+    with Program(script.replace("range(5)", "[0.0] * 5"), tmp_path) as program:
+        assert program.hear() == "begin"
+        for _ in range(100):
+            time.sleep(draw.uniform(0, 0.003))
+            os.kill(program.process.pid, signal.SIGINT)
+            assert program.hear() == "caught"
+        assert program.hear() == "end"
+        _, errors = program.process.communicate(timeout=20)
+        assert (errors, program.process.returncode) == ("", 0)
+        program.expect_nobody(1)

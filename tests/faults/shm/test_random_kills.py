@@ -1,0 +1,94 @@
+"""Processes that create, attach, let go and sweep under the same few names are killed at random, again and again.
+
+With a fixed seed; 200 times under `make soak`. Whatever was killed when: who lives reads what was written, no name of a
+living one is lost, and in the end one sweep leaves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
+
+from actors import PROLOGUE, Actor
+from soak import IS_SOAK
+
+from tundish.shm import sweep
+
+KILLS = 200 if IS_SOAK else 40
+ACTORS = 3
+
+# Works until it is told to stop. Every segment holds one number, over and over; what else is met is a fault.
+WORK = (
+    PROLOGUE
+    + """
+import random, select, sys
+from pathlib import Path
+from tundish.errors import AlreadyExistsError, NotFoundError
+draw = random.Random({seed})
+held = {{}}
+while not select.select([sys.stdin], [], [], 0)[0]:
+    name = draw.choice("abc")
+    move = draw.random()
+    if name in held:
+        one = held[name]
+        assert len(set(one.array.tolist())) == 1, "torn"
+        assert Path(f"/dev/shm/tundish-{{os.getuid()}}-{{name}}").exists(), "lost its name"
+        if move < 0.5:
+            held.pop(name).close()
+            del one
+    elif move < 0.4:
+        try:
+            held[name] = SharedArray.from_array(np.full(3000, draw.randrange(10**9)), name=name)
+        except AlreadyExistsError:
+            pass
+    elif move < 0.8:
+        try:
+            held[name] = SharedArray.attach(name)
+        except NotFoundError:
+            pass
+    elif move < 0.9:
+        report = sweep()
+        assert not report.failed, report.failed
+        assert not {{x.name for x in report.removed}} & held.keys(), "swept what is held"
+"""
+)
+
+
+@pytest.mark.timeout(120 + 5 * KILLS)
+def test_whatever_is_killed_nothing_living_is_lost_and_nothing_dead_stays(folder: Path) -> None:
+    draw = random.Random(20261121)
+    before = os.statvfs(folder).f_bfree
+    left = 0
+    actors = [Actor() for _ in range(ACTORS)]
+    for actor in actors:
+        actor.tell(WORK.format(seed=draw.random()))
+    try:
+        for _ in range(KILLS):
+            time.sleep(draw.uniform(0, 0.2))
+            victim = draw.randrange(ACTORS)
+            assert actors[victim].process.poll() is None
+            actors[victim].kill()
+            with actors[victim]:
+                left += len(sweep(dry_run=True).removed)
+            actors[victim] = Actor()
+            actors[victim].tell(WORK.format(seed=draw.random()))
+        for actor in actors:
+            # Stops at the next line, having met nothing unforeseen.
+            actor.tell("pass")
+            actor.hear()
+    finally:
+        for actor in actors:
+            with actor:
+                actor.kill()
+    assert sweep().failed == ()
+    assert list(folder.iterdir()) == []
+    assert os.statvfs(folder).f_bfree == before
+    assert left > KILLS / 20, "there was something to sweep"

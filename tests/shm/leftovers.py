@@ -1,0 +1,90 @@
+"""What a test could leave: names in /dev/shm, descriptors, children.
+
+What always holds: only names of this user that begin with `PREFIX` are looked at, since others may share memory at the
+same time; what the interpreter and the library start once a process is there before the first look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import numpy as np
+
+import tundish as td
+from tundish.shm.memory import set_cache_limit
+
+# Of the names that tests give to segments; no other run has it.
+PREFIX = f"test-{os.getpid()}-"
+
+# What ends a moment after a test: a process that was killed, a thread that closes a connection.
+PATIENCE = 5.0
+
+# As large as what the tests share, so that it is kept.
+_KEPT = 1 << 30
+
+
+def names() -> set[str]:
+    """Names in /dev/shm that tests of this process gave."""
+    return {path.name for path in Path("/dev/shm").glob(f"tundish-{os.geteuid()}-{PREFIX}*")}
+
+
+def descriptors() -> dict[int, str]:
+    """The open descriptors of this process."""
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        # That of the listing itself is closed by now.
+        with contextlib.suppress(FileNotFoundError):
+            found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
+    return found
+
+
+def children() -> set[int]:
+    """The children of this process, dead ones that were not waited for included."""
+    multiprocessing.active_children()
+    return {
+        int(child)
+        for task in Path("/proc/self/task").iterdir()
+        for child in (task / "children").read_text().split()
+    }
+
+
+def mapped(name: str = "memfd:tundish") -> list[str]:
+    """The lines of this process's maps that name `name`."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Fails if what runs inside leaves anything."""
+    forkserver.ensure_running()
+    resource_tracker.ensure_running()
+    with td.shm.SharedArray.from_array(np.zeros(1)) as first:
+        pickle.dumps(first.handle)
+    before = _state()
+    set_cache_limit(_KEPT)
+    yield
+    end = time.monotonic() + PATIENCE
+    while (after := _state()) != before and time.monotonic() < end:
+        time.sleep(0.01)
+    set_cache_limit(_KEPT)
+    names_before, descriptors_before, children_before, maps_before = before
+    names_after, descriptors_after, children_after, maps_after = after
+    assert names_after == names_before
+    assert descriptors_after == descriptors_before
+    assert children_after == children_before
+    assert maps_after == maps_before
+
+
+def _state() -> tuple[set[str], list[str], set[int], list[str]]:
+    gc.collect()
+    set_cache_limit(0)
+    # Which number a descriptor has is nobody's business.
+    return names(), sorted(descriptors().values()), children(), mapped()

@@ -1,0 +1,253 @@
+"""Parcels: memory that one process writes and another receives, and when it is used again."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+from array_tasks import METHODS
+from leftovers import descriptors, mapped
+
+import tundish as td
+from tundish._native import Parcels, SegmentArena
+
+
+def packed(arena: SegmentArena, contents: bytes) -> Any:
+    parcel = arena.take(len(contents))
+    with memoryview(parcel) as room:
+        room[:] = contents
+    return parcel
+
+
+def test_a_parcel_arrives_and_is_its_receivers_to_write() -> None:
+    arena, parcels = SegmentArena(), Parcels()
+    parcel = packed(arena, b"hello")
+    assert len(parcel) == 5
+    view = parcels.open(parcel.reference())
+    parcel.release()
+    assert len(view) == 5
+    array = np.frombuffer(view, np.uint8)
+    del view
+    array[0] = ord("j")
+    assert array.tobytes() == b"jello"
+
+
+def test_memory_is_used_again_only_after_the_receiver_came_and_let_go() -> None:
+    arena, parcels = SegmentArena(), Parcels()
+    first = packed(arena, b"1" * 1000)
+    reference = first.reference()
+    first.release()
+    first.release()
+    # On its way: nobody may overwrite it.
+    second = packed(arena, b"2" * 1000)
+    assert second.reference()[2] != reference[2]
+    view = parcels.open(reference)
+    # Received: nobody may overwrite it.
+    third = packed(arena, b"3" * 1000)
+    assert third.reference()[2] not in (reference[2], second.reference()[2])
+    assert bytes(view) == b"1" * 1000
+    assert arena.stats()["escaped"] > 0
+    del view
+    fourth = packed(arena, b"4" * 1000)
+    again = fourth.reference()
+    assert again[:3] == reference[:3] and again[3] > reference[3]
+    with pytest.raises(td.errors.SegmentGoneError, match="its sender has taken it back"):
+        parcels.open(reference)
+    assert bytes(parcels.open(again)) == b"4" * 1000
+
+
+def test_what_was_not_sent_is_used_again_at_once() -> None:
+    arena = SegmentArena()
+    inodes = set()
+    for _ in range(3):
+        parcel = packed(arena, b"x")
+        inodes.add(os.fstat(parcel.descriptor).st_ino)
+        del parcel
+    assert len(inodes) == 1
+
+
+def test_who_comes_for_a_revoked_parcel_is_refused() -> None:
+    arena, parcels = SegmentArena(), Parcels()
+    parcel = packed(arena, b"x")
+    reference = parcel.reference()
+    parcel.revoke()
+    with pytest.raises(td.errors.SegmentGoneError, match="its sender has taken it back"):
+        parcels.open(reference)
+    assert arena.stats()["in_use"] == 0
+    with pytest.raises(ValueError, match="given back already") as caught:
+        parcel.reference()
+    assert isinstance(caught.value, td.TundishError)
+    with pytest.raises(BufferError, match="given back already"):
+        memoryview(parcel)
+
+
+def test_a_revoked_parcel_that_was_received_stays_with_its_receiver() -> None:
+    arena, parcels = SegmentArena(), Parcels()
+    parcel = packed(arena, b"mine")
+    view = parcels.open(parcel.reference())
+    parcel.revoke()
+    other = packed(arena, b"next")
+    assert bytes(view) == b"mine" and len(other) == 4
+
+
+def test_a_buffer_in_use_delays_the_release() -> None:
+    arena = SegmentArena()
+    parcel = arena.take(8)
+    array = np.frombuffer(parcel, np.uint8)
+    parcel.release()
+    other = packed(arena, b"y" * 8)
+    array[:] = 1
+    assert bytes(other) == b"y" * 8
+    assert arena.stats()["cached"] == 0
+    del array
+    assert arena.stats()["cached"] > 0
+
+
+def test_sizes_share_memory_and_none_is_too_small() -> None:
+    arena, parcels = SegmentArena(), Parcels()
+    assert len(packed(arena, b"")) == 0
+    for size in (0, 1, 65_536, 65_537, 1_000_003, 400_000, 3 << 20):
+        parcel = packed(arena, os.urandom(size))
+        with memoryview(parcel) as room:
+            sent = bytes(room)
+        assert bytes(parcels.open(parcel.reference())) == sent
+        parcel.release()
+    assert arena.stats()["peak"] < 6 << 20
+
+
+def test_the_arena_keeps_no_more_than_its_limit() -> None:
+    arena, before = SegmentArena(1 << 20), len(mapped())
+    parcels = [arena.take(400_000) for _ in range(5)]
+    for parcel in parcels:
+        parcel.release()
+    stats = arena.stats()
+    assert 0 < stats["cached"] <= 1 << 20 and stats["in_use"] == 0
+    assert len(mapped()) - before == 2
+    nothing = SegmentArena(0)
+    packed(nothing, b"x").release()
+    assert nothing.stats()["cached"] == 0
+
+
+def test_a_receiver_lets_go_of_what_its_sender_has_let_go_of() -> None:
+    arena, parcels = SegmentArena(0), Parcels()
+    before = len(descriptors())
+    for _ in range(20):
+        parcel = packed(arena, b"x" * 100_000)
+        parcels.open(parcel.reference())
+        parcel.release()
+        arena.stats()
+    # One that was let go of since the last one came.
+    assert len(descriptors()) - before <= 1
+
+
+def test_a_reference_that_leads_elsewhere_is_refused() -> None:
+    arena, parcels = SegmentArena(), Parcels()
+    parcel, other = packed(arena, b"x" * 100), packed(arena, b"y")
+    process, descriptor, identity, generation, size = parcel.reference()
+    assert other.reference()[2] != identity
+    with pytest.raises(td.TundishError, match="another segment has taken its place"):
+        parcels.open((process, other.descriptor, identity, generation, size))
+    with pytest.raises(td.TundishError, match="it has no room for 1000000 bytes"):
+        parcels.open((process, descriptor, identity, generation, 1_000_000))
+    with pytest.raises(OSError, match="cannot open"):
+        parcels.open((process, 9999, identity + 1, generation, size))
+    assert bytes(parcels.open(parcel.reference())) == b"x" * 100
+
+
+def answer(line: Connection) -> None:
+    """Sends back what comes, each byte plus one, keeping nothing."""
+    arena, parcels = SegmentArena(), Parcels()
+    while (reference := line.recv()) is not None:
+        received = np.frombuffer(parcels.open(reference), np.uint8)
+        parcel = arena.take(received.nbytes)
+        np.add(received, 1, out=np.frombuffer(parcel, np.uint8))
+        line.send((parcel.reference(), received.ctypes.data))
+        parcel.release()
+        del received, parcel
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parcels_go_to_a_process_and_back_through_the_same_memory(method: str) -> None:
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    child = context.Process(target=answer, args=(theirs,), daemon=True)
+    child.start()
+    arena, parcels = SegmentArena(), Parcels()
+    there, back, addresses = set(), set(), set()
+    for number in range(50):
+        parcel = packed(arena, bytes([number]) * 500_000)
+        ours.send(parcel.reference())
+        there.add(parcel.reference()[2])
+        assert ours.poll(60)
+        reference, address = ours.recv()
+        parcel.release()
+        back.add(reference[2])
+        addresses.add(address)
+        assert bytes(parcels.open(reference)) == bytes([number + 1]) * 500_000
+    # The child may still hold one while the next is written.
+    assert max(len(there), len(back), len(addresses)) <= 2
+    ours.send(None)
+    child.join(60)
+    assert child.exitcode == 0
+    child.close()
+    ours.close()
+    theirs.close()
+
+
+def die(line: Connection) -> None:
+    import array
+    import socket
+
+    parcel = packed(SegmentArena(), b"last words")
+    with socket.socket(fileno=os.dup(line.fileno())) as ours:
+        ours.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [parcel.descriptor]))])
+    line.send((parcel.reference(), os.getpid()))
+    os.kill(os.getpid(), 9)
+
+
+def test_a_parcel_outlives_its_sender_where_the_descriptor_came_before() -> None:
+    import socket
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=die, args=(theirs,), daemon=True)
+    child.start()
+    theirs.close()
+    with socket.socket(fileno=os.dup(ours.fileno())) as line:
+        _, (descriptor,), *_ = socket.recv_fds(line, 1, 1)
+    reference, sender = ours.recv()
+    child.join(60)
+    child.close()
+    ours.close()
+    without = Parcels()
+    with pytest.raises(OSError, match="cannot open"):
+        without.open(reference)
+    parcels = Parcels()
+    parcels.adopt(descriptor, sender)
+    view = parcels.open(reference)
+    parcels.forget(sender)
+    assert bytes(view) == b"last words"
+
+
+def test_a_child_made_by_fork_uses_its_own() -> None:
+    arena, parcels = SegmentArena(), Parcels()
+    parcel = packed(arena, b"x")
+    reference = parcel.reference()
+    pid = os.fork()
+    if pid == 0:
+        refused = 0
+        for use in (lambda: arena.take(1), parcel.reference, lambda: parcels.open(reference)):
+            try:
+                use()
+            except ValueError:
+                refused += 1
+        parcel.revoke()
+        os._exit(0 if refused == 3 and bytes(Parcels().open(reference)) == b"x" else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    parcel.release()
+    # The child's receipt counts.
+    assert arena.stats()["in_use"] == 0

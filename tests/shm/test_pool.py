@@ -1,0 +1,611 @@
+"""What `SharedPool` promises where nothing goes wrong, for every way to start a process."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tundish as td
+from tundish.errors import InvalidInputError, InvalidTypeError, NotPicklableError, PoolError
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pool_tasks as tasks
+
+from tundish.shm.pool.pace import Pace
+
+METHODS = ["fork", "forkserver", "spawn"]
+each_method = pytest.mark.parametrize("method", METHODS)
+
+
+def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.002)
+
+
+# ---- Binding ----
+
+
+@each_method
+def test_arrays_are_placed_once_and_read_only_and_all_else_is_as_it_was(method: str, tmp_path: Path) -> None:
+    structured = np.zeros(3, [("a", "i4"), ("b", "f8", (2,))])
+    structured["b"] = 0.5
+    arrays = {
+        "plain": np.arange(1 << 18, dtype=np.float64),
+        "fortran": np.asfortranarray(np.arange(12, dtype=np.int16).reshape(3, 4)),
+        "scalar": np.array(7, np.uint8),
+        "empty": np.empty((0, 3), np.float32),
+        "structured": structured,
+        "big_endian": np.arange(5, dtype=">i4"),
+    }
+    shared = arrays | {"words": ["a", "b"], "objects": None}
+    expected = {
+        name: (
+            array.dtype,
+            array.shape,
+            (array.flags.c_contiguous, array.flags.f_contiguous),
+            array.tobytes(),
+        )
+        for name, array in arrays.items()
+    }
+    with td.shm.SharedPool(tasks.describe, shared, 2, method) as pool:
+        # Written after they were bound: nobody sees it.
+        for array in arrays.values():
+            array[...] = np.zeros((), array.dtype)
+        seen = list(pool.map([None] * 20, chunksize=1))
+    for one in seen:
+        assert one["words"] == ["a", "b"] and one["objects"] is None
+        for name, facts in expected.items():
+            assert one[name][:4] == facts, name
+            assert "read-only" in one[name][4] or name == "empty", name
+    assert os.getpid() not in {one["pid"] for one in seen}
+
+
+@each_method
+def test_what_is_no_array_is_pickled_once_a_worker(method: str, tmp_path: Path) -> None:
+    with td.shm.SharedPool(tasks.pid_with, {"counted": tasks.Counted(str(tmp_path))}, 2, method) as pool:
+        pids = set(pool.map(range(40), chunksize=1))
+        until(lambda: method == "fork" or len(list(tmp_path.iterdir())) == 2)
+    unpickled = [path.name.partition("-")[0] for path in tmp_path.iterdir()]
+    # Under fork nothing is pickled at all.
+    assert len(unpickled) == (0 if method == "fork" else 2)
+    assert len(set(unpickled)) == len(unpickled)
+    assert method == "fork" or {str(pid) for pid in pids} <= set(unpickled)
+
+
+def test_under_fork_a_function_need_not_be_importable_and_sees_the_moment_of_binding() -> None:
+    here = {"value": 1}
+    with td.shm.SharedPool(lambda item: item + here["value"], max_workers=1) as pool:
+        here["value"] = 100
+        assert list(pool.map([1, 2])) == [2, 3]
+        # Also the worker that replaces one.
+        with pytest.raises(td.errors.WorkerDiedError):
+            pool.submit(_Killer()).result(20)
+        assert pool.submit(5).result(20) == 6
+
+
+class _Killer:
+    def __add__(self, other: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_tensor_is_shared_and_what_a_worker_writes_to_it_stays_there() -> None:
+    import torch
+
+    tensor = torch.arange(10, dtype=torch.bfloat16)
+
+    def write(item: int, tensor: torch.Tensor) -> float:
+        tensor[0] = item
+        return float(tensor.sum())
+
+    with td.shm.SharedPool(write, {"tensor": tensor}, 1) as pool:
+        assert list(pool.map([5, 7])) == [50, 52]
+    assert tensor[0] == 0
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_what_cannot_be_sent_is_refused_when_the_pool_is_made(method: str) -> None:
+    with pytest.raises(NotPicklableError, match=r"the function .* top level of a module"):
+        td.shm.SharedPool(lambda item: item, mp_context=method)
+    with pytest.raises(NotPicklableError, match=r"shared\['lock'\]"):
+        td.shm.SharedPool(tasks.describe, {"lock": threading.Lock()}, mp_context=method)
+
+
+# ---- Tasks ----
+
+
+@each_method
+def test_results_come_in_order_or_as_they_come_from_several_workers(method: str) -> None:
+    with td.shm.SharedPool(
+        tasks.squared, max_workers=2, mp_context=multiprocessing.get_context(method)
+    ) as pool:
+        for chunksize in (1, 7, "auto"):
+            results = list(pool.map(range(3000), chunksize=chunksize))
+            assert [result for result, _ in results] == [item * item for item in range(3000)]
+            unordered = list(pool.map(iter(range(3000)), ordered=False, chunksize=chunksize))
+            assert sorted(result for result, _ in unordered) == sorted(item * item for item in range(3000))
+        until(lambda: len({pid for _, pid in pool.map(range(200), chunksize=1)}) == 2)
+        assert list(pool.map([])) == []
+        future = pool.submit(12)
+        assert isinstance(future, concurrent.futures.Future)
+        assert future.result()[0] == 144 and future.done() and future.exception() is None
+
+
+def test_items_and_results_are_whatever_can_be_pickled() -> None:
+    values = [None, True, 3.5, 1 << 80, "x" * 50_000, b"y" * 200_000, [1, {"a": (2,)}], {1, 2}, 1 + 2j, ...]
+    with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
+        for chunksize in (1, 3, "auto"):
+            assert list(pool.map(values, chunksize=chunksize)) == values
+        assert [pool.submit(value).result() for value in values] == values
+
+
+def test_futures_work_with_all_of_concurrent_futures(tmp_path: Path) -> None:
+    with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:
+        futures = [pool.submit(seconds) for seconds in (0.05, 0.0, 0.02, 0.0)]
+        told: list[Any] = []
+        for future in futures:
+            future.add_done_callback(
+                lambda future: told.append((future.result(), threading.current_thread().name))
+            )
+        done = list(concurrent.futures.as_completed(futures, timeout=20))
+        assert sorted(map(id, done)) == sorted(map(id, futures))
+        assert concurrent.futures.wait(futures, timeout=20).not_done == set()
+        until(lambda: len(told) == 4)
+        assert {thread for _, thread in told} == {"tundish-pool-results"}
+        late: list[Any] = []
+        futures[0].add_done_callback(late.append)
+        assert late == [futures[0]]
+        slow = pool.submit(0.3)
+        with pytest.raises(TimeoutError):
+            slow.result(0.01)
+        until(slow.running)
+        assert not slow.done() and not slow.cancel()
+        assert concurrent.futures.wait([slow], timeout=0.01).not_done == {slow}
+        assert slow.result() == 0.3 and not slow.running()
+        assert "returned float" in repr(slow)
+
+
+@each_method
+def test_a_task_can_be_cancelled_until_a_worker_takes_it(method: str, tmp_path: Path) -> None:
+    names = ["first", *map(str, range(700))]
+    with td.shm.SharedPool(tasks.touch_and_wait, max_workers=1, mp_context=method) as pool:
+        # More than the board has room for, so that some wait before it.
+        futures = [pool.submit((str(tmp_path / name), 0)) for name in names]
+        until((tmp_path / "first").exists)
+        told: list[Any] = []
+        for future in futures[1:]:
+            future.add_done_callback(told.append)
+        assert futures[0].cancel() is False
+        assert all(future.cancel() for future in futures[1:])
+        assert all(future.cancel() and future.cancelled() for future in futures[1:])
+        assert len(told) == 700
+        assert concurrent.futures.wait(futures[1:], timeout=5).not_done == set()
+        with pytest.raises(concurrent.futures.CancelledError):
+            futures[1].result()
+        (tmp_path / "go").touch()
+        assert futures[0].result(20)
+        pool.submit((str(tmp_path / "last"), 0)).result(20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "go", "last"]
+
+
+@each_method
+def test_whatever_goes_wrong_in_a_task_is_an_error_on_its_future(method: str) -> None:
+    with td.shm.SharedPool(tasks.misbehave, max_workers=1, mp_context=method) as pool:
+        with pytest.raises(LookupError, match="asked for") as raised:
+            pool.submit("raise").result()
+        assert "misbehave" in str(raised.value.__cause__) and "pool_tasks.py" in str(raised.value.__cause__)
+        for item, kind, text in [
+            ("odd error", NotPicklableError, "OddError: one and two"),
+            ("local error", NotPicklableError, "LocalError: cannot travel"),
+            ("lambda", NotPicklableError, "function"),
+            ("unloadable", NotPicklableError, "never to be unpickled"),
+            ("exit", SystemExit, "3"),
+            ("long error", ValueError, "x" * 100_000),
+        ]:
+            with pytest.raises(kind, match=text):
+                pool.submit(item).result()
+            for chunksize in (1, 3):
+                results = pool.map(["a", "b", item, "c"], chunksize=chunksize)
+                if item != "unloadable" or chunksize == 1:
+                    # A chunk is unpickled as one.
+                    assert [next(results), next(results)] == ["a", "b"]
+                with pytest.raises(kind, match=text):
+                    next(results)
+                with pytest.raises(StopIteration):
+                    next(results)
+        with pytest.raises(NotPicklableError, match="cannot be sent"):
+            pool.submit(lambda: None)
+        for chunksize in (1, 3):
+            results = pool.map(["a", "b", threading.Lock(), "c"], chunksize=chunksize)
+            assert [next(results), next(results)] == ["a", "b"]
+            with pytest.raises(NotPicklableError, match="lock"):
+                next(results)
+        assert pool.submit("fine").result() == "fine"
+
+
+# ---- Large arrays ----
+
+
+@each_method
+def test_large_arrays_travel_through_shared_memory_and_outlive_the_pool(method: str) -> None:
+    with td.shm.SharedPool(tasks.large, max_workers=2, mp_context=method) as pool:
+        kept = [pool.submit((value, 100_000)).result() for value in range(20)]
+        mapped = list(pool.map([(value, 50_000) for value in range(30)]))
+        shapes = [pool.submit((1, count)).result().shape for count in (0, 1, 8191, 8192, 8193)]
+    for value, array in enumerate(kept):
+        assert array.shape == (100_000,) and (array == value).all()
+        array[:] = -1
+    assert all((array == value).all() and len(array) == 50_000 for value, array in enumerate(mapped))
+    assert shapes == [(0,), (1,), (8191,), (8192,), (8193,)]
+    assert not any(np.shares_memory(one, other) for one, other in itertools.pairwise(kept))
+
+
+def test_memory_of_results_is_used_again() -> None:
+    with td.shm.SharedPool(tasks.large, max_workers=1) as pool:
+        places = {pool.submit((value, 1 << 18)).result().ctypes.data for value in range(50)}
+        assert len(places) <= 4
+
+
+@each_method
+def test_large_items_arrive_whole_and_are_the_workers_own(method: str) -> None:
+    with td.shm.SharedPool(tasks.total, max_workers=2, mp_context=method) as pool:
+        items = [np.full(20_000, value) for value in range(40)]
+        items[3] = np.asfortranarray(np.ones((300, 300)))
+        expected = [[int(item.sum())] for item in items]
+        for chunksize in (1, 4, "auto"):
+            results = list(pool.map(items, chunksize=chunksize))
+            assert [sums for sums, _ in results] == expected
+            assert all(writable == [True] for _, writable in results)
+        assert pool.submit([items[1], items[2]]).result() == ([20_000, 40_000], [True, True])
+
+
+# ---- Maps ----
+
+
+@pytest.mark.parametrize("chunksize", [1, 5, "auto"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_endless_iterator_is_read_as_its_results_are_consumed(ordered: bool, chunksize: Any) -> None:
+    taken = itertools.count()
+    with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:
+        results = pool.map(
+            (next(taken) * 0.0 for _ in itertools.repeat(None)), ordered=ordered, chunksize=chunksize
+        )
+        for _ in range(300):
+            next(results)
+        time.sleep(0.2)
+        assert next(taken) < 300 + 30_000
+        before = next(taken)
+        time.sleep(0.2)
+        assert next(taken) == before + 1
+        results.close()
+        assert pool.submit(0).result() == 0
+
+
+def test_slow_tasks_and_slow_consumers_are_not_run_far_ahead_of() -> None:
+    taken = itertools.count()
+    with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:
+        results = pool.map((0.005 for _ in taken), chunksize=1)
+        for _ in range(10):
+            next(results)
+        assert next(taken) < 10 + 40
+        results.close()
+
+
+def test_a_slow_iterator_does_not_hold_results_back() -> None:
+    def items() -> Iterator[float]:
+        yield 0.0
+        for _ in range(20):
+            time.sleep(0.05)
+            yield 0.0
+
+    with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:
+        began = time.monotonic()
+        results = pool.map(items())
+        next(results)
+        assert time.monotonic() - began < 0.6
+        results.close()
+
+
+@each_method
+def test_a_map_that_is_left_in_the_middle_takes_back_what_is_not_begun(method: str, tmp_path: Path) -> None:
+    with td.shm.SharedPool(tasks.touch_and_wait, max_workers=1, mp_context=method) as pool:
+        items = [(str(tmp_path / str(number)), 0.1) for number in range(100)]
+        for place, _ in enumerate(pool.map(items, chunksize=1)):
+            if place == 1:
+                break
+        dropped = pool.map([(str(tmp_path / "dropped"), 0.1)] * 3)
+        del dropped
+        pool.submit((str(tmp_path / "after"), 0.01)).result(20)
+        begun = {path.name for path in tmp_path.iterdir()}
+    # Eight were out when the map was left, and two were done.
+    assert "after" in begun and "dropped" not in begun and len(begun) <= 1 + 5
+
+
+@pytest.mark.parametrize("chunksize", [1, 4, "auto"])
+def test_an_error_of_the_items_is_raised_behind_the_results_before_it(chunksize: Any) -> None:
+    def items() -> Iterator[int]:
+        yield from range(10)
+        raise OSError("the source is gone")
+
+    with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
+        seen = []
+        with pytest.raises(OSError, match="the source is gone"):
+            seen.extend(pool.map(items(), chunksize=chunksize))
+        results = pool.map(items(), chunksize=chunksize)
+        assert [next(results) for _ in range(10)] == list(range(10))
+        with pytest.raises(OSError, match="the source is gone"):
+            next(results)
+
+
+@pytest.mark.parametrize(("seconds", "nbytes"), [(1e-7, 4), (1e-4, 4), (1e-7, 1000), (0.1, 4)])
+def test_auto_chunks_grow_to_what_is_worth_it_and_leave_every_worker_several(
+    seconds: float, nbytes: int
+) -> None:
+    workers, room, items = 3, 16_000, 100_000
+    pace = Pace(workers, room, None, items, 384)
+    sizes, left = [], items
+    while left:
+        size = pace.next_size()
+        assert 1 <= size <= max(1, left // (4 * workers))
+        assert size * seconds < 2e-3 or size == 1
+        assert size * nbytes < room
+        pace.handed_out(size)
+        pace.learn(size, size * seconds, size * nbytes)
+        sizes.append(size)
+        left -= size
+    assert sizes[0] == 1 and max(sizes) >= min(1e-3 / seconds, 0.7 * room / nbytes, items / 13) * 0.5
+
+
+# ---- Many at once ----
+
+
+def test_several_pools_and_pools_within_tasks() -> None:
+    with (
+        td.shm.SharedPool(tasks.nested, max_workers=2) as outer,
+        td.shm.SharedPool(tasks.squared, max_workers=1) as other,
+    ):
+        results = outer.map([1, 2, 3])
+        assert [square for square, _ in other.map(range(50))] == [item * item for item in range(50)]
+        assert list(results) == [[0, 1 * k, 2 * k, 3 * k] for k in (1, 2, 3)]
+
+
+def test_many_threads_submit_and_map_at_once() -> None:
+    failures: list[BaseException] = []
+
+    def use(pool: td.shm.SharedPool, seed: int) -> None:
+        try:
+            for turn in range(10):
+                items = list(range(seed * 1000, seed * 1000 + 50 + turn))
+                futures = [pool.submit(item) for item in items]
+                assert list(pool.map(items, ordered=True)) == items
+                assert sorted(pool.map(items, ordered=False, chunksize=1)) == items
+                assert [future.result(30) for future in futures] == items
+        except BaseException as error:
+            failures.append(error)
+
+    with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
+        threads = [threading.Thread(target=use, args=(pool, seed)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+
+
+def test_more_tasks_than_the_board_holds_are_all_done_once() -> None:
+    with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
+        futures = [pool.submit(item) for item in range(5000)]
+        assert [future.result(30) for future in futures] == list(range(5000))
+
+
+# ---- The end ----
+
+
+@each_method
+def test_after_shutdown_nothing_is_taken_and_nothing_is_lost(method: str) -> None:
+    pool = td.shm.SharedPool(tasks.naps, max_workers=2, mp_context=method)
+    futures = [pool.submit(0.01) for _ in range(20)]
+    pool.shutdown()
+    assert [future.result(0) for future in futures] == [0.01] * 20
+    for refused in (lambda: pool.submit(1), lambda: pool.map([1])):
+        with pytest.raises(RuntimeError, match="shut down"):
+            refused()
+    pool.shutdown()
+    pool.shutdown(wait=False, cancel=True)
+    assert [future.result(0) for future in futures] == [0.01] * 20
+
+
+def test_shutdown_cancels_what_is_not_begun_where_that_is_asked_for(tmp_path: Path) -> None:
+    pool = td.shm.SharedPool(tasks.touch_and_wait, max_workers=1)
+    futures = [pool.submit((str(tmp_path / str(number)), 0.1)) for number in range(600)]
+    until((tmp_path / "0").exists)
+    pool.shutdown(cancel=True)
+    assert futures[0].result(0) and all(future.cancelled() for future in futures[2:])
+
+
+def test_shutdown_without_waiting_returns_at_once_and_ends_in_the_background() -> None:
+    pool = td.shm.SharedPool(tasks.naps, max_workers=1)
+    future = pool.submit(0.3)
+    began = time.monotonic()
+    pool.shutdown(wait=False)
+    assert time.monotonic() - began < 0.2
+    assert future.result() == 0.3
+    pool.shutdown()
+
+
+def test_an_exception_in_the_block_drops_what_is_not_begun(tmp_path: Path) -> None:
+    futures: list[Any] = []
+
+    def fail() -> None:
+        with td.shm.SharedPool(tasks.touch_and_wait, max_workers=1) as pool:
+            futures.extend(pool.submit((str(tmp_path / str(number)), 0.1)) for number in range(50))
+            until((tmp_path / "0").exists)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert sum(future.cancelled() for future in futures) >= 48
+
+
+def test_a_pool_that_is_dropped_finishes_its_tasks_and_ends() -> None:
+    pids = [pid for _, pid in td.shm.SharedPool(tasks.squared, max_workers=1).map([1])]
+    future = td.shm.SharedPool(tasks.echo, max_workers=1).submit("still done")
+    gc.collect()
+    assert future.result(20) == "still done"
+    until(lambda: not _lives(pids[0]))
+
+
+def test_the_end_of_the_program_finishes_what_was_submitted(tmp_path: Path) -> None:
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import pool_tasks, tundish as td
+pool = td.shm.SharedPool(pool_tasks.touch_and_wait, max_workers=1)
+futures = [pool.submit((f"{tmp_path}/{{number}}", 0.02)) for number in range(5)]
+"""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("", "", 0)
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_done_callback_may_submit_and_shut_down() -> None:
+    pool = td.shm.SharedPool(tasks.echo, max_workers=1)
+    more: list[Any] = []
+
+    def go_on(future: Any) -> None:
+        more.append(pool.submit(future.result() + 1))
+        pool.shutdown()
+
+    pool.submit(1).add_done_callback(go_on)
+    until(lambda: bool(more))
+    assert more[0].result(20) == 2
+    pool.shutdown()
+
+
+def test_a_forked_child_is_told_that_the_pool_is_not_its_own() -> None:
+    with td.shm.SharedPool(tasks.naps, max_workers=1) as pool:
+        future = pool.submit(0.2)
+        reader, writer = multiprocessing.Pipe()
+        context = multiprocessing.get_context("fork")
+        child = context.Process(target=_use_in_child, args=(pool, future, writer))
+        child.start()
+        answers = reader.recv()
+        child.join()
+        child.close()
+        reader.close()
+        writer.close()
+        assert answers[:3] == ["PoolError"] * 3 and answers[3:] == ["None", "False"]
+        assert future.result(20) == 0.2
+        assert pool.submit(0).result() == 0
+
+
+def _use_in_child(pool: td.shm.SharedPool, future: Any, answers: Any) -> None:
+    said = []
+    for use in (lambda: pool.submit(1), lambda: pool.map([1]), future.result, pool.shutdown, future.cancel):
+        try:
+            said.append(repr(use()))
+        except Exception as error:
+            said.append(type(error).__name__)
+    answers.send(said)
+
+
+# ---- Around it ----
+
+
+@each_method
+def test_workers_ignore_ctrl_c(method: str) -> None:
+    with td.shm.SharedPool(tasks.interrupt_handler, max_workers=1, mp_context=method) as pool:
+        assert pool.submit(None).result() == (signal.SIG_IGN, set())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"fn": 3}, InvalidTypeError, "fn is a int"),
+        ({"fn": tasks.echo, "shared": [1]}, InvalidTypeError, "shared is a list"),
+        ({"fn": tasks.echo, "shared": {1: 2}}, InvalidTypeError, "has the key 1"),
+        ({"fn": tasks.echo, "shared": {"wrong": 2}}, InvalidTypeError, "unexpected keyword argument 'wrong'"),
+        ({"fn": tasks.item_of}, InvalidTypeError, "missing a required argument: 'numbers'"),
+        ({"fn": tasks.echo, "max_workers": 0}, InvalidInputError, "max_workers is 0"),
+        ({"fn": tasks.echo, "max_workers": 10**5}, InvalidInputError, "at most"),
+        ({"fn": tasks.echo, "max_workers": 1.5}, InvalidTypeError, "max_workers is 1.5"),
+        ({"fn": tasks.echo, "max_restarts": -1}, InvalidInputError, "max_restarts is -1"),
+        ({"fn": tasks.echo, "mp_context": "threads"}, InvalidInputError, "mp_context is 'threads'"),
+        ({"fn": tasks.echo, "mp_context": multiprocessing}, InvalidTypeError, "mp_context is a module"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(arguments: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        td.shm.SharedPool(**arguments)
+
+
+def test_arguments_of_calls_that_cannot_be_used_are_refused() -> None:
+    with td.shm.SharedPool(tasks.echo, max_workers=1) as pool:
+        with pytest.raises(InvalidTypeError, match="cannot be iterated"):
+            pool.map(3)  # type: ignore[arg-type]
+        with pytest.raises(InvalidInputError, match="chunksize is 0"):
+            pool.map([], chunksize=0)
+        with pytest.raises(InvalidTypeError, match="chunksize is 'many'"):
+            pool.map([], chunksize="many")  # type: ignore[arg-type]
+        with pytest.raises(InvalidInputError, match="timeout is -1"):
+            pool.shutdown(timeout=-1)
+        with pytest.raises(InvalidTypeError, match="timeout is 'soon'"):
+            pool.shutdown(timeout="soon")  # type: ignore[arg-type]
+        assert pool.submit(1).result() == 1
+
+
+def test_a_daemon_of_multiprocessing_is_told_that_it_has_no_children() -> None:
+    reader, writer = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=_make_in_daemon, args=(writer,), daemon=True)
+    child.start()
+    assert "daemon" in reader.recv()
+    child.join()
+    child.close()
+    reader.close()
+    writer.close()
+
+
+def _make_in_daemon(answers: Any) -> None:
+    try:
+        td.shm.SharedPool(tasks.echo)
+    except PoolError as error:
+        answers.send(str(error))
+
+
+def test_pools_come_without_torch() -> None:
+    script = """
+import sys
+import tundish as td
+with td.shm.SharedPool(abs, max_workers=1) as pool:
+    assert list(pool.map([-1])) == [1]
+print("torch" in sys.modules)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False

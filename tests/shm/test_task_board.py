@@ -1,0 +1,237 @@
+"""The task board's binding, between real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tundish._native import TaskBoard
+from tundish.errors import InvalidInputError, TimedOutError
+
+# Answers each task with its payload turned around; kind 9 never ends.
+WORKER = """
+import sys, time
+from tundish._native import TaskBoard
+board = TaskBoard.open(int(sys.argv[1]))
+number = int(sys.argv[2])
+while (task := board.take(number, None)) is not None:
+    ticket, kind, payload = task
+    if kind == 9:
+        time.sleep(1000)
+    board.finish(ticket, kind + 1, payload[::-1])
+"""
+
+
+@contextmanager
+def process(source: str, *arguments: object, fds: tuple[int, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", source, *map(str, arguments)]
+    with subprocess.Popen(command, pass_fds=fds) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def worker(board: TaskBoard, number: int = 0) -> "contextmanager[subprocess.Popen[bytes]]":
+    return process(WORKER, board.fd, number, fds=(board.fd,))
+
+
+def collect(board: TaskBoard, count: int) -> dict[int, tuple[int, bytes]]:
+    results: dict[int, tuple[int, bytes]] = {}
+    while len(results) < count:
+        assert board.wait(30.0, True)
+        results.update((ticket, (kind, payload)) for ticket, kind, payload in board.collect())
+    return results
+
+
+def test_results_come_back_with_their_tickets():
+    board = TaskBoard(64, 4096)
+    payloads = [bytes([number]) * number * 10 for number in range(200)]
+    with worker(board, 0) as first, worker(board, 511) as second:
+        one = board.put(3, b"alone")
+        assert collect(board, 1) == {one: (4, b"enola")}
+        tickets: list[int] = []
+        results: dict[int, tuple[int, bytes]] = {}
+        while len(tickets) < len(payloads):
+            tickets += board.put_many(5, payloads, len(tickets))
+            results.update(collect(board, 1))
+        results.update(collect(board, len(payloads) - len(results)))
+        assert [results[ticket] for ticket in tickets] == [(6, payload[::-1]) for payload in payloads]
+        assert len({one, *tickets}) == 201
+        assert min(tickets) > 0
+        board.stop()
+        assert first.wait() == second.wait() == 0
+
+
+def test_a_full_board_takes_no_more_until_results_are_collected():
+    board = TaskBoard(4, 4096)
+    assert len(board.put_many(0, [b""] * 10, 0)) == 4
+    assert board.put(0, b"") is None
+    assert board.put_many(0, [b""], 0) == []
+    with worker(board):
+        assert len(collect(board, 4)) == 4
+        assert len(board.put_many(0, [b"a"] * 10, 7)) == 3
+        assert len(board.put_many(0, [b"a"], 1)) == 0
+
+
+def test_a_queued_task_can_be_revoked_and_a_running_one_cannot():
+    board = TaskBoard(4, 4096)
+    queued = [board.put(0, b"a"), board.put(0, b"b")]
+    assert not board.running(queued[0])
+    assert board.revoke(queued[0])
+    assert not board.revoke(queued[0])
+    with worker(board) as child:
+        assert list(collect(board, 1)) == queued[1:]
+        assert not board.running(queued[1])
+        endless = board.put(9, b"")
+        while not board.running(endless):
+            time.sleep(0.01)
+        assert not board.revoke(endless)
+        child.kill()
+        child.wait()
+        assert board.bury(0) == [endless]
+        assert not board.running(endless)
+        assert board.bury(0) == []
+    assert not board.revoke(2**64 - 1)
+
+
+def test_a_payload_as_large_as_a_slot_is_taken_and_a_larger_one_refused():
+    board = TaskBoard(2, 4096)
+    assert board.capacity >= 4096 - 64
+    with worker(board):
+        ticket = board.put(0, b"x" * board.capacity)
+        assert collect(board, 1)[ticket] == (1, b"x" * board.capacity)
+    with pytest.raises(InvalidInputError, match="does not fit into a slot"):
+        board.put(0, b"x" * (board.capacity + 1))
+    with pytest.raises(InvalidInputError, match="does not fit into a slot"):
+        board.put_many(0, [b"", b"x" * (board.capacity + 1)], 0)
+    with pytest.raises(TypeError):
+        board.put_many(0, [b"", "text"], 0)
+    # Neither call has put anything.
+    assert len(board.put_many(0, [b""] * 3, 0)) == 2
+
+
+def test_a_take_ends_when_its_time_is_over():
+    board = TaskBoard(2, 4096)
+    mine = TaskBoard.open(board.fd)
+    begin = time.monotonic()
+    with pytest.raises(TimedOutError, match="a task"):
+        mine.take(0, 0.05)
+    assert 0.05 <= time.monotonic() - begin < 1
+    ticket = board.put(1, b"a")
+    assert mine.take(0, 0.0) == (ticket, 1, b"a")
+    with pytest.raises(InvalidInputError, match="not taken"):
+        mine.finish(ticket + 1, 1, b"")
+    mine.finish(ticket, 2, b"b")
+    with pytest.raises(InvalidInputError, match="finished already"):
+        mine.finish(ticket, 2, b"b")
+    assert board.collect() == [(ticket, 2, b"b")]
+    board.stop()
+    assert mine.take(0, None) is None
+
+
+@pytest.mark.parametrize("caller", [True, False])
+def test_a_poke_ends_a_wait_that_is_under_way_or_the_next_one(caller):
+    board = TaskBoard(2, 4096)
+    begin = time.monotonic()
+    timer = threading.Timer(0.05, board.poke)
+    timer.start()
+    assert not board.wait(30.0, caller)
+    timer.join()
+    board.poke()
+    assert not board.wait(30.0, caller)
+    assert time.monotonic() - begin < 5
+    assert not board.wait(0.01, caller)
+
+
+def test_what_a_caller_leaves_is_told_to_the_other_thread():
+    board = TaskBoard(2, 4096)
+    heard: list[bool] = []
+    listener = threading.Thread(target=lambda: heard.append(board.wait(30.0, False)))
+    listener.start()
+    assert not board.wait(0.05, True)
+    mine = TaskBoard.open(board.fd)
+    board.put(0, b"")
+    ticket, _, _ = mine.take(0, None)
+    mine.finish(ticket, 0, b"")
+    listener.join(10)
+    assert heard == [True]
+
+
+@pytest.mark.parametrize(("slots", "slot_bytes"), [(0, 4096), (2**16 + 1, 4096), (1, 63), (1, 2**40)])
+def test_boards_that_cannot_be_are_refused(slots, slot_bytes):
+    with pytest.raises(InvalidInputError, match="task board"):
+        TaskBoard(slots, slot_bytes)
+
+
+def test_only_boards_are_opened():
+    with tempfile.TemporaryFile() as file:
+        file.truncate(1 << 20)
+        with pytest.raises(InvalidInputError, match="sealed"):
+            TaskBoard.open(file.fileno())
+    with pytest.raises(InvalidInputError, match="descriptor"):
+        TaskBoard.open(-1)
+
+
+def test_each_side_has_its_own_calls():
+    board = TaskBoard(2, 4096)
+    mine = TaskBoard.open(board.fd)
+    for call in (
+        lambda: mine.put(0, b""),
+        mine.collect,
+        mine.stop,
+        lambda: mine.wait(0, True),
+        lambda: mine.fd,
+    ):
+        with pytest.raises(InvalidInputError, match="parent"):
+            call()
+    with pytest.raises(InvalidInputError, match=r"TaskBoard\.open"):
+        board.take(0, 0)
+    for number in (-1, 512, 2**40):
+        with pytest.raises(InvalidInputError, match="workers 0 to 511"):
+            mine.take(number, 0)
+        with pytest.raises(InvalidInputError, match="workers 0 to 511"):
+            board.bury(number)
+    with pytest.raises(InvalidInputError, match="nan"):
+        board.wait(float("nan"), True)
+
+
+WAITER = """
+import sys
+from tundish._native import TaskBoard
+board = TaskBoard(2, 4096)
+print("ready", flush=True)
+try:
+    {wait}
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "board.wait(1000.0, True)",
+        "board.wait(1000.0, False)",
+        "TaskBoard.open(board.fd).take(0, None)",
+        "TaskBoard.open(board.fd).take(0, 1000.0)",
+    ],
+)
+def test_ctrl_c_ends_every_wait(wait):
+    command = [sys.executable, "-c", WAITER.format(wait=wait)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        begin = time.monotonic()
+        os.kill(child.pid, signal.SIGINT)
+        assert child.stdout.readline() == "interrupted\n"
+        assert time.monotonic() - begin < 0.5
+        assert child.wait() == 0
