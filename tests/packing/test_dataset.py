@@ -371,7 +371,7 @@ def test_samples_of_something_else_are_refused(row: Any, message: str) -> None:
     [
         ([[1, 2], [3]], PlanMismatchError, "dataset 0 has 2 samples, the plan was made for 3"),
         ([[1], [2], [3], [4]], PlanMismatchError, "dataset 0 has 4 samples, the plan was made for 3"),
-        ([Rows([[1]] * 3)] * 2, PlanMismatchError, "made for 1 datasets and 2 are given"),
+        ([Rows([[1]] * 3)] * 2, PlanMismatchError, "made for 1 dataset, and 2 datasets were given"),
         ({"train": [[1], [2], [3]]}, InvalidTypeError, "dataset 0 is of type dict"),
         ("samples", InvalidTypeError, "dataset 0 is of type str"),
         (np.arange(3), InvalidTypeError, "dataset 0 is of type ndarray"),

@@ -1,8 +1,9 @@
 """`pack` and `pack_datasets`: from token lengths to a plan.
 
 Owns the checks of their arguments and where the plan ends up: in memory, in a folder of its own, in a cache
-(`tundish.packing.cache`), or built once a node for all ranks. What always holds: arguments are refused before any
-work; a plan in a folder is published whole or not at all, and is the one that the arguments ask for.
+(`tundish.packing.cache`), or built once a node for all ranks, in files or in memory that they share. What always
+holds: arguments are refused before any work; a plan in a folder is published whole or not at all, and is the one that
+the arguments ask for.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tundish.errors import (
     InvalidTypeError,
     PlanMismatchError,
 )
+from tundish.packing.block import as_block
 from tundish.packing.cache import cached_plan, found_plan, is_there
 from tundish.packing.columns import (
     IntegerArray,
@@ -32,7 +34,7 @@ from tundish.packing.columns import (
     as_new_folder,
     as_threads,
 )
-from tundish.packing.plan import PackPlan
+from tundish.packing.plan import PackPlan, plan_in_block
 from tundish.progress import ProgressLine
 
 __all__ = ["pack", "pack_datasets"]
@@ -83,14 +85,14 @@ def pack(
         cache_dir: look the plan up by its fingerprint in this folder, and publish it there if it is missing; also
             when a clean-up job removes it before it is mapped.
         share: in a torch.distributed run, a collective call: every rank calls it with the same
-            arguments, one rank a node builds, all others map the files. Needs `out` or `cache_dir`.
-            Without it the call is local.
+            arguments, one rank a node builds, all others map the files, or, without `out` and `cache_dir`, the same
+            memory (see `tundish.shm.node_shared`). Without it the call is local.
         group: the process group that shares; by default all ranks.
         progress: show progress; by default on a terminal.
 
     Returns:
-        The plan, mapped from its files with `out` or `cache_dir`, else in memory. Too few tokens
-        for a pack, or no samples at all, give the empty plan.
+        The plan, mapped from its files with `out` or `cache_dir`, else in memory; with `share` there is one copy of it
+        a node. Too few tokens for a pack, or no samples at all, give the empty plan.
 
     Raises:
         InvalidTypeError: lengths, order, max_length, seed or threads are no integers.
@@ -207,15 +209,15 @@ class _Place:
     group: Any
     progress: bool | None
 
+    @property
+    def is_memory(self) -> bool:
+        return self.out is None and self.cache_dir is None
+
     def check(self) -> None:
         if not isinstance(self.share, bool):
             raise InvalidTypeError(f"share must be True or False, not {self.share!r}")
         if self.out is not None and self.cache_dir is not None:
             raise InvalidInputError("give out or cache_dir, not both: each says where the plan is to lie")
-        if self.share and self.out is None and self.cache_dir is None:
-            raise InvalidInputError(
-                "share=True needs cache_dir or out: the ranks of a node share the plan's files"
-            )
         if self.group is not None and not self.share:
             raise InvalidInputError("group has a meaning only with share=True")
         if self.out is not None:
@@ -236,7 +238,7 @@ def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
             return _shared(checked, place, line)
         place.check()
         job = checked()
-        if place.out is None and place.cache_dir is None:
+        if place.is_memory:
             facts, columns = _native.pack(job, line.callback)
             return PackPlan(columns, facts, lengths=job["lengths"])
         if place.cache_dir is None:
@@ -256,13 +258,15 @@ def _shared(checked: Callable[[], _native.Job], place: _Place, line: ProgressLin
             place.check()
             job = checked()
             expected = _native.fingerprint(job, line.callback)
-            target = place.target(expected)
         # Of two plans that are both in the cache each rank would find its own.
         voter.vote(
-            what="comparing the fingerprints of the plans asked for, which are equal where all ranks pass the same "
-            "arguments, as share=True needs",
-            same=expected,
+            what="comparing the fingerprints of the plans asked for, and whether they are to lie in memory, which are "
+            "equal where all ranks pass the same arguments, as share=True needs",
+            same=f"{expected} in {'memory' if place.is_memory else 'files'}",
         )
+        if place.is_memory:
+            return _shared_in_memory(job, expected, place, line)
+        target = place.target(expected)
 
         def build() -> None:
             if place.cache_dir is None:
@@ -279,6 +283,19 @@ def _shared(checked: Callable[[], _native.Job], place: _Place, line: ProgressLin
                     "meanwhile"
                 )
             return _mapped(job, place, expected, line)
+
+
+def _shared_in_memory(job: _native.Job, expected: str, place: _Place, line: ProgressLine) -> PackPlan:
+    from tundish.shm import SharedArray, node_shared
+
+    def build() -> SharedArray:
+        facts, columns = _native.pack(job, line.callback)
+        left = list(columns)
+        del columns
+        return as_block(facts, left)
+
+    block = node_shared(build, key=f"plan {expected}", group=place.group)
+    return plan_in_block(block, list(job["lengths"]))
 
 
 def _publish(job: _native.Job, target: Path, line: ProgressLine) -> str:

@@ -50,8 +50,8 @@ def as_integer_column(values: Any, name: str) -> IntegerArray:
     elif isinstance(values, np.ma.MaskedArray):
         raise InvalidTypeError(f"{name} is a masked array; fill or drop the masked entries first")
     try:
-        # A memory map stays one, so that it can be pickled as what it is.
-        array = values if type(values) is np.memmap else np.asarray(values)
+        # A memory map stays one, and so does an array of `node_shared`, to be pickled as what they are.
+        array: IntegerArray = np.asanyarray(values)
     except (TypeError, ValueError, OverflowError) as error:
         _check_entries(values, name)
         raise InvalidTypeError(f"{name} cannot be read as an array of integers: {error}") from error
@@ -177,7 +177,7 @@ def _packed(column: Any) -> Any:
     # A view of a map keeps the map's offset, whatever part it shows; so only the map itself says where it lies.
     if _is_map(column) and column.filename is not None and column.mode == "r":
         return _MappedColumn(str(column.filename), column.dtype.str, column.offset, len(column))
-    return np.asarray(column)
+    return np.asarray(column) if isinstance(column, np.memmap) else column
 
 
 def unpacked_lengths(lengths: list[Any] | None) -> list[IntegerArray] | None:

@@ -1,8 +1,8 @@
 """`PackPlan`: which tokens of which samples make up each pack.
 
-Owns the columns of a plan, in memory or mapped from a folder. What always holds: the columns are
-read-only; a column is int32 where all its values fit, else int64; a plan that was loaded or saved has passed the
-checks of the folder format.
+Owns the columns of a plan: in memory of this process, in memory that ranks share, or mapped from a folder. What always
+holds: the columns are read-only; a column is int32 where all its values fit, else int64; a plan that was loaded or
+saved has passed the checks of the folder format.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from tundish.errors import (
     NoSuchPackError,
     PlanMismatchError,
     TundishError,
+    counted,
     shown,
 )
+from tundish.packing.block import columns_in
 from tundish.packing.columns import (
     IntegerArray,
     as_absolute,
@@ -40,7 +42,7 @@ from tundish.packing.columns import (
     unpacked_lengths,
 )
 
-__all__ = ["FIELDS", "Pack", "PackBatch", "PackPlan", "Piece"]
+__all__ = ["FIELDS", "Pack", "PackBatch", "PackPlan", "Piece", "plan_in_block"]
 
 FIELDS = ("dataset_id", "indices", "indices_cu_len", "start_offset", "end_offset", "longest")
 
@@ -112,7 +114,7 @@ class PackPlan:
         num_samples: samples of each dataset.
         num_tokens: tokens of the ordered samples.
         fingerprint: 32 hexadecimal digits, a hash of all inputs that determine the plan.
-        path: the folder that the columns are mapped from, or None.
+        path: the folder that the columns are mapped from; None for a plan in memory, shared or not.
     """
 
     dataset_id: IntegerArray
@@ -129,8 +131,12 @@ class PackPlan:
         *,
         lengths: Sequence[IntegerArray] | None = None,
         path: Path | None = None,
+        block: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Not called by users: `pack`, `pack_datasets` and `load` make plans."""
+        """Not called by users: `pack`, `pack_datasets` and `load` make plans.
+
+        `block`: the memory that the columns lie in, where it is shared and pickled as the place it is at.
+        """
         self._columns = tuple(columns)
         for name, column in zip(FIELDS, self._columns, strict=True):
             column.flags.writeable = False
@@ -142,6 +148,7 @@ class PackPlan:
             self._check_sample_counts(self._lengths)
         self._reader = _native.PlanReader(self._columns, self._lengths, self._facts["global_pack"])
         self.path = path
+        self._block = block
         self.max_length: int = self._facts["max_length"]
         self.mode: str = self._facts["mode"]
         self.seed: int | None = self._facts["seed"]
@@ -156,8 +163,8 @@ class PackPlan:
         found = [len(column) for column in lengths]
         if found != expected:
             raise PlanMismatchError(
-                f"the plan was made for {len(expected)} datasets of {expected[:8]} samples, "
-                f"and the lengths are of {len(found)} datasets of {found[:8]}"
+                f"the plan was made for {counted(len(expected), 'dataset')} of {expected[:8]} samples, "
+                f"and the lengths are of {counted(len(found), 'dataset')} of {found[:8]}"
             )
 
     @property
@@ -180,7 +187,7 @@ class PackPlan:
             PlanMismatchError: the lengths are of another number of samples.
         """
         columns = as_length_columns(lengths, single=len(self.num_samples) == 1)
-        return PackPlan(self._columns, self._facts_json, lengths=columns, path=self.path)
+        return PackPlan(self._columns, self._facts_json, lengths=columns, path=self.path, block=self._block)
 
     def __len__(self) -> int:
         return len(self._columns[2])
@@ -397,6 +404,8 @@ class PackPlan:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is not None:
             return _reload, (self.path, self.fingerprint, packed_lengths(self._lengths))
+        if self._block is not None:
+            return plan_in_block, (self._block, packed_lengths(self._lengths))
         return _rebuild, (self._columns, self._facts_json, packed_lengths(self._lengths))
 
 
@@ -405,6 +414,12 @@ def _reload(path: Path, fingerprint: str, lengths: list[Any] | None) -> PackPlan
     if plan.fingerprint != fingerprint:
         raise PlanMismatchError(f"{path} holds another plan now than the one that was pickled")
     return plan
+
+
+def plan_in_block(block: NDArray[np.uint8], lengths: list[Any] | None) -> PackPlan:
+    """The plan that lies in a block of shared memory; `lengths` as they are pickled, or as `PackPlan` takes them."""
+    facts, columns = columns_in(block)
+    return PackPlan(columns, facts, lengths=unpacked_lengths(lengths), block=block)
 
 
 def _rebuild(columns: Sequence[NDArray[Any]], facts: str, lengths: list[Any] | None) -> PackPlan:

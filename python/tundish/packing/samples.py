@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError
+from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError, counted
 
 __all__ = ["Sample", "SampleSource", "as_datasets", "as_sample"]
 
@@ -117,8 +117,8 @@ def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSour
             )
     if len(found) != len(num_samples):
         raise PlanMismatchError(
-            f"the plan was made for {len(num_samples)} datasets and {len(found)} are given: "
-            "pass them in its order"
+            f"the plan was made for {counted(len(num_samples), 'dataset')}, and {counted(len(found), 'dataset')} "
+            f"{'was' if len(found) == 1 else 'were'} given: pass those that were planned, in their order"
         )
     for number, (dataset, expected) in enumerate(zip(found, num_samples, strict=True)):
         if len(dataset) != expected:

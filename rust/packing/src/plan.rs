@@ -199,7 +199,7 @@ impl Facts {
         }
         let streams = if self.global_pack { 1 } else { self.samples.len() };
         if self.tail_start.len() != streams {
-            return Err(format!("{} datasets have {} tails", streams, self.tail_start.len()));
+            return Err(format!("tails are of {} datasets, and there are {}", self.tail_start.len(), streams));
         }
         if self.order == OrderKind::Given && self.samples.len() != 1 {
             return Err("an order is given for a single dataset only".into());

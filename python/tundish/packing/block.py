@@ -1,0 +1,67 @@
+"""A plan as one block of bytes, in memory that the ranks of a node share.
+
+Owns the layout: the length of a JSON text in eight bytes, the text, and the columns, each from the next multiple of
+`ALIGNMENT` bytes on. What always holds: a block is made and read by processes of one job; it is never saved.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from tundish.shm import SharedArray
+
+__all__ = ["as_block", "columns_in"]
+
+# Of what numpy and the processor like.
+ALIGNMENT = 64
+LENGTH = np.dtype("<u8")
+# Bytes that are copied between two looks at Ctrl-C.
+PIECE = 32 << 20
+
+
+def as_block(facts: str, columns: list[NDArray[Any]]) -> SharedArray:
+    """The plan of these facts and columns, in shared memory; takes the columns out of the list as it copies them."""
+    from tundish.shm import SharedArray
+
+    index = json.dumps(
+        {"facts": facts, "columns": [[column.dtype.str, len(column)] for column in columns]}
+    ).encode()
+    end = LENGTH.itemsize + len(index)
+    starts: list[int] = []
+    for column in columns:
+        starts.append(_aligned(end))
+        end = starts[-1] + column.nbytes
+    block = SharedArray.create((end,), np.uint8)
+    target = block.array
+    target[: LENGTH.itemsize] = np.array([len(index)], LENGTH).view(np.uint8)
+    target[LENGTH.itemsize : LENGTH.itemsize + len(index)] = np.frombuffer(index, np.uint8)
+    for start in starts:
+        source = columns.pop(0).view(np.uint8)
+        for offset in range(0, len(source), PIECE):
+            piece = source[offset : offset + PIECE]
+            target[start + offset : start + offset + len(piece)] = piece
+    return block
+
+
+def columns_in(block: NDArray[np.uint8]) -> tuple[str, list[NDArray[Any]]]:
+    """The facts and the columns of a plan in a block, which they keep."""
+    length = int(block[: LENGTH.itemsize].view(LENGTH)[0])
+    end = LENGTH.itemsize + length
+    index = json.loads(block[LENGTH.itemsize : end].tobytes())
+    # Plain arrays: one that is a part of the block is not to be taken for all of it.
+    plain = np.asarray(block)
+    columns = []
+    for name, count in index["columns"]:
+        dtype, start = np.dtype(name), _aligned(end)
+        end = start + count * dtype.itemsize
+        columns.append(plain[start:end].view(dtype))
+    return index["facts"], columns
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGNMENT) * ALIGNMENT

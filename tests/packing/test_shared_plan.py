@@ -1,0 +1,126 @@
+"""`td.pack(share=True)` without a folder: the plan lies once a node in memory that its ranks share."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tundish as td
+from tundish.packing.plan import FIELDS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from rank_processes import Job, Line, outcome
+
+LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)
+
+
+def inode_of(array: np.ndarray) -> str:
+    """Of the map that `array` lies in."""
+    address = array.ctypes.data
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        for line in maps:
+            span, _, _, _, inode, *_ = line.split()
+            start, stop = (int(end, 16) for end in span.split("-"))
+            if start <= address < stop:
+                return inode
+    raise AssertionError("nothing is mapped there")
+
+
+def share(**options: Any) -> td.PackPlan:
+    options = {"lengths": LENGTHS, "max_length": 256, "seed": 4, **options}
+    return td.pack(share=True, progress=False, **options)
+
+
+def use_a_shared_plan(rank: int, line: Line) -> None:
+    folder = Path(line.hear())
+    plan = share()
+    alone = td.pack(LENGTHS, 256, seed=4)
+    assert plan.path is None
+    assert plan.fingerprint == alone.fingerprint
+    assert plan.facts == alone.facts
+    for field in FIELDS:
+        shared, own = getattr(plan, field), getattr(alone, field)
+        assert np.array_equal(shared, own)
+        assert shared.dtype == own.dtype
+        assert not shared.flags.writeable
+    assert plan[7] == alone[7]
+    assert plan[-3:] == alone[-3:]
+    assert plan.stats() == alone.stats()
+    plan.verify()
+    plan.save(folder / f"plan-{rank}")
+    assert td.PackPlan.load(folder / f"plan-{rank}", lengths=LENGTHS)[7] == alone[7]
+    message = pickle.dumps(plan)
+    again = pickle.loads(message)
+    assert again[7] == alone[7]
+    assert len(message) < LENGTHS.nbytes + 4096
+    line.say(inode_of(plan.indices), inode_of(again.indices))
+
+    lengths = td.shm.node_shared(LENGTHS)
+    light = share(lengths=lengths)
+    small = pickle.dumps(light)
+    assert len(small) < 4096
+    assert pickle.loads(small).lengths[0].tolist() == LENGTHS.tolist()
+    several = td.pack_datasets([LENGTHS, LENGTHS[:1000]], 128, share=True, progress=False)
+    assert several.fingerprint == td.pack_datasets([LENGTHS, LENGTHS[:1000]], 128).fingerprint
+    several.verify()
+    empty = share(lengths=LENGTHS[:0])
+    assert len(empty) == 0
+    line.say(*outcome(lambda: share(cache_dir=folder / "cache" if rank == 1 else None)))
+    line.say(*outcome(lambda: share(seed=rank)))
+    line.say(share().fingerprint == plan.fingerprint)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_all_ranks_use_one_plan(world: int, tmp_path: Path) -> None:
+    with Job(use_a_shared_plan, world, tmp_path) as job:
+        for rank in range(world):
+            job.tell(rank, str(tmp_path))
+        inodes = {inode for message in job.hear_all() for inode in message}
+        assert len(inodes) == 1
+        for mixed in ("memory and files", "different seeds"):
+            heard = job.hear_all()
+            if world > 1:
+                assert [kind for kind, _, _ in heard] == ["PeerFailedError"] * world, mixed
+                assert all("same arguments" in text for _, text, _ in heard)
+        assert job.hear_all() == [(True,)] * world
+        job.expect_end()
+
+
+class Rows:
+    """Samples whose tokens are their number."""
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.full(LENGTHS[index], index)
+
+
+class Packs:
+    """A dataset that says what a worker sees of a plan."""
+
+    def __init__(self, plan: td.PackPlan) -> None:
+        self.plan = plan
+        self.dataset = td.PackedDataset(Rows(), plan)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> list[int | str]:
+        return [int(self.dataset[index]["input_ids"].sum()), inode_of(self.plan.indices)]
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_of_a_loader_use_the_same_plan(method: str) -> None:
+    from torch.utils.data import DataLoader
+
+    plan = share()
+    loader: Any = DataLoader(Packs(plan), batch_size=None, num_workers=2, multiprocessing_context=method)  # type: ignore[arg-type]
+    here = Packs(plan)
+    assert list(loader) == [here[index] for index in range(len(here))]
