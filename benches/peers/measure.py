@@ -104,6 +104,18 @@ def run_child(request: Mapping[str, Any]) -> dict[str, Any]:
     return {**json.loads(reply), "peak": peak - baseline}
 
 
+def family(process: int) -> list[int]:
+    """A process and all below it, itself first."""
+    members = [process]
+    for parent in members:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                members += [int(child) for child in children.read_text().split()]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return members
+
+
 def file_system(folder: Path) -> str:
     """Type of the file system that holds `folder`, such as ext4."""
     kinds: dict[str, str] = {}

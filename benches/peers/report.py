@@ -49,6 +49,14 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+def rate(per_second: float) -> str:
+    """How many a second, in the unit a reader compares in."""
+    for least, scale, unit in ((1e6, 1e-6, "M/s"), (1e3, 1e-3, "k/s")):
+        if per_second >= least:
+            return f"{per_second * scale:.3g} {unit}"
+    return f"{per_second:.3g} /s"
+
+
 def size(count_of_bytes: float) -> str:
     """Bytes as MiB."""
     return f"{count_of_bytes / 2**20:.1f} MiB"

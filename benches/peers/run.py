@@ -14,6 +14,7 @@ unmet target is written down, not hidden and not an error.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import tempfile
@@ -26,6 +27,7 @@ NOT_A_DISK = ("tmpfs", "ramfs")
 MEASURES = {
     "packing": ("plan", "published", "shuffle", "lookup", "curve"),
     "checkpoint": ("large", "small", "worlds"),
+    "shm": ("tasks", "results", "binding", "readers", "node"),
 }
 PACKAGES = {
     "packing": ("tundish", "numpy", "torch", "megatron-core"),
@@ -37,6 +39,7 @@ PACKAGES = {
         "orbax-checkpoint",
         "nvidia-resiliency-ext",
     ),
+    "shm": ("tundish", "numpy", "torch", "joblib", "loky"),
 }
 
 
@@ -85,14 +88,47 @@ def checkpoint_measures(
     return {name: lambda name=name: measure(name, plan) for name in MEASURES["checkpoint"]}, said
 
 
-PARTS = {"packing": packing_measures, "checkpoint": checkpoint_measures}
+def shm_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
+    """The measures of pools and of arrays that ranks share, and what is said of their rounds."""
+    from shm.contestants import PACKAGES as imported_elsewhere
+
+    for package in imported_elsewhere:
+        importlib.import_module(package)
+    from shm.cases import Plan, measure
+    from shm.node_case import node
+
+    plan = Plan()
+    if quick:
+        plan = Plan(
+            array_bytes=32 << 20,
+            readers=(2,),
+            rounds=1,
+            binding_rounds=1,
+            reading_rounds=1,
+            repeats=1,
+            seconds=0.02,
+            results={"large": 3, "small": 8},
+            ranks=2,
+            node_bytes=8 << 20,
+            node_rounds=1,
+            judges=False,
+        )
+    said = (
+        f"Each time is the least of at least {min(plan.rounds * plan.repeats, plan.binding_rounds, plan.node_rounds)}; "
+        "in a round every pool runs once, in a process of its own."
+    )
+    measures = {name: lambda name=name: measure(name, plan) for name in MEASURES["shm"] if name != "node"}
+    return measures | {"node": lambda: [node(plan)]}, said
+
+
+PARTS = {"packing": packing_measures, "checkpoint": checkpoint_measures, "shm": shm_measures}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Bench tundish against its peers.")
     parser.add_argument("--quick", action="store_true", help="small inputs, few rounds, no targets")
     parser.add_argument(
-        "--part", choices=tuple(PARTS), help="one part; the other section of RESULTS.md stays"
+        "--part", choices=tuple(PARTS), help="one part; the other sections of RESULTS.md stay"
     )
     parser.add_argument(
         "--only",

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from measure import family
+
 __all__ = ["run_ranks"]
 
 CHILD = Path(__file__).with_name("child.py")
@@ -118,18 +120,7 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def _memory_of(ranks: list[subprocess.Popen[str]]) -> int:
-    return sum(_own_memory(process) for rank in ranks for process in _family(rank.pid))
-
-
-def _family(process: int) -> list[int]:
-    family = [process]
-    for parent in family:
-        for children in Path(f"/proc/{parent}/task").glob("*/children"):
-            try:
-                family += [int(child) for child in children.read_text().split()]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    return family
+    return sum(_own_memory(process) for rank in ranks for process in family(rank.pid))
 
 
 def _own_memory(process: int) -> int:

@@ -1,0 +1,102 @@
+"""What a worker of the standard pools holds: the task and its array, put there by the pool's initializer.
+
+Each form of a peer has its way in and its way out. What always holds: an array that came through shared memory stays
+attached for as long as the worker lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "Placed",
+    "bind",
+    "bind_block",
+    "bind_file",
+    "bind_tensor",
+    "call",
+    "call_placing",
+    "call_tensor",
+    "place",
+    "take",
+]
+
+Task = Callable[[int, np.ndarray], Any]
+# Name of a block of multiprocessing.shared_memory, shape and dtype of the array in it.
+Placed = tuple[str, tuple[int, ...], np.dtype]
+
+_bound: tuple[Task, np.ndarray]
+_block: SharedMemory
+
+
+def bind(task: Task, array: np.ndarray) -> None:
+    """The array as it was inherited, or came out of a pickle."""
+    global _bound
+    _bound = task, array
+
+
+def bind_file(task: Task, file: Path) -> None:
+    """The array in a file, mapped."""
+    bind(task, np.load(file, mmap_mode="r"))
+
+
+def call(item: int) -> Any:
+    task, array = _bound
+    return task(item, array)
+
+
+def place(array: np.ndarray) -> tuple[SharedMemory, Placed]:
+    """A copy of `array` in a new block."""
+    block = SharedMemory(create=True, size=array.nbytes)
+    np.ndarray(array.shape, array.dtype, block.buf)[...] = array
+    return block, (block.name, array.shape, array.dtype)
+
+
+def bind_block(task: Task, placed: Placed) -> None:
+    """The array in a block that is attached by name."""
+    global _block
+    name, shape, dtype = placed
+    _block = SharedMemory(name)
+    bind(task, np.ndarray(shape, dtype, _block.buf))
+
+
+def call_placing(item: int) -> Any:
+    """An array goes back through a block of its own, of which the caller is told the name."""
+    result = call(item)
+    if not isinstance(result, np.ndarray):
+        return result
+    block, placed = place(result)
+    block.close()
+    return placed
+
+
+def take(placed: Placed) -> np.ndarray:
+    """The array out of a block, which is removed: as a copy, since nothing else tells when a view of it is gone."""
+    name, shape, dtype = placed
+    block = SharedMemory(name)
+    array = np.ndarray(shape, dtype, block.buf).copy()
+    block.close()
+    block.unlink()
+    return array
+
+
+def bind_tensor(task: Task, tensor: Any) -> None:
+    """The array in a tensor of torch's shared memory."""
+    import torch
+
+    # As in the workers of torch's loaders: the threads of the parent are not there after a fork.
+    torch.set_num_threads(1)
+    bind(task, tensor.numpy())
+
+
+def call_tensor(item: int) -> Any:
+    """An array goes back as a tensor, which torch.multiprocessing moves to shared memory."""
+    import torch
+
+    result = call(item)
+    return torch.from_numpy(result) if isinstance(result, np.ndarray) else result

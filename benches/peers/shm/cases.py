@@ -1,0 +1,308 @@
+"""The measures of pools: who does what, how often, and which ratio is asked for.
+
+Owns the targets. What always holds: in each round every pool runs in a process of its own, one after the other, so that
+a drift of the machine meets all alike; a row takes the least of all rounds on both sides, of memory the most; results
+are checked in the process that asked for them, and a wrong one ends the bench.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from report import Row, Section, duration, rate, size
+
+from shm.contestants import LOKY, WAYS
+from shm.processes import run_pool
+
+__all__ = ["Plan", "measure"]
+
+OURS, QUEUES, EXECUTOR = "ours", "queues", "executor"
+FLOORS, BARE = "floors", "bare workers"
+_METHODS = ("fork", "spawn")
+
+# Of a task's time: the least ratio of a peer to tundish.
+_EACH_OVER = {QUEUES: 8.0}
+_ONE_OVER = {QUEUES: 1.3, EXECUTOR: 2.0}
+_RESULT_OVER = {QUEUES: 4.0}
+_CHUNKED_RATE = 2e6
+# What the pool of two queues has to be over ProcessPoolExecutor, to be worth a comparison.
+_QUEUES_OVER_EXECUTOR = 2.0
+_FORK_SECONDS = 0.020
+_SPAWN_COPIES = 1.5
+_ARRAY_SHARE = 1.03
+_WORKER_BYTES = 25 << 20
+# Each task of these carries the array: a result through them says nothing about results.
+_NO_RESULTS = ("executor each",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much is run: the full bench, or a smoke test of it."""
+
+    array_bytes: int = 256 << 20
+    workers: int = 2
+    readers: tuple[int, ...] = (2, 8)
+    rounds: int = 3
+    # Of binding there is one in a process.
+    binding_rounds: int = 5
+    reading_rounds: int = 2
+    repeats: int = 2
+    seconds: float = 0.4
+    results: Mapping[str, int] = field(default_factory=lambda: {"large": 24, "small": 480})
+    ways: tuple[str, ...] = tuple(WAYS)
+    ranks: int = 8
+    node_bytes: int = 1 << 30
+    node_rounds: int = 5
+    judges: bool = True
+
+
+# Of one way, by what was measured: all that was found.
+Found = dict[str, list[float]]
+
+
+def measure(name: str, plan: Plan) -> list[Section]:
+    """Run one measure, and judge it."""
+    return [{"tasks": _tasks, "results": _results, "binding": _binding, "readers": _readers}[name](plan)]
+
+
+def _gather(
+    plan: Plan, measure: str, ways: Sequence[str], rounds: int, **more: Any
+) -> dict[tuple[str, str], Found]:
+    """What each way says in all rounds, by way and start method; the floors among them."""
+    found: dict[tuple[str, str], Found] = {}
+    methods = more.pop("methods", ("fork",))
+    for _ in range(rounds):
+        for way in ways:
+            known = way in WAYS
+            for method in _methods_of(way, methods) if known else ("",):
+                request = {
+                    "measures": [measure if known else way],
+                    "way": way,
+                    "method": method,
+                    "array_bytes": plan.array_bytes,
+                    "workers": plan.workers,
+                    "repeats": plan.repeats,
+                    "seconds": plan.seconds,
+                    "results": dict(plan.results),
+                    **more,
+                }
+                print(f"bench: {measure}: {way} {method}", file=sys.stderr, flush=True)
+                [reply] = run_pool(request).values()
+                for name, values in reply.items():
+                    found.setdefault((way, method), {}).setdefault(name, []).extend(values)
+    return found
+
+
+def _methods_of(way: str, methods: Iterable[str]) -> list[str]:
+    """Those it has; one that has its own way to start workers runs it once."""
+    own = WAYS[way].methods
+    return [method for method in methods if method in own] or list(own)
+
+
+def _least(found: Mapping[tuple[str, str], Found], name: str, method: str = "fork") -> dict[str, float]:
+    """The least of each way, in the order of the ways."""
+    return {
+        way: min(values[name])
+        for (way, own), values in found.items()
+        if own in (method, LOKY, "") and name in values
+    }
+
+
+def _row(
+    case: str,
+    ours: float,
+    peer: str,
+    peers: float,
+    plan: Plan,
+    *,
+    at_least: float | None = None,
+    show: Any = duration,
+) -> Row:
+    ratio = peers / ours
+    judged = at_least if plan.judges else None
+    return Row(
+        case=case,
+        ours=show(ours),
+        peer=peer,
+        peers=show(peers),
+        figure=f"{ratio:.3g}×",
+        target="–" if judged is None else f"≥ {judged:g}×",
+        met=None if judged is None else ratio >= judged,
+    )
+
+
+def _as_rate(seconds: float) -> str:
+    return f"{rate(1 / seconds)} ({duration(seconds)})"
+
+
+def _tasks(plan: Plan) -> Section:
+    section = Section(
+        title=f"An empty task, {plan.workers} workers",
+        note=f"A pool bound to an array of {size(plan.array_bytes)}; the task gives back its item and the worker's "
+        "process id in one integer. Unchunked: `map` with every task sent on its own, the results in a list. Chunked: "
+        'as the pool chunks of itself (`chunksize="auto"`, `Pool.map`, `batch_size="auto"`), for the executor as '
+        "`Pool.map` does. Latency: one task after the other, `submit(item).result()`, `apply(item)`, or "
+        "`Parallel` on one task. Of the floors, a call is the task in a list comprehension without any pool, and the "
+        "pipe a byte to another process and one back.",
+    )
+    found = _gather(plan, "tasks", (*plan.ways, FLOORS), plan.rounds)
+    each, chunked, one = (_least(found, name) for name in ("each", "chunked", "one"))
+    floors = found[FLOORS, ""]
+    for way in plan.ways:
+        if way != OURS:
+            section.rows.append(
+                _row(
+                    "unchunked",
+                    each[OURS],
+                    WAYS[way].name,
+                    each[way],
+                    plan,
+                    at_least=_EACH_OVER.get(way),
+                    show=_as_rate,
+                )
+            )
+    ratio = each[EXECUTOR] / each[QUEUES]
+    section.rows.append(
+        Row(
+            case="unchunked, two-queue pool",
+            ours="–",
+            peer=f"over {WAYS[EXECUTOR].name}, {_as_rate(each[EXECUTOR])}",
+            peers=_as_rate(each[QUEUES]),
+            figure=f"{ratio:.3g}×",
+            target=f"≥ {_QUEUES_OVER_EXECUTOR:g}×" if plan.judges else "–",
+            met=ratio >= _QUEUES_OVER_EXECUTOR if plan.judges else None,
+        )
+    )
+    speed = 1 / chunked[OURS]
+    section.rows.append(
+        Row(
+            case="chunked",
+            ours=_as_rate(chunked[OURS]),
+            peer="–",
+            peers="–",
+            figure=rate(speed),
+            target=f"≥ {rate(_CHUNKED_RATE)}" if plan.judges else "–",
+            met=speed >= _CHUNKED_RATE if plan.judges else None,
+        )
+    )
+    section.rows += [
+        _row("chunked", chunked[OURS], WAYS[way].name, chunked[way], plan, show=_as_rate)
+        for way in plan.ways
+        if way not in (OURS, QUEUES)
+    ]
+    section.rows.append(
+        _row(
+            "chunked",
+            chunked[OURS],
+            "a call, the floor of one process",
+            min(floors["call"]),
+            plan,
+            show=_as_rate,
+        )
+    )
+    section.rows += [
+        _row("latency", one[OURS], WAYS[way].name, one[way], plan, at_least=_ONE_OVER.get(way))
+        for way in plan.ways
+        if way != OURS
+    ]
+    section.rows.append(
+        _row("latency", one[OURS], "a pipe there and back, the floor", min(floors["trip"]), plan)
+    )
+    return section
+
+
+def _results(plan: Plan) -> Section:
+    section = Section(
+        title=f"Arrays as results, {plan.workers} workers",
+        note="The task copies a part of the bound array and stamps it; `map`, every task on its own, each result "
+        "let go of when the next is there. The time is that of a result, its share of all; one element of each of "
+        "its pages is read inside the clock, all of them in a run before it. Where multiprocessing.shared_memory "
+        "brings the results, the caller copies them out, since nothing tells it when a view is gone. The floor is "
+        "one copy into shared pages that were used before.",
+    )
+    ways = [way for way in plan.ways if way not in _NO_RESULTS]
+    found = _gather(plan, "results", (*ways, FLOORS), plan.rounds)
+    for name, said in (("large", "16 MiB"), ("small", "400 KiB")):
+        least = _least(found, name)
+        section.rows += [
+            _row(said, least[OURS], WAYS[way].name, least[way], plan, at_least=_RESULT_OVER.get(way))
+            for way in ways
+            if way != OURS
+        ]
+        section.rows.append(_row(said, least[OURS], "one copy, the floor", least[FLOORS], plan))
+    return section
+
+
+def _binding(plan: Plan) -> Section:
+    section = Section(
+        title=f"Binding {size(plan.array_bytes)}, {plan.workers} workers",
+        note="The constructor: until the call returns. First result: until a task that looks at both ends of the "
+        "array is back, which is where a pool that starts late has to have everything. What the array adds is that "
+        "time less the same for an array of one page. One in a process, after two pools with an array of one page. "
+        "The floor is one copy, by one thread, into shared pages that nobody used before.",
+    )
+    found = _gather(plan, "binding", (*plan.ways, FLOORS), plan.binding_rounds, methods=_METHODS, repeats=1)
+    copy = min(found[FLOORS, ""]["fresh"])
+    for method in _METHODS:
+        constructor, first, small = (
+            _least(found, name, method) for name in ("constructor", "first", "small first")
+        )
+        limit = _FORK_SECONDS if method == "fork" else _SPAWN_COPIES * copy
+        said = duration(_FORK_SECONDS) if method == "fork" else f"{_SPAWN_COPIES:g}× the copy"
+        for case, seconds, judged in (
+            (f"{method}, constructor", constructor[OURS], plan.judges),
+            (f"{method}, what the array adds", max(0.0, first[OURS] - small[OURS]), False),
+        ):
+            section.rows.append(
+                Row(
+                    case=case,
+                    ours=duration(seconds),
+                    peer="one copy into fresh shared pages",
+                    peers=duration(copy),
+                    figure=duration(seconds) if method == "fork" else f"{seconds / copy:.3g}×",
+                    target=f"≤ {said}" if judged else "–",
+                    met=seconds <= limit if judged else None,
+                )
+            )
+        section.rows += [
+            _row(f"{method}, first result", first[OURS], WAYS[way].name, first[way], plan)
+            for way in plan.ways
+            if way != OURS
+        ]
+    return section
+
+
+def _readers(plan: Plan) -> Section:
+    section = Section(
+        title=f"Memory of workers that read one array of {size(plan.array_bytes)}",
+        note="Proportional set size of the caller and all processes below it, when every worker has summed the array, "
+        "above what the caller held before it opened the pool, the array included; the most of all rounds. Bare "
+        "workers are processes that are spawned, have imported numpy and wait.",
+    )
+    found = {
+        workers: _gather(
+            plan, "readers", (*plan.ways, BARE), plan.reading_rounds, methods=_METHODS, workers=workers
+        )
+        for workers in plan.readers
+    }
+    for workers, each in found.items():
+        limit = _ARRAY_SHARE * plan.array_bytes + workers * _WORKER_BYTES
+        for (way, method), values in each.items():
+            held = max(values["held"])
+            judged = plan.judges and way == OURS
+            name = WAYS[way].name if way in WAYS else "bare workers with numpy"
+            section.rows.append(
+                Row(
+                    case=f"{workers} workers, {method or 'spawn'}, {name}",
+                    ours=size(held),
+                    peer=f"the array + 3% + {size(_WORKER_BYTES)} a worker",
+                    peers=size(limit),
+                    figure=f"{held / limit:.3g}×",
+                    target="≤ 1×" if judged else "–",
+                    met=held <= limit if judged else None,
+                )
+            )
+    return section

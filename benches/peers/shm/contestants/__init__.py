@@ -1,0 +1,67 @@
+"""Pools of processes that work on one array, each as its own users run it.
+
+A pool is opened for one task and one array. What always holds: `one` gives the result of one task; `each` sends every
+task on its own and gives the results in order; `chunked` may send many at once, and so does what the pool itself
+thinks best; results are numpy arrays where the task makes them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = ["LOKY", "PACKAGES", "WAYS", "Pool", "Task", "Way"]
+
+Task = Callable[[int, np.ndarray], Any]
+# How loky starts its workers, always.
+LOKY = "loky"
+# What is imported in other processes.
+PACKAGES = ("joblib", "loky", "torch")
+
+
+class Pool(Protocol):
+    """A pool that is open, its task and array bound."""
+
+    def one(self, item: int) -> Any: ...
+    def each(self, items: Sequence[int]) -> Iterable[Any]: ...
+    def chunked(self, items: Sequence[int]) -> Iterable[Any]: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """What a pool is called, where it lies, and how it can start its workers."""
+
+    name: str
+    module: str
+    pool: str
+    methods: tuple[str, ...] = ("fork", "spawn")
+
+    def load(self) -> Callable[[Task, np.ndarray, int, str], Pool]:
+        """Import it; what is returned opens a pool for a task, an array, so many workers, a start method."""
+        return getattr(importlib.import_module(f"shm.contestants.{self.module}"), self.pool)
+
+
+WAYS = {
+    "ours": Way(name="tundish SharedPool", module="ours", pool="Ours"),
+    "queues": Way(name="two-queue pool", module="two_queues", pool="TwoQueues"),
+    "executor": Way(name="ProcessPoolExecutor, array in initargs", module="executors", pool="Initialised"),
+    "executor each": Way(
+        name="ProcessPoolExecutor, array pickled with each task", module="executors", pool="Pickling"
+    ),
+    "executor shared": Way(
+        name="ProcessPoolExecutor, multiprocessing.shared_memory", module="executors", pool="SharedMemories"
+    ),
+    "pool": Way(name="multiprocessing.Pool, array in initargs", module="pools", pool="Standard"),
+    "joblib": Way(
+        name="joblib, loky with memmapping", module="joblib_parallel", pool="Memmapping", methods=(LOKY,)
+    ),
+    "loky": Way(
+        name="loky, array mapped from a file", module="loky_executor", pool="Mapped", methods=(LOKY,)
+    ),
+    "torch": Way(name="torch.multiprocessing.Pool, shared tensor", module="torch_pool", pool="Tensors"),
+}

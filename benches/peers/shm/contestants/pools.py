@@ -1,0 +1,32 @@
+"""multiprocessing.Pool, the array in `initargs`."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from shm import bound
+from shm.contestants import Task
+
+
+class Standard:
+    """`imap` sends one task at a time, `map` a quarter of each worker's share."""
+
+    def __init__(self, task: Task, array: np.ndarray, workers: int, method: str) -> None:
+        self._pool = multiprocessing.get_context(method).Pool(workers, bound.bind, (task, array))
+
+    def one(self, item: int) -> Any:
+        return self._pool.apply(bound.call, (item,))
+
+    def each(self, items: Sequence[int]) -> Iterable[Any]:
+        return self._pool.imap(bound.call, items)
+
+    def chunked(self, items: Sequence[int]) -> Iterable[Any]:
+        return self._pool.map(bound.call, items)
+
+    def close(self) -> None:
+        self._pool.close()
+        self._pool.join()

@@ -1,0 +1,103 @@
+"""The processes of one run: a pool's parent, or the ranks of a node.
+
+Owns them and what they start, from the start to the end. What always holds: when a run is over, or has failed, or has
+taken too long, nothing of its process groups is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["run_pool", "run_ranks"]
+
+_HERE = Path(__file__).parent
+# What takes longer hangs.
+_LONGEST_SECONDS = 300.0
+
+
+def run_pool(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The reply of child.py; RuntimeError, with the end of what was said, where it fails."""
+    [reply] = _run(_HERE / "child.py", request, [{}])
+    return reply
+
+
+def run_ranks(request: Mapping[str, Any], *, ranks: int) -> list[dict[str, Any]]:
+    """The replies of node_child.py on so many ranks of one node; RuntimeError where one fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environments = [
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        for rank in range(ranks)
+    ]
+    return _run(_HERE / "node_child.py", request, environments)
+
+
+def _run(
+    program: Path, request: Mapping[str, Any], environments: list[dict[str, str]]
+) -> list[dict[str, Any]]:
+    with contextlib.ExitStack() as stack:
+        files = [
+            [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in ("reply", "said")]
+            for _ in environments
+        ]
+        children = [
+            subprocess.Popen(
+                [sys.executable, str(program), json.dumps(request)],
+                stdin=subprocess.DEVNULL,
+                stdout=reply,
+                stderr=said,
+                # What it leaves behind when it fails is of its group.
+                start_new_session=True,
+                env={**os.environ, **environment},
+            )
+            for environment, (reply, said) in zip(environments, files, strict=True)
+        ]
+        try:
+            _wait(children)
+        finally:
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        for child, (_, said) in zip(children, files, strict=True):
+            if child.returncode:
+                raise RuntimeError(
+                    f"{program.name} ended with {child.returncode} for {request}:\n{_text(said)[-3000:]}"
+                )
+        return [json.loads(_text(reply).splitlines()[-1]) for reply, _ in files]
+
+
+def _wait(children: list[subprocess.Popen[bytes]]) -> None:
+    """Until all are over, one has failed, or the time is."""
+    until = time.monotonic() + _LONGEST_SECONDS
+    while any(child.poll() is None for child in children):
+        if any(child.poll() for child in children) or time.monotonic() > until:
+            return
+        time.sleep(0.01)
+
+
+def _text(file: Any) -> str:
+    file.seek(0)
+    return file.read()

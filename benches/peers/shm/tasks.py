@@ -1,0 +1,95 @@
+"""What workers are given to do.
+
+Owns the tasks and how a result says who made it. What always holds: a task takes its item and the bound array; its
+result carries the item and the worker's process id, and is known beforehand but for that id. Imports nothing but
+numpy, because workers that are spawned import this and are weighed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+__all__ = [
+    "LARGE",
+    "SMALL",
+    "begin_of",
+    "empty",
+    "ends",
+    "hold",
+    "item_of",
+    "large",
+    "reading",
+    "small",
+    "worker_of",
+]
+
+# Linux gives no process id that takes more.
+_PROCESS_BITS = 22
+# Bytes of a result.
+LARGE = 16 << 20
+SMALL = 400 << 10
+# Where the parts of two items lie apart, in elements: no result is the one before it.
+_STRIDE = 4097
+# So long does a worker that has read the array keep the next task from itself, for the others to get theirs.
+_PAUSE_SECONDS = 0.2
+
+
+def _stamp(item: int) -> int:
+    return item << _PROCESS_BITS | os.getpid()
+
+
+def item_of(stamp: int) -> int:
+    return stamp >> _PROCESS_BITS
+
+
+def worker_of(stamp: int) -> int:
+    """The id of the process that made a result."""
+    return stamp & ((1 << _PROCESS_BITS) - 1)
+
+
+def empty(item: int, array: np.ndarray) -> int:
+    """Nothing but to say who was asked for what."""
+    return item << _PROCESS_BITS | os.getpid()
+
+
+def ends(item: int, array: np.ndarray) -> tuple[int, int, int]:
+    """A look at the first element and the last."""
+    return _stamp(item), int(array[0]), int(array[-1])
+
+
+def reading(item: int, array: np.ndarray) -> tuple[int, int]:
+    """The sum of all elements."""
+    total = int(array.sum())
+    time.sleep(_PAUSE_SECONDS)
+    return _stamp(item), total
+
+
+def begin_of(item: int, array: np.ndarray, size: int) -> int:
+    """The element where the part of the array that belongs to `item` begins."""
+    return item * _STRIDE % (len(array) - size // array.itemsize)
+
+
+def _part(item: int, array: np.ndarray, size: int) -> np.ndarray:
+    begin = begin_of(item, array, size)
+    result = array[begin : begin + size // array.itemsize].copy()
+    result[0] = _stamp(item)
+    return result
+
+
+def large(item: int, array: np.ndarray) -> np.ndarray:
+    """A part of the array, its first element replaced by the stamp."""
+    return _part(item, array, LARGE)
+
+
+def small(item: int, array: np.ndarray) -> np.ndarray:
+    return _part(item, array, SMALL)
+
+
+def hold(connection: Connection) -> None:
+    """Be a process that has numpy and nothing else, until the other end is closed."""
+    connection.send(os.getpid())
+    connection.poll(None)
