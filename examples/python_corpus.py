@@ -17,19 +17,20 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import tundish as td
+
 # How tundish itself puts a file in its place; it is no public name, and any way that leaves no half file will do.
 from tundish._native import replace_file
 
 FACTS = "corpus.json"
 END_OF_DOCUMENT = "<|end|>"
-DOCUMENTS_AT_ONCE = 256
 
 
 @dataclass
 class Corpus:
-    """Tokenised documents, end to end in one memory-mapped file; document *i* is `corpus[i]`.
+    """Tokenised documents, end to end in one array; document *i* is `corpus[i]`.
 
-    All ranks of a machine map the same file, so that its pages are in memory once.
+    All ranks of a machine, and the workers of their loaders, have the same pages of it.
     """
 
     folder: Path
@@ -51,13 +52,13 @@ class Corpus:
 
 
 def open_corpus(folder: Path) -> Corpus:
-    """Map what `prepare_corpus` wrote."""
+    """Collective: what `prepare_corpus` wrote. One rank a machine reads the tokens, and shares them."""
     facts = json.loads((folder / FACTS).read_text())
     return Corpus(
         folder=folder,
         vocabulary=facts["vocabulary"],
         text_bytes=facts["text_bytes"],
-        tokens=np.load(folder / "tokens.npy", mmap_mode="r"),
+        tokens=td.shm.node_shared(lambda: np.load(folder / "tokens.npy"), key=f"tokens of {folder.name}"),
         bounds=np.load(folder / "bounds.npy", mmap_mode="r"),
     )
 
@@ -125,10 +126,13 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
 
 def tokenise(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """All tokens end to end, and where each document begins and ends, shape (documents + 1,)."""
-    end = tokenizer.token_to_id(END_OF_DOCUMENT)
-    parts: list[np.ndarray] = []
-    # The tokenizer works on all cores within a call; calls of bounded size let Ctrl-C through between them.
-    for first in range(0, len(texts), DOCUMENTS_AT_ONCE):
-        encodings = tokenizer.encode_batch_fast(texts[first : first + DOCUMENTS_AT_ONCE])
-        parts += [np.array([*encoding.ids, end], dtype=np.int32) for encoding in encodings]
+    bound = {"tokenizer": tokenizer, "texts": texts, "end": tokenizer.token_to_id(END_OF_DOCUMENT)}
+    # Workers have the texts already: a document's number goes to them, and its tokens come back.
+    with td.shm.SharedPool(encode, bound) as pool:
+        parts = list(pool.map(range(len(texts))))
     return np.concatenate(parts), np.cumsum([0, *(len(part) for part in parts)])
+
+
+def encode(number: int, tokenizer: Tokenizer, texts: list[str], end: int) -> np.ndarray:
+    """The tokens of one document."""
+    return np.array([*tokenizer.encode(texts[number]).ids, end], dtype=np.int32)
