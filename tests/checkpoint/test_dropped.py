@@ -62,14 +62,21 @@ def test_a_root_whose_checkpointer_was_dropped_opens_again(tmp_path: Path) -> No
         assert save.result(30) == again.latest("hf")
 
 
-def test_a_failure_is_acted_on_when_its_caller_was_interrupted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wakes_the_caller", [True, False])
+def test_a_failure_is_acted_on_when_its_caller_was_interrupted(
+    wakes_the_caller: bool, tmp_path: Path
+) -> None:
+    """Also where the signal came a moment before the caller began to wait, and so does not end the wait."""
     root = tmp_path / "root"
     told: list[BaseException] = []
     go_on = threading.Event()
 
     def interrupt(event: str, kind: str, step: int) -> None:
         if event == "staged":
-            os.kill(os.getpid(), signal.SIGINT)
+            if wakes_the_caller:
+                os.kill(os.getpid(), signal.SIGINT)
+            else:
+                signal.pthread_kill(threading.get_ident(), signal.SIGINT)
             assert go_on.wait(30)
             shutil.rmtree(root / f".{kind}-{step}.incomplete")
 

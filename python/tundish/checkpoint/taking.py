@@ -7,6 +7,7 @@ fails with.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
 import functools
@@ -26,6 +27,9 @@ from tundish.errors import InvalidInputError
 __all__ = ["Request", "take"]
 
 _logger = logging.getLogger("tundish.checkpoint")
+
+# Seconds.
+_LOOK_AGAIN = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +74,8 @@ def take(opened: Opened, request: Request) -> Save:
             same += f": tag {request.tag}, overwrite {bool(request.overwrite)}, {reserved.plan.fingerprint}"
             news = reserved.plan.news if isinstance(reserved.plan, HasNews) else News.NONE
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+            # Memory that was being reserved, which else stays until somebody collects the error's cycle.
+            traceback.clear_frames(caught.__traceback__)
             error = caught
         greatest, interruption = _vote(opened, request, same, news, error)
         undo.pop_all()
@@ -99,13 +105,23 @@ def take(opened: Opened, request: Request) -> Save:
             raise
     if request.blocking:
         try:
-            job.save.result()
+            _wait_for(job.save)
         except BaseException:
             if not job.save.done():
                 # Ctrl-C ended the wait, so nobody hears of a failure from here.
                 job.is_answered = False
             raise
     return job.save
+
+
+def _wait_for(save: Save) -> None:
+    """Block until `save` is done; raises what it failed with.
+
+    Python loses a signal that comes between its last look and the wait for a lock: so no wait is for long.
+    """
+    while not save.done():
+        concurrent.futures.wait([save], timeout=_LOOK_AGAIN)
+    save.result()
 
 
 def _vote(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tundish._native import staging_stats
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.buffers import Buffer
 from tundish.checkpoint.dcp.plan import DcpPlan
+from tundish.checkpoint.hf.images import FileImage
 from tundish.checkpoint.hf.plan import HfPlan
 from tundish.checkpoint.lane import Lane
 from tundish.checkpoint.staging import begin_copies
@@ -122,3 +124,31 @@ def test_a_second_ctrl_c_while_a_save_gives_back_what_it_took_costs_nothing(
         if not again.came:
             break
     assert number > 1
+
+
+RESERVATIONS = {
+    "hf": (HfPlan.reserve, FileImage.__init__, Buffer.__init__),
+    "dcp": (DcpPlan.reserve, Buffer.__init__),
+}
+
+
+@pytest.mark.parametrize("kind", RESERVATIONS)
+def test_a_save_that_is_interrupted_while_it_takes_memory_leaves_none_taken(
+    kind: Literal["hf", "dcp"], checkpointer: Checkpointer, told: list[BaseException]
+) -> None:
+    # In a training loop the collector may not come by for long.
+    gc.disable()
+    try:
+        for number in itertools.count():
+            ctrl_c = CtrlC(number, *RESERVATIONS[kind])
+            with contextlib.suppress(KeyboardInterrupt), ctrl_c:
+                getattr(checkpointer, f"save_{kind}")(number, TENSORS)
+            checkpointer.wait(10)
+            assert checkpointer.stats()["staging"]["in_use"] == staging_stats()["in_use"] == 0, number
+            assert not told
+            if not ctrl_c.came:
+                break
+    finally:
+        gc.enable()
+    assert number > 1
+    assert checkpointer.latest(kind) == checkpointer.path / f"{kind}-{number}"
