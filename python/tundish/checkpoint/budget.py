@@ -11,6 +11,7 @@ import threading
 import time
 
 from tundish.errors import InvalidInputError
+from tundish.waiting import wait_for
 
 __all__ = ["StagingBudget"]
 
@@ -40,8 +41,7 @@ class StagingBudget:
                     self._in_use,
                     self.limit,
                 )
-                while not self._fits(count):
-                    self._freed.wait()
+                wait_for(lambda pause: self._freed.wait_for(lambda: self._fits(count), pause))
                 _logger.warning("%s waited %.3f s", what, time.monotonic() - started)
             self._in_use += count
             self._peak = max(self._peak, self._in_use)

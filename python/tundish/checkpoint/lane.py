@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from tundish.checkpoint.finalizing import Finalizer, Job
 from tundish.errors import CallbackError, InvalidInputError
+from tundish.waiting import wait_for
 
 __all__ = ["Lane"]
 
@@ -52,8 +53,7 @@ class Lane:
     def wait_for_turn(self) -> None:
         """Block until at most one save is not over: that one may be written while the next is staged."""
         with self._changed:
-            while len(self._pending) > 1:
-                self._changed.wait()
+            wait_for(lambda pause: self._changed.wait_for(lambda: len(self._pending) < 2, pause))
 
     def start(self) -> None:
         """Have the thread there, before ranks agree on a save: where it cannot be started, the others have to hear."""
@@ -91,7 +91,7 @@ class Lane:
     def wait(self, timeout: float | None) -> bool:
         """Block until no save is under way; whether it came to that in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._pending, timeout)
+            return wait_for(lambda pause: self._changed.wait_for(lambda: not self._pending, pause), timeout)
 
     def close(self) -> None:
         """End the thread, once the saves that it has are over, and let go of the voter.
@@ -103,7 +103,7 @@ class Lane:
         if self._thread is not None and os.getpid() == self._process:
             self._wake.put(None)
             # A join that Ctrl-C ends takes the thread for ended, in some versions of Python.
-            self._has_ended.wait()
+            wait_for(self._has_ended.wait)
         self._finalizer.close()
 
     # From here on everything runs on the finalize thread.

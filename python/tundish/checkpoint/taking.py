@@ -23,13 +23,11 @@ from tundish.checkpoint.opening import Opened
 from tundish.checkpoint.reading import Kind, check_step
 from tundish.checkpoint.saves import HasNews, News, Plan, Save, Staged, WritesThrough
 from tundish.errors import InvalidInputError
+from tundish.waiting import wait_for
 
 __all__ = ["Request", "take"]
 
 _logger = logging.getLogger("tundish.checkpoint")
-
-# Seconds.
-_LOOK_AGAIN = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,23 +103,14 @@ def take(opened: Opened, request: Request) -> Save:
             raise
     if request.blocking:
         try:
-            _wait_for(job.save)
+            wait_for(lambda pause: bool(concurrent.futures.wait([job.save], pause).done))
+            job.save.result()
         except BaseException:
             if not job.save.done():
                 # Ctrl-C ended the wait, so nobody hears of a failure from here.
                 job.is_answered = False
             raise
     return job.save
-
-
-def _wait_for(save: Save) -> None:
-    """Block until `save` is done; raises what it failed with.
-
-    Python loses a signal that comes between its last look and the wait for a lock: so no wait is for long.
-    """
-    while not save.done():
-        concurrent.futures.wait([save], timeout=_LOOK_AGAIN)
-    save.result()
 
 
 def _vote(

@@ -21,6 +21,7 @@ from tundish.distributed.groups import Meeting, Membership, unused_name
 from tundish.distributed.rounds import LINGER_SECONDS, Protocol, Round
 from tundish.distributed.verdict import Failure, Outcome
 from tundish.errors import InvalidInputError, PeerFailedError, StoreLostError, TundishError, VoteTimeoutError
+from tundish.waiting import wait_for
 
 __all__ = ["Channel"]
 
@@ -118,9 +119,9 @@ class Channel:
             self._number += 1
             try:
                 self._hand_over(current)
-                answered = current.done.wait(None if seconds is None else seconds + _ANSWER_SECONDS)
+                answered = wait_for(current.done.wait, None if seconds is None else seconds + _ANSWER_SECONDS)
                 if not answered and current.verdict is not None:
-                    answered = current.done.wait(LINGER_SECONDS + _ANSWER_SECONDS)
+                    answered = wait_for(current.done.wait, LINGER_SECONDS + _ANSWER_SECONDS)
             except BaseException as interruption:
                 current.interruption = Failure.of(self.member.rank, interruption)
                 current.done.wait(_ANSWER_SECONDS)
