@@ -10,13 +10,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tundish.distributed import Voter, build_once_per_node, vote
+from tundish.distributed.watch import PeerWatch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
@@ -67,6 +68,41 @@ def test_a_killed_rank_is_named_on_all_nodes_within_a_second(host: str, tmp_path
             job.expect_end(0, 1, 2)
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def killed_in_its_first_vote(rank: int, line: Line) -> None:
+    connect = PeerWatch.connect
+
+    def connect_and_tell(watch: PeerWatch, peers: Mapping[int, str]) -> None:
+        connect(watch, peers)
+        if rank == 1 and 3 in peers:
+            line.say("watches")
+
+    PeerWatch.connect = connect_and_tell  # type: ignore[method-assign]  # in this process alone
+    voter = Voter._unmet(None, f"node {rank % 2}")
+    line.say("ready")
+    if rank == 0:
+        # The one that all the others wait for.
+        line.hear()
+    line.say(*timed(lambda: voter.vote(what="all are well")))
+    voter.close()
+
+
+@pytest.mark.parametrize("host", [LAUNCHER, FILE])
+def test_a_rank_that_is_killed_in_the_first_vote_is_named_within_a_second(host: str, tmp_path: Path) -> None:
+    with Job(killed_in_its_first_vote, 4, tmp_path, host=host) as job:
+        assert job.hear_all() == [("ready",)] * 4
+        assert job.hear(1) == ("watches",)
+        killed = time.monotonic()
+        job.signal(3, signal.SIGKILL)
+        for kind, text, named, at in job.hear_all(1, 2):
+            assert (kind, named) == ("PeerFailedError", 3), text
+            assert "was killed or vanished" in text
+            assert at - killed < NOTICED
+        job.tell(0)
+        kind, text, named, _ = job.hear(0)
+        assert (kind, named) == ("PeerFailedError", 3), text
+        job.expect_end(0, 1, 2)
 
 
 def two_votes(rank: int, line: Line) -> None:

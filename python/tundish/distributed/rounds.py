@@ -41,6 +41,9 @@ _GROWTH = 1.2
 _LEAVING_PAUSE = 0.002
 _SHORT_PAUSE = 0.02
 _LONG_PAUSE = 0.1
+# How often a rank that waits looks whether all are there after all, and in its first round who else came.
+_LOOK_AROUND = 1.0
+_LOOK_WHO_CAME = 0.25
 # What a rank adds to the counter of a round, in one request: that it arrived, that it failed, that it notes something.
 _ARRIVED = 1
 _FAILED = 1 << 20
@@ -103,6 +106,7 @@ class Protocol:
         # Keys of this rank that others read in a round, with its number: deleted when all are in a later one.
         self._read: list[tuple[int, str]] = []
         self._about: dict[int, str] = {}
+        self._acquainted = 0
         self._store = JobStore(member.store, name)
         self._watch = PeerWatch()
 
@@ -129,7 +133,10 @@ class Protocol:
         self._gather(current, verdict)
         self._pass_on(current, verdict)
         if verdict.complete and not self.mates:
-            self._meet(number)
+            self._get_to_know()
+            self.mates = tuple(rank for rank in self.member.ranks if rank in self._about)
+            if self._introduction is not None:
+                self._read.append((number, self._introduction))
         with current.lock:
             current.verdict = verdict
         self._tidy(current, verdict)
@@ -183,23 +190,24 @@ class Protocol:
         about = f"process {os.getpid()} on {socket.gethostname()}"
         self._store.write(self._introduction, json.dumps([self.member.rank, self._watch.address, about]))
 
-    def _meet(self, number: int) -> None:
-        """Once, when all have introduced themselves: watch the others of this node."""
+    def _get_to_know(self) -> None:
+        """Watch those of this node who introduced themselves since the last time."""
         addresses: dict[int, str] = {}
-        for position in range(1, self._store.add(f"node/{self._node}", 0) + 1):
-            rank, address, about = json.loads(self._store.read(f"node/{self._node}/{position}") or "[]")
-            addresses[rank] = address
-            self._about[rank] = about
-        self.mates = tuple(rank for rank in self.member.ranks if rank in addresses)
-        del addresses[self.member.rank]
+        for position in range(self._acquainted + 1, self._store.add(f"node/{self._node}", 0) + 1):
+            text = self._store.read(f"node/{self._node}/{position}")
+            if text is None:
+                # About to be written, while not all are there.
+                break
+            rank, address, about = json.loads(text)
+            addresses[rank], self._about[rank], self._acquainted = address, about, position
+        addresses.pop(self.member.rank, None)
         self._watch.connect(addresses)
-        if self._introduction is not None:
-            self._read.append((number, self._introduction))
 
     def _await(self, current: Round) -> Verdict:
         """Wait for the verdict, or reach it where this rank is the one to see that the round is over."""
         crowd = max(1.0, len(self.member.ranks) / 256)  # the store serves every rank's polling
-        pause, look_around = _FIRST_PAUSE * crowd, current.started + 1.0
+        between = _LOOK_AROUND if self.mates else _LOOK_WHO_CAME * crowd
+        pause, look_around = _FIRST_PAUSE * crowd, current.started + between
         while True:
             self._watch.wait(pause)
             verdict = self._verdict(current.number)
@@ -214,7 +222,9 @@ class Protocol:
             if current.own is not None and now >= current.started + _GATHER_SECONDS:
                 return self._conclude(current)
             if now >= look_around:
-                look_around = now + 1.0
+                look_around = now + between
+                if not self.mates:
+                    self._get_to_know()
                 # The last to arrive may have died before it could write the verdict.
                 tally = self._store.add(f"{current.number}/arrived", 0)
                 if tally % _FAILED >= len(self.member.ranks):
