@@ -30,7 +30,7 @@ MEASURES = {
     "shm": ("tasks", "results", "binding", "readers", "node"),
 }
 PACKAGES = {
-    "packing": ("tundish", "numpy", "torch", "megatron-core"),
+    "packing": ("tundish", "numpy", "torch", "numba", "megatron-core"),
     "checkpoint": (
         "tundish",
         "torch",

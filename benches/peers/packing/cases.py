@@ -23,6 +23,7 @@ from report import Row, Section, count, duration, times_faster
 import tundish as td
 from packing import numpy_forms
 from packing.distributions import DISTRIBUTIONS, TEXT, Distribution, draw_lengths, draw_order
+from packing.floor import read_and_write
 from packing.megatron_peer import sample_index
 from tundish.packing import shuffled_indices
 
@@ -32,7 +33,7 @@ JUDGED_SAMPLES = 10**7
 LOOP = "chunked numpy + Python loop"
 VECTORISED = "vectorised numpy"
 MEGATRON = "megatron-core build_sample_idx"
-FLOOR = "lengths[order] read and order written, nothing more"
+FLOOR = "lengths read in order and order written, nothing more"
 # The loop form stands for the original only where it costs what the original costs.
 LOOP_OVER_VECTORISED = (10.0, 17.0)
 # glibc's malloc then keeps what is freed, and an array lies in pages that were used before.
@@ -90,8 +91,8 @@ def hard_plan(scale: Scale) -> Section:
         "freed. Otherwise the vectorised form, whose temporaries are large, pays for fresh pages, on a "
         "virtual machine more than for its arithmetic. Chat packs hold many more samples each, so the loop "
         "over packs weighs less there and is shown without a target. What no plan can do without, each length read in "
-        "the order given (into memory used before) and each index written once as int32 (into fresh memory, as the "
-        "plan's is), is timed beside it as numpy does it, on one thread: a measure of the memory, no lower bound.",
+        "the order given and each index written once as int32 (into fresh memory, as the plan's is), is timed beside "
+        "it as a compiled loop on one thread (numba): no plan on one thread takes less.",
     )
     for samples in scale.samples:
         for distribution in DISTRIBUTIONS:
@@ -134,13 +135,6 @@ def _hard_plan_rows(scale: Scale, samples: int, distribution: Distribution) -> l
     def digest(plan: td.PackPlan) -> tuple[int, ...]:
         return _sums(plan.arrays())
 
-    read = np.empty_like(lengths)
-
-    def floor() -> np.ndarray:
-        # "clip" lets numpy write straight to `out`; no index is out of range.
-        np.take(lengths, order, out=read, mode="clip")
-        return order.astype(np.int32)
-
     contestants = {
         "one": Contestant(lambda: pack(1), digest),
         "two": Contestant(lambda: pack(2), digest),
@@ -150,7 +144,9 @@ def _hard_plan_rows(scale: Scale, samples: int, distribution: Distribution) -> l
             lambda: sample_index(lengths, narrow_order, MAX_LENGTH, num_tokens),
             lambda pairs: int(pairs.sum(dtype=np.int64)),
         ),
-        FLOOR: Contestant(floor, lambda written: int(written.sum(dtype=np.int64))),
+        FLOOR: Contestant(
+            lambda: read_and_write(lengths, order), lambda pair: pair[0] + int(pair[1].sum(dtype=np.int64))
+        ),
     }
     seconds = race(contestants, scale.rounds(samples))
 
