@@ -95,7 +95,11 @@ def test_objects_are_saved_by_the_lowest_rank_that_has_them() -> None:
     assert owners({3: {"a": 1}, 5: {"a": 2, "b": 3}, 7: {"b": 4}}) == {"a": [3], "b": [5]}
 
 
-@pytest.mark.parametrize("other", [torch.empty(4), torch.empty(3, dtype=torch.int32), "text"], ids=str)
+@pytest.mark.parametrize(
+    "other",
+    [torch.empty(4), torch.empty(3, dtype=torch.int32), "text"],
+    ids=["another shape", "another dtype", "no tensor"],
+)
 def test_different_things_under_one_name_are_refused(other: Any) -> None:
     with pytest.raises(
         InvalidInputError, match=r"'a.w' is a float32 tensor of shape \(3,\) on rank 0 and .* on rank 1"

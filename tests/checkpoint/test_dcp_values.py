@@ -65,7 +65,7 @@ def test_integers_of_any_length(value: int) -> None:
         torch.tensor([True, False]),
         torch.get_rng_state(),
     ],
-    ids=str,
+    ids=["one number", "turned", "bfloat16", "float8", "empty", "bool", "bytes"],
 )
 def test_tensors(tensor: torch.Tensor) -> None:
     got = from_json(to_json({"t": tensor}, "rank_extra"))["t"]
