@@ -63,7 +63,7 @@ lint: $(STAMPS)/with-lint
 	$(BIN)/ruff format --check $(PYTHON_FOLDERS)
 	$(BIN)/ruff check $(PYTHON_FOLDERS)
 	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml tundish._native
+	$(BIN)/python -m mypy.stubtest --mypy-config-file stubtest.ini tundish._native
 
 wheel: $(STAMPS)/maturin
 	rm -f dist/tundish-*.whl
