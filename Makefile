@@ -14,6 +14,8 @@ PEER_STAMPS := .venv-bench/stamps
 # maturin looks here for the interpreter, and refuses to choose between this and conda's.
 export VIRTUAL_ENV := $(CURDIR)/.venv
 unexport CONDA_PREFIX
+# The tests start the package in hundreds of processes, each of which would compile all it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 # A folder is newer when a file in it comes or goes.
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -type d -o -name '*.rs' -o -name Cargo.toml)
@@ -45,7 +47,7 @@ test: $(STAMPS)/with-test
 	cargo test --doc $(CORE_TESTS)
 	@# The tests of faults build it where it is missing; here it takes no time of a test.
 	cargo build --quiet --locked --package tundish-python --features failpoints
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 soak: export TUNDISH_SOAK := 1
 soak: $(STAMPS)/with-test

@@ -1,7 +1,7 @@
 """What every test runs under.
 
 Owns the environment of the tests and the rule about skips: as root on Linux only a test marked `needs_gpu` may be
-skipped; any other skip fails the run, so that no check is lost unnoticed.
+skipped; any other skip fails the run, so that no check is lost unnoticed, in whichever process the test was.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Generator
+from pathlib import Path
 
 # Read when torch, matplotlib and the Hugging Face libraries are first imported, here and in child processes.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,15 +25,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import hypothesis
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+
+import rank_processes
+
 # A machine that does other work at the same time makes single examples slow, never wrong.
 hypothesis.settings.register_profile("tundish", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("tundish")
 
-_lost = pytest.StashKey[list[str]]()
-
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_lost] = []
+    config.pluginmanager.register(_Skips())
+    # Whichever test is the first to need the fork server: later ones start hundreds of ranks from it.
+    rank_processes.preload()
 
 
 def pytest_collection_finish() -> None:
@@ -50,42 +54,41 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a CUDA device")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item,
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    expected_failure = hasattr(report, "wasxfail")
-    if report.skipped and not expected_failure and item.get_closest_marker("needs_gpu") is None:
-        item.config.stash[_lost].append(f"{item.nodeid}: {_reason(report)}")
-    return report
+class _Skips:
+    """What was skipped without an excuse; reports of other processes come here too."""
+
+    def __init__(self) -> None:
+        self._lost: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        is_expected = hasattr(report, "wasxfail") or "needs_gpu" in report.keywords
+        if report.skipped and not is_expected:
+            self._lost.append(f"{report.nodeid}: {_reason(report)}")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self._lost.append(f"{report.nodeid}: {_reason(report)}")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._lost and _nothing_is_out_of_reach() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._lost and _nothing_is_out_of_reach():
+            terminalreporter.section("skipped where nothing but a missing GPU excuses it", red=True)
+            for line in self._lost:
+                terminalreporter.line(line, red=True)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    report = yield
-    if report.skipped:
-        collector.config.stash[_lost].append(f"{collector.nodeid}: {_reason(report)}")
-    return report
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (
-        session.config.stash[_lost]
-        and _nothing_is_out_of_reach()
-        and session.exitstatus == pytest.ExitCode.OK
-    ):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    lost = config.stash[_lost]
-    if lost and _nothing_is_out_of_reach():
-        terminalreporter.section("skipped where nothing but a missing GPU excuses it", red=True)
-        for line in lost:
-            terminalreporter.line(line, red=True)
+@pytest.fixture
+def tmp_path_of_all(tmp_path: Path) -> Path:
+    """`tmp_path`, where other users reach and read it."""
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents:
+        mode = parent.stat().st_mode
+        if mode & 0o011 != 0o011:
+            parent.chmod(mode | 0o011)
+    return tmp_path
 
 
 def _nothing_is_out_of_reach() -> bool:

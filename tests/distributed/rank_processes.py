@@ -27,7 +27,7 @@ from typing import Any, Self
 LAUNCHER, RANK0, FILE = "launcher", "rank0", "file"
 PATIENCE = 60.0
 # What scenarios import that takes long. Not tundish: some bring a compiled module of their own.
-PRELOADED = [
+_PRELOADED = [
     "torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -112,14 +112,16 @@ def _run_rank(
         raise
 
 
+def preload() -> None:
+    """Have the fork server import what takes long when it starts; one that runs already imports nothing any more."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+
+
 def settle() -> None:
     """Have this process keep from now on what it keeps from its first job on; for tests that look for leftovers."""
     import torch.distributed as distributed
 
     distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    # One that runs already imports nothing any more.
-    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     multiprocessing.forkserver.ensure_running()
 
 
@@ -145,8 +147,8 @@ class Job:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 where = str(probe.getsockname()[1])
+        preload()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         self._lines, self._processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
