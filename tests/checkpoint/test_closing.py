@@ -141,40 +141,50 @@ PROGRAM = """
     import sys, time
     import torch, tundish as td
 
-    def fail(_):
-        if sys.argv[2] == "exit":
-            sys.exit(3)
-        raise ValueError("a bug of the user's")
+    def train(how, who):
+        def fail(_):
+            if how == "exit":
+                sys.exit(3)
+            raise ValueError("a bug of the user's")
 
-    given = {"keep": fail} if sys.argv[3] == "keep" else {"on_published": [fail, lambda path: print("second")]}
-    with td.Checkpointer(sys.argv[1], keep_last=1, **given) as checkpointer:
-        for step in (1, 2):
-            try:
-                checkpointer.save_hf(step, {"w": torch.ones(3)}).result(60)
-            except td.errors.CallbackError as error:
-                print(step, error)
-    time.sleep(0.5)
-    print("alive", [one.step for one in td.checkpoint.open_readonly(sys.argv[1]).list()])
+        root = f"{sys.argv[1]}/{how}-{who}"
+        given = {"keep": fail} if who == "keep" else {"on_published": [fail, lambda path: print("second")]}
+        with td.Checkpointer(root, keep_last=1, **given) as checkpointer:
+            for step in (1, 2):
+                try:
+                    checkpointer.save_hf(step, {"w": torch.ones(3)}).result(60)
+                except td.errors.CallbackError as error:
+                    print(step, error)
+        time.sleep(0.5)
+        print("alive", [one.step for one in td.checkpoint.open_readonly(root).list()])
+
+    for how in ("raise", "exit"):
+        for who in ("keep", "on_published"):
+            print("case", how, who)
+            train(how, who)
 """
 
 
-@pytest.mark.parametrize("how", ["raise", "exit"])
-@pytest.mark.parametrize("who", ["keep", "on_published"])
-def test_what_a_users_function_fails_with_ends_no_training(root: Path, how: str, who: str) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(root), how, who]
+def test_what_a_users_function_fails_with_ends_no_training(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
-    said = "a bug of the user's" if how == "raise" else "SystemExit(3)"
-    lines = ended.stdout.splitlines()
-    if who == "keep":
-        # It is asked once there is something that may go.
-        assert [line[0] for line in lines] == ["2", "a"]
-        assert lines[-1] == "alive [1, 2]"
-    else:
-        assert [line[0] for line in lines] == ["s", "1", "s", "2", "a"]
-        assert lines[-1] == "alive [2]"
-    assert said in ended.stdout
-    assert "callback failed" in ended.stdout
+    before, *cases = ended.stdout.split("case ")
+    assert before == ""
+    heads = [case.splitlines()[0] for case in cases]
+    assert heads == ["raise keep", "raise on_published", "exit keep", "exit on_published"]
+    for head, case in zip(heads, cases, strict=True):
+        how, who = head.split()
+        lines = case.splitlines()[1:]
+        if who == "keep":
+            # It is asked once there is something that may go.
+            assert [line[0] for line in lines] == ["2", "a"]
+            assert lines[-1] == "alive [1, 2]"
+        else:
+            assert [line[0] for line in lines] == ["s", "1", "s", "2", "a"]
+            assert lines[-1] == "alive [2]"
+        assert ("a bug of the user's" if how == "raise" else "SystemExit(3)") in case
+        assert "callback failed" in case
 
 
 def test_a_function_that_exits_on_an_event_fails_nothing(root: Path) -> None:

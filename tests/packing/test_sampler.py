@@ -182,8 +182,9 @@ def test_grouping_keeps_steps_and_ranks_random() -> None:
     assert not partners
 
 
-@pytest.mark.parametrize("start_method", [None, "fork", "spawn"])
-def test_resuming_under_a_data_loader_that_draws_ahead(start_method: str | None) -> None:
+# Each spawned worker imports torch anew.
+@pytest.mark.parametrize(("start_method", "workers"), [(None, 0), ("fork", 2), ("spawn", 1)])
+def test_resuming_under_a_data_loader_that_draws_ahead(start_method: str | None, workers: int) -> None:
     plan = plan_of(60)
     samples = [[number] for number in range(60)]
 
@@ -192,7 +193,7 @@ def test_resuming_under_a_data_loader_that_draws_ahead(start_method: str | None)
             td.PackedDataset(samples, plan),
             batch_sampler=sampler,
             collate_fn=tokens_of,
-            num_workers=0 if start_method is None else 2,
+            num_workers=workers,
             multiprocessing_context=start_method,
         )
 

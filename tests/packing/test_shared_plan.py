@@ -116,11 +116,17 @@ class Packs:
         return [int(self.dataset[index]["input_ids"].sum()), inode_of(self.plan.indices)]
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_workers_of_a_loader_use_the_same_plan(method: str) -> None:
+# Each spawned worker imports torch anew.
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("forkserver", 2), ("spawn", 1)])
+def test_workers_of_a_loader_use_the_same_plan(method: str, workers: int) -> None:
     from torch.utils.data import DataLoader
 
     plan = share()
-    loader: Any = DataLoader(Packs(plan), batch_size=None, num_workers=2, multiprocessing_context=method)  # type: ignore[arg-type]
+    loader: Any = DataLoader(
+        Packs(plan),
+        batch_size=None,
+        num_workers=workers,
+        multiprocessing_context=method,  # type: ignore[arg-type]
+    )
     here = Packs(plan)
     assert list(loader) == [here[index] for index in range(len(here))]

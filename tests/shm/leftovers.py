@@ -68,6 +68,9 @@ def watched() -> Iterator[None]:
     resource_tracker.ensure_running()
     with td.shm.SharedArray.from_array(np.zeros(1)) as first:
         pickle.dumps(first.handle)
+    # What is there now is not of this test, and to look through all of it again and again takes minutes.
+    gc.collect()
+    gc.freeze()
     before = _state()
     set_cache_limit(_KEPT)
     yield
