@@ -1,13 +1,15 @@
 """The tasks of a pool: which are on the board, which wait for room, and who is told of their answers.
 
-Owns the board's parent side and the thread that collects when no caller does. What always holds:
+Owns the board's parent side. One thread of the pool, its keeper, tends it when no caller does. What always holds:
 
 1. A task is in one place: waiting (`_backlog`), on the board (`_outstanding`), or finished. All moves are made under
    `_lock`; receivers are called under it and do no more than note what came.
 2. Ctrl-C can split what a caller's thread does here, and nothing is lost by it: answers stay in `_arrived` until each
-   of them is noted, noting twice changes nothing, and only the pool's own thread moves tasks out of the backlog.
-3. Whoever collects does so for all. A caller that leaves while tasks are outstanding passes this on to the pool's
-   thread, which else sleeps as long as a caller collects.
+   of them is noted, noting twice changes nothing, and only the keeper moves tasks out of the backlog.
+3. Whoever collects does so for all. A caller that leaves while tasks are outstanding passes this on to the keeper,
+   which else sleeps as long as a caller collects.
+4. A child made by `fork` has nothing of it: neither the board, which its parent goes on to use, nor the memory that
+   was kept for messages.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
@@ -52,16 +55,12 @@ class Engine:
     Args:
         board: the pool's, of which this is the parent.
         reception: opens parcels of workers.
-        end_workers: called on the pool's thread when all is over; with True, workers that still run are killed.
     """
 
-    def __init__(
-        self, board: _native.TaskBoard, reception: Reception, end_workers: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, board: _native.TaskBoard, reception: Reception) -> None:
         self.pid = os.getpid()
         self._board: _native.TaskBoard | _NoBoard = board
         self._reception = reception
-        self._end_workers = end_workers
         self._lock = threading.Lock()
         self._outstanding: dict[int, tuple[Receiver, int]] = {}
         self._lent: dict[int, _native.Parcel] = {}
@@ -71,6 +70,8 @@ class Engine:
         self._abandoned: deque[Receiver] = deque()
         # The thread that collects as a caller. Set without a lock: two at once do no harm.
         self._collector: int | None = None
+        # The thread that tends, which runs callbacks too.
+        self._keeper: int | None = None
         # How often a caller has collected.
         self._calls = 0
         self._refusal: str | None = None
@@ -78,11 +79,9 @@ class Engine:
         self._patience: float | None = None
         self._is_forced = False
         self._is_dropped = False
+        self._is_disowned = False
         self._progress = 0
-        self._thread = threading.Thread(target=self._run, name="tundish-pool-results", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        _engines.add(self)
 
     # ---- Tasks come ----
 
@@ -139,8 +138,6 @@ class Engine:
 
     def withdraw(self, future: TaskFuture) -> bool:
         """Take a task back that no worker has; whether that was so, and for the first time."""
-        if os.getpid() != self.pid:
-            return False
         with self._lock:
             if future.is_ready():
                 return False
@@ -160,13 +157,12 @@ class Engine:
 
     def is_running(self, future: TaskFuture) -> bool:
         ticket = future.ticket
-        return ticket is not None and os.getpid() == self.pid and self._board.running(ticket)
+        return ticket is not None and self._board.running(ticket)
 
     def abandon(self, receiver: Receiver) -> None:
         """Nobody will look at what comes for `receiver`. May be called from anywhere, a destructor included."""
-        if os.getpid() == self.pid:
-            self._abandoned.append(receiver)
-            self._board.poke()
+        self._abandoned.append(receiver)
+        self._board.poke()
 
     def lose(self, tickets: Iterable[int], error_of: Callable[[str], Exception]) -> None:
         """The worker that had these tasks is dead. `error_of` makes an error of a task's description."""
@@ -210,11 +206,13 @@ class Engine:
         deadline = None if timeout is None else time.monotonic() + timeout
         me = threading.get_ident()
         while not receiver.is_ready():
+            if self._is_disowned:
+                raise PoolError(self._failure)
             remaining = _LOOK_AROUND_SECONDS if deadline is None else deadline - time.monotonic()
             if remaining <= 0:
                 return
             if self._backlog or self._collector not in (None, me):
-                receiver.park(min(remaining, _PARK_SECONDS))
+                self._stand_by(receiver, min(remaining, _PARK_SECONDS))
                 continue
             try:
                 self._collector = me
@@ -223,6 +221,17 @@ class Engine:
                 self._collector = None
                 if self._announcements or self._backlog:
                     self._board.poke()
+
+    def _stand_by(self, receiver: Receiver, seconds: float) -> None:
+        """Wait while another thread sees to what `receiver` waits for: where that is this one, see to it."""
+        if threading.get_ident() != self._keeper:
+            receiver.park(seconds)
+            return
+        # A callback waits, and nobody else has the backlog put on the board.
+        self._board.wait(seconds, False)
+        with self._lock:
+            self._collect()
+            self._refill()
 
     def collect(self) -> None:
         """Note what has come, without waiting."""
@@ -272,13 +281,13 @@ class Engine:
             self._forget(ticket)
         self._reception.hand_over(ticket)
 
-    # ---- The pool's own thread ----
+    # ---- What the keeper does ----
 
     def announce_later(self, future: TaskFuture, waiters: tuple[Any, ...]) -> None:
         self._announcements.append((future, waiters))
 
     def _announce(self) -> None:
-        """Tell waiters and callbacks; on threads of the pool, without the lock."""
+        """Tell waiters and callbacks; without the lock."""
         while self._announcements:
             try:
                 future, waiters = self._announcements.popleft()
@@ -286,7 +295,12 @@ class Engine:
                 return
             future.announce(waiters)
 
-    def _run(self) -> None:
+    def tend(self) -> bool:
+        """Collect what no caller does and tell whom it is for, until the pool is over; whether all tasks are done.
+
+        For one thread, the keeper.
+        """
+        self._keeper = threading.get_ident()
         silent_since, seen = time.monotonic(), -1
         while True:
             self._board.wait(self._nap(), False)
@@ -303,15 +317,13 @@ class Engine:
                 self._board.poke()
             self._announce()
             if is_over or self._is_forced or self._failure is not None:
-                break
+                return is_over
             if self._refusal is None or seen != self._progress:
                 silent_since, seen = time.monotonic(), self._progress
             elif self._patience is not None and time.monotonic() - silent_since >= self._patience:
-                break
-        self._end_workers(not is_over)
-        self._finish()
+                return False
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """No worker lives: what was not begun never will be, and the board can go."""
         if self._failure is None:
             self.break_down(_ENDED)
@@ -369,9 +381,8 @@ class Engine:
 
     def drop(self) -> None:
         """Nobody has the pool any more: end when all is done. May be called from anywhere, a destructor included."""
-        if os.getpid() == self.pid:
-            self._is_dropped = True
-            self._board.poke()
+        self._is_dropped = True
+        self._board.poke()
 
     def _cancel(self) -> list[TaskFuture]:
         """Take back the pieces of maps; the futures, of which the last comes first, cancel themselves."""
@@ -386,10 +397,33 @@ class Engine:
                 self._forget(ticket)
         return futures
 
-    def join(self) -> None:
-        """Wait until the pool's thread has ended the workers."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+    @property
+    def patience(self) -> float | None:
+        """What `close` was given; None before."""
+        return self._patience
+
+    # ---- In a child made by fork ----
+
+    def disown(self) -> None:
+        """Be of no use, and touch nothing that the parent goes on with. Threads of the parent may hold its locks."""
+        self._lock = threading.Lock()
+        self._board = _NoBoard()
+        self._failure = f"this pool belongs to process {self.pid}, which made it; make a pool in this one"
+        self._is_disowned = True
+        self._backlog.clear()
+        self._lent.clear()
+        self._reception.disown()
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for engine in list(_engines):
+        engine.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _release(parcel: _native.Parcel | None) -> None:

@@ -10,6 +10,7 @@ what differs: `result()` collects answers on the caller's own thread, `cancel()`
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from concurrent.futures import Future
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from tundish.shm.pool.engine import Engine
 
 __all__ = ["TaskFuture"]
+
+_log = logging.getLogger("tundish.shm")
 
 _DONE = frozenset({CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
 
@@ -100,13 +103,20 @@ class TaskFuture(Future[Any]):
             if self._state != FINISHED:
                 # Whoever brought the answer was interrupted; it comes again.
                 return
-        self._unpack()
+        try:
+            self._unpack()
+        except BaseException as error:  # noqa: BLE001 (no Ctrl-C comes to this thread: the result's own code raised it)
+            self._answer, self._exception = None, messages.cannot_unpickle(error)
         for waiter in waiters:
             if self._exception is None:
                 waiter.add_result(self)
             else:
                 waiter.add_exception(self)
-        self._invoke_callbacks()  # type: ignore[attr-defined] # typeshed leaves it out
+        for callback in self._done_callbacks:
+            try:
+                callback(self)
+            except BaseException:  # noqa: BLE001 (also SystemExit: the thread is needed for what comes next)
+                _log.exception("a callback of %r raised", self)
 
     def describe(self, _number: int) -> str:
         """The task, for messages."""

@@ -132,6 +132,11 @@ class Courier:
             self._announced.add(identity)
         return IN_PARCEL, dumps((reference, len(table)), PROTOCOL), parcel
 
+    def disown(self) -> None:
+        """Let go of what is kept for the next messages, in a child made by `fork`: nothing travels from there."""
+        self._arena = None
+        self.parcels = _native.Parcels()
+
     def open(self, payload: bytes) -> Arrival:
         """The parcel that `payload` refers to; once."""
         reference, table_bytes = loads(payload)
@@ -155,7 +160,8 @@ def describe_error(error: BaseException) -> tuple[bytes | None, str, str]:
     summary = _summary_of(error)
     try:
         stream: bytes | None = dumps(error, PROTOCOL)
-    except Exception as failure:  # noqa: BLE001 (code of users)
+    except BaseException as failure:  # noqa: BLE001 (code of users)
+        _let_interrupt_pass(failure)
         stream, summary = None, f"{summary} ({_summary_of(failure)})"
     return stream, summary, _traceback_of(error)
 
@@ -169,18 +175,19 @@ def unpack(kind: int, payload: Any) -> tuple[Any, BaseException | None]:
         return None, payload
     try:
         value = payload.value() if kind & IN_PARCEL else loads(payload)
-    except Exception as error:  # noqa: BLE001 (code of users)
-        failure = cannot_unpickle(error)
-        failure.__cause__ = error
-        return None, failure
+    except BaseException as error:  # noqa: BLE001 (code of users)
+        _let_interrupt_pass(error)
+        return None, cannot_unpickle(error)
     if kind & ERROR:
         return None, unpack_error(value)
     return value, None
 
 
-def cannot_unpickle(error: Exception) -> NotPicklableError:
-    """What to raise where a result is there and `error` came of unpickling it."""
-    return NotPicklableError(f"a result came but cannot be unpickled here: {_summary_of(error)}")
+def cannot_unpickle(error: BaseException) -> NotPicklableError:
+    """What to raise where a result is there and `error`, its cause, came of unpickling it."""
+    failure = NotPicklableError(f"a result came but cannot be unpickled here: {_summary_of(error)}")
+    failure.__cause__ = error
+    return failure
 
 
 def unpack_error(packed: tuple[bytes | None, str, str]) -> BaseException:
@@ -190,7 +197,8 @@ def unpack_error(packed: tuple[bytes | None, str, str]) -> BaseException:
     if stream is not None:
         try:
             loaded = loads(stream)
-        except Exception as failure:  # noqa: BLE001 (code of users)
+        except BaseException as failure:  # noqa: BLE001 (code of users)
+            _let_interrupt_pass(failure)
             summary = f"{summary} ({_summary_of(failure)})"
     error = (
         loaded
@@ -200,7 +208,8 @@ def unpack_error(packed: tuple[bytes | None, str, str]) -> BaseException:
             "its traceback in the worker is shown as this error's cause"
         )
     )
-    error.__cause__ = RemoteTraceback(text)
+    # Also where its class lets no attribute be set.
+    BaseException.__setattr__(error, "__cause__", RemoteTraceback(text))
     return error
 
 
@@ -223,7 +232,8 @@ def _pickled(value: Any, buffers: list[memoryview]) -> bytes:
         return dumps(value, PROTOCOL, buffer_callback=is_small)
     except MemoryError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        _let_interrupt_pass(error)
         raise NotPicklableError(
             f"a {type(value).__qualname__} cannot be sent between processes: {_summary_of(error)}"
         ) from error
@@ -266,5 +276,12 @@ def _or_else(show: Callable[[], str], otherwise: str) -> str:
     """A text that code of users takes part in making."""
     try:
         return show()
-    except Exception:  # noqa: BLE001 (code of users)
+    except BaseException as error:  # noqa: BLE001 (code of users)
+        _let_interrupt_pass(error)
         return otherwise
+
+
+def _let_interrupt_pass(error: BaseException) -> None:
+    """Raise `error` again if it is Ctrl-C; code of users may raise any other, such as SystemExit."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error

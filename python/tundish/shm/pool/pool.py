@@ -1,58 +1,37 @@
 """`SharedPool`: a function and its shared arguments, bound once to processes that run it.
 
-Owns what belongs to one pool and ends it: the board, the lines, the engine of its tasks, the supervisor of its workers.
-What always holds: arguments are checked before a process is started; when a pool is over, by whatever way, no process,
-descriptor or segment of it is left; only the process that made a pool uses it.
+Owns what users call. What always holds: arguments are checked before a process is started; when a pool is over, by
+whatever way, no process, descriptor or segment of it is left; only the process that made a pool uses it.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import multiprocessing
-import operator
 import os
-import sys
-import weakref
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Mapping as MappingType
-from multiprocessing import util
 from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-from tundish import _native
-from tundish.errors import InvalidInputError, InvalidTypeError, PoolError, shown
-from tundish.shm.pool.binding import Placed, inherited
-from tundish.shm.pool.ends import Line
-from tundish.shm.pool.engine import Engine
+from tundish.errors import InvalidTypeError, PoolError
+from tundish.shm.pool.arguments import (
+    checked_context,
+    checked_count,
+    checked_seconds,
+    checked_shared,
+    checked_workers,
+)
 from tundish.shm.pool.futures import TaskFuture
+from tundish.shm.pool.life import PATIENCE_SECONDS, ROOM, Life
 from tundish.shm.pool.mapping import Mapping
 from tundish.shm.pool.messages import ITEM, Courier
 from tundish.shm.pool.pace import Pace
-from tundish.shm.pool.reception import Reception
-from tundish.shm.pool.started import StartedWorkers
-from tundish.shm.pool.supervisor import Supervisor
-from tundish.shm.pool.worker import Link, serve
-from tundish.shm.pool.workforce import Workforce
-from tundish.shm.pool.zygote import Zygote
 
 __all__ = ["SharedPool"]
 
-# 512 slots of 16 KiB: room for the messages of many workers, and warm in the processor's cache where few are used.
-_SLOTS: Final = 512
-_SLOT_BYTES: Final = 16 * 1024
-_ROOM: Final = _SLOT_BYTES - 64
 # Pieces of one map that are on the board or not yet consumed; the rest of the slots is left to others.
 _MOST_AHEAD: Final = 384
-_PATIENCE_SECONDS: Final = 30.0
-# As many as a board has room for.
-_MOST_WORKERS: Final = 512
-
-_MAIN_GUARD = (
-    'Under spawn and forkserver workers import the main module: make pools under `if __name__ == "__main__":`, and '
-    "read what the workers wrote to stderr"
-)
 
 
 class SharedPool:
@@ -108,16 +87,15 @@ class SharedPool:
         *,
         max_restarts: int | None = None,
     ) -> None:
-        shared = _checked_shared(fn, shared)
-        self._workers = _checked_workers(max_workers)
+        shared = checked_shared(fn, shared)
+        self._workers = checked_workers(max_workers)
         if max_restarts is not None:
-            max_restarts = _checked_count(max_restarts, "max_restarts", least=0)
-        context = _checked_context(mp_context)
+            max_restarts = checked_count(max_restarts, "max_restarts", least=0)
+        context = checked_context(mp_context)
         self._numbers = itertools.count()
-        self._courier = Courier(_ROOM)
-        self._life = _Life(fn, shared, context, self._courier, self._workers, max_restarts)
+        self._courier = Courier(ROOM)
+        self._life = Life(self, fn, shared, context, self._courier, self._workers, max_restarts)
         self._engine = self._life.engine
-        weakref.finalize(self, self._engine.drop).atexit = False
 
     def submit(self, item: Any) -> TaskFuture:
         """Have `fn(item, **shared)` run in a worker.
@@ -165,7 +143,7 @@ class SharedPool:
         self._check_process()
         self._engine.check_open()
         if chunksize != "auto":
-            chunksize = _checked_count(chunksize, "chunksize", least=1)
+            chunksize = checked_count(chunksize, "chunksize", least=1)
         try:
             iterator = iter(items)
         except TypeError as error:
@@ -173,7 +151,7 @@ class SharedPool:
                 f"items are a {type(items).__name__}, which cannot be iterated over"
             ) from error
         size = None if chunksize == "auto" else int(chunksize)
-        pace = Pace(self._workers, _ROOM, size, _length(items), _MOST_AHEAD)
+        pace = Pace(self._workers, ROOM, size, _length(items), _MOST_AHEAD)
         mapping = Mapping(
             self._engine, self._courier, iterator, pace, is_ordered=ordered, is_chunked=size != 1, keeps=self
         )
@@ -182,7 +160,7 @@ class SharedPool:
         return results
 
     def shutdown(
-        self, wait: bool = True, cancel: bool = False, timeout: float | None = _PATIENCE_SECONDS
+        self, wait: bool = True, cancel: bool = False, timeout: float | None = PATIENCE_SECONDS
     ) -> None:
         """Take no more tasks, finish those there are, and end the workers. A second call changes nothing.
 
@@ -195,7 +173,7 @@ class SharedPool:
 
         Called by a done-callback it does not wait. In a child process of the one that made the pool it does nothing.
         """
-        patience = None if timeout is None else _checked_seconds(timeout)
+        patience = None if timeout is None else checked_seconds(timeout)
         if os.getpid() != self._engine.pid:
             return
         self._engine.close(cancel=cancel, patience=patience)
@@ -224,177 +202,6 @@ class SharedPool:
                 f"this pool belongs to process {self._engine.pid}, which made it, and this is process {os.getpid()}: "
                 "make a pool here"
             )
-
-
-class _Life:
-    """What a pool consists of, and its end, which the pool itself need not live to see."""
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        shared: MappingType[str, Any],
-        context: BaseContext,
-        courier: Courier,
-        workers: int,
-        max_restarts: int | None,
-    ) -> None:
-        board = _native.TaskBoard(_SLOTS, _SLOT_BYTES)
-        lifeline, voice = Line(), Line()
-        is_forked = context.get_start_method() == "fork"
-        try:
-            workforce = _workforce(function, shared, context, board, lifeline, voice)
-        except BaseException:
-            lifeline.close()
-            voice.close()
-            raise
-        reception = Reception(voice, courier)
-        self.supervisor = Supervisor(
-            board,
-            reception,
-            lifeline,
-            workforce,
-            workers=workers,
-            max_restarts=max_restarts,
-            is_staged=not is_forked,
-            hint="" if is_forked else _MAIN_GUARD,
-        )
-        self.engine = Engine(board, reception, self._over)
-        # Before multiprocessing looks for children that are left, at the end of the interpreter or of a worker.
-        self._at_exit = util.Finalize(None, self._exit, exitpriority=100)
-        self.engine.start()
-        self.supervisor.start(self.engine)
-
-    def join(self) -> None:
-        try:
-            self.engine.join()
-        except BaseException:
-            # Ctrl-C: whoever waits no longer wants the rest of it.
-            self.end()
-            raise
-
-    def end(self) -> None:
-        """By force and at once."""
-        self.engine.close(cancel=True, patience=0, is_forced=True)
-        self.supervisor.hurry()
-        self.engine.join()
-
-    def _over(self, is_forced: bool) -> None:
-        self.supervisor.end(is_forced)
-        self._at_exit.cancel()
-
-    def _exit(self) -> None:
-        if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
-            self.end()
-        else:
-            self.engine.close(cancel=False, patience=_PATIENCE_SECONDS)
-            self.join()
-
-
-def _workforce(
-    function: Callable[..., Any],
-    shared: MappingType[str, Any],
-    context: BaseContext,
-    board: _native.TaskBoard,
-    lifeline: Line,
-    voice: Line,
-) -> Workforce:
-    numbers = {
-        "board": board.fd,
-        "lifeline": lifeline.child.fileno(),
-        "voice": voice.child.fileno(),
-        "room": _ROOM,
-    }
-    if context.get_start_method() != "fork":
-        return StartedWorkers(context, Placed(function, shared), **numbers)
-    parent = os.getpid()
-
-    def work(worker: int) -> None:
-        serve(Link(worker=worker, parent=parent, **numbers), lambda: inherited(function, shared))
-
-    return Zygote(work)
-
-
-# ---- Arguments ----
-
-
-def _checked_shared(fn: Callable[..., Any], shared: MappingType[str, Any] | None) -> dict[str, Any]:
-    if not callable(fn):
-        raise InvalidTypeError(f"fn is a {type(fn).__name__}, which cannot be called")
-    if shared is not None and not isinstance(shared, MappingType):
-        raise InvalidTypeError(f"shared is a {type(shared).__name__}; it maps names of arguments to values")
-    checked = dict(shared or {})
-    for name in checked:
-        if not isinstance(name, str):
-            raise InvalidTypeError(f"shared has the key {name!r}; its keys are names of arguments")
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return checked
-    try:
-        signature.bind(None, **checked)
-    except TypeError as error:
-        raise InvalidTypeError(
-            f"{getattr(fn, '__qualname__', fn)!s}{signature} cannot be called as fn(item, **shared): {error}"
-        ) from None
-    return checked
-
-
-def _checked_count(value: Any, name: str, *, least: int) -> int:
-    if isinstance(value, bool):
-        raise InvalidTypeError(f"{name} is {value}; it is a number")
-    try:
-        count = operator.index(value)
-    except TypeError as error:
-        raise InvalidTypeError(f"{name} is {value!r}; it is a number of at least {least}") from error
-    if count < least:
-        raise InvalidInputError(f"{name} is {shown(count)}; it is at least {least}")
-    return count
-
-
-def _checked_workers(value: int | None) -> int:
-    if value is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = _checked_count(value, "max_workers", least=1)
-    if count > _MOST_WORKERS:
-        raise InvalidInputError(f"max_workers is {shown(count)}; a pool has at most {_MOST_WORKERS}")
-    return count
-
-
-def _checked_seconds(value: Any) -> float:
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError) as error:
-        raise InvalidTypeError(f"timeout is {value!r}; it is a number of seconds, or None") from error
-    if not seconds >= 0:
-        raise InvalidInputError(f"timeout is {seconds}; it is a number of seconds from 0 on, or None")
-    return seconds
-
-
-def _checked_context(value: str | BaseContext | None) -> BaseContext:
-    methods = multiprocessing.get_all_start_methods()
-    if value is None:
-        context: BaseContext = multiprocessing.get_context("fork" if "fork" in methods else None)
-    elif isinstance(value, str):
-        if value not in methods:
-            raise InvalidInputError(f"mp_context is {value!r}; this system has {', '.join(methods)}")
-        context = multiprocessing.get_context(value)
-    elif isinstance(value, BaseContext):
-        context = value
-    else:
-        raise InvalidTypeError(
-            f"mp_context is a {type(value).__name__}; it is the name of a start method or what "
-            "multiprocessing.get_context gives"
-        )
-    process = multiprocessing.current_process()
-    if process.daemon:
-        raise PoolError(
-            f"process {process.name!r} is a daemon of multiprocessing, which may have no children"
-        )
-    if context.get_start_method() != "fork" and getattr(process, "_inheriting", False):
-        raise PoolError(
-            f"a pool is made while this process, a worker itself, is being started. {_MAIN_GUARD}"
-        )
-    return context
 
 
 def _length(items: Any) -> int | None:

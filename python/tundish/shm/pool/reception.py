@@ -7,10 +7,12 @@ be opened though its worker is dead, if what was announced is taken in first.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
 from tundish import _native
+from tundish.errors import OutOfMemoryError, StorageError
 from tundish.shm.pool.ends import Line
 from tundish.shm.pool.messages import Arrival, Courier, loads
 from tundish.shm.pool.worker import MEMORY, Saying, hear
@@ -67,11 +69,19 @@ class Reception:
     def close(self) -> None:
         self._voice.close()
 
+    def disown(self) -> None:
+        """Let go of the memory that was kept for messages, in a child which would keep it alive."""
+        self._lock = threading.Lock()
+        self._opened.clear()
+        self._courier.disown()
+
     def _take_in(self) -> None:
         with self._lock:
             while (saying := hear(self._voice.parent)) is not None:
                 if saying.what == MEMORY:
                     for descriptor in saying.descriptors:
-                        self._courier.parcels.adopt(descriptor, saying.pid)
+                        # No descriptor or memory left: what comes in it is looked for at its worker, or is an error.
+                        with contextlib.suppress(StorageError, OutOfMemoryError):
+                            self._courier.parcels.adopt(descriptor, saying.pid)
                 else:
                     self._sayings.append(saying)

@@ -6,6 +6,7 @@ parent hears what came meanwhile afterwards.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 import warnings
@@ -20,6 +21,8 @@ def start_quietly(process: BaseProcess, *, is_forked: bool) -> None:
     if not is_forked:
         # Else the tracker is started on the way, which unblocks the signal.
         resource_tracker.ensure_running()
+    else:
+        _make_sure_of_descriptors()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with warnings.catch_warnings():
@@ -28,6 +31,17 @@ def start_quietly(process: BaseProcess, *, is_forked: bool) -> None:
             process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _make_sure_of_descriptors() -> None:
+    """Fail here where there are none for two pipes: multiprocessing would leave the first open."""
+    opened = []
+    try:
+        for _ in range(4):
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401 (closed one by one)
+    finally:
+        for number in opened:
+            os.close(number)
 
 
 def end(process: BaseProcess) -> None:

@@ -94,10 +94,24 @@ class Supervisor:
         self._tasks = tasks
         self._thread.start()
 
-    def end(self, is_forced: bool) -> None:
-        """Let workers end, at once if `is_forced`, and wait until none lives. Not on the supervisor's own thread."""
+    @property
+    def is_started(self) -> bool:
+        """Whether the thread came up, and so lets go of everything when it ends."""
+        return self._thread.ident is not None
+
+    def close(self) -> None:
+        """Let go of what is its own. For one that was never started."""
+        self._wake.close()
+
+    def end(self, patience: float | None, *, is_forced: bool) -> None:
+        """Let workers end, at once if `is_forced`, and wait until none lives. Not on the supervisor's own thread.
+
+        `patience`: seconds that whoever ends the pool gives to what is stuck: a worker may be stopped, or have threads
+        that do not end.
+        """
         self._is_forced = self._is_forced or is_forced
-        self._ending = time.monotonic() + (0 if is_forced else _ENDING_SECONDS)
+        seconds = _ENDING_SECONDS if patience is None else min(patience, _ENDING_SECONDS)
+        self._ending = time.monotonic() + (0 if is_forced else seconds)
         self._board.stop()
         self._nudge()
         self._thread.join()
@@ -130,6 +144,8 @@ class Supervisor:
             # Nobody is left to kill workers; they end by themselves.
             self._lifeline.close()
             self._break(str(error))
+        except Exception as error:  # noqa: BLE001 (told to whoever waits for a task)
+            self._break(f"its workers cannot be watched any more: {error!r}")
         finally:
             self._workforce.close()
             for end in (self._lifeline, self._reception, self._wake):

@@ -10,6 +10,7 @@ Owns the loop of one worker process. What always holds:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -64,7 +65,11 @@ class Saying:
 
 def _say(link: Link, what: bytes, text: str = "", descriptors: Sequence[int] = ()) -> None:
     message = _HEADER.pack(what, link.worker, os.getpid()) + text.encode(errors="replace")[-_LONGEST_TEXT:]
-    with socket.socket(fileno=os.dup(link.voice)) as line:
+    # A parent that is gone hears nothing: the watcher ends this process.
+    with (
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
+        socket.socket(fileno=os.dup(link.voice)) as line,
+    ):
         socket.send_fds(line, [message], list(descriptors))
 
 

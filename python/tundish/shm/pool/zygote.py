@@ -54,6 +54,10 @@ class Zygote:
         except OSError as error:
             self._line.close()
             raise PoolError(f"this process cannot be forked: {error}") from error
+        except BaseException:
+            # Ctrl-C, which may have come when there was a process already.
+            self.close()
+            raise
         self._line.child.close()
         self._line.parent.setblocking(False)
 
@@ -85,7 +89,8 @@ class Zygote:
 
     def close(self) -> None:
         self._line.close()
-        end(self._process)
+        if self._process.pid is not None:
+            end(self._process)
 
     def _tell(self, what: bytes, worker: int) -> None:
         try:
@@ -124,6 +129,9 @@ class _Nursery:
                 self._report_deaths()
                 if not self._obey(wake):
                     return
+        except (BrokenPipeError, ConnectionResetError):
+            # Told to a parent that is gone.
+            return
         finally:
             for process in self._workers.values():
                 process.kill()

@@ -1,0 +1,110 @@
+"""What a pool is given, checked before any process is started.
+
+Owns nothing. What always holds: what cannot be used is refused with a kind of `tundish.errors` that names it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import operator
+import os
+from collections.abc import Callable, Mapping
+from multiprocessing.context import BaseContext
+from typing import Any, Final
+
+from tundish.errors import InvalidInputError, InvalidTypeError, PoolError, shown
+
+__all__ = [
+    "MAIN_GUARD",
+    "checked_context",
+    "checked_count",
+    "checked_seconds",
+    "checked_shared",
+    "checked_workers",
+]
+
+MAIN_GUARD: Final = (
+    'Under spawn and forkserver workers import the main module: make pools under `if __name__ == "__main__":`, and '
+    "read what the workers wrote to stderr"
+)
+# As many as a board has room for.
+_MOST_WORKERS: Final = 512
+
+
+def checked_shared(fn: Callable[..., Any], shared: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not callable(fn):
+        raise InvalidTypeError(f"fn is a {type(fn).__name__}, which cannot be called")
+    if shared is not None and not isinstance(shared, Mapping):
+        raise InvalidTypeError(f"shared is a {type(shared).__name__}; it maps names of arguments to values")
+    checked = dict(shared or {})
+    for name in checked:
+        if not isinstance(name, str):
+            raise InvalidTypeError(f"shared has the key {name!r}; its keys are names of arguments")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return checked
+    try:
+        signature.bind(None, **checked)
+    except TypeError as error:
+        raise InvalidTypeError(
+            f"{getattr(fn, '__qualname__', fn)!s}{signature} cannot be called as fn(item, **shared): {error}"
+        ) from None
+    return checked
+
+
+def checked_count(value: Any, name: str, *, least: int) -> int:
+    if isinstance(value, bool):
+        raise InvalidTypeError(f"{name} is {value}; it is a number")
+    try:
+        count = operator.index(value)
+    except TypeError as error:
+        raise InvalidTypeError(f"{name} is {value!r}; it is a number of at least {least}") from error
+    if count < least:
+        raise InvalidInputError(f"{name} is {shown(count)}; it is at least {least}")
+    return count
+
+
+def checked_workers(value: int | None) -> int:
+    if value is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = checked_count(value, "max_workers", least=1)
+    if count > _MOST_WORKERS:
+        raise InvalidInputError(f"max_workers is {shown(count)}; a pool has at most {_MOST_WORKERS}")
+    return count
+
+
+def checked_seconds(value: Any) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidTypeError(f"timeout is {value!r}; it is a number of seconds, or None") from error
+    if not seconds >= 0:
+        raise InvalidInputError(f"timeout is {seconds}; it is a number of seconds from 0 on, or None")
+    return seconds
+
+
+def checked_context(value: str | BaseContext | None) -> BaseContext:
+    methods = multiprocessing.get_all_start_methods()
+    if value is None:
+        context: BaseContext = multiprocessing.get_context("fork" if "fork" in methods else None)
+    elif isinstance(value, str):
+        if value not in methods:
+            raise InvalidInputError(f"mp_context is {value!r}; this system has {', '.join(methods)}")
+        context = multiprocessing.get_context(value)
+    elif isinstance(value, BaseContext):
+        context = value
+    else:
+        raise InvalidTypeError(
+            f"mp_context is a {type(value).__name__}; it is the name of a start method or what "
+            "multiprocessing.get_context gives"
+        )
+    process = multiprocessing.current_process()
+    if process.daemon:
+        raise PoolError(
+            f"process {process.name!r} is a daemon of multiprocessing, which may have no children"
+        )
+    if context.get_start_method() != "fork" and getattr(process, "_inheriting", False):
+        raise PoolError(f"a pool is made while this process, a worker itself, is being started. {MAIN_GUARD}")
+    return context

@@ -1,0 +1,117 @@
+"""A pool that begins is interrupted anywhere, or finds the system exhausted: nothing is left, and nobody waits."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tundish as td
+from tundish.errors import TundishError
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
+
+import pool_tasks as tasks
+from leftovers import watched
+from pool_programs import Program
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    with watched():
+        yield
+
+
+# A thread sends a signal some time after each beginning; its handler raises in the main thread, as that of Ctrl-C does.
+INTERRUPTED = """
+import random, threading
+class Interrupt(BaseException):
+    pass
+def interrupt(*_):
+    raise Interrupt
+signal.signal(signal.SIGUSR1, interrupt)
+draw, main = random.Random(7), threading.main_thread().ident
+go, sent = threading.Semaphore(0), threading.Semaphore(0)
+def send():
+    while True:
+        go.acquire()
+        time.sleep(draw.uniform(0, 0.02))
+        signal.pthread_kill(main, signal.SIGUSR1)
+        sent.release()
+threading.Thread(target=send, daemon=True).start()
+with td.shm.SharedPool(tasks.echo, max_workers=1) as pool:
+    pool.submit(1).result()
+begun = 0
+for _ in range(60):
+    kept = []
+    try:
+        go.release()
+        kept.append(td.shm.SharedPool(tasks.echo, max_workers=2))
+        sent.acquire()
+        time.sleep(1)
+    except Interrupt:
+        begun += len(kept)
+    for pool in kept:
+        assert pool.submit(5).result(20) == 5
+        pool.shutdown()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > 2:
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.001)
+say(begun)
+"""
+
+
+def test_a_beginning_that_is_interrupted_anywhere_leaves_nothing(tmp_path: Path) -> None:
+    with Program(INTERRUPTED, tmp_path) as program:
+        # Some came too late, but not all.
+        assert int(program.hear()) < 55
+        program.process.wait(timeout=10)
+        program.expect_nobody(1)
+
+
+def test_a_pool_that_finds_no_descriptors_says_so_and_leaves_none() -> None:
+    with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
+        assert pool.submit(1).result(20) == 1
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    seen = set()
+    for free in range(24):
+        filled = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, limits[1]))
+        try:
+            filled = _all_descriptors()
+            for number in filled[len(filled) - free :]:
+                os.close(number)
+            del filled[len(filled) - free :]
+            seen.add(_what_comes_of_a_pool())
+        finally:
+            for number in filled:
+                os.close(number)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert seen == {"refused", "broken", "works"}
+
+
+def _all_descriptors() -> list[int]:
+    taken = []
+    try:
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return taken
+
+
+def _what_comes_of_a_pool() -> str:
+    try:
+        pool = td.shm.SharedPool(tasks.echo, max_workers=2)
+    except TundishError:
+        return "refused"
+    with pool:
+        try:
+            return "works" if pool.submit(1).result(20) == 1 else "wrong"
+        except TundishError:
+            return "broken"
