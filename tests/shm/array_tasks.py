@@ -8,6 +8,7 @@ import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,8 +91,18 @@ class Kept:
         self.arrays.append(shared.array)
         return int(shared.array.sum()), shared.array.ctypes.data
 
-    def attach_given(self) -> tuple[int, int]:
-        return self.attach(self.given[0])
+    def attach_given(self, place: int = 0) -> tuple[int, int]:
+        return self.attach(self.given[place])
+
+    def open_files(self, path: Path, count: int) -> list[int]:
+        """Descriptors of files that have nothing to do with shared memory."""
+        return [os.open(path, os.O_CREAT | os.O_RDWR) for _ in range(count)]
+
+    def are_open(self, numbers: list[int]) -> bool:
+        for number in numbers:
+            os.fstat(number)
+            os.close(number)
+        return True
 
     def look_at_given(self) -> tuple[int, bool]:
         """The sum of a SharedArray that came as an argument, and whether it can be written."""

@@ -92,6 +92,25 @@ def test_the_name_is_there_as_long_as_anything_of_it(folder: Path) -> None:
     assert not path_of(folder, "tokens").exists()
 
 
+def test_arrays_with_a_name_are_counted_as_mapped(folder: Path) -> None:
+    before = td.shm.stats()["mapped"]
+    shared = SharedArray.create(1 << 20, np.uint8, name="tokens")
+    peak = td.shm.stats()["peak"]
+    assert td.shm.stats()["mapped"] - before == (1 << 20) + 4096
+    assert peak >= (1 << 20) + 4096
+    # Looked at by the owner it is mapped twice, and there once.
+    view = shared.array
+    assert td.shm.stats()["mapped"] - before == (1 << 20) + 4096
+    child = os.fork()
+    if child == 0:
+        shared.close()
+        os._exit(0 if td.shm.stats()["mapped"] == 0 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    shared.close()
+    del view, shared
+    assert td.shm.stats()["mapped"] == before
+
+
 def test_a_writable_view_outlives_its_owner(folder: Path) -> None:
     shared = SharedArray.create(1000, np.int64, name="tokens")
     view, reader = shared.array, SharedArray.attach("tokens")

@@ -238,6 +238,51 @@ def test_what_is_pickled_is_small_and_has_the_same_pages() -> None:
     assert (array[:3] + 1).tolist() == [1, 2, 3]
 
 
+def test_what_was_given_another_shape_in_its_place_is_pickled_as_it_is_now() -> None:
+    array = td.shm.node_shared(np.arange(12))
+    array.shape = (3, 4)
+    again = pickle.loads(pickle.dumps(array))
+    assert again.shape == (3, 4)
+    assert np.array_equal(again, np.arange(12).reshape(3, 4))
+    array.shape = (12,)
+    assert pages_of(pickle.loads(pickle.dumps(array)))["inode"] == pages_of(array)["inode"]
+
+
+@pytest.mark.parametrize("is_filed", [False, True])
+def test_a_masked_array_is_refused_and_not_stripped_of_its_mask(is_filed: bool, tmp_path: Path) -> None:
+    masked = np.ma.masked_array([1, 2, 3], mask=[0, 1, 0])
+    with pytest.raises(td.errors.InvalidTypeError, match="its data and its mask"):
+        td.shm.node_shared(masked, path=tmp_path if is_filed else None)
+
+
+def not_to_be_looked_at(rank: int, line: Line) -> None:
+    # What it needs is imported before: what root installed is perhaps not for others to read.
+    share = td.shm.node_shared
+    line.say("ready")
+    line.hear()
+    # Others of this user may not look into /proc of a process that has changed its user.
+    os.setuid(65534)
+    line.say(is_hidden(int(os.getppid())), int(share(np.arange(1000), key="numbers").sum()))
+
+
+def is_hidden(process: int) -> bool:
+    try:
+        os.listdir(f"/proc/{process}/fd")
+    except PermissionError:
+        return True
+    return False
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_ranks_that_may_not_look_at_each_other_share_all_the_same(tmp_path: Path) -> None:
+    with Job(not_to_be_looked_at, 2, tmp_path) as job:
+        assert job.hear_all() == [("ready",)] * 2
+        for rank in range(2):
+            job.tell(rank)
+        assert job.hear_all() == [(True, 499500)] * 2
+        job.expect_end()
+
+
 @pytest.mark.parametrize("is_filed", [False, True])
 # Each spawned worker imports torch anew.
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("forkserver", 2), ("spawn", 1)])

@@ -154,6 +154,9 @@ def test_what_cannot_be_shared_is_refused(given: Any, kind: type[Exception], say
         (((2,), "no dtype"), TypeError),
         (((1 << 40, 1 << 40), "i8"), ValueError),
         (((2,), object), TypeError),
+        # Of no bytes, and no array of numpy all the same.
+        (((0, 1 << 62), "f8"), ValueError),
+        (((1,) * 65, "i1"), ValueError),
     ],
 )
 def test_what_cannot_be_created_is_refused(arguments: tuple[Any, Any], kind: type[Exception]) -> None:
@@ -380,6 +383,9 @@ ONE_BYTE = b'{"shape":[1],"order":"C","dtype":"|u1"}'
         (header(data=8, layout=b'{"shape":[1],"order":"C","dtype":"|O"}'), 8192, "cannot be read"),
         (header(data=1, layout=b"not json"), 8192, "cannot be read"),
         (header(data=1, layout=b"[]"), 8192, "cannot be read"),
+        (header(data=1, layout=b"[" * 2500), 8192, "cannot be read"),
+        (header(data=1, layout=ONE_BYTE.replace(b"[1]", b"[1e400]")), 8192, "cannot be read"),
+        (header(data=1, layout=ONE_BYTE.replace(b"[1]", b"[" + b"1," * 64 + b"1]")), 8192, "cannot be read"),
         (header(data=8, layout=ONE_BYTE), 8192, "holds 8 bytes, and its layout says"),
         (header(data=1, layout=ONE_BYTE.replace(b"[1]", b"[-1]")), 8192, "its layout"),
     ],
@@ -392,6 +398,38 @@ def test_what_only_claims_to_be_a_segment_is_refused(page: bytes, size: int, say
         assert isinstance(caught.value, td.TundishError)
     finally:
         os.close(descriptor)
+
+
+def test_a_dtype_of_torch_that_is_none_is_refused() -> None:
+    descriptor, handle = forge(header(data=1, layout=ONE_BYTE[:-1] + b',"torch":"load"}'), 8192)
+    try:
+        with pytest.raises(td.errors.InvalidTypeError, match="torch has no dtype 'load'"):
+            SharedArray.attach(handle).tensor()
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (-1, 3, 5, 1, None, None),
+        (1 << 40, 3, 5, 1, None, None),
+        (1, 1 << 40, 5, 1, None, None),
+        (1, 3, 1 << 64, 1, None, None),
+        (1, 3, 5, 1.5, None, None),
+        (1, 3, None, 1, None, None),
+        ("a", 3, 5, 1, None, None),
+        (True, 3, 5, 1, None, None),
+        (1, 3, 5, 1, 7, None),
+        (1, 3, 5, 1, None, b"socket"),
+        (1, 3, 5),
+    ],
+)
+def test_a_handle_that_cannot_be_one_is_refused(parts: tuple[Any, ...]) -> None:
+    with pytest.raises(td.errors.InvalidInputError, match="handle"):
+        Handle.from_json(list(parts))
+    with pytest.raises(td.errors.InvalidInputError, match="handle"):
+        Handle(parts[:4], *parts[4:])
 
 
 def test_a_file_that_could_become_shorter_is_refused() -> None:
@@ -464,7 +502,8 @@ print(interrupted, stats["mapped"], stats["cached"], sum("memfd" in line for lin
     ran = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100
     )
-    assert (ran.stdout, ran.stderr) == ("3 0 0 0\n", "")
+    assert not ran.stderr, ran.stderr
+    assert ran.stdout == "3 0 0 0\n"
 
 
 def test_a_signal_handler_that_returns_does_not_disturb() -> None:

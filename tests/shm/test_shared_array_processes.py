@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -16,6 +18,7 @@ from array_tasks import METHODS, Child
 from leftovers import mapped
 
 import tundish as td
+from tundish import _native
 from tundish.shm import SharedArray
 from tundish.shm.memory import set_cache_limit
 
@@ -73,6 +76,18 @@ def test_a_spawned_child_is_told_that_the_owner_closed_and_keeps_nothing() -> No
             assert child.ask("segments")[0] == 0
         with SharedArray.from_array(NUMBERS) as again:
             assert inode(again) == first
+
+
+def test_a_descriptor_that_was_used_is_closed_once(tmp_path: Path) -> None:
+    """The number may be somebody else's by the time the next handle of the segment is unpickled."""
+    for method in ("spawn", "forkserver"):
+        shared = SharedArray.from_array(NUMBERS)
+        with Child(multiprocessing.get_context(method), shared, shared.handle, shared) as child:
+            opened = child.ask("open_files", tmp_path / "file", 20)
+            assert child.ask("attach_given", 1)[0] == SUM
+            child.ask("let_go")
+            assert child.ask("are_open", opened)
+        shared.close()
 
 
 def test_many_arrays_are_passed_at_once() -> None:
@@ -168,6 +183,36 @@ def test_what_a_child_inherited_it_neither_recycles_nor_gives_back() -> None:
             assert inode(again) == first
     assert kept.array.sum() == SUM
     kept.close()
+
+
+def test_a_child_keeps_nothing_alive_whatever_its_parent_used_before_the_fork() -> None:
+    # In an interpreter of its own, which asks for no statistics and sets no limit.
+    script = """
+import os, time
+import numpy as np
+import tundish as td
+from tundish import _native
+td.shm.SharedArray.from_array(np.ones(100_000)).close()
+def segments():
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(link).startswith("/memfd:tundish") for link in links if os.path.islink(link))
+print(segments(), flush=True)
+if os.fork() == 0:
+    print(segments(), flush=True)
+    os._exit(0)
+os.wait()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout.split() == ["1", "0"], ran.stderr
+
+
+def test_a_spawned_child_is_passed_what_its_owner_never_looked_at() -> None:
+    shared = SharedArray.from_array(NUMBERS)
+    held = _native.held_descriptor(shared._open().address)
+    assert held is not None
+    assert os.fstat(held).st_ino == inode(shared)
 
 
 def test_siblings_find_each_other_and_go_on_without_the_owner(context: Any) -> None:

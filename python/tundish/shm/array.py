@@ -221,10 +221,7 @@ def _layout_of(shape: int | tuple[int, ...], dtype: Any, order: Order) -> Layout
             raise InvalidTypeError(f"shape is {shape!r}: give integers")
         if length < 0:
             raise InvalidInputError(f"shape is {shape!r}: lengths start at 0")
-    layout = Layout(shape=tuple(map(int, lengths)), order=order, dtype=numpy_dtype, torch_dtype=torch_name)
-    if layout.nbytes >= sys.maxsize:
-        raise InvalidInputError(f"an array of shape {shape!r} is larger than any memory")
-    return layout
+    return Layout(shape=tuple(map(int, lengths)), order=order, dtype=numpy_dtype, torch_dtype=torch_name)
 
 
 def _copy(source: Source, target: NDArray[Any]) -> None:

@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 from tundish import _native
-from tundish.errors import StorageError
+from tundish.errors import InvalidInputError, SegmentGoneError, StorageError
 
 __all__ = ["Handle"]
 
@@ -21,11 +21,15 @@ _log = logging.getLogger("tundish.shm")
 # Of the 256 descriptors that a forkserver passes on to a child, so many are left to others.
 _MOST_PASSED = 128
 
+# Of an address: of its process, descriptor, identity and generation.
+_BITS = (31, 31, 64, 64)
+
 # What was passed on to a process that is being spawned, by segment: a number may be passed once.
 _passed: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
-# Descriptors that this process was spawned with, by number. Handles of one segment share one.
-_inherited: weakref.WeakValueDictionary[int, _Inherited] = weakref.WeakValueDictionary()
+# Descriptors that this process was spawned with, by what brought them: handles of one segment share one, also where it
+# was used and closed before the next of them is unpickled.
+_inherited: weakref.WeakKeyDictionary[Any, _Inherited] = weakref.WeakKeyDictionary()
 
 
 class Handle:
@@ -40,7 +44,7 @@ class Handle:
         _socket_name: str | None = None,
         _inherited: _Inherited | None = None,
     ) -> None:
-        self._address = address
+        self._address = _checked(address, name, _socket_name)
         self.name = name
         self._socket_name = _socket_name
         self._inherited = _inherited
@@ -48,7 +52,12 @@ class Handle:
     def attach(self) -> _native.SharedSegment:
         """The segment, mapped once in this process."""
         descriptor = None if self._inherited is None else self._inherited.descriptor
-        segment = _native.SharedSegment.attach(self._address, descriptor, self.name, self._socket_name)
+        try:
+            segment = _native.SharedSegment.attach(self._address, descriptor, self.name, self._socket_name)
+        except SegmentGoneError:
+            self._let_go()
+            raise
+        self._let_go()
         if segment.is_copy:
             _log.warning(
                 "this process has a copy of %s bytes of its own, where process %d was to share its memory: no "
@@ -58,15 +67,24 @@ class Handle:
             )
         return segment
 
-    def to_json(self) -> list[int]:
-        """The handle as numbers that JSON can hold."""
-        return list(self._address)
+    def _let_go(self) -> None:
+        if self._inherited is not None:
+            self._inherited.close()
+
+    def to_json(self) -> list[int | str | None]:
+        """The handle as what JSON can hold."""
+        return [*self._address, self.name, self._asked_at()]
 
     @classmethod
-    def from_json(cls, numbers: list[int]) -> Handle:
-        """The handle that `to_json` gave."""
-        process, descriptor, identity, generation = numbers
-        return cls((process, descriptor, identity, generation))
+    def from_json(cls, parts: list[Any]) -> Handle:
+        """The handle that `to_json` gave.
+
+        Raises `InvalidInputError` for anything else.
+        """
+        if not isinstance(parts, list | tuple) or len(parts) != 6:
+            raise InvalidInputError(f"a handle was given as {parts!r:.200}: give what to_json() made of one")
+        process, descriptor, identity, generation, name, socket_name = parts
+        return cls((process, descriptor, identity, generation), name, socket_name)
 
     def __eq__(self, other: object) -> bool:
         # Which process is asked for the segment makes it no other.
@@ -96,12 +114,41 @@ class Handle:
             return None
 
 
+def _checked(address: Any, name: Any, socket_name: Any) -> tuple[int, int, int, int]:
+    """`address`, if it can be one: a handle may have come from anywhere."""
+    is_address = (
+        isinstance(address, tuple)
+        and len(address) == len(_BITS)
+        and all(
+            type(part) is int and 0 <= part < 1 << bits for part, bits in zip(address, _BITS, strict=True)
+        )
+    )
+    if not is_address or not all(text is None or isinstance(text, str) for text in (name, socket_name)):
+        raise InvalidInputError(
+            f"a handle cannot lead to {(address, name, socket_name)!r:.200}: take that of a SharedArray"
+        )
+    return address  # type: ignore[no-any-return]  # as was just found
+
+
 class _Inherited:
-    """A descriptor that this process was spawned with; closed when no handle needs it any more."""
+    """A descriptor that this process was spawned with; closed at its first use, or when no handle is left.
+
+    Those of one segment share it: who attached once finds the segment again without it.
+    """
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor).atexit = False
+        self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._close.atexit = False
+
+    @property
+    def descriptor(self) -> int | None:
+        """None once it is closed."""
+        return self._descriptor if self._close.alive else None
+
+    def close(self) -> None:
+        """It has led to the segment, or the segment is gone: from here on it would only keep memory alive."""
+        self._close()
 
 
 def _pass_on(address: tuple[int, int, int, int]) -> Any:
@@ -132,8 +179,7 @@ def _restored(
 ) -> Handle:
     inherited = None
     if passed is not None:
-        number = passed.detach()
-        inherited = _inherited.get(number)
+        inherited = _inherited.get(passed)
         if inherited is None:
-            inherited = _inherited[number] = _Inherited(number)
+            inherited = _inherited[passed] = _Inherited(passed.detach())
     return Handle((process, descriptor, identity, generation), name, socket_name, inherited)

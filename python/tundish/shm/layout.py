@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,6 +48,16 @@ class Layout:
             raise InvalidTypeError(
                 f"the dtype {self.dtype!r} cannot be shared: convert the array to one of numpy's own"
             )
+        if self.torch_dtype is not None and not isinstance(self.torch_dtype, str):
+            raise InvalidTypeError(f"torch has no dtype {self.torch_dtype!r}")
+        if self.nbytes >= sys.maxsize:
+            raise InvalidInputError(f"an array of shape {self.shape!r:.200} is larger than any memory")
+        try:
+            if self.shape:
+                # Where one length is 0 numpy minds the others, too, and everywhere how many there are.
+                np.ndarray(self.shape if self.nbytes == 0 else (0,) * len(self.shape), self.dtype, buffer=b"")
+        except (ValueError, TypeError) as error:
+            raise InvalidInputError(f"numpy has no array of shape {self.shape!r:.200}: {error}") from error
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +86,7 @@ class Layout:
                 dtype=_from_json(facts["dtype"]),
                 torch_dtype=facts.get("torch"),
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise InvalidInputError(
                 f"the segment holds no array: its layout {text!r} cannot be read"
             ) from error

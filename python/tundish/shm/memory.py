@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TypedDict
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError, shown
 
 __all__ = ["set_cache_limit", "stats"]
-
-# A child made by `fork` would otherwise keep alive what its parent gives back to the system.
-os.register_at_fork(after_in_child=_native.forget_inherited_segments)
 
 
 class SharedMemoryStats(TypedDict):

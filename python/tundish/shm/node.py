@@ -23,6 +23,7 @@ from tundish.shm.array import SharedArray
 from tundish.shm.filed import FiledArray, find_by_key, keep
 from tundish.shm.handle import Handle
 from tundish.shm.node_array import NodeArray
+from tundish.shm.source import source_of
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +141,8 @@ def _brought(array_or_callable: Any, key: str | None, folder: Path | None) -> Se
 
 def _as_array(brought: Any) -> NDArray[Any]:
     if type(brought).__module__.partition(".")[0] != "torch":
-        return np.asarray(brought)
+        # What is no plain array, as a masked one, may be more than its values.
+        return source_of(brought if isinstance(brought, np.ndarray) else np.asarray(brought)).array
     try:
         array: NDArray[Any] = brought.detach().numpy()
     except (AttributeError, RuntimeError, TypeError) as error:

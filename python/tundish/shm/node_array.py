@@ -28,14 +28,19 @@ class NodeArray(np.ndarray[Any, np.dtype[Any]]):
 
     # None on every array that numpy makes of this one.
     _origin: Origin | None = None
+    # As it lies there: numpy lets an array be given another shape or dtype in its place.
+    _form: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, origin: Origin) -> Self:
         """The array that lies at `origin`, which lives as long as the array."""
         array = origin.mapped().view(cls)
         array.flags.writeable = False
-        array._origin = origin
+        array._origin, array._form = origin, array._form_now()
         return array
+
+    def _form_now(self) -> tuple[Any, ...]:
+        return self.shape, self.strides, self.dtype
 
     def __array_wrap__(self, array: NDArray[Any], context: Any = None, return_scalar: bool = False) -> Any:
         # What is computed from a shared array is nobody else's.
@@ -43,6 +48,6 @@ class NodeArray(np.ndarray[Any, np.dtype[Any]]):
         return plain[()] if return_scalar else plain
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        if self._origin is None:
+        if self._origin is None or self._form != self._form_now():
             return np.asarray(self).__reduce_ex__(protocol)
         return type(self).of, (self._origin,)

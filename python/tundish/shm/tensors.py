@@ -52,10 +52,13 @@ def numpy_view_of(tensor: torch.Tensor) -> tuple[NDArray[Any], str | None]:
 def tensor_in(layout: Layout, memory: Any) -> torch.Tensor:
     """The tensor that lies in `memory`, a writable buffer which it keeps."""
     array = layout.array(memory)
+    torch_dtype = layout.torch_dtype and getattr(torch, layout.torch_dtype, None)
+    if torch_dtype and (not isinstance(torch_dtype, torch.dtype) or torch_dtype.itemsize != array.itemsize):
+        raise InvalidTypeError(f"torch has no dtype {layout.torch_dtype!r} of {array.itemsize} bytes")
     try:
         tensor = torch.from_numpy(array)
     except (TypeError, ValueError) as error:
         raise InvalidTypeError(
             f"torch has no dtype for {layout.dtype}: ask for array instead of tensor()"
         ) from error
-    return tensor if layout.torch_dtype is None else tensor.view(getattr(torch, layout.torch_dtype))
+    return tensor.view(torch_dtype) if torch_dtype else tensor

@@ -22,14 +22,15 @@ use pyo3::prelude::*;
 mod _native {
     use pyo3::prelude::*;
 
-    /// What numpy's bindings look up at their first use, they look up here: Ctrl-C in the middle of it is a panic.
+    /// What numpy's bindings look up at their first use, they look up here: Ctrl-C in the middle of it is a panic. What
+    /// is to happen in every child made by `fork` is registered here, whichever part the parent used.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let py = module.py();
         py.import("numpy.lib")?;
         numpy::dtype::<i32>(py);
         numpy::npyffi::is_numpy_2(py);
-        Ok(())
+        super::shm::segment::forget_in_children(py)
     }
 
     #[pymodule_export]
@@ -54,7 +55,5 @@ mod _native {
     #[pymodule_export]
     use super::shm::reach::lending_socket;
     #[pymodule_export]
-    use super::shm::segment::{
-        SegmentView, SharedSegment, forget_inherited_segments, held_descriptor, set_shared_cache_limit, shared_stats,
-    };
+    use super::shm::segment::{SegmentView, SharedSegment, held_descriptor, set_shared_cache_limit, shared_stats};
 }

@@ -68,6 +68,32 @@ pub struct Arena {
     state: Mutex<State>,
 }
 
+/// Bytes in use by arrays of this process that the arena has not, as those with a name; counted as long as it lives.
+#[derive(Debug)]
+pub struct Counted {
+    process: u32,
+    bytes: usize,
+}
+
+impl Counted {
+    /// Counts `bytes` among those of the arena of arrays.
+    pub fn new(bytes: usize) -> Self {
+        let mut state = Arena::of_arrays().lock();
+        state.stats.in_use += bytes;
+        state.saw_peak();
+        Counted { process: process::id(), bytes }
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        // A child made by `fork` counts nothing that its parent made.
+        if self.process == process::id() {
+            Arena::of_arrays().lock().stats.in_use -= self.bytes;
+        }
+    }
+}
+
 #[derive(Debug, Default)]
 struct State {
     limit: usize,

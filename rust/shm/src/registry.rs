@@ -231,7 +231,8 @@ pub fn held_descriptor(address: &Address) -> Option<i32> {
         return Some(attachment.file.as_raw_fd());
     }
     let file = file::open_of(process::id(), address.descriptor, OFlags::RDONLY).ok()?;
-    let facts = Facts::read(file.as_fd(), DATA_START, "").ok()?;
+    let size = usize::try_from(file::status(file.as_fd()).ok()?.st_size).ok()?;
+    let facts = Facts::read(file.as_fd(), size, "").ok()?;
     (facts.identity == address.identity).then_some(address.descriptor)
 }
 

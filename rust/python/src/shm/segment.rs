@@ -11,8 +11,8 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyMemoryView};
-use tundish_shm::arena::Arena;
+use pyo3::types::{PyBytes, PyCFunction, PyDict, PyMemoryView};
+use tundish_shm::arena::{Arena, Counted};
 use tundish_shm::lend::Copied;
 use tundish_shm::registry::{self, Attachment, PrivateCopy};
 use tundish_shm::{Lease, Segment};
@@ -31,6 +31,8 @@ pub(super) struct Own {
     layout: Vec<u8>,
     /// Let go of after the segment.
     name: Option<OwnName>,
+    /// Of one with a name.
+    _counted: Option<Counted>,
 }
 
 impl Drop for Own {
@@ -43,6 +45,11 @@ impl Drop for Own {
 }
 
 impl Own {
+    fn new(segment: Segment, len: usize, layout: Vec<u8>, name: Option<OwnName>) -> Self {
+        let counted = name.is_some().then(|| Counted::new(segment.size()));
+        Own { segment: Some(segment), len, layout, name, _counted: counted }
+    }
+
     fn segment(&self) -> PyResult<&Segment> {
         self.segment.as_ref().ok_or_else(|| PyValueError::new_err("the segment was given back"))
     }
@@ -123,7 +130,7 @@ impl SharedSegment {
                 Some(name) => name.appear(&segment, &mut || look(door)),
                 None => Ok(()),
             });
-            let own = Own { segment: Some(segment), len, layout, name };
+            let own = Own::new(segment, len, layout, name);
             Ok(named.map(|()| own)?)
         })?;
         drop(data);
@@ -146,7 +153,7 @@ impl SharedSegment {
             let (mut segment, name) = take(size, huge_pages, name, door)?;
             let cleared = if clear { segment.clear(size, &mut || look(door)) } else { Ok(()) };
             let done = cleared.and_then(|()| segment.publish(size, &layout));
-            let own = Own { segment: Some(segment), len: size, layout, name };
+            let own = Own::new(segment, size, layout, name);
             Ok(done.map(|()| own)?)
         })?;
         Ok(SharedSegment { role: Unheld::new(Role::Owner(Arc::new(own))) })
@@ -332,8 +339,11 @@ pub(crate) fn set_shared_cache_limit(py: Python<'_>, limit_bytes: usize) {
     py.detach(|| Arena::of_arrays().set_limit(limit_bytes));
 }
 
-/// Let go of what the parent kept for its next arrays, in a child made by `fork`.
-#[pyfunction]
-pub(crate) fn forget_inherited_segments() {
-    Arena::forget_inherited();
+/// A child made by `fork` would otherwise keep alive what its parent gives back to the system.
+pub(crate) fn forget_in_children(py: Python<'_>) -> PyResult<()> {
+    let forget = PyCFunction::new_closure(py, None, None, |_, _| Arena::forget_inherited())?;
+    let when = PyDict::new(py);
+    when.set_item("after_in_child", forget)?;
+    py.import("os")?.call_method("register_at_fork", (), Some(&when))?;
+    Ok(())
 }
