@@ -10,6 +10,8 @@ import gc
 import os
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Read when torch, matplotlib and the Hugging Face libraries are first imported, here and in child processes.
@@ -78,6 +80,16 @@ class _Skips:
             terminalreporter.section("skipped where nothing but a missing GPU excuses it", red=True)
             for line in self._lost:
                 terminalreporter.line(line, red=True)
+
+
+@pytest.fixture
+def path_in_memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder for gigabytes that ask nothing of a disk, so that no test waits until one has them."""
+    if not Path("/dev/shm").is_dir():
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tests-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -112,13 +112,13 @@ MODELS = ("llama", "llama-tied", "mixtral")
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_same_bytes_as_from_one_rank(size: int, tmp_path: Path) -> None:
+def test_the_same_bytes_as_from_one_rank(size: int, path_in_memory: Path) -> None:
     orders = [(layout, kind) for layout in NETS for kind in KINDS]
     orders += [(layout, kind) for layout in MODELS for kind in ("plain", "lazy", "through plain")]
-    with Job(saving, size, tmp_path) as job:
+    with Job(saving, size, path_in_memory) as job:
         for layout, kind in orders:
             for rank in range(size):
-                job.tell(rank, (layout, kind, tmp_path / f"{layout}-{kind}"))
+                job.tell(rank, (layout, kind, path_in_memory / f"{layout}-{kind}"))
             names, different, writers = job.hear(0)
             assert different == [], (layout, kind)
             assert any(name.startswith("model-00002-of-") for name in names)
@@ -187,14 +187,14 @@ def gathering_much(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_no_rank_holds_the_whole_model(size: int, tmp_path: Path) -> None:
+def test_no_rank_holds_the_whole_model(size: int, path_in_memory: Path) -> None:
     whole = 512 * MEBIBYTE
     # Buffers of sockets and the interpreter.
     slack = 32 * MEBIBYTE
-    with Job(gathering_much, size, tmp_path) as job:
+    with Job(gathering_much, size, path_in_memory) as job:
         for kind in ("plain", "to_hf", "lazy", "through"):
             for rank in range(size):
-                job.tell(rank, (kind, tmp_path / kind))
+                job.tell(rank, (kind, path_in_memory / kind))
             for taken, announced, own in job.hear_all():
                 assert own == pytest.approx(whole / size, rel=0.01)
                 if kind == "through":
@@ -317,13 +317,13 @@ def within_a_limit(rank: int, line: Line) -> None:
         line.say(counted, taken, hash(tuple(files.items())))
 
 
-def test_a_limit_on_staging_is_a_bound(tmp_path: Path) -> None:
+def test_a_limit_on_staging_is_a_bound(path_in_memory: Path) -> None:
     size = 2
     # Buffers of sockets and the interpreter.
     slack = 24 * MEBIBYTE
-    with Job(within_a_limit, size, tmp_path) as job:
+    with Job(within_a_limit, size, path_in_memory) as job:
         for rank in range(size):
-            job.tell(rank, tmp_path / "root")
+            job.tell(rank, path_in_memory / "root")
         found = set()
         for step, limit in enumerate((None, 45_000_000, 30_000_000, 1000)):
             for lazy in (False, True):

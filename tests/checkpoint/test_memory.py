@@ -41,9 +41,9 @@ print((peak() - before) / size, _native.staging_stats()["peak"] / size)
 
 
 @pytest.mark.parametrize(("kind", "staging"), [("hf", "eager"), ("hf", "lazy"), ("dcp", "eager")])
-def test_a_save_takes_the_memory_of_what_it_stages(kind: str, staging: str, tmp_path: Path) -> None:
+def test_a_save_takes_the_memory_of_what_it_stages(kind: str, staging: str, path_in_memory: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SAVE, kind, staging, str(tmp_path / "root")],
+        [sys.executable, "-c", SAVE, kind, staging, str(path_in_memory / "root")],
         capture_output=True,
         text=True,
         timeout=100,

@@ -107,10 +107,10 @@ TROUBLES = {
 @pytest.mark.parametrize("limit_bytes", [None, 160 * MIB])
 @pytest.mark.parametrize(("trouble", "size"), [*((trouble, 2) for trouble in TROUBLES), ("exit", 3)])
 def test_the_others_do_not_wait_and_the_next_save_succeeds(
-    trouble: str, size: int, limit_bytes: int | None, tmp_path: Path
+    trouble: str, size: int, limit_bytes: int | None, path_in_memory: Path
 ) -> None:
-    root = tmp_path / "root"
-    with Job(saving, size, tmp_path) as job:
+    root = path_in_memory / "root"
+    with Job(saving, size, path_in_memory) as job:
         for rank in range(size):
             job.tell(rank, (root, trouble, {"staging_limit_bytes": limit_bytes}))
         assert job.hear_all() == [("copying",)] * size

@@ -176,10 +176,10 @@ def assert_told(said: list[Any], failing: int, trouble: str) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
 def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(
-    kind: str, failing: int, limit_bytes: int | None, tmp_path: Path
+    kind: str, failing: int, limit_bytes: int | None, path_in_memory: Path
 ) -> None:
-    root = tmp_path / "root"
-    with Job(breaking, 2, tmp_path) as job:
+    root = path_in_memory / "root"
+    with Job(breaking, 2, path_in_memory) as job:
         for rank in (0, 1):
             job.tell(rank, (root, limit_bytes))
         published: list[str] = []
@@ -203,9 +203,9 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(
         job.expect_end()
 
 
-def test_steps_that_ranks_do_not_agree_on_are_not_set_aside(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    with Job(breaking, 2, tmp_path) as job:
+def test_steps_that_ranks_do_not_agree_on_are_not_set_aside(path_in_memory: Path) -> None:
+    root = path_in_memory / "root"
+    with Job(breaking, 2, path_in_memory) as job:
         for rank in (0, 1):
             job.tell(rank, (root, None))
         for step in (1, 2, 3):
