@@ -188,7 +188,8 @@ def test_whatever_is_killed_at_random_every_task_is_answered_once(method: str, t
 
     def kill_now_and_then(pool: td.shm.SharedPool) -> None:
         nonlocal killed
-        while killed < kills and not over.is_set():
+        # On a machine that does much else, a few kills may all meet workers between two tasks.
+        while (killed < kills or lost == 0) and not over.is_set():
             time.sleep(draw.uniform(0, 0.03))
             at_work = {int(path.name.partition("-")[2]) for path in tmp_path.iterdir()}
             # Mostly such as have begun to work: the others take long to start, and would all die young.
@@ -222,7 +223,7 @@ def test_whatever_is_killed_at_random_every_task_is_answered_once(method: str, t
             over.set()
             killer.join()
     assert answered + lost == turn * 100
-    assert 0 < lost <= kills + 1 and answered > lost
+    assert 0 < lost <= killed + 1 and answered > lost
     # No task ran twice.
     runs = [path.name.partition("-")[0] for path in tmp_path.iterdir()]
     assert len(runs) == len(set(runs))
