@@ -9,7 +9,7 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish import checkpoint, distributed, errors, hf, packing, shm
+    from tundish import checkpoint, distributed, errors, hf, packing, shm, tree
     from tundish.checkpoint import Checkpointer
     from tundish.errors import TundishError
     from tundish.packing import (
@@ -42,6 +42,7 @@ else:
                 "pack_datasets",
             ),
             "tundish.shm": (),
+            "tundish.tree": (),
             "tundish.version": ("__version__",),
         },
     )
@@ -63,4 +64,5 @@ __all__ = [
     "pack_datasets",
     "packing",
     "shm",
+    "tree",
 ]

@@ -22,6 +22,7 @@ __all__ = [
     "ShardWriter",
     "SharedSegment",
     "TaskBoard",
+    "are_apart",
     "checksum_file",
     "end_with",
     "fingerprint",
@@ -356,3 +357,5 @@ class Parcels:
 class ParcelView:
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def are_apart(addresses: list[int], sizes: bytes) -> bool: ...

@@ -15,6 +15,7 @@ mod mapped;
 mod packing;
 mod shards;
 mod shm;
+mod spans;
 
 use pyo3::prelude::*;
 
@@ -56,4 +57,6 @@ mod _native {
     use super::shm::reach::lending_socket;
     #[pymodule_export]
     use super::shm::segment::{SegmentView, SharedSegment, held_descriptor, set_shared_cache_limit, shared_stats};
+    #[pymodule_export]
+    use super::spans::are_apart;
 }

@@ -1,0 +1,30 @@
+"""Nested containers, taken apart into their tensors and a light schema, and put together again.
+
+    >>> import torch
+    >>> import tundish as td
+    >>> batch = {"input_ids": torch.arange(6).view(2, 3), "task": "caption", "images": [torch.rand(3, 8, 8)]}
+    >>> tensors, schema = td.tree.flatten(batch)
+    >>> [tuple(tensor.shape) for tensor in tensors]
+    [(2, 3), (3, 8, 8)]
+    >>> td.tree.unflatten(schema, tensors)["task"]
+    'caption'
+
+This part is the one place of the library that walks nested containers. `walking` reads an object, `rules` and `tensors`
+say what each type is made of and how it is made again, `carrying` says in what memory the tensors travel, `schema` is
+what is told about the rest. What always holds:
+
+1. The same types come back, with the same values, attributes and sharing, whatever process they come back in.
+2. Nothing is copied that can be read where it is; nothing that was given is changed.
+3. What cannot be carried is refused by `flatten`, with its path, before it returns anything.
+4. A schema holds no tensor. Its parts are told in bytes when `flatten` returns, and a part equal to a recent one is not
+   pickled again.
+"""
+
+from __future__ import annotations
+
+from tundish.tree.building import unflatten
+from tundish.tree.describing import flatten
+from tundish.tree.rules import register
+from tundish.tree.schema import Schema
+
+__all__ = ["Schema", "flatten", "register", "unflatten"]

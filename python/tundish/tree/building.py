@@ -1,0 +1,247 @@
+"""From tensors and schema back to the object.
+
+Owns the builders of containers; those of tensors are beside what takes them apart. What always holds: everything that
+can be changed is made anew, but the tensors are the very ones that are handed in, or views of them.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils import _pytree
+
+from tundish.errors import InvalidInputError, InvalidTypeError, counted
+from tundish.tree.arrays import array_of
+from tundish.tree.parts import AGAIN, CONSTANT, HOST, KEYS, LIST, TUPLE, WHOLE, Token
+from tundish.tree.pickling import loads_values
+from tundish.tree.rules import REGISTERED
+from tundish.tree.schema import Schema, values_of
+from tundish.tree.tensors import TENSOR_BUILDERS
+
+__all__ = ["rebuild", "unflatten"]
+
+_get_dtype = operator.attrgetter("dtype")
+_get_shape = operator.attrgetter("shape")
+
+
+def unflatten(schema: Schema, tensors: Sequence[Tensor]) -> Any:
+    """Put the object together again that `flatten` took apart.
+
+    Args:
+        schema: what `flatten` returned, here or in another process of the same job.
+        tensors: what it returned beside it, or tensors of the same dtypes and shapes in the same order, on any
+            device. The object's tensors are these, or views of them.
+
+    Raises `InvalidInputError` if the tensors are others than the schema's, `InvalidTypeError` if a type is registered
+    there and not here.
+    """
+    if not isinstance(schema, Schema):
+        raise InvalidTypeError(
+            f"unflatten takes the schema that flatten returned, not {type(schema).__qualname__}"
+        )
+    tensors = list(tensors)
+    layout = schema.layout
+    if len(tensors) != len(layout.shapes):
+        raise InvalidInputError(
+            f"the schema is one of {counted(len(layout.shapes), 'tensor')}, and {len(tensors)} were given"
+        )
+    for number, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise InvalidTypeError(f"tensors[{number}] is a {type(tensor).__qualname__}, not a tensor")
+    if tuple(map(_get_dtype, tensors)) != layout.dtypes or tuple(map(_get_shape, tensors)) != layout.shapes:
+        for number, tensor in enumerate(tensors):
+            dtype, shape = layout.dtypes[number], layout.shapes[number]
+            if tensor.dtype != dtype or tensor.shape != shape:
+                raise InvalidInputError(
+                    f"tensors[{number}] is {tensor.dtype} of shape {tuple(tensor.shape)}; "
+                    f"the schema has {dtype} of shape {tuple(shape)} there"
+                )
+    return rebuild(schema, tensors)
+
+
+def rebuild(schema: Schema, tensors: Sequence[Tensor]) -> Any:
+    """As `unflatten`, of tensors that are known to be those of the schema's layout."""
+    leaves = schema.layout.leaves(tensors)
+    values = iter(loads_values(schema.values, leaves, _build) if schema.pickled else values_of(schema.values))
+    stack: list[Any] = []
+    put = stack.append
+    built: list[Any] = []
+    for token in schema.structure.program:
+        kind = type(token)
+        if kind is int:
+            put(leaves[token])
+        elif token is None:
+            put(None)
+        elif kind is range:
+            stack += leaves[token.start : token.stop]
+        elif kind is str:
+            put(next(values))
+        else:
+            count, (name, *_) = token
+            first = len(stack) - count
+            if name == AGAIN:
+                put(built[token[1][1]])
+                continue
+            if name == CONSTANT:
+                put(token[1][1])
+                continue
+            made = _build(token[1], stack[first:])
+            del stack[first:]
+            put(made)
+            built.append(made)
+    return stack[0]
+
+
+def _build(token: Token, parts: list[Any]) -> Any:
+    return _BUILDERS[token[0]](token, parts)
+
+
+@lru_cache(1024)
+def _base_new(kind: type) -> Callable[..., Any]:
+    """What makes an empty object of the type `kind` without calling code of the type's own."""
+    for one in kind.__mro__:
+        new = vars(one).get("__new__")
+        if isinstance(new, types.BuiltinFunctionType):
+            return new
+    return object.__new__
+
+
+def _make_dict(token: Token, parts: list[Any]) -> Any:
+    _, kind, keys, factory, state = token
+    return _filled(kind, zip(keys, parts, strict=False), parts[len(keys) :], factory, state)
+
+
+def _make_pairs(token: Token, parts: list[Any]) -> Any:
+    _, kind, count, factory, state = token
+    return _filled(kind, zip(parts[:count], parts[count:], strict=False), parts[2 * count :], factory, state)
+
+
+def _filled(kind: type, pairs: Iterable[tuple[Any, Any]], more: list[Any], factory: bool, state: bool) -> Any:
+    made = _base_new(kind)(kind)
+    # The type's own way of setting items may do more than that.
+    put = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
+    for key, value in pairs:
+        put(made, key, value)
+    if factory:
+        made.default_factory = more[0]
+    if state:
+        _set_state(made, more[-1])
+    return made
+
+
+def _make_list(token: Token, parts: list[Any]) -> Any:
+    _, kind, state = token
+    made = _base_new(kind)(kind)
+    list.extend(made, parts[: len(parts) - state])
+    if state:
+        _set_state(made, parts[-1])
+    return made
+
+
+def _make_tuple(token: Token, parts: list[Any]) -> Any:
+    _, kind, state = token
+    made = tuple.__new__(kind, parts[: len(parts) - state])
+    if state:
+        _set_state(made, parts[-1])
+    return made
+
+
+def _make_attributes(token: Token, parts: list[Any]) -> Any:
+    _, kind, attributes, slots = token
+    made = _base_new(kind)(kind)
+    if attributes:
+        vars(made).update(zip(attributes, parts, strict=False))
+    for name, value in zip(slots, parts[len(attributes) :], strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _make_state(token: Token, parts: list[Any]) -> Any:
+    kind = token[1]
+    made = _base_new(kind)(kind)
+    _set_state(made, parts[0])
+    return made
+
+
+def _set_state(made: Any, state: Any) -> None:
+    """As pickle does."""
+    if hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+        return
+    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    if attributes:
+        vars(made).update(attributes)
+    for name, value in (slots or {}).items():
+        object.__setattr__(made, name, value)
+
+
+def _make_reduced(token: Token, parts: list[Any]) -> Any:
+    _, arguments, state, listed, paired = token
+    function, *rest = parts
+    made = function(*rest[:arguments])
+    rest = rest[arguments:]
+    # The order is pickle's: items first.
+    items = rest[state:]
+    for item in items[:listed]:
+        made.append(item)
+    for key, value in zip(items[listed : listed + paired], items[listed + paired :], strict=True):
+        made[key] = value
+    if state:
+        _set_state(made, rest[0])
+    return made
+
+
+def _make_registered(token: Token, parts: list[Any]) -> Any:
+    kind = token[1]
+    if kind not in REGISTERED:
+        raise InvalidTypeError(
+            f"{kind.__module__}.{kind.__qualname__} is registered where the batch was taken apart, and not here: "
+            "call td.tree.register for it in every process"
+        )
+    *children, context = parts
+    return REGISTERED[kind][1](children, context)
+
+
+def _make_pytree(token: Token, parts: list[Any]) -> Any:
+    kind = token[1]
+    node = _pytree.SUPPORTED_NODES.get(kind)
+    if node is None:
+        raise InvalidTypeError(
+            f"{kind.__module__}.{kind.__qualname__} is registered with torch's pytree where the batch was taken apart, "
+            "and not here"
+        )
+    *children, context = parts
+    return node.unflatten_fn(children, context)
+
+
+def _make_array(token: Token, parts: list[Any]) -> Any:
+    _, name, writable = token
+    return array_of(parts[0], None if name is None else np.dtype(name), writable)
+
+
+_BUILDERS: dict[str, Callable[[Token, list[Any]], Any]] = {
+    KEYS: lambda token, parts: dict(zip(token[1], parts, strict=True)),
+    LIST: lambda _, parts: parts,
+    TUPLE: lambda _, parts: tuple(parts),
+    WHOLE: lambda _, parts: parts[0],
+    HOST: lambda _, parts: parts[0].cpu(),
+    "dict": _make_dict,
+    "pairs": _make_pairs,
+    "list": _make_list,
+    "tuple": _make_tuple,
+    "attributes": _make_attributes,
+    "state": _make_state,
+    "reduced": _make_reduced,
+    "registered": _make_registered,
+    "pytree": _make_pytree,
+    "array": _make_array,
+    "array of": lambda token, parts: array_of(parts[1], parts[0], token[1]),
+    **TENSOR_BUILDERS,
+}

@@ -1,0 +1,74 @@
+"""From an object to its tensors and schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tundish.tree.carrying import addresses_apart, are_plain, carry, contiguous_layout
+from tundish.tree.schema import Schema, known_structure, structure_of
+from tundish.tree.walking import Walk
+
+__all__ = ["describe", "flatten"]
+
+
+def flatten(obj: Any) -> tuple[list[Tensor], Schema]:
+    """Take a nested object apart into its tensors and a schema of the rest.
+
+    Args:
+        obj: anything: containers of containers of tensors, arrays and other values. It is not changed, and must not be
+            while it is taken apart.
+
+    The tensors are the object's own, or views of them, in the order in which they are met: dense, without gradients
+    or lazy conjugation, on the device on which they were. No two overlap: a tensor that is named twice is there once,
+    and so is memory that several tensors are views of. Copies are made of read-only arrays, and of arrays that torch
+    cannot view.
+
+    The schema can be pickled, and is equal for equal objects that hold nothing which pickles differently each time.
+
+    Raises:
+        InvalidTypeError: a tensor cannot be carried: it has no memory of its own, or is a part of something
+        distributed.
+        NotPicklableError: an object that is not known here cannot be pickled, or its type not found again.
+        InvalidInputError: a container contains itself.
+
+    Each names the path, as in `batch["pixel"][3].mask`.
+
+        >>> import torch
+        >>> import tundish as td
+        >>> rows = torch.zeros(4, 2)
+        >>> tensors, schema = td.tree.flatten({"all": rows, "first": rows[0]})
+        >>> len(tensors)
+        1
+        >>> back = td.tree.unflatten(schema, [tensor.clone() for tensor in tensors])
+        >>> back["first"].fill_(1.0)
+        tensor([1., 1.])
+        >>> back["all"][0]
+        tensor([1., 1.])
+    """
+    tensors, schema, _ = describe(obj)
+    return list(tensors), schema
+
+
+def describe(obj: Any, name: str = "batch") -> tuple[list[Tensor], Schema, list[int]]:
+    """As `flatten`, with the address of each tensor; `name` stands for `obj` in messages."""
+    walk = Walk(obj, name, careful=False)
+    structure = known_structure(walk.program)
+    layout = None if structure is None else structure.recent.layout_of(walk.leaves)
+    tensors, addresses = walk.leaves, None
+    if layout is not None:
+        addresses = addresses_apart(tensors, layout)
+    elif are_plain(tensors):
+        layout, addresses = contiguous_layout(tensors), None
+        if layout is not None:
+            addresses = addresses_apart(tensors, layout)
+            if addresses is not None and structure is not None and layout.came_again:
+                structure.recent.remember(tensors, layout)
+    if layout is None or addresses is None:
+        walk = Walk(obj, name, careful=True)
+        structure = None
+        tensors, layout, addresses = carry(walk.leaves)
+    if structure is None:
+        structure = structure_of(walk.program, walk.encode)
+    return tensors, Schema(structure, layout, walk.values, walk.pickled), addresses

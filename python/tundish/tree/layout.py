@@ -1,0 +1,176 @@
+"""In what memory plain tensors travel.
+
+Owns what is told of the tensors that are *carried*, and how the plain tensors of an object, its *leaves*, are made of
+them; `carrying` has the other direction. What always holds:
+
+1. Carried tensors are plain, and no two of them overlap in memory. They are contiguous, or have gaps between their
+   values: those are written out one after the other by whoever copies them.
+2. Leaves that overlap are views of one carried tensor, with their own strides, there and here.
+3. A layout depends on dtypes, shapes and, where leaves are not carried as they are, on how they lie in memory; never on
+   values. Equal layouts are one object as long as they are recent.
+"""
+
+from __future__ import annotations
+
+import pickle
+from array import array
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["ALIGNMENT", "Layout", "Recipe", "contiguous_strides", "layout_of"]
+
+# Bytes. In a buffer of several tensors each begins at a multiple of it: enough for every dtype, vector unit and DMA.
+ALIGNMENT: Final = 64
+# Layouts kept; a job has a few, and shapes that never come again shall not fill memory.
+_MOST_LAYOUTS = 256
+
+# How a leaf is made of carried tensors: the number of one that is the leaf itself, or
+# (number, dtype or None, size, stride, offset): a view of it, offset in bytes, dtype where it is another.
+View = tuple[int, torch.dtype | None, tuple[int, ...], tuple[int, ...], int]
+Recipe = int | View
+
+_layouts: dict[Any, Layout] = {}
+
+
+class Layout:
+    """Dtypes and shapes of the carried tensors, and how leaves are made of them.
+
+    Sizes and offsets are in bytes, and are those of contiguous tensors.
+    """
+
+    __slots__ = ("__dict__", "came_again", "dtypes", "recipes", "shapes", "sizes")
+
+    def __init__(
+        self,
+        dtypes: tuple[torch.dtype, ...],
+        shapes: tuple[torch.Size, ...],
+        recipes: tuple[Recipe, ...] | None,
+    ) -> None:
+        self.dtypes = dtypes
+        self.shapes = shapes
+        # None: the leaves are carried as they are.
+        self.recipes = recipes
+        # Whether it was found a second time, so that it may well be found again.
+        self.came_again = False
+        self.sizes = [shape.numel() * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each carried tensor begins in one buffer that has them all, in order."""
+        offsets, end = [], 0
+        for size in self.sizes:
+            offsets.append(end)
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        return offsets
+
+    @cached_property
+    def size_bytes(self) -> bytes:
+        """The sizes as native 64-bit integers."""
+        return array("Q", self.sizes).tobytes()
+
+    @cached_property
+    def total(self) -> int:
+        """Bytes of that buffer."""
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in self.sizes)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
+        recipes = self.recipes and [
+            one if isinstance(one, int) else (one[0], one[1] and str(one[1]).removeprefix("torch."), *one[2:])
+            for one in self.recipes
+        ]
+        return pickle.dumps((names, list(map(tuple, self.shapes)), recipes), 5)
+
+    @staticmethod
+    def decode(encoded: bytes) -> Layout:
+        """The layout that `encoded` tells."""
+        layout = _layouts.get(encoded)
+        if layout is None:
+            names, shapes, recipes = pickle.loads(encoded)  # noqa: S301 (from a rank of the same job)
+            layout = Layout(
+                tuple(getattr(torch, name) for name in names),
+                tuple(map(torch.Size, shapes)),
+                recipes
+                and tuple(
+                    one if isinstance(one, int) else (one[0], one[1] and getattr(torch, one[1]), *one[2:])
+                    for one in recipes
+                ),
+            )
+            _keep(encoded, layout)
+        return layout
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self is other or (
+            self.dtypes == other.dtypes and self.shapes == other.shapes and self.recipes == other.recipes
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.dtypes, self.shapes))
+
+    def leaves(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The leaves, made of the carried tensors, which have the dtypes and shapes of this layout."""
+        if self.recipes is None:
+            return tensors
+        return [tensors[one] if isinstance(one, int) else _view(tensors, one) for one in self.recipes]
+
+    def tensors_in(self, buffer: Tensor) -> list[Tensor]:
+        """The carried tensors where they lie in `buffer` at `offsets`: views of its storage, nothing is copied.
+
+        `buffer`: contiguous, uint8, at least `total` long, its first byte at a multiple of `ALIGNMENT`.
+        """
+        storage, first = buffer.untyped_storage(), buffer.storage_offset()
+        device = buffer.device
+        # Each with a version of its own: to write to one does not make autograd think that the others were written to.
+        return [
+            torch.empty(0, dtype=dtype, device=device).set_(
+                storage, (first + offset) // dtype.itemsize, shape, contiguous_strides(shape)
+            )
+            for dtype, shape, offset in zip(self.dtypes, self.shapes, self.offsets, strict=True)
+        ]
+
+
+def layout_of(
+    dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...], recipes: tuple[Recipe, ...] | None
+) -> Layout:
+    """The layout that says this."""
+    key = dtypes, shapes, recipes
+    layout = _layouts.get(key)
+    if layout is None:
+        layout = Layout(dtypes, shapes, recipes)
+        _keep(key, layout)
+    else:
+        layout.came_again = True
+    return layout
+
+
+def _keep(key: Any, layout: Layout) -> None:
+    if len(_layouts) >= _MOST_LAYOUTS:
+        _layouts.clear()
+    _layouts[key] = layout
+
+
+def _view(tensors: Sequence[Tensor], recipe: View) -> Tensor:
+    slot, dtype, size, stride, offset = recipe
+    tensor = tensors[slot].contiguous()
+    if dtype is None:
+        step = tensor.itemsize
+        return tensor.as_strided(size, stride, tensor.storage_offset() + offset // step)
+    first = tensor.storage_offset() * tensor.itemsize + offset
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(
+        tensor.untyped_storage(), first // dtype.itemsize, size, stride
+    )
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,109 @@
+"""Values that are not Python's own: pickled, without their tensors.
+
+What always holds: a tensor inside a pickled object, however deep, is not in the pickle. It is a leaf like any other.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tundish.tree.parts import Parts, Token
+from tundish.tree.tensors import subclass_parts, tensor_parts
+
+__all__ = ["dumps_values", "loads_values", "why_not"]
+
+Builder = Callable[[Token, list[Any]], Any]
+
+
+def _leaf(_: int) -> Tensor:
+    """Stands in a pickle for the leaf of that number; `_Unpickler` puts in what finds it."""
+    raise NotImplementedError
+
+
+def _made(_: Token, __: list[Any]) -> Any:
+    """Stands in a pickle for the builder of a tensor that is more than a leaf."""
+    raise NotImplementedError
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, leaf_of: Callable[[Tensor], int], careful: bool) -> None:
+        super().__init__(file, 5)
+        self._leaf_of = leaf_of
+        self._careful = careful
+        # What parts are made of outlives the pickling, or its identity would be another object's.
+        self._alive: list[Any] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        parts: Parts | None
+        if type(value) is not Tensor:
+            parts = subclass_parts(value)
+        else:
+            parts = tensor_parts(value) if self._careful else None
+            if parts is None:
+                return _leaf, (self._leaf_of(value),)
+        self._alive.append(parts)
+        return _made, (parts.token, list(parts.children))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, leaves: Sequence[Tensor], build: Builder) -> None:
+        super().__init__(file)
+        self._stand_ins = {_leaf.__name__: leaves.__getitem__, _made.__name__: build}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__ and name in self._stand_ins:
+            return self._stand_ins[name]
+        return super().find_class(module, name)
+
+
+def dumps_values(values: list[Any], leaf_of: Callable[[Tensor], int], careful: bool) -> bytes:
+    """The pickle of `values`; `leaf_of` gives a tensor in them its number.
+
+    Unless `careful`, every exact `torch.Tensor` in them is taken for a plain one.
+    """
+    file = io.BytesIO()
+    _Pickler(file, leaf_of, careful).dump(values)
+    return file.getvalue()
+
+
+def loads_values(encoded: bytes, leaves: Sequence[Tensor], build: Builder) -> list[Any]:
+    """The values that `dumps_values` wrote; `build` makes a tensor of its token and parts."""
+    values: list[Any] = _Unpickler(io.BytesIO(encoded), leaves, build).load()
+    return values
+
+
+def why_not(value: Any, careful: bool) -> tuple[str, Exception] | None:
+    """Where in `value` something cannot be pickled, as the rest of a path, and why; None: it can."""
+    path = ""
+    seen = set()
+    found: tuple[str, Exception] | None = None
+    while id(value) not in seen:
+        seen.add(id(value))
+        try:
+            dumps_values([value], id, careful)
+        except RecursionError:
+            return path, RecursionError("it is too deep to be pickled")
+        except Exception as error:  # noqa: BLE001 (code of users)
+            found = path, error
+        else:
+            return found
+        for name, part in getattr(value, "__dict__", {}).items():
+            if _fails(part, careful):
+                path, value = f"{path}.{name}", part
+                break
+    return found
+
+
+def _fails(value: Any, careful: bool) -> bool:
+    try:
+        dumps_values([value], id, careful)
+    except Exception:  # noqa: BLE001 (code of users)
+        return True
+    return False

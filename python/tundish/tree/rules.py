@@ -1,0 +1,278 @@
+"""Containers: what each type is made of.
+
+Owns the rules for everything but tensors and arrays, and the types that users register. What always holds: a rule is
+chosen once a type, in this order: registered here; a subclass of one of Python's containers, which is carried whole
+(what torch's pytree has for some of them forgets attributes or gives back another type); registered with torch's
+pytree; a dataclass, or whatever else holds other objects and nothing more. Everything else is opaque: it is pickled,
+and only the tensors in it are carried apart. `building` has the other half, by the first item of each token.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import types
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree
+
+from tundish.errors import InvalidTypeError
+from tundish.tree.arrays import array_parts
+from tundish.tree.parts import HOST, Host, Parts
+from tundish.tree.tensors import subclass_parts
+
+__all__ = ["KEY_TYPES", "REGISTERED", "Rule", "dict_parts", "key_text", "register", "rule_of"]
+
+# None: the object is opaque.
+Rule = Callable[[Any], Parts | None]
+
+# By type, what users registered: to children and context, and back.
+REGISTERED: dict[type, tuple[Callable[[Any], Any], Callable[[list[Any], Any], Any]]] = {}
+
+_BUILTINS: frozenset[type] = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, dict, list, tuple, np.ndarray}
+)
+_REDUCES_AS_ITS_BASE = frozenset(
+    one.__reduce__ for one in (object, OrderedDict, defaultdict, Counter, types.SimpleNamespace)
+)
+_CONTAINERS = (dict, list, tuple, deque, UserDict, UserList, types.SimpleNamespace)
+
+# Keys that stand in a token: those of which equal ones are the same (1 and True are not).
+KEY_TYPES: frozenset[type] = frozenset({str, int})
+
+_NEW_OBJECT = copyreg.__newobj__  # type: ignore[attr-defined]
+
+_rules: dict[type, Rule] = {}
+# Programs that make types without end do not fill memory with rules for them.
+_MOST_RULES = 4096
+
+
+def register(
+    kind: type,
+    flatten: Callable[[Any], tuple[Iterable[Any], Any]],
+    unflatten: Callable[[list[Any], Any], Any],
+) -> None:
+    """Say what objects of exactly the type `kind` are made of.
+
+    Args:
+        kind: a class. What was said of it before, here or by torch's pytree, no longer counts. Of tensors and of
+            Python's own containers and values nothing else can be said.
+        flatten: called with an object, returns its children, which may be containers again, and a context: whatever
+            else it takes to make it again, with tensors or without.
+        unflatten: called with the list of the children and the context, returns the object. Both are made anew.
+
+    Every process that objects of the type travel to registers it too. Raises `InvalidTypeError`.
+
+        >>> import torch
+        >>> import tundish as td
+        >>> class Span:
+        ...     def __init__(self, tokens, name):
+        ...         self.tokens, self.name = tokens, name
+        >>> td.tree.register(Span, lambda span: ([span.tokens], span.name), lambda parts, name: Span(*parts, name))
+    """
+    if not isinstance(kind, type):
+        raise InvalidTypeError(f"register takes a class, not {kind!r}")
+    if kind in _BUILTINS or issubclass(kind, torch.Tensor):
+        raise InvalidTypeError(f"what a {kind.__qualname__} is made of cannot be registered: it is known")
+    if not callable(flatten) or not callable(unflatten):
+        raise InvalidTypeError(
+            "register takes two functions: one that takes an object apart, one that makes it again"
+        )
+    REGISTERED[kind] = flatten, unflatten
+    _rules.clear()
+
+
+def rule_of(kind: type) -> Rule:
+    """The rule for objects of the type `kind`."""
+    rule = _rules.get(kind)
+    # Somebody may have registered it with torch since.
+    if rule is None or (rule is _opaque and kind in _pytree.SUPPORTED_NODES):
+        if len(_rules) >= _MOST_RULES:
+            _rules.clear()
+        _rules[kind] = rule = _choose(kind)
+    return rule
+
+
+def _choose(kind: type) -> Rule:
+    if kind in REGISTERED:
+        return _registered
+    if issubclass(kind, torch.Tensor):
+        return subclass_parts
+    if kind is np.ndarray:
+        return array_parts
+    if kind is PackedSequence:
+        return _packed_sequence
+    if kind is Host:
+        return _host
+    plain = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ in _REDUCES_AS_ITS_BASE
+    if issubclass(kind, dict):
+        return _dict_subclass if plain and not _has_arguments(kind) else _reduced
+    if issubclass(kind, tuple):
+        return _tuple_subclass if plain else _reduced
+    if kind in _pytree.SUPPORTED_NODES and not issubclass(kind, (list, deque)):
+        return _pytree_node
+    if plain and not _has_arguments(kind):
+        if issubclass(kind, list):
+            return _list_subclass
+        if issubclass(kind, (UserDict, UserList, types.SimpleNamespace)) or dataclasses.is_dataclass(kind):
+            return _attributes_only
+    if issubclass(kind, _CONTAINERS) or dataclasses.is_dataclass(kind):
+        return _reduced
+    return _opaque
+
+
+def _has_arguments(kind: type) -> bool:
+    """Whether instances say what they have to be made with, which only `__reduce_ex__` asks them."""
+    return hasattr(kind, "__getnewargs__") or hasattr(kind, "__getnewargs_ex__")
+
+
+def _opaque(_: Any) -> None:
+    return None
+
+
+def _host(part: Host) -> Parts:
+    return Parts((HOST,), (part.tensor,), ("",))
+
+
+def _registered(value: Any) -> Parts:
+    kind = type(value)
+    children, context = REGISTERED[kind][0](value)
+    return _with_context("registered", kind, list(children), context)
+
+
+def _pytree_node(value: Any) -> Parts:
+    kind = type(value)
+    children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+    return _with_context("pytree", kind, list(children), context)
+
+
+def _with_context(builder: str, kind: type, children: list[Any], context: Any) -> Parts:
+    labels = [f" (part {number} of the {kind.__name__})" for number in range(len(children))]
+    return Parts((builder, kind), (*children, context), (*labels, f" (context of the {kind.__name__})"))
+
+
+def _packed_sequence(value: PackedSequence) -> Parts:
+    data, batch_sizes, *indices = value
+    # torch wants the sizes in host memory wherever the data is.
+    return Parts(("tuple", type(value), False), (data, Host(batch_sizes), *indices), _dotted(value._fields))
+
+
+def _tuple_subclass(value: Any) -> Parts:
+    kind = type(value)
+    names = getattr(kind, "_fields", ())
+    labels = _dotted(names) if len(names) == len(value) else [f"[{index}]" for index in range(len(value))]
+    state = value.__getstate__()
+    if not state:
+        return Parts(("tuple", kind, False), tuple(value), labels)
+    return Parts(("tuple", kind, True), (*value, state), (*labels, ".__dict__"))
+
+
+def _list_subclass(value: Any) -> Parts:
+    state = value.__getstate__()
+    children = list.__iter__(value)
+    if not state:
+        return Parts(("list", type(value), False), list(children))
+    labels = [f"[{index}]" for index in range(list.__len__(value))]
+    return Parts(("list", type(value), True), (*children, state), (*labels, ".__dict__"))
+
+
+def _dict_subclass(value: Any) -> Parts:
+    kind = type(value)
+    # The class may show its items otherwise than it holds them.
+    items = list((OrderedDict if issubclass(kind, OrderedDict) else dict).items(value))
+    more: list[Any] = []
+    labels: list[str] = []
+    factory = issubclass(kind, defaultdict)
+    if factory:
+        more.append(value.default_factory)
+        labels.append(".default_factory")
+    state = value.__getstate__()
+    if state:
+        more.append(state)
+        labels.append(".__dict__")
+    return _pairs(kind, items, (factory, bool(state)), more, labels)
+
+
+def dict_parts(value: dict[Any, Any]) -> Parts:
+    """A dict whose keys are not all texts and integers: they may be anything, tensors too."""
+    return _pairs(dict, list(value.items()), (False, False), [], [])
+
+
+def _pairs(
+    kind: type, items: list[tuple[Any, Any]], flags: tuple[bool, bool], more: list[Any], labels: list[str]
+) -> Parts:
+    keys = tuple([key for key, _ in items])
+    values = [item for _, item in items]
+    named = [f"[{key_text(key)}]" for key in keys]
+    if KEY_TYPES.issuperset(map(type, keys)):
+        return Parts(("dict", kind, keys, *flags), values + more, named + labels)
+    numbered = [f" (key {index})" for index in range(len(keys))]
+    return Parts(("pairs", kind, len(keys), *flags), [*keys, *values, *more], numbered + named + labels)
+
+
+def _attributes_only(value: Any) -> Parts | None:
+    kind = type(value)
+    # What transformers' batches pickle of themselves is not all of them.
+    state = object.__getstate__(value) if _forgets(kind) else value.__getstate__()
+    if _forgets(kind) or not hasattr(kind, "__setstate__"):
+        attributes, slots = state if type(state) is tuple else (state, None)
+        if type(attributes or {}) is dict and type(slots or {}) is dict:
+            attributes, slots = attributes or {}, slots or {}
+            names = (*attributes, *slots)
+            if all(type(name) is str for name in names):
+                return Parts(
+                    ("attributes", kind, tuple(attributes), tuple(slots)),
+                    (*attributes.values(), *slots.values()),
+                    _dotted(names),
+                )
+    return Parts(("state", kind), (state,), ("",))
+
+
+def _forgets(kind: type) -> bool:
+    return issubclass(kind, UserDict) and any(
+        one.__module__.partition(".")[0] == "transformers"
+        for one in kind.__mro__
+        if "__getstate__" in vars(one)
+    )
+
+
+def _reduced(value: Any) -> Parts | None:
+    """As pickle takes it apart."""
+    reduced = value.__reduce_ex__(4)
+    if not isinstance(reduced, tuple) or len(reduced) > 5:
+        return None
+    function, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
+    if function is _NEW_OBJECT and arguments and arguments[0] is not type(value):
+        return None
+    listed = [] if items is None else list(items)
+    paired = [] if pairs is None else list(pairs)
+    keys = [key for key, _ in paired]
+    values = [item for _, item in paired]
+    token = "reduced", len(arguments), state is not None, len(listed), len(paired)
+    return Parts(
+        token,
+        (function, *arguments, *(() if state is None else (state,)), *listed, *keys, *values),
+        (
+            *([""] * (1 + len(arguments) + (state is not None))),
+            *(f"[{index}]" for index in range(len(listed))),
+            *(f" (key {index})" for index in range(len(keys))),
+            *(f"[{key_text(key)}]" for key in keys),
+        ),
+    )
+
+
+def _dotted(names: Iterable[str]) -> list[str]:
+    return [f".{name}" for name in names]
+
+
+def key_text(key: Any) -> str:
+    """A key of a dict as a message shows it."""
+    if type(key) is str:
+        return '"' + key.replace('"', '\\"') + '"'
+    text = repr(key) if isinstance(key, (int, float, bytes, tuple)) else type(key).__name__
+    return text if len(text) <= 60 else text[:57] + "..."

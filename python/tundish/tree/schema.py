@@ -1,0 +1,173 @@
+"""What is told about an object beside its tensors.
+
+Owns the form of a schema, in memory and in bytes. A schema has three parts: the *structure* (types, keys, where
+leaves and values go), the *layout* of the tensors, and the *values* (numbers, texts, and what is pickled). What
+always holds:
+
+1. Structures and layouts are written once and recognised after that, here by what they say and where they arrive by
+   their bytes; both ends hold on to the recent ones only.
+2. Values that are Python's own are written in bytes that are equal where the values are. They are read anew each
+   time, so that nobody has another's list.
+3. Bytes are read only from processes of the same job: reading them runs what they say.
+"""
+
+from __future__ import annotations
+
+import marshal
+import pickle
+import struct
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from tundish.errors import InvalidInputError, NotPicklableError
+from tundish.tree.layout import Layout
+from tundish.tree.parts import HOST, Token
+from tundish.tree.recognising import Recent
+
+__all__ = ["MARSHALLED", "Schema", "Structure", "known_structure", "structure_of", "values_of"]
+
+# The first version without references between values, which differ from one equal value to the next.
+MARSHALLED = 2
+_HEADER = struct.Struct("<4sBQQQ")
+_MAGIC = b"tree"
+_MOST_STRUCTURES = 256
+
+_structures: dict[Any, Structure] = {}
+
+
+class Structure:
+    """How an object is put together: a program for `building`, which makes parts before what they are parts of.
+
+    An integer puts down the leaf of that number, a range those leaves, None puts down None, the text `VALUE` the next
+    value; a tuple takes what its builder needs off the end of what was put down, and puts down what that makes of it:
+    `(number of parts, token)`.
+    """
+
+    __slots__ = ("__dict__", "encoded", "program", "recent")
+
+    def __init__(self, program: tuple[Any, ...], encoded: bytes) -> None:
+        self.program = program
+        self.encoded = encoded
+        self.recent = Recent()
+
+    @cached_property
+    def host_leaves(self) -> frozenset[int]:
+        """Leaves that have to be in host memory when the object is put together."""
+        found = set()
+        for before, token in zip(self.program, self.program[1:], strict=False):
+            if type(token) is tuple and token[1][0] in (HOST, "array", "array of") and type(before) is int:
+                found.add(before)
+        return frozenset(found)
+
+    @staticmethod
+    def decode(encoded: bytes) -> Structure:
+        """The structure that `encoded` tells."""
+        structure = _structures.get(encoded)
+        if structure is None:
+            program = pickle.loads(encoded)  # noqa: S301 (from a rank of the same job)
+            structure = structure_of(program, lambda _: encoded)
+            _keep(encoded, structure)
+        return structure
+
+
+def known_structure(program: tuple[Any, ...]) -> Structure | None:
+    """The structure with this program, if it is a recent one."""
+    return _structures.get(program)
+
+
+def structure_of(program: tuple[Any, ...], encode: Callable[[tuple[Any, ...]], bytes]) -> Structure:
+    """The structure with this program; `encode` is called if it is new."""
+    structure = _structures.get(program)
+    if structure is None:
+        structure = Structure(program, encode(program))
+        _keep(program, structure)
+    return structure
+
+
+def _keep(key: Any, structure: Structure) -> None:
+    if len(_structures) >= _MOST_STRUCTURES:
+        _structures.clear()
+    _structures[key] = structure
+
+
+class Schema:
+    """What `unflatten` needs beside the tensors. Pickles; equal where structure, layout and values are.
+
+    Attributes:
+        structure: equal structures are one object, as long as they are recent.
+        layout: dtypes, shapes, sizes and offsets of the tensors.
+        values: the bytes of what is neither tensor nor container.
+        pickled: whether something had to be pickled into them, so that equal objects may differ in their bytes.
+    """
+
+    __slots__ = ("layout", "pickled", "structure", "values")
+
+    def __init__(self, structure: Structure, layout: Layout, values: bytes, pickled: bool) -> None:
+        self.structure = structure
+        self.layout = layout
+        self.values = values
+        self.pickled = pickled
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schema):
+            return NotImplemented
+        return (
+            (self.structure is other.structure or self.structure.encoded == other.structure.encoded)
+            and self.layout == other.layout
+            and self.values == other.values
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.structure.encoded, self.layout, self.values))
+
+    def __repr__(self) -> str:
+        return f"<Schema of {len(self.layout.shapes)} tensors, {sum(self.layout.sizes)} bytes>"
+
+    def __reduce__(self) -> Token:
+        return Schema.decode, (self.encode(),)
+
+    @property
+    def host_tensors(self) -> frozenset[int]:
+        """Numbers of the tensors that have to stay in host memory: arrays, and what torch wants there."""
+        leaves, recipes = self.structure.host_leaves, self.layout.recipes
+        if recipes is None or not leaves:
+            return leaves
+        return frozenset(one if isinstance(one := recipes[leaf], int) else one[0] for leaf in leaves)
+
+    def encode(self) -> bytes:
+        """The schema in bytes. Only the values were written for this one; the rest is there."""
+        structure, layout = self.structure.encoded, self.layout.encoded
+        header = _HEADER.pack(_MAGIC, self.pickled, len(structure), len(layout), len(self.values))
+        return b"".join((header, structure, layout, self.values))
+
+    @staticmethod
+    def decode(encoded: Any) -> Schema:
+        """The schema that `encode` told, from a buffer, which is not held on to.
+
+        Raises `InvalidInputError` if the bytes are none, `NotPicklableError` if a type that they name is not found
+        here.
+        """
+        view = memoryview(encoded)
+        if len(view) < _HEADER.size or bytes(view[:4]) != _MAGIC:
+            raise InvalidInputError("these bytes do not begin as a schema does")
+        _, pickled, structure_size, layout_size, values_size = _HEADER.unpack_from(view)
+        first = _HEADER.size
+        second, third = first + structure_size, first + structure_size + layout_size
+        if third + values_size != len(view):
+            raise InvalidInputError(f"a schema of {third + values_size} bytes was cut to {len(view)}")
+        try:
+            return Schema(
+                Structure.decode(bytes(view[first:second])),
+                Layout.decode(bytes(view[second:third])),
+                bytes(view[third:]),
+                bool(pickled),
+            )
+        except Exception as error:
+            raise NotPicklableError(f"a batch came that cannot be put together here: {error}") from error
+
+
+def values_of(encoded: bytes) -> list[Any]:
+    """The values that marshal wrote."""
+    values: list[Any] = marshal.loads(encoded)  # noqa: S302 (from a rank of the same job)
+    return values

@@ -1,0 +1,217 @@
+"""Tensors that are more than values in memory: what they are made of, and how they are made again.
+
+A tensor is *plain* if it is exactly a `torch.Tensor`, strided, has no gradient and no lazy conjugation or negation:
+its bytes and its geometry are all of it. What always holds: every tensor is made of plain ones, or refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tundish.errors import InvalidTypeError
+from tundish.tree.parts import Parts, Refusal
+
+__all__ = ["QUANTIZED", "TENSOR_BUILDERS", "subclass_parts", "tensor_parts"]
+
+_COMPRESSED = {
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
+}
+# torch keeps several elements of these in a byte.
+_SUB_BYTE = frozenset({torch.quint4x2, torch.quint2x4})
+QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, *_SUB_BYTE})
+_PER_CHANNEL = torch.per_channel_affine, torch.per_channel_affine_float_qparams
+
+
+def tensor_parts(tensor: Tensor) -> Parts | None:
+    """What a tensor of exactly the type `torch.Tensor` is made of; None: it is plain.
+
+    Raises `Refusal`.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
+        raise Refusal(
+            InvalidTypeError, "is a tensor inside a transformation of torch.func: carry the one outside"
+        )
+    if tensor.is_nested:
+        raise Refusal(
+            InvalidTypeError, "is a nested tensor of the strided layout: make it one of layout=torch.jagged"
+        )
+    if tensor.requires_grad:
+        return Parts(("grad",), (tensor.detach(),), ("",))
+    if tensor.device.type == "meta":
+        return Parts(("meta", tensor.dtype), (tuple(tensor.shape), _strides(tensor)))
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        coo = tensor._indices(), tensor._values(), tuple(tensor.shape)
+        return Parts(("coo", tensor.is_coalesced()), coo, ("._indices()", "._values()", ".shape"))
+    if layout in _COMPRESSED:
+        compressed, plain = (get(tensor) for get in _COMPRESSED[layout])
+        parts = compressed, plain, tensor.values(), tuple(tensor.shape)
+        return Parts(("compressed", layout), parts, (*[" (indices)"] * 2, ".values()", ".shape"))
+    if layout is not torch.strided:
+        raise Refusal(InvalidTypeError, f"is a tensor of {layout}: make it dense first")
+    if tensor.is_quantized:
+        return _quantized_parts(tensor)
+    if tensor.is_conj():
+        return Parts(("conj",), (tensor.conj(),), ("",))
+    if tensor.is_neg():
+        return Parts(("neg",), (torch._neg_view(tensor),), ("",))
+    if tensor.numel() and not tensor.data_ptr():
+        raise Refusal(
+            InvalidTypeError, "has no memory: it was given back, or is not on a device that has any"
+        )
+    return None
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(map(int, tensor.stride()))
+
+
+def _quantized_parts(tensor: Tensor) -> Parts:
+    scheme = tensor.qscheme()
+    storage = tensor.untyped_storage()
+    if tensor.dtype in _SUB_BYTE:
+        first, length, offset = 0, storage.nbytes(), int(tensor.storage_offset())
+    else:
+        extent = sum((size - 1) * step for size, step in zip(tensor.shape, _strides(tensor), strict=True))
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        length, offset = (extent + 1) * tensor.itemsize if tensor.numel() else 0, 0
+    values = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, first, (length,), (1,))
+    if scheme == torch.per_tensor_affine:
+        how: tuple[Any, ...] = tensor.q_scale(), tensor.q_zero_point()
+    elif scheme in _PER_CHANNEL:
+        how = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.q_per_channel_axis()
+    else:
+        raise Refusal(InvalidTypeError, f"is quantized by {scheme}, which cannot be carried")
+    geometry = tuple(tensor.shape), _strides(tensor), offset
+    return Parts(("quantized", tensor.dtype, scheme), (values, *geometry, *how))
+
+
+def subclass_parts(tensor: Tensor) -> Parts:
+    """What a tensor of a subclass is made of. Raises `Refusal`."""
+    kind = type(tensor)
+    if kind.__name__ == "DTensor":
+        raise Refusal(
+            InvalidTypeError, "is a DTensor, a part of it on each rank of its mesh: carry its to_local()"
+        )
+    if is_lazy(tensor):
+        raise Refusal(InvalidTypeError, "has no values yet: run the module once, which initializes it")
+    if tensor.is_nested:
+        return _jagged_parts(tensor)
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        names, context = wrapper.__tensor_flatten__()
+        inner = [getattr(tensor, name) for name in names]
+        geometry = tuple(tensor.shape), _strides(tensor)
+        labels = *[f".{name}" for name in names], " (context)", ".shape", ".stride()"
+        token = "wrapper", kind, tuple(names), tensor.requires_grad
+        return Parts(token, (*inner, context, *geometry), labels)
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise Refusal(
+            InvalidTypeError,
+            f"is a {kind.__qualname__}, which does not say by __tensor_flatten__ what it is made of",
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        values = tensor.detach().as_subclass(Tensor)
+        requires_grad = tensor.requires_grad
+    state = dict(vars(tensor)) or None
+    builder = "parameter" if issubclass(kind, torch.nn.Parameter) else "subclass"
+    return Parts((builder, kind, requires_grad), (values, state), ("", ".__dict__"))
+
+
+def _jagged_parts(tensor: Any) -> Parts:
+    values, offsets, lengths = tensor.values(), tensor.offsets(), tensor.lengths()
+    # What torch knows of the lengths by now; to ask for more would be a computation.
+    known = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
+    labels = ".values()", ".offsets()", ".lengths()", " (shortest)", " (longest)"
+    token = "jagged", tensor._ragged_idx, tensor.requires_grad
+    return Parts(token, (values.detach(), offsets, lengths, *known), labels)
+
+
+def _make_grad(_: Any, parts: list[Tensor]) -> Tensor:
+    # Of its own, since the same memory may be named elsewhere without a gradient.
+    return parts[0].detach().requires_grad_()
+
+
+def _make_meta(token: Any, parts: list[Any]) -> Tensor:
+    return torch.empty_strided(*parts, dtype=token[1], device="meta")
+
+
+def _make_coo(token: Any, parts: list[Any]) -> Tensor:
+    return torch.sparse_coo_tensor(*parts, check_invariants=False, is_coalesced=token[1])
+
+
+def _make_compressed(token: Any, parts: list[Any]) -> Tensor:
+    return torch.sparse_compressed_tensor(*parts, layout=token[1], check_invariants=False)
+
+
+def _make_quantized(token: Any, parts: list[Any]) -> Tensor:
+    _, dtype, scheme = token
+    values, size, stride, offset, *how = parts
+    if scheme == torch.per_tensor_affine:
+        scale, zero_point = how
+        tensor = torch._empty_affine_quantized(
+            (0,), scale=scale, zero_point=zero_point, dtype=dtype, device=values.device
+        )
+    else:
+        scales, zero_points, axis = how
+        tensor = torch._empty_per_channel_affine_quantized(
+            size, scales=scales, zero_points=zero_points, axis=axis, dtype=dtype, device=values.device
+        )
+    first = values.storage_offset() // dtype.itemsize + offset
+    made: Tensor = tensor.set_(values.untyped_storage(), first, size, stride)
+    return made
+
+
+def _make_wrapper(token: Any, parts: list[Any]) -> Any:
+    _, kind, names, requires_grad = token
+    *inner, context, size, stride = parts
+    tensor = kind.__tensor_unflatten__(dict(zip(names, inner, strict=True)), context, size, stride)
+    return tensor.detach().requires_grad_() if requires_grad else tensor
+
+
+def _make_subclass(token: Any, parts: list[Any]) -> Tensor:
+    _, kind, requires_grad = token
+    values, state = parts
+    tensor: Tensor = values.detach().as_subclass(kind)
+    vars(tensor).update(state or {})
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _make_parameter(token: Any, parts: list[Any]) -> Tensor:
+    _, kind, requires_grad = token
+    values, state = parts
+    parameter: Tensor = Tensor._make_subclass(kind, values, requires_grad)
+    vars(parameter).update(state or {})
+    return parameter
+
+
+def _make_jagged(token: Any, parts: list[Any]) -> Tensor:
+    _, jagged_dim, requires_grad = token
+    values, offsets, lengths, shortest, longest = parts
+    tensor: Tensor = torch.nested.nested_tensor_from_jagged(
+        values, offsets, lengths, jagged_dim=jagged_dim, min_seqlen=shortest, max_seqlen=longest
+    )
+    return tensor.detach().requires_grad_() if requires_grad else tensor
+
+
+TENSOR_BUILDERS = {
+    "grad": _make_grad,
+    "meta": _make_meta,
+    "coo": _make_coo,
+    "compressed": _make_compressed,
+    "quantized": _make_quantized,
+    "conj": lambda _, parts: parts[0].conj(),
+    "neg": lambda _, parts: torch._neg_view(parts[0]),
+    "wrapper": _make_wrapper,
+    "subclass": _make_subclass,
+    "parameter": _make_parameter,
+    "jagged": _make_jagged,
+}

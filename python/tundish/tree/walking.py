@@ -1,0 +1,279 @@
+"""The walk through an object.
+
+What always holds: the walk needs no more of the interpreter's stack for a deep object than for a flat one; parts come
+before what they are parts of; what is named twice is described once; a container that contains itself is refused.
+"""
+
+from __future__ import annotations
+
+import marshal
+import operator
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tundish.errors import InvalidInputError, NotPicklableError
+from tundish.tree.parts import AGAIN, CONSTANT, KEYS, LIST, TUPLE, VALUE, WHOLE, Refusal, Token
+from tundish.tree.pickling import dumps_values, why_not
+from tundish.tree.rules import KEY_TYPES, dict_parts, key_text, rule_of
+from tundish.tree.schema import MARSHALLED
+from tundish.tree.tensors import tensor_parts
+
+__all__ = ["Walk"]
+
+_PRIMITIVES = frozenset({bool, int, float, str, bytes, complex})
+# Singletons, and classes: pickled as a name. They stand in the structure.
+_CONSTANTS: frozenset[type] = frozenset({torch.dtype, torch.layout, torch.memory_format, torch.qscheme, type})
+# A list of so many values of Python's own is one value.
+_LONG = 16
+# From so many parts on it is worth a look whether they are tensors one and all.
+_SEVERAL = 4
+_TENSORS = frozenset({Tensor})
+_OPEN = -1
+_LIST: Token = (LIST,)
+_TUPLE: Token = (TUPLE,)
+_WHOLE: Token = (WHOLE,)
+
+
+class _Frame(NamedTuple):
+    """A container whose parts are being walked through."""
+
+    children: Sequence[Any]
+    iterator: Iterator[Any]
+    token: Token
+    labels: Sequence[str] | None
+    identity: int
+
+
+class _Found(Exception):
+    """The walk came to the entry that was looked for."""
+
+
+class _Until(list[Any]):
+    """A list that ends the walk which would put in `entry` as number `number`."""
+
+    def __init__(self, number: int, entry: Any) -> None:
+        self._number = number
+        self._entry = entry
+
+    def append(self, entry: Any) -> None:
+        same = entry is self._entry or (type(entry) is tuple and entry == self._entry)
+        if same and len(self) == self._number:
+            raise _Found
+        super().append(entry)
+
+
+class Walk:
+    """What a walk through `root` found; `name` stands for it in messages.
+
+    A walk that is not `careful` takes every tensor for a plain one that was not named before. Whether that was right
+    can be asked of all of them together; if not, there has to be a careful walk, which looks at each.
+
+    Attributes:
+        leaves: plain tensors, none twice.
+        program: how they and the values are put together.
+        values: in bytes.
+        pickled: whether there are values that are not Python's own.
+
+    Raises what `flatten` raises.
+    """
+
+    def __init__(self, root: Any, name: str, careful: bool) -> None:
+        self._root = root
+        self._name = name
+        self._careful = careful
+        self._begin()
+        self._go()
+        self.values = self._pickle() if self.pickled else marshal.dumps(self._values, MARSHALLED)
+        self.program = tuple(self._program)
+
+    def _begin(self) -> None:
+        self.leaves: list[Tensor] = []
+        self._leaf_at: dict[int, int] = {}
+        self._built_at: dict[int, int] = {}
+        self._program: list[Any] = []
+        self._values: list[Any] = []
+        self._frames: list[_Frame] = []
+        self.pickled = False
+        # What a rule made has to outlive the walk, or its identity would be another object's.
+        self._alive: list[Any] = []
+
+    def _go(self) -> None:
+        try:
+            self._through()
+        except Refusal as refusal:
+            raise refusal.kind(f"{self._path()} {refusal.reason}") from refusal.__cause__
+        except _Found:
+            raise
+        except RecursionError as error:
+            raise NotPicklableError(f"{self._path()} is too deep for the type that it is of") from error
+        except Exception as error:
+            error.add_note(f"while {self._path()} was taken apart")
+            raise
+
+    def _through(self) -> None:
+        careful, frames = self._careful, self._frames
+        leaves, leaf_at, built_at = self.leaves, self._leaf_at, self._built_at
+        add, add_value = self._program.append, self._values.append
+        children: Sequence[Any] = (self._root,)
+        frame = _Frame(children, iter(children), (), None, 0)
+        built = 0
+        try:
+            while True:
+                for child in frame.iterator:
+                    kind = type(child)
+                    if kind is Tensor and not careful:
+                        add(len(leaves))
+                        leaves.append(child)
+                        continue
+                    if kind in _PRIMITIVES:
+                        add_value(child)
+                        add(VALUE)
+                        continue
+                    if child is None:
+                        add(None)
+                        continue
+                    identity = id(child)
+                    before = built_at.get(identity)
+                    if before is not None:
+                        if before == _OPEN:
+                            frames.append(frame)
+                            raise Refusal(InvalidInputError, "is a container that it is itself a part of")
+                        add((0, (AGAIN, before)))
+                        continue
+                    labels: Sequence[str] | None = None
+                    if kind is dict:
+                        keys = tuple(child)
+                        if KEY_TYPES.issuperset(map(type, keys)):
+                            token: Token = (KEYS, keys)
+                            children = list(child.values())
+                        else:
+                            token, children, labels = dict_parts(child)
+                    elif kind is list or kind is tuple:
+                        if len(child) >= _LONG and _PRIMITIVES.issuperset(map(type, child)):
+                            add_value(child)
+                            add(VALUE)
+                            add((1, _WHOLE))
+                            built_at[identity] = built
+                            built += 1
+                            continue
+                        token, children = (_LIST if kind is list else _TUPLE), child
+                    elif kind in _CONSTANTS:
+                        add((0, (CONSTANT, child)))
+                        continue
+                    else:
+                        if kind is Tensor:
+                            leaf = leaf_at.get(identity)
+                            if leaf is not None:
+                                add(leaf)
+                                continue
+                        frames.append(frame)
+                        parts = tensor_parts(child) if kind is Tensor else rule_of(kind)(child)
+                        frames.pop()
+                        if parts is None:
+                            if kind is Tensor:
+                                leaf_at[identity] = leaf = len(leaves)
+                                leaves.append(child)
+                                add(leaf)
+                            else:
+                                self.pickled = True
+                                add_value(child)
+                                add(VALUE)
+                            continue
+                        token, children, labels = parts
+                        self._alive.append((child, children))
+                    if not careful and len(children) >= _SEVERAL and _TENSORS.issuperset(map(type, children)):
+                        # A row of tensors, as most containers with many parts are.
+                        add(range(len(leaves), len(leaves) + len(children)))
+                        leaves += children
+                        add((len(children), token))
+                        built_at[identity] = built
+                        built += 1
+                        continue
+                    built_at[identity] = _OPEN
+                    frames.append(frame)
+                    frame = _Frame(children, iter(children), token, labels, identity)
+                    break
+                else:
+                    if not frames:
+                        return
+                    done, frame = frame, frames.pop()
+                    if careful:
+                        self._join(len(done.children))
+                    add((len(done.children), done.token))
+                    built_at[done.identity] = built
+                    built += 1
+        except _Found:
+            frames.append(frame)
+            raise
+
+    def _join(self, count: int) -> None:
+        """Put a row of leaves as the other walk does, so that the programs of equal objects are equal."""
+        if count < _SEVERAL:
+            return
+        row = self._program[-count:]
+        first = row[0]
+        if type(first) is int and row == list(range(first, first + count)):
+            self._program[-count:] = [range(first, first + count)]
+
+    def _pickle(self) -> bytes:
+        try:
+            return dumps_values(self._values, self._leaf_of, self._careful)
+        except Exception as error:
+            raise self._cannot_pickle(error) from error
+
+    def _leaf_of(self, tensor: Tensor) -> int:
+        """The number of a tensor that is met inside a pickled value."""
+        leaf = self._leaf_at.get(id(tensor))
+        if leaf is None:
+            leaf = self._leaf_at[id(tensor)] = len(self.leaves)
+            self.leaves.append(tensor)
+        return leaf
+
+    def _cannot_pickle(self, error: Exception) -> Exception:
+        for number, value in enumerate(self._values[:]):
+            reason = why_not(value, self._careful)
+            if reason is not None:
+                where, error = reason
+                path = self._path_to("_values", number, value) + where
+                if isinstance(error, Refusal):
+                    return error.kind(f"{path} {error.reason}")
+                return NotPicklableError(f"{path} cannot be sent between processes: {error}")
+        return NotPicklableError(f"{self._name} cannot be sent between processes: {error}")
+
+    def encode(self, program: tuple[Any, ...]) -> bytes:
+        """The program in bytes."""
+        try:
+            return pickle.dumps(program, 5)
+        except Exception as error:
+            for number, token in enumerate(program):
+                try:
+                    pickle.dumps(token, 5)
+                except Exception as reason:
+                    path = self._path_to("_program", number, token)
+                    raise NotPicklableError(f"{path} cannot be sent between processes: {reason}") from reason
+            raise NotPicklableError(f"{self._name} cannot be sent between processes: {error}") from error
+
+    def _path_to(self, which: str, number: int, entry: Any) -> str:
+        """The path of what made this entry of the values or the program: the walk goes there once more."""
+        self._begin()
+        setattr(self, which, _Until(number, entry))
+        with suppress(_Found):
+            self._go()
+        return self._path()
+
+    def _path(self) -> str:
+        path = self._name
+        for frame in self._frames:
+            at = len(frame.children) - operator.length_hint(frame.iterator) - 1
+            if frame.labels is not None:
+                path += frame.labels[at]
+            elif frame.token and frame.token[0] == KEYS:
+                path += f"[{key_text(frame.token[1][at])}]"
+            elif frame.token:
+                path += f"[{at}]"
+        return path

@@ -1,0 +1,82 @@
+"""A process that puts objects together from what it is told of them, and sends them back the same way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+import tundish as td
+from tundish.tree.schema import Schema
+
+
+def tell(obj: Any, line: Connection) -> None:
+    """Send the schema in bytes, then the tensors in one buffer, as its layout says."""
+    tensors, schema = td.tree.flatten(obj)
+    buffer = torch.zeros(schema.layout.total, dtype=torch.uint8)
+    for place, tensor in zip(schema.layout.tensors_in(buffer), tensors, strict=True):
+        if tensor.is_contiguous():
+            length = tensor.numel() * tensor.itemsize
+            start = tensor.storage_offset() * tensor.itemsize
+            raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (length,), (1,))
+            start = place.storage_offset() * tensor.itemsize
+            buffer[start : start + length] = raw
+        else:
+            place.copy_(tensor)
+    line.send_bytes(schema.encode())
+    line.send_bytes(buffer.numpy())
+
+
+def hear(line: Connection) -> Any:
+    """What `tell` sent at the other end."""
+    schema = Schema.decode(line.recv_bytes())
+    received = line.recv_bytes()
+    buffer = torch.zeros(max(len(received), 1), dtype=torch.uint8)
+    if received:
+        buffer[: len(received)] = torch.frombuffer(bytearray(received), dtype=torch.uint8)
+    return td.tree.unflatten(schema, schema.layout.tensors_in(buffer))
+
+
+class Elsewhere:
+    """The process, which lives until it is closed."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._line, theirs = context.Pipe()
+        self._process = context.Process(target=_answer, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def there_and_back(self, obj: Any) -> Any:
+        tell(obj, self._line)
+        failure = self._line.recv()
+        if failure is not None:
+            raise RuntimeError(failure)
+        return hear(self._line)
+
+    def close(self) -> None:
+        self._line.close()
+        self._process.join(30)
+        assert self._process.exitcode == 0
+
+
+def _answer(line: Connection) -> None:
+    # What a torch that is not built with warnings off says of sparse and quantized tensors is no failure.
+    if not sys.warnoptions:
+        import warnings
+
+        warnings.simplefilter("ignore")
+    while True:
+        try:
+            obj = hear(line)
+        except EOFError:
+            return
+        except Exception:
+            line.send(traceback.format_exc())
+            continue
+        line.send(None)
+        tell(obj, line)

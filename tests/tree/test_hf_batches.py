@@ -1,0 +1,84 @@
+"""Batches and outputs of transformers: no dicts, or dicts that are more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from elsewhere import Elsewhere
+from sameness import assert_same
+
+import tundish as td
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402 (after the skip)
+from transformers.utils import ModelOutput  # noqa: E402
+
+
+def encoding() -> Any:
+    data = {"input_ids": torch.arange(600).view(2, 300), "attention_mask": torch.ones(2, 300)}
+    return transformers.BatchEncoding(data, n_sequences=1)
+
+
+def output() -> Any:
+    hidden = tuple(torch.rand(2, 3) for _ in range(3))
+    made = CausalLMOutputWithPast(loss=torch.tensor(1.5), logits=torch.rand(2, 3, 4), hidden_states=hidden)
+    made.note = "beside the fields"
+    return made
+
+
+def features() -> Any:
+    return transformers.BatchFeature(
+        {"pixel_values": [torch.rand(3, 4, 4), torch.rand(3, 2, 2)], "sizes": [4, 2]}
+    )
+
+
+def bare_output() -> Any:
+    return ModelOutput(a=torch.ones(2), b=None)
+
+
+@pytest.mark.parametrize("make", [encoding, output, features, bare_output])
+def test_it_comes_back(make: Any, elsewhere: Elsewhere) -> None:
+    obj = {"batch": make()}
+    tensors, schema = td.tree.flatten(obj)
+    assert not schema.pickled
+    assert_same(obj, td.tree.unflatten(schema, tensors))
+    assert_same(obj, elsewhere.there_and_back(obj))
+
+
+def test_what_an_encoding_does_not_pickle_of_itself_is_carried(elsewhere: Elsewhere) -> None:
+    back = elsewhere.there_and_back(encoding())
+    assert type(back) is transformers.BatchEncoding and back.n_sequences == 1
+    assert torch.equal(back.input_ids, encoding()["input_ids"])
+
+
+def test_an_output_has_its_items_as_attributes(elsewhere: Elsewhere) -> None:
+    obj = output()
+    back = elsewhere.there_and_back(obj)
+    assert back.logits is back["logits"] and back.hidden_states is back["hidden_states"] is back[2]
+    assert back.past_key_values is None and list(back) == ["loss", "logits", "hidden_states"]
+    assert back.note == "beside the fields"
+
+
+def test_encodings_of_a_fast_tokenizer_travel(elsewhere: Elsewhere) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+    batch = fast(["a b", "b c"], return_tensors="pt")
+    back = elsewhere.there_and_back(batch)
+    assert type(back) is type(batch) and back.is_fast
+    assert back.tokens(1) == batch.tokens(1) == ["b", "?"]
+    assert torch.equal(back["input_ids"], batch["input_ids"])
+
+
+def test_a_cache_travels_with_its_tensors_apart(elsewhere: Elsewhere) -> None:
+    cache = transformers.DynamicCache()
+    cache.update(torch.rand(1, 2, 300, 4), torch.rand(1, 2, 300, 4), 0)
+    tensors, schema = td.tree.flatten({"cache": cache})
+    assert sum(tensor.numel() for tensor in tensors) >= 2 * 2400 and len(schema.encode()) < 9600
+    back = elsewhere.there_and_back({"cache": cache})["cache"]
+    assert type(back) is type(cache)
+    assert torch.equal(back.layers[0].keys, cache.layers[0].keys)

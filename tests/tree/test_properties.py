@@ -1,0 +1,202 @@
+"""Random nested structures come back the same, by an oracle that shares no code with the library."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import types
+from collections import OrderedDict, UserDict, defaultdict, deque
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from sameness import assert_same
+
+import tundish as td
+from tundish.tree.schema import Schema
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Row(list[Any]):
+    pass
+
+
+@dataclasses.dataclass
+class Sample:
+    tokens: Any
+    name: Any
+
+
+class Unknown:
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.uint8,
+    torch.complex64,
+    torch.float8_e4m3fn,
+)
+SHAPES = some.lists(some.integers(0, 3), max_size=3).map(tuple)
+# Tensors of one object are parts of these, so that many of them share memory.
+STORES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """How a tensor is cut out of a store; made anew for each example."""
+
+    store: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    first: int
+    turned: bool
+    lazy: bool
+    kind: str
+
+
+PARTS = some.builds(
+    Part,
+    some.integers(0, STORES - 1),
+    some.sampled_from(DTYPES),
+    SHAPES,
+    some.integers(0, 4),
+    some.booleans(),
+    some.booleans(),
+    some.sampled_from(["plain", "plain", "plain", "gradient", "parameter", "sparse", "array", "expanded"]),
+)
+
+
+def cut(part: Part, stores: list[torch.Tensor]) -> Any:
+    steps, step = [], 1
+    for size in reversed(part.shape):
+        steps.append(step)
+        step *= max(size, 1)
+    tensor = torch.empty(0, dtype=part.dtype).set_(
+        stores[part.store].untyped_storage(), part.first, part.shape, tuple(reversed(steps))
+    )
+    if part.turned and tensor.dim() > 1:
+        tensor = tensor.transpose(0, -1)
+    if part.lazy and tensor.dtype is torch.complex64:
+        tensor = tensor.conj()
+    floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    if part.kind == "gradient" and floating:
+        return tensor.requires_grad_()
+    if part.kind == "parameter":
+        return torch.nn.Parameter(tensor, requires_grad=floating)
+    if part.kind == "sparse" and tensor.dtype is torch.float32:
+        return tensor.to_sparse()
+    if part.kind == "array" and tensor.dtype in (torch.float32, torch.int64, torch.uint8):
+        return tensor.numpy()
+    if part.kind == "expanded":
+        return tensor.unsqueeze(0).expand(3, *tensor.shape)
+    return tensor
+
+
+VALUES = (
+    some.none()
+    | some.booleans()
+    | some.integers()
+    | some.floats()
+    | some.text(max_size=4)
+    | some.binary(max_size=4)
+    | some.sampled_from([1j, torch.float16, 2**80])
+    | some.lists(some.integers(0, 9), min_size=16, max_size=20)
+)
+KEYS = some.text(max_size=3) | some.integers(0, 3) | some.booleans() | some.tuples(some.integers(0, 2))
+
+STRUCTURES: some.SearchStrategy[Any] = some.recursive(
+    PARTS | VALUES,
+    lambda inner: (
+        some.lists(inner, max_size=6).flatmap(
+            lambda items: some.sampled_from([list, tuple, Row, deque]).map(lambda kind: kind(items))
+        )
+        | some.dictionaries(KEYS, inner, max_size=6).flatmap(
+            lambda items: some.sampled_from(
+                [dict, OrderedDict, lambda one: defaultdict(list, one), UserDict]
+            ).map(lambda kind: kind(items))
+        )
+        | some.builds(Pair, inner, inner)
+        | some.builds(Sample, inner, inner)
+        | some.builds(Unknown, inner)
+        | some.builds(lambda one, other: types.SimpleNamespace(a=one, b=other), inner, inner)
+        # The same thing twice.
+        | inner.map(lambda one: [one, {"again": one}])
+    ),
+    max_leaves=20,
+)
+
+
+def filled(structure: Any) -> Any:
+    """The structure with tensors in place of their descriptions: equal ones are the same tensor."""
+    stores = [torch.randint(0, 2, (4096,), dtype=torch.uint8) for _ in range(STORES)]
+    made: dict[Part, Any] = {}
+
+    class Filling(dict[int, Any]):
+        """What `deepcopy` takes for copied already."""
+
+    memo = Filling()
+
+    def find(value: Any, seen: set[int]) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, Part):
+            memo[id(value)] = made.setdefault(value, cut(value, stores))
+        elif isinstance(value, dict):
+            for one in value.values():
+                find(one, seen)
+        elif isinstance(value, (list, tuple, deque)):
+            for one in value:
+                find(one, seen)
+        elif hasattr(value, "__dict__"):
+            for one in vars(value).values():
+                find(one, seen)
+
+    find(structure, set())
+    return copy.deepcopy(structure, memo)
+
+
+@settings(max_examples=300)
+@given(STRUCTURES)
+def test_any_structure_comes_back(structure: Any) -> None:
+    obj = filled(structure)
+    tensors, schema = td.tree.flatten(obj)
+    assert_same(obj, td.tree.unflatten(schema, tensors))
+    # The memory of the tensors, and bytes that say the rest, are all that it takes.
+    buffer = torch.zeros(schema.layout.total, dtype=torch.uint8)
+    there = schema.layout.tensors_in(buffer)
+    for place, tensor in zip(there, tensors, strict=True):
+        place.copy_(tensor)
+    ranges = sorted(
+        (tensor.data_ptr(), size) for tensor, size in zip(tensors, schema.layout.sizes, strict=True) if size
+    )
+    if all(tensor.is_contiguous() for tensor in tensors):
+        assert all(one + size <= other for (one, size), (other, _) in zip(ranges, ranges[1:], strict=False))
+    back = td.tree.unflatten(Schema.decode(schema.encode()), there)
+    assert_same(obj, back)
+    assert td.tree.flatten(obj)[1] == schema or schema.pickled
+
+
+@given(some.lists(some.integers(0, 5), min_size=1, max_size=8), some.data())
+def test_equal_objects_have_equal_schemas(kinds: list[int], data: some.DataObject) -> None:
+    def make() -> list[Any]:
+        return [[torch.zeros(kind), {"n": kind}, np.zeros(kind), (kind,) * kind][kind % 4] for kind in kinds]
+
+    assert td.tree.flatten(make())[1] == td.tree.flatten(make())[1]
+    changed = make()
+    place = data.draw(some.integers(0, len(changed) - 1))
+    changed[place] = [changed[place]]
+    assert td.tree.flatten(changed)[1] != td.tree.flatten(make())[1]
+    assert pickle.loads(pickle.dumps(td.tree.flatten(changed)[1])) == td.tree.flatten(changed)[1]

@@ -1,0 +1,125 @@
+"""What is named twice is carried once, and comes back shared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from elsewhere import Elsewhere
+from sameness import assert_same
+
+import tundish as td
+
+
+def trip(obj: Any, elsewhere: Elsewhere) -> Any:
+    back = elsewhere.there_and_back(obj)
+    assert_same(obj, back)
+    return back
+
+
+def carried(obj: Any) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in td.tree.flatten(obj)[0])
+
+
+def test_a_tensor_named_twice_is_carried_once(elsewhere: Elsewhere) -> None:
+    one = torch.arange(1000)
+    obj = {"a": one, "b": [one, {"c": one}], "d": [one, one, one, one, one]}
+    assert carried(obj) == 8000
+    back = trip(obj, elsewhere)
+    back["a"][0] = 7
+    assert back["b"][1]["c"] is back["a"] and back["d"][4][0] == 7
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.int32, torch.uint8, torch.bfloat16])
+def test_views_of_one_storage_are_carried_once(other: torch.dtype, elsewhere: Elsewhere) -> None:
+    base = torch.arange(24, dtype=torch.float32)
+    obj = {
+        "whole": base,
+        "part": base[5:9],
+        "across": base.view(4, 6).t(),
+        "columns": base.view(4, 6)[:, 1::2],
+        "same": base.detach(),
+        "bytes": base.view(other),
+        "row": base[20:].view(other),
+    }
+    assert carried(obj) == 96
+    back = trip(obj, elsewhere)
+    back["whole"].fill_(1.0)
+    for name, tensor in back.items():
+        assert torch.equal(
+            tensor, torch.ones(24).view(other)[: tensor.numel()].view_as(tensor)
+        ) or tensor.dtype == (torch.float32), name
+        assert tensor.dtype != torch.float32 or bool((tensor == 1).all()), name
+
+
+def test_parts_that_overlap_without_a_whole(elsewhere: Elsewhere) -> None:
+    base = torch.arange(1_000_000)
+    obj = [base[1001:1005], base[1003:1009]]
+    assert carried(obj) <= 8 * 10
+    back = trip(obj, elsewhere)
+    back[0][2] = -1
+    assert back[1][0] == -1
+
+
+def test_parts_beside_each_other_do_not_carry_what_is_between(elsewhere: Elsewhere) -> None:
+    base = torch.arange(1_000_000)
+    obj = [base[10:20], base[999_000:999_010], *base[100:108].unbind(), base[50:50], base[0:5]]
+    assert carried(obj) == 8 * 33
+    trip(obj, elsewhere)
+
+
+def test_gradients_do_not_spread_over_shared_memory(elsewhere: Elsewhere) -> None:
+    base = torch.ones(3)
+    wants = base.detach().requires_grad_()
+    back = trip({"plain": base, "wants": wants, "parameter": torch.nn.Parameter(base)}, elsewhere)
+    assert not back["plain"].requires_grad
+    back["plain"].fill_(2.0)
+    assert back["wants"].tolist() == back["parameter"].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_containers_arrays_and_unknown_objects_are_shared_too(elsewhere: Elsewhere) -> None:
+    inner, array, numbers = [torch.ones(2)], np.arange(3), list(range(100))
+    parameter, date = torch.nn.Parameter(torch.ones(2)), Tagged(torch.ones(2))
+    obj = {"a": [inner, array, numbers, parameter, date], "b": (inner, array, numbers, parameter, date)}
+    back = trip(obj, elsewhere)
+    assert all(one is other for one, other in zip(back["a"], back["b"], strict=True))
+
+
+def test_a_tensor_in_an_unknown_object_is_shared_with_those_outside(elsewhere: Elsewhere) -> None:
+    one = torch.ones(1000)
+    obj = {
+        "out": one,
+        "in": Tagged(one),
+        "part": Tagged(one[:10]),
+        "parameter": Tagged(torch.nn.Parameter(one)),
+    }
+    assert carried(obj) == 4000
+    back = trip(obj, elsewhere)
+    back["out"][0] = 5
+    assert back["in"].tensor is back["out"] and back["part"].tensor[0] == back["parameter"].tensor[0] == 5
+
+
+def test_an_array_and_a_tensor_of_its_memory(elsewhere: Elsewhere) -> None:
+    array = np.arange(5)
+    obj = [array, torch.from_numpy(array)]
+    assert carried(obj) == 40
+    back = trip(obj, elsewhere)
+    back[1][0] = 9
+    assert back[0][0] == 9
+
+
+def test_writing_to_one_tensor_of_a_buffer_is_no_change_of_another() -> None:
+    _, schema = td.tree.flatten({"weights": torch.ones(3), "labels": torch.ones(3)})
+    buffer = torch.zeros(schema.layout.total, dtype=torch.uint8)
+    back = td.tree.unflatten(schema, schema.layout.tensors_in(buffer))
+    wants = torch.ones(3, requires_grad=True)
+    loss = (wants * back["weights"]).sum()
+    back["labels"].fill_(-100.0)
+    loss.backward()
+
+
+class Tagged:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor

@@ -1,0 +1,272 @@
+"""Every kind of tensor comes back: dtypes, geometries, layouts, gradients, subclasses; and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from elsewhere import Elsewhere
+from sameness import assert_same
+
+import tundish as td
+
+# Those that torch can make a tensor of.
+DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
+# What torch says of such tensors wherever they are made.
+QUIET = pytest.mark.filterwarnings(
+    "ignore:.*(beta|prototype|invariant checks|deprecated|quantiz|experimental).*"
+)
+QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+BYTES = torch.arange(256, dtype=torch.uint8)
+
+
+def of(dtype: torch.dtype, shape: tuple[int, ...], first: int = 0) -> torch.Tensor:
+    """A tensor of this dtype with bytes that say where they are, whatever they mean."""
+    length = int(np.prod(shape)) * dtype.itemsize
+    raw = BYTES.repeat(-(-(length + 64) // 256)).clone()
+    if dtype is torch.bool:
+        raw &= 1
+    steps, step = [], 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= size
+    return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), first, shape, tuple(reversed(steps)))
+
+
+@QUIET
+@pytest.mark.parametrize("dtype", [one for one in DTYPES if one not in QUANTIZED], ids=str)
+def test_every_dtype(dtype: torch.dtype, elsewhere: Elsewhere) -> None:
+    obj = {
+        "plain": of(dtype, (2, 3)),
+        "inside": of(dtype, (2, 2), first=1),
+        "scalar": of(dtype, ()),
+        "empty": of(dtype, (0, 3)),
+        "many": [of(dtype, (2,)) for _ in range(5)],
+        "across": of(dtype, (2, 3)).t(),
+        "repeated": of(dtype, (1, 3)).expand(4, 3),
+    }
+    tensors, schema = td.tree.flatten(obj)
+    assert_same(obj, td.tree.unflatten(schema, tensors))
+    assert_same(obj, elsewhere.there_and_back(obj))
+
+
+def base(*shape: int) -> torch.Tensor:
+    return torch.arange(int(np.prod(shape)), dtype=torch.float32).view(shape) + 0.5
+
+
+def sparse() -> torch.Tensor:
+    return torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 4.0]])
+
+
+def quantized_per_channel(scheme_dtype: torch.dtype) -> torch.Tensor:
+    scales, zeros = torch.tensor([0.1, 0.2]).double(), torch.tensor([1, 2])
+    return torch.quantize_per_channel(base(2, 3), scales, zeros, 0, scheme_dtype)
+
+
+def jagged() -> Any:
+    return torch.nested.nested_tensor([base(2, 3), base(4, 3)], layout=torch.jagged)
+
+
+class Image(torch.Tensor):
+    """A subclass with an attribute, as torchvision's."""
+
+
+class Scaled(torch.Tensor):
+    """A subclass that is made of other tensors."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        self.values, self.scale = values, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["values", "scale"], {"note": "n"}
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Scaled:
+        assert context == {"note": "n"} and size == tuple(inner["values"].shape)
+        return Scaled(inner["values"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].values, args[0].scale)
+        return NotImplemented
+
+
+def image() -> torch.Tensor:
+    made = base(2, 3).as_subclass(Image)
+    made.kind = "mask"
+    return made
+
+
+def parameter() -> torch.Tensor:
+    made = torch.nn.Parameter(base(2, 3))
+    made.sharded = True
+    return made
+
+
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "contiguous": lambda: base(2, 3),
+    "part of a storage": lambda: base(4, 3)[1:3],
+    "transposed": lambda: base(2, 3).t(),
+    "permuted": lambda: base(2, 3, 4).permute(2, 0, 1),
+    "channels last": lambda: base(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    "with gaps": lambda: base(4, 6)[:, ::2],
+    "with gaps, transposed": lambda: base(4, 6)[:, ::2].t(),
+    "one column": lambda: base(4, 6)[:, 1],
+    "expanded": lambda: base(1, 3).expand(5, 3),
+    "expanded scalar": lambda: torch.tensor(2.0).expand(2, 3),
+    "expanded with gaps": lambda: base(4, 6)[:, ::2].unsqueeze(1).expand(4, 7, 3),
+    "windows": lambda: base(9).unfold(0, 3, 1),
+    "empty with strides": lambda: base(4, 6)[:0, ::2],
+    "no dimension": lambda: torch.tensor(3.0),
+    "bool": lambda: torch.tensor([True, False]),
+    "conjugate": lambda: torch.view_as_complex(base(3, 2)).conj(),
+    "conjugate, transposed": lambda: torch.view_as_complex(base(3, 2, 2)).conj().t(),
+    "negative": lambda: torch._neg_view(base(2, 3)),
+    "negative integers": lambda: torch._neg_view(torch.arange(5)),
+    "imaginary part of a conjugate": lambda: torch.view_as_complex(base(3, 2)).conj().imag,
+    "gradient": lambda: base(2, 3).requires_grad_(),
+    "gradient of a graph": lambda: base(2, 3).requires_grad_() * 2,
+    "gradient, transposed": lambda: base(2, 3).t().requires_grad_(),
+    "gradient, conjugate": lambda: torch.view_as_complex(base(3, 2)).conj().requires_grad_(),
+    "parameter": parameter,
+    "frozen parameter": lambda: torch.nn.Parameter(base(2), requires_grad=False),
+    "integer parameter": lambda: torch.nn.Parameter(torch.arange(3), requires_grad=False),
+    "buffer": lambda: torch.nn.Buffer(base(2)),
+    "coo": lambda: sparse().to_sparse(),
+    "coo, not coalesced": lambda: torch.sparse_coo_tensor(torch.tensor([[1, 1], [0, 0]]), base(2), (3, 2)),
+    "coo, hybrid": lambda: torch.sparse_coo_tensor(torch.tensor([[1, 2]]), base(2, 3), (4, 3)),
+    "coo, nothing": lambda: torch.sparse_coo_tensor(size=(2, 3)),
+    "coo, gradient": lambda: sparse().to_sparse().requires_grad_(),
+    "csr": lambda: sparse().to_sparse_csr(),
+    "csc": lambda: sparse().to_sparse_csc(),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "bsc": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+    "csr, int32, gradient": lambda: torch.sparse_csr_tensor(
+        torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32), base(2), (2, 2)
+    ).requires_grad_(),
+    "qint8": lambda: torch.quantize_per_tensor(base(2, 3), 0.1, 3, torch.qint8),
+    "quint8, part": lambda: torch.quantize_per_tensor(base(4, 3), 0.1, 3, torch.quint8)[1:],
+    "qint32, transposed": lambda: torch.quantize_per_tensor(base(2, 3), 0.1, 0, torch.qint32).t(),
+    "per channel": lambda: quantized_per_channel(torch.qint8),
+    "per channel, four bits": lambda: torch.quantize_per_channel(
+        base(2, 4), torch.tensor([0.1, 0.2]), torch.tensor([1.0, 2.0]), 0, torch.quint4x2
+    ),
+    "meta": lambda: torch.empty(2, 3, device="meta").t(),
+    "jagged": jagged,
+    "jagged, gradient": lambda: jagged().detach().requires_grad_(),
+    "subclass": image,
+    "subclass, gradient": lambda: image().requires_grad_(),
+    "in inference mode": lambda: torch.inference_mode()(lambda: base(2, 3))(),
+}
+
+
+@QUIET
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_kind(name: str, elsewhere: Elsewhere) -> None:
+    tensor = TENSORS[name]()
+    obj = {"tensor": tensor, "again": [tensor], "beside": base(2)}
+    tensors, schema = td.tree.flatten(obj)
+    for one in tensors:
+        assert type(one) is torch.Tensor and one.layout is torch.strided and not one.requires_grad
+        assert not one.is_conj() and not one.is_neg() and not one.is_quantized
+    expected = {**obj, "tensor": leaf(tensor), "again": []}
+    expected["again"].append(expected["tensor"])
+    assert_same(expected, td.tree.unflatten(schema, tensors))
+    assert_same(expected, elsewhere.there_and_back(obj))
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the graph that it came of, which stays where it is."""
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+
+
+def test_a_wrapper_comes_back_in_its_parts(elsewhere: Elsewhere) -> None:
+    obj = [Scaled(base(2, 3).to(torch.int8), torch.tensor(0.5))]
+    back = elsewhere.there_and_back(obj)
+    assert type(back[0]) is Scaled and back[0].values.dtype is torch.int8 and back[0].scale.item() == 0.5
+    assert torch.equal(back[0].values, obj[0].values)
+
+
+def test_strides_come_back_where_they_mean_something(elsewhere: Elsewhere) -> None:
+    for name in ("channels last", "transposed", "permuted", "expanded", "windows"):
+        tensor = TENSORS[name]()
+        tensors, _ = td.tree.flatten(tensor)
+        assert tensors[0].numel() <= tensor.numel() and tensors[0].is_contiguous(), name
+        assert tensors[0].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr(), name
+        assert elsewhere.there_and_back([tensor])[0].stride() == tensor.stride(), name
+    (carried,), _ = td.tree.flatten(torch.zeros(1, 3).expand(1000, 3))
+    assert carried.numel() == 3
+
+
+def test_nothing_is_copied_that_can_be_read_where_it_is() -> None:
+    one, part = base(2, 3), base(4, 3)[2:]
+    tensors, schema = td.tree.flatten({"a": one, "b": [part]})
+    assert tensors[0] is one and tensors[1] is part
+    back = td.tree.unflatten(schema, tensors)
+    assert back["a"] is one and back["b"][0] is part
+
+
+def records() -> Any:
+    return np.array([(1, 2.5, b"ab"), (3, 4.5, b"c")], dtype=[("a", "<i4"), ("b", "<f8"), ("c", "S3")])
+
+
+def read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+SAME_CODES = "?bhilqBHILQefdgFDG"
+
+ARRAYS: dict[str, Callable[[], Any]] = {
+    **{code: lambda code=code: np.arange(6).astype(code).reshape(2, 3) for code in SAME_CODES},  # type: ignore[misc]
+    "big-endian": lambda: np.arange(6, dtype=">i4").reshape(2, 3),
+    "texts": lambda: np.array([["a", "bcd"], ["", "é"]]),
+    "bytes": lambda: np.array([b"a", b"bcd"]),
+    "dates": lambda: np.array(["2026-01-02", "NaT"], dtype="datetime64[D]"),
+    "spans": lambda: np.array([1, 2], dtype="timedelta64[ns]"),
+    "records": records,
+    "a column of records": lambda: records()["b"],
+    "packed column": lambda: np.zeros(3, dtype=[("x", "i1"), ("y", "<i8")])["y"],
+    "objects": lambda: np.array([1, "two", None], dtype=object),
+    "no dimension": lambda: np.array(3.5),
+    "no dimension, text": lambda: np.array("abc"),
+    "empty": lambda: np.zeros((0, 3), dtype=np.int16),
+    "empty texts": lambda: np.zeros((0,), dtype="U4"),
+    "no bytes": lambda: np.zeros(2, dtype="V0"),
+    "Fortran order": lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "backwards": lambda: np.arange(6)[::-1],
+    "every second": lambda: np.arange(6)[::2],
+    "broadcast": lambda: np.broadcast_to(np.arange(3), (2, 3)),
+    "read-only": lambda: read_only(np.arange(6)),
+    "read-only dates": lambda: read_only(np.array(["2026-01-02"], dtype="datetime64[D]")),
+    "strings": lambda: np.array(["a", "b" * 100], dtype=np.dtypes.StringDType()),
+    "annotated": lambda: np.zeros(2, dtype=np.dtype("f4", metadata={"unit": "m"})),
+    "scalar": lambda: np.float32(2.5),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_every_array(name: str, elsewhere: Elsewhere) -> None:
+    array = ARRAYS[name]()
+    obj = {"array": array, "again": [array]} if isinstance(array, np.ndarray) else [array]
+    before = array.copy()
+    tensors, schema = td.tree.flatten(obj)
+    assert_same(obj, td.tree.unflatten(schema, [tensor.clone() for tensor in tensors]))
+    assert_same(obj, elsewhere.there_and_back(obj))
+    assert_same(before, array.copy())
+
+
+def test_an_array_is_read_where_it_is() -> None:
+    array = np.arange(10)
+    tensors, schema = td.tree.flatten([array])
+    assert tensors[0].data_ptr() == array.ctypes.data
+    assert td.tree.unflatten(schema, tensors)[0].ctypes.data == array.ctypes.data
+    assert len(schema.values) < 20
