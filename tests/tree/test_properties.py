@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import pickle
 import types
 from collections import OrderedDict, UserDict, defaultdict, deque
@@ -183,7 +184,7 @@ def test_any_structure_comes_back(structure: Any) -> None:
         (tensor.data_ptr(), size) for tensor, size in zip(tensors, schema.layout.sizes, strict=True) if size
     )
     if all(tensor.is_contiguous() for tensor in tensors):
-        assert all(one + size <= other for (one, size), (other, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(one + size <= other for (one, size), (other, _) in itertools.pairwise(ranges))
     back = td.tree.unflatten(Schema.decode(schema.encode()), there)
     assert_same(obj, back)
     assert td.tree.flatten(obj)[1] == schema or schema.pickled

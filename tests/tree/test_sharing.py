@@ -63,6 +63,14 @@ def test_parts_that_overlap_without_a_whole(elsewhere: Elsewhere) -> None:
     assert back[1][0] == -1
 
 
+def test_a_wide_dtype_begins_where_it_may_although_a_narrow_one_is_first(elsewhere: Elsewhere) -> None:
+    base = torch.arange(64, dtype=torch.uint8)
+    obj = [base[21:41], base.view(torch.int64)[4:6], base.view(torch.complex64)[3:4]]
+    back = trip(obj, elsewhere)
+    back[1].zero_()
+    assert back[0].tolist() == [*range(21, 32), *[0] * 9]
+
+
 def test_parts_beside_each_other_do_not_carry_what_is_between(elsewhere: Elsewhere) -> None:
     base = torch.arange(1_000_000)
     obj = [base[10:20], base[999_000:999_010], *base[100:108].unbind(), base[50:50], base[0:5]]

@@ -84,15 +84,16 @@ def rebuild(schema: Schema, tensors: Sequence[Tensor]) -> Any:
         elif kind is str:
             put(next(values))
         else:
-            count, (name, *_) = token
-            first = len(stack) - count
+            count, inner = token
+            name = inner[0]
             if name == AGAIN:
-                put(built[token[1][1]])
+                put(built[inner[1]])
                 continue
             if name == CONSTANT:
-                put(token[1][1])
+                put(inner[1])
                 continue
-            made = _build(token[1], stack[first:])
+            first = len(stack) - count
+            made = _BUILDERS[name](inner, stack[first:])
             del stack[first:]
             put(made)
             built.append(made)

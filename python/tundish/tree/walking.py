@@ -11,7 +11,7 @@ import operator
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,14 +39,9 @@ _TUPLE: Token = (TUPLE,)
 _WHOLE: Token = (WHOLE,)
 
 
-class _Frame(NamedTuple):
-    """A container whose parts are being walked through."""
-
-    children: Sequence[Any]
-    iterator: Iterator[Any]
-    token: Token
-    labels: Sequence[str] | None
-    identity: int
+# A container whose parts are being walked through: the parts, those to come, its token, the labels of the parts, its
+# identity. A plain tuple, since making one of another type takes longer than all else that is done for a container.
+_Frame = tuple[Sequence[Any], Iterator[Any], Token, Sequence[str] | None, int]
 
 
 class _Found(Exception):
@@ -120,11 +115,11 @@ class Walk:
         leaves, leaf_at, built_at = self.leaves, self._leaf_at, self._built_at
         add, add_value = self._program.append, self._values.append
         children: Sequence[Any] = (self._root,)
-        frame = _Frame(children, iter(children), (), None, 0)
+        frame: _Frame = (children, iter(children), (), None, 0)
         built = 0
         try:
             while True:
-                for child in frame.iterator:
+                for child in frame[1]:
                     kind = type(child)
                     if kind is Tensor and not careful:
                         add(len(leaves))
@@ -196,16 +191,17 @@ class Walk:
                         continue
                     built_at[identity] = _OPEN
                     frames.append(frame)
-                    frame = _Frame(children, iter(children), token, labels, identity)
+                    frame = (children, iter(children), token, labels, identity)
                     break
                 else:
                     if not frames:
                         return
                     done, frame = frame, frames.pop()
+                    children, _, token, _, identity = done
                     if careful:
-                        self._join(len(done.children))
-                    add((len(done.children), done.token))
-                    built_at[done.identity] = built
+                        self._join(len(children))
+                    add((len(children), token))
+                    built_at[identity] = built
                     built += 1
         except _Found:
             frames.append(frame)
@@ -268,12 +264,12 @@ class Walk:
 
     def _path(self) -> str:
         path = self._name
-        for frame in self._frames:
-            at = len(frame.children) - operator.length_hint(frame.iterator) - 1
-            if frame.labels is not None:
-                path += frame.labels[at]
-            elif frame.token and frame.token[0] == KEYS:
-                path += f"[{key_text(frame.token[1][at])}]"
-            elif frame.token:
+        for children, to_come, token, labels, _ in self._frames:
+            at = len(children) - operator.length_hint(to_come) - 1
+            if labels is not None:
+                path += labels[at]
+            elif token and token[0] == KEYS:
+                path += f"[{key_text(token[1][at])}]"
+            elif token:
                 path += f"[{at}]"
         return path
