@@ -27,8 +27,8 @@ _get_dtype = operator.attrgetter("dtype")
 _get_requires_grad = operator.attrgetter("requires_grad")
 _get_shape = operator.attrgetter("shape")
 
-# Where a leaf lies: the storage, its first byte there, one past its last, and its number.
-_Piece = tuple[tuple[str, int, int], int, int, int]
+# Where a leaf lies: the device, its first byte, one past its last, and its number.
+_Piece = tuple[tuple[str, int], int, int, int]
 
 
 def are_plain(leaves: list[Tensor]) -> bool:
@@ -90,13 +90,13 @@ def _groups(leaves: list[Tensor]) -> list[list[_Piece]]:
     """
     pieces: list[_Piece] = []
     for number, leaf in enumerate(leaves):
-        offset = int(leaf.storage_offset()) * leaf.itemsize
         # Addresses on several devices may be equal.
-        home = leaf.device.type, leaf.device.index or 0, leaf.data_ptr() - offset
-        pieces.append((home, offset, offset + _extent(leaf) * leaf.itemsize, number))
+        home = leaf.device.type, leaf.device.index or 0
+        start = leaf.data_ptr()
+        pieces.append((home, start, start + _extent(leaf) * leaf.itemsize, number))
     groups: list[list[_Piece]] = []
     group: list[_Piece] = []
-    home, end = ("", 0, 0), 0
+    home, end = ("", 0), 0
     for piece in sorted(pieces):
         if piece[1] == piece[2]:
             groups.append([piece])
@@ -142,12 +142,17 @@ def _alone(leaf: Tensor, slot: int) -> tuple[Tensor, Recipe]:
 def _hull(leaves: list[Tensor], group: list[_Piece], slot: int, recipes: list[Recipe]) -> Tensor:
     """The memory that all leaves of a group lie in, with what is between them."""
     members = [leaves[piece[3]] for piece in group]
-    # Aligned in its storage, so that a view of any dtype that begins there does here.
-    first = group[0][1] // _WIDEST * _WIDEST
     end = max(piece[2] for piece in group)
+    # An array and a tensor of one memory have storages of their own: the widest has all of it.
+    storage = max((member.untyped_storage() for member in members), key=lambda one: one.nbytes())
+    start = storage.data_ptr()
+    first = group[0][1]
     dtype = members[0].dtype
     if any(member.dtype != dtype for member in members):
         dtype = torch.uint8
+        # Aligned in its storage, so that a view of any dtype that begins there does here. What is before the first
+        # leaf may be carried with another leaf too.
+        first = start + (first - start) // _WIDEST * _WIDEST
     for piece, member in zip(group, members, strict=True):
         other = None if member.dtype == dtype else member.dtype
         recipes[piece[3]] = (
@@ -159,5 +164,5 @@ def _hull(leaves: list[Tensor], group: list[_Piece], slot: int, recipes: list[Re
         )
     length = (end - first) // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=members[0].device).set_(
-        members[0].untyped_storage(), first // dtype.itemsize, (length,), (1,)
+        storage, (first - start) // dtype.itemsize, (length,), (1,)
     )
