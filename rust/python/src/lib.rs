@@ -23,14 +23,18 @@ use pyo3::prelude::*;
 mod _native {
     use pyo3::prelude::*;
 
-    /// What numpy's bindings look up at their first use, they look up here: Ctrl-C in the middle of it is a panic. What
-    /// is to happen in every child made by `fork` is registered here, whichever part the parent used.
+    /// What numpy's bindings look up at their first use, they look up here, where Ctrl-C waits until it is done: it would be a
+    /// panic. What is to happen in every child made by `fork` is registered here, whichever part the parent used.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let py = module.py();
         py.import("numpy.lib")?;
+        let signal = py.import("signal")?;
+        let interrupt = (signal.getattr("SIGINT")?,);
+        let before = signal.call_method1("pthread_sigmask", (signal.getattr("SIG_BLOCK")?, interrupt))?;
         numpy::dtype::<i32>(py);
         numpy::npyffi::is_numpy_2(py);
+        signal.call_method1("pthread_sigmask", (signal.getattr("SIG_SETMASK")?, before))?;
         super::shm::segment::forget_in_children(py)
     }
 

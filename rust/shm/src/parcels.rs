@@ -6,6 +6,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::OFlags;
@@ -38,6 +39,7 @@ pub struct Parcels {
     process: u32,
     limit: usize,
     kept: Mutex<Vec<Arc<Warm>>>,
+    views: Arc<AtomicUsize>,
 }
 
 /// A parcel that was received: its bytes are this process's to read and to write.
@@ -46,11 +48,29 @@ pub struct ParcelView {
     _lease: Lease,
     warm: Arc<Warm>,
     len: usize,
+    _counted: Counted,
+}
+
+/// One more view, as long as it lives.
+#[derive(Debug)]
+struct Counted(Arc<AtomicUsize>);
+
+impl Counted {
+    fn among(views: &Arc<AtomicUsize>) -> Self {
+        views.fetch_add(1, Ordering::Relaxed);
+        Counted(Arc::clone(views))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl Default for Parcels {
     fn default() -> Self {
-        Parcels { process: process::id(), limit: default_limit(), kept: Mutex::default() }
+        Parcels { process: process::id(), limit: default_limit(), kept: Mutex::default(), views: Arc::default() }
     }
 }
 
@@ -88,7 +108,13 @@ impl Parcels {
             return Err(refuse("its sender has taken it back"));
         }
         header::acknowledge(&warm.map, reference.address.generation);
-        Ok(ParcelView { _lease: lease, warm, len: reference.len })
+        Ok(ParcelView { _lease: lease, warm, len: reference.len, _counted: Counted::among(&self.views) })
+    }
+
+    /// How many parcels were opened and are still in use. Those of different segments take a descriptor each, and two
+    /// mappings.
+    pub fn views(&self) -> usize {
+        self.views.load(Ordering::Relaxed)
     }
 
     /// Takes the descriptor of a segment of `sender`, so that what comes in it is found even when that is dead.
@@ -258,6 +284,7 @@ mod tests {
                     }
                     _ => {}
                 }
+                prop_assert_eq!(parcels.views(), open.len());
                 for (mark, view) in &open {
                     prop_assert!(read(view) == bytes_of(*mark, view.len()));
                 }

@@ -28,6 +28,10 @@ def bound(function: Callable[..., Any], shared: Mapping[str, Any]) -> Callable[[
 
 def inherited(function: Callable[..., Any], shared: Mapping[str, Any]) -> Callable[[Any], Any]:
     """`function` with the shared arguments that a forked worker finds in its memory, arrays read-only."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # Its other threads did not come along: an operation that gave them work would wait for ever.
+        torch.set_num_threads(1)
     return bound(function, {name: _read_only(value) for name, value in shared.items()})
 
 

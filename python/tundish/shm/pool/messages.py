@@ -13,6 +13,7 @@ The pickles are those of protocol 5 with out-of-band buffers (PEP 574); they nev
 from __future__ import annotations
 
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from pickle import dumps, loads
@@ -84,6 +85,10 @@ class Arrival:
         """The value; its arrays are views of the parcel, which goes back when the last of them is gone."""
         stream, buffers = _parts(self._view, self._table_bytes)
         return loads(stream, buffers=buffers)
+
+    def copied(self) -> Arrival:
+        """The same in memory of this process's own; the parcel goes back with this one."""
+        return Arrival(memoryview(bytearray(self._view)), self._table_bytes)
 
     def copied_value(self) -> Any:
         """The value with arrays of its own."""
@@ -229,6 +234,11 @@ def _pickled(value: Any, buffers: list[memoryview]) -> bytes:
         return False
 
     try:
+        # Nobody has a tensor without having imported torch.
+        if "torch" in sys.modules:
+            from tundish.shm.pool.tensor_pickles import dumps_with_tensors
+
+            return dumps_with_tensors(value, PROTOCOL, buffer_callback=is_small)
         return dumps(value, PROTOCOL, buffer_callback=is_small)
     except MemoryError:
         raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any
+from typing import Any, Final
 
 from tundish import _native
 from tundish.errors import OutOfMemoryError, StorageError
@@ -18,6 +18,10 @@ from tundish.shm.pool.messages import Arrival, Courier, loads
 from tundish.shm.pool.worker import MEMORY, Saying, hear
 
 __all__ = ["Reception"]
+
+# Results in memory that their workers shared, which take a descriptor and two mappings each. Whoever keeps more of
+# them has the others in memory of the process's own, and the shared memory is used again at once.
+_MOST_HELD: Final = 128
 
 
 class Reception:
@@ -51,7 +55,8 @@ class Reception:
             # Its worker died; what it announced may not have been taken in yet.
             self._take_in()
             self._open(reference, views)
-        return Arrival(memoryview(views[0]), table_bytes)
+        arrival = Arrival(memoryview(views[0]), table_bytes)
+        return arrival.copied() if self._courier.parcels.views > _MOST_HELD else arrival
 
     def hand_over(self, ticket: int) -> None:
         """Whoever waited for the parcel has it."""

@@ -195,6 +195,12 @@ impl Parcels {
         Ok(ParcelView { view: Unheld::new(view) })
     }
 
+    /// How many parcels were opened and are still in use.
+    #[getter]
+    fn views(&self) -> usize {
+        self.parcels.views()
+    }
+
     /// Take over `descriptor`, which `sender` sent for its parcels' memory: they are found even when that has died.
     fn adopt(&self, py: Python<'_>, descriptor: i32, sender: u32) -> PyResult<()> {
         if descriptor < 0 {

@@ -1,0 +1,126 @@
+//! What an arena promises, whatever is asked of it in whatever order.
+
+use std::collections::HashMap;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::lease::Lease;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Take(usize),
+    GiveBack(usize),
+    Lease(usize),
+    EndLease(usize),
+    Limit(usize),
+    Look,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        4 => (0usize..300_000).prop_map(Step::Take),
+        4 => any::<usize>().prop_map(Step::GiveBack),
+        2 => any::<usize>().prop_map(Step::Lease),
+        2 => any::<usize>().prop_map(Step::EndLease),
+        1 => (0usize..2_000_000).prop_map(Step::Limit),
+        1 => Just(Step::Look),
+    ];
+    prop::collection::vec(step, 1..60)
+}
+
+fn take(arena: &Arena, len: usize) -> Segment {
+    let mut segment = arena.take(len, false, &mut || Ok(())).unwrap();
+    segment.publish(len, &[]).unwrap();
+    segment
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Whatever is taken, given back and leased in whatever order: no segment is used by two, none that has a lease is
+    /// used again, each use has a generation of its own, and no more is kept than may be.
+    #[test]
+    fn segments_are_used_by_one_at_a_time_and_kept_within_the_limit(
+        steps in steps(), purpose in prop_oneof![Just(Use::Arrays), Just(Use::Messages)],
+    ) {
+        let arena = Arena::new(purpose, 1 << 20);
+        let (mut limit, mut used) = (1 << 20, Vec::<Segment>::new());
+        let mut leases = Vec::<(u64, Lease)>::new();
+        let mut generations = HashMap::<u64, u64>::new();
+        for step in steps {
+            match step {
+                Step::Take(len) => {
+                    let segment = take(&arena, len);
+                    let address = segment.address();
+                    prop_assert!(segment.capacity() >= len);
+                    prop_assert!(used.iter().all(|other| other.address().identity != address.identity));
+                    prop_assert!(leases.iter().all(|(identity, _)| *identity != address.identity));
+                    let before = generations.insert(address.identity, address.generation);
+                    prop_assert!(before.is_none_or(|before| before < address.generation));
+                    used.push(segment);
+                }
+                Step::GiveBack(which) if !used.is_empty() => arena.give_back(used.swap_remove(which % used.len())),
+                Step::Lease(which) if !used.is_empty() => {
+                    let segment = &used[which % used.len()];
+                    leases.push((segment.address().identity, segment.lease().unwrap()));
+                }
+                Step::EndLease(which) if !leases.is_empty() => drop(leases.swap_remove(which % leases.len())),
+                Step::Limit(bytes) => {
+                    limit = bytes;
+                    arena.set_limit(bytes);
+                }
+                _ => {}
+            }
+            let stats = arena.stats();
+            prop_assert!(stats.cached + stats.escaped <= limit, "{stats:?} with a limit of {limit}");
+            prop_assert_eq!(stats.in_use, used.iter().map(Segment::size).sum::<usize>());
+            prop_assert!(stats.peak >= stats.in_use + stats.cached + stats.escaped);
+            prop_assert!(!leases.is_empty() || stats.escaped == 0);
+        }
+    }
+}
+
+#[test]
+fn an_array_takes_hardly_more_than_its_bytes_and_a_message_finds_what_another_size_left() {
+    let arena = Arena::new(Use::Arrays, 1 << 30);
+    let first = take(&arena, 10_000_000);
+    assert!(first.size() <= 10_000_000 + 2 * DATA_START);
+    let identity = first.address().identity;
+    arena.give_back(first);
+    let smaller = take(&arena, 9_000_000);
+    assert_ne!(smaller.address().identity, identity);
+    assert_eq!(take(&arena, 9_990_000).address().identity, identity);
+
+    let arena = Arena::new(Use::Messages, 1 << 30);
+    let first = take(&arena, 1_000_000);
+    let identity = first.address().identity;
+    arena.give_back(first);
+    assert_eq!(take(&arena, 900_000).address().identity, identity);
+}
+
+#[test]
+fn of_those_that_fit_the_one_used_last_is_taken() {
+    let arena = Arena::new(Use::Messages, 1 << 30);
+    let segments: Vec<_> = (0..4).map(|_| take(&arena, 1000)).collect();
+    let identities: Vec<_> = segments.iter().map(|segment| segment.address().identity).collect();
+    segments.into_iter().for_each(|segment| arena.give_back(segment));
+    assert_eq!(take(&arena, 1000).address().identity, identities[3]);
+}
+
+#[test]
+fn what_is_kept_makes_way_for_what_does_not_fit_beside_it() {
+    let arena = Arena::new(Use::Arrays, 1 << 30);
+    arena.give_back(take(&arena, 1 << 20));
+    let error = arena.take(1 << 60, false, &mut || Ok(())).unwrap_err();
+    assert!(matches!(error, ShmError::NoHeadroom { .. }), "{error}");
+    assert_eq!(arena.stats(), ArenaStats { peak: arena.stats().peak, ..ArenaStats::default() });
+}
+
+#[test]
+fn who_gives_up_in_the_middle_takes_nothing() {
+    let arena = Arena::new(Use::Arrays, 1 << 30);
+    let error = arena.take(1 << 20, false, &mut || Err(ShmError::Interrupted)).unwrap_err();
+    assert!(matches!(error, ShmError::Interrupted), "{error}");
+    assert_eq!(arena.stats(), ArenaStats::default());
+}
