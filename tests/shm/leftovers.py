@@ -49,11 +49,12 @@ def descriptors() -> dict[int, str]:
 def children() -> set[int]:
     """The children of this process, dead ones that were not waited for included."""
     multiprocessing.active_children()
-    return {
-        int(child)
-        for task in Path("/proc/self/task").iterdir()
-        for child in (task / "children").read_text().split()
-    }
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        # A thread that ends meanwhile leaves its children to another.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
 def mapped(name: str = "memfd:tundish") -> list[str]:
