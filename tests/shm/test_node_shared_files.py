@@ -123,7 +123,7 @@ def test_places_that_are_taken(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_kept(tmp_path: Path) -> None:
-    with pytest.raises(InvalidTypeError, match="holds objects"):
+    with pytest.raises(InvalidTypeError, match="holds Python objects"):
         td.shm.node_shared(np.array([{}, 1]), path=tmp_path / "arrays")
     assert not (tmp_path / "arrays").exists()
     for path in ("", "a\0b", 3, b"bytes"):

@@ -29,7 +29,6 @@ from tundish import _native
 from tundish.errors import (
     AlreadyExistsError,
     InvalidInputError,
-    InvalidTypeError,
     NotFoundError,
     StorageError,
 )
@@ -95,15 +94,10 @@ def keep(array: NDArray[Any], folder: Path, key: str | None) -> FiledArray:
         key: what the array is found by; None for a hash of it.
 
     Raises:
-        InvalidTypeError: an array of objects.
         InvalidInputError: another array was kept under this key.
         AlreadyExistsError: something else lies there.
         StorageError: the file system refused.
     """
-    if array.dtype.hasobject:
-        raise InvalidTypeError(
-            f"an array of dtype {array.dtype} holds objects, which no other process can read"
-        )
     _make_folder(folder)
     target = _place(folder, _content_of(array) if key is None else _name_of_key(key))
     found = _found(target)
