@@ -53,7 +53,7 @@ fn stream(board: &Board, rounds: u64) {
     let (mut put, mut collected) = (0, 0);
     while collected < rounds {
         let count = BATCH.min((rounds - put) as usize);
-        board.put_many(0, core::iter::repeat_n(PAYLOAD, count), |_| put += 1);
+        board.put_many(core::iter::repeat_n((0, PAYLOAD), count), |_| put += 1);
         board.wait(Role::Caller, &mut Patience::new(Some(Duration::from_secs(10)), None, &mut || true));
         board.collect(|_, _, _| collected += 1);
     }

@@ -166,3 +166,13 @@ def interrupt_handler(_item: Any) -> tuple[Any, set[Any]]:
 def naps(seconds: float) -> float:
     time.sleep(seconds)
     return seconds
+
+
+class Called:
+    """What is called and is no function."""
+
+    def __call__(self, item: Any, a: Any, b: Any) -> Any:
+        return item, a, b
+
+    def method(self, item: Any, a: Any, b: Any) -> Any:
+        return item, a, b

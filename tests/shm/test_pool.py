@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -100,6 +101,27 @@ def test_under_fork_a_function_need_not_be_importable_and_sees_the_moment_of_bin
         assert pool.submit(5).result(20) == 6
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda item, a, b: (item, a, b),
+        lambda item, b, a: (item, a, b),
+        lambda item, a, *, b: (item, a, b),
+        lambda item, between=0, a=1, b=2: (item, a, b),
+        lambda item, a, b, *rest, **more: (item, a, b),
+        lambda item, **shared: (item, shared["a"], shared["b"]),
+        lambda *items, **shared: (*items, shared["a"], shared["b"]),
+        functools.partial(lambda first, item, a, b: (item, a, b), None),
+        functools.wraps(lambda item, a, b: None)(lambda item, **shared: (item, *shared.values())),
+        tasks.Called(),
+        tasks.Called().method,
+    ],
+)
+def test_shared_arguments_go_by_their_names_whatever_is_called(function: Callable[..., Any]) -> None:
+    with td.shm.SharedPool(function, {"a": "A", "b": "B"}, 1) as pool:
+        assert pool.submit(5).result(20) == (5, "A", "B")
+
+
 class _Killer:
     def __add__(self, other: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -149,10 +171,14 @@ def test_results_come_in_order_or_as_they_come_from_several_workers(method: str)
 
 def test_items_and_results_are_whatever_can_be_pickled() -> None:
     values = [None, True, 3.5, 1 << 80, "x" * 50_000, b"y" * 200_000, [1, {"a": (2,)}], {1, 2}, 1 + 2j, ...]
+    # What differs from the plainest values by little.
+    values += ["\ud800", b"", signal.SIGINT, np.float64(2), -(1 << 63), 1 << 63, "zwölf"]
     with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
         for chunksize in (1, 3, "auto"):
-            assert list(pool.map(values, chunksize=chunksize)) == values
-        assert [pool.submit(value).result() for value in values] == values
+            results = list(pool.map(values, chunksize=chunksize))
+            assert results == values and list(map(type, results)) == list(map(type, values))
+        results = [pool.submit(value).result() for value in values]
+        assert results == values and list(map(type, results)) == list(map(type, values))
 
 
 def test_futures_work_with_all_of_concurrent_futures(tmp_path: Path) -> None:
@@ -202,6 +228,16 @@ def test_a_task_can_be_cancelled_until_a_worker_takes_it(method: str, tmp_path: 
         assert futures[0].result(20)
         pool.submit((str(tmp_path / "last"), 0)).result(20)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "go", "last"]
+
+
+@pytest.mark.parametrize("shared", [{}, {"a": 1}, {"a": 1, "b": 2}])
+@pytest.mark.parametrize("item", [1, [1]])
+def test_the_traceback_of_a_task_begins_with_what_the_user_wrote(item: Any, shared: dict[str, Any]) -> None:
+    with td.shm.SharedPool(lambda item, a=0, b=0: 1 // (a - a), shared, 1) as pool:
+        error = pool.submit(item).exception(20)
+    assert isinstance(error, ZeroDivisionError)
+    frames = [line for line in str(error.__cause__).splitlines() if line.startswith("  File ")]
+    assert len(frames) == 1 and "test_pool.py" in frames[0]
 
 
 @each_method

@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
-from tundish._native import TaskBoard
-from tundish.errors import InvalidInputError, TimedOutError
+from tundish._native import TaskBoard, is_plain
+from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 
 # Answers each task with its payload turned around; kind 9 never ends.
 WORKER = """
@@ -112,10 +113,82 @@ def test_a_payload_as_large_as_a_slot_is_taken_and_a_larger_one_refused():
         board.put(0, b"x" * (board.capacity + 1))
     with pytest.raises(InvalidInputError, match="does not fit into a slot"):
         board.put_many(0, [b"", b"x" * (board.capacity + 1)], 0)
-    with pytest.raises(TypeError):
-        board.put_many(0, [b"", "text"], 0)
+    with pytest.raises(InvalidInputError, match="does not fit into a slot"):
+        board.put_many(0, [b"", "x" * (board.capacity + 1)], 0)
+    with pytest.raises(InvalidTypeError, match="to be pickled"):
+        board.put_many(0, [b"", ["a list"]], 0)
     # Neither call has put anything.
     assert len(board.put_many(0, [b""] * 3, 0)) == 2
+
+
+PLAIN = [
+    *(None, True, False, 0, -1, 2**63 - 1, -(2**63)),
+    *(1.5, -0.0, float("inf"), float("-inf"), float("nan"), 1 - 2j, complex("nan+1j")),
+    *("", "text", "zwölf\0\U0001f600", "x" * 4000),
+]
+
+
+class Whole(int):
+    pass
+
+
+class Text(str):
+    pass
+
+
+# Too large, no text that UTF-8 has, of types of their own, containers; bytes are what else a message is.
+NOT_PLAIN = [
+    *(2**63, -(2**63) - 1, "x" * 5000, "\ud800", Whole(1), Text("a"), np.float64(1.5), np.int64(1)),
+    *((), [], {}, b"", bytearray(), object()),
+]
+
+
+def test_plain_values_arrive_equal_and_of_their_types_both_ways():
+    board = TaskBoard(64, 4096)
+    mine = TaskBoard.open(board.fd)
+    assert all(is_plain(value, board.capacity) for value in PLAIN)
+    tickets = board.put_many(7, PLAIN, 0)
+    there, back = [], []
+    while len(there) < len(PLAIN):
+        ticket, kind, content = mine.take(0, 0.0)
+        assert kind == 7 and ticket == tickets[len(there)]
+        there.append(content)
+        assert mine.finish_plain(ticket, 2**24 - 1, content)
+        [(result, kind, content)] = board.collect()
+        assert (result, kind) == (ticket, 2**24 - 1)
+        back.append(content)
+    for arrived in (there, back):
+        assert [(type(value), repr(value)) for value in arrived] == [
+            (type(value), repr(value)) for value in PLAIN
+        ]
+    assert board.put(0, "alone") and mine.take(0, 0.0)[1:] == (0, "alone")
+
+
+@pytest.mark.parametrize("value", NOT_PLAIN, ids=lambda value: f"{type(value).__name__} {str(value)[:3]!a}")
+def test_what_is_not_plain_is_not_taken_for_it(value):
+    board = TaskBoard(2, 4096)
+    mine = TaskBoard.open(board.fd)
+    assert not is_plain(value, board.capacity)
+    board.put(0, 5)
+    ticket, _, _ = mine.take(0, 0.0)
+    assert not mine.finish_plain(ticket, 0, value)
+    # The task is as it was.
+    assert board.collect() == [] and board.running(ticket)
+    mine.finish(ticket, 1, b"")
+    assert board.collect() == [(ticket, 1, b"")]
+
+
+def test_a_kind_that_no_message_can_have_is_refused():
+    board = TaskBoard(2, 4096)
+    for put in (lambda: board.put(2**24, b""), lambda: board.put_many(2**24, [1], 0)):
+        with pytest.raises(InvalidInputError, match="below 2²⁴"):
+            put()
+    ticket = board.put(0, 1)
+    mine = TaskBoard.open(board.fd)
+    mine.take(0, 0.0)
+    for finish in (mine.finish, mine.finish_plain):
+        with pytest.raises(InvalidInputError, match="below 2²⁴"):
+            finish(ticket, 2**24, 1)
 
 
 def test_a_take_ends_when_its_time_is_over():

@@ -56,6 +56,8 @@ mod _native {
     #[pymodule_export]
     use super::shm::board::{TaskBoard, end_with};
     #[pymodule_export]
+    use super::shm::content::is_plain;
+    #[pymodule_export]
     use super::shm::named::sweep_segments;
     #[pymodule_export]
     use super::shm::reach::lending_socket;

@@ -74,7 +74,7 @@ proptest! {
                 Step::Put(lengths) => {
                     let payloads: Vec<_> = lengths.iter().map(|&length| message(seed, length)).collect();
                     let mut tickets = Vec::new();
-                    board.put_many(seed as u32, payloads.iter(), |ticket| tickets.push(ticket));
+                    board.put_many(payloads.iter().map(|payload| (seed as u32, payload)), |ticket| tickets.push(ticket));
                     prop_assert_eq!(tickets.len(), oracle.room().min(payloads.len()));
                     prop_assert!(tickets.is_sorted());
                     oracle.queue.extend(tickets.into_iter().zip(payloads).map(Some));

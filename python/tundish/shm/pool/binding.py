@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,25 @@ __all__ = ["Placed", "bound", "inherited"]
 
 def bound(function: Callable[..., Any], shared: Mapping[str, Any]) -> Callable[[Any], Any]:
     """`function` with its shared arguments."""
-    return partial(function, **shared) if shared else function
+    if not shared:
+        return function
+    values = _in_order(function, shared)
+    if values is None:
+        return partial(function, **shared)
+    # An empty task takes less than names that are given with a call.
+    if len(values) == 1:
+        [only] = values
+        return lambda item: function(item, only)
+    return lambda item: function(item, *values)
+
+
+def _in_order(function: Callable[..., Any], shared: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """The shared values as a plain function takes them behind the item; None where it does not take them so."""
+    if type(function) is not FunctionType:
+        return None
+    code = function.__code__
+    names = code.co_varnames[1 : min(code.co_argcount, 1 + len(shared))]
+    return tuple(shared[name] for name in names) if shared.keys() == set(names) else None
 
 
 def inherited(function: Callable[..., Any], shared: Mapping[str, Any]) -> Callable[[Any], Any]:

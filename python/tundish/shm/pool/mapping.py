@@ -21,18 +21,7 @@ from tundish import _native
 from tundish.errors import NotPicklableError
 from tundish.shm.pool import messages
 from tundish.shm.pool.engine import Engine
-from tundish.shm.pool.messages import (
-    CHUNK,
-    IN_PARCEL,
-    ITEM,
-    LOST,
-    PLAIN,
-    PROTOCOL,
-    VALUE,
-    Courier,
-    dumps,
-    loads,
-)
+from tundish.shm.pool.messages import CHUNK, IN_PARCEL, ITEM, LOST, VALUE, Courier
 from tundish.shm.pool.pace import Pace
 
 __all__ = ["Mapping"]
@@ -74,7 +63,7 @@ class Mapping:
         self._put = 0
         self._consumed = 0
         # Packed, but not on the board yet; parcels by their pieces' numbers.
-        self._payloads: list[bytes] = []
+        self._payloads: list[Any] = []
         self._parcels: dict[int, _native.Parcel] = {}
         self._items_taken = 0
         # Of chunks: first item, items, bytes sent.
@@ -144,22 +133,21 @@ class Mapping:
         """The results that are there, in order where that is asked for."""
         answers = self._answers
         pieces = large_bytes = 0
-        numbers: Iterable[int] = self._in_order() if self._is_ordered else list(answers)
+        numbers: Iterable[int] = itertools.count(self._consumed) if self._is_ordered else list(answers)
         for number in numbers:
-            kind, payload = answers.pop(number)
+            answer = answers.pop(number, None)
+            if answer is None:
+                break
+            kind, payload = answer
             self._consumed += 1
             pieces += 1
-            if kind == VALUE:
-                try:
-                    value = loads(payload)
-                except Exception as failure:
-                    raise messages.cannot_unpickle(failure) from failure
-                yield value
+            if kind == VALUE and type(payload) is not bytes:
+                yield payload
                 continue
             value, error = messages.unpack(kind, payload)
             size = payload.nbytes if kind & IN_PARCEL else 0 if kind == LOST else len(payload)
             # The value alone may keep the parcel.
-            del payload
+            del answer, payload
             if kind & IN_PARCEL:
                 large_bytes += size
             if error is not None:
@@ -170,10 +158,6 @@ class Mapping:
                 yield value
             del value
         self._pace.consumed(pieces, large_bytes)
-
-    def _in_order(self) -> Iterator[int]:
-        while self._consumed in self._answers:
-            yield self._consumed
 
     def _of_chunk(self, number: int, value: tuple[float, list[Any], Any], size: int) -> Iterator[Any]:
         seconds, results, packed_error = value
@@ -202,12 +186,12 @@ class Mapping:
         return not is_in_time and not self._payloads
 
     def _gather_items(self, missing: int, until: float) -> bool:
-        payloads, room = self._payloads, self._courier.room
+        payloads, room, is_plain = self._payloads, self._courier.room, _native.is_plain
         asked = missing - len(payloads)
         for item in itertools.islice(self._items, max(0, asked)):
             asked -= 1
-            if type(item) in PLAIN and len(stream := dumps(item, PROTOCOL)) <= room:
-                payloads.append(stream)
+            if is_plain(item, room):
+                payloads.append(item)
             else:
                 self._pack(item)
             if time.perf_counter() > until:

@@ -3,7 +3,8 @@
 Owns how a value becomes the payload of a slot of the task board and back. What always holds:
 
 1. A payload fits its slot. What does not, and every buffer of `LARGE_BYTES` or more, lies in a parcel (a segment
-   of an arena), which the payload refers to: an array is copied once on its way, never pickled.
+   of an arena), which the payload refers to: an array is copied once on its way, never pickled. Plain values (numbers,
+   short texts) are payloads as they are; all other payloads are bytes.
 2. Whatever a task returns or raises can be answered: what cannot be pickled, here or there, becomes an error
    that says so and carries the worker's traceback.
 
@@ -28,7 +29,6 @@ __all__ = [
     "IN_PARCEL",
     "ITEM",
     "LOST",
-    "PLAIN",
     "PROTOCOL",
     "VALUE",
     "VALUES",
@@ -58,10 +58,10 @@ LOST: Final = 8
 PROTOCOL: Final = 5
 # Below this, copying a buffer into the pickle and out of it costs less than a segment of its own.
 LARGE_BYTES: Final = 64 * 1024
-# Types whose pickles have no buffers, which need no look.
-PLAIN: Final = frozenset({type(None), bool, int, float, complex, str})
 
 _ALIGNMENT = 64
+# Whose frames come before those of the function.
+_CALLERS: Final = frozenset({"tundish.shm.pool.worker", "tundish.shm.pool.binding"})
 
 
 class RemoteTraceback(Exception):
@@ -109,13 +109,15 @@ class Courier:
         self._announced: set[int] = set()
         self._arena: _native.SegmentArena | None = None
 
-    def pack(self, value: Any) -> tuple[int, bytes, _native.Parcel | None]:
+    def pack(self, value: Any) -> tuple[int, Any, _native.Parcel | None]:
         """`IN_PARCEL` or 0, the payload, and the parcel, which the caller gives back.
 
         Raises:
             NotPicklableError: `value` cannot be pickled.
             OutOfMemoryError: there is no room for the parcel.
         """
+        if _native.is_plain(value, self.room):
+            return 0, value, None
         buffers: list[memoryview] = []
         stream = _pickled(value, buffers)
         if not buffers and len(stream) <= self.room:
@@ -148,7 +150,7 @@ class Courier:
         return Arrival(memoryview(self.parcels.open(reference)), table_bytes)
 
 
-def pack_error(error: BaseException, courier: Courier) -> tuple[int, bytes, _native.Parcel | None]:
+def pack_error(error: BaseException, courier: Courier) -> tuple[int, Any, _native.Parcel | None]:
     """`error` of a task, with its traceback, as a payload; whatever it is."""
     packed = describe_error(error)
     try:
@@ -174,10 +176,12 @@ def describe_error(error: BaseException) -> tuple[bytes | None, str, str]:
 def unpack(kind: int, payload: Any) -> tuple[Any, BaseException | None]:
     """The value of an answer, or the exception that stands for it.
 
-    `payload`: bytes, with `IN_PARCEL` an `Arrival`, with `LOST` the exception itself.
+    `payload`: bytes or a plain value, with `IN_PARCEL` an `Arrival`, with `LOST` the exception itself.
     """
     if kind == LOST:
         return None, payload
+    if kind == VALUE and type(payload) is not bytes:
+        return payload, None
     try:
         value = payload.value() if kind & IN_PARCEL else loads(payload)
     except BaseException as error:  # noqa: BLE001 (code of users)
@@ -220,8 +224,6 @@ def unpack_error(packed: tuple[bytes | None, str, str]) -> BaseException:
 
 def _pickled(value: Any, buffers: list[memoryview]) -> bytes:
     """The pickle of `value`; its large buffers go to `buffers`."""
-    if type(value) in PLAIN:
-        return dumps(value, PROTOCOL)
 
     def is_small(buffer: pickle.PickleBuffer) -> bool:
         try:
@@ -271,8 +273,9 @@ def _parts(view: memoryview, table_bytes: int) -> tuple[bytes, list[memoryview]]
 
 
 def _traceback_of(error: BaseException) -> str:
-    # The first frame is the worker's own call of the function.
-    trace = error.__traceback__ and error.__traceback__.tb_next
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in _CALLERS:
+        trace = trace.tb_next
     return _or_else(lambda: "".join(traceback.format_exception(type(error), error, trace)), "(no traceback)")
 
 

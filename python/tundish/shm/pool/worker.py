@@ -24,7 +24,7 @@ from typing import Any, Final
 from tundish import _native
 from tundish.errors import NotPicklableError
 from tundish.shm.pool import messages
-from tundish.shm.pool.messages import CHUNK, IN_PARCEL, PLAIN, PROTOCOL, VALUE, VALUES, Courier, dumps, loads
+from tundish.shm.pool.messages import CHUNK, IN_PARCEL, ITEM, VALUE, VALUES, Courier, loads
 
 __all__ = ["FAILED", "MEMORY", "READY", "Call", "Link", "Saying", "hear", "serve"]
 
@@ -38,6 +38,8 @@ _LONGEST_TEXT = 16 * 1024
 _ONE_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i"))
 
 Call = Callable[[Any], Any]
+# Kind, payload, and the parcel that the payload refers to.
+_Answer = tuple[int, Any, _native.Parcel | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,33 +107,53 @@ def serve(link: Link, bind: Callable[[], Call]) -> None:
     board = _native.TaskBoard.open(link.board)
     courier = Courier(link.room, lambda parcel: _say(link, MEMORY, descriptors=[parcel.descriptor]))
     _say(link, READY)
-    while (task := board.take(link.worker, None)) is not None:
+    _work(call, board, link.worker, courier)
+
+
+def _work(call: Call, board: _native.TaskBoard, worker: int, courier: Courier) -> None:
+    take, finish_plain = board.take, board.finish_plain
+    while (task := take(worker, None)) is not None:
         ticket, kind, payload = task
-        answer, content, parcel = _answer(call, kind, payload, courier)
+        if kind == ITEM and type(payload) is not bytes:
+            # Most tasks where there are many: what is plain is not pickled, and told with one call.
+            try:
+                value = call(payload)
+            except BaseException as error:  # noqa: BLE001 (the task's)
+                answer, content, parcel = messages.pack_error(error, courier)
+            else:
+                if finish_plain(ticket, VALUE, value):
+                    continue
+                answer, content, parcel = _packed(value, courier)
+                del value
+        else:
+            answer, content, parcel = _answer(call, kind, payload, courier)
         board.finish(ticket, answer, content)
         if parcel is not None:
             parcel.release()
-        # While it waits, a worker keeps nothing of what it worked on.
+        # While it waits, a worker keeps nothing of what it worked on but plain values.
         del task, payload, content, parcel
 
 
-def _answer(
-    call: Call, kind: int, payload: bytes, courier: Courier
-) -> tuple[int, bytes, _native.Parcel | None]:
+def _answer(call: Call, kind: int, payload: Any, courier: Courier) -> _Answer:
     try:
         content = courier.open(payload).copied_value() if kind & IN_PARCEL else loads(payload)
         if kind & CHUNK:
             return _run_chunk(call, content, courier)
         value = call(content)
-        if type(value) in PLAIN and len(stream := dumps(value, PROTOCOL)) <= courier.room:
-            return VALUE, stream, None
-        flag, stream, parcel = courier.pack(value)
-        return VALUE | flag, stream, parcel
     except BaseException as error:  # noqa: BLE001 (the task's)
         return messages.pack_error(error, courier)
+    return _packed(value, courier)
 
 
-def _run_chunk(call: Call, items: list[Any], courier: Courier) -> tuple[int, bytes, _native.Parcel | None]:
+def _packed(value: Any, courier: Courier) -> _Answer:
+    try:
+        flag, payload, parcel = courier.pack(value)
+    except BaseException as error:  # noqa: BLE001 (the task's)
+        return messages.pack_error(error, courier)
+    return VALUE | flag, payload, parcel
+
+
+def _run_chunk(call: Call, items: list[Any], courier: Courier) -> _Answer:
     results: list[Any] = []
     failure = None
     began = time.perf_counter()

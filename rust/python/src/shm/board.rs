@@ -7,10 +7,11 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList};
+use pyo3::types::PyList;
 use tundish_shm::ShmError;
 use tundish_shm::board::{Board, MOST_WORKERS, Patience, Role, Taken, Ticket, Waited, WorkerBoard};
 
+use super::content::{self, Content};
 use super::descriptor;
 use crate::enter::enter;
 use crate::error::BindingError;
@@ -21,8 +22,8 @@ const CALLER_LOOKS: Duration = Duration::from_millis(50);
 /// As above, for workers, which have a watcher to end them and sleep for hours.
 const WORKER_LOOKS: Duration = Duration::from_secs(1);
 
-/// A ticket, a kind and a payload.
-type Message<'py> = (u64, u32, Bound<'py, PyBytes>);
+/// A ticket, a kind and a content.
+type Message<'py> = (u64, u32, Bound<'py, PyAny>);
 
 enum Face {
     Parent(Board),
@@ -32,8 +33,9 @@ enum Face {
 /// A board on which a parent puts tasks for its workers, and they their results.
 ///
 /// `TaskBoard(slots, slot_bytes)` is the parent's, `TaskBoard.open(fd)` a worker's, which only takes and finishes. A
-/// message is a kind, a number below 2³², and bytes, at most `capacity` of them. A task goes by its ticket, a positive
-/// number, until its result is collected; then, or once it is revoked, its ticket means nothing.
+/// message is a kind, a number below 2²⁴, and a content: bytes, at most `capacity` of them, or a value that `is_plain`,
+/// which arrives as such. A task goes by its ticket, a positive number, until its result is collected; then, or once it
+/// is revoked, its ticket means nothing.
 #[pyclass(frozen, module = "tundish._native")]
 pub(crate) struct TaskBoard {
     face: Face,
@@ -70,24 +72,32 @@ impl TaskBoard {
     }
 
     /// Queue a task; `None` when there is no room.
-    fn put(&self, kind: u32, payload: &[u8]) -> PyResult<Option<u64>> {
-        let ticket = self.parent()?.put(kind, payload).map_err(BindingError::from)?;
+    fn put(&self, kind: u32, content: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+        let (kind, content) = message_of(kind, content)?;
+        let ticket = self.parent()?.put(kind, content.as_ref()).map_err(BindingError::from)?;
         Ok(ticket.map(Ticket::number))
     }
 
-    /// Queue `payloads[start:]`, as many as there is room for; their tickets.
-    fn put_many<'py>(&self, kind: u32, payloads: &Bound<'py, PyList>, start: usize) -> PyResult<Bound<'py, PyList>> {
+    /// Queue `contents[start:]`, as many as there is room for; their tickets.
+    fn put_many<'py>(
+        &self,
+        py: Python<'py>,
+        kind: u32,
+        contents: &Bound<'py, PyList>,
+        start: usize,
+    ) -> PyResult<Bound<'py, PyList>> {
         let board = self.parent()?;
-        let stop = payloads.len().min(start.saturating_add(board.room()));
+        let contents: Vec<_> = contents.iter().skip(start).take(board.room()).collect();
         // Nothing is put if one of them is refused.
-        for number in start..stop {
-            let payload = payloads.get_item(number)?.cast_into::<PyBytes>()?;
-            board.check(payload.as_bytes().len()).map_err(BindingError::from)?;
-        }
-        let tickets = PyList::empty(payloads.py());
+        let messages = contents.iter().map(|content| {
+            let message = message_of(kind, content)?;
+            board.check(message.1.as_ref().len()).map_err(BindingError::from)?;
+            Ok(message)
+        });
+        let messages = messages.collect::<PyResult<Vec<_>>>()?;
+        let tickets = PyList::empty(py);
         let mut failed = Ok(());
-        let payloads = (start..stop).map_while(|number| payloads.get_item(number).ok()?.cast_into::<PyBytes>().ok());
-        board.put_many(kind, payloads, |ticket| {
+        board.put_many(messages.into_iter(), |ticket| {
             if failed.is_ok() {
                 failed = tickets.append(ticket.number());
             }
@@ -96,7 +106,12 @@ impl TaskBoard {
         Ok(tickets)
     }
 
-    /// Ticket, kind and payload of every result that there is.
+    /// Whether there are results.
+    fn is_ready(&self) -> PyResult<bool> {
+        Ok(self.parent()?.is_ready())
+    }
+
+    /// Ticket, kind and content of every result that there is.
     fn collect<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let results = PyList::empty(py);
         let mut failed = Ok(());
@@ -184,8 +199,22 @@ impl TaskBoard {
     }
 
     /// Leave the result of a task that this worker has taken.
-    fn finish(&self, ticket: u64, kind: u32, payload: &[u8]) -> PyResult<()> {
-        Ok(self.worker()?.finish(Ticket::from_number(ticket), kind, payload).map_err(BindingError::from)?)
+    fn finish(&self, ticket: u64, kind: u32, content: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (kind, content) = message_of(kind, content)?;
+        Ok(self.worker()?.finish(Ticket::from_number(ticket), kind, content.as_ref()).map_err(BindingError::from)?)
+    }
+
+    /// The same with a result that is plain and fits; False, and nothing is done, with any other, bytes among them.
+    fn finish_plain(&self, ticket: u64, kind: u32, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let board = self.worker()?;
+        match Content::plain(value).filter(|content| content.as_ref().len() <= board.capacity()) {
+            Some(content) => {
+                let kind = checked_kind(&content, kind)?;
+                board.finish(Ticket::from_number(ticket), kind, content.as_ref()).map_err(BindingError::from)?;
+                Ok(true)
+            }
+            None => Ok(false),
+        }
     }
 }
 
@@ -218,7 +247,19 @@ pub(crate) fn end_with(fd: RawFd, pid: i32) -> PyResult<()> {
 }
 
 fn message<'py>(py: Python<'py>, ticket: Ticket, kind: u32, payload: &[u8]) -> Message<'py> {
-    (ticket.number(), kind, PyBytes::new(py, payload))
+    let (kind, content) = content::open(py, kind, payload);
+    (ticket.number(), kind, content)
+}
+
+fn message_of<'a>(kind: u32, content: &'a Bound<'_, PyAny>) -> Result<(u32, Content<'a>), BindingError> {
+    let content = Content::of(content).ok_or_else(|| {
+        BindingError::Type("a message carries bytes or a plain value; anything else is to be pickled".into())
+    })?;
+    Ok((checked_kind(&content, kind)?, content))
+}
+
+fn checked_kind(content: &Content<'_>, kind: u32) -> Result<u32, BindingError> {
+    content.kind(kind).ok_or_else(|| BindingError::Value(format!("the kind of a message is below 2²⁴, not {kind}")))
 }
 
 /// `None` is for ever, as infinity is, and what no clock counts.

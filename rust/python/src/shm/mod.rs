@@ -5,6 +5,7 @@
 
 pub(crate) mod arena;
 pub(crate) mod board;
+pub(crate) mod content;
 mod descriptor;
 pub(crate) mod named;
 mod own_name;

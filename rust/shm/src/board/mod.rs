@@ -71,14 +71,14 @@ impl Board {
     pub fn put(&self, kind: u32, payload: &[u8]) -> Result<Option<Ticket>, ShmError> {
         self.check(payload.len())?;
         let mut ticket = None;
-        self.parent.put(kind, core::iter::once(payload), |given| ticket = Some(given));
+        self.parent.put(core::iter::once((kind, payload)), |given| ticket = Some(given));
         Ok(ticket)
     }
 
-    /// Queue as many tasks as there is room for, in their order, and call `each` with the tickets. What is behind a
-    /// payload larger than [`Board::capacity`] is left out, and it too.
-    pub fn put_many<P: AsRef<[u8]>>(&self, kind: u32, payloads: impl Iterator<Item = P>, each: impl FnMut(Ticket)) {
-        self.parent.put(kind, payloads.take_while(|payload| payload.as_ref().len() <= self.capacity()), each);
+    /// Queue as many tasks, each a kind and a payload, as there is room for, in their order, and call `each` with the
+    /// tickets. What is behind a payload larger than [`Board::capacity`] is left out, and it too.
+    pub fn put_many<P: AsRef<[u8]>>(&self, messages: impl Iterator<Item = (u32, P)>, each: impl FnMut(Ticket)) {
+        self.parent.put(messages.take_while(|(_, payload)| payload.as_ref().len() <= self.capacity()), each);
     }
 
     /// Whether `put` takes a payload of `length` bytes.

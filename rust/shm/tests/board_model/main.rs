@@ -43,7 +43,7 @@ fn parent(memory: &Arc<Memory>) -> Arc<Parent<View>> {
 
 fn put(parent: &Parent<View>, payload: u8) -> Option<Ticket> {
     let mut ticket = None;
-    parent.put(1, [[payload]].iter(), |given| ticket = Some(given));
+    parent.put([(1, [payload])].into_iter(), |given| ticket = Some(given));
     ticket
 }
 
@@ -330,7 +330,7 @@ fn a_worker_does_not_sleep_for_the_dead() {
                 }
             }
         });
-        parent.put(1, [[1], [2]].iter(), |_| ());
+        parent.put([(1, [1]), (1, [2])].into_iter(), |_| ());
         let mut count = begun.0.lock().unwrap();
         while *count < 2 {
             count = begun.1.wait(count).unwrap();

@@ -76,15 +76,10 @@ impl<W: Words> Parent<W> {
     }
 
     /// Queue as many messages as there is room for, in one go; `each` is told their tickets.
-    pub(crate) fn put<P: AsRef<[u8]>>(
-        &self,
-        kind: u32,
-        payloads: impl Iterator<Item = P>,
-        mut each: impl FnMut(Ticket),
-    ) {
+    pub(crate) fn put<P: AsRef<[u8]>>(&self, messages: impl Iterator<Item = (u32, P)>, mut each: impl FnMut(Ticket)) {
         self.with_desk(|desk| {
             let room = self.room_at(desk);
-            for payload in payloads.take(room) {
+            for (kind, payload) in messages.take(room) {
                 let Some(slot) = desk.free.pop() else { break };
                 self.words.write(slot as usize, kind, payload.as_ref());
                 each(queue::push(&self.words, desk.tail, slot as usize));
