@@ -207,6 +207,32 @@ def test_futures_work_with_all_of_concurrent_futures(tmp_path: Path) -> None:
         assert "returned float" in repr(slow)
 
 
+def test_a_future_has_all_that_the_standard_library_looks_for(tmp_path: Path) -> None:
+    with td.shm.SharedPool(tasks.echo, max_workers=1) as pool:
+        future = pool.submit(5)
+        # It makes these itself, and not before somebody asks.
+        for name, value in vars(concurrent.futures.Future()).items():
+            mine = getattr(future, name)
+            assert type(mine) is type(value) or name in ("_state", "_result"), name
+        assert future.result() == 5
+        # In a row, asked for by several threads while they come in.
+        futures = [pool.submit(item) for item in range(3000)]
+        told: list[Any] = []
+        for future in futures:
+            future.add_done_callback(lambda future: told.append(future.result()))
+        threads = [
+            threading.Thread(target=lambda: [future.result(20) for future in futures]) for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        assert sorted(future.result() for future in concurrent.futures.as_completed(futures, 20)) == list(
+            range(3000)
+        )
+        for thread in threads:
+            thread.join()
+        until(lambda: sorted(told) == list(range(3000)))
+
+
 @each_method
 def test_a_task_can_be_cancelled_until_a_worker_takes_it(method: str, tmp_path: Path) -> None:
     names = ["first", *map(str, range(700))]

@@ -27,6 +27,7 @@ from tundish import _native
 from tundish.errors import PoolError
 from tundish.shm.pool.futures import TaskFuture
 from tundish.shm.pool.messages import IN_PARCEL, LOST
+from tundish.shm.pool.no_board import NoBoard
 from tundish.shm.pool.reception import Reception
 
 __all__ = ["Engine", "Receiver"]
@@ -35,6 +36,9 @@ __all__ = ["Engine", "Receiver"]
 _LOOK_AROUND_SECONDS = 1.0
 _PARK_SECONDS = 0.05
 _COURTESY_SECONDS = 5e-4
+# So often a caller who submits ahead of the workers lets the keeper work: tasks, and how long at least.
+_BREATH = 256
+_BREATH_SECONDS = 1e-4
 _SHUT_DOWN = "the pool is shut down: make another one"
 _ENDED = "the pool was shut down, and ended by force before a worker was free"
 _CANCELLED = "the pool was shut down with cancel=True"
@@ -59,13 +63,13 @@ class Engine:
 
     def __init__(self, board: _native.TaskBoard, reception: Reception) -> None:
         self.pid = os.getpid()
-        self._board: _native.TaskBoard | _NoBoard = board
+        self._board: _native.TaskBoard | NoBoard = board
         self._reception = reception
         self._lock = threading.Lock()
         self._outstanding: dict[int, tuple[Receiver, int]] = {}
         self._lent: dict[int, _native.Parcel] = {}
-        self._backlog: deque[tuple[TaskFuture, int, bytes, _native.Parcel | None]] = deque()
-        self._arrived: deque[Sequence[tuple[int, int, bytes]]] = deque()
+        self._backlog: deque[tuple[TaskFuture, int, Any, _native.Parcel | None]] = deque()
+        self._arrived: deque[Sequence[tuple[int, int, Any]]] = deque()
         self._announcements: deque[tuple[TaskFuture, tuple[Any, ...]]] = deque()
         self._abandoned: deque[Receiver] = deque()
         # The thread that collects as a caller. Set without a lock: two at once do no harm.
@@ -85,7 +89,7 @@ class Engine:
 
     # ---- Tasks come ----
 
-    def submit(self, future: TaskFuture, kind: int, payload: bytes, parcel: _native.Parcel | None) -> None:
+    def submit(self, future: TaskFuture, kind: int, payload: Any, parcel: _native.Parcel | None) -> None:
         """Put a task on the board, or behind those that wait for room there."""
         with self._lock:
             self.check_open()
@@ -95,8 +99,12 @@ class Engine:
                     self._note(ticket, future, parcel)
                     return
             self._backlog.append((future, kind, payload, parcel))
+            is_time = len(self._backlog) % _BREATH == 0
+        if is_time and self._board.is_ready():
+            # The keeper alone can go on, and would wait for the interpreter as long as a caller may keep it.
+            time.sleep(_BREATH_SECONDS)
 
-    def put_many(self, receiver: Receiver, first: int, kind: int, payloads: list[bytes]) -> int:
+    def put_many(self, receiver: Receiver, first: int, kind: int, payloads: list[Any]) -> int:
         """Put `payloads` on the board, numbered from `first` on; how many found room."""
         with self._lock:
             self.check_open()
@@ -108,7 +116,7 @@ class Engine:
             return len(tickets)
 
     def put(
-        self, receiver: Receiver, number: int, kind: int, payload: bytes, parcel: _native.Parcel | None
+        self, receiver: Receiver, number: int, kind: int, payload: Any, parcel: _native.Parcel | None
     ) -> bool:
         """Put one task on the board, if there is room."""
         with self._lock:
@@ -265,11 +273,14 @@ class Engine:
                 if kind & IN_PARCEL:
                     self._receive_parcel(ticket, kind, payload)
                 elif entry is not None:
-                    entry[0].arrive(entry[1], kind, payload)
-                    self._forget(ticket)
+                    receiver, number = entry
+                    receiver.arrive(number, kind, payload)
+                    if self._lent:
+                        _release(self._lent.pop(ticket, None))
+                    del outstanding[ticket]
             arrived.popleft()
 
-    def _receive_parcel(self, ticket: int, kind: int, payload: bytes) -> None:
+    def _receive_parcel(self, ticket: int, kind: int, payload: Any) -> None:
         content: Any
         try:
             content = self._reception.open(ticket, payload)
@@ -328,14 +339,16 @@ class Engine:
         if self._failure is None:
             self.break_down(_ENDED)
         with self._lock:
-            self._board = _NoBoard()
+            self._board = NoBoard()
         self._announce()
 
     def _give_way(self) -> None:
         """Stay away while callers come back for more: each turn of this thread costs them the interpreter."""
         seen = -1
         while (
-            seen != self._calls and self._refusal is None and not self._announcements and not self._abandoned
+            seen != self._calls
+            and self._refusal is None
+            and not (self._backlog or self._announcements or self._abandoned)
         ):
             seen = self._calls
             time.sleep(_COURTESY_SECONDS)
@@ -407,7 +420,7 @@ class Engine:
     def disown(self) -> None:
         """Be of no use, and touch nothing that the parent goes on with. Threads of the parent may hold its locks."""
         self._lock = threading.Lock()
-        self._board = _NoBoard()
+        self._board = NoBoard()
         self._failure = f"this pool belongs to process {self.pid}, which made it; make a pool in this one"
         self._is_disowned = True
         self._backlog.clear()
@@ -430,28 +443,3 @@ def _release(parcel: _native.Parcel | None) -> None:
     if parcel is not None:
         # Whoever was to open it has, or never will.
         parcel.revoke()
-
-
-class _NoBoard:
-    """Stands for the board of a pool that is over, whose memory is not kept for those who still have futures."""
-
-    def wait(self, _timeout: float, _caller: bool) -> bool:
-        return False
-
-    def collect(self) -> list[tuple[int, int, bytes]]:
-        return []
-
-    def put(self, _kind: int, _payload: bytes) -> None:
-        return None
-
-    def put_many(self, _kind: int, _payloads: list[bytes], _start: int) -> list[int]:
-        return []
-
-    def revoke(self, _ticket: int) -> bool:
-        return False
-
-    def running(self, _ticket: int) -> bool:
-        return False
-
-    def poke(self) -> None:
-        return

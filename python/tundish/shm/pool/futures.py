@@ -34,21 +34,49 @@ class TaskFuture(Future[Any]):
     """What `SharedPool.submit` returns. `number`: how many tasks were submitted before."""
 
     def __init__(self, engine: Engine, number: int) -> None:
-        super().__init__()
-        self._done_callbacks: list[Any]
+        # Not the base's, which makes all that only few futures of many need: it costs more than the task.
+        self._state = PENDING
+        self._result = self._exception = None
         # An RLock by itself is entered and left whole; a Condition's methods are Python, which Ctrl-C can split.
         self._guard = threading.RLock()
-        self._condition = threading.Condition(self._guard)
+        self._bell: threading.Condition | None = None
+        self._waiter_list: list[Any] | None = None
+        self._callback_list: list[Any] | None = None
         self._engine = engine
         self._answer: tuple[int, Any] | None = None
         self.number = number
         self.ticket: int | None = None
+
+    # ---- What the base looks for ----
+
+    @property
+    def _condition(self) -> threading.Condition:  # type: ignore[override] # the base assigns it
+        with self._guard:
+            if self._bell is None:
+                self._bell = threading.Condition(self._guard)
+            return self._bell
+
+    @property
+    def _waiters(self) -> list[Any]:  # type: ignore[override] # the base assigns it
+        with self._guard:
+            if self._waiter_list is None:
+                self._waiter_list = []
+            return self._waiter_list
+
+    @property
+    def _done_callbacks(self) -> list[Any]:
+        with self._guard:
+            if self._callback_list is None:
+                self._callback_list = []
+            return self._callback_list
 
     # ---- What users call ----
 
     def result(self, timeout: float | None = None) -> Any:
         """What the task returned, collected on this thread; raises as `concurrent.futures.Future.result`."""
         self._attend(timeout)
+        if self._state == FINISHED and self._exception is None:
+            return self._result
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -62,7 +90,8 @@ class TaskFuture(Future[Any]):
             return self.cancelled()
         with self._guard:
             self._state = CANCELLED
-            self._condition.notify_all()
+            if self._bell is not None:
+                self._bell.notify_all()
         self._invoke_callbacks()  # type: ignore[attr-defined] # typeshed leaves it out
         self.set_running_or_notify_cancel()
         return True
@@ -82,11 +111,12 @@ class TaskFuture(Future[Any]):
         with self._guard:
             if self._state in _DONE:
                 return
-            if self._waiters or self._done_callbacks:
+            if self._waiter_list or self._callback_list:
                 self._engine.announce_later(self, tuple(self._waiters))
             self._answer = kind, payload
             self._state = FINISHED
-            self._condition.notify_all()
+            if self._bell is not None:
+                self._bell.notify_all()
 
     def is_ready(self) -> bool:
         return self._state in _DONE
@@ -135,8 +165,9 @@ class TaskFuture(Future[Any]):
         self._unpack()
 
     def _unpack(self) -> None:
+        if self._answer is None:
+            return
         with self._guard:
-            if self._answer is None:
-                return
-            self._result, self._exception = messages.unpack(*self._answer)
-            self._answer = None
+            if self._answer is not None:
+                self._result, self._exception = messages.unpack(*self._answer)
+                self._answer = None
