@@ -8,10 +8,12 @@ use std::ffi::c_int;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMemoryView};
+use tundish_commit::staging;
 use tundish_shm::arena::{Arena, Use, default_limit};
 use tundish_shm::{self as shm, Reference};
 
@@ -19,6 +21,15 @@ use super::unheld::Unheld;
 use super::{as_address, as_tuple, look};
 use crate::enter::enter;
 use crate::error::BindingError;
+
+/// More than this is copied past the caches: its receiver would not find it there anyway.
+const PAST_CACHES: usize = 8 << 20;
+
+/// Bytes that are copied between two looks at signals: some ten milliseconds.
+const STRIDE: usize = 128 << 20;
+
+/// Less is copied sooner than the GIL is let go of and taken again.
+const WORTH_LETTING_GO: usize = 128 << 10;
 
 /// A parcel's reference as Python has it: process, descriptor, identity, generation, bytes.
 type ReferenceTuple = (u32, i32, u64, u64, usize);
@@ -136,6 +147,58 @@ impl Parcel {
         self.end(End::Revoked);
     }
 
+    /// Copies `sizes[i]` bytes at each address into the parcel at `offsets[i]`, on up to `threads` threads. Places are in
+    /// order and do not overlap; the memory at the addresses is the caller's, who holds it until this returns.
+    fn fill(
+        slf: &Bound<'_, Self>,
+        addresses: Vec<usize>,
+        sizes: Vec<usize>,
+        offsets: Vec<usize>,
+        threads: usize,
+    ) -> PyResult<()> {
+        // An export, so that nobody gives the parcel back meanwhile.
+        let target = PyBuffer::<u8>::get(slf.as_any())?;
+        if addresses.len() != sizes.len() || addresses.len() != offsets.len() {
+            return Err(BindingError::Value("addresses, sizes and offsets are as many".to_owned()).into());
+        }
+        let mut end = 0;
+        for (&offset, &size) in offsets.iter().zip(&sizes) {
+            let next = offset.checked_add(size).filter(|&next| offset >= end && next <= target.len_bytes());
+            end = next.ok_or_else(|| {
+                let room = target.len_bytes();
+                BindingError::Value(format!("{size} bytes at {offset}, after {end}, do not fit into {room}"))
+            })?;
+        }
+        let to = target.buf_ptr().cast::<u8>();
+        let copies: Vec<_> = (addresses.iter().zip(&sizes).zip(&offsets))
+            .filter(|((_, size), _)| **size > 0)
+            .map(|((&address, &length), &offset)| staging::Copy {
+                source: std::ptr::with_exposed_provenance(address),
+                target: to.wrapping_add(offset),
+                length,
+            })
+            .collect();
+        let total = copies.iter().map(|copy| copy.length).sum();
+        if total < WORTH_LETTING_GO {
+            copy_through_caches(&copies);
+            return Ok(());
+        }
+        enter(slf.py(), None, move |door| {
+            if total < PAST_CACHES {
+                copy_through_caches(&copies);
+                return Ok(());
+            }
+            for start in (0..total).step_by(STRIDE) {
+                let bytes = start..(start + STRIDE).min(total);
+                // SAFETY: targets lie in the parcel, which is exported and therefore stays, one after the other; sources
+                // in memory that the caller holds. Whoever frees that meanwhile would have torch's own copy read it, too.
+                unsafe { staging::copy(&copies, bytes, threads) };
+                look(door)?;
+            }
+            Ok(())
+        })
+    }
+
     fn __len__(&self) -> PyResult<usize> {
         Ok(self.lock().parcel()?.len())
     }
@@ -171,6 +234,14 @@ impl Parcel {
         let ended = state.take_if_over();
         drop(state);
         drop(ended);
+    }
+}
+
+/// So that a receiver who comes soon finds it in a cache that both have.
+fn copy_through_caches(copies: &[staging::Copy]) {
+    for copy in copies {
+        // SAFETY: as where parcels are filled.
+        unsafe { copy.source.copy_to_nonoverlapping(copy.target, copy.length) };
     }
 }
 
