@@ -9,15 +9,16 @@ others `PeerFailedError` (or `VoteTimeoutError` for a silent rank), and the next
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tundish.distributed.channel import Channel
-from tundish.distributed.groups import Meeting, membership, seconds_of
+from tundish.distributed.groups import Meeting, Membership, membership, seconds_of
 from tundish.distributed.jobstore import distributed_module
 from tundish.distributed.verdict import Outcome
 from tundish.distributed.watch import node_identity
@@ -56,12 +57,25 @@ class Voter:
     ranks: tuple[int, ...]
 
     def __init__(self, group: Any = None, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
-        self._join(group, node_identity())
-        try:
-            self.vote(what="meeting of a new voter", timeout=timeout)
-        except BaseException:
-            self.close()
-            raise
+        self._join(membership(group), node_identity())
+        self._meet(timeout)
+
+    @classmethod
+    def among(cls, ranks: Sequence[int], *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Self:
+        """A voter of `ranks`, global ones, which need not be a group. They alone make it, with the same ranks in order.
+
+        Raises `InvalidInputError` where this process is none of them, and what the constructor raises.
+        """
+        world = membership(None)
+        members = tuple(ranks)
+        if world.rank not in members:
+            raise InvalidInputError(
+                f"rank {world.rank} is not among the ranks {list(members)}: only they make this call"
+            )
+        voter = cls.__new__(cls)
+        voter._join(dataclasses.replace(world, ranks=members, name="among"), node_identity())
+        voter._meet(timeout)
+        return voter
 
     @classmethod
     def _unmet(cls, group: Any, node: str) -> Self:
@@ -70,11 +84,17 @@ class Voter:
         Tests give different names to ranks of one machine and so have several nodes.
         """
         voter = cls.__new__(cls)
-        voter._join(group, node)
+        voter._join(membership(group), node)
         return voter
 
-    def _join(self, group: Any, node: str) -> None:
-        member = membership(group)
+    def _meet(self, timeout: timedelta | float) -> None:
+        try:
+            self.vote(what="meeting of a new voter", timeout=timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, member: Membership, node: str) -> None:
         self.rank, self.ranks = member.rank, member.ranks
         self._channel = Channel(member, node) if len(member.ranks) > 1 else None
 
