@@ -23,7 +23,7 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     "step",
     [
         "import tundish",
-        "import tundish.errors, tundish.distributed, tundish.packing",
+        "import tundish.errors, tundish.distributed, tundish.packing, tundish.scatter",
         "import tundish as td; td.pack([5, 3, 9], 4)",
         "import tundish as td; td.pack_datasets([[5, 3], [9]], 4, seed=1)",
         "import tundish as td; td.pack([5, 3, 9], 4, cache_dir='cache', threads=2).verify()",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish import checkpoint, distributed, errors, hf, packing, shm, tree
+    from tundish import checkpoint, distributed, errors, hf, packing, scatter, shm, tree
     from tundish.checkpoint import Checkpointer
     from tundish.errors import TundishError
     from tundish.packing import (
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         pack,
         pack_datasets,
     )
+    from tundish.scatter import scatter_batch
     from tundish.version import __version__ as __version__
 else:
     __getattr__, __dir__ = lazily(
@@ -41,6 +42,7 @@ else:
                 "pack",
                 "pack_datasets",
             ),
+            "tundish.scatter": ("scatter_batch",),
             "tundish.shm": (),
             "tundish.tree": (),
             "tundish.version": ("__version__",),
@@ -63,6 +65,8 @@ __all__ = [
     "pack",
     "pack_datasets",
     "packing",
+    "scatter",
+    "scatter_batch",
     "shm",
     "tree",
 ]

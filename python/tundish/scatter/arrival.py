@@ -1,0 +1,143 @@
+"""A batch that came: from the bytes of its tensors to the object.
+
+Owns the making of tensors over memory that is not torch's. What always holds: each tensor has a storage of its own,
+which keeps the memory, so that saving one saves no other and writing to one is no change of another; what goes to a
+device goes there in one transfer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tundish import _native
+from tundish.tree import Schema
+from tundish.tree.building import rebuild
+from tundish.tree.layout import Layout
+
+__all__ = ["Arrival", "bytes_of", "device_of", "on_device"]
+
+# What numpy knows too, over whose arrays torch makes tensors in half the time.
+_NUMPY: dict[torch.dtype, type[np.generic]] = {
+    torch.bool: np.bool_,
+    torch.uint8: np.uint8,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float16: np.float16,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.complex64: np.complex64,
+    torch.complex128: np.complex128,
+}
+_MOST_PLANS = 256
+
+# Where the tensors of a layout lie: shape, dtype of numpy or None, offset, dtype, how many values.
+_Plan = list[tuple[torch.Size, "type[np.generic] | None", int, torch.dtype, int]]
+
+# By identity of the layout, which is held on to.
+_plans: dict[int, tuple[Layout, _Plan, bool]] = {}
+
+
+class Arrival(NamedTuple):
+    """A batch as it came.
+
+    Attributes:
+        schema: of the batch.
+        memory: the bytes of its tensors, None where there are none.
+        parcel: what they lie in, where others are to get it from this rank.
+    """
+
+    schema: Schema
+    memory: NDArray[np.uint8] | None
+    parcel: _native.Parcel | None = None
+
+    def build(self, device: torch.device | None) -> Any:
+        """The object, its tensors in `memory` or on `device`."""
+        layout = self.schema.layout
+        tensors = _host_tensors(layout, self.memory)
+        if device is not None and self.memory is not None:
+            moved = _moved(torch.from_numpy(self.memory[: layout.total]), device)
+            stay = self.schema.host_tensors
+            there = layout.tensors_in(moved)
+            tensors = [(tensors if number in stay else there)[number] for number in range(len(tensors))]
+        return rebuild(self.schema, tensors)
+
+
+def bytes_of(memory: _native.Parcel | _native.ParcelView | _native.SegmentView) -> NDArray[np.uint8]:
+    """The bytes of `memory`, and its export for as long as an array of them or a tensor over them lives.
+
+    torch, and numpy where it makes an array of another shape, hold on to what is behind a `memoryview`, not to the
+    export.
+    """
+    return np.frombuffer(memoryview(memory), np.uint8)
+
+
+def device_of(device: Any) -> torch.device | None:
+    """The device that is meant; None for host memory."""
+    if device is None:
+        return None
+    found = torch.device(device)
+    return None if found.type == "cpu" else found
+
+
+def on_device(schema: Schema, tensors: list[Tensor], device: torch.device) -> Any:
+    """The object whose carried tensors are in this process already, with them on `device`."""
+    stay = schema.host_tensors
+    moved = [
+        tensor if number in stay else tensor.to(device, non_blocking=tensor.is_pinned())
+        for number, tensor in enumerate(tensors)
+    ]
+    return rebuild(schema, moved)
+
+
+def _moved(buffer: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return buffer.to(device)
+    # Memory that the device reads by itself, so that the copy goes on while the caller does; torch keeps it for the
+    # next one when that is over.
+    pinned = torch.empty(buffer.numel(), dtype=torch.uint8, pin_memory=True)
+    pinned.copy_(buffer)
+    return pinned.to(device, non_blocking=True)
+
+
+def _host_tensors(layout: Layout, memory: NDArray[np.uint8] | None) -> list[Tensor]:
+    _, plan, is_simple = _plans.get(id(layout)) or _plan(layout)
+    if memory is None:
+        return [torch.empty(shape, dtype=dtype) for shape, _, _, dtype, _ in plan]
+    if is_simple:
+        from_numpy, array = torch.from_numpy, np.ndarray
+        return [from_numpy(array(shape, known, memory, offset)) for shape, known, offset, _, _ in plan]
+    return [_tensor(memory, *place) for place in plan]
+
+
+def _tensor(
+    memory: NDArray[np.uint8],
+    shape: torch.Size,
+    known: type[np.generic] | None,
+    offset: int,
+    dtype: torch.dtype,
+    count: int,
+) -> Tensor:
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    if known is not None:
+        return torch.from_numpy(np.ndarray(shape, known, memory, offset))
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape).data
+
+
+def _plan(layout: Layout) -> tuple[Layout, _Plan, bool]:
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    plan = [
+        (shape, _NUMPY.get(dtype), offset, dtype, shape.numel())
+        for dtype, shape, offset in zip(layout.dtypes, layout.shapes, layout.offsets, strict=True)
+    ]
+    is_simple = all(known is not None and count for _, known, _, _, count in plan)
+    _plans[id(layout)] = found = layout, plan, is_simple
+    return found

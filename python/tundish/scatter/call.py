@@ -1,0 +1,119 @@
+"""`scatter_batch`: the next batch of every rank.
+
+Owns the scatterers of this process, one for each group and source, which live as long as the group. What always
+holds: all ranks of a group that call with the same source make theirs in the same round.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from typing import Any
+
+from tundish.distributed import DEFAULT_TIMEOUT, Voter, voter_of
+from tundish.distributed.jobstore import distributed_module
+from tundish.errors import InvalidInputError
+from tundish.scatter.arrival import device_of, on_device
+from tundish.scatter.meeting import timeout_of
+from tundish.scatter.place import place_of, process_group, replicated_place_of
+from tundish.scatter.scatterer import Scatterer, ScatterStats
+from tundish.tree.describing import describe
+
+__all__ = ["scatter_batch", "stats"]
+
+# By group; then by the source's rank in it and the name of the group of those that get the same.
+_Key = tuple[int, "str | None"]
+_scatterers: weakref.WeakKeyDictionary[Any, dict[_Key, Scatterer]] = weakref.WeakKeyDictionary()
+_NONE: dict[_Key, Scatterer] = {}
+_lock = threading.Lock()
+
+
+def scatter_batch(
+    batches: Any, *, src: int = 0, group: Any = None, replicate: Any = None, device: Any = None
+) -> Any:
+    """Collective over `group`: the source gives a batch for each rank, and each rank gets its own.
+
+    Args:
+        batches: on the source an iterable of one batch for each rank, None for those that get nothing, or None where
+        none
+            does; None on all other ranks. A batch is any nest of containers, as `tundish.tree.flatten` takes.
+        src: the source's rank within the group.
+        group: a process group or a `DeviceMesh` of one dimension (None: all ranks). All members make the call, one
+            thread at a time, in the same order.
+        replicate: a process group, or a dimension of the mesh that `group` is one of, whose ranks get the same batch.
+        Then
+            the ranks of all their groups make the call; the source is rank `src` of the group in which the first
+            ranks of `replicate` are.
+        device: to which the tensors go (None: they are in host memory).
+
+    Returns this rank's batch, or None; on the source the very object. A batch is its receiver's own: it may be
+    written to, and never changes otherwise.
+
+    Raises:
+        PeerFailedError: the source failed, in this round, and its traceback is in the message; or a rank was killed,
+        or ended.
+        TimedOutError: a rank did not come within the timeout of the group.
+        InvalidInputError: not one batch for each rank were given, or some by a rank that is not the source.
+        InvalidTypeError, NotPicklableError: on the source, a batch cannot be sent; the message has its path.
+
+    On the source, whatever the iteration over `batches` raised.
+
+        >>> import torch
+        >>> import tundish as td
+        >>> td.scatter_batch([{"input_ids": torch.arange(3)}])
+        {'input_ids': tensor([0, 1, 2])}
+    """
+    scatterer = _scatterer_of(process_group(group), src, process_group(replicate, "replicate"))
+    try:
+        target = device_of(device)
+        if batches is not None and not scatterer.is_source:
+            raise InvalidInputError("only the source gives batches: pass None on all other ranks")
+    except Exception as error:  # noqa: BLE001 (raised again, once the others know)
+        scatterer.fail(error)
+    if scatterer.is_source:
+        own = scatterer.give(batches)
+        if target is None or own is None:
+            return own
+        tensors, schema, _ = describe(own)
+        return on_device(schema, tensors, target)
+    arrival = scatterer.take()
+    return None if arrival is None else arrival.build(target)
+
+
+def stats(group: Any = None) -> list[ScatterStats]:
+    """What the scatters of `group` did on this rank, one for each source."""
+    distributed = distributed_module()
+    key = process_group(group)
+    if key is None and distributed.is_initialized():
+        key = distributed.group.WORLD
+    with _lock:
+        found = list(_scatterers.get(key, _NONE).values()) if key is not None else []
+    return [scatterer.stats() for scatterer in found]
+
+
+def _scatterer_of(group: Any, src: Any, replicate: Any) -> Scatterer:
+    distributed = distributed_module()
+    key = group
+    if key is None and distributed.is_initialized():
+        key = distributed.group.WORLD
+    others = None if replicate is None else str(getattr(replicate, "group_name", replicate))
+    # Those who are not in a group have a number in its place.
+    if isinstance(key, distributed.ProcessGroup) and type(src) is int:
+        found = _scatterers.get(key, _NONE).get((src, others))
+        if found is not None:
+            return found
+    if key is None:
+        return Scatterer(None, place_of(group, src), timeout=DEFAULT_TIMEOUT)
+    timeout = timeout_of(group) if isinstance(key, distributed.ProcessGroup) else DEFAULT_TIMEOUT
+    if replicate is None:
+        place = place_of(group, src)
+        made = Scatterer(voter_of(group), place, timeout=timeout)
+    else:
+        place = replicated_place_of(group, src, replicate, timeout=timeout)
+        with Voter.among(place.ranks, timeout=timeout) as voter:
+            made = Scatterer(voter, place, timeout=timeout)
+    with _lock:
+        _scatterers.setdefault(key, {})[operator.index(src), others] = made
+    weakref.finalize(key, made.close).atexit = False
+    return made

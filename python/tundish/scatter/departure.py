@@ -1,0 +1,80 @@
+"""A batch that is to be sent: taken apart, and written into memory.
+
+What always holds: a batch is taken apart before any rank has been sent anything, so that what cannot be carried is
+refused in time; it is written as its layout says, whatever its tensors look like and wherever they are.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tundish import _native
+from tundish.tree.describing import describe
+
+__all__ = ["Departure", "threads_of"]
+
+_get_is_cpu = operator.attrgetter("is_cpu")
+# More of them do not make a copy faster.
+_MOST_THREADS = 4
+
+
+class Departure:
+    """A batch as it is to be sent.
+
+    Attributes:
+        schema: of the batch.
+        tensors: those that are carried.
+        size: bytes of them, as the layout has them.
+        is_plain: whether all of them are bytes in host memory, one after the other.
+        threads: how many may copy.
+    """
+
+    __slots__ = ("_addresses", "is_plain", "schema", "size", "tensors", "threads")
+
+    def __init__(self, batch: Any, rank: int, threads: int) -> None:
+        self.tensors, self.schema, self._addresses = describe(batch, f"rank {rank}'s batch")
+        self.size = self.schema.layout.total
+        self.threads = threads
+        # Where one has gaps between its values it has no address.
+        self.is_plain = all(map(_get_is_cpu, self.tensors)) and all(
+            address or not size
+            for address, size in zip(self._addresses, self.schema.layout.sizes, strict=True)
+        )
+
+    def write(self, parcel: _native.Parcel) -> None:
+        """Write the tensors where the layout says, into a parcel of at least `size` bytes."""
+        layout = self.schema.layout
+        if self.is_plain:
+            parcel.fill(self._addresses, layout.sizes, layout.offsets, self.threads)
+            return
+        buffer = torch.frombuffer(parcel, dtype=torch.uint8)
+        for place, tensor in zip(layout.tensors_in(buffer), self.tensors, strict=True):
+            place.copy_(tensor)
+
+    def write_some(self, parcel: _native.Parcel, numbers: Sequence[int], start: int) -> None:
+        """Write these tensors as `write` does, into a parcel whose first byte is the one at `start`."""
+        layout = self.schema.layout
+        if self.is_plain:
+            parcel.fill(
+                [self._addresses[number] for number in numbers],
+                [layout.sizes[number] for number in numbers],
+                [layout.offsets[number] - start for number in numbers],
+                self.threads,
+            )
+            return
+        buffer = torch.frombuffer(parcel, dtype=torch.uint8)
+        for number in numbers:
+            first = layout.offsets[number] - start
+            place = buffer[first : first + layout.sizes[number]].view(layout.dtypes[number])
+            place.view(layout.shapes[number]).copy_(self.tensors[number])
+
+
+def threads_of(receivers: int) -> int:
+    """How many threads copy for so many ranks of this node, which have work of their own."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST_THREADS, processors // (receivers + 1)))

@@ -1,0 +1,190 @@
+"""How those who take part in a scatter find each other, once.
+
+Owns the ways between a source and its receivers until a `Scatterer` takes them over. What always holds: nobody waits
+here but in votes, so that whoever fails or dies is named on all ranks; when a meeting fails, nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+from datetime import timedelta
+from typing import Any
+
+from tundish import _native
+from tundish.distributed import Voter, nodes_of
+from tundish.distributed.groups import make_group, unused_name
+from tundish.distributed.jobstore import distributed_module
+from tundish.distributed.watch import PeerWatch
+from tundish.scatter.far import Courier, FarEnd, FarLane
+from tundish.scatter.near import NearEnd, NearLane
+from tundish.scatter.place import Place
+
+__all__ = ["Ways", "limit_of"]
+
+# Of the memory, for what is on its way and what is kept for the next batches.
+_PART_OF_MEMORY = 8
+_BACKLOG = 4096
+_HELLO = struct.Struct("<q")
+
+
+def limit_of(lanes: int) -> int:
+    """Bytes for each of so many lanes."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(memory // _PART_OF_MEMORY // max(1, lanes))
+
+
+def feeders_of(nodes: list[tuple[int, ...]], place: Place) -> dict[int, int]:
+    """Who gives receivers their batches, where that is a rank of their own node.
+
+    On the source's node it is the source; on another one, of the ranks that get the same batch, the first.
+    """
+    feeders = {}
+    for node in nodes:
+        firsts: dict[int, int] = {}
+        for rank in node:
+            if rank != place.source:
+                first = firsts.setdefault(place.batch(rank), rank)
+                if place.source in node:
+                    feeders[rank] = place.source
+                elif first != rank:
+                    feeders[rank] = first
+    return feeders
+
+
+class Ways:
+    """The ways by which batches come to this rank, and go from it. Collective over the members of `voter`.
+
+    Attributes:
+        near: the lanes to ranks of this node that this rank feeds.
+        far: on the source, those to ranks of other nodes.
+        end: on a receiver, where its batches come.
+        feeder: of the receiver whose they come from.
+        watch: of the ranks of this node.
+        courier: who waits for what is far away.
+    """
+
+    def __init__(self, voter: Voter, place: Place, *, shared_memory: bool, timeout: timedelta) -> None:
+        self.near: list[NearLane] = []
+        self.far: list[FarLane] = []
+        self.end: NearEnd | FarEnd | None = None
+        self.courier: Courier | None = None
+        self.feeder = place.source
+        self.watch = PeerWatch()
+        self._place = place
+        self._timeout = timeout
+        self._lines: dict[int, socket.socket] = {}
+        try:
+            self._meet(voter, shared_memory)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            # Those of receivers that came to nothing.
+            for line in self._lines.values():
+                line.close()
+
+    def close(self) -> None:
+        """Let go of sockets and memory; those who watch this rank see it leave."""
+        self.watch.close()
+        for lane in self.near:
+            lane.close()
+        if isinstance(self.end, NearEnd):
+            self.end.close()
+        if self.courier is not None:
+            self.courier.close()
+        self.near, self.far, self.end = [], [], None
+
+    def _meet(self, voter: Voter, shared_memory: bool) -> None:
+        place, timeout = self._place, self._timeout
+        is_source = place.rank == place.source
+        what = "meeting of a scatter"
+        voter.vote(what=what, same=f"{place.source} of {place.ranks} for {place.batch_of}", timeout=timeout)
+        # All members work out the same.
+        feeders = (
+            feeders_of(nodes_of(voter, timeout=timeout), place)
+            if shared_memory and self.watch.address
+            else {}
+        )
+        self.feeder = feeders.get(place.rank, place.source)
+        fed = [rank for rank, feeder in feeders.items() if feeder == place.rank]
+        far = [rank for rank in place.ranks if rank not in feeders and rank != place.source]
+        with contextlib.ExitStack() as stack:
+            told, listener = "[]", None
+            if fed:
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                address = f"tundish-scatter-{secrets.token_hex(16)}"
+                listener.bind(f"\0{address}")
+                listener.listen(_BACKLOG)
+                told = json.dumps((address, self.watch.address, os.getpid()))
+            heard = json.loads(voter.pass_on(told, source=self.feeder, what=what, timeout=timeout))
+            # A connection waits in the feeder's queue, and what is said on it, until the feeder looks there.
+            with voter.agreed(what, timeout=timeout):
+                if place.rank in feeders:
+                    self._call(*heard)
+            with voter.agreed(what, timeout=timeout):
+                if listener is not None:
+                    self._answer(listener, fed)
+            with voter.agreed(what, timeout=timeout):
+                if place.rank in feeders:
+                    self._listen(heard[2])
+                if far and (is_source or place.rank in far):
+                    self._join((place.source, *far))
+
+    def _call(self, address: str, watch: str, _: int) -> None:
+        line = self._lines[self.feeder] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        line.connect(f"\0{address}")
+        line.sendall(_HELLO.pack(self._place.rank) + self.watch.address.encode())
+        self.watch.connect({self.feeder: watch})
+
+    def _answer(self, listener: socket.socket, fed: list[int]) -> None:
+        listener.settimeout(0)
+        limit = limit_of(len(fed))
+        for _ in fed:
+            line, _ = listener.accept()
+            line.settimeout(self._timeout.total_seconds())
+            hello = line.recv(_HELLO.size + 108)
+            (rank,) = _HELLO.unpack_from(hello)
+            self._lines[rank] = line
+            self.watch.connect({rank: hello[_HELLO.size :].decode()})
+        for rank in fed:
+            lane = NearLane(rank, self._lines.pop(rank), limit)
+            self.near.append(lane)
+            lane.introduce()
+
+    def _listen(self, process: int) -> None:
+        line = self._lines.pop(self.feeder)
+        try:
+            self.end = NearEnd(line, process)
+        except BaseException:
+            line.close()
+            raise
+
+    def _join(self, members: tuple[int, ...]) -> None:
+        name = unused_name("scatter", members)
+        group = make_group(distributed_module(), members, name, self._timeout, "gloo")
+        arena = _native.SegmentArena(limit_of(1))
+        self.courier = Courier()
+        if self._place.rank != self._place.source:
+            self.end = FarEnd(group, self.courier, arena, passes_on=bool(self.near))
+            return
+        self.far = [
+            FarLane(rank, group, position, arena) for position, rank in enumerate(members) if position > 0
+        ]
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long the collectives of `group` wait."""
+    distributed = distributed_module()
+    group = distributed.group.WORLD if group is None else group
+    c10d = distributed.distributed_c10d
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        found = getattr(options, "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return c10d.default_pg_timeout  # type: ignore[no-any-return]

@@ -1,0 +1,297 @@
+"""From the source to a rank of its node: a board in shared memory for messages, parcels for tensors.
+
+A `NearLane` is the source's end, a `NearEnd` the receiver's. What always holds:
+
+1. A parcel's memory is one receiver's alone, or shared by several of which whoever writes gets pages of its own, from
+   the
+   message that refers to it until nothing there refers to it any more: the kernel holds a lease as long. A batch is
+   its receiver's own.
+2. The descriptor of memory that a receiver does not know is on the line before the message that refers to it. What a
+   source gave is there for its receivers though the source has ended.
+3. A source is at most `_ROUNDS` rounds ahead of a receiver, and `limit` bytes, or one batch where that is larger.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tundish import _native
+from tundish.errors import TimedOutError
+from tundish.scatter.arrival import Arrival, bytes_of
+from tundish.scatter.departure import Departure
+from tundish.scatter.messages import (
+    BATCH,
+    FRESH,
+    HEAD_BYTES,
+    NOWHERE,
+    SAID,
+    SHARED,
+    Head,
+    Known,
+    Reference,
+    Told,
+)
+from tundish.tree import Schema
+
+if TYPE_CHECKING:
+    from tundish._native import ArenaStats
+
+__all__ = ["NearEnd", "NearLane", "Shipment", "own_pages"]
+
+# Rounds that a source may be ahead.
+_ROUNDS = 4
+# Room for a message; what is longer goes into the parcel.
+_MESSAGE_BYTES = 32 * 1024
+# As many segments as a receiver keeps mapped.
+_MOST_KNOWN = 128
+_DESCRIPTOR = struct.calcsize("i")
+# What is said with a descriptor: the identity of its memory, and whether others get the same.
+_MARK = struct.Struct("<Q?")
+# What wants to wait gives this the wait itself, which takes seconds and says whether it came to its end.
+Waiter = Callable[[Callable[[float], bool]], None]
+_NOTHING_AHEAD: tuple[int, Shipment | None] = (0, None)
+
+
+class Shipment:
+    """A parcel that `readers` receivers get, each with pages of its own as soon as it writes.
+
+    It is used again when all of them came, and nothing of it is left.
+    """
+
+    def __init__(self, parcel: _native.Parcel, readers: int) -> None:
+        self.parcel = parcel
+        self.reference = parcel.reference()
+        self._readers = readers
+
+    def came(self) -> None:
+        """One more reader has it."""
+        self._readers -= 1
+        if self._readers == 0:
+            self.parcel.revoke()
+
+
+class NearLane:
+    """The source's end of the way to `rank`.
+
+    `limit`: bytes that may be on their way, and that are kept for the next batches.
+    """
+
+    def __init__(self, rank: int, line: socket.socket, limit: int) -> None:
+        self.rank = rank
+        self.arena = _native.SegmentArena(limit)
+        self._line = line
+        self._limit = limit
+        self._board = _native.TaskBoard(_ROUNDS, _MESSAGE_BYTES)
+        self._told = Told()
+        # What the receiver has not taken yet, by ticket: its bytes, and of what others get too the shipment.
+        self._ahead: dict[int, tuple[int, Shipment | None]] = {}
+        # Segments whose descriptors it was sent.
+        self._known: dict[bytes, None] = {}
+
+    def introduce(self) -> None:
+        """Send the receiver the board, over the line."""
+        socket.send_fds(self._line, [_MARK.pack(0, False)], [self._board.fd])
+
+    def give(self, number: int, departure: Departure, wait: Waiter) -> int:
+        """Send a batch; the bytes that were copied."""
+        try:
+            head, said = self._head(number, departure.schema, departure.size, wait)
+            if departure.size == 0:
+                self._put(head.pack() + said, 0, None)
+            else:
+                self._make_room(departure.size, wait)
+                self._send(head, said, departure.size, departure.write)
+        except BaseException:
+            self._told.forget()
+            raise
+        return departure.size
+
+    def load(self, departure: Departure, readers: int) -> Shipment:
+        """Write a batch that this lane and others share."""
+        parcel = self.arena.take(departure.size)
+        departure.write(parcel)
+        return Shipment(parcel, readers)
+
+    def share(self, number: int, schema: Schema, size: int, shipment: Shipment | None, wait: Waiter) -> None:
+        """Send a batch whose tensors, `size` bytes, are in memory that others get too, if there are any."""
+        try:
+            head, said = self._head(number, schema, size, wait)
+            self._make_room(size, wait)
+            if shipment is not None:
+                head = head._replace(flags=head.flags | SHARED, reference=shipment.reference)
+                head = self._announced(head, shipment.parcel)
+            self._put(head.pack() + said, size, shipment)
+        except BaseException:
+            self._told.forget()
+            raise
+
+    def say(self, number: int, kind: int, text: str, wait: Waiter) -> None:
+        """Send a message without a batch; `text` is cut to the room for it."""
+        room = self._board.capacity - HEAD_BYTES
+        said = text.encode(errors="replace")[:room].decode(errors="ignore").encode()
+        self._make_room(0, wait)
+        self._put(Head(number, kind, said=len(said)).pack() + said, 0, None)
+
+    def stats(self) -> ArenaStats:
+        return self.arena.stats()
+
+    def close(self) -> None:
+        self._line.close()
+
+    def _head(self, number: int, schema: Schema, size: int, wait: Waiter) -> tuple[Head, bytes]:
+        """The head of a batch and what is said with it; what is too long for that is sent before."""
+        flags, place, said = self._told.tell(schema)
+        head = Head(number, BATCH, flags, place, len(said), size)
+        self._make_room(0, wait)
+        if HEAD_BYTES + len(said) <= self._board.capacity:
+            return head, said
+        length = len(said)
+
+        def write(parcel: _native.Parcel) -> None:
+            memoryview(parcel)[:] = said
+
+        self._send(Head(number, SAID, size=length), b"", length, write)
+        self._make_room(0, wait)
+        return head, b""
+
+    def _send(self, head: Head, said: bytes, size: int, write: Callable[[_native.Parcel], None]) -> None:
+        """Send what `write` puts into a parcel that the receiver alone has."""
+        parcel = self.arena.take(size)
+        try:
+            write(parcel)
+            head = self._announced(head._replace(reference=parcel.reference()), parcel)
+            self._put(head.pack() + said, size, None)
+        except BaseException:
+            parcel.revoke()
+            raise
+        parcel.release()
+
+    def _put(self, message: bytes, size: int, shipment: Shipment | None) -> None:
+        ticket = self._board.put(0, message)
+        if ticket is None:
+            raise RuntimeError("a board has no room where fewer messages than it holds are on it")
+        self._ahead[ticket] = size, shipment
+
+    def _make_room(self, size: int, wait: Waiter) -> None:
+        ahead = self._ahead
+        self._collect()
+        while len(ahead) == _ROUNDS or (ahead and sum(one for one, _ in ahead.values()) + size > self._limit):
+            wait(lambda seconds: self._board.wait(seconds, True))
+            self._collect()
+
+    def _collect(self) -> None:
+        for ticket, _, _ in self._board.collect():
+            _, shipment = self._ahead.pop(ticket, _NOTHING_AHEAD)
+            if shipment is not None:
+                shipment.came()
+
+    def _announced(self, head: Head, parcel: _native.Parcel) -> Head:
+        """The head of a message with memory whose descriptor, where the receiver does not have it, is on the line."""
+        mark = _MARK.pack(head.reference[2], bool(head.flags & SHARED))
+        if mark in self._known:
+            return head
+        if len(self._known) >= _MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        socket.send_fds(self._line, [mark], [parcel.descriptor])
+        self._known[mark] = None
+        return head._replace(flags=head.flags | FRESH)
+
+
+class NearEnd:
+    """A receiver's end of the way from its source, the process `source`; takes over `line`."""
+
+    def __init__(self, line: socket.socket, source: int) -> None:
+        self._line = line
+        self._source = source
+        self._known = Known()
+        self._parcels = _native.Parcels()
+        # By identity, of memory that others have too.
+        self._shared: dict[int, int] = {}
+        [(_, _, descriptor)] = self._hear()
+        try:
+            self._board = _native.TaskBoard.open(descriptor)
+        finally:
+            os.close(descriptor)
+        # What was taken off the board and not yet looked at: Ctrl-C may come between.
+        self._taken: list[Any] = []
+        self._said: bytes | None = None
+
+    def wait(self, seconds: float) -> bool:
+        """Whether a message is there within so many seconds."""
+        if not self._taken:
+            with contextlib.suppress(TimedOutError):
+                self._taken.extend(map(self._board.take, (0,), (seconds,)))
+        return bool(self._taken)
+
+    def read(self) -> tuple[Head, Arrival | str] | None:
+        """The message that is there, with its batch or its text; None where another one belongs to it.
+
+        Where that fails it is gone.
+        """
+        ticket, _, message = self._taken[0]
+        try:
+            head = Head.unpack(message)
+            memory = None if head.reference == NOWHERE else self._open(head)
+            if head.kind == SAID:
+                self._said = b"" if memory is None else memory.tobytes()
+                return None
+            said: bytes = message[HEAD_BYTES:]
+            if len(said) < head.said and self._said is not None:
+                said, self._said = self._said, None
+            if head.kind != BATCH:
+                return head, said.decode(errors="replace")
+            return head, Arrival(self._known.hear(head, said), memory)
+        finally:
+            self._board.finish(ticket, 0, b"")
+            self._taken.clear()
+
+    def close(self) -> None:
+        self._line.close()
+        while self._shared:
+            os.close(self._shared.popitem()[1])
+
+    def _open(self, head: Head) -> NDArray[np.uint8]:
+        if head.flags & FRESH:
+            for identity, is_shared, descriptor in self._hear():
+                if is_shared:
+                    self._keep(identity, descriptor)
+                else:
+                    self._parcels.adopt(descriptor, self._source)
+        if head.flags & SHARED:
+            return own_pages(head.reference, self._shared.get(head.reference[2]))
+        return bytes_of(self._parcels.open(head.reference))
+
+    def _keep(self, identity: int, descriptor: int) -> None:
+        if len(self._shared) >= _MOST_KNOWN:
+            os.close(self._shared.pop(next(iter(self._shared))))
+        self._shared[identity] = descriptor
+
+    def _hear(self) -> list[tuple[int, bool, int]]:
+        """The descriptors that are on the line by now, each with what was said of it."""
+        found = []
+        room, flags = socket.CMSG_SPACE(_DESCRIPTOR), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        with contextlib.suppress(BlockingIOError):
+            while (heard := self._line.recvmsg(_MARK.size, room, flags))[0]:
+                identity, is_shared = _MARK.unpack(heard[0])
+                for _, _, content in heard[1]:
+                    found += [(identity, is_shared, descriptor) for descriptor in array.array("i", content)]
+        return found
+
+
+def own_pages(reference: Reference, inherited: int | None = None) -> NDArray[np.uint8]:
+    """Memory that others have too, of which this process gets pages of its own where it writes.
+
+    `inherited`: a descriptor of it.
+    """
+    process, descriptor, identity, generation, _ = reference
+    segment = _native.SharedSegment.attach((process, descriptor, identity, generation), inherited)
+    return bytes_of(segment.private())

@@ -1,0 +1,110 @@
+"""Who takes part in a scatter, and which batch is whose.
+
+Owns the reading of `group`, `src` and `replicate`. What always holds: `src` is a rank within the group, all others in
+a `Place` are the job's.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from tundish.distributed import voter_of
+from tundish.distributed.groups import membership
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+__all__ = ["Place", "place_of", "process_group", "replicated_place_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A rank's place among those who take part.
+
+    Attributes:
+        ranks: of all who take part.
+        batch_of: for each of them, the number of its batch.
+        rank: this one.
+        source: the one who has the data.
+    """
+
+    ranks: tuple[int, ...]
+    batch_of: tuple[int, ...]
+    rank: int
+    source: int
+
+    @property
+    def batches(self) -> int:
+        """How many batches a round has."""
+        return max(self.batch_of) + 1
+
+    def batch(self, rank: int) -> int:
+        """The number of a rank's batch."""
+        return self.batch_of[self.ranks.index(rank)]
+
+
+def process_group(group: Any, what: str = "group") -> Any:
+    """The process group that is meant: `group` itself, or that of a `DeviceMesh` of one dimension."""
+    if group is None or not hasattr(group, "get_group"):
+        return group
+    if group.ndim != 1:
+        names = group.mesh_dim_names or ()
+        example = f'mesh["{names[0]}"]' if names else 'mesh["data"], of a mesh with mesh_dim_names'
+        raise InvalidInputError(
+            f"{what} is a DeviceMesh of {group.ndim} dimensions: give one, as in {example}"
+        )
+    return group.get_group()
+
+
+def checked_source(src: Any, size: int) -> int:
+    """`src` as a number; refuses what is no rank of a group of `size`."""
+    try:
+        if isinstance(src, bool):
+            raise TypeError
+        number = operator.index(src)
+    except TypeError:
+        raise InvalidTypeError(f"src is {src!r}: give the rank of the source within the group") from None
+    if not 0 <= number < size:
+        raise InvalidInputError(
+            f"src is {number}: it is a rank within the group, which has {size} of them (0 to {size - 1})"
+        )
+    return number
+
+
+def place_of(group: Any, src: Any) -> Place:
+    """The place of this process in `group`, whose rank `src` has the data."""
+    member = membership(group)
+    return Place(
+        ranks=member.ranks,
+        batch_of=tuple(range(len(member.ranks))),
+        rank=member.rank,
+        source=member.ranks[checked_source(src, len(member.ranks))],
+    )
+
+
+def replicated_place_of(group: Any, src: Any, replicate: Any, *, timeout: timedelta) -> Place:
+    """Collective over `replicate`: the place of this process in `group`, with all that get the same as its ranks.
+
+    The ranks of `replicate` are this one and those that get the same batch, each of which has a `group` of its own.
+    The first of them is of the source's.
+    """
+    own = place_of(group, src)
+    voter = voter_of(replicate)
+    what = "finding who gets the same batch"
+    gathered = voter.gather(json.dumps(own.ranks), what=what, timeout=timeout)
+    told = json.dumps([json.loads(one) for one in gathered]) if gathered else None
+    groups = json.loads(voter.pass_on(told, source=voter.ranks[0], what=what, timeout=timeout))
+    ranks = tuple(rank for group in groups for rank in group)
+    if len(set(ranks)) != len(ranks) or any(len(group) != len(own.ranks) for group in groups):
+        raise InvalidInputError(
+            f"group and replicate do not make a grid: the ranks {list(voter.ranks)} that get the same batch are in "
+            f"the groups {groups}; give two dimensions of one mesh"
+        )
+    return Place(
+        ranks=ranks,
+        batch_of=own.batch_of * len(groups),
+        rank=own.rank,
+        source=ranks[own.ranks.index(own.source)],
+    )

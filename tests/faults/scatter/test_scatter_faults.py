@@ -1,0 +1,349 @@
+"""Scatters while ranks are killed, fail, are interrupted, or come late.
+
+Times are taken on the machine's monotonic clock, which all processes share.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+from rank_processes import Job, Line, outcome
+
+# The promise: a failure, or a rank that was killed, is known within so many seconds.
+KNOWN = 1.0
+
+
+def timed(call: Callable[[], Any]) -> tuple[str, str, Any, float]:
+    return (*outcome(call), time.monotonic())
+
+
+def on_nodes(rank: int, size: int) -> None:
+    os.environ |= {
+        "GROUP_RANK": str(rank // size),
+        "LOCAL_RANK": str(rank % size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+
+
+def batches(number: int) -> list[Any]:
+    return [{"x": torch.full((1000,), number + other)} for other in range(dist.get_world_size())]
+
+
+def a_round(rank: int, number: int) -> None:
+    mine = td.scatter_batch(batches(number) if rank == 0 else None)
+    assert mine["x"].tolist() == [number + rank] * 1000
+
+
+def killed_receiver(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    for number in range(3):
+        a_round(rank, number)
+    line.say("ready")
+    if rank in (0, 2):
+        line.hear()
+    line.say(*timed(lambda: a_round(rank, 3)))
+    line.say(*timed(lambda: a_round(rank, 4)))
+
+
+@pytest.mark.parametrize("node", [4, 2, 1])
+def test_a_killed_receiver_is_named_by_all(node: int, tmp_path: Path) -> None:
+    with Job(killed_receiver, 4, tmp_path) as job:
+        for rank in range(4):
+            job.tell(rank, node)
+        assert job.hear_all() == [("ready",)] * 4
+        job.signal(2, signal.SIGKILL)
+        assert job.exit_code(2) == -signal.SIGKILL
+        begin = time.monotonic()
+        job.tell(0)
+        # Those whom the source had given a batch when it found out hear of it in the next round.
+        for rank in (0, 1, 3):
+            heard = [job.hear(rank), job.hear(rank)]
+            named = [one for one in heard if one[0] == "PeerFailedError"]
+            assert named and named[-1] is heard[-1], heard
+            for _, text, lost, at in named:
+                assert lost == 2 and "rank 2" in text, text
+                assert at - begin < KNOWN
+        job.expect_end(0, 1, 3)
+
+
+def killed_source(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    for number in range(3):
+        a_round(rank, number)
+    line.say("ready")
+    if rank == 0:
+        line.hear()
+    line.say(*timed(lambda: a_round(rank, 3)))
+
+
+@pytest.mark.parametrize("node", [3, 1])
+def test_a_killed_source_is_named_by_all(node: int, tmp_path: Path) -> None:
+    with Job(killed_source, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, node)
+        assert job.hear_all() == [("ready",)] * 3
+        time.sleep(0.2)
+        killed = time.monotonic()
+        job.signal(0, signal.SIGKILL)
+        for kind, text, lost, at in job.hear_all(1, 2):
+            assert (kind, lost) == ("PeerFailedError", 0), text
+            assert at - killed < KNOWN
+        job.expect_end(1, 2)
+
+
+def source_ends_early(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    a_round(rank, 0)
+    if rank == 0:
+        for number in (1, 2):
+            a_round(0, number)
+        line.say("gave all")
+        # As a process does that is at its end; nothing of it is left.
+        os._exit(0)
+    line.hear()
+    for number in (1, 2):
+        a_round(rank, number)
+    kind, _, lost = outcome(lambda: a_round(rank, 3))
+    assert (kind, lost) == ("PeerFailedError", 0)
+
+
+def test_what_was_given_is_there_though_the_source_has_ended(tmp_path: Path) -> None:
+    with Job(source_ends_early, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, 3)
+        assert job.hear(0) == ("gave all",)
+        assert job.exit_code(0) == 0
+        job.tell(1)
+        job.tell(2)
+        job.expect_end(1, 2)
+
+
+class LoaderBroke(Exception):
+    pass
+
+
+def failing_loader() -> Any:
+    yield {"x": torch.zeros(1000)}
+    raise LoaderBroke("the shard is damaged")
+
+
+def failing_source(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    begin = time.monotonic()
+    for number in range(2):
+        a_round(rank, number)
+    for given, kind, text in (
+        (failing_loader, "LoaderBroke", "the shard is damaged"),
+        (lambda: batches(0)[:2], "InvalidInputError", "one batch for each rank, 3 in all, and 2 came"),
+        (lambda: [None, {"y": [1, {"z": lambda: 0}]}, None], "NotPicklableError", 'batch["y"][1]'),
+    ):
+        found, said, lost = outcome(lambda given=given: td.scatter_batch(given() if rank == 0 else None))
+        if rank == 0:
+            assert found == kind and text in said, said
+        else:
+            assert (found, lost) == ("PeerFailedError", 0), said
+            assert text in said and "Traceback (most recent call last)" in said, said
+            assert f"{kind}" in said
+    assert (
+        "in failing_loader" in outcome(lambda: td.scatter_batch(failing_loader() if rank == 0 else None))[1]
+        or rank == 0
+    )
+    # At its own round and no other.
+    a_round(rank, 7)
+    assert time.monotonic() - begin < 10 * KNOWN
+
+
+@pytest.mark.parametrize("node", [3, 1])
+def test_what_the_source_fails_with_is_raised_by_all_in_its_round(node: int, tmp_path: Path) -> None:
+    with Job(failing_source, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, node)
+        job.expect_end()
+
+
+def failure_while_behind(rank: int, line: Line) -> None:
+    a_round(rank, 0)
+    if rank == 0:
+        for number in (1, 2):
+            a_round(0, number)
+        assert outcome(lambda: td.scatter_batch([]))[0] == "InvalidInputError"
+        line.say("failed")
+    else:
+        line.hear()
+        for number in (1, 2):
+            a_round(1, number)
+        kind, _, lost = outcome(lambda: td.scatter_batch(None))
+        assert (kind, lost) == ("PeerFailedError", 0)
+    a_round(rank, 3)
+
+
+def test_a_receiver_that_is_behind_gets_what_came_before_the_failure(tmp_path: Path) -> None:
+    with Job(failure_while_behind, 2, tmp_path) as job:
+        assert job.hear(0) == ("failed",)
+        job.tell(1)
+        job.expect_end()
+
+
+def bad_arguments(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    a_round(rank, 0)
+    kind, text, _ = outcome(lambda: td.scatter_batch(batches(1)))
+    assert kind == ("" if rank == 0 else "InvalidInputError"), text
+    a_round(rank, 2)
+    device = "no such device" if rank == 0 else None
+    kind, text, _ = outcome(lambda: td.scatter_batch(batches(3) if rank == 0 else None, device=device))
+    assert kind == ("RuntimeError" if rank == 0 else "PeerFailedError"), text
+    a_round(rank, 4)
+
+
+@pytest.mark.parametrize("node", [2, 1])
+def test_a_call_that_is_refused_is_a_round_all_the_same(node: int, tmp_path: Path) -> None:
+    with Job(bad_arguments, 2, tmp_path) as job:
+        job.tell(0, node)
+        job.tell(1, node)
+        job.expect_end()
+
+
+def interrupted_receiver(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    a_round(rank, 0)
+    if rank == 1:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        assert outcome(lambda: td.scatter_batch(None))[0] == "KeyboardInterrupt"
+        assert time.monotonic() - begin < 1
+        line.say("interrupted")
+    else:
+        line.hear()
+        a_round(0, 1)
+    # Round 1 passed without rank 1; all are in step.
+    a_round(rank, 2)
+
+
+@pytest.mark.parametrize("node", [2, 1])
+def test_ctrl_c_ends_a_wait_and_the_next_round_is_the_next(node: int, tmp_path: Path) -> None:
+    with Job(interrupted_receiver, 2, tmp_path) as job:
+        job.tell(0, node)
+        job.tell(1, node)
+        assert job.hear(1) == ("interrupted",)
+        job.tell(0)
+        job.expect_end()
+
+
+def silent_source(rank: int, line: Line) -> None:
+    a_round(rank, 0)
+    if rank == 1:
+        kind, text, _ = outcome(lambda: td.scatter_batch(None))
+        assert kind == "TimedOutError" and "rank 0 did not come within 2 s" in text, text
+        line.say("gave up")
+    else:
+        line.hear()
+        a_round(0, 1)
+    a_round(rank, 2)
+
+
+def test_a_source_that_does_not_come_is_named_after_the_timeout_of_the_group(tmp_path: Path) -> None:
+    with Job(silent_source, 2, tmp_path, seconds=2.0) as job:
+        assert job.hear(1) == ("gave up",)
+        job.tell(0)
+        job.expect_end()
+
+
+def slow_receiver(rank: int, line: Line) -> None:
+    a_round(rank, 0)
+    if rank == 0:
+        # Nobody takes anything; the source is held up before it fills the memory.
+        ahead = 0
+        kind = ""
+        while not kind and ahead < 100:
+            kind, text, _ = outcome(lambda: a_round(0, 1))
+            ahead += 1
+        assert kind == "TimedOutError" and "rank 1" in text, text
+        assert 2 <= ahead <= 10
+        line.say("held up")
+    else:
+        line.hear()
+
+
+def test_a_source_is_not_far_ahead_of_a_slow_receiver(tmp_path: Path) -> None:
+    with Job(slow_receiver, 2, tmp_path, seconds=2.0) as job:
+        assert job.hear(0) == ("held up",)
+        job.tell(1)
+        job.expect_end()
+
+
+def forked(rank: int, line: Line) -> None:
+    a_round(rank, 0)
+    child = os.fork()
+    if child == 0:
+        kind, text, _ = outcome(lambda: td.scatter_batch(None))
+        os._exit(0 if kind == "InvalidInputError" and "before a fork" in text else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    a_round(rank, 1)
+
+
+def test_a_child_takes_no_part(tmp_path: Path) -> None:
+    with Job(forked, 2, tmp_path) as job:
+        job.expect_end()
+
+
+def killed_replica(rank: int, line: Line) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    on_nodes(rank, 2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def a_grid_round() -> None:
+        given = [{"x": torch.ones(1000)}] * 2 if rank == 0 else None
+        td.scatter_batch(given, group=mesh["data"], replicate=mesh["tensor"])
+
+    a_grid_round()
+    line.say("ready")
+    if rank in (0, 3):
+        line.hear()
+    for _ in range(2):
+        line.say(*timed(a_grid_round))
+
+
+def test_a_killed_rank_that_another_one_feeds_is_named_by_that(tmp_path: Path) -> None:
+    # Rank 2 gets the batch of rank 3 too, over the network, and hands it on.
+    with Job(killed_replica, 4, tmp_path) as job:
+        assert job.hear_all() == [("ready",)] * 4
+        job.signal(3, signal.SIGKILL)
+        assert job.exit_code(3) == -signal.SIGKILL
+        job.tell(0)
+        kind, text, lost, _ = job.hear(2)
+        assert (kind, lost) == ("PeerFailedError", 3), text
+
+
+def test_a_killed_rank_that_feeds_another_one_is_named_by_all(tmp_path: Path) -> None:
+    with Job(killed_replica, 4, tmp_path) as job:
+        assert job.hear_all() == [("ready",)] * 4
+        job.signal(2, signal.SIGKILL)
+        assert job.exit_code(2) == -signal.SIGKILL
+        told = time.monotonic()
+        job.tell(3)
+        kind, text, lost, at = job.hear(3)
+        assert (kind, lost) == ("PeerFailedError", 2), text
+        assert at - told < KNOWN
+        told = time.monotonic()
+        job.tell(0)
+        for rank in (0, 1):
+            heard = [job.hear(rank), job.hear(rank)]
+            assert (heard[-1][0], heard[-1][2]) == ("PeerFailedError", 2), heard
+            assert heard[-1][3] - told < KNOWN

@@ -1,0 +1,316 @@
+"""Every rank gets its own batch: every kind, worlds of 1 to 4, over shared memory and over the network."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from batches import KINDS, same
+from rank_processes import Job, Line, outcome
+
+
+def on_nodes(rank: int, size: int) -> None:
+    """Be on a node of so many ranks, as torchrun says it."""
+    os.environ |= {
+        "GROUP_RANK": str(rank // size),
+        "LOCAL_RANK": str(rank % size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+
+
+def rounds_of_all_kinds(rank: int, line: Line) -> None:
+    node = line.hear()
+    if node:
+        on_nodes(rank, node)
+    world = dist.get_world_size()
+    for src in {0, world - 1}:
+        for number, (kind, make) in enumerate(KINDS.items()):
+            # Equal schemas in a row, and others between.
+            for seed in (number, number + 100):
+                given = [make(seed + 10 * other) for other in range(world)] if rank == src else None
+                mine = td.scatter_batch(given, src=src)
+                expected = make(seed + 10 * rank)
+                assert same(mine, expected), (kind, seed, mine, expected)
+                assert rank != src or mine is given[src]
+    line.say([one["transports"] for one in td.scatter.stats()])
+
+
+@pytest.mark.parametrize(("world", "node"), [(1, 0), (2, 0), (3, 0), (4, 0), (2, 1), (4, 2)])
+def test_every_kind_of_batch_comes_as_it_was(world: int, node: int, tmp_path: Path) -> None:
+    with Job(rounds_of_all_kinds, world, tmp_path) as job:
+        for rank in range(world):
+            job.tell(rank, node)
+        told = job.hear_all()
+        job.expect_end()
+    size = node or world
+    for rank, (transports,) in enumerate(told):
+        if world == 1:
+            assert transports == [{}]
+            continue
+        for src, found in zip((0, world - 1), transports, strict=True):
+            near = [other for other in range(world) if other // size == src // size and other != src]
+            far = [other for other in range(world) if other // size != src // size]
+            if rank == src:
+                expected = {name: ranks for name, ranks in (("shared memory", near), ("gloo", far)) if ranks}
+            else:
+                expected = {"shared memory" if rank in near else "gloo": [src]}
+            assert found == expected, (rank, src)
+
+
+def rounds_with_gaps(rank: int, line: Line) -> None:
+    world = dist.get_world_size()
+    for left_out in (*range(world), None):
+        given = [
+            None if left_out in (None, other) else {"x": torch.full((3,), other)} for other in range(world)
+        ]
+        mine = td.scatter_batch(given if rank == 0 else None)
+        if left_out in (None, rank):
+            assert mine is None
+        else:
+            assert mine["x"].tolist() == [rank] * 3
+    assert td.scatter_batch(None) is None
+    # A generator is run in the call.
+    assert td.scatter_batch((10 * other for other in range(world)) if rank == 0 else None) == 10 * rank
+
+
+@pytest.mark.parametrize("node", [3, 1])
+def test_a_rank_without_a_batch_gets_none(node: int, tmp_path: Path) -> None:
+    with Job(rounds_with_gaps if node == 3 else rounds_with_gaps_on_nodes, 3, tmp_path) as job:
+        job.expect_end()
+
+
+def rounds_with_gaps_on_nodes(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    rounds_with_gaps(rank, line)
+
+
+def several_groups(rank: int, line: Line) -> None:
+    odd = dist.new_group([1, 3])
+    even = dist.new_group([0, 2])
+    mine, others = (odd, even) if rank % 2 else (even, odd)
+    for number in range(5):
+        # Within the group, rank 1 of [1, 3] is 3.
+        given = [{"x": torch.tensor([number, rank, 0])}, {"x": torch.tensor([number, rank, 1])}]
+        got = td.scatter_batch(given if rank >= 2 else None, src=1, group=mine)
+        assert got["x"].tolist() == [number, 2 + rank % 2, rank // 2]
+        every = td.scatter_batch(list(range(number, number + 4)) if rank == 2 else None, src=2)
+        assert every == number + rank
+    assert "not a member" in outcome(lambda: td.scatter_batch(None, group=others))[1]
+    assert [one["ranks"] for one in td.scatter.stats(mine)] == [[rank % 2, rank % 2 + 2]]
+
+
+def test_sub_groups_and_several_groups_at_once(tmp_path: Path) -> None:
+    with Job(several_groups, 4, tmp_path) as job:
+        job.expect_end()
+
+
+def on_a_mesh(rank: int, line: Line) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    row, column = divmod(rank, 2)
+    for number in range(3):
+        given = [{"x": torch.tensor([number, column, other])} for other in range(2)] if row == 0 else None
+        assert td.scatter_batch(given, group=mesh["data"])["x"].tolist() == [number, column, row]
+    kind, text, _ = outcome(lambda: td.scatter_batch(None, group=mesh))
+    assert kind == "InvalidInputError" and 'mesh["data"]' in text
+
+
+def test_a_dimension_of_a_mesh_is_a_group(tmp_path: Path) -> None:
+    with Job(on_a_mesh, 4, tmp_path) as job:
+        job.expect_end()
+
+
+def keep_every_batch(rank: int, line: Line) -> None:
+    if line.hear():
+        on_nodes(rank, 1)
+    kept: list[Any] = []
+    for number in range(120):
+        size = 1000 * (number % 7)
+        given = [{"x": torch.full((size,), float(number + other)), "n": number} for other in range(2)]
+        mine = td.scatter_batch(given if rank == 0 else None)
+        if number % 3 == 0:
+            # A batch is its receiver's to write.
+            mine["x"] += 0.5
+        kept.append(mine)
+        if number % 2:
+            del kept[number // 4]
+            kept.insert(number // 4, None)
+    for number, batch in enumerate(kept):
+        if batch is not None:
+            expected = number + rank + 0.5 * (number % 3 == 0)
+            assert (batch["n"], batch["x"].unique().tolist()) in ((number, []), (number, [expected]))
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_whoever_keeps_every_batch_sees_each_unchanged(far: bool, tmp_path: Path) -> None:
+    with Job(keep_every_batch, 2, tmp_path) as job:
+        job.tell(0, far)
+        job.tell(1, far)
+        job.expect_end()
+
+
+def tensors_apart(rank: int, line: Line) -> None:
+    given = [{"x": torch.zeros(300), "y": torch.ones(300)}] * 2
+    mine = td.scatter_batch(given if rank == 0 else None)
+    if rank == 1:
+        weight = torch.ones(300, requires_grad=True)
+        loss = (weight * mine["x"]).sum()
+        # Counts as no change of x, which is needed to go backward.
+        mine["y"].add_(1)
+        loss.backward()
+        assert mine["x"].untyped_storage().nbytes() == 1200
+        assert not mine["x"]._is_view()
+
+
+def test_tensors_of_a_batch_are_apart(tmp_path: Path) -> None:
+    with Job(tensors_apart, 2, tmp_path) as job:
+        job.expect_end()
+
+
+def warm_memory(rank: int, line: Line) -> None:
+    for _ in range(30):
+        td.scatter_batch([{"x": torch.zeros(1 << 18)}] * 2 if rank == 0 else None)
+        dist.barrier()
+    [found] = td.scatter.stats()
+    assert found["rounds"] == 30 and found["batches"] == (30)
+    if rank == 0:
+        assert found["sent_bytes"] >= 30 << 20
+        # One on its way and one that its receiver still looks at: warm, not made anew.
+        assert 0 < sum(found["memory"].values()) <= 4 * (1 << 20) + (1 << 18)
+
+
+def test_memory_is_used_again(tmp_path: Path) -> None:
+    with Job(warm_memory, 2, tmp_path) as job:
+        job.expect_end()
+
+
+def schemas_told(rank: int, line: Line) -> None:
+    def make(number: int) -> Any:
+        # More shapes than a receiver keeps schemas of, in an order in which they come again.
+        return {"x": torch.full((number % 90,), number), "at": f"step {number}"}
+
+    for number in range(300):
+        mine = td.scatter_batch([make(number)] * 2 if rank == 0 else None)
+        assert same(mine, make(number))
+    # Longer than a message on the board.
+    long = {"text": "x" * 100_000, "x": torch.ones(3)}
+    assert same(td.scatter_batch([long] * 2 if rank == 0 else None), long)
+    words = {"text": "x" * 100_000}
+    assert same(td.scatter_batch([words] * 2 if rank == 0 else None), words)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_schemas_of_all_sizes_and_numbers(far: bool, tmp_path: Path) -> None:
+    with Job(schemas_told_far if far else schemas_told, 2, tmp_path) as job:
+        job.expect_end()
+
+
+def schemas_told_far(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    schemas_told(rank, line)
+
+
+def test_alone_without_a_process_group() -> None:
+    batch = {"x": torch.ones(2)}
+    assert td.scatter_batch([batch]) is batch
+    assert td.scatter_batch(None) is None
+    with pytest.raises(td.errors.InvalidInputError, match="one batch for each rank, 1 in all, and 2 came"):
+        td.scatter_batch([batch, batch])
+    with pytest.raises(td.errors.InvalidTypeError, match="not a Tensor"):
+        td.scatter_batch(torch.ones(1))
+    with pytest.raises(td.errors.InvalidInputError, match="src is 1: it is a rank within the group"):
+        td.scatter_batch([batch], src=1)
+    with pytest.raises(td.errors.InvalidTypeError, match="src is 'x'"):
+        td.scatter_batch([batch], src="x")  # type: ignore[arg-type]
+
+
+def sources_differ(rank: int, line: Line) -> None:
+    kind, text, _ = outcome(lambda: td.scatter_batch([1, 2], src=rank))
+    assert kind in ("PeerFailedError", "InvalidInputError"), (kind, text)
+    # The next call that agrees works.
+    assert td.scatter_batch([5, 6] if rank == 1 else None, src=1) == 5 + rank
+
+
+def test_ranks_that_name_different_sources_are_told(tmp_path: Path) -> None:
+    with Job(sources_differ, 2, tmp_path) as job:
+        job.expect_end()
+
+
+def replicas(rank: int, line: Line) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape, node = line.hear()
+    on_nodes(rank, node)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    row = rank // shape[1]
+    for number in range(6):
+        given = None
+        if rank == 0:
+            given = [
+                {"x": torch.full((70_000,), 10 * number + other), "n": number} for other in range(shape[0])
+            ]
+            # Nothing for a row, no tensors, and a schema longer than a message, in rounds of their own.
+            given[0] = None if number == 2 else given[0]
+            given[-1] = {"n": number} if number == 3 else given[-1]
+            given[-1] = {"text": "x" * 100_000, "x": torch.ones(9)} if number == 4 else given[-1]
+        mine = td.scatter_batch(given, group=mesh["data"], replicate=mesh["tensor"])
+        if number == 2 and row == 0:
+            assert mine is None
+        elif number == 3 and row == shape[0] - 1:
+            assert mine == {"n": 3}
+        elif number == 4 and row == shape[0] - 1:
+            assert mine["text"] == "x" * 100_000 and mine["x"].tolist() == [1] * 9
+        else:
+            assert mine["n"] == number and (mine["x"] == 10 * number + row).all()
+            # Its own, though others on the node have the same.
+            mine["x"] += rank + 1
+            dist.barrier()
+            assert (mine["x"] == 10 * number + row + rank + 1).all()
+            continue
+        dist.barrier()
+    [found] = td.scatter.stats(mesh["data"])
+    line.say(found["transports"], found["sent_bytes"])
+    kind, text, _ = outcome(
+        lambda: td.scatter_batch([] if rank == 0 else None, group=mesh["data"], replicate=mesh["tensor"])
+    )
+    assert (kind, "and 0 came" in text) == ("InvalidInputError" if rank == 0 else "PeerFailedError", True)
+
+
+def test_ranks_of_another_dimension_get_the_same_batch(tmp_path: Path) -> None:
+    with Job(replicas, 4, tmp_path) as job:
+        for rank in range(4):
+            job.tell(rank, ((2, 2), 4))
+        told = job.hear_all()
+        job.expect_end()
+    assert [transports for transports, _ in told] == [
+        {"shared memory": [2, 1, 3]},
+        *[{"shared memory": [0]}] * 3,
+    ]
+    # Of 5 and 4 rounds with tensors; both ranks of a row have the same memory.
+    assert told[0][1] < 11 * 70_000 * 8
+
+
+def test_a_batch_goes_to_another_node_once(tmp_path: Path) -> None:
+    with Job(replicas, 4, tmp_path) as job:
+        for rank in range(4):
+            job.tell(rank, ((2, 2), 2))
+        told = job.hear_all()
+        job.expect_end()
+    assert [transports for transports, _ in told] == [
+        {"shared memory": [1], "gloo": [2]},
+        {"shared memory": [0]},
+        {"gloo": [0], "shared memory": [3]},
+        {"shared memory": [2]},
+    ]
