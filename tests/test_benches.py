@@ -30,11 +30,12 @@ MODULES = {
     "state": "checkpoint.state",
     "contestants": "shm.contestants",
     "pools": "shm.processes",
+    "scatter_cases": "scatter.cases",
     "timing": "shm.timing",
     "two_queues": "shm.contestants.two_queues",
     "two_queue_pool": "shm.two_queue_pool",
 }
-ROOMS = ("checkpoint", "measure", "packing", "report", "shm")
+ROOMS = ("checkpoint", "measure", "packing", "report", "scatter", "shm")
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +169,7 @@ def test_results_outside_the_markers_of_a_part_stay(bench: SimpleNamespace, tmp_
 def test_the_results_have_no_part_twice_or_in_half(bench: SimpleNamespace) -> None:
     # A part is there from its first full run on.
     results = (PEERS.parent / "RESULTS.md").read_text()
-    for part in ("packing", "checkpoint", "shm"):
+    for part in ("packing", "checkpoint", "shm", "scatter"):
         begin, end = map(results.count, bench.report.markers(part))
         assert begin == end <= 1
 
@@ -356,3 +357,12 @@ def test_a_missing_peer_fails_the_bench(missing: str, measure: str) -> None:
     )
     assert ran.returncode == 1
     assert "a peer is missing" in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["local", "gloo"])
+def test_ways_to_scatter_are_timed_and_agree(bench: SimpleNamespace, name: str) -> None:
+    plan = bench.scatter_cases.Plan(worlds=(2,), rounds={"text": 1, "nested": 1}, judges=False)
+    [section] = bench.scatter_cases.measure(name, plan)
+    cases = [row.case for row in section.rows if "itself" not in row.case]
+    assert cases == ["text, 2 ranks", "text, 2 ranks", "nested, 2 ranks", "nested, 2 ranks"]
+    assert {row.met for row in section.rows} == {None}

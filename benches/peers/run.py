@@ -28,6 +28,7 @@ MEASURES = {
     "packing": ("plan", "published", "shuffle", "lookup", "curve"),
     "checkpoint": ("large", "small", "worlds"),
     "shm": ("tasks", "results", "binding", "readers", "node"),
+    "scatter": ("local", "gloo"),
 }
 PACKAGES = {
     "packing": ("tundish", "numpy", "torch", "numba", "megatron-core"),
@@ -40,6 +41,7 @@ PACKAGES = {
         "nvidia-resiliency-ext",
     ),
     "shm": ("tundish", "numpy", "torch", "joblib", "loky"),
+    "scatter": ("tundish", "numpy", "torch"),
 }
 
 
@@ -121,7 +123,26 @@ def shm_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], S
     return measures | {"node": lambda: [node(plan)]}, said
 
 
-PARTS = {"packing": packing_measures, "checkpoint": checkpoint_measures, "shm": shm_measures}
+def scatter_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
+    """The measures of scatter, and what is said of their rounds."""
+    from scatter.cases import Plan, measure
+
+    plan = Plan()
+    if quick:
+        plan = Plan(worlds=(2,), rounds={"text": 2, "many": 2, "nested": 2}, repeats=2, judges=False)
+    said = (
+        f"Each time is the least of {min(plan.rounds.values()) * plan.repeats} or more (a fifth for objects); in a "
+        "round every way scatters a few times in a row, in the same processes, the first of them untimed."
+    )
+    return {name: lambda name=name: measure(name, plan) for name in MEASURES["scatter"]}, said
+
+
+PARTS = {
+    "packing": packing_measures,
+    "checkpoint": checkpoint_measures,
+    "shm": shm_measures,
+    "scatter": scatter_measures,
+}
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The processes of one run: a pool's parent, or the ranks of a node.
+"""The processes of one run: a pool's parent, or the ranks of a job.
 
 Owns them and what they start, from the start to the end. What always holds: when a run is over, or has failed, or has
 taken too long, nothing of its process groups is left.
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["run_pool", "run_ranks"]
+__all__ = ["rank_environments", "run_pool", "run_program", "run_ranks"]
 
 _HERE = Path(__file__).parent
 # What takes longer hangs.
@@ -28,16 +28,21 @@ _LONGEST_SECONDS = 300.0
 
 def run_pool(request: Mapping[str, Any]) -> dict[str, Any]:
     """The reply of child.py; RuntimeError, with the end of what was said, where it fails."""
-    [reply] = _run(_HERE / "child.py", request, [{}])
+    [reply] = run_program(_HERE / "child.py", request, [{}])
     return reply
 
 
 def run_ranks(request: Mapping[str, Any], *, ranks: int) -> list[dict[str, Any]]:
     """The replies of node_child.py on so many ranks of one node; RuntimeError where one fails."""
+    return run_program(_HERE / "node_child.py", request, rank_environments(ranks))
+
+
+def rank_environments(ranks: int) -> list[dict[str, str]]:
+    """What torchrun gives so many ranks of one node."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environments = [
+    return [
         {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -51,12 +56,12 @@ def run_ranks(request: Mapping[str, Any], *, ranks: int) -> list[dict[str, Any]]
         }
         for rank in range(ranks)
     ]
-    return _run(_HERE / "node_child.py", request, environments)
 
 
-def _run(
+def run_program(
     program: Path, request: Mapping[str, Any], environments: list[dict[str, str]]
 ) -> list[dict[str, Any]]:
+    """The replies of so many processes of one program; RuntimeError, with the end of what was said, where one fails."""
     with contextlib.ExitStack() as stack:
         files = [
             [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in ("reply", "said")]

@@ -1,0 +1,1 @@
+"""Scatter beside what people use today."""

@@ -1,0 +1,65 @@
+"""What is scattered: the kinds of batches of the measure.
+
+What always holds: a kind has the same sizes on every rank and in every round; the total of a batch tells it from that
+of any other rank.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["KINDS", "total"]
+
+Crop = namedtuple("Crop", "pixels box score")
+
+
+def text(rank: int) -> Any:
+    """Four tensors of 8 × 4096 int64."""
+    names = "input_ids", "labels", "attention_mask", "position_ids"
+    return {name: torch.full((8, 4096), rank + 1, dtype=torch.int64) for name in names}
+
+
+def vlm(rank: int) -> Any:
+    """106 MB of float pixels and 40 small tensors."""
+    small = {f"small {number}": torch.full((8,), rank + number) for number in range(40)}
+    return {"pixel_values": torch.full((26_500_000,), 1.0 / (rank + 1)), **small}
+
+
+def many(rank: int) -> Any:
+    """500 tensors of 1 KB."""
+    return [torch.full((256,), float(rank + number)) for number in range(500)]
+
+
+def nested(rank: int) -> Any:
+    """194 tensors in dicts, lists and namedtuples."""
+    crops = [
+        Crop(torch.full((16, 16), float(rank + number)), torch.full((4,), number), torch.tensor(0.5))
+        for number in range(64)
+    ]
+    return {
+        "images": [crops[:20], crops[20:]],
+        "text": {"ids": torch.full((2, 512), rank), "mask": torch.ones(2, 512)},
+    }
+
+
+KINDS: dict[str, Callable[[int], Any]] = {"text": text, "VLM": vlm, "many": many, "nested": nested}
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            yield from _tensors(value)
+    else:
+        for value in batch:
+            yield from _tensors(value)
+
+
+def total(batch: Any) -> float:
+    """The sum of all values: every byte is read."""
+    return float(sum(tensor.sum().item() for tensor in _tensors(batch)))

@@ -1,0 +1,74 @@
+"""One rank of a scatter, in a process of its own, with the environment that torchrun gives it.
+
+    python benches/peers/scatter/child.py REQUEST
+
+Owns nothing but its reply: takes a JSON request (made in `cases`) and prints one line of JSON. What always holds: a
+scatter begins on all ranks together and is over when the last receiver has read every byte of its batch; each batch is
+checked.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from measure import OutputsDiffer
+
+from scatter.batches import KINDS, total
+from scatter.contestants import WAYS, Scatter
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ways = {name: WAYS[name]() for name in request["ways"]}
+    # To look through all of torch in each round would take longer than the rounds.
+    gc.collect()
+    gc.freeze()
+    reply: dict[str, dict[str, float]] = {}
+    for kind, rounds in request["rounds"].items():
+        make = KINDS[kind]
+        batches = [make(other) for other in range(world)] if rank == 0 else None
+        expected = total(make(rank))
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(rounds):
+            for name, scatter in ways.items():
+                gc.collect()
+                # The first has everything warm.
+                for number in range(request["repeats"][name] + 1):
+                    spent = timed(scatter, batches, expected)
+                    if number:
+                        seconds[name].append(spent)
+        reply[kind] = {name: min(times) for name, times in seconds.items()}
+    dist.destroy_process_group()
+    # See shm/node_child.py.
+    time.sleep(0.1)
+    print(json.dumps(reply), flush=True)
+
+
+def timed(scatter: Scatter, batches: list[Any] | None, expected: float) -> float:
+    """Seconds until the last receiver has read its batch."""
+    dist.barrier()
+    begin = time.perf_counter()
+    mine = scatter(batches)
+    # What the source has did not travel.
+    found = total(mine) if batches is None else None
+    spent = torch.tensor([time.perf_counter() - begin])
+    if found not in (None, expected):
+        raise OutputsDiffer(f"a rank's batch sums to {found} and not to {expected}")
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Ways to give every rank its batch.
+
+What always holds: each takes the list of all batches on rank 0, and None elsewhere, and returns this rank's; whoever
+gets one may write to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tundish.distributed import Voter
+from tundish.scatter.place import place_of
+from tundish.scatter.scatterer import Scatterer
+
+__all__ = ["WAYS", "Scatter"]
+
+Scatter = Callable[[list[Any] | None], Any]
+
+
+def ours(shared_memory: bool) -> Scatter:
+    with Voter() as voter:
+        scatterer = Scatterer(
+            voter, place_of(None, 0), timeout=timedelta(minutes=1), shared_memory=shared_memory
+        )
+
+    def scatter(batches: list[Any] | None) -> Any:
+        if batches is not None:
+            return scatterer.give(batches)
+        arrival = scatterer.take()
+        assert arrival is not None
+        return arrival.build(None)
+
+    return scatter
+
+
+def _apart(batch: Any, tensors: list[torch.Tensor]) -> Any:
+    """The batch with dtype and shape in place of each tensor, which goes to `tensors`."""
+    if isinstance(batch, torch.Tensor):
+        tensors.append(batch)
+        return ("tensor", batch.dtype, batch.shape)
+    if isinstance(batch, dict):
+        return ("dict", {key: _apart(value, tensors) for key, value in batch.items()})
+    return (type(batch), [_apart(value, tensors) for value in batch])
+
+
+def _together(schema: Any, tensors: list[torch.Tensor]) -> Any:
+    kind, *rest = schema
+    if kind == "tensor":
+        dtype, shape = rest
+        tensors.append(torch.empty(shape, dtype=dtype))
+        return tensors[-1]
+    if kind == "dict":
+        return {key: _together(value, tensors) for key, value in rest[0].items()}
+    parts = [_together(value, tensors) for value in rest[0]]
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+
+
+def seed(batches: list[Any] | None) -> Any:
+    """Schemas by scatter_object_list, one isend a tensor, fresh memory on the receiver."""
+    got: list[Any] = [None]
+    if batches is None:
+        dist.scatter_object_list(got, None, src=0)
+        tensors: list[torch.Tensor] = []
+        batch = _together(got[0], tensors)
+        for work in [dist.irecv(tensor, src=0) for tensor in tensors]:
+            work.wait()
+        return batch
+    taken: list[list[torch.Tensor]] = [[] for _ in batches]
+    schemas = [_apart(batch, tensors) for batch, tensors in zip(batches, taken, strict=True)]
+    dist.scatter_object_list(got, schemas, src=0)
+    sends = [dist.isend(tensor, dst=rank) for rank in range(1, len(batches)) for tensor in taken[rank]]
+    for send in sends:
+        send.wait()
+    return batches[0]
+
+
+def objects(batches: list[Any] | None) -> Any:
+    """torch's own: all of it pickled."""
+    got: list[Any] = [None]
+    dist.scatter_object_list(got, batches, src=0)
+    return got[0]
+
+
+# Made in each process, in this order on all ranks.
+WAYS: dict[str, Callable[[], Scatter]] = {
+    "ours": lambda: ours(shared_memory=True),
+    "network": lambda: ours(shared_memory=False),
+    "seed": lambda: seed,
+    "objects": lambda: objects,
+}
