@@ -203,6 +203,8 @@ def test_futures_work_with_all_of_concurrent_futures(tmp_path: Path) -> None:
         until(slow.running)
         assert not slow.done() and not slow.cancel()
         assert concurrent.futures.wait([slow], timeout=0.01).not_done == {slow}
+        # Nobody has a callback on it, and nobody collects as a caller.
+        assert concurrent.futures.wait([slow], timeout=5).done == {slow}
         assert slow.result() == 0.3 and not slow.running()
         assert "returned float" in repr(slow)
 
@@ -218,7 +220,7 @@ def test_a_future_has_all_that_the_standard_library_looks_for(tmp_path: Path) ->
         # In a row, asked for by several threads while they come in.
         futures = [pool.submit(item) for item in range(3000)]
         told: list[Any] = []
-        for future in futures:
+        for future in futures[::2]:
             future.add_done_callback(lambda future: told.append(future.result()))
         threads = [
             threading.Thread(target=lambda: [future.result(20) for future in futures]) for _ in range(3)
@@ -230,7 +232,7 @@ def test_a_future_has_all_that_the_standard_library_looks_for(tmp_path: Path) ->
         )
         for thread in threads:
             thread.join()
-        until(lambda: sorted(told) == list(range(3000)))
+        until(lambda: sorted(told) == list(range(0, 3000, 2)))
 
 
 @each_method
