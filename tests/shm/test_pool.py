@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-import gc
 import itertools
 import multiprocessing
 import os
@@ -12,8 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +24,7 @@ from tundish.errors import InvalidInputError, InvalidTypeError, NotPicklableErro
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pool_tasks as tasks
-
-from tundish.shm.pool.pace import Pace
-
-METHODS = ["fork", "forkserver", "spawn"]
-each_method = pytest.mark.parametrize("method", METHODS)
-
-
-def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.002)
-
+from pool_helpers import each_method, until
 
 # ---- Binding ----
 
@@ -339,258 +325,6 @@ def test_large_items_arrive_whole_and_are_the_workers_own(method: str) -> None:
         assert pool.submit([items[1], items[2]]).result() == ([20_000, 40_000], [True, True])
 
 
-# ---- Maps ----
-
-
-@pytest.mark.parametrize("chunksize", [1, 5, "auto"])
-@pytest.mark.parametrize("ordered", [True, False])
-def test_an_endless_iterator_is_read_as_its_results_are_consumed(ordered: bool, chunksize: Any) -> None:
-    taken = itertools.count()
-    with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:
-        results = pool.map(
-            (next(taken) * 0.0 for _ in itertools.repeat(None)), ordered=ordered, chunksize=chunksize
-        )
-        for _ in range(300):
-            next(results)
-        time.sleep(0.2)
-        assert next(taken) < 300 + 30_000
-        before = next(taken)
-        time.sleep(0.2)
-        assert next(taken) == before + 1
-        results.close()
-        assert pool.submit(0).result() == 0
-
-
-def test_slow_tasks_and_slow_consumers_are_not_run_far_ahead_of() -> None:
-    taken = itertools.count()
-    with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:
-        results = pool.map((0.005 for _ in taken), chunksize=1)
-        for _ in range(10):
-            next(results)
-        assert next(taken) < 10 + 40
-        results.close()
-
-
-def test_a_slow_iterator_does_not_hold_results_back() -> None:
-    def items() -> Iterator[float]:
-        yield 0.0
-        for _ in range(20):
-            time.sleep(0.05)
-            yield 0.0
-
-    with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:
-        began = time.monotonic()
-        results = pool.map(items())
-        next(results)
-        assert time.monotonic() - began < 0.6
-        results.close()
-
-
-@each_method
-def test_a_map_that_is_left_in_the_middle_takes_back_what_is_not_begun(method: str, tmp_path: Path) -> None:
-    with td.shm.SharedPool(tasks.touch_and_wait, max_workers=1, mp_context=method) as pool:
-        items = [(str(tmp_path / str(number)), 0.1) for number in range(100)]
-        for place, _ in enumerate(pool.map(items, chunksize=1)):
-            if place == 1:
-                break
-        dropped = pool.map([(str(tmp_path / "dropped"), 0.1)] * 3)
-        del dropped
-        pool.submit((str(tmp_path / "after"), 0.01)).result(20)
-        begun = {path.name for path in tmp_path.iterdir()}
-    # Eight were out when the map was left, and two were done.
-    assert "after" in begun and "dropped" not in begun and len(begun) <= 1 + 5
-
-
-@pytest.mark.parametrize("chunksize", [1, 4, "auto"])
-def test_an_error_of_the_items_is_raised_behind_the_results_before_it(chunksize: Any) -> None:
-    def items() -> Iterator[int]:
-        yield from range(10)
-        raise OSError("the source is gone")
-
-    with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
-        seen = []
-        with pytest.raises(OSError, match="the source is gone"):
-            seen.extend(pool.map(items(), chunksize=chunksize))
-        results = pool.map(items(), chunksize=chunksize)
-        assert [next(results) for _ in range(10)] == list(range(10))
-        with pytest.raises(OSError, match="the source is gone"):
-            next(results)
-
-
-@pytest.mark.parametrize(("seconds", "nbytes"), [(1e-7, 4), (1e-4, 4), (1e-7, 1000), (0.1, 4)])
-def test_auto_chunks_grow_to_what_is_worth_it_and_leave_every_worker_several(
-    seconds: float, nbytes: int
-) -> None:
-    workers, room, items = 3, 16_000, 100_000
-    pace = Pace(workers, room, None, items, 384)
-    sizes, left = [], items
-    while left:
-        size = pace.next_size()
-        assert 1 <= size <= max(1, left // (4 * workers))
-        assert size * seconds < 2e-3 or size == 1
-        assert size * nbytes < room
-        pace.handed_out(size)
-        pace.learn(size, size * seconds, size * nbytes)
-        sizes.append(size)
-        left -= size
-    assert sizes[0] == 1 and max(sizes) >= min(1e-3 / seconds, 0.7 * room / nbytes, items / 13) * 0.5
-
-
-# ---- Many at once ----
-
-
-def test_several_pools_and_pools_within_tasks() -> None:
-    with (
-        td.shm.SharedPool(tasks.nested, max_workers=2) as outer,
-        td.shm.SharedPool(tasks.squared, max_workers=1) as other,
-    ):
-        results = outer.map([1, 2, 3])
-        assert [square for square, _ in other.map(range(50))] == [item * item for item in range(50)]
-        assert list(results) == [[0, 1 * k, 2 * k, 3 * k] for k in (1, 2, 3)]
-
-
-def test_many_threads_submit_and_map_at_once() -> None:
-    failures: list[BaseException] = []
-
-    def use(pool: td.shm.SharedPool, seed: int) -> None:
-        try:
-            for turn in range(10):
-                items = list(range(seed * 1000, seed * 1000 + 50 + turn))
-                futures = [pool.submit(item) for item in items]
-                assert list(pool.map(items, ordered=True)) == items
-                assert sorted(pool.map(items, ordered=False, chunksize=1)) == items
-                assert [future.result(30) for future in futures] == items
-        except BaseException as error:
-            failures.append(error)
-
-    with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
-        threads = [threading.Thread(target=use, args=(pool, seed)) for seed in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert failures == []
-
-
-def test_more_tasks_than_the_board_holds_are_all_done_once() -> None:
-    with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
-        futures = [pool.submit(item) for item in range(5000)]
-        assert [future.result(30) for future in futures] == list(range(5000))
-
-
-# ---- The end ----
-
-
-@each_method
-def test_after_shutdown_nothing_is_taken_and_nothing_is_lost(method: str) -> None:
-    pool = td.shm.SharedPool(tasks.naps, max_workers=2, mp_context=method)
-    futures = [pool.submit(0.01) for _ in range(20)]
-    pool.shutdown()
-    assert [future.result(0) for future in futures] == [0.01] * 20
-    for refused in (lambda: pool.submit(1), lambda: pool.map([1])):
-        with pytest.raises(RuntimeError, match="shut down"):
-            refused()
-    pool.shutdown()
-    pool.shutdown(wait=False, cancel=True)
-    assert [future.result(0) for future in futures] == [0.01] * 20
-
-
-def test_shutdown_cancels_what_is_not_begun_where_that_is_asked_for(tmp_path: Path) -> None:
-    pool = td.shm.SharedPool(tasks.touch_and_wait, max_workers=1)
-    futures = [pool.submit((str(tmp_path / str(number)), 0.1)) for number in range(600)]
-    until((tmp_path / "0").exists)
-    pool.shutdown(cancel=True)
-    assert futures[0].result(0) and all(future.cancelled() for future in futures[2:])
-
-
-def test_shutdown_without_waiting_returns_at_once_and_ends_in_the_background() -> None:
-    pool = td.shm.SharedPool(tasks.naps, max_workers=1)
-    future = pool.submit(0.3)
-    began = time.monotonic()
-    pool.shutdown(wait=False)
-    assert time.monotonic() - began < 0.2
-    assert future.result() == 0.3
-    pool.shutdown()
-
-
-def test_an_exception_in_the_block_drops_what_is_not_begun(tmp_path: Path) -> None:
-    futures: list[Any] = []
-
-    def fail() -> None:
-        with td.shm.SharedPool(tasks.touch_and_wait, max_workers=1) as pool:
-            futures.extend(pool.submit((str(tmp_path / str(number)), 0.1)) for number in range(50))
-            until((tmp_path / "0").exists)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert sum(future.cancelled() for future in futures) >= 48
-
-
-def test_a_pool_that_is_dropped_finishes_its_tasks_and_ends() -> None:
-    pids = [pid for _, pid in td.shm.SharedPool(tasks.squared, max_workers=1).map([1])]
-    future = td.shm.SharedPool(tasks.echo, max_workers=1).submit("still done")
-    gc.collect()
-    assert future.result(20) == "still done"
-    until(lambda: not _lives(pids[0]))
-
-
-def test_the_end_of_the_program_finishes_what_was_submitted(tmp_path: Path) -> None:
-    script = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import pool_tasks, tundish as td
-pool = td.shm.SharedPool(pool_tasks.touch_and_wait, max_workers=1)
-futures = [pool.submit((f"{tmp_path}/{{number}}", 0.02)) for number in range(5)]
-"""
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False
-    )
-    assert (ran.stdout, ran.stderr, ran.returncode) == ("", "", 0)
-    assert len(list(tmp_path.iterdir())) == 5
-
-
-def test_a_done_callback_may_submit_and_shut_down() -> None:
-    pool = td.shm.SharedPool(tasks.echo, max_workers=1)
-    more: list[Any] = []
-
-    def go_on(future: Any) -> None:
-        more.append(pool.submit(future.result() + 1))
-        pool.shutdown()
-
-    pool.submit(1).add_done_callback(go_on)
-    until(lambda: bool(more))
-    assert more[0].result(20) == 2
-    pool.shutdown()
-
-
-def test_a_forked_child_is_told_that_the_pool_is_not_its_own() -> None:
-    with td.shm.SharedPool(tasks.naps, max_workers=1) as pool:
-        future = pool.submit(0.2)
-        reader, writer = multiprocessing.Pipe()
-        context = multiprocessing.get_context("fork")
-        child = context.Process(target=_use_in_child, args=(pool, future, writer))
-        child.start()
-        answers = reader.recv()
-        child.join()
-        child.close()
-        reader.close()
-        writer.close()
-        assert answers[:3] == ["PoolError"] * 3 and answers[3:] == ["None", "False"]
-        assert future.result(20) == 0.2
-        assert pool.submit(0).result() == 0
-
-
-def _use_in_child(pool: td.shm.SharedPool, future: Any, answers: Any) -> None:
-    said = []
-    for use in (lambda: pool.submit(1), lambda: pool.map([1]), future.result, pool.shutdown, future.cancel):
-        try:
-            said.append(repr(use()))
-        except Exception as error:
-            said.append(type(error).__name__)
-    answers.send(said)
-
-
 # ---- Around it ----
 
 
@@ -666,10 +400,3 @@ print("torch" in sys.modules)
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False
     )
     assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False

@@ -89,6 +89,7 @@ fn pack_error(error: &PackError) -> PyErr {
 const ENOENT: i32 = 2;
 const EIO: i32 = 5;
 const EEXIST: i32 = 17;
+const ENOMEM: i32 = 12;
 const ENOSPC: i32 = 28;
 
 fn commit_error(error: &CommitError) -> PyErr {
@@ -122,6 +123,8 @@ fn shm_error(error: &ShmError) -> PyErr {
         ShmError::Exists { path, .. } => raise_os("AlreadyExistsError", EEXIST, &message, path),
         ShmError::Missing { path } => raise_os("NotFoundError", ENOENT, &message, path),
         ShmError::NoSpace { path, .. } => raise_os("StorageError", ENOSPC, &message, path),
+        // No room in the address space, or too many mappings.
+        ShmError::Io { source, .. } if source.raw_os_error() == Some(ENOMEM) => raise("OutOfMemoryError", &message),
         ShmError::Io { object, source, .. } => {
             raise_os("StorageError", source.raw_os_error().unwrap_or(EIO), &message, Path::new(object))
         }

@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
 
-from actors import Actor
+from actors import Actor, Refused
 from private_shm import private_shm
 
 from tundish.errors import StorageError
@@ -94,3 +94,24 @@ def test_processes_that_fill_it_together_get_errors_and_no_signal(small: Path) -
                 assert actor.does("answer = all(int(one.array.min()) == 7 for one in kept)")
                 assert actor.leave() == 0
         assert list(small.iterdir()) == []
+
+
+def test_an_address_space_without_room_is_out_of_memory_and_nothing_is_kept() -> None:
+    with Actor() as actor:
+        actor.does("""
+import gc, resource
+from tundish.shm import stats
+kept = SharedArray.from_array(np.full(1000, 7))
+before = stats()["mapped"]
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), -1))
+""")
+        for make in (
+            "SharedArray.create(1 << 28, np.uint8)",
+            "SharedArray.create((1 << 28,), np.uint8, name='wide')",
+        ):
+            with pytest.raises(Refused, match="Cannot allocate memory") as refused:
+                actor.does(make)
+            assert refused.value.kind == "OutOfMemoryError"
+        assert actor.does("answer = [stats()['mapped'] - before, int(kept.array.sum())]") == [0, 7000]
+        assert actor.leave() == 0

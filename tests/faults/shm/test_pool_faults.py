@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 
 import pool_tasks as tasks
 from leftovers import watched
+from pool_helpers import each_method, until
 from pool_programs import Program
 from soak import IS_SOAK
 
@@ -36,8 +37,6 @@ def nothing_is_left() -> Iterator[None]:
         yield
 
 
-METHODS = ["fork", "forkserver", "spawn"]
-each_method = pytest.mark.parametrize("method", METHODS)
 KILLS = 200 if IS_SOAK else 40
 
 DEATHS = {
@@ -47,13 +46,6 @@ DEATHS = {
     "mid-result": "SIGKILL",
     "mid-large-result": "SIGKILL",
 }
-
-
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.002)
 
 
 # ---- Deaths of workers ----

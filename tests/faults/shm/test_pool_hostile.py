@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
 
 import pool_tasks as tasks
 from leftovers import watched
+from pool_helpers import until
 from pool_programs import Program
 
 
@@ -131,13 +132,6 @@ def test_a_callback_that_raises_keeps_nobody_waiting(
     assert "a callback of <TaskFuture" in caplog.text and f"{kind.__name__}: its own" in caplog.text
     # The traceback has frames of the pool.
     caplog.clear()
-
-
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.002)
 
 
 def test_a_callback_may_wait_for_what_is_not_on_the_board_yet() -> None:

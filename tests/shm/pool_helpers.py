@@ -1,0 +1,17 @@
+"""What tests of pools have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+each_method = pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.002)

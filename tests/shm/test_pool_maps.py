@@ -1,0 +1,115 @@
+"""`SharedPool.map`: how far ahead it runs, in which pieces, and how it ends."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pool_tasks as tasks
+from pool_helpers import each_method
+
+from tundish.shm.pool.pace import Pace
+
+
+@pytest.mark.parametrize("chunksize", [1, 5, "auto"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_endless_iterator_is_read_as_its_results_are_consumed(ordered: bool, chunksize: Any) -> None:
+    taken = itertools.count()
+    with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:
+        results = pool.map(
+            (next(taken) * 0.0 for _ in itertools.repeat(None)), ordered=ordered, chunksize=chunksize
+        )
+        for _ in range(300):
+            next(results)
+        time.sleep(0.2)
+        assert next(taken) < 300 + 30_000
+        before = next(taken)
+        time.sleep(0.2)
+        assert next(taken) == before + 1
+        results.close()
+        assert pool.submit(0).result() == 0
+
+
+def test_slow_tasks_and_slow_consumers_are_not_run_far_ahead_of() -> None:
+    taken = itertools.count()
+    with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:
+        results = pool.map((0.005 for _ in taken), chunksize=1)
+        for _ in range(10):
+            next(results)
+        assert next(taken) < 10 + 40
+        results.close()
+
+
+def test_a_slow_iterator_does_not_hold_results_back() -> None:
+    def items() -> Iterator[float]:
+        yield 0.0
+        for _ in range(20):
+            time.sleep(0.05)
+            yield 0.0
+
+    with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:
+        began = time.monotonic()
+        results = pool.map(items())
+        next(results)
+        assert time.monotonic() - began < 0.6
+        results.close()
+
+
+@each_method
+def test_a_map_that_is_left_in_the_middle_takes_back_what_is_not_begun(method: str, tmp_path: Path) -> None:
+    with td.shm.SharedPool(tasks.touch_and_wait, max_workers=1, mp_context=method) as pool:
+        items = [(str(tmp_path / str(number)), 0.1) for number in range(100)]
+        for place, _ in enumerate(pool.map(items, chunksize=1)):
+            if place == 1:
+                break
+        dropped = pool.map([(str(tmp_path / "dropped"), 0.1)] * 3)
+        del dropped
+        pool.submit((str(tmp_path / "after"), 0.01)).result(20)
+        begun = {path.name for path in tmp_path.iterdir()}
+    # Eight were out when the map was left, and two were done.
+    assert "after" in begun and "dropped" not in begun and len(begun) <= 1 + 5
+
+
+@pytest.mark.parametrize("chunksize", [1, 4, "auto"])
+def test_an_error_of_the_items_is_raised_behind_the_results_before_it(chunksize: Any) -> None:
+    def items() -> Iterator[int]:
+        yield from range(10)
+        raise OSError("the source is gone")
+
+    with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
+        seen = []
+        with pytest.raises(OSError, match="the source is gone"):
+            seen.extend(pool.map(items(), chunksize=chunksize))
+        results = pool.map(items(), chunksize=chunksize)
+        assert [next(results) for _ in range(10)] == list(range(10))
+        with pytest.raises(OSError, match="the source is gone"):
+            next(results)
+
+
+@pytest.mark.parametrize(("seconds", "nbytes"), [(1e-7, 4), (1e-4, 4), (1e-7, 1000), (0.1, 4)])
+def test_auto_chunks_grow_to_what_is_worth_it_and_leave_every_worker_several(
+    seconds: float, nbytes: int
+) -> None:
+    workers, room, items = 3, 16_000, 100_000
+    pace = Pace(workers, room, None, items, 384)
+    sizes, left = [], items
+    while left:
+        size = pace.next_size()
+        assert 1 <= size <= max(1, left // (4 * workers))
+        assert size * seconds < 2e-3 or size == 1
+        assert size * nbytes < room
+        pace.handed_out(size)
+        pace.learn(size, size * seconds, size * nbytes)
+        sizes.append(size)
+        left -= size
+    assert sizes[0] == 1 and max(sizes) >= min(1e-3 / seconds, 0.7 * room / nbytes, items / 13) * 0.5
