@@ -11,7 +11,7 @@ import torch
 
 import tundish as td
 from tundish.tree import layout as layouts
-from tundish.tree import recognising, schema, walking
+from tundish.tree import schema, walking
 from tundish.tree.describing import describe
 
 
@@ -141,28 +141,13 @@ def test_tensors_that_only_look_alike_are_not_taken_for_each_other() -> None:
                 assert torch.equal(last(plain[4]), plain[4])
 
 
-def test_this_torch_recognises_tensors_in_one_go() -> None:
-    # Else flatten is as right and several times slower; the figures in RESULTS.md need it.
-    assert recognising._make_check is not None
-
-
-def test_without_that_every_tensor_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recognising, "_make_check", None)
+def test_equal_batches_have_one_structure_and_one_layout() -> None:
     schema._structures.clear()
-    first = td.tree.flatten(batch())[1]
+    first = {length: td.tree.flatten(batch(length=length))[1] for length in (5, 6, 7)}
     for step in range(3):
-        again = td.tree.flatten(batch(step))[1]
-        assert again.structure is first.structure and again.layout is first.layout
-        assert again.structure.recent.layout_of([torch.zeros(1)]) is None
-
-
-def test_shapes_that_come_in_turn_are_all_recognised() -> None:
-    for _ in range(3):
-        for length in (5, 6, 7):
-            td.tree.flatten(batch(length=length))
-    for length in (7, 5, 6):
-        tensors, one, _ = describe(batch(length=length))
-        assert one.structure.recent.layout_of(tensors) is one.layout
+        for length in (7, 5, 6):
+            again = td.tree.flatten(batch(step, length=length))[1]
+            assert again.structure is first[length].structure and again.layout is first[length].layout
 
 
 def test_what_is_held_on_to_is_bounded() -> None:

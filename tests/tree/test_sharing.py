@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,11 @@ from elsewhere import Elsewhere
 from sameness import assert_same
 
 import tundish as td
+
+
+class Unknown:
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
 
 
 def trip(obj: Any, elsewhere: Elsewhere) -> Any:
@@ -109,6 +116,31 @@ def test_a_tensor_in_an_unknown_object_is_shared_with_those_outside(elsewhere: E
     assert back["in"].tensor is back["out"] and back["part"].tensor[0] == back["parameter"].tensor[0] == 5
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2).requires_grad_(),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(0, 3).requires_grad_(),
+        torch.ones(2).to_sparse(),
+        torch.ones(2, dtype=torch.complex64).conj(),
+    ],
+    ids=["gradient", "parameter", "empty", "sparse", "conjugate"],
+)
+def test_more_than_a_plain_tensor_in_an_unknown_object_and_outside(
+    tensor: torch.Tensor, elsewhere: Elsewhere
+) -> None:
+    """The same object inside and outside; equal ones that are not the same stay two."""
+    other = tensor.clone().detach().requires_grad_(tensor.requires_grad)
+    back = trip([Unknown(tensor), tensor, other, Unknown(other)], elsewhere)
+    assert back[0].inside is back[1]
+    assert back[3].inside is back[2]
+    assert back[1] is not back[2]
+    back = trip([tensor, Unknown([tensor, other])], elsewhere)
+    assert back[0] is back[1].inside[0]
+    assert back[0] is not back[1].inside[1]
+
+
 def test_an_array_and_a_tensor_of_its_memory(elsewhere: Elsewhere) -> None:
     array = np.arange(5)
     obj = [array, torch.from_numpy(array)]
@@ -116,6 +148,35 @@ def test_an_array_and_a_tensor_of_its_memory(elsewhere: Elsewhere) -> None:
     back = trip(obj, elsewhere)
     back[1][0] = 9
     assert back[0][0] == 9
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda base: [base[:60], base[40:]],
+        lambda base: [base[40:], base[:0], base[:60]],
+        lambda base: [base[:40], base[60:], base[30:70]],
+        lambda base: [base[:60], torch.from_numpy(base)[40:]],
+        lambda base: [base[20:90], base[3:].view(np.uint8)[1:100], base[10:40].view(np.float64)],
+        # What begins in the last bytes that the wide one is carried with, before its own.
+        lambda base: [base[:2].view(np.uint8)[:7], base[3:].view(np.uint8), base[4:8].view(np.complex64)],
+    ],
+)
+def test_arrays_that_overlap_in_part(parts: Callable[[Any], list[Any]], elsewhere: Elsewhere) -> None:
+    """None of them has a storage in which all of them lie."""
+    obj = parts(np.arange(100, dtype=np.float32))
+    tensors, _ = td.tree.flatten(obj)
+    spans = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor.numel())
+    assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(spans))
+    assert carried(obj) <= 400
+    back = trip(obj, elsewhere)
+    for one, there in itertools.combinations(range(len(obj)), 2):
+        assert np.shares_memory(back[one], back[there]) == np.shares_memory(obj[one], obj[there])
+
+
+def test_what_lies_across_its_own_width_is_copied(elsewhere: Elsewhere) -> None:
+    raw = torch.arange(64, dtype=torch.uint8).numpy()
+    trip([raw[:40], raw[1:33].view(np.float32), raw[8:16].view(np.int64)], elsewhere)
 
 
 def test_writing_to_one_tensor_of_a_buffer_is_no_change_of_another() -> None:

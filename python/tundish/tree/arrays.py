@@ -1,8 +1,7 @@
 """numpy arrays: as tensors, and back.
 
 What always holds: an array travels as a tensor of its dtype or, where torch has none, of its bytes, and stays in host
-memory; an array of Python objects is opaque. Sharing is kept for an array that is named twice, not for two views of
-one.
+memory; an array of Python objects is opaque.
 """
 
 from __future__ import annotations

@@ -69,7 +69,16 @@ def unflatten(schema: Schema, tensors: Sequence[Tensor]) -> Any:
 def rebuild(schema: Schema, tensors: Sequence[Tensor]) -> Any:
     """As `unflatten`, of tensors that are known to be those of the schema's layout."""
     leaves = schema.layout.leaves(tensors)
-    values = iter(loads_values(schema.values, leaves, _build) if schema.pickled else values_of(schema.values))
+    # Tensors that are more than a leaf, and are named inside of pickled values and outside, by what they are made of;
+    # with that, or its identity would be another object's.
+    known: dict[Any, tuple[Any, list[Any]]] = {}
+
+    def build(token: Token, parts: list[Any]) -> Any:
+        made = _BUILDERS[token[0]](token, parts)
+        known[_key(token, parts)] = made, parts
+        return made
+
+    values = iter(loads_values(schema.values, leaves, build) if schema.pickled else values_of(schema.values))
     stack: list[Any] = []
     put = stack.append
     built: list[Any] = []
@@ -93,15 +102,18 @@ def rebuild(schema: Schema, tensors: Sequence[Tensor]) -> Any:
                 put(inner[1])
                 continue
             first = len(stack) - count
-            made = _BUILDERS[name](inner, stack[first:])
+            parts = stack[first:]
+            before = known.get(_key(inner, parts)) if known and name in TENSOR_BUILDERS else None
+            made = _BUILDERS[name](inner, parts) if before is None else before[0]
             del stack[first:]
             put(made)
             built.append(made)
     return stack[0]
 
 
-def _build(token: Token, parts: list[Any]) -> Any:
-    return _BUILDERS[token[0]](token, parts)
+def _key(token: Token, parts: list[Any]) -> Any:
+    """Equal for the two builds of one tensor: each tensor has parts of its own, which are the same objects in both."""
+    return token[0], *(id(part) for part in parts if isinstance(part, Tensor))
 
 
 @lru_cache(1024)

@@ -1,12 +1,14 @@
 """From plain tensors to the ones that are carried.
 
-What always holds: nothing is copied; what overlaps in one storage is carried once, as the memory that all of it lies
-in; memory that only lies beside other memory of a storage is carried on its own.
+What always holds: nothing is copied but what does not lie at a multiple of its own width; what overlaps is carried
+once, as the memory that all of it lies in; memory that only lies beside other memory is carried on its own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import operator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,15 +22,12 @@ __all__ = ["addresses_apart", "are_plain", "carry", "contiguous_layout"]
 # Conjugate views have complex dtypes.
 _MAY_BE_MORE = frozenset({torch.complex32, torch.complex64, torch.complex128, *QUANTIZED})
 
-# Bytes within a storage: enough for every dtype that may be viewed there.
+# Bytes: a multiple of every dtype's.
 _WIDEST = 16
 
 _get_dtype = operator.attrgetter("dtype")
 _get_requires_grad = operator.attrgetter("requires_grad")
 _get_shape = operator.attrgetter("shape")
-
-# Where a leaf lies: the device, its first byte, one past its last, and its number.
-_Piece = tuple[tuple[str, int], int, int, int]
 
 
 def are_plain(leaves: list[Tensor]) -> bool:
@@ -67,12 +66,13 @@ def carry(leaves: list[Tensor]) -> tuple[list[Tensor], Layout, list[int]]:
     """The tensors to carry for plain `leaves`, with their layout and their addresses (0: it has gaps)."""
     tensors: list[Tensor] = []
     recipes: list[Recipe] = [0] * len(leaves)
-    for group in _groups(leaves):
-        if len(group) == 1:
-            number = group[0][3]
+    leaves = [leaf if leaf.data_ptr() % leaf.itemsize == 0 else leaf.clone() for leaf in leaves]
+    for region in _regions(leaves):
+        if len(region.numbers) == 1:
+            (number,) = region.numbers
             tensor, recipes[number] = _alone(leaves[number], len(tensors))
         else:
-            tensor = _hull(leaves, group, len(tensors), recipes)
+            tensor = _hull(leaves, region, len(tensors), recipes)
         tensors.append(tensor)
     as_they_are = recipes == list(range(len(leaves)))
     layout = layout_of(
@@ -83,32 +83,53 @@ def carry(leaves: list[Tensor]) -> tuple[list[Tensor], Layout, list[int]]:
     return tensors, layout, [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
 
 
-def _groups(leaves: list[Tensor]) -> list[list[_Piece]]:
-    """The leaves by the memory that they share, each group in the order in which it lies there.
-
-    The groups are in the order in which their first leaf was named.
-    """
-    pieces: list[_Piece] = []
+def _regions(leaves: list[Tensor]) -> list[_Region]:
+    """The memory that leaves share, no two regions with a byte in common, in the order of their first leaf."""
+    regions: list[_Region] = []
     for number, leaf in enumerate(leaves):
-        # Addresses on several devices may be equal.
-        home = leaf.device.type, leaf.device.index or 0
+        # Memory of the host is one, whichever storages it is in; elsewhere addresses say nothing without a storage.
+        where = 0 if leaf.device.type == "cpu" else leaf.untyped_storage().data_ptr()
         start = leaf.data_ptr()
-        pieces.append((home, start, start + _extent(leaf) * leaf.itemsize, number))
-    groups: list[list[_Piece]] = []
-    group: list[_Piece] = []
-    home, end = ("", 0), 0
-    for piece in sorted(pieces):
-        if piece[1] == piece[2]:
-            groups.append([piece])
-        elif piece[0] == home and piece[1] < end:
-            group.append(piece)
-            end = max(end, piece[2])
-        else:
-            group = [piece]
-            home, end = piece[0], piece[2]
-            groups.append(group)
-    groups.sort(key=lambda group: min(piece[3] for piece in group))
-    return groups
+        home = leaf.device.type, leaf.device.index or 0, where
+        regions.append(_Region(home, start, start + _extent(leaf) * leaf.itemsize, leaf.dtype, [number]))
+    # By address, and of those that begin together the longer first: so that a region grows to its end only.
+    regions.sort(key=lambda one: (one.home, one.start, -one.end))
+    apart: list[_Region] = []
+    for region in regions:
+        grown = region
+        while apart and apart[-1].reaches(grown):
+            grown = apart.pop().joined(grown)
+        # What is empty lies nowhere.
+        if region.start < region.end:
+            apart.append(grown)
+    empty = [region for region in regions if region.start == region.end]
+    return sorted(apart + empty, key=lambda one: min(one.numbers))
+
+
+@dataclass(slots=True)
+class _Region:
+    """Bytes `start` … `end` - 1 of the memory called `home`, and the leaves in it, by number.
+
+    `dtype`: of all of them; None where they have several. It then begins at a multiple of `_WIDEST`, so that a view of
+    any dtype lies in a copy of the region as it does here.
+    """
+
+    home: tuple[str, int, int]
+    start: int
+    end: int
+    dtype: torch.dtype | None
+    numbers: list[int]
+
+    def reaches(self, later: _Region) -> bool:
+        """Whether it has bytes of `later`, which does not end before it begins."""
+        return later.start < later.end and self.home == later.home and self.end > later.start
+
+    def joined(self, later: _Region) -> _Region:
+        dtype = self.dtype if self.dtype == later.dtype else None
+        start = min(self.start, later.start)
+        if dtype is None:
+            start -= start % _WIDEST
+        return _Region(self.home, start, max(self.end, later.end), dtype, self.numbers + later.numbers)
 
 
 def _extent(tensor: Tensor) -> int:
@@ -139,30 +160,22 @@ def _alone(leaf: Tensor, slot: int) -> tuple[Tensor, Recipe]:
     return core, (slot, None, shape, seen, 0)
 
 
-def _hull(leaves: list[Tensor], group: list[_Piece], slot: int, recipes: list[Recipe]) -> Tensor:
-    """The memory that all leaves of a group lie in, with what is between them."""
-    members = [leaves[piece[3]] for piece in group]
-    end = max(piece[2] for piece in group)
-    # An array and a tensor of one memory have storages of their own: the widest has all of it.
-    storage = max((member.untyped_storage() for member in members), key=lambda one: one.nbytes())
-    start = storage.data_ptr()
-    first = group[0][1]
-    dtype = members[0].dtype
-    if any(member.dtype != dtype for member in members):
-        dtype = torch.uint8
-        # Aligned in its storage, so that a view of any dtype that begins there does here. What is before the first
-        # leaf may be carried with another leaf too.
-        first = start + (first - start) // _WIDEST * _WIDEST
-    for piece, member in zip(group, members, strict=True):
-        other = None if member.dtype == dtype else member.dtype
-        recipes[piece[3]] = (
-            slot,
-            other,
-            tuple(member.shape),
-            tuple(map(int, member.stride())),
-            piece[1] - first,
-        )
-    length = (end - first) // dtype.itemsize
-    return torch.empty(0, dtype=dtype, device=members[0].device).set_(
-        storage, (first - start) // dtype.itemsize, (length,), (1,)
-    )
+def _hull(leaves: list[Tensor], region: _Region, slot: int, recipes: list[Recipe]) -> Tensor:
+    """The memory that all leaves of a region lie in, with what is between them."""
+    dtype = region.dtype or torch.uint8
+    for number in region.numbers:
+        leaf = leaves[number]
+        other = None if leaf.dtype == dtype else leaf.dtype
+        size, stride = tuple(leaf.shape), tuple(map(int, leaf.stride()))
+        recipes[number] = slot, other, size, stride, leaf.data_ptr() - region.start
+    first, length = region.start, region.end - region.start
+    members = [leaves[number] for number in region.numbers]
+    for storage in map(Tensor.untyped_storage, members):
+        before = first - storage.data_ptr()
+        if before >= 0 and before + length <= storage.nbytes() and before % dtype.itemsize == 0:
+            empty = torch.empty(0, dtype=dtype, device=members[0].device)
+            return empty.set_(storage, before // dtype.itemsize, (length // dtype.itemsize,), (1,))
+    # Arrays that overlap in part have storages of their own, and none has all of it.
+    memory = (ctypes.c_uint8 * length).from_address(first)
+    memory._members = members  # type: ignore[attr-defined]  # keeps their memory where it is
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)

@@ -55,16 +55,10 @@ def describe(obj: Any, name: str = "batch") -> tuple[list[Tensor], Schema, list[
     """As `flatten`, with the address of each tensor; `name` stands for `obj` in messages."""
     walk = Walk(obj, name, careful=False)
     structure = known_structure(walk.program)
-    layout = None if structure is None else structure.recent.layout_of(walk.leaves)
     tensors, addresses = walk.leaves, None
+    layout = contiguous_layout(tensors) if are_plain(tensors) else None
     if layout is not None:
         addresses = addresses_apart(tensors, layout)
-    elif are_plain(tensors):
-        layout, addresses = contiguous_layout(tensors), None
-        if layout is not None:
-            addresses = addresses_apart(tensors, layout)
-            if addresses is not None and structure is not None and layout.came_again:
-                structure.recent.remember(tensors, layout)
     if layout is None or addresses is None:
         walk = Walk(obj, name, careful=True)
         structure = None

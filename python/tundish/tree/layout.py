@@ -42,7 +42,7 @@ class Layout:
     Sizes and offsets are in bytes, and are those of contiguous tensors.
     """
 
-    __slots__ = ("__dict__", "came_again", "dtypes", "recipes", "shapes", "sizes")
+    __slots__ = ("__dict__", "dtypes", "recipes", "shapes", "sizes")
 
     def __init__(
         self,
@@ -54,8 +54,6 @@ class Layout:
         self.shapes = shapes
         # None: the leaves are carried as they are.
         self.recipes = recipes
-        # Whether it was found a second time, so that it may well be found again.
-        self.came_again = False
         self.sizes = [shape.numel() * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
 
     @cached_property
@@ -145,8 +143,6 @@ def layout_of(
     if layout is None:
         layout = Layout(dtypes, shapes, recipes)
         _keep(key, layout)
-    else:
-        layout.came_again = True
     return layout
 
 

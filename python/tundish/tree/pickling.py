@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -31,18 +32,23 @@ def _made(_: Token, __: list[Any]) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, leaf_of: Callable[[Tensor], int], careful: bool) -> None:
+    def __init__(
+        self, file: io.BytesIO, leaf_of: Callable[[Tensor], int], careful: bool, parts_of: Mapping[int, Parts]
+    ) -> None:
         super().__init__(file, 5)
         self._leaf_of = leaf_of
         self._careful = careful
+        self._parts_of = parts_of
         # What parts are made of outlives the pickling, or its identity would be another object's.
         self._alive: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented
-        parts: Parts | None
-        if type(value) is not Tensor:
+        parts = self._parts_of.get(id(value))
+        if parts is not None:
+            pass
+        elif type(value) is not Tensor:
             parts = subclass_parts(value)
         else:
             parts = tensor_parts(value) if self._careful else None
@@ -63,13 +69,19 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def dumps_values(values: list[Any], leaf_of: Callable[[Tensor], int], careful: bool) -> bytes:
+def dumps_values(
+    values: list[Any],
+    leaf_of: Callable[[Tensor], int],
+    careful: bool,
+    parts_of: Mapping[int, Parts] = MappingProxyType({}),
+) -> bytes:
     """The pickle of `values`; `leaf_of` gives a tensor in them its number.
 
-    Unless `careful`, every exact `torch.Tensor` in them is taken for a plain one.
+    Unless `careful`, every exact `torch.Tensor` in them is taken for a plain one. `parts_of`: those of tensors that are
+    named outside of `values` too, by identity, and are to be one tensor again.
     """
     file = io.BytesIO()
-    _Pickler(file, leaf_of, careful).dump(values)
+    _Pickler(file, leaf_of, careful, parts_of).dump(values)
     return file.getvalue()
 
 

@@ -23,7 +23,6 @@ from typing import Any
 from tundish.errors import InvalidInputError, NotPicklableError
 from tundish.tree.layout import Layout
 from tundish.tree.parts import HOST, Token
-from tundish.tree.recognising import Recent
 
 __all__ = ["MARSHALLED", "Schema", "Structure", "known_structure", "structure_of", "values_of"]
 
@@ -44,12 +43,11 @@ class Structure:
     `(number of parts, token)`.
     """
 
-    __slots__ = ("__dict__", "encoded", "program", "recent")
+    __slots__ = ("__dict__", "encoded", "program")
 
     def __init__(self, program: tuple[Any, ...], encoded: bytes) -> None:
         self.program = program
         self.encoded = encoded
-        self.recent = Recent()
 
     @cached_property
     def host_leaves(self) -> frozenset[int]:

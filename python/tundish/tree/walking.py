@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tundish.errors import InvalidInputError, NotPicklableError
-from tundish.tree.parts import AGAIN, CONSTANT, KEYS, LIST, TUPLE, VALUE, WHOLE, Refusal, Token
+from tundish.tree.parts import AGAIN, CONSTANT, KEYS, LIST, TUPLE, VALUE, WHOLE, Parts, Refusal, Token
 from tundish.tree.pickling import dumps_values, why_not
 from tundish.tree.rules import KEY_TYPES, dict_parts, key_text, rule_of
 from tundish.tree.schema import MARSHALLED
@@ -96,6 +96,8 @@ class Walk:
         self.pickled = False
         # What a rule made has to outlive the walk, or its identity would be another object's.
         self._alive: list[Any] = []
+        # Of tensors that are more than a leaf, by identity.
+        self._parts_of: dict[int, Parts] = {}
 
     def _go(self) -> None:
         try:
@@ -181,6 +183,8 @@ class Walk:
                             continue
                         token, children, labels = parts
                         self._alive.append((child, children))
+                        if isinstance(child, Tensor):
+                            self._parts_of[identity] = parts
                     if not careful and len(children) >= _SEVERAL and _TENSORS.issuperset(map(type, children)):
                         # A row of tensors, as most containers with many parts are.
                         add(range(len(leaves), len(leaves) + len(children)))
@@ -218,7 +222,7 @@ class Walk:
 
     def _pickle(self) -> bytes:
         try:
-            return dumps_values(self._values, self._leaf_of, self._careful)
+            return dumps_values(self._values, self._leaf_of, self._careful, self._parts_of)
         except Exception as error:
             raise self._cannot_pickle(error) from error
 
