@@ -141,6 +141,20 @@ def test_more_than_a_plain_tensor_in_an_unknown_object_and_outside(
     assert back[0] is not back[1].inside[1]
 
 
+@pytest.mark.parametrize("dtype", ["f4", ">f4", "U3", [("a", "i4")]])
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_an_array_in_an_unknown_object_and_outside(
+    dtype: Any, is_writable: bool, elsewhere: Elsewhere
+) -> None:
+    array = np.zeros(100_000, dtype)
+    array.flags.writeable = is_writable
+    obj = [Unknown({"deep": array}), array]
+    assert carried(obj) == array.nbytes
+    assert len(td.tree.flatten(obj)[1].encode()) < 2000
+    back = trip(obj, elsewhere)
+    assert back[0].inside["deep"] is back[1]
+
+
 def test_an_array_and_a_tensor_of_its_memory(elsewhere: Elsewhere) -> None:
     array = np.arange(5)
     obj = [array, torch.from_numpy(array)]

@@ -69,8 +69,8 @@ def unflatten(schema: Schema, tensors: Sequence[Tensor]) -> Any:
 def rebuild(schema: Schema, tensors: Sequence[Tensor]) -> Any:
     """As `unflatten`, of tensors that are known to be those of the schema's layout."""
     leaves = schema.layout.leaves(tensors)
-    # Tensors that are more than a leaf, and are named inside of pickled values and outside, by what they are made of;
-    # with that, or its identity would be another object's.
+    # Arrays, and tensors that are more than a leaf, that are named inside of pickled values and outside, by what they
+    # are made of; with that, or its identity would be another object's.
     known: dict[Any, tuple[Any, list[Any]]] = {}
 
     def build(token: Token, parts: list[Any]) -> Any:
@@ -103,7 +103,7 @@ def rebuild(schema: Schema, tensors: Sequence[Tensor]) -> Any:
                 continue
             first = len(stack) - count
             parts = stack[first:]
-            before = known.get(_key(inner, parts)) if known and name in TENSOR_BUILDERS else None
+            before = known.get(_key(inner, parts)) if known and name in _OF_TENSORS else None
             made = _BUILDERS[name](inner, parts) if before is None else before[0]
             del stack[first:]
             put(made)
@@ -112,7 +112,7 @@ def rebuild(schema: Schema, tensors: Sequence[Tensor]) -> Any:
 
 
 def _key(token: Token, parts: list[Any]) -> Any:
-    """Equal for the two builds of one tensor: each tensor has parts of its own, which are the same objects in both."""
+    """Equal for the two builds of one tensor or array: each has parts of its own, the same objects in both."""
     return token[0], *(id(part) for part in parts if isinstance(part, Tensor))
 
 
@@ -258,3 +258,6 @@ _BUILDERS: dict[str, Callable[[Token, list[Any]], Any]] = {
     "array of": lambda token, parts: array_of(parts[1], parts[0], token[1]),
     **TENSOR_BUILDERS,
 }
+
+# Their parts are tensors, and no two of them have the same.
+_OF_TENSORS = frozenset({"array", "array of", *TENSOR_BUILDERS})

@@ -1,6 +1,7 @@
-"""Values that are not Python's own: pickled, without their tensors.
+"""Values that are not Python's own: pickled, without their tensors and arrays.
 
-What always holds: a tensor inside a pickled object, however deep, is not in the pickle. It is a leaf like any other.
+What always holds: a tensor inside a pickled object, however deep, is not in the pickle, nor are an array's values. They
+are leaves like any other.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from tundish.tree.arrays import array_parts
 from tundish.tree.parts import Parts, Token
 from tundish.tree.tensors import subclass_parts, tensor_parts
 
@@ -27,7 +30,7 @@ def _leaf(_: int) -> Tensor:
 
 
 def _made(_: Token, __: list[Any]) -> Any:
-    """Stands in a pickle for the builder of a tensor that is more than a leaf."""
+    """Stands in a pickle for the builder of an array, or of a tensor that is more than a leaf."""
     raise NotImplementedError
 
 
@@ -43,11 +46,16 @@ class _Pickler(pickle.Pickler):
         self._alive: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        is_array = type(value) is np.ndarray
+        if not is_array and not isinstance(value, Tensor):
             return NotImplemented
         parts = self._parts_of.get(id(value))
         if parts is not None:
             pass
+        elif is_array:
+            parts = array_parts(value)
+            if parts is None:
+                return NotImplemented
         elif type(value) is not Tensor:
             parts = subclass_parts(value)
         else:
@@ -77,8 +85,8 @@ def dumps_values(
 ) -> bytes:
     """The pickle of `values`; `leaf_of` gives a tensor in them its number.
 
-    Unless `careful`, every exact `torch.Tensor` in them is taken for a plain one. `parts_of`: those of tensors that are
-    named outside of `values` too, by identity, and are to be one tensor again.
+    Unless `careful`, every exact `torch.Tensor` in them is taken for a plain one. `parts_of`: those of tensors and
+    arrays that are named outside of `values` too, by identity, and are to be one again.
     """
     file = io.BytesIO()
     _Pickler(file, leaf_of, careful, parts_of).dump(values)

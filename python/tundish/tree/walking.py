@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,7 +97,7 @@ class Walk:
         self.pickled = False
         # What a rule made has to outlive the walk, or its identity would be another object's.
         self._alive: list[Any] = []
-        # Of tensors that are more than a leaf, by identity.
+        # Of arrays, and of tensors that are more than a leaf, by identity.
         self._parts_of: dict[int, Parts] = {}
 
     def _go(self) -> None:
@@ -183,7 +184,7 @@ class Walk:
                             continue
                         token, children, labels = parts
                         self._alive.append((child, children))
-                        if isinstance(child, Tensor):
+                        if isinstance(child, (Tensor, np.ndarray)):
                             self._parts_of[identity] = parts
                     if not careful and len(children) >= _SEVERAL and _TENSORS.issuperset(map(type, children)):
                         # A row of tensors, as most containers with many parts are.
