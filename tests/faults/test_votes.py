@@ -158,6 +158,36 @@ def test_a_silent_rank_is_named_and_the_next_vote_works(host: str, pause: float,
         job.expect_end()
 
 
+ROUNDS = 5
+
+
+def host_that_is_stopped(rank: int, line: Line) -> None:
+    vote(what="all are well")
+    for _ in range(ROUNDS):
+        line.say("ready")
+        line.hear()
+        line.say(*timed(lambda: vote(what="saving", timeout=0.5)))
+
+
+def test_ranks_that_give_up_before_they_can_vote_do_not_hold_up_the_host_of_the_store(tmp_path: Path) -> None:
+    # Whether it votes before they can tell it that they gave up is a matter of luck, so more than once.
+    with Job(host_that_is_stopped, 3, tmp_path, host=RANK0) as job:
+        for _ in range(ROUNDS):
+            assert job.hear_all() == [("ready",)] * 3
+            job.signal(0, signal.SIGSTOP)
+            for rank in (1, 2):
+                job.tell(rank)
+            for kind, _, _, _ in job.hear_all(1, 2):
+                assert kind == "VoteTimeoutError"
+            job.tell(0)
+            job.signal(0, signal.SIGCONT)
+            resumed = time.monotonic()
+            kind, text, named, at = job.hear(0)
+            assert (kind, named) == ("VoteTimeoutError", (0,)), text
+            assert at - resumed < NOTICED
+        job.expect_end()
+
+
 def much_too_late(rank: int, line: Line) -> None:
     import torch.distributed as distributed
 

