@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tundish.distributed import nodes_of, voter_of
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError, SegmentGoneError
 from tundish.shm.array import SharedArray
 from tundish.shm.filed import FiledArray, find_by_key, keep
 from tundish.shm.handle import Handle
@@ -98,7 +98,15 @@ def node_shared(
         error = caught
     place = voter.pass_on(place, error, source=builder, what=what, timeout=None)
     with voter.agreed(f"{what}: attaching to it", timeout=PATIENCE):
-        return NodeArray.of(origin if origin is not None else _origin_at(json.loads(place)))
+        if origin is not None:
+            return NodeArray.of(origin)
+        try:
+            return NodeArray.of(_origin_at(json.loads(place)))
+        except SegmentGoneError as error:
+            # Its owner keeps it until all have it, so it went with that rank.
+            raise PeerFailedError(
+                f"{what}: rank {builder}, which shared it, is gone: {error}", builder
+            ) from error
 
 
 def _wrong(key: Any, path: Any) -> Exception | None:
