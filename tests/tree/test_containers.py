@@ -294,6 +294,17 @@ def test_what_can_be_changed_is_made_anew() -> None:
 
 
 def test_a_type_registered_later_is_known_from_then_on() -> None:
+def test_a_tensor_goes_to_a_device_though_an_array_has_its_memory() -> None:
+    one, packed = numbers(4), pack_sequence([numbers(4), numbers(2)])
+    for obj in (
+        {"tensor": one, "array": one.numpy()},
+        {"tensor": one[1:], "array": one.numpy()[:3]},
+        {"sizes": packed.batch_sizes, "packed": packed},
+        {"rows": [*numbers(8).unbind(), packed.batch_sizes], "packed": packed},
+    ):
+        assert not td.tree.flatten(obj)[1].host_tensors
+
+
     class Late:
         def __init__(self, tensor: torch.Tensor) -> None:
             self.tensor = tensor

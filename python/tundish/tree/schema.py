@@ -51,12 +51,16 @@ class Structure:
 
     @cached_property
     def host_leaves(self) -> frozenset[int]:
-        """Leaves that have to be in host memory when the object is put together."""
-        found = set()
-        for before, token in zip(self.program, self.program[1:], strict=False):
-            if type(token) is tuple and token[1][0] in (HOST, "array", "array of") and type(before) is int:
-                found.add(before)
-        return frozenset(found)
+        """Leaves of which nothing is made but what has to be in host memory."""
+        found: set[int] = set()
+        others: set[int] = set()
+        for token, after in zip(self.program, (*self.program[1:], None), strict=True):
+            if type(token) is int:
+                is_host = type(after) is tuple and after[1][0] in (HOST, "array", "array of")
+                (found if is_host else others).add(token)
+            elif type(token) is range:
+                others.update(token)
+        return frozenset(found - others)
 
     @staticmethod
     def decode(encoded: bytes) -> Structure:
@@ -127,11 +131,13 @@ class Schema:
 
     @property
     def host_tensors(self) -> frozenset[int]:
-        """Numbers of the tensors that have to stay in host memory: arrays, and what torch wants there."""
+        """Numbers of the tensors that may stay in host memory: of arrays alone, or of what torch wants there."""
         leaves, recipes = self.structure.host_leaves, self.layout.recipes
         if recipes is None or not leaves:
             return leaves
-        return frozenset(one if isinstance(one := recipes[leaf], int) else one[0] for leaf in leaves)
+        carried = [one if isinstance(one, int) else one[0] for one in recipes]
+        others = {number for leaf, number in enumerate(carried) if leaf not in leaves}
+        return frozenset(carried[leaf] for leaf in leaves) - others
 
     def encode(self) -> bytes:
         """The schema in bytes. Only the values were written for this one; the rest is there."""
