@@ -67,6 +67,14 @@ class Groups(defaultdict[str, Any]):
     pass
 
 
+class Attributes(dict[str, Any]):
+    """Whose items are its attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
 class Tally(Counter[str]):
     pass
 
@@ -138,6 +146,19 @@ class Registered:
         self.note = note
 
 
+class Setting:
+    """A constant of torch's pytree."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Setting) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
 class Node:
     def __init__(self, left: Any, right: Any, name: str) -> None:
         self.left, self.right, self.name = left, right, name
@@ -148,6 +169,7 @@ td.tree.register(
     lambda one: (one.tensors, {"note": one.note}),
     lambda parts, context: Registered(parts, context["note"]),
 )
+_pytree.register_constant(Setting)
 _pytree.register_pytree_node(
     Node, lambda node: ([node.left, node.right], node.name), lambda parts, name: Node(*parts, name)
 )
@@ -212,6 +234,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
         "date": datetime.date(2026, 1, 2),
     },
     "registered": lambda: Registered([numbers(), numbers(2)], {"k": [1, numbers(1)]}),
+    "constant of torch's": lambda: {"x": numbers(), "setting": Setting("s")},
     "registered with torch": lambda: Node(numbers(), [Node(1, None, "b")], "a"),
 }
 
@@ -271,6 +294,17 @@ def test_batch_sizes_of_a_packed_sequence_and_arrays_stay_in_host_memory() -> No
     assert back["array"].tolist() == numbers().tolist()
 
 
+def test_a_tensor_goes_to_a_device_though_an_array_has_its_memory() -> None:
+    one, packed = numbers(4), pack_sequence([numbers(4), numbers(2)])
+    for obj in (
+        {"tensor": one, "array": one.numpy()},
+        {"tensor": one[1:], "array": one.numpy()[:3]},
+        {"sizes": packed.batch_sizes, "packed": packed},
+        {"rows": [*numbers(8).unbind(), packed.batch_sizes], "packed": packed},
+    ):
+        assert not td.tree.flatten(obj)[1].host_tensors
+
+
 def test_deep_objects_need_no_stack(elsewhere: Elsewhere) -> None:
     deep: Any = numbers()
     for level in range(20_000):
@@ -284,6 +318,14 @@ def test_deep_objects_need_no_stack(elsewhere: Elsewhere) -> None:
     assert back is tensors[0]
 
 
+def test_a_dict_whose_items_are_its_attributes(elsewhere: Elsewhere) -> None:
+    back = elsewhere.there_and_back([Attributes(ids=numbers(), inner=Attributes(name="n"))])[0]
+    assert type(back) is type(back.inner) is Attributes
+    assert torch.equal(back.ids, numbers()) and back.inner.name == "n"
+    back.more = 1
+    assert back["more"] == 1
+
+
 def test_what_can_be_changed_is_made_anew() -> None:
     tensors, schema = td.tree.flatten({"list": [1, 2], "long": list(range(100)), "t": numbers()})
     first, second = td.tree.unflatten(schema, tensors), td.tree.unflatten(schema, tensors)
@@ -294,17 +336,6 @@ def test_what_can_be_changed_is_made_anew() -> None:
 
 
 def test_a_type_registered_later_is_known_from_then_on() -> None:
-def test_a_tensor_goes_to_a_device_though_an_array_has_its_memory() -> None:
-    one, packed = numbers(4), pack_sequence([numbers(4), numbers(2)])
-    for obj in (
-        {"tensor": one, "array": one.numpy()},
-        {"tensor": one[1:], "array": one.numpy()[:3]},
-        {"sizes": packed.batch_sizes, "packed": packed},
-        {"rows": [*numbers(8).unbind(), packed.batch_sizes], "packed": packed},
-    ):
-        assert not td.tree.flatten(obj)[1].host_tensors
-
-
     class Late:
         def __init__(self, tensor: torch.Tensor) -> None:
             self.tensor = tensor

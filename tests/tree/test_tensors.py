@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -188,6 +190,25 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
+class Silent(torch.Tensor):
+    """A subclass that answers none of torch's functions."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("do not ask me")
+
+
+@pytest.mark.parametrize("wants_gradient", [False, True])
+def test_what_a_subclass_makes_of_functions_does_not_matter(
+    wants_gradient: bool, elsewhere: Elsewhere
+) -> None:
+    (back,) = elsewhere.there_and_back([base(2, 3).requires_grad_(wants_gradient).as_subclass(Silent)])
+    assert type(back) is Silent
+    with torch._C.DisableTorchFunctionSubclass():
+        assert back.requires_grad == wants_gradient
+        assert torch.equal(back.detach().as_subclass(torch.Tensor), base(2, 3))
+
+
 def test_a_wrapper_comes_back_in_its_parts(elsewhere: Elsewhere) -> None:
     obj = [Scaled(base(2, 3).to(torch.int8), torch.tensor(0.5))]
     back = elsewhere.there_and_back(obj)
@@ -223,6 +244,14 @@ def read_only(array: Any) -> Any:
     return array
 
 
+def mapped(mode: Any) -> Any:
+    """A part of a file, as of the tokens that a job trains on."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "tokens")
+        np.arange(10_000, dtype=np.uint16).tofile(path)
+        return np.memmap(path, np.uint16, mode)[100:5100]
+
+
 SAME_CODES = "?bhilqBHILQefdgFDG"
 
 ARRAYS: dict[str, Callable[[], Any]] = {
@@ -245,6 +274,11 @@ ARRAYS: dict[str, Callable[[], Any]] = {
     "backwards": lambda: np.arange(6)[::-1],
     "every second": lambda: np.arange(6)[::2],
     "broadcast": lambda: np.broadcast_to(np.arange(3), (2, 3)),
+    "a part of a file": lambda: mapped("c"),
+    "a part of a file that is read": lambda: mapped("r"),
+    "matrix": lambda: np.arange(4).reshape(2, 2).view(np.matrix),
+    "records as attributes": lambda: records().view(np.recarray),
+    "masked": lambda: np.ma.masked_array([1, 2, 3], [True, False, True]),  # type: ignore[no-untyped-call]
     "read-only": lambda: read_only(np.arange(6)),
     "read-only dates": lambda: read_only(np.array(["2026-01-02"], dtype="datetime64[D]")),
     "strings": lambda: np.array(["a", "b" * 100], dtype=np.dtypes.StringDType()),
@@ -262,6 +296,27 @@ def test_every_array(name: str, elsewhere: Elsewhere) -> None:
     assert_same(obj, td.tree.unflatten(schema, [tensor.clone() for tensor in tensors]))
     assert_same(obj, elsewhere.there_and_back(obj))
     assert_same(before, array.copy())
+
+
+def test_a_part_of_a_file_is_not_in_the_schema() -> None:
+    for obj in ([mapped("c")], [Unknown(mapped("r"))]):
+        tensors, schema = td.tree.flatten(obj)
+        assert [tensor.numel() for tensor in tensors] == [5000] and len(schema.encode()) < 1000
+
+
+class Unknown:
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+@QUIET
+def test_the_default_device_is_not_where_tensors_come_back() -> None:
+    made = {name: make() for name, make in TENSORS.items() if name not in ("meta", "in inference mode")}
+    tensors, schema = td.tree.flatten(made)
+    with torch.device("meta"):
+        back = td.tree.unflatten(schema, tensors)
+    for name, tensor in back.items():
+        assert tensor.device.type == "cpu", name
 
 
 def test_an_array_is_read_where_it_is() -> None:

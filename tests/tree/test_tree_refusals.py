@@ -29,6 +29,19 @@ class Sample:
     name: str = "s"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fixed:
+    name: Any
+    mask: Any
+
+
+class OneWay:
+    """What pickles, and cannot be made again of it."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
 class Unknown:
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
@@ -82,11 +95,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "in a namedtuple": (lambda: [Pair(1, LOCK)], NotPicklableError, r"^batch\[0\]\.second cannot"),
     "in a namespace": (lambda: types.SimpleNamespace(a=LOCK), NotPicklableError, r"^batch\.a cannot"),
+    "in a frozen dataclass with slots": (
+        lambda: [Fixed(1, [LOCK])],
+        NotPicklableError,
+        r"^batch\[0\]\.mask\[0\] cannot",
+    ),
     "in a userdict": (lambda: UserDict(a=[LOCK]), NotPicklableError, r'^batch\.data\["a"\]\[0\] cannot'),
     "in an unknown object": (
         lambda: {"x": [torch.ones(1), Unknown(a=1, b=Unknown(c=LOCK))]},
         NotPicklableError,
         r'^batch\["x"\]\[1\]\.b\.c cannot',
+    ),
+    "in the lists and dicts of an unknown object": (
+        lambda: {"x": Unknown(a=[1, {"b": (2, LOCK)}])},
+        NotPicklableError,
+        r'^batch\["x"\]\.a\[1\]\["b"\]\[1\] cannot',
     ),
     "after other values": (
         lambda: {"x": [1, "a", 2.5, Unknown(), [3]], "y": (4, {5: LOCK})},
@@ -213,6 +236,12 @@ def test_bytes_that_are_no_schema_are_refused() -> None:
     missing = td.tree.flatten({"a": Sample(1)})[1].encode().replace(b"Sample", b"Simple")
     with pytest.raises(NotPicklableError, match=r"cannot be put together here: .*Simple"):
         Schema.decode(missing)
+
+
+def test_an_object_that_cannot_be_made_again_is_an_error_of_the_library() -> None:
+    tensors, schema = td.tree.flatten([torch.ones(2), OneWay()])
+    with pytest.raises(NotPicklableError, match=r"cannot be made here: ValueError: .*'no number'"):
+        td.tree.unflatten(schema, tensors)
 
 
 def test_a_type_that_is_not_registered_here_is_named() -> None:

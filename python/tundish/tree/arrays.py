@@ -1,7 +1,8 @@
 """numpy arrays: as tensors, and back.
 
 What always holds: an array travels as a tensor of its dtype or, where torch has none, of its bytes, and stays in host
-memory; an array of Python objects is opaque.
+memory; an array of Python objects is opaque. One of a subclass that pickles as arrays do (a part of a `memmap`, a
+`recarray`) is made of a plain one, and has no other attributes, as in a pickle.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from tundish.tree.parts import Parts
 
-__all__ = ["array_of", "array_parts"]
+__all__ = ["array_of", "array_parts", "array_subclass_parts", "pickles_as_array"]
 
 # Codes of dtypes that torch has too; of the two for an integer of one width it knows one only.
 _KINDS = frozenset("?bhBHefdFD").union(
@@ -44,6 +45,19 @@ def array_parts(array: NDArray[Any]) -> Parts | None:
     if np.dtype(name) == dtype and dtype.metadata is None:
         return Parts(("array", name, writable), (tensor,), ("",))
     return Parts(("array of", writable), (dtype, tensor), (".dtype", ""))
+
+
+def pickles_as_array(kind: type) -> bool:
+    """Whether arrays of the subclass `kind` are pickled as plain ones are."""
+    return all(
+        getattr(kind, name) is getattr(np.ndarray, name)
+        for name in ("__reduce__", "__reduce_ex__", "__setstate__")
+    )
+
+
+def array_subclass_parts(array: NDArray[Any]) -> Parts:
+    """What an array of such a subclass is made of."""
+    return Parts(("array as", type(array)), (array.view(np.ndarray),), ("",))
 
 
 def array_of(tensor: torch.Tensor, dtype: np.dtype[Any] | None, writable: bool) -> NDArray[Any]:

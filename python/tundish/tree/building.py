@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from tundish.errors import InvalidInputError, InvalidTypeError, counted
 from tundish.tree.arrays import array_of
-from tundish.tree.parts import AGAIN, CONSTANT, HOST, KEYS, LIST, TUPLE, WHOLE, Token
+from tundish.tree.parts import AGAIN, CONSTANT, HOST, ITSELF, KEYS, LIST, TUPLE, WHOLE, Token
 from tundish.tree.pickling import loads_values
 from tundish.tree.rules import REGISTERED
 from tundish.tree.schema import Schema, values_of
@@ -136,7 +136,7 @@ def _make_pairs(token: Token, parts: list[Any]) -> Any:
     return _filled(kind, zip(parts[:count], parts[count:], strict=False), parts[2 * count :], factory, state)
 
 
-def _filled(kind: type, pairs: Iterable[tuple[Any, Any]], more: list[Any], factory: bool, state: bool) -> Any:
+def _filled(kind: type, pairs: Iterable[tuple[Any, Any]], more: list[Any], factory: bool, state: Any) -> Any:
     made = _base_new(kind)(kind)
     # The type's own way of setting items may do more than that.
     put = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
@@ -144,7 +144,9 @@ def _filled(kind: type, pairs: Iterable[tuple[Any, Any]], more: list[Any], facto
         put(made, key, value)
     if factory:
         made.default_factory = more[0]
-    if state:
+    if state == ITSELF:
+        made.__dict__ = made
+    elif state:
         _set_state(made, more[-1])
     return made
 
@@ -180,6 +182,13 @@ def _make_state(token: Token, parts: list[Any]) -> Any:
     kind = token[1]
     made = _base_new(kind)(kind)
     _set_state(made, parts[0])
+    return made
+
+
+def _make_fields(token: Token, parts: list[Any]) -> Any:
+    kind = token[1]
+    made = _base_new(kind)(kind)
+    made.__setstate__(parts)
     return made
 
 
@@ -256,6 +265,8 @@ _BUILDERS: dict[str, Callable[[Token, list[Any]], Any]] = {
     "pytree": _make_pytree,
     "array": _make_array,
     "array of": lambda token, parts: array_of(parts[1], parts[0], token[1]),
+    "array as": lambda token, parts: parts[0].view(token[1]),
+    "fields": _make_fields,
     **TENSOR_BUILDERS,
 }
 

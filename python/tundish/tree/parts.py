@@ -14,6 +14,7 @@ __all__ = [
     "CONSTANT",
     "HOST",
     "INDEX",
+    "ITSELF",
     "KEYS",
     "LIST",
     "TUPLE",
@@ -40,6 +41,8 @@ LIST: Final = "items of a list"
 TUPLE: Final = "items of a tuple"
 # A list or tuple that is a value: `(WHOLE,)` of it.
 WHOLE: Final = "whole"
+# In place of attributes: a dict that has its items as such.
+ITSELF: Final = "itself"
 # A tensor that stays in host memory, whatever device the others go to: `(HOST,)`.
 HOST: Final = "host"
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from tundish.tree.arrays import array_parts
+from tundish.errors import NotPicklableError, TundishError
+from tundish.tree.arrays import array_parts, array_subclass_parts, pickles_as_array
 from tundish.tree.parts import Parts, Token
+from tundish.tree.rules import key_text
 from tundish.tree.tensors import subclass_parts, tensor_parts
 
 __all__ = ["dumps_values", "loads_values", "why_not"]
@@ -46,14 +48,17 @@ class _Pickler(pickle.Pickler):
         self._alive: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
-        is_array = type(value) is np.ndarray
+        is_array = isinstance(value, np.ndarray)
         if not is_array and not isinstance(value, Tensor):
             return NotImplemented
         parts = self._parts_of.get(id(value))
         if parts is not None:
             pass
         elif is_array:
-            parts = array_parts(value)
+            if type(value) is np.ndarray:
+                parts = array_parts(value)
+            elif pickles_as_array(type(value)):
+                parts = array_subclass_parts(value)
             if parts is None:
                 return NotImplemented
         elif type(value) is not Tensor:
@@ -94,8 +99,18 @@ def dumps_values(
 
 
 def loads_values(encoded: bytes, leaves: Sequence[Tensor], build: Builder) -> list[Any]:
-    """The values that `dumps_values` wrote; `build` makes a tensor of its token and parts."""
-    values: list[Any] = _Unpickler(io.BytesIO(encoded), leaves, build).load()
+    """The values that `dumps_values` wrote; `build` makes a tensor of its token and parts.
+
+    Raises `NotPicklableError` where one of them cannot be made here.
+    """
+    try:
+        values: list[Any] = _Unpickler(io.BytesIO(encoded), leaves, build).load()
+    except TundishError:
+        raise
+    except Exception as error:
+        raise NotPicklableError(
+            f"a batch came with an object that cannot be made here: {type(error).__name__}: {error}"
+        ) from error
     return values
 
 
@@ -114,11 +129,21 @@ def why_not(value: Any, careful: bool) -> tuple[str, Exception] | None:
             found = path, error
         else:
             return found
-        for name, part in getattr(value, "__dict__", {}).items():
+        for label, part in _inside(value):
             if _fails(part, careful):
-                path, value = f"{path}.{name}", part
+                path, value = path + label, part
                 break
     return found
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, each with the rest of its path."""
+    for name, part in getattr(value, "__dict__", {}).items():
+        yield f".{name}", part
+    if isinstance(value, dict):
+        yield from ((f"[{key_text(key)}]", part) for key, part in dict.items(value))
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{number}]", part) for number, part in enumerate(value))
 
 
 def _fails(value: Any, careful: bool) -> bool:

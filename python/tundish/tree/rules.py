@@ -22,8 +22,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 from tundish.errors import InvalidTypeError
-from tundish.tree.arrays import array_parts
-from tundish.tree.parts import HOST, Host, Parts
+from tundish.tree.arrays import array_parts, array_subclass_parts, pickles_as_array
+from tundish.tree.parts import HOST, ITSELF, Host, Parts
 from tundish.tree.tensors import subclass_parts
 
 __all__ = ["KEY_TYPES", "REGISTERED", "Rule", "dict_parts", "key_text", "register", "rule_of"]
@@ -91,7 +91,7 @@ def rule_of(kind: type) -> Rule:
     """The rule for objects of the type `kind`."""
     rule = _rules.get(kind)
     # Somebody may have registered it with torch since.
-    if rule is None or (rule is _opaque and kind in _pytree.SUPPORTED_NODES):
+    if rule is None or (rule is _opaque and _is_pytree_node(kind)):
         if len(_rules) >= _MOST_RULES:
             _rules.clear()
         _rules[kind] = rule = _choose(kind)
@@ -105,6 +105,8 @@ def _choose(kind: type) -> Rule:
         return subclass_parts
     if kind is np.ndarray:
         return array_parts
+    if issubclass(kind, np.ndarray) and pickles_as_array(kind):
+        return array_subclass_parts
     if kind is PackedSequence:
         return _packed_sequence
     if kind is Host:
@@ -114,7 +116,7 @@ def _choose(kind: type) -> Rule:
         return _dict_subclass if plain and not _has_arguments(kind) else _reduced
     if issubclass(kind, tuple):
         return _tuple_subclass if plain else _reduced
-    if kind in _pytree.SUPPORTED_NODES and not issubclass(kind, (list, deque)):
+    if _is_pytree_node(kind) and not issubclass(kind, (list, deque)):
         return _pytree_node
     if plain and not _has_arguments(kind):
         if issubclass(kind, list):
@@ -124,6 +126,11 @@ def _choose(kind: type) -> Rule:
     if issubclass(kind, _CONTAINERS) or dataclasses.is_dataclass(kind):
         return _reduced
     return _opaque
+
+
+def _is_pytree_node(kind: type) -> bool:
+    # A constant of torch's pytree has no parts, and itself as the context.
+    return kind in _pytree.SUPPORTED_NODES and kind not in getattr(_pytree, "CONSTANT_NODES", ())
 
 
 def _has_arguments(kind: type) -> bool:
@@ -165,11 +172,13 @@ def _packed_sequence(value: PackedSequence) -> Parts:
 def _tuple_subclass(value: Any) -> Parts:
     kind = type(value)
     names = getattr(kind, "_fields", ())
-    labels = _dotted(names) if len(names) == len(value) else [f"[{index}]" for index in range(len(value))]
+    # The class may show its items otherwise than it holds them.
+    items = tuple(tuple.__iter__(value))
+    labels = _dotted(names) if len(names) == len(items) else [f"[{index}]" for index in range(len(items))]
     state = value.__getstate__()
     if not state:
-        return Parts(("tuple", kind, False), tuple(value), labels)
-    return Parts(("tuple", kind, True), (*value, state), (*labels, ".__dict__"))
+        return Parts(("tuple", kind, False), items, labels)
+    return Parts(("tuple", kind, True), (*items, state), (*labels, ".__dict__"))
 
 
 def _list_subclass(value: Any) -> Parts:
@@ -192,10 +201,12 @@ def _dict_subclass(value: Any) -> Parts:
         more.append(value.default_factory)
         labels.append(".default_factory")
     state = value.__getstate__()
-    if state:
+    # What is made so that its attributes are its items.
+    is_itself = state is value
+    if state and not is_itself:
         more.append(state)
         labels.append(".__dict__")
-    return _pairs(kind, items, (factory, bool(state)), more, labels)
+    return _pairs(kind, items, (factory, ITSELF if is_itself else bool(state)), more, labels)
 
 
 def dict_parts(value: dict[Any, Any]) -> Parts:
@@ -204,7 +215,7 @@ def dict_parts(value: dict[Any, Any]) -> Parts:
 
 
 def _pairs(
-    kind: type, items: list[tuple[Any, Any]], flags: tuple[bool, bool], more: list[Any], labels: list[str]
+    kind: type, items: list[tuple[Any, Any]], flags: tuple[bool, Any], more: list[Any], labels: list[str]
 ) -> Parts:
     keys = tuple([key for key, _ in items])
     values = [item for _, item in items]
@@ -219,6 +230,9 @@ def _attributes_only(value: Any) -> Parts | None:
     kind = type(value)
     # What transformers' batches pickle of themselves is not all of them.
     state = object.__getstate__(value) if _forgets(kind) else value.__getstate__()
+    if type(state) is list and getattr(kind.__getstate__, "__module__", "") == "dataclasses":
+        # Frozen and with slots: the values of the fields.
+        return Parts(("fields", kind), state, _dotted(field.name for field in dataclasses.fields(value)))
     if _forgets(kind) or not hasattr(kind, "__setstate__"):
         attributes, slots = state if type(state) is tuple else (state, None)
         if type(attributes or {}) is dict and type(slots or {}) is dict:

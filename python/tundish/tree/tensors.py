@@ -103,15 +103,19 @@ def subclass_parts(tensor: Tensor) -> Parts:
         )
     if is_lazy(tensor):
         raise Refusal(InvalidTypeError, "has no values yet: run the module once, which initializes it")
-    if tensor.is_nested:
+    # What the subclass makes of torch's functions does not matter to what it is.
+    with torch._C.DisableTorchFunctionSubclass():
+        is_nested, requires_grad = tensor.is_nested, tensor.requires_grad
+        # Those of a nested one are no numbers.
+        geometry = () if is_nested else (tuple(tensor.shape), _strides(tensor))
+    if is_nested:
         return _jagged_parts(tensor)
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
         names, context = wrapper.__tensor_flatten__()
         inner = [getattr(tensor, name) for name in names]
-        geometry = tuple(tensor.shape), _strides(tensor)
         labels = *[f".{name}" for name in names], " (context)", ".shape", ".stride()"
-        token = "wrapper", kind, tuple(names), tensor.requires_grad
+        token = "wrapper", kind, tuple(names), requires_grad
         return Parts(token, (*inner, context, *geometry), labels)
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise Refusal(
@@ -120,7 +124,6 @@ def subclass_parts(tensor: Tensor) -> Parts:
         )
     with torch._C.DisableTorchFunctionSubclass():
         values = tensor.detach().as_subclass(Tensor)
-        requires_grad = tensor.requires_grad
     state = dict(vars(tensor)) or None
     builder = "parameter" if issubclass(kind, torch.nn.Parameter) else "subclass"
     return Parts((builder, kind, requires_grad), (values, state), ("", ".__dict__"))
@@ -145,11 +148,15 @@ def _make_meta(token: Any, parts: list[Any]) -> Tensor:
 
 
 def _make_coo(token: Any, parts: list[Any]) -> Tensor:
-    return torch.sparse_coo_tensor(*parts, check_invariants=False, is_coalesced=token[1])
+    return torch.sparse_coo_tensor(
+        *parts, device=parts[1].device, check_invariants=False, is_coalesced=token[1]
+    )
 
 
 def _make_compressed(token: Any, parts: list[Any]) -> Tensor:
-    return torch.sparse_compressed_tensor(*parts, layout=token[1], check_invariants=False)
+    return torch.sparse_compressed_tensor(
+        *parts, device=parts[2].device, layout=token[1], check_invariants=False
+    )
 
 
 def _make_quantized(token: Any, parts: list[Any]) -> Tensor:
@@ -182,7 +189,8 @@ def _make_subclass(token: Any, parts: list[Any]) -> Tensor:
     values, state = parts
     tensor: Tensor = values.detach().as_subclass(kind)
     vars(tensor).update(state or {})
-    return tensor.requires_grad_() if requires_grad else tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.requires_grad_() if requires_grad else tensor
 
 
 def _make_parameter(token: Any, parts: list[Any]) -> Tensor:
