@@ -251,3 +251,21 @@ def test_a_child_made_by_fork_uses_its_own() -> None:
     parcel.release()
     # The child's receipt counts.
     assert arena.stats()["in_use"] == 0
+
+
+def test_what_a_sender_left_is_there_for_its_receiver_until_it_was_opened() -> None:
+    arena, parcels = SegmentArena(), Parcels()
+    references, sent = [], []
+    for number in range(3):
+        parcel = packed(arena, bytes([number]) * 1000)
+        references.append(parcel.reference())
+        sent.append(os.dup(parcel.descriptor))
+        parcel.release()
+        del parcel
+    # Its sender is through, and takes nothing along.
+    del arena
+    for descriptor in sent:
+        parcels.adopt(descriptor, os.getpid())
+    for number, reference in enumerate(references):
+        assert bytes(parcels.open(reference)) == bytes([number]) * 1000
+    assert parcels.views == 0

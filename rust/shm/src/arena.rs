@@ -182,7 +182,8 @@ impl Arena {
     }
 
     /// Takes back a segment that was sent: it is used again when its reader has come, and gone.
-    pub fn give_sent(&self, segment: Segment) {
+    pub fn give_sent(&self, mut segment: Segment) {
+        segment.send();
         self.take_back(segment, |state, segment| {
             state.stats.in_use += segment.size();
             state.sent.push_back(segment);

@@ -135,12 +135,14 @@ pub(crate) fn acknowledge(map: &Mapping, generation: u64) {
     map.word(AT_ACKNOWLEDGED).fetch_max(generation, Ordering::AcqRel);
 }
 
-/// The owner let go of the segment: nothing will be sent in it any more.
-pub(crate) fn retire(map: &Mapping) {
-    map.word(AT_RETIRED).store(1, Ordering::Release);
+/// The owner let go of the segment: nothing will be sent in it after what was sent as generation `last`; 0 where the
+/// readers of all came.
+pub(crate) fn retire(map: &Mapping, last: u64) {
+    map.word(AT_RETIRED).store(last + 1, Ordering::Release);
 }
 
-/// Whether the owner let go of the segment.
+/// Whether the owner let go of the segment, and the reader of what was sent in it last came.
 pub(crate) fn is_retired(map: &Mapping) -> bool {
-    map.word(AT_RETIRED).load(Ordering::Acquire) != 0
+    let retired = map.word(AT_RETIRED).load(Ordering::Acquire);
+    retired != 0 && acknowledged(map) >= retired - 1
 }

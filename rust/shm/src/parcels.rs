@@ -150,7 +150,7 @@ impl Parcels {
         let warm = Arc::new(warm);
         let mut kept = self.lock();
         let before = std::mem::take(&mut *kept);
-        // Nothing will come in what its sender has let go of.
+        // Nothing more will come in what its sender has let go of.
         let (mut released, mut still): (Vec<_>, Vec<_>) =
             before.into_iter().partition(|other| header::is_retired(&other.map) || other.identity == warm.identity);
         still.push(Arc::clone(&warm));

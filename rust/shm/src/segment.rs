@@ -52,6 +52,8 @@ pub struct Segment {
     can_be_sealed: bool,
     /// Bytes of the mapping, from its first on, whose pages were found.
     populated: usize,
+    /// Whether its reader may still be on the way.
+    is_sent: bool,
     process: u32,
 }
 
@@ -127,6 +129,7 @@ impl Segment {
             is_sealed: false,
             can_be_sealed: true,
             populated: 0,
+            is_sent: false,
             process: process::id(),
         })
     }
@@ -290,6 +293,11 @@ impl Segment {
         })
     }
 
+    /// Somebody was told where it is, and will come for it.
+    pub(crate) fn send(&mut self) {
+        self.is_sent = true;
+    }
+
     /// Whether the reader of this generation came.
     pub(crate) fn is_acknowledged(&self) -> bool {
         header::acknowledged(&self.map) >= self.generation
@@ -302,6 +310,7 @@ impl Segment {
             return false;
         }
         self.generation += 1;
+        self.is_sent = false;
         header::set_generation(&self.map, self.generation);
         file::unlock(self.file.as_fd()).is_ok()
     }
@@ -329,7 +338,7 @@ pub(crate) fn size_for(len: usize) -> Result<usize, ShmError> {
 impl Drop for Segment {
     fn drop(&mut self) {
         if self.is_own() {
-            header::retire(&self.map);
+            header::retire(&self.map, if self.is_sent { self.generation } else { 0 });
         }
     }
 }
