@@ -6,7 +6,8 @@ or, on one process, `python examples/train_packed.py --out out/demo`. Needs `pip
 no network; takes a minute or two on two cores. Running it again reuses the tokens and the plan of the first time.
 
 What it shows: documents of any length become sequences of one length, so that every step costs the same and no
-token is padding, while no document sees another one. Checkpoints are saved while training goes on; the run breaks
+token is padding, while no document sees another one. The first rank reads them for all. Checkpoints are saved while
+training goes on; the run breaks
 off on the way and resumes from the last of them, and the last export is loaded again.
 """
 
@@ -102,11 +103,13 @@ def train(corpus: Corpus, plan: td.PackPlan, options: argparse.Namespace) -> tup
         say(f"{'model':<12}Llama with {parameters / 1e6:.1f} million parameters")
         losses = first.run(checkpointer, 0, options.steps * 3 // 4)
         checkpointer.wait()
+        first.loader.close()
 
         second = Training(corpus, plan, options)
         step = second.resume(checkpointer)
         say(f"resumed from step {step}")
         losses = losses[:step] + second.run(checkpointer, step, options.steps)
+        second.loader.close()
     seconds = time.perf_counter() - started
     with td.distributed.agreed("loading the export again"):
         if dist.get_rank() == 0:
@@ -121,17 +124,22 @@ class Training:
 
     def __init__(self, corpus: Corpus, plan: td.PackPlan, options: argparse.Namespace) -> None:
         self.options = options
-        self.sampler = td.PackedBatchSampler(plan, options.batch_size, seed=options.seed)
-        if not len(self.sampler):
-            sys.exit(f"{plan.num_tokens:,} tokens do not fill one pack of {options.max_length:,}")
-        self.tokens_of_a_step = plan.max_length * self.sampler.global_batch
-        self.loader = DataLoader(
-            td.PackedDataset(corpus, plan),
-            batch_sampler=self.sampler,
-            # Lays the packs of a batch end to end in one row. Their position_ids begin at 0 in each piece of a
-            # document; that is how transformers keeps attention within pieces.
-            collate_fn=td.PackedCollator(),
-        )
+        self.tokens_of_a_step = plan.max_length * options.batch_size * dist.get_world_size()
+        loader = None
+        if dist.get_rank() == 0:
+            # As in one process: it has all batches, each for one rank.
+            sampler = td.PackedBatchSampler(plan, options.batch_size, rank=0, world_size=1, seed=options.seed)
+            loader = DataLoader(
+                td.PackedDataset(corpus, plan),
+                batch_sampler=sampler,
+                # Lays the packs of a batch end to end in one row. Their position_ids begin at 0 in each piece of a
+                # document; that is how transformers keeps attention within pieces.
+                collate_fn=td.PackedCollator(),
+            )
+        # The first rank reads, and every rank gets its own batches, one round ahead.
+        self.loader = td.DispatchLoader(loader)
+        if not len(self.loader):
+            sys.exit(f"{plan.num_tokens:,} tokens do not fill one step of {self.tokens_of_a_step:,}")
         torch.manual_seed(options.seed)
         self.model = LlamaForCausalLM(model_config(corpus.vocabulary, options.max_length))
         self.parallel = DistributedDataParallel(self.model)
@@ -150,7 +158,7 @@ class Training:
         every = max(1, self.options.steps // 8)
         losses: list[float] = []
         started = time.perf_counter()
-        batches = epochs(self.loader, self.sampler)
+        batches = epochs(self.loader)
         for step, batch in zip(range(done + 1, stop + 1), batches, strict=False):
             loss = self.parallel(**batch).loss
             loss.backward()
@@ -176,7 +184,7 @@ class Training:
             step,
             self.state(),
             extra={"step": step},
-            rank_extra={"sampler": self.sampler.state_dict(), "schedule": self.schedule.state_dict()},
+            rank_extra={"loader": self.loader.state_dict(), "schedule": self.schedule.state_dict()},
         )
         self.exported = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
@@ -192,7 +200,7 @@ class Training:
             optim_state_dict=state["optimizer"],
         )
         mine = rank_extras[dist.get_rank()]
-        self.sampler.load_state_dict(mine["sampler"])
+        self.loader.load_state_dict(mine["loader"])
         self.schedule.load_state_dict(mine["schedule"])
         step = int(extra["step"])
         # What the run had saved beyond it, perhaps of one kind only, is set aside and would else be in the way.
@@ -211,10 +219,10 @@ def compare(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
             raise AssertionError(f"{name} is not what was saved")
 
 
-def epochs(loader: DataLoader[Any], sampler: td.PackedBatchSampler) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches without end, each epoch in an order of its own, from where the sampler stands."""
-    for epoch in itertools.count(sampler.epoch):
-        sampler.set_epoch(epoch)
+def epochs(loader: td.DispatchLoader[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches without end, each epoch in an order of its own, from where the loader stands."""
+    for epoch in itertools.count(loader.epoch):
+        loader.set_epoch(epoch)
         yield from loader
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         pack,
         pack_datasets,
     )
-    from tundish.scatter import scatter_batch
+    from tundish.scatter import DispatchLoader, scatter_batch
     from tundish.version import __version__ as __version__
 else:
     __getattr__, __dir__ = lazily(
@@ -42,7 +42,7 @@ else:
                 "pack",
                 "pack_datasets",
             ),
-            "tundish.scatter": ("scatter_batch",),
+            "tundish.scatter": ("DispatchLoader", "scatter_batch"),
             "tundish.shm": (),
             "tundish.tree": (),
             "tundish.version": ("__version__",),
@@ -51,6 +51,7 @@ else:
 
 __all__ = [
     "Checkpointer",
+    "DispatchLoader",
     "Pack",
     "PackPlan",
     "PackedBatchSampler",

@@ -17,11 +17,13 @@ __all__ = [
     "InvalidInputError",
     "InvalidTypeError",
     "MissingExtraError",
+    "NoDatasetError",
     "NoSuchPackError",
     "NotFoundError",
     "NotPicklableError",
     "OutOfMemoryError",
     "PeerFailedError",
+    "PeerStoppedError",
     "PlanFormatError",
     "PlanMismatchError",
     "PoolError",
@@ -50,6 +52,10 @@ class InvalidInputError(TundishError, ValueError):
 
 class InvalidTypeError(TundishError, TypeError):
     """An argument has a type or dtype that cannot be used."""
+
+
+class NoDatasetError(TundishError, AttributeError):
+    """A loader is asked for its dataset, to make another one over it, and has none."""
 
 
 class NoSuchPackError(TundishError, IndexError):
@@ -149,6 +155,17 @@ class CorruptCheckpointError(TundishError, ValueError):
 
 class PeerFailedError(TundishError, RuntimeError):
     """Another rank failed; `rank` names it (-1: its own error tells) and the message carries its error."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class PeerStoppedError(TundishError, RuntimeError):
+    """Another rank left a loop that all go through together; `rank` names it."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message, rank)

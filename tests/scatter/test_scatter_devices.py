@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import tundish as td
+from tundish.scatter.arrival import Arrival
+from tundish.scatter.place import place_of
+from tundish.scatter.scatterer import Scatterer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
-from rank_processes import Job, Line
+from rank_processes import Job, Line, outcome
 
 
 def make(number: int) -> Any:
@@ -64,4 +71,73 @@ def test_a_batch_goes_to_a_gpu(tmp_path: Path) -> None:
     with Job(to_the_device, 2, tmp_path) as job:
         job.tell(0, "cuda")
         job.tell(1, "cuda")
+        job.expect_end()
+
+
+def from_device_to_device(rank: int, line: Line) -> None:
+    """The path between devices, with memory of the host for theirs: all but the backend is the same."""
+    world = dist.get_world_size()
+    with td.distributed.Voter() as voter:
+        scatterer = Scatterer(
+            voter,
+            place_of(None, 0),
+            timeout=timedelta(seconds=20),
+            shared_memory=False,
+            direct=("cpu", "gloo"),
+        )
+    host = torch.device("cpu")
+    for number in range(6):
+        # A rank without a batch in the first round too; then batches without bytes, and others than before.
+        given: list[Any] = [make(number + 100 * other) for other in range(world)]
+        if number in (0, 3):
+            given[1] = None
+        if number == 4:
+            given = [{"n": other, "none": torch.empty(0, 3)} for other in range(world)]
+        # Some rounds go the other way.
+        way = None if number == 2 else host
+        if rank == 0:
+            scatterer.give(given, way)
+            continue
+        arrival = scatterer.take()
+        if given[rank] is None:
+            assert arrival is None
+            continue
+        assert isinstance(arrival, Arrival)
+        assert (arrival.on_device is not None) == (number not in (2, 4)) or number == 4
+        mine = arrival.build(host if number == 1 else None)
+        if number == 4:
+            assert mine["n"] == rank and mine["none"].shape == (0, 3)
+        else:
+            check(mine, number + 100 * rank, "cpu")
+            mine["pixels"].zero_()
+    # What fails on the source is told all the same.
+    kind, text, _ = outcome(
+        lambda: scatterer.give([1, threading.Lock(), 3], host) if rank == 0 else scatterer.take()
+    )
+    assert kind == ("NotPicklableError" if rank == 0 else "PeerFailedError") and "rank 1's batch" in text
+    assert scatterer.stats()["transports"] == {"gloo, from device to device": [1, 2] if rank == 0 else [0]}
+    scatterer.close()
+
+
+def test_batches_go_from_device_to_device_between_nodes(tmp_path: Path) -> None:
+    with Job(from_device_to_device, 3, tmp_path) as job:
+        job.expect_end()
+
+
+def over_nccl(rank: int, line: Line) -> None:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    device = torch.device("cuda", torch.cuda.current_device())
+    os.environ |= {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    group = dist.new_group(backend="nccl")
+    for number in range(5):
+        given = [{**make(number + 100 * other), "more": torch.ones(3, device=device)} for other in range(2)]
+        mine = td.scatter_batch(given if rank == 0 else None, group=group, device=device)
+        check(mine, number + 100 * rank, "cuda")
+    (stats,) = td.scatter.stats(group)
+    assert stats["transports"] == {"nccl, from device to device": [1 - rank]}
+
+
+@pytest.mark.needs_gpu
+def test_batches_go_between_nodes_over_nccl(tmp_path: Path) -> None:
+    with Job(over_nccl, 2, tmp_path) as job:
         job.expect_end()

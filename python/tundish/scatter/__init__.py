@@ -9,7 +9,14 @@ from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
     from tundish.scatter.call import scatter_batch, stats
+    from tundish.scatter.loader import DispatchLoader
 else:
-    __getattr__, __dir__ = lazily(__name__, {"tundish.scatter.call": ("scatter_batch", "stats")})
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "tundish.scatter.call": ("scatter_batch", "stats"),
+            "tundish.scatter.loader": ("DispatchLoader",),
+        },
+    )
 
-__all__ = ["scatter_batch", "stats"]
+__all__ = ["DispatchLoader", "scatter_batch", "stats"]

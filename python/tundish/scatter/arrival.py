@@ -51,21 +51,42 @@ class Arrival(NamedTuple):
         schema: of the batch.
         memory: the bytes of its tensors, None where there are none.
         parcel: what they lie in, where others are to get it from this rank.
+        on_device: the bytes, where they came to a device.
     """
 
     schema: Schema
     memory: NDArray[np.uint8] | None
     parcel: _native.Parcel | None = None
+    on_device: Tensor | None = None
+
+    def staged(self, device: torch.device) -> Arrival:
+        """The same in memory that `device` reads by itself, where it has such."""
+        if device.type != "cuda" or self.memory is None:
+            return self
+        return self._replace(
+            memory=_pinned(torch.from_numpy(self.memory[: self.schema.layout.total])).numpy()
+        )
 
     def build(self, device: torch.device | None) -> Any:
         """The object, its tensors in `memory` or on `device`."""
         layout = self.schema.layout
+        if self.on_device is not None:
+            return self._build_there(self.on_device, device)
         tensors = _host_tensors(layout, self.memory)
         if device is not None and self.memory is not None:
             moved = _moved(torch.from_numpy(self.memory[: layout.total]), device)
             stay = self.schema.host_tensors
             there = layout.tensors_in(moved)
             tensors = [(tensors if number in stay else there)[number] for number in range(len(tensors))]
+        return rebuild(self.schema, tensors)
+
+    def _build_there(self, buffer: Tensor, device: torch.device | None) -> Any:
+        layout, stay = self.schema.layout, self.schema.host_tensors
+        there = [] if device is None else layout.tensors_in(buffer.to(device))
+        here = layout.tensors_in(buffer.cpu()) if device is None or stay else there
+        tensors = [
+            (here if device is None or number in stay else there)[number] for number in range(len(here))
+        ]
         return rebuild(self.schema, tensors)
 
 
@@ -99,11 +120,14 @@ def on_device(schema: Schema, tensors: list[Tensor], device: torch.device) -> An
 def _moved(buffer: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return buffer.to(device)
-    # Memory that the device reads by itself, so that the copy goes on while the caller does; torch keeps it for the
-    # next one when that is over.
+    # So that the copy goes on while the caller does.
+    return (buffer if buffer.is_pinned() else _pinned(buffer)).to(device, non_blocking=True)
+
+
+def _pinned(buffer: Tensor) -> Tensor:
+    # torch keeps the memory for the next one when the copy is over.
     pinned = torch.empty(buffer.numel(), dtype=torch.uint8, pin_memory=True)
-    pinned.copy_(buffer)
-    return pinned.to(device, non_blocking=True)
+    return pinned.copy_(buffer)
 
 
 def _host_tensors(layout: Layout, memory: NDArray[np.uint8] | None) -> list[Tensor]:

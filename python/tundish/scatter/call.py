@@ -11,12 +11,11 @@ import threading
 import weakref
 from typing import Any
 
-from tundish.distributed import DEFAULT_TIMEOUT, Voter, voter_of
 from tundish.distributed.jobstore import distributed_module
 from tundish.errors import InvalidInputError
-from tundish.scatter.arrival import device_of, on_device
-from tundish.scatter.meeting import timeout_of
-from tundish.scatter.place import place_of, process_group, replicated_place_of
+from tundish.scatter.arrival import Arrival, device_of, on_device
+from tundish.scatter.opening import open_scatterer
+from tundish.scatter.place import process_group
 from tundish.scatter.scatterer import Scatterer, ScatterStats
 from tundish.tree.describing import describe
 
@@ -72,13 +71,13 @@ def scatter_batch(
     except Exception as error:  # noqa: BLE001 (raised again, once the others know)
         scatterer.fail(error)
     if scatterer.is_source:
-        own = scatterer.give(batches)
+        own = scatterer.give(batches, target)
         if target is None or own is None:
             return own
         tensors, schema, _ = describe(own)
         return on_device(schema, tensors, target)
     arrival = scatterer.take()
-    return None if arrival is None else arrival.build(target)
+    return arrival.build(target) if isinstance(arrival, Arrival) else None
 
 
 def stats(group: Any = None) -> list[ScatterStats]:
@@ -103,16 +102,9 @@ def _scatterer_of(group: Any, src: Any, replicate: Any) -> Scatterer:
         found = _scatterers.get(key, _NONE).get((src, others))
         if found is not None:
             return found
+    made = open_scatterer(group, src, replicate)
     if key is None:
-        return Scatterer(None, place_of(group, src), timeout=DEFAULT_TIMEOUT)
-    timeout = timeout_of(group) if isinstance(key, distributed.ProcessGroup) else DEFAULT_TIMEOUT
-    if replicate is None:
-        place = place_of(group, src)
-        made = Scatterer(voter_of(group), place, timeout=timeout)
-    else:
-        place = replicated_place_of(group, src, replicate, timeout=timeout)
-        with Voter.among(place.ranks, timeout=timeout) as voter:
-            made = Scatterer(voter, place, timeout=timeout)
+        return made
     with _lock:
         _scatterers.setdefault(key, {})[operator.index(src), others] = made
     weakref.finalize(key, made.close).atexit = False

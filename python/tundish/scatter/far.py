@@ -14,6 +14,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -21,11 +22,13 @@ import torch
 from tundish import _native
 from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
-from tundish.scatter.messages import BATCH, HEAD_BYTES, Head, Known, Told
+from tundish.scatter.messages import BATCH, DIRECT, HEAD_BYTES, Head, Known, Told
 from tundish.tree.layout import Layout
 
-__all__ = ["Courier", "FarEnd", "FarLane", "Job", "send"]
+__all__ = ["ENDLESS", "Courier", "FarEnd", "FarLane", "Job", "send"]
 
+# gloo knows no other way to say so.
+ENDLESS = timedelta(days=365)
 # Room for the head and what is said with it; gloo takes hardly longer for it than for one byte.
 _FIRST_BYTES = 4096
 # Larger tensors are messages of their own.
@@ -122,14 +125,21 @@ class FarLane:
         self._arena = arena
         self._told = Told()
 
-    def post(self, number: int, content: Departure | tuple[int, str]) -> tuple[list[Any], list[Any]]:
-        """Have a batch, or a kind and a text, sent; the sends, and what has to live until they are over."""
+    def post(
+        self, number: int, content: Departure | tuple[int, str], is_direct: bool
+    ) -> tuple[list[Any], list[Any]]:
+        """Have a batch, or a kind and a text, sent; the sends, and what has to live until they are over.
+
+        `is_direct`: whether tensors go from device to device, and here only what is said of them.
+        """
         if isinstance(content, Departure):
             flags, place, said = self._told.tell(content.schema)
             head = Head(number, BATCH, flags, place, len(said), content.size)
         else:
             said = content[1].encode(errors="replace")
             head = Head(number, content[0], said=len(said))
+        if is_direct:
+            head = head._replace(flags=head.flags | DIRECT)
         fits = HEAD_BYTES + len(said) <= _FIRST_BYTES
         message = (head.pack() + (said if fits else b"")).ljust(_FIRST_BYTES, b"\0")
         sends: list[Any] = []
@@ -142,7 +152,7 @@ class FarLane:
         post(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         if not fits:
             post(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-        if isinstance(content, Departure):
+        if isinstance(content, Departure) and not is_direct:
             for piece in _pieces(content.schema.layout):
                 post(self._tensor(content, piece))
         return sends, held
@@ -161,13 +171,15 @@ class FarLane:
             parcel.release()
 
 
-def send(number: int, contents: list[tuple[FarLane, Departure | tuple[int, str]]]) -> dict[int, Exception]:
-    """Send each receiver its batch or text; by rank, what went wrong."""
+def send(
+    number: int, contents: list[tuple[FarLane, Departure | tuple[int, str]]], is_direct: bool = False
+) -> dict[int, Exception]:
+    """Send each receiver its batch or text, or what is said of it; by rank, what went wrong."""
     errors: dict[int, Exception] = {}
     posted = []
     for lane, content in contents:
         try:
-            posted.append((lane.rank, *lane.post(number, content)))
+            posted.append((lane.rank, *lane.post(number, content, is_direct)))
         except Exception as error:  # noqa: BLE001 (the other receivers get theirs)
             errors[lane.rank] = error
     for rank, sends, _ in posted:
@@ -182,10 +194,19 @@ def send(number: int, contents: list[tuple[FarLane, Departure | tuple[int, str]]
 class FarEnd:
     """A receiver's end of the way from its source, the first of `group`.
 
-    `passes_on`: whether others are to get what comes from this rank.
+    `timeout`: how long a message is waited for. `passes_on`: whether others are to get what comes from this rank.
     """
 
-    def __init__(self, group: Any, courier: Courier, arena: _native.SegmentArena, passes_on: bool) -> None:
+    def __init__(
+        self,
+        group: Any,
+        courier: Courier,
+        arena: _native.SegmentArena,
+        *,
+        timeout: timedelta,
+        passes_on: bool,
+    ) -> None:
+        self._timeout = timeout
         self._passes_on = passes_on
         self._group = group
         self._courier = courier
@@ -208,23 +229,23 @@ class FarEnd:
 
     def _receive(self) -> tuple[Head, Arrival | str]:
         message = bytearray(_FIRST_BYTES)
-        self._get(torch.frombuffer(message, dtype=torch.uint8)).wait()
+        self._get(torch.frombuffer(message, dtype=torch.uint8)).wait(self._timeout)
         head = Head.unpack(message)
         said = message[HEAD_BYTES : HEAD_BYTES + head.said]
         if HEAD_BYTES + head.said > _FIRST_BYTES:
             said = bytearray(head.said)
-            self._get(torch.frombuffer(said, dtype=torch.uint8)).wait()
+            self._get(torch.frombuffer(said, dtype=torch.uint8)).wait(self._timeout)
         if head.kind != BATCH:
             return head, said.decode(errors="replace")
         schema = self._known.hear(head, said)
-        if not head.size:
+        if not head.size or head.flags & DIRECT:
             return head, Arrival(schema, None)
         parcel = self._arena.take(head.size)
         try:
             memory = bytes_of(parcel)
             whole = torch.from_numpy(memory)
             for work in [self._get(whole[piece.start : piece.stop]) for piece in _pieces(schema.layout)]:
-                work.wait()
+                work.wait(self._timeout)
         finally:
             if not self._passes_on:
                 # Used again when nothing of the batch is left.

@@ -13,14 +13,14 @@ import secrets
 import socket
 import struct
 from datetime import timedelta
-from typing import Any
 
 from tundish import _native
 from tundish.distributed import Voter, nodes_of
 from tundish.distributed.groups import make_group, unused_name
 from tundish.distributed.jobstore import distributed_module
 from tundish.distributed.watch import PeerWatch
-from tundish.scatter.far import Courier, FarEnd, FarLane
+from tundish.scatter.direct import Direct
+from tundish.scatter.far import ENDLESS, Courier, FarEnd, FarLane
 from tundish.scatter.near import NearEnd, NearLane
 from tundish.scatter.place import Place
 
@@ -66,17 +66,30 @@ class Ways:
         feeder: of the receiver whose they come from.
         watch: of the ranks of this node.
         courier: who waits for what is far away.
+        direct: the way between devices of this rank and those far away, where there is one.
     """
 
-    def __init__(self, voter: Voter, place: Place, *, shared_memory: bool, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        voter: Voter,
+        place: Place,
+        *,
+        shared_memory: bool,
+        timeout: timedelta,
+        patient: bool,
+        direct: tuple[str, str] | None,
+    ) -> None:
         self.near: list[NearLane] = []
         self.far: list[FarLane] = []
         self.end: NearEnd | FarEnd | None = None
         self.courier: Courier | None = None
+        self.direct: Direct | None = None
+        self._direct = direct
         self.feeder = place.source
         self.watch = PeerWatch()
         self._place = place
         self._timeout = timeout
+        self._patient = patient
         self._lines: dict[int, socket.socket] = {}
         try:
             self._meet(voter, shared_memory)
@@ -133,7 +146,9 @@ class Ways:
                 if place.rank in feeders:
                     self._listen(heard[2])
                 if far and (is_source or place.rank in far):
-                    self._join((place.source, *far))
+                    # Whoever passes batches on has to have them in host memory.
+                    passed_on = any(rank in feeders.values() for rank in far)
+                    self._join((place.source, *far), None if passed_on else self._direct)
 
     def _call(self, address: str, watch: str, _: int) -> None:
         line = self._lines[self.feeder] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -164,27 +179,17 @@ class Ways:
             line.close()
             raise
 
-    def _join(self, members: tuple[int, ...]) -> None:
+    def _join(self, members: tuple[int, ...], direct: tuple[str, str] | None) -> None:
+        if direct is not None:
+            self.direct = Direct(*direct, members, self._timeout)
         name = unused_name("scatter", members)
         group = make_group(distributed_module(), members, name, self._timeout, "gloo")
         arena = _native.SegmentArena(limit_of(1))
         self.courier = Courier()
         if self._place.rank != self._place.source:
-            self.end = FarEnd(group, self.courier, arena, passes_on=bool(self.near))
+            timeout = ENDLESS if self._patient else self._timeout
+            self.end = FarEnd(group, self.courier, arena, timeout=timeout, passes_on=bool(self.near))
             return
         self.far = [
             FarLane(rank, group, position, arena) for position, rank in enumerate(members) if position > 0
         ]
-
-
-def timeout_of(group: Any) -> timedelta:
-    """How long the collectives of `group` wait."""
-    distributed = distributed_module()
-    group = distributed.group.WORLD if group is None else group
-    c10d = distributed.distributed_c10d
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        found = getattr(options, "_timeout", None)
-        if isinstance(found, timedelta):
-            return found
-    return c10d.default_pg_timeout  # type: ignore[no-any-return]

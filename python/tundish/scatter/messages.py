@@ -18,10 +18,12 @@ from tundish.tree import Schema
 
 __all__ = [
     "BATCH",
+    "DIRECT",
     "FAILED",
     "FRESH",
     "HEAD_BYTES",
     "LOST",
+    "NOTE",
     "NOTHING",
     "SAID",
     "SHARED",
@@ -32,12 +34,13 @@ __all__ = [
 ]
 
 # A batch; none for this rank; the source failed in this round; a rank is lost, in this round and all later ones; what
-# the next message says, where that is too long for it.
+# the next message says, where that is too long for it; a text in place of the batches of a round.
 BATCH: Final = 1
 NOTHING: Final = 2
 FAILED: Final = 3
 LOST: Final = 4
 SAID: Final = 5
+NOTE: Final = 6
 
 # How the schema is told: whole, with its values or, where these are the last ones of their place too, not at all.
 _WHOLE: Final = 1
@@ -48,6 +51,8 @@ _PICKLED: Final = 4
 FRESH: Final = 8
 # Others have the same memory: who writes gets pages of its own.
 SHARED: Final = 16
+# Tensors come from device to device, and all receivers on other nodes take part in that.
+DIRECT: Final = 32
 # Schemas that a receiver keeps.
 _KNOWN = 64
 _HEAD = struct.Struct("<QBBHIQiQQQQ")
@@ -146,7 +151,7 @@ class Known:
 
     def hear(self, head: Head, said: bytes | bytearray) -> Schema:
         """The schema that a message tells. Raises `NotPicklableError` where a type that it names is not found here."""
-        flags = head.flags & ~(FRESH | SHARED)
+        flags = head.flags & ~(FRESH | SHARED | DIRECT)
         if flags == _WHOLE:
             try:
                 schema = Schema.decode(said)

@@ -18,8 +18,9 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, NoReturn, TypedDict
+from typing import Any, NamedTuple, NoReturn, TypedDict
 
+import torch
 from torch import Tensor
 
 from tundish.distributed import Voter
@@ -32,20 +33,39 @@ from tundish.errors import (
 )
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.departure import Departure, threads_of
+from tundish.scatter.direct import Direct
 from tundish.scatter.far import FarEnd, FarLane, send
 from tundish.scatter.meeting import Ways
-from tundish.scatter.messages import FAILED, LOST, NOTHING, Head
+from tundish.scatter.messages import DIRECT, FAILED, LOST, NOTE, NOTHING, Head
 from tundish.scatter.near import NearEnd, NearLane, Shipment, own_pages
 from tundish.scatter.place import Place
 from tundish.waiting import wait_for
 
-__all__ = ["ScatterStats", "Scatterer"]
+__all__ = ["Note", "ScatterStats", "Scatterer"]
 
 # How often whoever waits for a rank of its node looks whether it is there.
 _LOOK_SECONDS = 0.1
 # How long a source that ends waits for ranks of other nodes to hear why.
 _FAREWELL_SECONDS = 0.5
 _LONGEST_TEXT = 16_000
+
+
+# Of a round without a batch: what it is, and what is said of it.
+_Word = tuple[int, str]
+
+
+class Note(NamedTuple):
+    """What the source tells all receivers in place of batches."""
+
+    text: str
+
+
+class _Loaded(NamedTuple):
+    """Batches on their way from device to device, by rank."""
+
+    direct: Direct
+    device: torch.device
+    buffers: dict[int, Tensor]
 
 
 class ScatterStats(TypedDict):
@@ -73,29 +93,62 @@ class Scatterer:
     """Collective over the members of `voter`: whoever takes part makes it, in the same order.
 
     `shared_memory`: whether ranks of one node use it; else all use the network. `timeout`: how long a rank waits for
-    the others in a round.
+    the others in a round. `in_loop`: whether the rounds are those of a loop, which an error of the source ends for all,
+    also for those who have their batch of that round; a receiver, which is ahead of its caller, waits without end.
+    `direct`: the kind of devices and the backend by which batches may go from device to device; all calls are then the
+    caller's.
     """
 
     def __init__(
-        self, voter: Voter | None, place: Place, *, timeout: timedelta, shared_memory: bool = True
+        self,
+        voter: Voter | None,
+        place: Place,
+        *,
+        timeout: timedelta,
+        shared_memory: bool = True,
+        in_loop: bool = False,
+        direct: tuple[str, str] | None = None,
     ) -> None:
         self._place = place
         self._timeout = timeout
+        self._in_loop = in_loop
         self._process = os.getpid()
         self._number = 0
         self._lost: PeerFailedError | None = None
+        self._told: BaseException | None = None
         self._batches = self._sent_bytes = 0
         self._waited = 0.0
         self._ways: Ways | None = None
         self._threads = 1
         if voter is not None and len(place.ranks) > 1:
-            self._ways = Ways(voter, place, shared_memory=shared_memory, timeout=timeout)
+            self._ways = Ways(
+                voter, place, shared_memory=shared_memory, timeout=timeout, patient=in_loop, direct=direct
+            )
             self._threads = threads_of(len(self._ways.near))
 
     @property
     def is_source(self) -> bool:
         """Whether this rank has the data."""
         return self._place.rank == self._place.source
+
+    @property
+    def place(self) -> Place:
+        """Who takes part."""
+        return self._place
+
+    @property
+    def lost(self) -> PeerFailedError | None:
+        """Why there will be no other round."""
+        return self._lost
+
+    @property
+    def told(self) -> BaseException | None:
+        """What the others were told last, or on their way to being told when it went wrong."""
+        return self._told
+
+    def skip_to(self, number: int) -> None:
+        """Let the next round be this one, where it is yet to come. What is sent of earlier ones is not read."""
+        self._number = max(self._number, number - 1)
 
     def close(self) -> None:
         """Let go of the ways to the others; not collective."""
@@ -109,10 +162,11 @@ class Scatterer:
         if ways is not None:
             if ways.near:
                 transports["shared memory"] = [lane.rank for lane in ways.near]
+            far = "gloo" if ways.direct is None else f"{ways.direct.backend}, from device to device"
             if ways.far:
-                transports["gloo"] = [lane.rank for lane in ways.far]
+                transports[far] = [lane.rank for lane in ways.far]
             if ways.end is not None:
-                name = "shared memory" if isinstance(ways.end, NearEnd) else "gloo"
+                name = "shared memory" if isinstance(ways.end, NearEnd) else far
                 transports[name] = [ways.feeder, *transports.get(name, [])]
             for lane in ways.near:
                 counts = lane.stats()
@@ -132,10 +186,11 @@ class Scatterer:
 
     # On the source.
 
-    def give(self, batches: Iterable[Any] | None) -> Any:
+    def give(self, batches: Iterable[Any] | None, device: torch.device | None = None) -> Any:
         """The next round, on the source: give every rank its batch; this rank's own, as it was given.
 
-        `batches`: one for each, None for those that get nothing; None: nobody gets anything.
+        `batches`: one for each, None for those that get nothing; None: nobody gets anything. `device`: on which they
+        may be gathered, to be sent from there.
 
         Raises what the iteration over `batches` or taking a batch apart raised, once the others were told, and as
         `take`.
@@ -146,11 +201,28 @@ class Scatterer:
             self._look_for_lost()
             listed = self._listed(batches)
             departures = self._departures(listed, untold)
-            self._send(departures, untold)
+            loaded = self._loaded(departures, device)
+            self._send(departures, untold, loaded)
         except BaseException as error:
             self._tell(error, untold)
             raise
         return listed[self._place.batch(self._place.rank)]
+
+    def note(self, text: str) -> None:
+        """The next round, on the source: tell all receivers `text`."""
+        self._begin()
+        untold = {lane.rank: lane for lane in self._lanes()}
+        try:
+            self._look_for_lost()
+            self._send(dict.fromkeys(untold, (NOTE, text)), untold)
+        except BaseException as error:
+            self._tell(error, untold)
+            raise
+
+    def look(self) -> None:
+        """Between rounds, on the source: raise `PeerFailedError` where a rank was lost, once the others were told."""
+        if self._lost is not None or (self._ways is not None and self._ways.watch.vanished()):
+            self.note("")
 
     def fail(self, error: BaseException) -> NoReturn:
         """The next round, with an error of this rank; on the source the others are told.
@@ -176,9 +248,9 @@ class Scatterer:
             )
         return listed
 
-    def _departures(self, listed: list[Any], receivers: Iterable[int]) -> dict[int, Departure | None]:
+    def _departures(self, listed: list[Any], receivers: Iterable[int]) -> dict[int, Departure | _Word]:
         """What is to be sent to each receiver; a batch that several get is taken apart once."""
-        made: dict[int, Departure | None] = {id(None): None}
+        made: dict[int, Departure | _Word] = {id(None): (NOTHING, "")}
         departures = {}
         for rank in receivers:
             batch = listed[self._place.batch(rank)]
@@ -187,25 +259,43 @@ class Scatterer:
             departures[rank] = made[id(batch)]
         return departures
 
-    def _send(self, departures: dict[int, Departure | None], untold: dict[int, NearLane | FarLane]) -> None:
+    def _loaded(
+        self, departures: dict[int, Departure | _Word], device: torch.device | None
+    ) -> _Loaded | None:
+        """The batches for ranks that get them from device to device."""
+        direct = None if self._ways is None else self._ways.direct
+        if direct is None or device is None or device.type != direct.kind:
+            return None
+        far = [lane.rank for lane in self._lanes() if isinstance(lane, FarLane)]
+        batches = {rank: departures[rank] for rank in far}
+        loaded = {
+            rank: direct.load(batch, device)
+            for rank, batch in batches.items()
+            if isinstance(batch, Departure)
+        }
+        return _Loaded(direct, device, loaded)
+
+    def _send(
+        self,
+        departures: dict[int, Departure | _Word],
+        untold: dict[int, NearLane | FarLane],
+        loaded: _Loaded | None = None,
+    ) -> None:
         ways, number = self._ways, self._number
         if ways is None:
             return
-        contents = []
-        for far in ways.far:
-            departure = departures[far.rank]
-            contents.append((far, (NOTHING, "") if departure is None else departure))
+        contents = [(far, departures[far.rank]) for far in ways.far]
         job = None
         if contents and ways.courier is not None:
-            job = ways.courier.do(lambda: send(number, contents))
+            job = ways.courier.do(lambda: send(number, contents, loaded is not None))
             for far in ways.far:
                 del untold[far.rank]
         readers = Counter(id(departures[lane.rank]) for lane in ways.near)
         shipments: dict[int, Shipment] = {}
         for lane in ways.near:
             departure, wait = departures[lane.rank], self._waiter(lane.rank)
-            if departure is None:
-                lane.say(number, NOTHING, "", wait)
+            if isinstance(departure, tuple):
+                lane.say(number, *departure, wait)
             elif readers[id(departure)] == 1 or not departure.size:
                 self._sent_bytes += lane.give(number, departure, wait)
             else:
@@ -215,15 +305,21 @@ class Scatterer:
                     self._sent_bytes += departure.size
                 lane.share(number, departure.schema, departure.size, shipment, wait)
             del untold[lane.rank]
-        self._batches += sum(departure is not None for departure in departures.values())
+        self._batches += sum(isinstance(departure, Departure) for departure in departures.values())
         if job is not None:
             self._wait(job.wait, None)
             self._sent_bytes += sum(one.size for _, one in contents if isinstance(one, Departure))
-            for rank, error in job.result().items():
+            errors = job.result()
+            if loaded is not None:
+                # Those who heard of it wait for it, whoever did not.
+                told = {rank: buffer for rank, buffer in loaded.buffers.items() if rank not in errors}
+                loaded.direct.send(told, loaded.device)
+            for rank, error in errors.items():
                 raise self._lose(rank, f"could not be sent its batch ({error})") from error
 
     def _tell(self, error: BaseException, untold: dict[int, NearLane | FarLane]) -> None:
         """Tell those who wait for this round why it fails, and all others if there will be no other round."""
+        self._told = error
         ways = self._ways
         if ways is None:
             return
@@ -235,26 +331,27 @@ class Scatterer:
             assert self._lost is not None  # noqa: S101 (for the type checker)
             told = LOST, f"{self._lost.rank}\n{self._lost}"
         gone = ways.watch.vanished()
-        lanes = self._lanes() if is_lost else list(untold.values())
-        far: list[tuple[FarLane, Departure | tuple[int, str]]] = []
+        lanes = self._lanes() if is_lost or self._in_loop else list(untold.values())
+        # Whoever has this round hears of it in the next.
+        far: dict[int, list[tuple[FarLane, Departure | _Word]]] = {}
         for lane in lanes:
+            number = self._number + (lane.rank not in untold)
             if isinstance(lane, FarLane):
-                far.append((lane, told))
+                far.setdefault(number, []).append((lane, told))
                 continue
             if lane.rank in gone:
                 continue
             try:
-                lane.say(self._number + (lane.rank not in untold), *told, self._waiter(lane.rank))
+                lane.say(number, *told, self._waiter(lane.rank))
             except Exception as another:  # noqa: BLE001 (the first one is raised)
                 error.add_note(f"rank {lane.rank} could not be told of it: {another}")
         if far and ways.courier is not None:
-            number = self._number
-            job = ways.courier.do(lambda: send(number, far))
+            job = ways.courier.do(lambda: [send(number, contents) for number, contents in far.items()])
             wait_for(job.wait, _FAREWELL_SECONDS if is_lost else None)
 
     # On a receiver.
 
-    def take(self) -> Arrival | None:
+    def take(self) -> Arrival | Note | None:
         """The next round, on a receiver: what the source gave this rank, None if nothing.
 
         Raises:
@@ -286,7 +383,7 @@ class Scatterer:
         if isinstance(content, Arrival):
             self._batches += 1
             return content
-        return None
+        return Note(content) if head.kind == NOTE else None
 
     def _receive(self) -> tuple[Head, Arrival | str] | None:
         """The next message, once those who get it from this rank have it; None where another one belongs to it."""
@@ -296,7 +393,7 @@ class Scatterer:
         if self._lost is not None:
             raise self._lost
         end, feeder = ways.end, ways.feeder
-        self._wait(end.wait, feeder)
+        self._wait(end.wait, feeder, patient=self._in_loop)
         try:
             message = end.read()
         except NotPicklableError as error:
@@ -318,6 +415,8 @@ class Scatterer:
         if message is None:
             return None
         head, content = message
+        if head.flags & DIRECT and ways.direct is not None:
+            content = self._fetched(ways.direct, head, content)
         if ways.near:
             content = self._pass_on(ways.near, head, content)
         if head.kind == LOST:
@@ -325,6 +424,16 @@ class Scatterer:
             self._lost = PeerFailedError(text, int(rank_text))
             raise self._lost
         return head, content
+
+    def _fetched(self, direct: Direct, head: Head, content: Arrival | str) -> Arrival | str:
+        """What came, with the tensors that come from device to device."""
+        device = torch.device(direct.kind)
+        if direct.kind != "cpu":
+            device = torch.device(direct.kind, torch.get_device_module(device).current_device())
+        if not isinstance(content, Arrival):
+            direct.meet(device)
+            return content
+        return content._replace(on_device=direct.receive(head.size, device))
 
     def _pass_on(self, lanes: list[NearLane], head: Head, content: Arrival | str) -> Arrival | str:
         """Give those who get it from this rank what came; what this rank then has of it."""
@@ -367,7 +476,7 @@ class Scatterer:
     def _waiter(self, rank: int) -> Callable[[Callable[[float], bool]], None]:
         return lambda wait: self._wait(wait, rank)
 
-    def _wait(self, wait: Callable[[float], bool], rank: int | None) -> None:
+    def _wait(self, wait: Callable[[float], bool], rank: int | None, *, patient: bool = False) -> None:
         """Wait for something that comes from `rank`, of this node, or from elsewhere."""
         if wait(0.0):
             return
@@ -380,7 +489,7 @@ class Scatterer:
                     if wait(0.0):
                         return
                     raise self._lose(rank, "was killed or has ended")
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline and not patient:
                     seconds = self._timeout.total_seconds()
                     raise TimedOutError(
                         f"scatter: {'another rank' if rank is None else f'rank {rank}'} did not come within "

@@ -1,0 +1,175 @@
+"""Rounds of a pass for its caller: made ahead by a thread, or when they are asked for.
+
+Owns the thread. What always holds: it holds neither the loader nor its caller's iterator, so that both go when nobody
+uses them; it ends with its pass, which is over for this rank when all that was sent in it was read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from tundish.errors import TimedOutError
+from tundish.scatter.passes import Pass, Round
+from tundish.scatter.shelf import Shelf
+from tundish.waiting import wait_for
+
+__all__ = ["Ahead", "Inline", "Rounds"]
+
+# How often whoever is far enough ahead looks whether everybody is there.
+_LOOK_SECONDS = 0.05
+
+
+class Rounds(Protocol):
+    """The rounds of one pass."""
+
+    def take(self) -> Round | None:
+        """The next one; None at the end."""
+
+    def leave(self) -> None:
+        """No more are wanted. Does not wait."""
+
+    def join(self, seconds: float) -> bool:
+        """Whether within so many seconds this rank is ready for the next pass."""
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call this when the pass is over, from whichever thread that is on."""
+
+    @property
+    def stock(self) -> tuple[int, int]:
+        """How many are ready, and their bytes."""
+
+
+class _Ending:
+    """Whether a pass is over, and what is to be done then."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        # A loader may be collected in the middle of what holds it.
+        self._lock = threading.RLock()
+        self._calls: list[Callable[[], None]] = []
+
+    def join(self, seconds: float) -> bool:
+        return wait_for(self._over.wait, seconds)
+
+    def then(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._over.is_set():
+                self._calls.append(call)
+                return
+        call()
+
+    def _is_over(self) -> None:
+        with self._lock:
+            self._over.set()
+        for call in self._calls:
+            call()
+
+
+class Inline(_Ending):
+    """Rounds that the caller makes."""
+
+    stock = (0, 0)
+
+    def __init__(self, source: Pass) -> None:
+        super().__init__()
+        self._pass = source
+        self._taken = 0
+
+    def take(self) -> Round | None:
+        try:
+            found = self._pass.step()
+        except BaseException:
+            self._is_over()
+            raise
+        if found is None:
+            self._is_over()
+        else:
+            self._taken += 1
+        return found
+
+    def leave(self) -> None:
+        if self._over.is_set():
+            return
+
+        def leave() -> None:
+            with contextlib.suppress(Exception):
+                self._pass.leave(self._taken)
+            self._is_over()
+
+        self._pass.depart(self._taken)
+        # Others may be slow to take what they are told.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=leave, name="tundish-dispatch", daemon=True).start()
+
+
+class Ahead(_Ending):
+    """Rounds that a thread makes: `most` ahead, of `most_bytes` together.
+
+    `patience`: how many seconds a caller waits for a sign of life of those whom the rounds come from, and what they
+    are called; None without end.
+    """
+
+    def __init__(
+        self, source: Pass, *, most: int, most_bytes: int, patience: tuple[float, str] | None = None
+    ) -> None:
+        super().__init__()
+        self._pass = source
+        self._patience = patience
+        self._shelf = shelf = Shelf[Round](most, most_bytes)
+        source.touch = shelf.touch
+        threading.Thread(
+            target=_make, args=(source, shelf, self._is_over), name="tundish-dispatch", daemon=True
+        ).start()
+
+    @property
+    def stock(self) -> tuple[int, int]:
+        return self._shelf.stock
+
+    def take(self) -> Round | None:
+        shelf, begin = self._shelf, time.monotonic()
+        if shelf.wait(0.0) or self._patience is None:
+            wait_for(shelf.wait)
+            return shelf.take()
+        seconds, whom = self._patience
+        while not wait_for(shelf.wait, min(seconds, 1.0)):
+            if time.monotonic() - max(begin, shelf.touched) > seconds:
+                raise TimedOutError(
+                    f"{whom} gave nothing within {seconds:.4g} s: hung, stopped, reading, or elsewhere in the program"
+                )
+        return shelf.take()
+
+    def leave(self) -> None:
+        if not self._shelf.is_left:
+            self._shelf.leave()
+            self._pass.depart(self._shelf.taken)
+
+
+def _make(source: Pass, shelf: Shelf[Round], over: Callable[[], None]) -> None:
+    try:
+        try:
+            _fill(source, shelf)
+            shelf.end()
+        except BaseException as error:  # noqa: BLE001 (raised where rounds are taken)
+            shelf.end(error, most=source.rounds_before(error))
+            source.depart(shelf.taken)
+        # What is left to be read is.
+        with contextlib.suppress(BaseException):
+            source.leave(shelf.taken)
+    finally:
+        over()
+
+
+def _fill(source: Pass, shelf: Shelf[Round]) -> None:
+    while not shelf.is_left:
+        while not shelf.wait_for_room(_LOOK_SECONDS):
+            source.look()
+        found = None if shelf.is_left else source.step()
+        if found is None:
+            return
+        shelf.put(found, found.size)
+        # Nobody keeps a batch alive by making the next one.
+        del found

@@ -1,0 +1,317 @@
+"""One pass through the data, as its source and as its receivers make its rounds.
+
+What always holds:
+
+1. A pass is, for every receiver, a note that it begins, rounds, and one message that ends it: a note, or an error. All
+   are read, also by a receiver whose caller has left.
+2. The last, incomplete round follows a note of how many of its batches are new.
+3. A source that hears of a rank that left ends the pass for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tundish.errors import NotPicklableError, PeerStoppedError
+from tundish.scatter.arrival import Arrival, on_device
+from tundish.scatter.reading import Reading
+from tundish.scatter.scatterer import Note, Scatterer
+from tundish.scatter.stops import Stops, StopWatch
+from tundish.tree.describing import describe
+
+__all__ = ["Pass", "ReceiverPass", "Round", "SourcePass", "Start"]
+
+# How often a source that leaves out what was trained on says that it is there.
+_ALIVE_SECONDS = 1.0
+
+_BEGIN, _ALIVE, _TAIL, _END, _STOPPED = "begin", "alive", "tail", "end", "stopped"
+
+
+class Start(NamedTuple):
+    """Where a pass begins, as the source tells it.
+
+    Attributes:
+        epoch: number of the pass's epoch.
+        done: how many of its batches are left out.
+        length: how many batches the loader has; None where nobody knows.
+    """
+
+    epoch: int
+    done: int
+    length: int | None
+
+
+class Round(NamedTuple):
+    """What a rank gets of a round.
+
+    Attributes:
+        batch: makes its batch, on the caller's thread; None where it has none.
+        is_padding: whether the batch was there before.
+        done: how many batches of the epoch were drawn by now.
+        state: of the source's loader, after them; None on the others and where it keeps none.
+        size: bytes of the batch, where somebody counts them.
+    """
+
+    batch: Callable[[], Any] | None
+    is_padding: bool
+    done: int
+    state: Any
+    size: int
+
+
+class Pass(Protocol):
+    """A pass at either end. One thread at a time calls, but for `depart`, which any may.
+
+    `start`: where it begins; None as long as a receiver does not know. `touch`: called with each sign of life.
+    `reading_seconds`: time spent in the loader.
+    """
+
+    start: Start | None
+    reading_seconds: float
+    touch: Callable[[], None]
+
+    def step(self) -> Round | None:
+        """The next round; None at the end. Raises what ends it otherwise."""
+
+    def depart(self, rounds: int) -> None:
+        """The caller wants no more after so many rounds."""
+
+    def leave(self, rounds: int, /) -> None:
+        """After that: be in step for the next pass."""
+
+    def rounds_before(self, error: BaseException) -> int | None:
+        """How many rounds are of use, of those before this error; None for all."""
+
+    def look(self) -> None:
+        """Between rounds: raise where there is no sense in waiting for the caller."""
+
+
+class SourcePass:
+    """A pass on the source. `begin` it first, on the caller's thread.
+
+    `counts_bytes`: whether the bytes of a round are of interest.
+    """
+
+    def __init__(
+        self,
+        scatterer: Scatterer,
+        stops: Stops | None,
+        number: int,
+        start: Start,
+        device: torch.device | None,
+        *,
+        counts_bytes: bool,
+    ) -> None:
+        self.start: Start | None = start
+        self.touch: Callable[[], None] = lambda: None
+        self.reading_seconds = 0.0
+        self._scatterer = scatterer
+        self._stops = stops
+        self._number = number
+        self._done = start.done
+        self._device = device
+        self._counts_bytes = counts_bytes
+        self._reading: Reading | None = None
+        self._watch: StopWatch | None = None
+        self._stopped_after = 0
+        self._told = time.monotonic()
+
+    def begin(self, read: Callable[[Callable[[], None]], Reading]) -> None:
+        """Tell the others, and begin to read; `read` gets what it is to call now and then while that takes long.
+
+        Raises what `read` raises, once the others know.
+        """
+        with self._told_to_all():
+            self._say(_BEGIN, *(self.start or ()))
+            begin = time.monotonic()
+            try:
+                self._reading = read(self._be_alive)
+            finally:
+                self.reading_seconds += time.monotonic() - begin
+            if self._stops is not None:
+                self._watch = self._stops.watch(self._number)
+
+    def step(self) -> Round | None:
+        with self._told_to_all():
+            self.look()
+            found = self._next()
+        if found is None:
+            self._end()
+        return found
+
+    def depart(self, rounds: int) -> None:
+        pass
+
+    def leave(self, rounds: int, /) -> None:
+        if self._reading is not None:
+            self._end()
+            self._say(_STOPPED, self._scatterer.place.rank, rounds)
+
+    def look(self) -> None:
+        self._scatterer.look()
+        if self._watch is not None and self._watch.found is not None:
+            rank, self._stopped_after = self._watch.found
+            self._end()
+            self._say(_STOPPED, rank, self._stopped_after)
+            raise stopped(rank)
+
+    def rounds_before(self, error: BaseException) -> int | None:
+        return _rounds_before(error, self._stopped_after, self._scatterer)
+
+    def _next(self) -> Round | None:
+        scatterer, reading = self._scatterer, self._reading
+        if reading is None:
+            return None
+        begin = time.monotonic()
+        try:
+            drawn = reading.draw()
+        finally:
+            self.reading_seconds += time.monotonic() - begin
+        if drawn is None:
+            self._say(_END)
+            return None
+        self._done += drawn.new
+        if drawn.new < len(drawn.batches):
+            self._say(_TAIL, drawn.new)
+        own = scatterer.give(drawn.batches)
+        if own is None:
+            return Round(None, False, self._done, drawn.state, 0)
+        make, size = functools.partial(_as_it_is, own), 0
+        if self._device is not None or self._counts_bytes:
+            tensors, schema, _ = describe(own)
+            size = schema.layout.total
+            if self._device is not None:
+                make = functools.partial(on_device, schema, tensors, self._device)
+        is_padding = scatterer.place.batch(scatterer.place.rank) >= drawn.new
+        return Round(make, is_padding, self._done, drawn.state, size)
+
+    @contextlib.contextmanager
+    def _told_to_all(self) -> Iterator[None]:
+        """A block whose error ends the pass, for all."""
+        try:
+            yield
+        except BaseException as error:
+            self._end()
+            if not isinstance(error, PeerStoppedError) and self._scatterer.told is not error:
+                self._scatterer.fail(error)
+            raise
+
+    def _end(self) -> None:
+        self._reading = None
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _be_alive(self) -> None:
+        now = time.monotonic()
+        if now - self._told > _ALIVE_SECONDS:
+            self._told = now
+            self._say(_ALIVE)
+
+    def _say(self, *words: Any) -> None:
+        self._scatterer.note(json.dumps(words))
+
+
+class ReceiverPass:
+    """A pass on a receiver."""
+
+    def __init__(self, scatterer: Scatterer, stops: Stops, number: int, device: torch.device | None) -> None:
+        self.start: Start | None = None
+        self.reading_seconds = 0.0
+        self.touch: Callable[[], None] = lambda: None
+        self._scatterer = scatterer
+        self._stops = stops
+        self._number = number
+        self._device = device
+        self._done = 0
+        self._new: int | None = None
+        self._stopped_after = 0
+        self._is_over = False
+
+    def step(self) -> Round | None:
+        came = self._take()
+        while isinstance(came, Note):
+            if self._is_over:
+                return None
+            came = self._take()
+        if came is None:
+            return Round(None, False, self._done, None, 0)
+        place = self._scatterer.place
+        is_padding = self._new is not None and place.batch(place.rank) >= self._new
+        return Round(self._made(came), is_padding, self._done, None, came.schema.layout.total)
+
+    def depart(self, rounds: int) -> None:
+        if not self._is_over:
+            self._stops.announce(self._number, rounds)
+
+    def leave(self, _: int, /) -> None:
+        while not self._is_over:
+            # Of a type that is not known here, say.
+            with contextlib.suppress(NotPicklableError):
+                self._take()
+
+    def rounds_before(self, error: BaseException) -> int | None:
+        return _rounds_before(error, self._stopped_after, self._scatterer)
+
+    def look(self) -> None:
+        pass
+
+    def _take(self) -> Arrival | Note | None:
+        """The next message, which was heard where it is a note."""
+        try:
+            came = self._scatterer.take()
+            self.touch()
+            if isinstance(came, Note):
+                self._hear(*json.loads(came.text))
+            else:
+                self._done += self._scatterer.place.batches if self._new is None else self._new
+        except NotPicklableError:
+            raise
+        except BaseException:
+            self._is_over = True
+            raise
+        return came
+
+    def _made(self, came: Arrival) -> Callable[[], Any]:
+        """How the caller gets a batch, of which what can be done before is done."""
+        if self._device is None:
+            return functools.partial(_as_it_is, came.build(None))
+        # Onto the caller's stream, so that what uses the batch there comes after the copy.
+        return functools.partial(came.staged(self._device).build, self._device)
+
+    def _hear(self, word: str, *values: Any) -> None:
+        if word == _BEGIN:
+            self.start = Start(*values)
+            self._done = self.start.done
+        elif word == _TAIL:
+            (self._new,) = values
+        elif word == _END:
+            self._is_over = True
+        elif word == _STOPPED:
+            rank, self._stopped_after = values
+            raise stopped(rank)
+
+
+def stopped(rank: int) -> PeerStoppedError:
+    return PeerStoppedError(
+        f"rank {rank} left the loop over the loader before its end, and this rank goes on: all ranks end it alike",
+        rank,
+    )
+
+
+def _rounds_before(error: BaseException, stopped_after: int, scatterer: Scatterer) -> int | None:
+    if isinstance(error, PeerStoppedError):
+        # Whoever left has gone through these as well.
+        return stopped_after
+    return 0 if error is scatterer.lost else None
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

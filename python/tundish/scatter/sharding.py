@@ -1,0 +1,43 @@
+"""Loaders that read a part of the data only.
+
+What always holds: a loader that would give the ranks a part of the data, as it was made to run on each of them, is
+refused where it is handed over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tundish.errors import InvalidInputError
+
+__all__ = ["refuse_sharded"]
+
+# What samplers, datasets and loaders call the number of processes among which they divide the data.
+_COUNTS = ("num_replicas", "num_processes", "world_size")
+
+
+def refuse_sharded(loader: Any) -> None:
+    """Raise `InvalidInputError` where a loader or a part of it reads only what is one rank's."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = {
+        "it": loader,
+        "its dataset": getattr(loader, "dataset", None),
+        "its sampler": getattr(loader, "sampler", None),
+        "its batch_sampler": batch_sampler,
+        "the sampler of its batch_sampler": getattr(batch_sampler, "sampler", None),
+    }
+    module = type(loader).__module__
+    if module == "accelerate.data_loader":
+        raise InvalidInputError(
+            f"the loader is Accelerate's {type(loader).__qualname__}, which deals its batches out to the ranks "
+            "already: give DispatchLoader the one that was given to accelerator.prepare, and do not prepare it"
+        )
+    for name, part in parts.items():
+        for count in _COUNTS:
+            number = getattr(part, count, None)
+            if isinstance(number, int) and number > 1:
+                what = f"{name} is a {type(part).__qualname__} with {count}={number}"
+                raise InvalidInputError(
+                    f"the loader reads one of {number} parts of the data ({what}), of which each rank would get a part "
+                    "once more: make it for one process, which reads for all ranks"
+                )

@@ -1,0 +1,113 @@
+"""What one thread makes ready and another takes.
+
+What always holds: at most so many things are on a shelf, and so many bytes, or one thing that is larger; an error that
+ends it comes after what was put there before, or after the part of it that is still of use; whoever takes may leave,
+and then the other one no longer waits for room.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from threading import Condition
+from typing import Generic, TypeVar
+
+__all__ = ["Shelf"]
+
+T = TypeVar("T")
+
+
+class Shelf(Generic[T]):
+    """A shelf for `most` things of at most `most_bytes` together."""
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._changed = Condition()
+        self._things: deque[tuple[T, int]] = deque()
+        self._bytes = 0
+        self._is_over = False
+        self._error: BaseException | None = None
+        self._is_left = False
+        # How many things were taken.
+        self.taken = 0
+        # Of the last sign of life of who fills it, on the monotonic clock.
+        self.touched = time.monotonic()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether nobody takes anything any more."""
+        return self._is_left
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is put there."""
+        return self._is_over
+
+    def touch(self) -> None:
+        """Whoever fills it is there."""
+        self.touched = time.monotonic()
+
+    @property
+    def stock(self) -> tuple[int, int]:
+        """How many things are there, and how many bytes they have."""
+        return len(self._things), self._bytes
+
+    # For the one who fills it.
+
+    def wait_for_room(self, seconds: float) -> bool:
+        """Whether within so many seconds there is room, or the other one has left."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: (
+                    self._is_left
+                    or not self._things
+                    or (len(self._things) < self._most and self._bytes < self._most_bytes)
+                ),
+                seconds,
+            )
+
+    def put(self, thing: T, size: int) -> None:
+        """Put a thing there, whether there is room or not."""
+        with self._changed:
+            if not self._is_left:
+                self._things.append((thing, size))
+                self._bytes += size
+                self._changed.notify_all()
+
+    def end(self, error: BaseException | None = None, *, most: int | None = None) -> None:
+        """Nothing more comes; `error` is raised when all was taken, or the first `most` things."""
+        with self._changed:
+            self._is_over, self._error = True, error
+            while most is not None and self._things and self.taken + len(self._things) > most:
+                self._bytes -= self._things.pop()[1]
+            self._changed.notify_all()
+
+    # For the one who takes.
+
+    def wait(self, seconds: float) -> bool:
+        """Whether within so many seconds there is something to take, or an end."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._things) or self._is_over, seconds)
+
+    def take(self) -> T | None:
+        """The next thing that is there; None at the end. Raises the error that it ends with, once."""
+        with self._changed:
+            if self._things:
+                thing, size = self._things.popleft()
+                self._bytes -= size
+                self.taken += 1
+                self._changed.notify_all()
+                return thing
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return None
+
+    def leave(self) -> None:
+        """Take nothing any more."""
+        with self._changed:
+            self._is_left = True
+            self._things.clear()
+            self._bytes = 0
+            self._changed.notify_all()

@@ -1,0 +1,387 @@
+"""A DispatchLoader while ranks are killed, leave, fail, are interrupted, or come late."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+from rank_processes import Job, Line, outcome
+
+# The promise: a failure, or a rank that was killed, is known within so many seconds.
+KNOWN = 1.0
+
+
+def on_nodes(rank: int, size: int) -> None:
+    os.environ |= {
+        "GROUP_RANK": str(rank // size),
+        "LOCAL_RANK": str(rank % size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+
+
+def batches(rounds: int, breaks_in: int | None = None, slow: float = 0.0) -> Iterator[dict[str, Any]]:
+    world = dist.get_world_size()
+    for number in range(rounds * world):
+        if breaks_in is not None and number == breaks_in * world:
+            raise OSError("the shard is damaged")
+        time.sleep(slow)
+        yield {"x": torch.full((1000,), number), "n": number}
+
+
+class Endless:
+    """Epochs of many rounds."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return batches(10_000)
+
+
+def check(rank: int, number: int, mine: dict[str, Any]) -> None:
+    assert mine["n"] == number * dist.get_world_size() + rank
+    assert mine["x"].tolist() == [mine["n"]] * 1000
+
+
+def rounds_until_it_fails(rank: int, loader: td.DispatchLoader[Any]) -> tuple[int, str, str, Any, float]:
+    """How many rounds came, and what then, with the time."""
+    came = 0
+
+    def loop() -> None:
+        nonlocal came
+        for mine in loader:
+            check(rank, came, mine)
+            came += 1
+
+    kind, text, lost = outcome(loop)
+    return came, kind, text, lost, time.monotonic()
+
+
+def loader_breaks(rank: int, line: Line) -> None:
+    node, prefetch = line.hear()
+    on_nodes(rank, node)
+    with td.DispatchLoader(batches(9, breaks_in=5) if rank == 0 else None, prefetch=prefetch) as loader:
+        line.say(*rounds_until_it_fails(rank, loader))
+        line.hear()
+
+
+@pytest.mark.parametrize(("node", "prefetch"), [(3, 0), (3, 2), (1, 2)])
+def test_a_loader_that_breaks_fails_all_in_its_round(node: int, prefetch: int, tmp_path: Path) -> None:
+    with Job(loader_breaks, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, (node, prefetch))
+        told = job.hear_all()
+        times = [at for *_, at in told]
+        for rank, (came, kind, text, lost, _) in enumerate(told):
+            assert came == 5 and "the shard is damaged" in text
+            assert kind == ("OSError" if rank == 0 else "PeerFailedError")
+            if rank:
+                assert lost == 0 and "Traceback" in text and "in batches" in text
+        assert max(times) - min(times) < KNOWN
+        for rank in range(3):
+            job.tell(rank)
+        job.expect_end()
+
+
+def one_cannot_be_sent(rank: int, line: Line) -> None:
+    line.hear()
+
+    def given() -> Iterator[Any]:
+        yield from ({"n": 0}, {"n": 1}, {"n": 2})
+        yield from ({"n": 3}, {"inner": [threading.Lock()]}, {"n": 5})
+
+    with td.DispatchLoader(given() if rank == 0 else None) as loader:
+        found = []
+        kind, text, _ = outcome(lambda: found.extend(mine["n"] for mine in loader))
+        line.say(found, kind, text)
+        line.hear()
+
+
+def test_a_batch_that_cannot_be_sent_is_named_on_all_ranks(tmp_path: Path) -> None:
+    with Job(one_cannot_be_sent, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank)
+        for rank, (found, kind, text) in enumerate(job.hear_all()):
+            assert found == [rank]
+            assert kind == ("NotPicklableError" if rank == 0 else "PeerFailedError")
+            assert "rank 1's batch" in text and '["inner"][0]' in text, text
+        for rank in range(3):
+            job.tell(rank)
+        job.expect_end()
+
+
+def killed(rank: int, line: Line) -> None:
+    node, prefetch, victim = line.hear()
+    on_nodes(rank, node)
+    with td.DispatchLoader(Endless() if rank == 0 else None, prefetch=prefetch) as loader:
+        iterator = iter(loader)
+        for number in range(3):
+            check(rank, number, next(iterator))
+        line.say("ready")
+        if rank != victim:
+            line.hear()
+        # All steps take a while, as training does.
+        came = 3
+        while True:
+            kind, text, lost = outcome(lambda number=came: check(rank, number, next(iterator)))
+            if kind:
+                break
+            came += 1
+            time.sleep(0.01)
+        line.say(kind, text, lost, time.monotonic())
+
+
+@pytest.mark.parametrize(("node", "prefetch"), [(3, 0), (3, 2), (1, 1)])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank_is_named_by_all(node: int, prefetch: int, victim: int, tmp_path: Path) -> None:
+    with Job(killed, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, (node, prefetch, victim))
+        assert job.hear_all() == [("ready",)] * 3
+        job.signal(victim, signal.SIGKILL)
+        assert job.exit_code(victim) == -signal.SIGKILL
+        begin = time.monotonic()
+        others = [rank for rank in range(3) if rank != victim]
+        for rank in others:
+            job.tell(rank)
+        for kind, text, lost, at in job.hear_all(*others):
+            assert (kind, lost) == ("PeerFailedError", victim), text
+            assert at - begin < KNOWN
+        job.expect_end(*others)
+
+
+def one_leaves(rank: int, line: Line) -> None:
+    node, prefetch, leaver = line.hear()
+    on_nodes(rank, node)
+    with td.DispatchLoader(Endless() if rank == 0 else None, prefetch=prefetch) as loader:
+        for _ in range(2):
+            came = 0
+
+            def loop() -> None:
+                nonlocal came
+                for mine in loader:
+                    check(rank, came, mine)
+                    came += 1
+                    if came == 4:
+                        # Everybody has it by now.
+                        dist.barrier()
+                        if rank == leaver:
+                            return
+                        # A step in which the one who left goes.
+                        time.sleep(0.4)
+
+            kind, text, lost = outcome(loop)
+            if rank == leaver:
+                assert not kind
+            else:
+                assert (kind, lost) == ("PeerStoppedError", leaver), text
+                assert f"rank {leaver} left the loop" in text
+            line.say(came)
+            line.hear()
+
+
+@pytest.mark.parametrize(("node", "prefetch"), [(3, 0), (3, 2), (1, 1)])
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_rank_that_leaves_early_stops_the_others_at_their_next_round(
+    node: int, prefetch: int, leaver: int, tmp_path: Path
+) -> None:
+    with Job(one_leaves, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, (node, prefetch, leaver))
+        # And the loader is as good as new: again.
+        for _ in range(2):
+            assert job.hear_all() == [(4,)] * 3
+            for rank in range(3):
+                job.tell(rank)
+        job.expect_end()
+
+
+def all_leave(rank: int, line: Line) -> None:
+    node, prefetch = line.hear()
+    on_nodes(rank, node)
+    with td.DispatchLoader(Endless() if rank == 0 else None, prefetch=prefetch) as loader:
+        for epoch in range(8):
+            for came, mine in enumerate(loader):
+                check(rank, came, mine)
+                if came == epoch:
+                    break
+                # Ranks are not together all the time.
+                time.sleep(0.002 * ((rank + epoch) % 3))
+            assert loader.state_dict()["batches"] == (epoch + 1) * dist.get_world_size()
+        dist.barrier()
+
+
+@pytest.mark.parametrize(("node", "prefetch"), [(3, 0), (3, 3), (1, 2), (2, 1)])
+def test_all_may_leave_alike_and_begin_again(node: int, prefetch: int, tmp_path: Path) -> None:
+    with Job(all_leave, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, (node, prefetch))
+        job.expect_end()
+
+
+def one_is_elsewhere(rank: int, line: Line) -> None:
+    line.hear()
+    with td.DispatchLoader(Endless() if rank == 0 else None) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        if rank == 0:
+            # Longer than the group's timeout, as an evaluation is; nobody is at fault.
+            time.sleep(3.0)
+        else:
+            kind, text, _ = outcome(lambda: [next(iterator) for _ in range(10)])
+            assert kind == "TimedOutError" and "rank 0" in text, text
+        line.say("done")
+        line.hear()
+
+
+def test_a_source_that_does_not_come_is_named_after_the_timeout_of_the_group(tmp_path: Path) -> None:
+    with Job(one_is_elsewhere, 2, tmp_path, seconds=1.0) as job:
+        for rank in range(2):
+            job.tell(rank)
+        assert job.hear_all() == [("done",)] * 2
+        for rank in range(2):
+            job.tell(rank)
+        job.expect_end()
+
+
+def all_are_elsewhere(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    with td.DispatchLoader(Endless() if rank == 0 else None, prefetch=2) as loader:
+        iterator = iter(loader)
+        check(rank, 0, next(iterator))
+        time.sleep(2.5)
+        for number in range(1, 20):
+            check(rank, number, next(iterator))
+        line.say("done")
+        line.hear()
+
+
+@pytest.mark.parametrize("node", [2, 1])
+def test_what_is_read_ahead_waits_longer_than_the_timeout_of_the_group(node: int, tmp_path: Path) -> None:
+    """While all evaluate, say: nobody waits for anybody."""
+    with Job(all_are_elsewhere, 2, tmp_path, seconds=1.0) as job:
+        for rank in range(2):
+            job.tell(rank, node)
+        assert job.hear_all() == [("done",)] * 2
+        for rank in range(2):
+            job.tell(rank)
+        job.expect_end()
+
+
+def interrupted(rank: int, line: Line) -> None:
+    prefetch = line.hear()
+    slow = batches(100, slow=0.2) if rank == 0 else None
+    with td.DispatchLoader(slow, prefetch=prefetch) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        line.say("in the loop")
+        try:
+            for _ in iterator:
+                pass
+        except KeyboardInterrupt:
+            line.say("interrupted", time.monotonic())
+        except (td.errors.PeerStoppedError, td.errors.PeerFailedError) as error:
+            line.say(type(error).__name__, error.rank)
+        line.hear()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ctrl_c_ends_a_wait_and_the_others_hear_of_it(prefetch: int, victim: int, tmp_path: Path) -> None:
+    with Job(interrupted, 2, tmp_path) as job:
+        for rank in range(2):
+            job.tell(rank, prefetch)
+        assert job.hear_all() == [("in the loop",)] * 2
+        time.sleep(0.1)
+        begin = time.monotonic()
+        job.signal(victim, signal.SIGINT)
+        said, at = job.hear(victim)
+        assert said == "interrupted" and at - begin < KNOWN
+        _, lost = job.hear(1 - victim)
+        assert lost == victim
+        for rank in range(2):
+            job.tell(rank)
+        job.expect_end()
+
+
+def forked(rank: int, line: Line) -> None:
+    with td.DispatchLoader(Endless() if rank == 0 else None) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                _, text, _ = outcome(lambda: iter(loader))
+                iterator.close()  # type: ignore[attr-defined]
+                loader.close()
+                code = 0 if "made before a fork" in text else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        for number in range(1, 5):
+            check(rank, number, next(iterator))
+        dist.barrier()
+
+
+def test_a_child_made_by_fork_leaves_its_parents_loader_alone(tmp_path: Path) -> None:
+    with Job(forked, 2, tmp_path) as job:
+        job.expect_end()
+
+
+ENDS_IN_THE_LOOP = """
+import sys, torch, torch.distributed as dist, tundish as td
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+given = ({"x": torch.zeros(1000)} for _ in range(100_000)) if rank == 0 else None
+loader = td.DispatchLoader(given, prefetch=2)
+for came, _ in enumerate(loader):
+    if came == 3:
+        dist.barrier()
+        # As a script does that is through: with a loop under way, and threads at work.
+        sys.exit(0)
+"""
+
+
+def test_a_process_may_end_in_the_loop() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS_IN_THE_LOOP],
+            env={
+                **os.environ,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": "2",
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=60)[1] for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], said
+        assert not any("Traceback" in text or "terminate" in text for text in said), said
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()

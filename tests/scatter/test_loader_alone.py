@@ -1,0 +1,363 @@
+"""A DispatchLoader in one process, without torch.distributed: the same semantics."""
+
+from __future__ import annotations
+
+import gc
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+import tundish as td
+from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError
+
+
+class Counting:
+    """A loader that knows how many batches were read of it, and on which threads."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.read = 0
+        self.threads: set[str] = set()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number in range(self.count):
+            self.read += 1
+            self.threads.add(threading.current_thread().name)
+            yield {"x": torch.full((2,), number), "n": number}
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def numbers(loader: td.DispatchLoader[Any]) -> list[int]:
+    return [batch["n"] for batch in loader]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_every_epoch_has_every_batch(prefetch: int) -> None:
+    with td.DispatchLoader(Counting(7), prefetch=prefetch) as loader:
+        assert len(loader) == 7
+        for epoch in range(3):
+            assert loader.epoch == epoch
+            assert numbers(loader) == list(range(7))
+        stats = loader.stats()
+        assert stats["transports"] == {} and stats["ready_rounds"] == 0
+        assert stats["next_seconds"] > 0 and stats["reading_seconds"] > 0
+    with pytest.raises(InvalidInputError, match="closed"):
+        iter(loader)
+    loader.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_it_reads_as_far_ahead_as_it_is_told(prefetch: int) -> None:
+    counting = Counting(20)
+    with td.DispatchLoader(counting, prefetch=prefetch) as loader:
+        batches = iter(loader)
+        for number in range(1, 4):
+            next(batches)
+            deadline = time.monotonic() + 10
+            while counting.read < number + prefetch and time.monotonic() < deadline:
+                time.sleep(0.001)
+            # It would have gone on by now.
+            time.sleep(0.02)
+            assert counting.read == number + prefetch
+        assert loader.stats()["ready_rounds"] == prefetch
+
+
+def test_bytes_bound_what_is_ahead() -> None:
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(20):
+            yield torch.zeros(1 << 20, dtype=torch.uint8)
+
+    with td.DispatchLoader(batches(), prefetch=10, prefetch_bytes=3 << 20) as loader:
+        rounds = iter(loader)
+        next(rounds)
+        deadline = time.monotonic() + 10
+        while loader.stats()["ready_rounds"] < 3 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        stats = loader.stats()
+        assert (stats["ready_rounds"], stats["ready_bytes"]) == (3, 3 << 20)
+
+
+def test_what_belongs_to_a_thread_is_read_on_it() -> None:
+    connection = sqlite3.connect(":memory:")
+    connection.execute("create table samples (tokens integer)")
+    connection.executemany("insert into samples values (?)", [(number,) for number in range(5)])
+    cursor = connection.execute("select tokens from samples order by tokens")
+    with td.DispatchLoader(cursor, prefetch=0) as loader:
+        assert [tokens for (tokens,) in loader] == list(range(5))
+    connection.close()
+    ahead = Counting(3)
+    with td.DispatchLoader(ahead) as loader:
+        numbers(loader)
+    assert ahead.threads == {"tundish-dispatch"}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_state_is_of_the_last_round_that_was_handed_out(prefetch: int) -> None:
+    with td.DispatchLoader(Counting(9), prefetch=prefetch) as loader:
+        assert loader.state_dict()["batches"] == 0
+        states = []
+        for batch in loader:
+            states.append(loader.state_dict())
+            assert states[-1]["batches"] == batch["n"] + 1
+        # The epoch is through.
+        assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (1, 0)
+    for done, state in enumerate(states, 1):
+        with td.DispatchLoader(Counting(9), prefetch=prefetch) as again:
+            again.load_state_dict(state)
+            assert again.state_dict() == state
+            assert numbers(again) == list(range(done, 9))
+            assert numbers(again) == list(range(9))
+            assert again.epoch == 2
+
+
+def test_breaking_off_begins_the_epoch_anew() -> None:
+    with td.DispatchLoader(Counting(9), prefetch=2) as loader:
+        for batch in loader:
+            if batch["n"] == 3:
+                break
+        assert loader.state_dict()["batches"] == 4
+        assert numbers(loader) == list(range(9))
+        assert loader.epoch == 1
+
+
+def test_rounds_are_left_out_once() -> None:
+    with td.DispatchLoader(Counting(6), skip_batches=4, progress=True) as loader:
+        assert loader.state_dict()["batches"] == 0
+        assert numbers(loader) == [4, 5]
+        assert numbers(loader) == list(range(6))
+    with td.DispatchLoader(Counting(6), skip_batches=4) as loader:
+        # The epoch in which the run goes on.
+        loader.set_epoch(3)
+        assert numbers(loader) == [4, 5]
+    loader = td.DispatchLoader(Counting(6), skip_batches=7)
+    with pytest.raises(InvalidInputError, match=r"first 7 .* has 6"):
+        iter(loader)
+
+
+def test_leaving_out_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with td.DispatchLoader(Counting(6), skip_batches=4, progress=True) as loader:
+        numbers(loader)
+    assert "leaving out batches" in capsys.readouterr().err
+    with td.DispatchLoader(Counting(6), skip_batches=4) as loader:
+        numbers(loader)
+    assert capsys.readouterr().err == ""
+
+
+class Told:
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+class ToldData(Told):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class ToldSampler(Told):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+class ToldBatches(Told):
+    def __init__(self, sampler: ToldSampler) -> None:
+        super().__init__()
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3], [4, 5]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_an_epoch_is_told_to_all_parts_of_the_loader_once() -> None:
+    data, sampler = ToldData(), ToldSampler()
+    batches = ToldBatches(sampler)
+    inner = DataLoader(data, batch_sampler=batches)  # type: ignore[arg-type]
+    with td.DispatchLoader(inner) as loader:
+        loader.set_epoch(4)
+        assert loader.epoch == 4
+        assert data.epochs == batches.epochs == sampler.epochs == [4]
+        state = loader.state_dict()
+        list(loader)
+        assert loader.epoch == 5
+    with td.DispatchLoader(DataLoader(data, sampler=sampler)) as loader:  # type: ignore[arg-type]
+        loader.load_state_dict(state)
+        assert sampler.epochs == [4, 4] and data.epochs == [4, 4]
+        assert loader.epoch == 4
+        # As a loop does that begins with the epoch of the state.
+        loader.set_epoch(4)
+        assert len(list(loader)) == 6
+
+
+def test_the_epoch_of_a_state_goes_on_where_it_was_and_another_begins_anew() -> None:
+    with td.DispatchLoader(Counting(5)) as loader:
+        loader.set_epoch(2)
+        for batch in loader:
+            if batch["n"] == 1:
+                break
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        loader.set_epoch(2)
+        assert numbers(loader) == [2, 3, 4]
+        loader.load_state_dict(state)
+        loader.set_epoch(3)
+        assert numbers(loader) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kind": "PackedBatchSampler"}, "no state of a DispatchLoader"),
+        ({"version": 7}, "version 7"),
+        ({"batches": -1}, "batches is -1"),
+        ({"batches": "3"}, "batches is '3'"),
+        ({"epoch": True}, "epoch is True"),
+        ({"epoch": None}, "epoch is None"),
+    ],
+)
+def test_a_state_that_is_none_is_refused_whole(change: dict[str, Any], said: str) -> None:
+    with td.DispatchLoader(Counting(5)) as loader:
+        good = loader.state_dict()
+        with pytest.raises(StateMismatchError, match=said):
+            loader.load_state_dict({**good, "batches": 2, **change})
+        with pytest.raises(StateMismatchError, match="lacks batches"):
+            loader.load_state_dict({name: value for name, value in good.items() if name != "batches"})
+        with pytest.raises(StateMismatchError, match="no state"):
+            loader.load_state_dict([1])  # type: ignore[arg-type]
+        assert loader.state_dict() == good
+        assert numbers(loader) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tail": "keep"}, "tail is 'keep': give one of 'drop', 'pad', 'short'"),
+        ({"prefetch": -1}, "prefetch is -1"),
+        ({"prefetch": 0.5}, "prefetch is 0.5"),
+        ({"prefetch": True}, "prefetch is True"),
+        ({"skip_batches": "2"}, "skip_batches is '2'"),
+        ({"prefetch_bytes": -5}, "prefetch_bytes is -5"),
+        ({"progress": "yes"}, "progress must be"),
+        ({"src": 1}, "src is 1"),
+        ({"dataloader": None}, "loader is None"),
+        ({"dataloader": 5}, "loader is 5"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises((InvalidInputError, InvalidTypeError), match=said):
+        td.DispatchLoader(**{"dataloader": [1, 2], **options})
+
+
+def test_a_loader_without_a_length_has_none() -> None:
+    with td.DispatchLoader(number for number in range(3)) as loader:
+        with pytest.raises(TypeError, match="no len"):
+            len(loader)
+        assert list(loader) == [0, 1, 2]
+
+
+def test_it_has_no_dataset_to_be_sharded_again() -> None:
+    from accelerate import Accelerator, skip_first_batches
+
+    with td.DispatchLoader(DataLoader(list(range(4)))) as loader:
+        assert getattr(loader, "dataset", None) is None
+        accelerator = Accelerator(cpu=True)
+        # What it does not know it leaves alone.
+        assert accelerator.prepare(loader) is loader
+        with pytest.raises(AttributeError, match="gives each rank its own batches already"):
+            accelerator.prepare_data_loader(loader)
+        with pytest.raises(AttributeError, match="skip_batches="):
+            skip_first_batches(loader, 2)
+
+
+def test_in_one_process_a_loader_of_one_part_is_the_whole() -> None:
+    data = list(range(4))
+    with td.DispatchLoader(DataLoader(data, sampler=DistributedSampler(data, 1, 0, shuffle=False))) as loader:  # type: ignore[arg-type]
+        assert len(list(loader)) == 4
+
+
+def test_a_batch_is_let_go_of_with_the_loop() -> None:
+    class Batch:
+        pass
+
+    made: list[weakref.ref[Batch]] = []
+
+    def batches() -> Iterator[Batch]:
+        for _ in range(4):
+            batch = Batch()
+            made.append(weakref.ref(batch))
+            yield batch
+            del batch
+
+    with td.DispatchLoader(batches(), prefetch=1) as loader:
+        for _ in loader:
+            pass
+        del _
+        deadline = time.monotonic() + 5
+        while any(one() is not None for one in made) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [one() for one in made] == [None] * 4
+
+
+def test_nobody_has_to_close_it() -> None:
+    before = threading.active_count()
+    loader = td.DispatchLoader(Counting(1000))
+    gone = weakref.ref(loader)
+    batches = iter(loader)
+    next(batches)
+    del loader, batches
+    gc.collect()
+    assert gone() is None
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_an_iterator_keeps_its_loader() -> None:
+    batches = iter(td.DispatchLoader(Counting(4)))
+    gc.collect()
+    assert [batch["n"] for batch in batches] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_error_of_the_loader_is_raised_in_its_round_and_the_next_pass_works(prefetch: int) -> None:
+    class Breaks(Counting):
+        broken = True
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            for batch in super().__iter__():
+                if batch["n"] == 3 and self.broken:
+                    raise OSError("damaged")
+                yield batch
+
+    inner = Breaks(5)
+    with td.DispatchLoader(inner, prefetch=prefetch) as loader:
+        found: list[int] = []
+        with pytest.raises(OSError, match="damaged"):
+            found.extend(batch["n"] for batch in loader)
+        assert found == [0, 1, 2]
+        assert loader.state_dict()["batches"] == 3
+        inner.broken = False
+        assert numbers(loader) == list(range(5))
+
+
+def test_tensors_go_to_the_device() -> None:
+    with td.DispatchLoader(Counting(3), device="meta") as loader:
+        assert [batch["x"].device.type for batch in loader] == ["meta"] * 3

@@ -1,0 +1,70 @@
+"""The example `examples/dispatch_trainer.py`: two ranks train on what one reads, and go on within an epoch."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+
+from rank_processes import Job, Line
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def example(rank: int, line: Line) -> None:
+    folder, options = line.hear()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
+    sys.path.insert(0, str(EXAMPLES))
+    import contextlib
+    import io
+
+    import dispatch_trainer
+
+    seen: list[int] = []
+    given = dispatch_trainer.Sentences.__iter__
+
+    def counted(self: dispatch_trainer.Sentences) -> object:
+        for number, batch in enumerate(given(self)):
+            # Which sentence a row is can be told from its number in the last place.
+            batch["labels"][:, -1] = number % dispatch_trainer.VOCABULARY
+            yield batch
+
+    def step(self: object, model: object, inputs: dict[str, object], *rest: object) -> object:
+        seen.append(int(inputs["labels"][0, -1]))  # type: ignore[index]
+        return trained(self, model, inputs, *rest)
+
+    dispatch_trainer.Sentences.__iter__ = counted
+    trained = dispatch_trainer.DispatchTrainer.training_step
+    dispatch_trainer.DispatchTrainer.training_step = step
+    sys.argv = ["dispatch_trainer.py", "--out", folder, *options]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        dispatch_trainer.main()
+    line.say(said.getvalue(), seen)
+
+
+@pytest.mark.filterwarnings("default")
+def test_two_ranks_train_on_what_one_reads_and_resume(tmp_path: Path) -> None:
+    came = []
+    for number, options in enumerate((["--steps", "10"], ["--steps", "16", "--resume"])):
+        store = tmp_path / str(number)
+        store.mkdir()
+        with Job(example, 2, store) as job:
+            for rank in range(2):
+                job.tell(rank, (str(tmp_path / "out"), options))
+            (said, first), (_, second) = job.hear_all()
+            job.expect_end()
+        came.append((first, second))
+        match = re.search(r"loss (\S+) -> (\S+)", said)
+        assert match, said
+        assert float(match[2]) < float(match[1])
+    assert "epoch 0, 32 of its 100 batches handed out" in said
+    # Each sentence once, over both runs, and each rank its own.
+    assert [first for first, _ in came] == [list(range(0, 20, 2)), list(range(20, 32, 2))]
+    assert [second for _, second in came] == [list(range(1, 20, 2)), list(range(21, 32, 2))]
