@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
 
-from leftovers import watched
 from pool_programs import Program
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with watched():
-        yield
-
 
 # A thread sends a signal some time after each beginning; its handler raises in the main thread, as that of Ctrl-C does.
 INTERRUPTED = """

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 
 import pool_tasks as tasks
-from leftovers import watched
 from pool_helpers import each_method, until
 from pool_programs import Program
 from soak import IS_SOAK
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with watched():
-        yield
-
 
 KILLS = 200 if IS_SOAK else 40
 

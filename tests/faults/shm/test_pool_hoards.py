@@ -18,17 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
 
 import pool_tasks as tasks
-from leftovers import descriptors, mapped, watched
+from leftovers import descriptors, mapped
 from pool_programs import Program
 
 # Numbers of a result that comes in shared memory.
 COUNT = 10_000
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with watched():
-        yield
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,15 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
 
 import pool_tasks as tasks
-from leftovers import watched
 from pool_helpers import until
 from pool_programs import Program
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with watched():
-        yield
 
 
 def _exit() -> NoReturn:

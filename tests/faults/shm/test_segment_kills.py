@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 
 from actors import PROLOGUE, Actor, Refused
-from leftovers import watched
 from soak import IS_SOAK
 
 import tundish as td
@@ -38,12 +36,6 @@ def look():
         assert (array == value).all(), f"torn: {value} became {set(array.tolist())}"
 """
 )
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    with watched():
-        yield
 
 
 def reads(handle: Any, value: int) -> str:
