@@ -114,8 +114,9 @@ def render(part: str, sections: list[Section], machine: list[tuple[str, str]], r
     if judged:
         parts += ["## Targets", _table(["measure", *COLUMNS], judged)]
     for section in sections:
-        rows = [_cells(row) for row in section.rows]
-        parts += [f"## {section.title}", section.note, _table(list(COLUMNS), rows)]
+        parts += [f"## {section.title}", section.note]
+        if section.rows:
+            parts.append(_table(list(COLUMNS), [_cells(row) for row in section.rows]))
     return "\n\n".join(parts) + "\n"
 
 

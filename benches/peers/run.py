@@ -14,6 +14,7 @@ unmet target is written down, not hidden and not an error.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import os
 import sys
@@ -28,7 +29,7 @@ MEASURES = {
     "packing": ("plan", "published", "shuffle", "lookup", "curve"),
     "checkpoint": ("large", "small", "worlds"),
     "shm": ("tasks", "results", "binding", "readers", "node"),
-    "scatter": ("local", "gloo"),
+    "scatter": ("local", "gloo", "peers", "tree", "worlds", "nodes"),
 }
 PACKAGES = {
     "packing": ("tundish", "numpy", "torch", "numba", "megatron-core"),
@@ -41,7 +42,7 @@ PACKAGES = {
         "nvidia-resiliency-ext",
     ),
     "shm": ("tundish", "numpy", "torch", "joblib", "loky"),
-    "scatter": ("tundish", "numpy", "torch"),
+    "scatter": ("tundish", "numpy", "torch", "accelerate", "tensordict"),
 }
 
 
@@ -125,16 +126,41 @@ def shm_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], S
 
 def scatter_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
     """The measures of scatter, and what is said of their rounds."""
+    import accelerate  # noqa: F401 (imported in other processes, as above)
+    import tensordict  # noqa: F401
     from scatter.cases import Plan, measure
+    from scatter.nodes_case import nodes
+    from scatter.tree_case import tree
 
-    plan = Plan()
+    plans = {
+        "local": Plan(),
+        "gloo": Plan(),
+        "peers": Plan(worlds=(4,), rounds={"VLM": 3}),
+        "tree": Plan(rounds={"deep": 10, "many": 10}, repeats=20),
+        "worlds": Plan(worlds=(2, 4, 8, 16), rounds={"text": 5, "small VLM": 3}),
+        "nodes": Plan(worlds=(4,), rounds={"text": 5, "VLM": 2, "many": 5, "nested": 5}, repeats=3),
+    }
     if quick:
         plan = Plan(worlds=(2,), rounds={"text": 2, "many": 2, "nested": 2}, repeats=2, judges=False)
+        plans = dict.fromkeys(plans, plan) | {
+            "peers": dataclasses.replace(plan, rounds={"text": 2}),
+            "tree": dataclasses.replace(plan, rounds={"deep": 2}),
+        }
+    repeats = min(plan.repeats for plan in plans.values())
+    rounds = min(min(plan.rounds.values()) for plan in plans.values())
     said = (
-        f"Each time is the least of {min(plan.rounds.values()) * plan.repeats} or more (a fifth for objects); in a "
-        "round every way scatters a few times in a row, in the same processes, the first of them untimed."
+        "In a round every way is timed a few times in a row, in the same processes, after a time that does not count. "
+        f"Each time is the least of {rounds} rounds or more with {repeats} or more in each (of objects and of the "
+        "packages with one in each)."
     )
-    return {name: lambda name=name: measure(name, plan) for name in MEASURES["scatter"]}, said
+    measures: dict[str, Callable[[], Sequence[object]]] = {
+        name: lambda name=name: measure(name, plans[name]) for name in ("local", "gloo", "peers", "worlds")
+    }
+    measures |= {
+        name: lambda name=name, take=take: [take(plans[name])]
+        for name, take in {"tree": tree, "nodes": nodes}.items()
+    }
+    return {name: measures[name] for name in MEASURES["scatter"]}, said
 
 
 PARTS = {

@@ -1,4 +1,4 @@
-"""What is scattered: the kinds of batches of the measure.
+"""What is scattered: the kinds of batches of the measures.
 
 What always holds: a kind has the same sizes on every rank and in every round; the total of a batch tells it from that
 of any other rank.
@@ -7,12 +7,12 @@ of any other rank.
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["KINDS", "total"]
+__all__ = ["KINDS", "size", "tensors_of", "total"]
 
 Crop = namedtuple("Crop", "pixels box score")
 
@@ -23,15 +23,38 @@ def text(rank: int) -> Any:
     return {name: torch.full((8, 4096), rank + 1, dtype=torch.int64) for name in names}
 
 
-def vlm(rank: int) -> Any:
-    """106 MB of float pixels and 40 small tensors."""
+def vlm(rank: int, pixels: int = 3_312_500) -> Any:
+    """8 samples: 106 MB of float pixels and 40 small tensors.
+
+    The first dimension of each tensor is the sample's, as Accelerate wants it.
+    """
     small = {f"small {number}": torch.full((8,), rank + number) for number in range(40)}
-    return {"pixel_values": torch.full((26_500_000,), 1.0 / (rank + 1)), **small}
+    return {"pixel_values": torch.full((8, pixels), 1.0 / (rank + 1)), **small}
+
+
+def small_vlm(rank: int) -> Any:
+    """The same with 10.6 MB of pixels."""
+    return vlm(rank, 331_250)
 
 
 def many(rank: int) -> Any:
     """500 tensors of 1 KB."""
     return [torch.full((256,), float(rank + number)) for number in range(500)]
+
+
+def deep(rank: int) -> Any:
+    """500 tensors of 1 KB, five in each of 100 dicts of dicts and lists."""
+
+    def one(number: int) -> torch.Tensor:
+        return torch.full((256,), float(rank + number))
+
+    return [
+        {
+            "image": {"pixels": one(number), "mask": one(number + 1)},
+            "text": {"ids": [one(number + 2), one(number + 3)], "labels": one(number + 4)},
+        }
+        for number in range(0, 500, 5)
+    ]
 
 
 def nested(rank: int) -> Any:
@@ -46,20 +69,32 @@ def nested(rank: int) -> Any:
     }
 
 
-KINDS: dict[str, Callable[[int], Any]] = {"text": text, "VLM": vlm, "many": many, "nested": nested}
+KINDS: dict[str, Callable[[int], Any]] = {
+    "text": text,
+    "VLM": vlm,
+    "small VLM": small_vlm,
+    "many": many,
+    "deep": deep,
+    "nested": nested,
+}
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, dict):
+    elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _tensors(value)
+            yield from tensors_of(value)
     else:
         for value in batch:
-            yield from _tensors(value)
+            yield from tensors_of(value)
 
 
 def total(batch: Any) -> float:
     """The sum of all values: every byte is read."""
-    return float(sum(tensor.sum().item() for tensor in _tensors(batch)))
+    return float(sum(tensor.sum().item() for tensor in tensors_of(batch)))
+
+
+def size(batch: Any) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor.nbytes for tensor in tensors_of(batch))

@@ -6,27 +6,26 @@ processes; a row takes the least of all rounds on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from report import Row, Section, duration
 from shm.processes import rank_environments, run_program
 
-__all__ = ["Plan", "measure"]
+__all__ = ["Plan", "compare", "measure", "scatter_by"]
 
-# Over the method of the seed work, by measure and kind.
-_OVER_SEED = {
-    "local": {"text": 8.0, "VLM": 8.0, "many": 10.0, "nested": 6.0},
-    "gloo": {"text": 1.5, "VLM": 1.8, "many": 8.0, "nested": 4.0},
+_NAMES = {
+    "seed": "the seed's method",
+    "objects": "scatter_object_list",
+    "accelerate": "Accelerate's DataLoaderDispatcher",
+    "accelerate split": "the same, reading one batch for all",
+    "tensordict": "tensordict's init_remote",
 }
+# They take up to a hundred times as long as the others.
+_SLOW = ("objects", "accelerate", "accelerate split", "tensordict")
 # What the method of the seed has to be over scatter_object_list, to be worth a comparison.
 _SEED_OVER_OBJECTS = {"text": 1.2, "VLM": 5.0}
-_TITLES = {
-    "local": "Ranks of one node, through shared memory",
-    "gloo": "Over the network: gloo on loopback, shared memory switched off",
-}
-_SEED, _OBJECTS = "the seed's method", "scatter_object_list"
 _NOTE = (
     "Rank 0 gives every rank a batch of its own; that is over when the last receiver has read every byte of its batch. "
     "The seed's method: schemas by scatter_object_list, one isend a tensor, fresh receive buffers. text: 4 tensors of "
@@ -40,62 +39,124 @@ class Plan:
     """How much is measured.
 
     `rounds`: of each kind. `repeats`: how often a way scatters in a round. `judges`: whether targets are stated.
+    `others`: the ways beside ours; None: all of the measure.
     """
 
     worlds: tuple[int, ...] = (2, 4)
     rounds: dict[str, int] = field(default_factory=lambda: {"text": 10, "VLM": 3, "many": 10, "nested": 10})
     repeats: int = 5
     judges: bool = True
+    others: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A measure: our way, the others, and what is asked for over them, by way and kind."""
+
+    title: str
+    note: str
+    ours: str
+    others: tuple[str, ...]
+    targets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+_COMPARISONS = {
+    "local": Comparison(
+        title="Ranks of one node, through shared memory",
+        note=_NOTE,
+        ours="ours",
+        others=("seed", "objects"),
+        targets={"seed": {"text": 8.0, "VLM": 8.0, "many": 10.0, "nested": 6.0}},
+    ),
+    "gloo": Comparison(
+        title="Over the network: gloo on loopback, shared memory switched off",
+        note=_NOTE,
+        ours="network",
+        others=("seed", "objects"),
+        targets={"seed": {"text": 1.5, "VLM": 1.8, "many": 8.0, "nested": 4.0}},
+    ),
+    "peers": Comparison(
+        title="Ranks of one node, beside Accelerate and tensordict",
+        note="As above. DataLoaderDispatcher is what `Accelerator(dispatch_batches=True)` makes of a loader: it reads "
+        "a batch for each rank, puts them together, broadcasts the whole and has each rank keep its slice; with "
+        "split_batches its loader reads one batch for all, here put together beforehand. init_remote sends the ranks "
+        "their batches one after the other, and from_remote_init makes new ones of them.",
+        ours="ours",
+        others=("accelerate", "accelerate split", "tensordict"),
+        targets={"accelerate": {"VLM": 20.0}, "tensordict": {"VLM": 10.0}},
+    ),
+    "worlds": Comparison(
+        title="As the world grows",
+        note="As above, with ranks of one node that share its processors. small VLM: 10.6 MB of pixels and 40 small "
+        "tensors.",
+        ours="ours",
+        others=("seed",),
+    ),
+}
 
 
 def measure(name: str, plan: Plan) -> Sequence[Section]:
     """One measure in all worlds."""
-    ours = {"local": "ours", "gloo": "network"}[name]
-    section = Section(title=_TITLES[name], note=_NOTE)
+    comparison = _COMPARISONS[name]
+    section = Section(title=comparison.title, note=comparison.note)
+    ways = (comparison.ours, *(comparison.others if plan.others is None else plan.others))
     for world in plan.worlds:
-        # The last of them takes up to a hundred times as long as the first.
-        repeats = {ours: plan.repeats, "seed": plan.repeats, "objects": 1}
-        request = {"ways": list(repeats), "rounds": plan.rounds, "repeats": repeats}
-        replies = run_program(Path(__file__).parent / "child.py", request, rank_environments(world))
-        for kind, seconds in replies[0].items():
-            section.rows += _rows(name, f"{kind}, {world} ranks", kind, ours, seconds, judges=plan.judges)
+        for kind, seconds in scatter_by(ways, plan, rank_environments(world)).items():
+            case = f"{kind}, {world} ranks"
+            targets = {
+                way: asked[kind]
+                for way, asked in comparison.targets.items()
+                if plan.judges and kind in asked and way in seconds
+            }
+            section.rows += compare(case, comparison.ours, seconds, targets)
+            if name == "gloo" and kind in _SEED_OVER_OBJECTS:
+                section.rows.append(_worth(case, kind, seconds, judges=plan.judges))
     return [section]
 
 
-def _rows(
-    name: str, case: str, kind: str, ours: str, seconds: dict[str, float], *, judges: bool
-) -> list[Row]:
-    seed = seconds["seed"] / seconds[ours]
-    least = _OVER_SEED[name][kind] if judges else None
-    rows = [
-        Row(
-            case=case,
-            ours=duration(seconds[ours]),
-            peer=_SEED,
-            peers=duration(seconds["seed"]),
-            figure=f"{seed:.3g}×",
-            target="–" if least is None else f"≥ {least:g}×",
-            met=None if least is None else seed >= least,
-        ),
-        Row(
-            case=case,
-            ours=duration(seconds[ours]),
-            peer=_OBJECTS,
-            peers=duration(seconds["objects"]),
-            figure=f"{seconds['objects'] / seconds[ours]:.3g}×",
-        ),
-    ]
-    if kind in _SEED_OVER_OBJECTS and name == "gloo":
-        worth, ratio = _SEED_OVER_OBJECTS[kind], seconds["objects"] / seconds["seed"]
+def scatter_by(
+    ways: Sequence[str],
+    plan: Plan,
+    environments: list[dict[str, str]],
+    prefixes: Sequence[Sequence[str]] = (),
+) -> dict[str, dict[str, float]]:
+    """The least seconds of each kind and way, on ranks with these environments."""
+    repeats = {way: 1 if way in _SLOW else plan.repeats for way in ways}
+    request = {"ways": list(ways), "rounds": plan.rounds, "repeats": repeats}
+    replies = run_program(Path(__file__).parent / "child.py", request, environments, prefixes)
+    reply: dict[str, dict[str, float]] = replies[0]
+    return reply
+
+
+def compare(case: str, ours: str, seconds: Mapping[str, float], targets: Mapping[str, float]) -> list[Row]:
+    """A row for each way beside ours."""
+    rows = []
+    for way, took in seconds.items():
+        if way == ours:
+            continue
+        ratio, least = took / seconds[ours], targets.get(way)
         rows.append(
             Row(
-                case=f"{case}: the seed's method itself",
-                ours=duration(seconds["seed"]),
-                peer=_OBJECTS,
-                peers=duration(seconds["objects"]),
+                case=case,
+                ours=duration(seconds[ours]),
+                peer=_NAMES[way],
+                peers=duration(took),
                 figure=f"{ratio:.3g}×",
-                target=f"≥ {worth:g}×" if judges else "–",
-                met=ratio >= worth if judges else None,
+                target="–" if least is None else f"≥ {least:g}×",
+                met=None if least is None else ratio >= least,
             )
         )
     return rows
+
+
+def _worth(case: str, kind: str, seconds: Mapping[str, float], *, judges: bool) -> Row:
+    least, ratio = _SEED_OVER_OBJECTS[kind], seconds["objects"] / seconds["seed"]
+    return Row(
+        case=f"{case}: the seed's method itself",
+        ours=duration(seconds["seed"]),
+        peer=_NAMES["objects"],
+        peers=duration(seconds["objects"]),
+        figure=f"{ratio:.3g}×",
+        target=f"≥ {least:g}×" if judges else "–",
+        met=ratio >= least if judges else None,
+    )

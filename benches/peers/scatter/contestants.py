@@ -17,7 +17,7 @@ from tundish.distributed import Voter
 from tundish.scatter.place import place_of
 from tundish.scatter.scatterer import Scatterer
 
-__all__ = ["WAYS", "Scatter"]
+__all__ = ["WAYS", "Scatter", "apart", "seed", "together"]
 
 Scatter = Callable[[list[Any] | None], Any]
 
@@ -38,25 +38,26 @@ def ours(shared_memory: bool) -> Scatter:
     return scatter
 
 
-def _apart(batch: Any, tensors: list[torch.Tensor]) -> Any:
+def apart(batch: Any, tensors: list[torch.Tensor]) -> Any:
     """The batch with dtype and shape in place of each tensor, which goes to `tensors`."""
     if isinstance(batch, torch.Tensor):
         tensors.append(batch)
         return ("tensor", batch.dtype, batch.shape)
     if isinstance(batch, dict):
-        return ("dict", {key: _apart(value, tensors) for key, value in batch.items()})
-    return (type(batch), [_apart(value, tensors) for value in batch])
+        return ("dict", {key: apart(value, tensors) for key, value in batch.items()})
+    return (type(batch), [apart(value, tensors) for value in batch])
 
 
-def _together(schema: Any, tensors: list[torch.Tensor]) -> Any:
+def together(schema: Any, tensors: list[torch.Tensor]) -> Any:
+    """The batch that `apart` took apart, with new tensors, which go to `tensors` too."""
     kind, *rest = schema
     if kind == "tensor":
         dtype, shape = rest
         tensors.append(torch.empty(shape, dtype=dtype))
         return tensors[-1]
     if kind == "dict":
-        return {key: _together(value, tensors) for key, value in rest[0].items()}
-    parts = [_together(value, tensors) for value in rest[0]]
+        return {key: together(value, tensors) for key, value in rest[0].items()}
+    parts = [together(value, tensors) for value in rest[0]]
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
@@ -66,12 +67,12 @@ def seed(batches: list[Any] | None) -> Any:
     if batches is None:
         dist.scatter_object_list(got, None, src=0)
         tensors: list[torch.Tensor] = []
-        batch = _together(got[0], tensors)
+        batch = together(got[0], tensors)
         for work in [dist.irecv(tensor, src=0) for tensor in tensors]:
             work.wait()
         return batch
     taken: list[list[torch.Tensor]] = [[] for _ in batches]
-    schemas = [_apart(batch, tensors) for batch, tensors in zip(batches, taken, strict=True)]
+    schemas = [apart(batch, tensors) for batch, tensors in zip(batches, taken, strict=True)]
     dist.scatter_object_list(got, schemas, src=0)
     sends = [dist.isend(tensor, dst=rank) for rank in range(1, len(batches)) for tensor in taken[rank]]
     for send in sends:
@@ -86,10 +87,26 @@ def objects(batches: list[Any] | None) -> Any:
     return got[0]
 
 
+def dispatcher(split_batches: bool) -> Scatter:
+    # Imported where it is asked for: not every environment has it.
+    from scatter.accelerate_dispatcher import Dispatcher
+
+    return Dispatcher(split_batches)
+
+
+def initialising() -> Scatter:
+    from scatter.tensordict_remote import remote
+
+    return remote
+
+
 # Made in each process, in this order on all ranks.
 WAYS: dict[str, Callable[[], Scatter]] = {
     "ours": lambda: ours(shared_memory=True),
     "network": lambda: ours(shared_memory=False),
     "seed": lambda: seed,
     "objects": lambda: objects,
+    "accelerate": lambda: dispatcher(split_batches=False),
+    "accelerate split": lambda: dispatcher(split_batches=True),
+    "tensordict": initialising,
 }

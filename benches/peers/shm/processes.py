@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,15 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
 
 
 def run_program(
-    program: Path, request: Mapping[str, Any], environments: list[dict[str, str]]
+    program: Path,
+    request: Mapping[str, Any],
+    environments: list[dict[str, str]],
+    prefixes: Sequence[Sequence[str]] = (),
 ) -> list[dict[str, Any]]:
-    """The replies of so many processes of one program; RuntimeError, with the end of what was said, where one fails."""
+    """The replies of so many processes of one program; RuntimeError, with the end of what was said, where one fails.
+
+    `prefixes`: what the command of each begins with: a program that becomes it, as `nice` does.
+    """
     with contextlib.ExitStack() as stack:
         files = [
             [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in ("reply", "said")]
@@ -69,7 +75,7 @@ def run_program(
         ]
         children = [
             subprocess.Popen(
-                [sys.executable, str(program), json.dumps(request)],
+                [*prefix, sys.executable, str(program), json.dumps(request)],
                 stdin=subprocess.DEVNULL,
                 stdout=reply,
                 stderr=said,
@@ -77,7 +83,9 @@ def run_program(
                 start_new_session=True,
                 env={**os.environ, **environment},
             )
-            for environment, (reply, said) in zip(environments, files, strict=True)
+            for environment, prefix, (reply, said) in zip(
+                environments, prefixes or [()] * len(environments), files, strict=True
+            )
         ]
         try:
             _wait(children)

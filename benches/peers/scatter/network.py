@@ -1,0 +1,120 @@
+"""Two nodes on one machine: network namespaces, joined by a link of a given rate.
+
+Owns the namespaces. What always holds: when the context is left, nothing of them is there; what a bench that was
+killed left goes when the next one begins. They are named by its process, and their link is in no namespace of others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["NoNodes", "environments_of", "least_seconds", "prefix_of", "setting_up", "two_nodes"]
+
+_RATE = "1gbit"
+# A second, headers and all.
+_LINK_BYTES = 125_000_000
+# What the link lets through at once after a silence: a packet of TCP as the kernel hands it on, in 64 KiB.
+_BURST_BYTES = 72 * 1024
+_PREFIX = "tundish-bench-"
+_DEVICE = "wire"
+_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+# In a namespace of its own any port is free.
+_PORT = "29500"
+
+
+class NoNodes(Exception):
+    """There can be no such nodes here; the message says why."""
+
+
+@contextlib.contextmanager
+def two_nodes() -> Iterator[tuple[str, str]]:
+    """The names of two namespaces. Raises NoNodes."""
+    if os.geteuid() != 0:
+        raise NoNodes("network namespaces take root")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise NoNodes(f"{' and '.join(missing)} missing: run `apt-get install iproute2`")
+    _sweep()
+    first, second = names = f"{_PREFIX}{os.getpid()}-0", f"{_PREFIX}{os.getpid()}-1"
+    try:
+        for command in setting_up(first, second):
+            _run(command)
+        yield names
+    finally:
+        # What failed may have made one of them.
+        for name in sorted({*names} & {*_listed()}):
+            _run(["ip", "netns", "delete", name])
+
+
+def setting_up(first: str, second: str) -> list[list[str]]:
+    """The commands that make two namespaces and what joins them."""
+    names = first, second
+    veth = "type", "veth", "peer", "name", _DEVICE, "netns", second
+    shape = "tbf", "rate", _RATE, "burst", str(_BURST_BYTES), "latency", "50ms"
+    commands = [
+        *(["ip", "netns", "add", name] for name in names),
+        ["ip", "link", "add", "name", _DEVICE, "netns", first, *veth],
+    ]
+    for name, address in zip(names, _ADDRESSES, strict=True):
+        inside = ["ip", "-n", name]
+        commands += [
+            [*inside, "address", "add", f"{address}/30", "dev", _DEVICE],
+            # Ranks of one node reach each other by it.
+            [*inside, "link", "set", "dev", "lo", "up"],
+            [*inside, "link", "set", "dev", _DEVICE, "up"],
+            ["tc", "-n", name, "qdisc", "add", "dev", _DEVICE, "root", *shape],
+        ]
+    return commands
+
+
+def prefix_of(name: str) -> list[str]:
+    """What a command in a namespace begins with."""
+    return ["ip", "netns", "exec", name]
+
+
+def environments_of(ranks_a_node: int) -> list[dict[str, str]]:
+    """What torchrun gives the ranks of two nodes."""
+    return [
+        {
+            "RANK": str(node * ranks_a_node + local),
+            "LOCAL_RANK": str(local),
+            "GROUP_RANK": str(node),
+            "WORLD_SIZE": str(len(_ADDRESSES) * ranks_a_node),
+            "LOCAL_WORLD_SIZE": str(ranks_a_node),
+            "GROUP_WORLD_SIZE": str(len(_ADDRESSES)),
+            "MASTER_ADDR": _ADDRESSES[0],
+            "MASTER_PORT": _PORT,
+            "GLOO_SOCKET_IFNAME": _DEVICE,
+            "OMP_NUM_THREADS": "1",
+        }
+        for node in range(len(_ADDRESSES))
+        for local in range(ranks_a_node)
+    ]
+
+
+def least_seconds(count_of_bytes: int) -> float:
+    """What the link takes for so many bytes, without headers, at the least."""
+    return max(0, count_of_bytes - _BURST_BYTES) / _LINK_BYTES
+
+
+def _listed() -> list[str]:
+    return [line.split()[0] for line in _run(["ip", "netns", "list"]).splitlines()]
+
+
+def _sweep() -> None:
+    for name in _listed():
+        process = name.removeprefix(_PREFIX).partition("-")[0]
+        if name.startswith(_PREFIX) and not Path("/proc", process).exists():
+            _run(["ip", "netns", "delete", name])
+
+
+def _run(command: list[str]) -> str:
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise NoNodes(f"`{' '.join(command)}` says: {' '.join(ran.stderr.split())}")
+    return ran.stdout
