@@ -35,6 +35,7 @@ MODULES = {
     "scatter_cases": "scatter.cases",
     "scatter_network": "scatter.network",
     "scatter_nodes": "scatter.nodes_case",
+    "scatter_overlap": "scatter.overlap_case",
     "scatter_tree": "scatter.tree_case",
     "timing": "shm.timing",
     "two_queues": "shm.contestants.two_queues",
@@ -406,6 +407,13 @@ def test_trees_are_timed_and_agree(bench: SimpleNamespace) -> None:
     plan = bench.scatter_cases.Plan(rounds={"deep": 1, "nested": 1}, repeats=1, judges=False)
     section = bench.scatter_tree.tree(plan)
     assert [row.case.partition(",")[0] for row in section.rows] == ["deep", "deep", "nested", "nested"]
+
+
+def test_waits_beside_a_step_are_measured(bench: SimpleNamespace) -> None:
+    plan = bench.scatter_cases.Plan(worlds=(2,), rounds={"nested": 1}, repeats=3, judges=False)
+    waits, products = bench.scatter_overlap.overlap(plan).rows
+    assert waits.figure.endswith("% of the step")
+    assert 0.5 < float(products.figure.removesuffix("×")) < 50
 
 
 def test_two_nodes_are_joined_by_a_slow_link_or_left_out(

@@ -29,7 +29,7 @@ MEASURES = {
     "packing": ("plan", "published", "shuffle", "lookup", "curve"),
     "checkpoint": ("large", "small", "worlds"),
     "shm": ("tasks", "results", "binding", "readers", "node"),
-    "scatter": ("local", "gloo", "peers", "tree", "worlds", "nodes"),
+    "scatter": ("local", "gloo", "peers", "tree", "overlap", "worlds", "nodes"),
 }
 PACKAGES = {
     "packing": ("tundish", "numpy", "torch", "numba", "megatron-core"),
@@ -130,6 +130,7 @@ def scatter_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     import tensordict  # noqa: F401
     from scatter.cases import Plan, measure
     from scatter.nodes_case import nodes
+    from scatter.overlap_case import overlap
     from scatter.tree_case import tree
 
     plans = {
@@ -137,6 +138,7 @@ def scatter_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
         "gloo": Plan(),
         "peers": Plan(worlds=(4,), rounds={"VLM": 3}),
         "tree": Plan(rounds={"deep": 10, "many": 10}, repeats=20),
+        "overlap": Plan(worlds=(2,), rounds={"text": 5, "VLM": 3, "nested": 5}, repeats=20),
         "worlds": Plan(worlds=(2, 4, 8, 16), rounds={"text": 5, "small VLM": 3}),
         "nodes": Plan(worlds=(4,), rounds={"text": 5, "VLM": 2, "many": 5, "nested": 5}, repeats=3),
     }
@@ -151,14 +153,14 @@ def scatter_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     said = (
         "In a round every way is timed a few times in a row, in the same processes, after a time that does not count. "
         f"Each time is the least of {rounds} rounds or more with {repeats} or more in each (of objects and of the "
-        "packages with one in each)."
+        "packages with one in each); a wait is the mean of a round, and the least of all rounds."
     )
     measures: dict[str, Callable[[], Sequence[object]]] = {
         name: lambda name=name: measure(name, plans[name]) for name in ("local", "gloo", "peers", "worlds")
     }
     measures |= {
         name: lambda name=name, take=take: [take(plans[name])]
-        for name, take in {"tree": tree, "nodes": nodes}.items()
+        for name, take in {"tree": tree, "overlap": overlap, "nodes": nodes}.items()
     }
     return {name: measures[name] for name in MEASURES["scatter"]}, said
 

@@ -1,0 +1,132 @@
+"""One rank of a training loop, in a process of its own, with the environment that torchrun gives it.
+
+    python benches/peers/scatter/overlap_child.py REQUEST
+
+Owns nothing but its reply: takes a JSON request (made in `overlap_case`) and prints one line of JSON. What always
+holds: all ranks do the same products in each step and end it together; every byte of each batch is read, and checked.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from measure import OutputsDiffer
+
+import tundish as td
+from scatter.batches import KINDS, total
+from scatter.child import timed
+from scatter.contestants import WAYS, seed
+
+_SCATTERS_A_STEP = 10
+# Of which the least is taken as one.
+_SCATTERS = 20
+# Steps before those that count.
+_WARM = 3
+_SIDE = 128
+
+Feed = Callable[["list[Any] | None", int], Iterator[Any]]
+
+
+class Products:
+    """Matrix products that take so many seconds, alone on all ranks at once."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left = torch.rand(_SIDE, _SIDE)
+        self._right = torch.rand(_SIDE, _SIDE)
+        self._out = torch.empty(_SIDE, _SIDE)
+        self._count = 100
+        one = min(slowest(self.run) for _ in range(10)) / self._count
+        self._count = max(1, round(seconds / one))
+        self.seconds = min(slowest(self.run) for _ in range(5))
+
+    def run(self) -> float:
+        """Seconds that they took now."""
+        begin = time.perf_counter()
+        for _ in range(self._count):
+            torch.mm(self._left, self._right, out=self._out)
+        return time.perf_counter() - begin
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    scatter = WAYS["ours"]()
+    gc.collect()
+    gc.freeze()
+    reply: dict[str, Any] = {}
+    for kind, rounds in request["rounds"].items():
+        make = KINDS[kind]
+        batches = [make(other) for other in range(world)] if rank == 0 else None
+        expected = total(make(rank))
+        one = min(timed(scatter, batches, expected) for _ in range(_SCATTERS))
+        products = Products(_SCATTERS_A_STEP * one)
+        found: dict[str, dict[str, list[float]]] = {
+            name: {"wait": [], "products": []} for name in ("loader", "seed")
+        }
+        for _ in range(rounds):
+            for name, feed in (("loader", by_loader), ("seed", by_seed)):
+                gc.collect()
+                steps = request["steps"] + _WARM
+                wait, took = loop(feed(batches, steps), products, expected)
+                found[name]["wait"].append(wait)
+                found[name]["products"].append(took)
+        reply[kind] = {"step": products.seconds, **found}
+    dist.destroy_process_group()
+    # See shm/node_child.py.
+    time.sleep(0.1)
+    print(json.dumps(reply), flush=True)
+
+
+def by_loader(batches: list[Any] | None, steps: int) -> Iterator[Any]:
+    with td.DispatchLoader(None if batches is None else batches * steps) as loader:
+        yield from loader
+
+
+def by_seed(batches: list[Any] | None, steps: int) -> Iterator[Any]:
+    for _ in range(steps):
+        yield seed(batches)
+
+
+def loop(feed: Iterator[Any], products: Products, expected: float) -> tuple[float, float]:
+    """Seconds of a step in which this rank waits, and which the products take: means."""
+    waits, times = [], []
+    while True:
+        begin = time.perf_counter()
+        batch = next(feed, None)
+        waits.append(time.perf_counter() - begin)
+        if batch is None:
+            break
+        found = total(batch)
+        if found != expected:
+            raise OutputsDiffer(f"a rank's batch sums to {found} and not to {expected}")
+        # Whose memory is used again has let go of it.
+        del batch
+        times.append(products.run())
+        dist.barrier()
+    # The last one is the end.
+    counted = slice(_WARM, -1)
+    return sum(waits[counted]) / len(waits[counted]), sum(times[_WARM:]) / len(times[_WARM:])
+
+
+def slowest(run: Callable[[], float]) -> float:
+    """Seconds of the slowest rank, of all at once."""
+    dist.barrier()
+    spent = torch.tensor([run()])
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent)
+
+
+if __name__ == "__main__":
+    main()
