@@ -19,6 +19,8 @@ from tundish.tree.describing import describe
 __all__ = ["Departure", "threads_of"]
 
 _get_is_cpu = operator.attrgetter("is_cpu")
+# As these tensors of any dtype are copied: of some torch knows no more than how wide they are.
+_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # More of them do not make a copy faster.
 _MOST_THREADS = 4
 
@@ -54,7 +56,7 @@ class Departure:
             return
         buffer = torch.frombuffer(parcel, dtype=torch.uint8)
         for place, tensor in zip(layout.tensors_in(buffer), self.tensors, strict=True):
-            place.copy_(tensor)
+            _copy(place, tensor)
 
     def write_some(self, parcel: _native.Parcel, numbers: Sequence[int], start: int) -> None:
         """Write these tensors as `write` does, into a parcel whose first byte is the one at `start`."""
@@ -71,7 +73,15 @@ class Departure:
         for number in numbers:
             first = layout.offsets[number] - start
             place = buffer[first : first + layout.sizes[number]].view(layout.dtypes[number])
-            place.view(layout.shapes[number]).copy_(self.tensors[number])
+            _copy(place.view(layout.shapes[number]), self.tensors[number])
+
+
+def _copy(place: torch.Tensor, tensor: torch.Tensor) -> None:
+    width = _WIDTHS.get(tensor.itemsize)
+    if width is None:
+        place.copy_(tensor)
+    else:
+        place.view(width).copy_(tensor.view(width))
 
 
 def threads_of(receivers: int) -> int:
