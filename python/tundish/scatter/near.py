@@ -8,7 +8,8 @@ A `NearLane` is the source's end, a `NearEnd` the receiver's. What always holds:
    its receiver's own.
 2. The descriptor of memory that a receiver does not know is on the line before the message that refers to it. What a
    source gave is there for its receivers though the source has ended.
-3. A source is at most `_ROUNDS` rounds ahead of a receiver, and `limit` bytes, or one batch where that is larger.
+3. A source is at most `_ROUNDS` rounds ahead of a receiver, and `limit` bytes, or one batch where that is larger. What
+   it fails with has a place even so.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +31,10 @@ from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
 from tundish.scatter.messages import (
     BATCH,
+    FAILED,
     FRESH,
     HEAD_BYTES,
+    LOST,
     NOWHERE,
     SAID,
     SHARED,
@@ -45,10 +48,15 @@ from tundish.tree import Schema
 if TYPE_CHECKING:
     from tundish._native import ArenaStats
 
-__all__ = ["NearEnd", "NearLane", "Shipment", "own_pages"]
+__all__ = ["MOST_HELD", "NearEnd", "NearLane", "Shipment", "own_pages"]
 
-# Rounds that a source may be ahead.
+# Batches in memory that is used again, which take a descriptor each. Whoever keeps more of them has the others in
+# ordinary memory.
+MOST_HELD: Final = 128
+
+# Rounds that a source may be ahead, and messages more for what it fails with.
 _ROUNDS = 4
+_SPARE = 2
 # Room for a message; what is longer goes into the parcel.
 _MESSAGE_BYTES = 32 * 1024
 # As many segments as a receiver keeps mapped.
@@ -90,7 +98,7 @@ class NearLane:
         self.arena = _native.SegmentArena(limit)
         self._line = line
         self._limit = limit
-        self._board = _native.TaskBoard(_ROUNDS, _MESSAGE_BYTES)
+        self._board = _native.TaskBoard(_ROUNDS + _SPARE, _MESSAGE_BYTES)
         self._told = Told()
         # What the receiver has not taken yet, by ticket: its bytes, and of what others get too the shipment.
         self._ahead: dict[int, tuple[int, Shipment | None]] = {}
@@ -138,7 +146,7 @@ class NearLane:
         """Send a message without a batch; `text` is cut to the room for it."""
         room = self._board.capacity - HEAD_BYTES
         said = text.encode(errors="replace")[:room].decode(errors="ignore").encode()
-        self._make_room(0, wait)
+        self._make_room(0, wait, _ROUNDS + _SPARE if kind in (FAILED, LOST) else _ROUNDS)
         self._put(Head(number, kind, said=len(said)).pack() + said, 0, None)
 
     def stats(self) -> ArenaStats:
@@ -181,10 +189,12 @@ class NearLane:
             raise RuntimeError("a board has no room where fewer messages than it holds are on it")
         self._ahead[ticket] = size, shipment
 
-    def _make_room(self, size: int, wait: Waiter) -> None:
+    def _make_room(self, size: int, wait: Waiter, messages: int = _ROUNDS) -> None:
         ahead = self._ahead
         self._collect()
-        while len(ahead) == _ROUNDS or (ahead and sum(one for one, _ in ahead.values()) + size > self._limit):
+        while len(ahead) >= messages or (
+            size and ahead and sum(one for one, _ in ahead.values()) + size > self._limit
+        ):
             wait(lambda seconds: self._board.wait(seconds, True))
             self._collect()
 
@@ -268,7 +278,8 @@ class NearEnd:
                     self._parcels.adopt(descriptor, self._source)
         if head.flags & SHARED:
             return own_pages(head.reference, self._shared.get(head.reference[2]))
-        return bytes_of(self._parcels.open(head.reference))
+        memory = bytes_of(self._parcels.open(head.reference))
+        return memory.copy() if self._parcels.views > MOST_HELD else memory
 
     def _keep(self, identity: int, descriptor: int) -> None:
         if len(self._shared) >= _MOST_KNOWN:
