@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,6 +94,18 @@ def test_a_rank_without_a_batch_gets_none(node: int, tmp_path: Path) -> None:
 def rounds_with_gaps_on_nodes(rank: int, line: Line) -> None:
     on_nodes(rank, 1)
     rounds_with_gaps(rank, line)
+
+
+def numbers_of_other_kinds(rank: int, line: Line) -> None:
+    for number in range(5):
+        src = (1, np.int64(1), torch.tensor(1))[number % 3]
+        assert td.scatter_batch([number, number + 10] if rank == 1 else None, src=src) == number + 10 * rank  # type: ignore[arg-type]
+    assert [one["rounds"] for one in td.scatter.stats()] == [5]
+
+
+def test_the_source_may_be_named_by_any_integer(tmp_path: Path) -> None:
+    with Job(numbers_of_other_kinds, 2, tmp_path) as job:
+        job.expect_end()
 
 
 def several_groups(rank: int, line: Line) -> None:

@@ -6,7 +6,6 @@ holds: all ranks of a group that call with the same source make theirs in the sa
 
 from __future__ import annotations
 
-import operator
 import threading
 import weakref
 from typing import Any
@@ -15,7 +14,7 @@ from tundish.distributed.jobstore import distributed_module
 from tundish.errors import InvalidInputError
 from tundish.scatter.arrival import Arrival, device_of, on_device
 from tundish.scatter.opening import open_scatterer
-from tundish.scatter.place import process_group
+from tundish.scatter.place import process_group, source_number
 from tundish.scatter.scatterer import Scatterer, ScatterStats
 from tundish.tree.describing import describe
 
@@ -35,14 +34,12 @@ def scatter_batch(
 
     Args:
         batches: on the source an iterable of one batch for each rank, None for those that get nothing, or None where
-        none
-            does; None on all other ranks. A batch is any nest of containers, as `tundish.tree.flatten` takes.
+            none does; None on all other ranks. A batch is any nest of containers, as `tundish.tree.flatten` takes.
         src: the source's rank within the group.
         group: a process group or a `DeviceMesh` of one dimension (None: all ranks). All members make the call, one
             thread at a time, in the same order.
         replicate: a process group, or a dimension of the mesh that `group` is one of, whose ranks get the same batch.
-        Then
-            the ranks of all their groups make the call; the source is rank `src` of the group in which the first
+            Then the ranks of all their groups make the call; the source is rank `src` of the group in which the first
             ranks of `replicate` are.
         device: to which the tensors go (None: they are in host memory).
 
@@ -97,15 +94,16 @@ def _scatterer_of(group: Any, src: Any, replicate: Any) -> Scatterer:
     if key is None and distributed.is_initialized():
         key = distributed.group.WORLD
     others = None if replicate is None else str(getattr(replicate, "group_name", replicate))
+    number = source_number(src)
     # Those who are not in a group have a number in its place.
-    if isinstance(key, distributed.ProcessGroup) and type(src) is int:
-        found = _scatterers.get(key, _NONE).get((src, others))
+    if isinstance(key, distributed.ProcessGroup):
+        found = _scatterers.get(key, _NONE).get((number, others))
         if found is not None:
             return found
-    made = open_scatterer(group, src, replicate)
+    made = open_scatterer(group, number, replicate)
     if key is None:
         return made
     with _lock:
-        _scatterers.setdefault(key, {})[operator.index(src), others] = made
+        _scatterers.setdefault(key, {})[number, others] = made
     weakref.finalize(key, made.close).atexit = False
     return made

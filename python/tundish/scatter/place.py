@@ -16,7 +16,7 @@ from tundish.distributed import voter_of
 from tundish.distributed.groups import membership
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["Place", "place_of", "process_group", "replicated_place_of"]
+__all__ = ["Place", "place_of", "process_group", "replicated_place_of", "source_number"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,33 +58,33 @@ def process_group(group: Any, what: str = "group") -> Any:
     return group.get_group()
 
 
-def checked_source(src: Any, size: int) -> int:
-    """`src` as a number; refuses what is no rank of a group of `size`."""
+def source_number(src: Any) -> int:
+    """`src` as a number, whatever kind of integer it is."""
     try:
         if isinstance(src, bool):
             raise TypeError
-        number = operator.index(src)
+        return operator.index(src)
     except TypeError:
         raise InvalidTypeError(f"src is {src!r}: give the rank of the source within the group") from None
-    if not 0 <= number < size:
-        raise InvalidInputError(
-            f"src is {number}: it is a rank within the group, which has {size} of them (0 to {size - 1})"
-        )
-    return number
 
 
-def place_of(group: Any, src: Any) -> Place:
+def place_of(group: Any, src: int) -> Place:
     """The place of this process in `group`, whose rank `src` has the data."""
     member = membership(group)
+    size = len(member.ranks)
+    if not 0 <= src < size:
+        raise InvalidInputError(
+            f"src is {src}: it is a rank within the group, which has {size} of them (0 to {size - 1})"
+        )
     return Place(
         ranks=member.ranks,
         batch_of=tuple(range(len(member.ranks))),
         rank=member.rank,
-        source=member.ranks[checked_source(src, len(member.ranks))],
+        source=member.ranks[src],
     )
 
 
-def replicated_place_of(group: Any, src: Any, replicate: Any, *, timeout: timedelta) -> Place:
+def replicated_place_of(group: Any, src: int, replicate: Any, *, timeout: timedelta) -> Place:
     """Collective over `replicate`: the place of this process in `group`, with all that get the same as its ranks.
 
     The ranks of `replicate` are this one and those that get the same batch, each of which has a `group` of its own.
