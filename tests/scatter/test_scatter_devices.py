@@ -66,6 +66,44 @@ def test_a_batch_goes_to_a_device_and_arrays_stay(device: str, tmp_path: Path) -
         job.expect_end()
 
 
+def nothing_but_empty_tensors(rank: int, line: Line) -> None:
+    mine = td.scatter_batch([{"boxes": torch.empty(0, 4)}] * 2 if rank == 0 else None, device="meta")
+    assert mine["boxes"].device.type == "meta" and mine["boxes"].shape == (0, 4)
+
+
+def test_tensors_without_elements_go_to_a_device_too(tmp_path: Path) -> None:
+    with Job(nothing_but_empty_tensors, 2, tmp_path) as job:
+        job.expect_end()
+
+
+def under_a_default_device(rank: int, line: Line) -> None:
+    with torch.device("meta"):
+        mine = td.scatter_batch(
+            [{"empty": torch.empty(0, 2, device="cpu"), "x": torch.ones(3, device="cpu")}] * 2
+            if rank == 0
+            else None
+        )
+    assert {one.device.type for one in mine.values()} == {"cpu"}
+
+
+def test_the_default_device_is_no_device_that_was_asked_for(tmp_path: Path) -> None:
+    with Job(under_a_default_device, 2, tmp_path) as job:
+        job.expect_end()
+
+
+def own_batch_that_cannot_be_moved(rank: int, line: Line) -> None:
+    given = [{"x": [lambda: 0]}, {"x": torch.ones(3)}]
+    kind, text, _ = outcome(lambda: td.scatter_batch(given if rank == 0 else None, device="meta"))
+    assert kind == ("NotPicklableError" if rank == 0 else "PeerFailedError"), (kind, text)
+    assert 'rank 0\'s batch["x"][0] cannot be sent' in text
+    assert td.scatter_batch([1, 2] if rank == 0 else None, device="meta") == 1 + rank
+
+
+def test_a_batch_of_the_source_that_cannot_be_moved_is_refused_before_any_is_sent(tmp_path: Path) -> None:
+    with Job(own_batch_that_cannot_be_moved, 2, tmp_path) as job:
+        job.expect_end()
+
+
 @pytest.mark.needs_gpu
 def test_a_batch_goes_to_a_gpu(tmp_path: Path) -> None:
     with Job(to_the_device, 2, tmp_path) as job:

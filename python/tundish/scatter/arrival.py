@@ -73,8 +73,11 @@ class Arrival(NamedTuple):
         if self.on_device is not None:
             return self._build_there(self.on_device, device)
         tensors = _host_tensors(layout, self.memory)
-        if device is not None and self.memory is not None:
-            moved = _moved(torch.from_numpy(self.memory[: layout.total]), device)
+        if device is not None:
+            if self.memory is None:
+                moved = torch.empty(0, dtype=torch.uint8, device=device)
+            else:
+                moved = _moved(torch.from_numpy(self.memory[: layout.total]), device)
             stay = self.schema.host_tensors
             there = layout.tensors_in(moved)
             tensors = [(tensors if number in stay else there)[number] for number in range(len(tensors))]
@@ -126,14 +129,14 @@ def _moved(buffer: Tensor, device: torch.device) -> Tensor:
 
 def _pinned(buffer: Tensor) -> Tensor:
     # torch keeps the memory for the next one when the copy is over.
-    pinned = torch.empty(buffer.numel(), dtype=torch.uint8, pin_memory=True)
+    pinned = torch.empty(buffer.numel(), dtype=torch.uint8, device="cpu", pin_memory=True)
     return pinned.copy_(buffer)
 
 
 def _host_tensors(layout: Layout, memory: NDArray[np.uint8] | None) -> list[Tensor]:
     _, plan, is_simple = _plans.get(id(layout)) or _plan(layout)
     if memory is None:
-        return [torch.empty(shape, dtype=dtype) for shape, _, _, dtype, _ in plan]
+        return [torch.empty(shape, dtype=dtype, device="cpu") for shape, _, _, dtype, _ in plan]
     if is_simple:
         from_numpy, array = torch.from_numpy, np.ndarray
         return [from_numpy(array(shape, known, memory, offset)) for shape, known, offset, _, _ in plan]
@@ -149,7 +152,7 @@ def _tensor(
     count: int,
 ) -> Tensor:
     if count == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if known is not None:
         return torch.from_numpy(np.ndarray(shape, known, memory, offset))
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape).data

@@ -4,6 +4,7 @@ A `Courier` owns the thread that waits for them, which Ctrl-C does not reach. Wh
 
 1. A round is, for each receiver, its head first, then the schema where that does not fit into it, then the tensors:
    those that are small together in one message, large ones from where they are and to where they stay, without a copy.
+   All of it is made before the first of it is sent: a receiver never waits for what could not be made.
 2. All messages of a round are under way before one is waited for. What is sent is held until it was.
 3. A caller whose wait is ended leaves a round to the thread; the next one begins after it.
 """
@@ -17,18 +18,21 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from tundish import _native
 from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
 from tundish.scatter.messages import BATCH, DIRECT, HEAD_BYTES, Head, Known, Told
+from tundish.scatter.near import MOST_HELD
 from tundish.tree.layout import Layout
 
-__all__ = ["ENDLESS", "Courier", "FarEnd", "FarLane", "Job", "send"]
+__all__ = ["Courier", "FarEnd", "FarLane", "Job", "send"]
 
-# gloo knows no other way to say so.
-ENDLESS = timedelta(days=365)
+# A wait that gloo ends takes the connection along. So it never does: a caller has a patience of its own, and whoever
+# comes late still finds what was sent.
+_ENDLESS = timedelta(days=365)
 # Room for the head and what is said with it; gloo takes hardly longer for it than for one byte.
 _FIRST_BYTES = 4096
 # Larger tensors are messages of their own.
@@ -125,10 +129,10 @@ class FarLane:
         self._arena = arena
         self._told = Told()
 
-    def post(
-        self, number: int, content: Departure | tuple[int, str], is_direct: bool
-    ) -> tuple[list[Any], list[Any]]:
-        """Have a batch, or a kind and a text, sent; the sends, and what has to live until they are over.
+    def messages(
+        self, number: int, content: Departure | tuple[int, str], is_direct: bool = False
+    ) -> list[torch.Tensor]:
+        """What is to be sent of a batch, or of a kind and a text. Where it is not, `forget` has to be called.
 
         `is_direct`: whether tensors go from device to device, and here only what is said of them.
         """
@@ -142,20 +146,20 @@ class FarLane:
             head = head._replace(flags=head.flags | DIRECT)
         fits = HEAD_BYTES + len(said) <= _FIRST_BYTES
         message = (head.pack() + (said if fits else b"")).ljust(_FIRST_BYTES, b"\0")
-        sends: list[Any] = []
-        held: list[Any] = []
-
-        def post(tensor: torch.Tensor) -> None:
-            held.append(tensor)
-            sends.append(self._group.send([tensor], self._position, _TAG))
-
-        post(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+        messages = [torch.frombuffer(bytearray(message), dtype=torch.uint8)]
         if not fits:
-            post(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+            messages.append(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         if isinstance(content, Departure) and not is_direct:
-            for piece in _pieces(content.schema.layout):
-                post(self._tensor(content, piece))
-        return sends, held
+            messages.extend(self._tensor(content, piece) for piece in _pieces(content.schema.layout))
+        return messages
+
+    def forget(self) -> None:
+        """What was made last was not sent."""
+        self._told.forget()
+
+    def post(self, messages: list[torch.Tensor]) -> list[Any]:
+        """Have them sent; each has to live until its send is over."""
+        return [self._group.send([message], self._position, _TAG) for message in messages]
 
     def _tensor(self, departure: Departure, piece: Piece) -> torch.Tensor:
         """The bytes of a piece: where they are, or written into warm memory one after the other."""
@@ -171,21 +175,20 @@ class FarLane:
             parcel.release()
 
 
-def send(
-    number: int, contents: list[tuple[FarLane, Departure | tuple[int, str]]], is_direct: bool = False
-) -> dict[int, Exception]:
-    """Send each receiver its batch or text, or what is said of it; by rank, what went wrong."""
+def send(contents: list[tuple[FarLane, list[torch.Tensor]]], reached: list[int]) -> dict[int, Exception]:
+    """Send each receiver its messages; by rank, what went wrong. `reached` gets the ranks that are waited for."""
     errors: dict[int, Exception] = {}
     posted = []
-    for lane, content in contents:
+    for lane, messages in contents:
         try:
-            posted.append((lane.rank, *lane.post(number, content, is_direct)))
+            posted.append((lane.rank, lane.post(messages)))
         except Exception as error:  # noqa: BLE001 (the other receivers get theirs)
             errors[lane.rank] = error
-    for rank, sends, _ in posted:
+    for rank, sends in posted:
+        reached.append(rank)
         try:
             for one in sends:
-                one.wait()
+                one.wait(_ENDLESS)
         except Exception as error:  # noqa: BLE001 (as above)
             errors[rank] = error
     return errors
@@ -194,7 +197,7 @@ def send(
 class FarEnd:
     """A receiver's end of the way from its source, the first of `group`.
 
-    `timeout`: how long a message is waited for. `passes_on`: whether others are to get what comes from this rank.
+    `passes_on`: whether others are to get what comes from this rank.
     """
 
     def __init__(
@@ -203,16 +206,15 @@ class FarEnd:
         courier: Courier,
         arena: _native.SegmentArena,
         *,
-        timeout: timedelta,
         passes_on: bool,
     ) -> None:
-        self._timeout = timeout
         self._passes_on = passes_on
         self._group = group
         self._courier = courier
         self._arena = arena
         self._known = Known()
         self._job: Job[tuple[Head, Arrival | str]] | None = None
+        self._kept: list[weakref.ref[Any]] = []
 
     def wait(self, seconds: float) -> bool:
         """Whether a message is there within so many seconds."""
@@ -229,28 +231,34 @@ class FarEnd:
 
     def _receive(self) -> tuple[Head, Arrival | str]:
         message = bytearray(_FIRST_BYTES)
-        self._get(torch.frombuffer(message, dtype=torch.uint8)).wait(self._timeout)
+        self._get(torch.frombuffer(message, dtype=torch.uint8)).wait(_ENDLESS)
         head = Head.unpack(message)
         said = message[HEAD_BYTES : HEAD_BYTES + head.said]
         if HEAD_BYTES + head.said > _FIRST_BYTES:
             said = bytearray(head.said)
-            self._get(torch.frombuffer(said, dtype=torch.uint8)).wait(self._timeout)
+            self._get(torch.frombuffer(said, dtype=torch.uint8)).wait(_ENDLESS)
         if head.kind != BATCH:
             return head, said.decode(errors="replace")
         schema = self._known.hear(head, said)
         if not head.size or head.flags & DIRECT:
             return head, Arrival(schema, None)
-        parcel = self._arena.take(head.size)
+        parcel = self._arena.take(head.size) if self._passes_on or self._may_share() else None
+        memory = np.empty(head.size, np.uint8) if parcel is None else bytes_of(parcel)
         try:
-            memory = bytes_of(parcel)
             whole = torch.from_numpy(memory)
             for work in [self._get(whole[piece.start : piece.stop]) for piece in _pieces(schema.layout)]:
-                work.wait(self._timeout)
+                work.wait(_ENDLESS)
         finally:
-            if not self._passes_on:
-                # Used again when nothing of the batch is left.
+            if parcel is not None and not self._passes_on:
+                # Used again when nothing of the batch is left, which is when nobody has the export any more.
                 parcel.release()
+                self._kept.append(weakref.ref(memory.base))
         return head, Arrival(schema, memory, parcel if self._passes_on else None)
+
+    def _may_share(self) -> bool:
+        """Whether there may be one more batch in memory that is used again."""
+        self._kept = [kept for kept in self._kept if kept() is not None]
+        return len(self._kept) < MOST_HELD
 
     def _get(self, tensor: torch.Tensor) -> Any:
         return self._group.recv([tensor], 0, _TAG)

@@ -20,7 +20,7 @@ from tundish.distributed.groups import make_group, unused_name
 from tundish.distributed.jobstore import distributed_module
 from tundish.distributed.watch import PeerWatch
 from tundish.scatter.direct import Direct
-from tundish.scatter.far import ENDLESS, Courier, FarEnd, FarLane
+from tundish.scatter.far import Courier, FarEnd, FarLane
 from tundish.scatter.near import NearEnd, NearLane
 from tundish.scatter.place import Place
 
@@ -76,7 +76,6 @@ class Ways:
         *,
         shared_memory: bool,
         timeout: timedelta,
-        patient: bool,
         direct: tuple[str, str] | None,
     ) -> None:
         self.near: list[NearLane] = []
@@ -89,7 +88,6 @@ class Ways:
         self.watch = PeerWatch()
         self._place = place
         self._timeout = timeout
-        self._patient = patient
         self._lines: dict[int, socket.socket] = {}
         try:
             self._meet(voter, shared_memory)
@@ -187,8 +185,7 @@ class Ways:
         arena = _native.SegmentArena(limit_of(1))
         self.courier = Courier()
         if self._place.rank != self._place.source:
-            timeout = ENDLESS if self._patient else self._timeout
-            self.end = FarEnd(group, self.courier, arena, timeout=timeout, passes_on=bool(self.near))
+            self.end = FarEnd(group, self.courier, arena, passes_on=bool(self.near))
             return
         self.far = [
             FarLane(rank, group, position, arena) for position, rank in enumerate(members) if position > 0

@@ -3,9 +3,8 @@
 A `NearLane` is the source's end, a `NearEnd` the receiver's. What always holds:
 
 1. A parcel's memory is one receiver's alone, or shared by several of which whoever writes gets pages of its own, from
-   the
-   message that refers to it until nothing there refers to it any more: the kernel holds a lease as long. A batch is
-   its receiver's own.
+   the message that refers to it until nothing there refers to it any more: the kernel holds a lease as long. A batch
+   is its receiver's own.
 2. The descriptor of memory that a receiver does not know is on the line before the message that refers to it. What a
    source gave is there for its receivers though the source has ended.
 3. A source is at most `_ROUNDS` rounds ahead of a receiver, and `limit` bytes, or one batch where that is larger. What
@@ -19,6 +18,7 @@ import contextlib
 import os
 import socket
 import struct
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -66,25 +66,19 @@ _DESCRIPTOR = struct.calcsize("i")
 _MARK = struct.Struct("<Q?")
 # What wants to wait gives this the wait itself, which takes seconds and says whether it came to its end.
 Waiter = Callable[[Callable[[float], bool]], None]
-_NOTHING_AHEAD: tuple[int, Shipment | None] = (0, None)
 
 
 class Shipment:
-    """A parcel that `readers` receivers get, each with pages of its own as soon as it writes.
+    """A parcel that several receivers get, each with pages of its own as soon as it writes.
 
-    It is used again when all of them came, and nothing of it is left.
+    Whoever gives it to one of them holds on to it until that one came. When nobody does any more it is used again, as
+    soon as nothing of it is left.
     """
 
-    def __init__(self, parcel: _native.Parcel, readers: int) -> None:
+    def __init__(self, parcel: _native.Parcel) -> None:
         self.parcel = parcel
         self.reference = parcel.reference()
-        self._readers = readers
-
-    def came(self) -> None:
-        """One more reader has it."""
-        self._readers -= 1
-        if self._readers == 0:
-            self.parcel.revoke()
+        weakref.finalize(self, parcel.revoke).atexit = False
 
 
 class NearLane:
@@ -123,11 +117,11 @@ class NearLane:
             raise
         return departure.size
 
-    def load(self, departure: Departure, readers: int) -> Shipment:
+    def load(self, departure: Departure) -> Shipment:
         """Write a batch that this lane and others share."""
         parcel = self.arena.take(departure.size)
         departure.write(parcel)
-        return Shipment(parcel, readers)
+        return Shipment(parcel)
 
     def share(self, number: int, schema: Schema, size: int, shipment: Shipment | None, wait: Waiter) -> None:
         """Send a batch whose tensors, `size` bytes, are in memory that others get too, if there are any."""
@@ -200,9 +194,7 @@ class NearLane:
 
     def _collect(self) -> None:
         for ticket, _, _ in self._board.collect():
-            _, shipment = self._ahead.pop(ticket, _NOTHING_AHEAD)
-            if shipment is not None:
-                shipment.came()
+            self._ahead.pop(ticket, None)
 
     def _announced(self, head: Head, parcel: _native.Parcel) -> Head:
         """The head of a message with memory whose descriptor, where the receiver does not have it, is on the line."""

@@ -7,7 +7,8 @@ A `Scatterer` owns the ways to the others and counts rounds. What always holds:
 2. A source that fails in a round tells everybody whom it has not given a batch yet, before it raises.
 3. A rank that is lost ends it for all, at the round in which it is found to be, with an error that names it. Whoever
    was given a batch in that round hears of it in the next.
-4. One thread at a time calls. In the background it may be any, as nothing here is a collective of the job's.
+4. A receiver that hears nothing of a round, since the source left it at once, is in step again with the next one.
+5. One thread at a time calls. In the background it may be any, as nothing here is a collective of the job's.
 """
 
 from __future__ import annotations
@@ -27,24 +28,26 @@ from tundish.distributed import Voter
 from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
-    NotPicklableError,
     PeerFailedError,
     TimedOutError,
 )
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.departure import Departure, threads_of
 from tundish.scatter.direct import Direct
-from tundish.scatter.far import FarEnd, FarLane, send
+from tundish.scatter.far import FarLane, send
 from tundish.scatter.meeting import Ways
 from tundish.scatter.messages import DIRECT, FAILED, LOST, NOTE, NOTHING, Head
 from tundish.scatter.near import NearEnd, NearLane, Shipment, own_pages
 from tundish.scatter.place import Place
+from tundish.tree.describing import describe
 from tundish.waiting import wait_for
 
 __all__ = ["Note", "ScatterStats", "Scatterer"]
 
 # How often whoever waits for a rank of its node looks whether it is there.
 _LOOK_SECONDS = 0.1
+# How much longer receivers wait than the source, which then tells them for whom it waited.
+_GRACE_SECONDS = 1.0
 # How long a source that ends waits for ranks of other nodes to hear why.
 _FAREWELL_SECONDS = 0.5
 _LONGEST_TEXT = 16_000
@@ -119,11 +122,11 @@ class Scatterer:
         self._batches = self._sent_bytes = 0
         self._waited = 0.0
         self._ways: Ways | None = None
+        # A message of a round that is still to come.
+        self._early: tuple[Head, Arrival | str] | None = None
         self._threads = 1
         if voter is not None and len(place.ranks) > 1:
-            self._ways = Ways(
-                voter, place, shared_memory=shared_memory, timeout=timeout, patient=in_loop, direct=direct
-            )
+            self._ways = Ways(voter, place, shared_memory=shared_memory, timeout=timeout, direct=direct)
             self._threads = threads_of(len(self._ways.near))
 
     @property
@@ -190,7 +193,7 @@ class Scatterer:
         """The next round, on the source: give every rank its batch; this rank's own, as it was given.
 
         `batches`: one for each, None for those that get nothing; None: nobody gets anything. `device`: on which they
-        may be gathered, to be sent from there.
+        may be gathered, to be sent from there, and to which this rank's own is to go.
 
         Raises what the iteration over `batches` or taking a batch apart raised, once the others were told, and as
         `take`.
@@ -200,13 +203,17 @@ class Scatterer:
         try:
             self._look_for_lost()
             listed = self._listed(batches)
+            own = listed[self._place.batch(self._place.rank)]
+            if device is not None:
+                # What cannot be brought there is refused before any rank has been sent anything.
+                describe(own, f"rank {self._place.rank}'s batch")
             departures = self._departures(listed, untold)
             loaded = self._loaded(departures, device)
             self._send(departures, untold, loaded)
         except BaseException as error:
             self._tell(error, untold)
             raise
-        return listed[self._place.batch(self._place.rank)]
+        return own
 
     def note(self, text: str) -> None:
         """The next round, on the source: tell all receivers `text`."""
@@ -284,10 +291,11 @@ class Scatterer:
         ways, number = self._ways, self._number
         if ways is None:
             return
-        contents = [(far, departures[far.rank]) for far in ways.far]
+        messages = [(far, far.messages(number, departures[far.rank], loaded is not None)) for far in ways.far]
+        reached: list[int] = []
         job = None
-        if contents and ways.courier is not None:
-            job = ways.courier.do(lambda: send(number, contents, loaded is not None))
+        if messages and ways.courier is not None:
+            job = ways.courier.do(lambda: send(messages, reached))
             for far in ways.far:
                 del untold[far.rank]
         readers = Counter(id(departures[lane.rank]) for lane in ways.near)
@@ -301,14 +309,15 @@ class Scatterer:
             else:
                 shipment = shipments.get(id(departure))
                 if shipment is None:
-                    shipment = shipments[id(departure)] = lane.load(departure, readers[id(departure)])
+                    shipment = shipments[id(departure)] = lane.load(departure)
                     self._sent_bytes += departure.size
                 lane.share(number, departure.schema, departure.size, shipment, wait)
             del untold[lane.rank]
         self._batches += sum(isinstance(departure, Departure) for departure in departures.values())
         if job is not None:
-            self._wait(job.wait, None)
-            self._sent_bytes += sum(one.size for _, one in contents if isinstance(one, Departure))
+            self._wait(job.wait, lambda: reached[-1] if reached else None)
+            for sent in (departures[far.rank] for far in ways.far):
+                self._sent_bytes += sent.size if isinstance(sent, Departure) else 0
             errors = job.result()
             if loaded is not None:
                 # Those who heard of it wait for it, whoever did not.
@@ -333,11 +342,13 @@ class Scatterer:
         gone = ways.watch.vanished()
         lanes = self._lanes() if is_lost or self._in_loop else list(untold.values())
         # Whoever has this round hears of it in the next.
-        far: dict[int, list[tuple[FarLane, Departure | _Word]]] = {}
+        far: list[tuple[FarLane, list[Tensor]]] = []
         for lane in lanes:
             number = self._number + (lane.rank not in untold)
             if isinstance(lane, FarLane):
-                far.setdefault(number, []).append((lane, told))
+                # What was made for this round is not sent.
+                lane.forget()
+                far.append((lane, lane.messages(number, told)))
                 continue
             if lane.rank in gone:
                 continue
@@ -346,8 +357,8 @@ class Scatterer:
             except Exception as another:  # noqa: BLE001 (the first one is raised)
                 error.add_note(f"rank {lane.rank} could not be told of it: {another}")
         if far and ways.courier is not None:
-            job = ways.courier.do(lambda: [send(number, contents) for number, contents in far.items()])
-            wait_for(job.wait, _FAREWELL_SECONDS if is_lost else None)
+            job = ways.courier.do(lambda: send(far, []))
+            wait_for(job.wait, _FAREWELL_SECONDS if is_lost else self._timeout.total_seconds())
 
     # On a receiver.
 
@@ -360,8 +371,9 @@ class Scatterer:
         """
         self._begin()
         while True:
+            message, self._early = self._early, None
             try:
-                message = self._receive()
+                message = message or self._receive()
             except PeerFailedError as error:
                 if error is self._lost:
                     self._tell(error, {})
@@ -373,9 +385,11 @@ class Scatterer:
                 break
             # One of an earlier round is of one that this rank left.
             if head.number > self._number:
-                raise InvalidInputError(
-                    f"scatter: the source, rank {self._place.source}, is in round {head.number} and this rank in round "
-                    f"{self._number}: all ranks make the same calls"
+                self._early = message
+                source = self._place.source
+                raise PeerFailedError(
+                    f"scatter: rank {source}, the source, or a rank on the way from it, left this round without a word",
+                    source,
                 )
         if head.kind == FAILED:
             rank, _, text = str(content).partition("\n")
@@ -396,22 +410,17 @@ class Scatterer:
         self._wait(end.wait, feeder, patient=self._in_loop)
         try:
             message = end.read()
-        except NotPicklableError as error:
-            if isinstance(end, FarEnd):
-                # What else was sent in this round is still on its way, and nobody knows how much it is.
-                rank = self._place.rank
-                self._lost = PeerFailedError(
-                    f"scatter: rank {rank} could not read an earlier batch: {error}", rank
-                )
-            raise
-        except RuntimeError as error:
-            if not isinstance(end, FarEnd):
+        except Exception as error:
+            if isinstance(end, NearEnd):
                 raise
-            if "timed out" in str(error).lower():
-                raise TimedOutError(
-                    f"scatter: rank {feeder}, the source, gave nothing in time: {error}"
-                ) from error
-            raise self._lose(feeder, f"is gone ({error})") from error
+            if isinstance(error, RuntimeError):
+                raise self._lose(feeder, f"is gone ({error})") from error
+            # What else was sent in this round is still on its way, and nobody knows how much it is.
+            rank = self._place.rank
+            self._lost = PeerFailedError(
+                f"scatter: rank {rank} could not read an earlier batch: {error}", rank
+            )
+            raise
         if message is None:
             return None
         head, content = message
@@ -442,7 +451,7 @@ class Scatterer:
             for lane in lanes:
                 lane.say(head.number, head.kind, content, self._waiter(lane.rank))
             return content
-        shipment = None if content.parcel is None else Shipment(content.parcel, len(lanes))
+        shipment = None if content.parcel is None else Shipment(content.parcel)
         for lane in lanes:
             lane.share(head.number, content.schema, head.size, shipment, self._waiter(lane.rank))
         if shipment is None:
@@ -476,23 +485,26 @@ class Scatterer:
     def _waiter(self, rank: int) -> Callable[[Callable[[float], bool]], None]:
         return lambda wait: self._wait(wait, rank)
 
-    def _wait(self, wait: Callable[[float], bool], rank: int | None, *, patient: bool = False) -> None:
-        """Wait for something that comes from `rank`, of this node, or from elsewhere."""
+    def _wait(
+        self, wait: Callable[[float], bool], rank: int | Callable[[], int | None], *, patient: bool = False
+    ) -> None:
+        """Wait for something that comes from `rank`, of this node, or from elsewhere: then it may be known later."""
         if wait(0.0):
             return
         begin = time.monotonic()
-        deadline = begin + self._timeout.total_seconds()
+        deadline = begin + self._timeout.total_seconds() + (0.0 if self.is_source else _GRACE_SECONDS)
         try:
             while not wait(_LOOK_SECONDS):
-                if rank is not None and self._ways is not None and rank in self._ways.watch.vanished():
+                if self._ways is not None and rank in self._ways.watch.vanished():
                     # What it gave before stays.
                     if wait(0.0):
                         return
                     raise self._lose(rank, "was killed or has ended")
                 if time.monotonic() > deadline and not patient:
                     seconds = self._timeout.total_seconds()
+                    name = rank() if callable(rank) else rank
                     raise TimedOutError(
-                        f"scatter: {'another rank' if rank is None else f'rank {rank}'} did not come within "
+                        f"scatter: {'another rank' if name is None else f'rank {name}'} did not come within "
                         f"{seconds:.4g} s: hung, stopped or elsewhere in the program"
                     )
         finally:

@@ -5,10 +5,14 @@ Times are taken on the machine's monotonic clock, which all processes share.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,10 +28,47 @@ KNOWN = 1.0
 AHEAD = 4
 
 
+def on_nodes(rank: int, size: int) -> None:
+    os.environ |= {
+        "GROUP_RANK": str(rank // size),
+        "LOCAL_RANK": str(rank % size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+
+
 def a_round(rank: int, number: int) -> None:
     given = [{"x": torch.full((1000,), number + other)} for other in range(dist.get_world_size())]
     mine = td.scatter_batch(given if rank == 0 else None)
     assert mine["x"].tolist() == [number + rank] * 1000
+
+
+def stopped_receiver(rank: int, line: Line) -> None:
+    a_round(rank, 0)
+    line.say("ready")
+    if rank == 0:
+        line.hear()
+    while not (found := outcome(lambda: a_round(rank, 1)) if rank == 0 else outcome(lambda: take(rank)))[0]:
+        pass
+    line.say(*found)
+
+
+def take(rank: int) -> None:
+    assert td.scatter_batch(None)["x"].tolist() == [1 + rank] * 1000
+
+
+def test_a_stopped_receiver_is_named_by_all_after_the_timeout(tmp_path: Path) -> None:
+    with Job(stopped_receiver, 4, tmp_path, seconds=2.0) as job:
+        assert job.hear_all() == [("ready",)] * 4
+        job.signal(1, signal.SIGSTOP)
+        begin = time.monotonic()
+        job.tell(0)
+        kind, text, _ = job.hear(0)
+        assert kind == "TimedOutError" and "rank 1 did not come within 2 s" in text, text
+        for rank in (2, 3):
+            kind, text, lost = job.hear(rank)
+            assert (kind, lost) == ("PeerFailedError", 0) and "rank 1 did not come within 2 s" in text, text
+        assert time.monotonic() - begin < 2 + KNOWN
+        job.expect_end(0, 2, 3)
 
 
 def failure_beside_a_slow_one(rank: int, line: Line) -> None:
@@ -62,4 +103,81 @@ def test_what_the_source_fails_with_is_known_though_a_rank_is_far_behind(tmp_pat
         # The one that was behind hears of both in their rounds.
         assert [job.hear(1)[0], job.hear(1)[0]] == ["PeerFailedError"] * 2
         assert job.hear(2)[0] == "PeerFailedError"
+        job.expect_end()
+
+
+def source_that_leaves(rank: int, line: Line) -> None:
+    a_round(rank, 0)
+    if rank == 1:
+        line.hear()
+    for number in range(1, AHEAD + 1):
+        a_round(rank, number)
+    if rank == 0:
+        # Nothing more can be said to rank 1, which has taken none of them.
+        for _ in range(2):
+            assert outcome(lambda: td.scatter_batch([]))[0] == "InvalidInputError"
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        assert outcome(lambda: td.scatter_batch([]))[0] == "KeyboardInterrupt"
+        line.say("left")
+    else:
+        for _ in range(2):
+            assert outcome(lambda: td.scatter_batch(None))[0] == "PeerFailedError"
+        line.say("caught up")
+        kind, text, lost = outcome(lambda: td.scatter_batch(None))
+        assert (kind, lost) == ("PeerFailedError", 0) and "left this round without a word" in text, text
+    # In step again.
+    for number in range(6, 9):
+        a_round(rank, number)
+
+
+def test_a_round_that_the_source_left_without_a_word_is_lost_and_no_other(tmp_path: Path) -> None:
+    with Job(source_that_leaves, 2, tmp_path) as job:
+        assert job.hear(0) == ("left",)
+        job.tell(1)
+        assert job.hear(1) == ("caught up",)
+        job.expect_end()
+
+
+def silent_source(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    a_round(rank, 0)
+    if rank == 1:
+        for _ in range(2):
+            kind, text, _ = outcome(lambda: td.scatter_batch(None))
+            assert kind == "TimedOutError" and "rank 0 did not come within 2 s" in text, text
+        line.say("gave up")
+    else:
+        line.hear()
+        for number in (1, 2):
+            a_round(0, number)
+    a_round(rank, 3)
+
+
+def test_a_source_of_another_node_may_come_after_the_timeout(tmp_path: Path) -> None:
+    with Job(silent_source, 2, tmp_path, seconds=2.0) as job:
+        assert job.hear(1) == ("gave up",)
+        job.tell(0)
+        job.expect_end()
+
+
+def slow_receiver(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    a_round(rank, 0)
+    if rank == 0:
+        kind, text, _ = outcome(lambda: a_round(0, 1))
+        assert kind == "TimedOutError" and "rank 1 did not come within 2 s" in text, text
+        line.say("gave up")
+    elif rank == 1:
+        line.hear()
+    for number in (1, 2) if rank else (2,):
+        a_round(rank, number)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_receiver_of_another_node_is_named_and_may_come_after_the_timeout(
+    world: int, tmp_path: Path
+) -> None:
+    with Job(slow_receiver, world, tmp_path, seconds=2.0) as job:
+        assert job.hear(0) == ("gave up",)
+        job.tell(1)
         job.expect_end()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tundish as td
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
-from rank_processes import Job, Line
+from rank_processes import Job, Line, outcome
 
 
 def on_nodes(rank: int, size: int) -> None:
@@ -38,9 +42,109 @@ def keep_every_batch(rank: int, line: Line) -> None:
         assert batch["n"] == number and (batch["x"] == number).all()
 
 
-@pytest.mark.parametrize("node", [2])
+@pytest.mark.parametrize("node", [2, 1])
 def test_whoever_keeps_every_batch_does_not_run_out_of_descriptors(node: int, tmp_path: Path) -> None:
     with Job(keep_every_batch, 2, tmp_path) as job:
         job.tell(0, node)
         job.tell(1, node)
         job.expect_end()
+
+
+def larger_than_memory() -> Any:
+    """Every other byte of more memory than there is, none of which is touched."""
+    # Python has a name for it from 3.13 on only.
+    no_reserve = 0x4000
+    promised = mmap.mmap(-1, 1 << 42, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    return torch.frombuffer(promised, dtype=torch.uint8)[::2]
+
+
+def too_large(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    for number in range(3):
+        ones = {"x": torch.full((3,), number)}
+        given = [ones, {**ones, "large": larger_than_memory()}, ones] if number == 1 else [ones] * 3
+        kind, text, lost = outcome(
+            lambda given=given: line.say(td.scatter_batch(given if rank == 0 else None)["x"].tolist())  # type: ignore[misc]
+        )
+        if number != 1:
+            assert kind == "", text
+        elif rank == 0:
+            assert kind == "OutOfMemoryError", text
+        elif rank == 1:
+            assert (kind, lost) == ("PeerFailedError", 0) and "OutOfMemoryError" in text, text
+
+
+@pytest.mark.parametrize("node", [3, 1])
+def test_a_batch_for_which_there_is_no_memory_is_the_source_s_failure(node: int, tmp_path: Path) -> None:
+    with Job(too_large, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, node)
+        for number in (0, 2):
+            assert [job.hear(0), job.hear(1)] == [([number] * 3,)] * 2
+        job.expect_end(0, 1)
+
+
+def without_room_for_it(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    batch = {"x": torch.ones(1 << 26)} if rank == 0 else None
+    td.scatter_batch([1, 2] if rank == 0 else None)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if rank == 1:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), limits[1]))
+    line.say(*outcome(lambda: td.scatter_batch([None, batch] if rank == 0 else None)))
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    line.say(*outcome(lambda: line.say(td.scatter_batch([3, 4] if rank == 0 else None))))
+
+
+def test_a_receiver_without_room_for_a_batch_does_not_take_it_for_the_next_one(tmp_path: Path) -> None:
+    with Job(without_room_for_it, 2, tmp_path, seconds=2.0) as job:
+        job.tell(0, 1)
+        job.tell(1, 1)
+        assert job.hear(1)[0] in ("OutOfMemoryError", "StorageError")
+        kind, text, lost = job.hear(1)
+        assert (kind, lost) == ("PeerFailedError", 1) and "could not read an earlier batch" in text, text
+
+
+def test_a_receiver_of_the_node_that_has_no_room_for_a_batch_gets_the_next_one(tmp_path: Path) -> None:
+    with Job(without_room_for_it, 2, tmp_path) as job:
+        job.tell(0, 2)
+        job.tell(1, 2)
+        assert job.hear(1)[0] in ("OutOfMemoryError", "StorageError")
+        assert job.hear(1) == (4,)
+
+
+def shared_with_one_that_stays_away(rank: int, line: Line) -> None:
+    limit = timedelta(seconds=2)
+    data = [dist.new_group([column, column + 2], timeout=limit) for column in range(2)][rank % 2]
+    tensor = [dist.new_group([row, row + 1], timeout=limit) for row in (0, 2)][rank // 2]
+
+    def a_grid_round() -> None:
+        given = [{"x": torch.ones(1 << 18)}] * 2 if rank == 0 else None
+        td.scatter_batch(given, group=data, replicate=tensor)
+
+    def held() -> int:
+        [found] = td.scatter.stats(data)
+        return sum(found["memory"].values())
+
+    a_grid_round()
+    if rank == 3:
+        line.hear()
+    elif rank == 0:
+        while not outcome(a_grid_round)[0]:
+            pass
+        found = []
+        for _ in range(3):
+            assert outcome(a_grid_round)[0] == "TimedOutError"
+            found.append(held())
+        line.say(found[-1] - found[0])
+    else:
+        while outcome(a_grid_round)[0] != "PeerFailedError":
+            pass
+
+
+def test_memory_that_several_get_does_not_wait_for_one_that_was_not_given_it(tmp_path: Path) -> None:
+    with Job(shared_with_one_that_stays_away, 4, tmp_path) as job:
+        (grown,) = job.hear(0)
+        assert grown < 1 << 20
+        job.tell(3)
