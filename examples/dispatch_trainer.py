@@ -6,8 +6,8 @@
 Needs `pip install 'tundish[hf]'` and no network. The data is a stream: sentences that are made up one after the other,
 by one generator. Each rank trains on its own of them, and all of them together see each once, also over the resumption.
 
-Two methods and a callback are all that it takes: `get_train_dataloader` gives the Trainer a `DispatchLoader`, which it
-leaves as it is; the callback keeps the loader's state in that of the Trainer.
+A method and a callback are all that it takes: `get_train_dataloader` gives the Trainer what a `DispatchLoader` hands
+out, and the callback keeps the loader's state in that of the Trainer.
 """
 
 from __future__ import annotations
@@ -51,6 +51,22 @@ class Sentences:
         return self.batches
 
 
+class Batches:
+    """What the Trainer sees of the loader: no `set_epoch`, by which it would send a resumed loader to another place.
+
+    The Trainer reckons its epochs from its steps; the loader counts its own.
+    """
+
+    def __init__(self, loader: td.DispatchLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
 class LoaderState(TrainerCallback, ExportableState):
     """Keeps where the loader stands in the Trainer's state, and goes on there."""
 
@@ -76,7 +92,7 @@ class DispatchTrainer(TundishTrainerMixin, Trainer):
 
     def get_train_dataloader(self) -> Any:
         # Not to be prepared by Accelerate, which would deal its batches out once more.
-        return self.loader
+        return Batches(self.loader)
 
 
 def main() -> None:
@@ -91,8 +107,6 @@ def main() -> None:
         report_to=[],
         # The loader knows by itself where to go on.
         ignore_data_skip=True,
-        # A stream that repeats a batch would not be what was asked for.
-        dataloader_drop_last=True,
     )
     model = LlamaForCausalLM(
         LlamaConfig(

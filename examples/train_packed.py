@@ -7,8 +7,8 @@ no network; takes a minute or two on two cores. Running it again reuses the toke
 
 What it shows: documents of any length become sequences of one length, so that every step costs the same and no
 token is padding, while no document sees another one. The first rank reads them for all. Checkpoints are saved while
-training goes on; the run breaks
-off on the way and resumes from the last of them, and the last export is loaded again.
+training goes on; the run breaks off on the way and resumes from the last of them, and the last export is loaded
+again.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ class Training:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        mine = rank_extras[dist.get_rank()]
+        # The same on all ranks, and for any number of them.
+        mine = rank_extras[0]
         self.loader.load_state_dict(mine["loader"])
         self.schedule.load_state_dict(mine["schedule"])
         step = int(extra["step"])

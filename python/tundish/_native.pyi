@@ -24,6 +24,7 @@ __all__ = [
     "TaskBoard",
     "are_apart",
     "checksum_file",
+    "default_arena_limit",
     "end_with",
     "fingerprint",
     "held_descriptor",
@@ -336,6 +337,8 @@ class ArenaStats(TypedDict):
     cached: int
     escaped: int
     peak: int
+
+def default_arena_limit() -> int: ...
 
 @final
 class SegmentArena:

@@ -48,6 +48,7 @@ def test_every_epoch_has_every_batch(prefetch: int) -> None:
             assert loader.epoch == epoch
             assert numbers(loader) == list(range(7))
         stats = loader.stats()
+        assert stats["rounds"] == 21
         assert stats["transports"] == {} and stats["ready_rounds"] == 0
         assert stats["next_seconds"] > 0 and stats["reading_seconds"] > 0
     with pytest.raises(InvalidInputError, match="closed"):
@@ -120,6 +121,43 @@ def test_a_state_is_of_the_last_round_that_was_handed_out(prefetch: int) -> None
             assert again.epoch == 2
 
 
+class Stateful:
+    """A loader with a state of its own."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 9:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_the_state_of_a_loader_with_one_of_its_own_is_of_the_same_round(prefetch: int) -> None:
+    with td.DispatchLoader(Stateful(), prefetch=prefetch) as loader:
+        for number in loader:
+            assert loader.state_dict()["loader"] == {"at": number + 1}
+            if number == 4:
+                state = loader.state_dict()
+                break
+    with td.DispatchLoader(Stateful(), prefetch=prefetch) as loader:
+        loader.load_state_dict(state)
+        assert list(loader) == [5, 6, 7, 8]
+        # What a pass before came to says nothing of the next one.
+        assert loader.state_dict()["loader"] is None
+        again = iter(loader)
+        assert (loader.state_dict()["batches"], loader.state_dict()["loader"]) == (0, None)
+        assert next(again) == 0
+
+
 def test_breaking_off_begins_the_epoch_anew() -> None:
     with td.DispatchLoader(Counting(9), prefetch=2) as loader:
         for batch in loader:
@@ -132,7 +170,7 @@ def test_breaking_off_begins_the_epoch_anew() -> None:
 
 def test_rounds_are_left_out_once() -> None:
     with td.DispatchLoader(Counting(6), skip_batches=4, progress=True) as loader:
-        assert loader.state_dict()["batches"] == 0
+        assert loader.state_dict()["batches"] == 4
         assert numbers(loader) == [4, 5]
         assert numbers(loader) == list(range(6))
     with td.DispatchLoader(Counting(6), skip_batches=4) as loader:
@@ -263,6 +301,29 @@ def test_a_state_that_is_none_is_refused_whole(change: dict[str, Any], said: str
 def test_bad_arguments_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises((InvalidInputError, InvalidTypeError), match=said):
         td.DispatchLoader(**{"dataloader": [1, 2], **options})
+
+
+def test_a_wrong_call_is_that_and_nothing_else(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(TypeError, match="batches"):
+        td.DispatchLoader(batches=[1])  # type: ignore[call-arg]
+    gc.collect()
+    assert not recwarn.list
+
+
+def test_going_elsewhere_leaves_a_pass() -> None:
+    with td.DispatchLoader(Counting(9), prefetch=3) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        next(batches)
+        loader.load_state_dict(state)
+        assert list(batches) == []
+        assert numbers(loader) == list(range(1, 9))
+        batches = iter(loader)
+        next(batches)
+        loader.set_epoch(7)
+        assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (7, 0)
+        assert numbers(loader) == list(range(9)) and loader.epoch == 8
 
 
 def test_a_loader_without_a_length_has_none() -> None:

@@ -138,9 +138,16 @@ def test_what_comes_after_those_left_out_is_the_same_with_workers(data: Any, wor
 
 def test_a_loader_goes_on_from_its_own_state_as_of_each_round() -> None:
     whole = drawn(Reading(Stateful(11), width=2, tail="short"))
-    assert [one.state for one in whole] == [{"next": n} for n in (2, 4, 6, 8, 10, 0)]
-    for number in range(5):
-        again = Reading(Stateful(11), width=2, tail="short", skip=99, state=whole[number].state)
+    # That of its end would be one of a new beginning.
+    assert [one.state for one in whole] == [*({"next": n} for n in (2, 4, 6, 8, 10)), None]
+    for number in range(6):
+        again = Reading(
+            Stateful(11),
+            width=2,
+            tail="short",
+            skip=2 * number + 2 - (number == 5),
+            state=whole[number].state,
+        )
         assert [one.batches for one in drawn(again)] == [one.batches for one in whole[number + 1 :]]
 
 

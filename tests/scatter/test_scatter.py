@@ -145,6 +145,23 @@ def test_a_dimension_of_a_mesh_is_a_group(tmp_path: Path) -> None:
         job.expect_end()
 
 
+def on_a_mesh_in_another_order(rank: int, line: Line) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    # Of its second column the ranks are the first and the second of their rows.
+    mesh = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("tensor", "data"))
+    kind, text, _ = outcome(
+        lambda: td.scatter_batch([1, 2] if rank == 0 else None, group=mesh["data"], replicate=mesh["tensor"])
+    )
+    assert kind in ("InvalidInputError", "PeerFailedError")
+    assert "rise along both dimensions" in text, text
+
+
+def test_a_mesh_whose_groups_order_its_ranks_otherwise_is_refused_on_all(tmp_path: Path) -> None:
+    with Job(on_a_mesh_in_another_order, 4, tmp_path) as job:
+        job.expect_end()
+
+
 def keep_every_batch(rank: int, line: Line) -> None:
     if line.hear():
         on_nodes(rank, 1)

@@ -82,6 +82,8 @@ class Inline(_Ending):
     def take(self) -> Round | None:
         try:
             found = self._pass.step()
+            if found is None:
+                self._pass.finish()
         except BaseException:
             self._is_over()
             raise
@@ -143,7 +145,7 @@ class Ahead(_Ending):
         return shelf.take()
 
     def leave(self) -> None:
-        if not self._shelf.is_left:
+        if not self._shelf.is_left():
             self._shelf.leave()
             self._pass.depart(self._shelf.taken)
 
@@ -154,8 +156,7 @@ def _make(source: Pass, shelf: Shelf[Round], over: Callable[[], None]) -> None:
             _fill(source, shelf)
             shelf.end()
         except BaseException as error:  # noqa: BLE001 (raised where rounds are taken)
-            shelf.end(error, most=source.rounds_before(error))
-            source.depart(shelf.taken)
+            source.depart(shelf.end(error, most=source.rounds_before(error)))
         # What is left to be read is.
         with contextlib.suppress(BaseException):
             source.leave(shelf.taken)
@@ -164,11 +165,18 @@ def _make(source: Pass, shelf: Shelf[Round], over: Callable[[], None]) -> None:
 
 
 def _fill(source: Pass, shelf: Shelf[Round]) -> None:
-    while not shelf.is_left:
+    while not shelf.is_left():
         while not shelf.wait_for_room(_LOOK_SECONDS):
             source.look()
-        found = None if shelf.is_left else source.step()
+        if shelf.is_left():
+            return
+        found = source.step()
         if found is None:
+            # Until then somebody may leave before the end.
+            while not shelf.wait_for_end(_LOOK_SECONDS):
+                source.look()
+            if not shelf.is_left():
+                source.finish()
             return
         shelf.put(found, found.size)
         # Nobody keeps a batch alive by making the next one.

@@ -13,9 +13,10 @@ from typing import Any
 from tundish.distributed.jobstore import distributed_module
 from tundish.errors import InvalidInputError
 from tundish.scatter.arrival import Arrival, device_of, on_device
+from tundish.scatter.member import ScatterStats
 from tundish.scatter.opening import open_scatterer
 from tundish.scatter.place import process_group, source_number
-from tundish.scatter.scatterer import Scatterer, ScatterStats
+from tundish.scatter.scatterer import Scatterer
 from tundish.tree.describing import describe
 
 __all__ = ["scatter_batch", "stats"]

@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
+from tundish.distributed import local_world_size
 from tundish.distributed.groups import membership
+from tundish.distributed.jobstore import distributed_module
 from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
@@ -33,11 +35,12 @@ from tundish.progress import ProgressLine
 from tundish.scatter.ahead import Ahead, Inline, Rounds
 from tundish.scatter.arrival import device_of
 from tundish.scatter.meeting import limit_of
+from tundish.scatter.member import ScatterStats
 from tundish.scatter.opening import taking_part
-from tundish.scatter.passes import Pass, ReceiverPass, Round, SourcePass, Start
+from tundish.scatter.passes import Pass, ReceiverPass, SourcePass, Start
 from tundish.scatter.place import process_group
 from tundish.scatter.reading import Reading, Tail, length_of, rounds_of, tell_epoch
-from tundish.scatter.scatterer import Scatterer, ScatterStats
+from tundish.scatter.scatterer import Scatterer
 from tundish.scatter.sharding import refuse_sharded
 from tundish.scatter.standing import Standing, as_count
 from tundish.scatter.stops import Stops
@@ -52,6 +55,7 @@ _ROUND_BITS = 32
 # Rounds that a receiver has here beyond those that it asked for, so that what comes after them is heard of in time.
 _MORE_ROUNDS = 2
 _FAREWELL_SECONDS = 1.0
+_FORKED = "this DispatchLoader was made before a fork: make one in the process that uses it"
 
 
 class LoaderStats(ScatterStats):
@@ -84,7 +88,7 @@ class DispatchLoader(Generic[T_co]):
         prefetch: how many rounds are read and sent ahead, in the background. With 0 the loader is read on the caller's
             thread, round by round, as what belongs to one thread wants it: a cursor of sqlite, say.
         prefetch_bytes: how many bytes the batches of such rounds may have on this rank (None: an eighth of its
-            memory). One round may have more.
+            memory, for all ranks of a node together). One round may have more.
         tail: what becomes of the last batches where they are fewer than the ranks: nobody gets them (`"drop"`), the
             other ranks get one of the round before once more, and `is_padding` says so (`"pad"`), or they get None
             (`"short"`).
@@ -96,9 +100,12 @@ class DispatchLoader(Generic[T_co]):
         InvalidInputError, InvalidTypeError: an argument that cannot be used, also a loader that reads only a part of
             the data, being one rank's.
         PeerFailedError: it is another rank's.
+        VoteTimeoutError: a rank did not come.
 
     Iterating raises what `scatter_batch` raises, and also:
         PeerStoppedError: another rank left the loop before its end, and this one asked for more.
+        InvalidInputError: the loader is closed or another process's, or has fewer batches than are to be left out.
+        StateMismatchError: this rank loaded a state, and the source did not.
 
     What the loader raises is raised in its own round, on the source as it is and on the others as a `PeerFailedError`
     with its traceback.
@@ -110,6 +117,8 @@ class DispatchLoader(Generic[T_co]):
         [[0, 1], [2, 3], [4, 5]]
         >>> loader.close()
     """
+
+    _is_closed = True
 
     def __init__(
         self,
@@ -130,8 +139,8 @@ class DispatchLoader(Generic[T_co]):
         self._pass: Pass | None = None
         self._passage: weakref.ref[_Passage[T_co]] | None = None
         self._passes = 0
-        self._is_closed = True
         self._reading_seconds = self._next_seconds = 0.0
+        self._handed_out = 0
         self._loader = dataloader
         self._tail = tail
         self._progress = progress
@@ -143,18 +152,22 @@ class DispatchLoader(Generic[T_co]):
             self._is_source = place.rank == place.source
             error = None
             try:
-                self._check(dataloader, tail, len(place.ranks))
+                self._check(dataloader, tail, is_whole_job=len(place.ranks) == _job_size())
                 with ProgressLine("dispatch", progress):
                     pass
                 self._device = device_of(device)
                 self._prefetch = as_count(prefetch, "prefetch")
-                limit = limit_of(1) if prefetch_bytes is None else as_count(prefetch_bytes, "prefetch_bytes")
-                self._prefetch_bytes = limit
+                self._prefetch_bytes = (
+                    limit_of(local_world_size())
+                    if prefetch_bytes is None
+                    else as_count(prefetch_bytes, "prefetch_bytes")
+                )
                 self._standing = Standing(as_count(skip_batches, "skip_batches") * place.batches)
                 length = length_of(dataloader) if self._is_source else None
             except Exception as caught:  # noqa: BLE001 (the vote raises it again)
                 error = caught
-            voter.vote(error, what=what, same=f"tail={tail!r}", timeout=timeout)
+            same = f"tail={tail!r} and prefetch={prefetch!r}"
+            voter.vote(error, what=what, same=same, timeout=timeout)
             told = json.dumps((length, secrets.token_hex(16))) if self._is_source else None
             heard = voter.pass_on(told, source=place.source, what=what, timeout=timeout)
             self._length, name = json.loads(heard)
@@ -185,13 +198,15 @@ class DispatchLoader(Generic[T_co]):
                     patience=(self._timeout, f"the source, rank {scatterer.place.source},"),
                 ),
             )
-        start = Start(standing.epoch, skip, length_of(self._loader))
-        counts_bytes = self._prefetch > 1
+        start = Start(standing.epoch, skip, None)
+        counts_bytes = self._prefetch > 1 and scatterer.place.batches == 1
         sending = SourcePass(
             scatterer, self._stops, self._passes, start, self._device, counts_bytes=counts_bytes
         )
         try:
-            sending.begin(functools.partial(self._read, skip, state))
+            sending.begin(
+                functools.partial(self._read, skip, state), functools.partial(length_of, self._loader)
+            )
             if self._prefetch == 0:
                 return self._passing(sending, Inline(sending))
             return self._passing(
@@ -218,9 +233,13 @@ class DispatchLoader(Generic[T_co]):
 
         On the source the loader, its dataset, its sampler and its batch sampler are told, as far as they have a
         `set_epoch`. Another epoch starts at its first batch; the one that the loader is at already goes on where it is,
-        so that a loop may call this right after `load_state_dict`.
+        so that a loop may call this right after `load_state_dict`. A pass that is under way is left.
+
+        Raises `InvalidTypeError` and `InvalidInputError` for what is no number of an epoch, and on the source what a
+        `set_epoch` raises.
         """
         epoch = as_count(epoch, "epoch")
+        self._leave()
         self._standing.set_epoch(epoch)
         if self._is_source:
             tell_epoch(self._loader, epoch)
@@ -237,11 +256,12 @@ class DispatchLoader(Generic[T_co]):
         """Go on where `state` was taken, from the next pass on: call it on every rank, with the state of any.
 
         The source's loader goes on from its own state where the state has one; else it leaves out the batches that
-        were handed out. Where a batch sampler makes them, those are not even read.
+        were handed out. Where a batch sampler makes them, those are not even read. A pass that is under way is left.
 
         Raises:
             StateMismatchError: it is no such state, or damaged; nothing changes.
         """
+        self._leave()
         self._standing.load_state_dict(state)
         if self._is_source and self._standing.told_epoch is not None:
             tell_epoch(self._loader, self._standing.told_epoch)
@@ -251,7 +271,7 @@ class DispatchLoader(Generic[T_co]):
         rounds, bytes_ready = (0, 0) if self._rounds is None else self._rounds.stock
         reading = self._pass.reading_seconds if self._pass is not None else 0.0
         return LoaderStats(
-            **self._scatterer.stats(),
+            **{**self._scatterer.stats(), "rounds": self._handed_out},  # type: ignore[typeddict-item]
             reading_seconds=self._reading_seconds + reading,
             next_seconds=self._next_seconds,
             ready_rounds=rounds,
@@ -286,7 +306,7 @@ class DispatchLoader(Generic[T_co]):
             "leave batches out with skip_batches= or load_state_dict"
         )
 
-    def _check(self, dataloader: Any, tail: Any, ranks: int) -> None:
+    def _check(self, dataloader: Any, tail: Any, *, is_whole_job: bool) -> None:
         if tail not in _TAILS:
             raise InvalidInputError(f"tail is {tail!r}: give one of {', '.join(map(repr, _TAILS))}")
         if not self._is_source:
@@ -297,7 +317,8 @@ class DispatchLoader(Generic[T_co]):
             raise InvalidTypeError(
                 f"the source's loader is {dataloader!r}: give an iterable of batches, a DataLoader say"
             )
-        if ranks > 1:
+        # One reader a node may well read one part of the data.
+        if is_whole_job:
             refuse_sharded(dataloader)
 
     def _read(self, skip: int, state: Any, be_alive: Callable[[], None]) -> Reading:
@@ -329,9 +350,7 @@ class DispatchLoader(Generic[T_co]):
         if self._is_closed:
             raise InvalidInputError("this DispatchLoader is closed")
         if os.getpid() != self._process:
-            raise InvalidInputError(
-                "this DispatchLoader was made before a fork: make one in the process that uses it"
-            )
+            raise InvalidInputError(_FORKED)
         self._leave()
         if self._rounds is not None and not self._rounds.join(self._timeout):
             raise TimedOutError(
@@ -346,8 +365,8 @@ class DispatchLoader(Generic[T_co]):
         if passage is not None:
             passage.close()
 
-    def _take(self, source: Pass, rounds: Rounds) -> Round | None:
-        """The next round, on the caller's thread; None at the end."""
+    def _take(self, source: Pass, rounds: Rounds) -> tuple[Any] | None:
+        """The batch of the next round, on the caller's thread; None at the end."""
         begin = time.monotonic()
         try:
             found = rounds.take()
@@ -364,20 +383,30 @@ class DispatchLoader(Generic[T_co]):
         if found is None:
             standing.end()
         else:
+            # Before it counts as handed out: bringing it to a device may fail.
+            batch = None if found.batch is None else found.batch()
             standing.go_on(found.done, found.state)
+            self._handed_out += 1
             self.is_padding = found.is_padding
-        return found
+            return (batch,)
+        return None
 
     def _release(self, seconds: float) -> None:
         if self._is_closed or os.getpid() != self._process:
             return
         self._is_closed = True
         self._leave()
-        if self._rounds is None:
+        rounds = self._rounds
+        if rounds is None:
             self._scatterer.close()
             return
-        self._rounds.join(seconds)
-        self._rounds.then(self._scatterer.close)
+        # An interpreter that ends waits for these too.
+        _leaving.add(rounds)
+        try:
+            if seconds:
+                rounds.join(seconds)
+        finally:
+            rounds.then(functools.partial(_let_go, rounds, self._scatterer))
 
 
 class _Passage(Iterator[T_co]):
@@ -396,21 +425,23 @@ class _Passage(Iterator[T_co]):
     def __next__(self) -> T_co:
         if self._is_over:
             raise StopIteration
+        if os.getpid() != self._process:
+            raise InvalidInputError(_FORKED)
         try:
-            found = self._loader._take(self._pass, self._rounds)
-            if found is not None:
-                return None if found.batch is None else found.batch()  # type: ignore[return-value]
+            taken = self._loader._take(self._pass, self._rounds)
         except BaseException:
             self.close()
             raise
+        if taken is not None:
+            return taken[0]  # type: ignore[no-any-return]
         self._is_over = True
         raise StopIteration
 
     def close(self) -> None:
         """Leave the pass, where it is not over."""
         if not self._is_over and os.getpid() == self._process:
-            self._is_over = True
             self._rounds.leave()
+            self._is_over = True
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -418,6 +449,20 @@ class _Passage(Iterator[T_co]):
 
 
 _open: weakref.WeakSet[DispatchLoader[Any]] = weakref.WeakSet()
+# Of loaders that are closed, what is not over yet.
+_leaving: set[Rounds] = set()
+
+
+def _let_go(rounds: Rounds, scatterer: Scatterer) -> None:
+    _leaving.discard(rounds)
+    scatterer.close()
+
+
+def _job_size() -> int:
+    distributed = distributed_module()
+    known = distributed is not None and distributed.is_initialized()
+    # Alone, a part of the data is all that there is to it.
+    return int(distributed.get_world_size()) if known and distributed.get_world_size() > 1 else 0
 
 
 @atexit.register
@@ -425,3 +470,5 @@ def _close_all() -> None:
     # Threads that are in compiled code when the interpreter ends would come back to one that is gone.
     for loader in list(_open):
         loader.close()
+    for rounds in list(_leaving):
+        rounds.join(_FAREWELL_SECONDS)

@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 from datetime import timedelta
+from typing import Any
 
 from tundish import _native
 from tundish.distributed import Voter, nodes_of
@@ -26,16 +27,16 @@ from tundish.scatter.place import Place
 
 __all__ = ["Ways", "limit_of"]
 
-# Of the memory, for what is on its way and what is kept for the next batches.
-_PART_OF_MEMORY = 8
 _BACKLOG = 4096
 _HELLO = struct.Struct("<q")
 
 
 def limit_of(lanes: int) -> int:
-    """Bytes for each of so many lanes."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(memory // _PART_OF_MEMORY // max(1, lanes))
+    """Bytes for each of so many lanes, for what is on its way and what is kept for the next batches.
+
+    Together an eighth of the memory that this process can have, which may be less than the machine's.
+    """
+    return 2 * _native.default_arena_limit() // max(1, lanes)
 
 
 def feeders_of(nodes: list[tuple[int, ...]], place: Place) -> dict[int, int]:
@@ -88,6 +89,7 @@ class Ways:
         self.watch = PeerWatch()
         self._place = place
         self._timeout = timeout
+        self._group: Any = None
         self._lines: dict[int, socket.socket] = {}
         try:
             self._meet(voter, shared_memory)
@@ -109,6 +111,13 @@ class Ways:
         if self.courier is not None:
             self.courier.close()
         self.near, self.far, self.end = [], [], None
+        group, self._group = self._group, None
+        if group is not None:
+            # The others see its connections end. The default group takes it along when it is destroyed before.
+            with contextlib.suppress(Exception):
+                distributed = distributed_module()
+                if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
+                    distributed.destroy_process_group(group)
 
     def _meet(self, voter: Voter, shared_memory: bool) -> None:
         place, timeout = self._place, self._timeout
@@ -181,7 +190,7 @@ class Ways:
         if direct is not None:
             self.direct = Direct(*direct, members, self._timeout)
         name = unused_name("scatter", members)
-        group = make_group(distributed_module(), members, name, self._timeout, "gloo")
+        group = self._group = make_group(distributed_module(), members, name, self._timeout, "gloo")
         arena = _native.SegmentArena(limit_of(1))
         self.courier = Courier()
         if self._place.rank != self._place.source:

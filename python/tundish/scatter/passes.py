@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tundish.errors import NotPicklableError, PeerStoppedError
+from tundish.errors import PeerFailedError, PeerStoppedError
 from tundish.scatter.arrival import Arrival, on_device
 from tundish.scatter.reading import Reading
 from tundish.scatter.scatterer import Note, Scatterer
@@ -30,6 +30,9 @@ __all__ = ["Pass", "ReceiverPass", "Round", "SourcePass", "Start"]
 
 # How often a source that leaves out what was trained on says that it is there.
 _ALIVE_SECONDS = 1.0
+
+# How many messages in a row cannot be read where there is no sense in reading on.
+_MOST_FAILURES = 8
 
 _BEGIN, _ALIVE, _TAIL, _END, _STOPPED = "begin", "alive", "tail", "end", "stopped"
 
@@ -80,6 +83,9 @@ class Pass(Protocol):
     def step(self) -> Round | None:
         """The next round; None at the end. Raises what ends it otherwise."""
 
+    def finish(self) -> None:
+        """The caller has gone through all rounds."""
+
     def depart(self, rounds: int) -> None:
         """The caller wants no more after so many rounds."""
 
@@ -96,7 +102,7 @@ class Pass(Protocol):
 class SourcePass:
     """A pass on the source. `begin` it first, on the caller's thread.
 
-    `counts_bytes`: whether the bytes of a round are of interest.
+    `counts_bytes`: whether the bytes of its own batch are of interest; those of the others are known.
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class SourcePass:
         self.start: Start | None = start
         self.touch: Callable[[], None] = lambda: None
         self.reading_seconds = 0.0
+        self._start = start
         self._scatterer = scatterer
         self._stops = stops
         self._number = number
@@ -120,16 +127,20 @@ class SourcePass:
         self._counts_bytes = counts_bytes
         self._reading: Reading | None = None
         self._watch: StopWatch | None = None
+        self._rounds = 0
+        self._rounds_in_all: int | None = None
         self._stopped_after = 0
-        self._told = time.monotonic()
+        self._is_over = False
+        self._spoke_at = time.monotonic()
 
-    def begin(self, read: Callable[[Callable[[], None]], Reading]) -> None:
+    def begin(self, read: Callable[[Callable[[], None]], Reading], length: Callable[[], int | None]) -> None:
         """Tell the others, and begin to read; `read` gets what it is to call now and then while that takes long.
 
-        Raises what `read` raises, once the others know.
+        `length`: that of the loader. Raises what the two raise, once the others know.
         """
         with self._told_to_all():
-            self._say(_BEGIN, *(self.start or ()))
+            self.start = start = self._start._replace(length=length())
+            self._say(_BEGIN, *start)
             begin = time.monotonic()
             try:
                 self._reading = read(self._be_alive)
@@ -140,27 +151,36 @@ class SourcePass:
 
     def step(self) -> Round | None:
         with self._told_to_all():
-            self.look()
-            found = self._next()
-        if found is None:
+            self._look()
+            return self._next()
+
+    def finish(self) -> None:
+        with self._told_to_all():
+            self._look()
+            self._say(_END)
             self._end()
-        return found
 
     def depart(self, rounds: int) -> None:
         pass
 
     def leave(self, rounds: int, /) -> None:
-        if self._reading is not None:
+        if not self._is_over:
             self._end()
             self._say(_STOPPED, self._scatterer.place.rank, rounds)
 
     def look(self) -> None:
-        self._scatterer.look()
-        if self._watch is not None and self._watch.found is not None:
-            rank, self._stopped_after = self._watch.found
+        with self._told_to_all():
+            self._look()
+
+    def _look(self) -> None:
+        found = None if self._watch is None else self._watch.found
+        # Whoever has left after the last round has left nothing out.
+        if found is not None and found[1] != self._rounds_in_all:
+            rank, self._stopped_after = found
             self._end()
             self._say(_STOPPED, rank, self._stopped_after)
             raise stopped(rank)
+        self._scatterer.look()
 
     def rounds_before(self, error: BaseException) -> int | None:
         return _rounds_before(error, self._stopped_after, self._scatterer)
@@ -175,20 +195,24 @@ class SourcePass:
         finally:
             self.reading_seconds += time.monotonic() - begin
         if drawn is None:
-            self._say(_END)
+            self._rounds_in_all = self._rounds
             return None
+        self._rounds += 1
         self._done += drawn.new
         if drawn.new < len(drawn.batches):
             self._say(_TAIL, drawn.new)
-        own = scatterer.give(drawn.batches)
+        own = scatterer.give(drawn.batches, self._device)
+        size = scatterer.largest
         if own is None:
-            return Round(None, False, self._done, drawn.state, 0)
-        make, size = functools.partial(_as_it_is, own), 0
-        if self._device is not None or self._counts_bytes:
+            return Round(None, False, self._done, drawn.state, size)
+        make = functools.partial(_as_it_is, own)
+        if self._device is not None:
             tensors, schema, _ = describe(own)
-            size = schema.layout.total
-            if self._device is not None:
-                make = functools.partial(on_device, schema, tensors, self._device)
+            make = functools.partial(on_device, schema, tensors, self._device)
+        if self._counts_bytes:
+            # What cannot be sent need not be, where nobody else is.
+            with contextlib.suppress(Exception):
+                size = max(size, describe(own)[1].layout.total)
         is_padding = scatterer.place.batch(scatterer.place.rank) >= drawn.new
         return Round(make, is_padding, self._done, drawn.state, size)
 
@@ -199,11 +223,12 @@ class SourcePass:
             yield
         except BaseException as error:
             self._end()
-            if not isinstance(error, PeerStoppedError) and self._scatterer.told is not error:
+            if not isinstance(error, PeerStoppedError) and not self._scatterer.has_told(error):
                 self._scatterer.fail(error)
             raise
 
     def _end(self) -> None:
+        self._is_over = True
         self._reading = None
         if self._watch is not None:
             self._watch.close()
@@ -211,8 +236,8 @@ class SourcePass:
 
     def _be_alive(self) -> None:
         now = time.monotonic()
-        if now - self._told > _ALIVE_SECONDS:
-            self._told = now
+        if now - self._spoke_at > _ALIVE_SECONDS:
+            self._spoke_at = now
             self._say(_ALIVE)
 
     def _say(self, *words: Any) -> None:
@@ -247,15 +272,22 @@ class ReceiverPass:
         is_padding = self._new is not None and place.batch(place.rank) >= self._new
         return Round(self._made(came), is_padding, self._done, None, came.schema.layout.total)
 
+    def finish(self) -> None:
+        pass
+
     def depart(self, rounds: int) -> None:
         if not self._is_over:
             self._stops.announce(self._number, rounds)
 
     def leave(self, _: int, /) -> None:
-        while not self._is_over:
-            # Of a type that is not known here, say.
-            with contextlib.suppress(NotPicklableError):
+        failures = 0
+        while not self._is_over and failures < _MOST_FAILURES:
+            # Of a type that is not known here, say, or without memory for it.
+            try:
                 self._take()
+                failures = 0
+            except Exception:  # noqa: BLE001 (nobody is there to be told)
+                failures += 1
 
     def rounds_before(self, error: BaseException) -> int | None:
         return _rounds_before(error, self._stopped_after, self._scatterer)
@@ -272,9 +304,7 @@ class ReceiverPass:
                 self._hear(*json.loads(came.text))
             else:
                 self._done += self._scatterer.place.batches if self._new is None else self._new
-        except NotPicklableError:
-            raise
-        except BaseException:
+        except (PeerFailedError, PeerStoppedError):
             self._is_over = True
             raise
         return came

@@ -93,15 +93,29 @@ def replicated_place_of(group: Any, src: int, replicate: Any, *, timeout: timede
     own = place_of(group, src)
     voter = voter_of(replicate)
     what = "finding who gets the same batch"
-    gathered = voter.gather(json.dumps(own.ranks), what=what, timeout=timeout)
+    mine = json.dumps((own.ranks, own.batch(own.rank)))
+    gathered = voter.gather(mine, what=what, timeout=timeout)
     told = json.dumps([json.loads(one) for one in gathered]) if gathered else None
-    groups = json.loads(voter.pass_on(told, source=voter.ranks[0], what=what, timeout=timeout))
+    heard = json.loads(voter.pass_on(told, source=voter.ranks[0], what=what, timeout=timeout))
+    groups, positions = zip(*heard, strict=True)
     ranks = tuple(rank for group in groups for rank in group)
+    error: Exception | None = None
     if len(set(ranks)) != len(ranks) or any(len(group) != len(own.ranks) for group in groups):
-        raise InvalidInputError(
+        error = InvalidInputError(
             f"group and replicate do not make a grid: the ranks {list(voter.ranks)} that get the same batch are in "
-            f"the groups {groups}; give two dimensions of one mesh"
+            f"the groups {list(groups)}; give two dimensions of one mesh"
         )
+    elif len(set(positions)) > 1:
+        error = InvalidInputError(
+            f"the ranks {list(voter.ranks)} that are to get the same batch are the {list(positions)}-th of the groups "
+            f"{list(groups)}, which are in the order of ranks: give a mesh whose ranks rise along both dimensions"
+        )
+    # Over both, so that every rank of the grid hears of it.
+    try:
+        voter_of(group).vote(error, what=what, timeout=timeout)
+    except Exception as told_by_group:  # noqa: BLE001 (raised once the others know)
+        error = error or told_by_group
+    voter.vote(error, what=what, timeout=timeout)
     return Place(
         ranks=ranks,
         batch_of=own.batch_of * len(groups),

@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
     Attributes:
         batches: as many as a round has.
         new: how many of them are, the first ones. The others are None, or were there before.
-        state: the loader's own, after them; None where it has none.
+        state: the loader's own, after them; None where it has none, and at its end.
     """
 
     batches: list[Any]
@@ -87,7 +87,9 @@ class Reading:
             batches += [None] * missing if self._tail == "short" else self._repeated(batches, missing)
         if self._tail == "pad":
             self._before = batches
-        state = copy.deepcopy(self._loader.state_dict()) if self._keeps_state else None  # type: ignore[attr-defined]
+        # A loader that came to its end may begin anew from its state: there the batches count.
+        has_state = self._keeps_state and not self._is_over
+        state = copy.deepcopy(self._loader.state_dict()) if has_state else None  # type: ignore[attr-defined]
         return Drawn(batches, count, state)
 
     def _repeated(self, batches: list[Any], missing: int) -> list[Any]:

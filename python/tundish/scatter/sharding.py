@@ -22,6 +22,8 @@ def refuse_sharded(loader: Any) -> None:
     parts = {
         "it": loader,
         "its dataset": getattr(loader, "dataset", None),
+        # Of the datasets of Hugging Face that were split by node.
+        "what its dataset is split by": getattr(getattr(loader, "dataset", None), "_distributed", None),
         "its sampler": getattr(loader, "sampler", None),
         "its batch_sampler": batch_sampler,
         "the sampler of its batch_sampler": getattr(batch_sampler, "sampler", None),

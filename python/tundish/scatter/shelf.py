@@ -34,15 +34,9 @@ class Shelf(Generic[T]):
         # Of the last sign of life of who fills it, on the monotonic clock.
         self.touched = time.monotonic()
 
-    @property
     def is_left(self) -> bool:
         """Whether nobody takes anything any more."""
         return self._is_left
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more is put there."""
-        return self._is_over
 
     def touch(self) -> None:
         """Whoever fills it is there."""
@@ -75,13 +69,22 @@ class Shelf(Generic[T]):
                 self._bytes += size
                 self._changed.notify_all()
 
-    def end(self, error: BaseException | None = None, *, most: int | None = None) -> None:
-        """Nothing more comes; `error` is raised when all was taken, or the first `most` things."""
+    def wait_for_end(self, seconds: float) -> bool:
+        """Whether within so many seconds all was taken, or the other one has left."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_left or not self._things, seconds)
+
+    def end(self, error: BaseException | None = None, *, most: int | None = None) -> int:
+        """Nothing more comes; `error` is raised when all was taken, or the first `most` things.
+
+        Returns how many that are in all.
+        """
         with self._changed:
             self._is_over, self._error = True, error
             while most is not None and self._things and self.taken + len(self._things) > most:
                 self._bytes -= self._things.pop()[1]
             self._changed.notify_all()
+            return self.taken + len(self._things)
 
     # For the one who takes.
 

@@ -31,7 +31,7 @@ class Standing:
 
     def __init__(self, skip: int) -> None:
         self.epoch = 0
-        self.done = 0
+        self.done = skip
         self.loader_state: Any = None
         self.told_epoch: int | None = None
         self.loaded: tuple[int, int] | None = None
@@ -42,7 +42,7 @@ class Standing:
         skip, state = self._skip, None
         if self.loaded is not None:
             skip, state = self.done, self.loader_state
-        self.done = skip
+        self.done, self.loader_state = skip, state
         return skip, state
 
     def go_on(self, done: int, state: Any) -> None:
@@ -93,7 +93,7 @@ class Standing:
         self._skip = 0
 
     def _move(self, epoch: int) -> None:
-        self.epoch, self.done, self.loader_state, self.loaded = epoch, 0, None, None
+        self.epoch, self.done, self.loader_state, self.loaded = epoch, self._skip, None, None
 
 
 def as_count(value: Any, name: str) -> int:

@@ -52,7 +52,7 @@ mod _native {
         write_sidecar,
     };
     #[pymodule_export]
-    use super::shm::arena::{Parcel, ParcelView, Parcels, SegmentArena};
+    use super::shm::arena::{Parcel, ParcelView, Parcels, SegmentArena, default_arena_limit};
     #[pymodule_export]
     use super::shm::board::{TaskBoard, end_with};
     #[pymodule_export]

@@ -159,7 +159,7 @@ impl Arena {
         let made = Segment::create(capacity, writers, huge, go_on);
         let mut segment = match made {
             // What is kept may be what is missing: memory, descriptors, huge pages.
-            Err(ShmError::NoHeadroom { .. } | ShmError::Io { .. }) if self.trim() > 0 => {
+            Err(ShmError::NoHeadroom { .. } | ShmError::Io { .. }) if self.let_go() > 0 => {
                 Segment::create(capacity, writers, huge, go_on)?
             }
             made => made?,
@@ -212,14 +212,14 @@ impl Arena {
         drop(released);
     }
 
-    /// Gives what is idle to the system; returns how many bytes.
-    pub fn trim(&self) -> usize {
+    /// Lets go of what is idle, and of what has a view somewhere, which takes descriptors and addresses here; returns how
+    /// many segments.
+    fn let_go(&self) -> usize {
         let mut state = self.lock();
-        let idle = std::mem::take(&mut state.idle);
-        let bytes = std::mem::take(&mut state.stats.cached);
+        let (idle, escaped) = (std::mem::take(&mut state.idle), std::mem::take(&mut state.escaped));
+        (state.stats.cached, state.stats.escaped) = (0, 0);
         drop(state);
-        drop(idle);
-        bytes
+        idle.len() + escaped.len()
     }
 
     /// Bytes, after a look at whose views have ended.

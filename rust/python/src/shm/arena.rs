@@ -68,6 +68,12 @@ impl SegmentArena {
     }
 }
 
+/// What an arena keeps where nobody says another number: a sixteenth of the memory that this process can have.
+#[pyfunction]
+pub(crate) fn default_arena_limit() -> usize {
+    default_limit()
+}
+
 /// How a parcel is given back.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {

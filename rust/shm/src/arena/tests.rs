@@ -111,7 +111,10 @@ fn of_those_that_fit_the_one_used_last_is_taken() {
 #[test]
 fn what_is_kept_makes_way_for_what_does_not_fit_beside_it() {
     let arena = Arena::new(Use::Arrays, 1 << 30);
-    arena.give_back(take(&arena, 1 << 20));
+    let (idle, escaped) = (take(&arena, 1 << 20), take(&arena, 1 << 20));
+    let _view = escaped.lease().unwrap();
+    arena.give_back(idle);
+    arena.give_back(escaped);
     let error = arena.take(1 << 60, false, &mut || Ok(())).unwrap_err();
     assert!(matches!(error, ShmError::NoHeadroom { .. }), "{error}");
     assert_eq!(arena.stats(), ArenaStats { peak: arena.stats().peak, ..ArenaStats::default() });
