@@ -43,7 +43,7 @@ from tundish.scatter.reading import Reading, Tail, length_of, rounds_of, tell_ep
 from tundish.scatter.scatterer import Scatterer
 from tundish.scatter.sharding import refuse_sharded
 from tundish.scatter.standing import Standing, as_count
-from tundish.scatter.stops import Stops
+from tundish.scatter.stops import Stops, wait_for_telling
 
 __all__ = ["DispatchLoader", "LoaderStats"]
 
@@ -472,3 +472,4 @@ def _close_all() -> None:
         loader.close()
     for rounds in list(_leaving):
         rounds.join(_FAREWELL_SECONDS)
+    wait_for_telling(_FAREWELL_SECONDS)

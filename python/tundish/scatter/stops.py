@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from typing import Any
 
 from tundish.distributed.jobstore import JobStore
 
-__all__ = ["StopWatch", "Stops"]
+__all__ = ["StopWatch", "Stops", "wait_for_telling"]
 
 # How often the source asks.
 _ASK_SECONDS = 0.05
 _FAREWELL_SECONDS = 1.0
+
+
+# Threads that tell somebody something.
+_telling: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def wait_for_telling(seconds: float) -> None:
+    """Wait until all that was announced was told: a thread that is in the store when the interpreter ends aborts it."""
+    for thread in list(_telling):
+        thread.join(seconds)
 
 
 class Stops:
@@ -41,7 +52,9 @@ class Stops:
 
         # An interpreter that ends starts no threads any more; the others see it end.
         with contextlib.suppress(RuntimeError):
-            threading.Thread(target=tell, name="tundish-dispatch-stop", daemon=True).start()
+            thread = threading.Thread(target=tell, name="tundish-dispatch-stop", daemon=True)
+            thread.start()
+            _telling.add(thread)
 
     def watch(self, number: int) -> StopWatch:
         """Look from now on whether somebody leaves this pass."""
