@@ -26,6 +26,7 @@ from typing import Any, Self
 
 LAUNCHER, RANK0, FILE = "launcher", "rank0", "file"
 PATIENCE = 60.0
+_STARTING_SECONDS = 30.0
 # What scenarios import that takes long. Not tundish: some bring a compiled module of their own.
 _PRELOADED = [
     "torch",
@@ -97,9 +98,12 @@ def _run_rank(
     sys.unraisablehook = lambda unraisable: complaints.append(repr(unraisable.exc_value))
     try:
         scenario = _load(path, name)
+        # How soon the ranks are there is a matter of the machine.
+        starting = timedelta(seconds=max(seconds, _STARTING_SECONDS))
         distributed.init_process_group(
-            "gloo", init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+            "gloo", init_method=init_method, rank=rank, world_size=size, timeout=starting
         )
+        distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), distributed.group.WORLD)
         scenario(rank, line)
         if distributed.is_initialized():
             distributed.destroy_process_group()
