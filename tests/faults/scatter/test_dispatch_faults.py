@@ -273,11 +273,12 @@ def test_all_may_leave_alike_and_begin_again(node: int, prefetch: int, tmp_path:
 
 
 # Of the group, in tests that wait for it.
-TIMEOUT = 3.0
+TIMEOUT = 4.0
 
 
 def impatient_group() -> Any:
     # Of its own: a busy machine may take longer to start the ranks.
+    dist.barrier()
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     dist.barrier()
     return group
