@@ -21,8 +21,6 @@ unexport PYTHONDONTWRITEBYTECODE
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -type d -o -name '*.rs' -o -name Cargo.toml)
 CORE_TESTS := --features tundish-commit/failpoints
 PYTHON_FOLDERS := python tests benches examples
-# One more than there are processors, as many tests wait for what they stopped or killed; each takes gigabytes.
-TEST_PROCESSES := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); echo $$((n < 3 ? n + 1 : 4)))
 
 .NOTPARALLEL:
 .PHONY: help demo test soak bench lint wheel fuzz audit tools
@@ -49,7 +47,7 @@ test: $(STAMPS)/with-test
 	cargo test --doc $(CORE_TESTS)
 	@# The tests of faults build it where it is missing; here it takes no time of a test.
 	cargo build --quiet --locked --package tundish-python --features failpoints
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 soak: export TUNDISH_SOAK := 1
 soak: $(STAMPS)/with-test

@@ -58,7 +58,9 @@ def test_a_second_ctrl_c_gives_a_save_up_within_seconds(tmp_path: Path) -> None:
     # Called before what was registered earlier, which waits for the saves.
     threading._register_atexit(print, "exiting", flush=True)
     print("saving", flush=True)
-    time.sleep(600)
+    # A signal that comes just before a long sleep does not end it.
+    while True:
+        time.sleep(0.05)
     """
     with nobody_may_write(root), started(program, root) as process:
         assert process.stdout is not None
