@@ -19,6 +19,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Ranks of one test share the machine; a thread pool each would make them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The network is asked for no names. torch's store asks for that of every client, and serves nobody until it has an
+# answer, which takes five seconds now and then.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and with them all that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
