@@ -212,6 +212,15 @@ class Job:
             line.close()
 
 
+def on_nodes(rank: int, size: int) -> None:
+    """Be on a node of so many ranks, as torchrun says it."""
+    os.environ |= {
+        "GROUP_RANK": str(rank // size),
+        "LOCAL_RANK": str(rank % size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
+
+
 def outcome(call: Callable[[], Any]) -> tuple[str, str, Any]:
     """What `call` came to: the error's kind ("" for none), its text, and the ranks it names."""
     try:

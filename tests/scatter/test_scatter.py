@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
 from batches import KINDS, same
-from rank_processes import Job, Line, outcome
-
-
-def on_nodes(rank: int, size: int) -> None:
-    """Be on a node of so many ranks, as torchrun says it."""
-    os.environ |= {
-        "GROUP_RANK": str(rank // size),
-        "LOCAL_RANK": str(rank % size),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
+from rank_processes import Job, Line, on_nodes, outcome
 
 
 def rounds_of_all_kinds(rank: int, line: Line) -> None:

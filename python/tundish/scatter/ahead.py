@@ -104,8 +104,11 @@ class Inline(_Ending):
 
         self._pass.depart(self._taken)
         # Others may be slow to take what they are told.
-        with contextlib.suppress(RuntimeError):
+        try:
             threading.Thread(target=leave, name="tundish-dispatch", daemon=True).start()
+        except RuntimeError:
+            # An interpreter that ends starts no threads any more.
+            leave()
 
 
 class Ahead(_Ending):

@@ -23,7 +23,6 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from tundish.distributed import local_world_size
 from tundish.distributed.groups import membership
-from tundish.distributed.jobstore import distributed_module
 from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
@@ -147,12 +146,15 @@ class DispatchLoader(Generic[T_co]):
         self.is_padding = False
         """Whether the batch that was handed out last was there before (`tail="pad"`)."""
         what = "making a DispatchLoader"
+        job = membership(None)
         with taking_part(process_group(group), src, process_group(replicate, "replicate")) as joined:
             voter, place, timeout = joined
             self._is_source = place.rank == place.source
             error = None
             try:
-                self._check(dataloader, tail, is_whole_job=len(place.ranks) == _job_size())
+                # Alone, a part of the data is all that there is to it.
+                is_whole_job = len(place.ranks) == len(job.ranks) > 1
+                self._check(dataloader, tail, is_whole_job=is_whole_job)
                 with ProgressLine("dispatch", progress):
                     pass
                 self._device = device_of(device)
@@ -173,8 +175,7 @@ class DispatchLoader(Generic[T_co]):
             self._length, name = json.loads(heard)
             self._scatterer = Scatterer(voter, place, timeout=timeout, in_loop=True)
         self._timeout = timeout.total_seconds()
-        store = membership(None).store
-        self._stops = None if store is None else Stops(store, f"tundish-dispatch/{name}", place.rank)
+        self._stops = None if job.store is None else Stops(job.store, f"tundish-dispatch/{name}", place.rank)
         self._is_closed = False
         _open.add(self)
 
@@ -198,14 +199,12 @@ class DispatchLoader(Generic[T_co]):
                     patience=(self._timeout, f"the source, rank {scatterer.place.source},"),
                 ),
             )
-        start = Start(standing.epoch, skip, None)
         counts_bytes = self._prefetch > 1 and scatterer.place.batches == 1
-        sending = SourcePass(
-            scatterer, self._stops, self._passes, start, self._device, counts_bytes=counts_bytes
-        )
+        sending = SourcePass(scatterer, self._stops, self._passes, self._device, counts_bytes=counts_bytes)
         try:
             sending.begin(
-                functools.partial(self._read, skip, state), functools.partial(length_of, self._loader)
+                lambda: Start(standing.epoch, skip, length_of(self._loader)),
+                functools.partial(self._read, skip, state),
             )
             if self._prefetch == 0:
                 return self._passing(sending, Inline(sending))
@@ -398,7 +397,7 @@ class DispatchLoader(Generic[T_co]):
         self._leave()
         rounds = self._rounds
         if rounds is None:
-            self._scatterer.close()
+            _let_go(None, self._scatterer, self._stops)
             return
         # An interpreter that ends waits for these too.
         _leaving.add(rounds)
@@ -406,7 +405,7 @@ class DispatchLoader(Generic[T_co]):
             if seconds:
                 rounds.join(seconds)
         finally:
-            rounds.then(functools.partial(_let_go, rounds, self._scatterer))
+            rounds.then(functools.partial(_let_go, rounds, self._scatterer, self._stops))
 
 
 class _Passage(Iterator[T_co]):
@@ -453,16 +452,12 @@ _open: weakref.WeakSet[DispatchLoader[Any]] = weakref.WeakSet()
 _leaving: set[Rounds] = set()
 
 
-def _let_go(rounds: Rounds, scatterer: Scatterer) -> None:
-    _leaving.discard(rounds)
+def _let_go(rounds: Rounds | None, scatterer: Scatterer, stops: Stops | None) -> None:
+    if rounds is not None:
+        _leaving.discard(rounds)
     scatterer.close()
-
-
-def _job_size() -> int:
-    distributed = distributed_module()
-    known = distributed is not None and distributed.is_initialized()
-    # Alone, a part of the data is all that there is to it.
-    return int(distributed.get_world_size()) if known and distributed.get_world_size() > 1 else 0
+    if stops is not None:
+        stops.close()
 
 
 @atexit.register

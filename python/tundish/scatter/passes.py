@@ -30,7 +30,6 @@ __all__ = ["Pass", "ReceiverPass", "Round", "SourcePass", "Start"]
 
 # How often a source that leaves out what was trained on says that it is there.
 _ALIVE_SECONDS = 1.0
-
 # How many messages in a row cannot be read where there is no sense in reading on.
 _MOST_FAILURES = 8
 
@@ -110,37 +109,37 @@ class SourcePass:
         scatterer: Scatterer,
         stops: Stops | None,
         number: int,
-        start: Start,
         device: torch.device | None,
         *,
         counts_bytes: bool,
     ) -> None:
-        self.start: Start | None = start
+        self.start: Start | None = None
         self.touch: Callable[[], None] = lambda: None
         self.reading_seconds = 0.0
-        self._start = start
         self._scatterer = scatterer
         self._stops = stops
         self._number = number
-        self._done = start.done
+        self._done = 0
         self._device = device
         self._counts_bytes = counts_bytes
         self._reading: Reading | None = None
         self._watch: StopWatch | None = None
         self._rounds = 0
         self._rounds_in_all: int | None = None
-        self._stopped_after = 0
+        self._stopped_after: int | None = None
         self._is_over = False
         self._spoke_at = time.monotonic()
 
-    def begin(self, read: Callable[[Callable[[], None]], Reading], length: Callable[[], int | None]) -> None:
-        """Tell the others, and begin to read; `read` gets what it is to call now and then while that takes long.
+    def begin(self, start: Callable[[], Start], read: Callable[[Callable[[], None]], Reading]) -> None:
+        """Tell the others where it begins, and begin to read.
 
-        `length`: that of the loader. Raises what the two raise, once the others know.
+        `read` gets what it is to call now and then while that takes long. Raises what the two raise, once the others
+        know.
         """
         with self._told_to_all():
-            self.start = start = self._start._replace(length=length())
-            self._say(_BEGIN, *start)
+            self.start = begins = start()
+            self._done = begins.done
+            self._say(_BEGIN, *begins)
             begin = time.monotonic()
             try:
                 self._reading = read(self._be_alive)
@@ -176,9 +175,10 @@ class SourcePass:
         found = None if self._watch is None else self._watch.found
         # Whoever has left after the last round has left nothing out.
         if found is not None and found[1] != self._rounds_in_all:
-            rank, self._stopped_after = found
+            rank, rounds = found
             self._end()
-            self._say(_STOPPED, rank, self._stopped_after)
+            self._say(_STOPPED, rank, rounds)
+            self._stopped_after = rounds
             raise stopped(rank)
         self._scatterer.look()
 
@@ -223,7 +223,8 @@ class SourcePass:
             yield
         except BaseException as error:
             self._end()
-            if not isinstance(error, PeerStoppedError) and not self._scatterer.has_told(error):
+            # An error that a loader raises may be of any kind.
+            if self._stopped_after is None and not self._scatterer.has_told(error):
                 self._scatterer.fail(error)
             raise
 
@@ -257,7 +258,7 @@ class ReceiverPass:
         self._device = device
         self._done = 0
         self._new: int | None = None
-        self._stopped_after = 0
+        self._stopped_after: int | None = None
         self._is_over = False
 
     def step(self) -> Round | None:
@@ -304,7 +305,7 @@ class ReceiverPass:
                 self._hear(*json.loads(came.text))
             else:
                 self._done += self._scatterer.place.batches if self._new is None else self._new
-        except (PeerFailedError, PeerStoppedError):
+        except PeerFailedError:
             self._is_over = True
             raise
         return came
@@ -326,6 +327,7 @@ class ReceiverPass:
             self._is_over = True
         elif word == _STOPPED:
             rank, self._stopped_after = values
+            self._is_over = True
             raise stopped(rank)
 
 
@@ -336,11 +338,9 @@ def stopped(rank: int) -> PeerStoppedError:
     )
 
 
-def _rounds_before(error: BaseException, stopped_after: int, scatterer: Scatterer) -> int | None:
-    if isinstance(error, PeerStoppedError):
-        # Whoever left has gone through these as well.
-        return stopped_after
-    return 0 if error is scatterer.lost else None
+def _rounds_before(error: BaseException, stopped_after: int | None, scatterer: Scatterer) -> int | None:
+    # Whoever left has gone through these as well.
+    return 0 if error is scatterer.lost else stopped_after
 
 
 def _as_it_is(batch: Any) -> Any:

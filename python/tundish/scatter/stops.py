@@ -1,7 +1,8 @@
 """Who leaves a pass before its end, told to the source through the job's store.
 
 What always holds: no caller waits for the store; threads that nobody needs do, and one that it does not answer is left
-behind. What is told of one pass is not taken for another's.
+behind. What is told of one pass is not taken for another's. A connection is used for one pass after the other: the
+store may take seconds to accept one, and serves nobody meanwhile, since it asks for the client's name.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from tundish.distributed.jobstore import JobStore
@@ -17,15 +19,13 @@ __all__ = ["StopWatch", "Stops", "wait_for_telling"]
 
 # How often the source asks.
 _ASK_SECONDS = 0.05
-_FAREWELL_SECONDS = 1.0
 
-
-# Threads that tell somebody something.
+# Threads that are in the store, or may be.
 _telling: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def wait_for_telling(seconds: float) -> None:
-    """Wait until all that was announced was told: a thread that is in the store when the interpreter ends aborts it."""
+    """Wait until nobody is in the store any more: a thread that is when the interpreter ends aborts it."""
     for thread in list(_telling):
         thread.join(seconds)
 
@@ -37,17 +37,15 @@ class Stops:
         self._store = store
         self._name = name
         self._rank = rank
+        self._idle: list[JobStore] = []
+        self._is_closed = False
 
     def announce(self, number: int, rounds: int) -> None:
         """Tell that this rank leaves this pass after so many rounds."""
 
         def tell() -> None:
             # Where the store is gone the job ends, and the others notice it otherwise.
-            with (
-                contextlib.suppress(Exception),
-                contextlib.closing(JobStore(self._store, self._name)) as store,
-            ):
-                store.connect()
+            with contextlib.suppress(Exception), self._connected() as store:
                 store.write_once(str(number), f"{self._rank} {rounds}")
 
         # An interpreter that ends starts no threads any more; the others see it end.
@@ -58,29 +56,43 @@ class Stops:
 
     def watch(self, number: int) -> StopWatch:
         """Look from now on whether somebody leaves this pass."""
-        return StopWatch(self._store, self._name, str(number))
+        return StopWatch(self._connected(), str(number))
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._is_closed = True
+        while self._idle:
+            self._idle.pop().close()
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[JobStore]:
+        """A connection for the calling thread alone; kept for the next one if nothing goes wrong."""
+        store = self._idle.pop() if self._idle else JobStore(self._store, self._name)
+        store.connect()
+        yield store
+        self._idle.append(store)
+        if self._is_closed:
+            self.close()
 
 
 class StopWatch:
     """Looks whether somebody leaves a pass; `found` is the rank that did, and after how many rounds."""
 
-    def __init__(self, store: Any, name: str, key: str) -> None:
+    def __init__(self, connected: contextlib.AbstractContextManager[JobStore], key: str) -> None:
         self.found: tuple[int, int] | None = None
-        self._store = store
-        self._name = name
+        self._connected = connected
         self._key = key
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="tundish-dispatch-watch", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._look, name="tundish-dispatch-watch", daemon=True)
+        thread.start()
+        _telling.add(thread)
 
     def close(self) -> None:
         """Look no longer."""
         self._over.set()
-        self._thread.join(_FAREWELL_SECONDS)
 
     def _look(self) -> None:
-        with contextlib.suppress(Exception), contextlib.closing(JobStore(self._store, self._name)) as store:
-            store.connect()
+        with contextlib.suppress(Exception), self._connected as store:
             while not self._over.wait(_ASK_SECONDS):
                 told = store.read(self._key)
                 if told is not None:

@@ -22,18 +22,10 @@ import tundish as td
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
-from rank_processes import Job, Line, outcome
+from rank_processes import Job, Line, on_nodes, outcome
 
 # The promise: a failure, or a rank that was killed, is known within so many seconds.
 KNOWN = 1.0
-
-
-def on_nodes(rank: int, size: int) -> None:
-    os.environ |= {
-        "GROUP_RANK": str(rank // size),
-        "LOCAL_RANK": str(rank % size),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
 
 
 def batches(rounds: int, breaks_in: int | None = None, slow: float = 0.0) -> Iterator[dict[str, Any]]:
@@ -95,6 +87,27 @@ def test_a_loader_that_breaks_fails_all_in_its_round(node: int, prefetch: int, t
                 assert lost == 0 and "Traceback" in text and "in batches" in text
         assert max(times) - min(times) < KNOWN
         for rank in range(3):
+            job.tell(rank)
+        job.expect_end()
+
+
+def another_loop_stopped(rank: int, line: Line) -> None:
+    def given() -> Iterator[dict[str, Any]]:
+        yield from batches(3)
+        # As the loader does over which this one reads.
+        raise td.errors.PeerStoppedError("a rank of another loop left it", 7)
+
+    with td.DispatchLoader(given() if rank == 0 else None, prefetch=3) as loader:
+        line.say(*rounds_until_it_fails(rank, loader))
+        line.hear()
+
+
+def test_a_loader_over_another_one_may_fail_as_that_does(tmp_path: Path) -> None:
+    with Job(another_loop_stopped, 2, tmp_path) as job:
+        for rank, (came, kind, text, lost, _) in enumerate(job.hear_all()):
+            assert came == 3 and "another loop" in text
+            assert (kind, lost) == (("PeerFailedError", 0) if rank else ("PeerStoppedError", 7))
+        for rank in range(2):
             job.tell(rank)
         job.expect_end()
 

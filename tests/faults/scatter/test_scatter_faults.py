@@ -22,7 +22,7 @@ import tundish as td
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
-from rank_processes import Job, Line, outcome
+from rank_processes import Job, Line, on_nodes, outcome
 
 # The promise: a failure, or a rank that was killed, is known within so many seconds.
 KNOWN = 1.0
@@ -30,14 +30,6 @@ KNOWN = 1.0
 
 def timed(call: Callable[[], Any]) -> tuple[str, str, Any, float]:
     return (*outcome(call), time.monotonic())
-
-
-def on_nodes(rank: int, size: int) -> None:
-    os.environ |= {
-        "GROUP_RANK": str(rank // size),
-        "LOCAL_RANK": str(rank % size),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
 
 
 def batches(number: int) -> list[Any]:

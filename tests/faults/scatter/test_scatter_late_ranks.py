@@ -20,20 +20,12 @@ import tundish as td
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
-from rank_processes import Job, Line, outcome
+from rank_processes import Job, Line, on_nodes, outcome
 
 # The promise: a failure is known within so many seconds.
 KNOWN = 1.0
 # Rounds that a source may be ahead of a rank of its node.
 AHEAD = 4
-
-
-def on_nodes(rank: int, size: int) -> None:
-    os.environ |= {
-        "GROUP_RANK": str(rank // size),
-        "LOCAL_RANK": str(rank % size),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
 
 
 def a_round(rank: int, number: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import resource
 import sys
 from datetime import timedelta
@@ -18,15 +17,7 @@ import tundish as td
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
-from rank_processes import Job, Line, outcome
-
-
-def on_nodes(rank: int, size: int) -> None:
-    os.environ |= {
-        "GROUP_RANK": str(rank // size),
-        "LOCAL_RANK": str(rank % size),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
+from rank_processes import Job, Line, on_nodes, outcome
 
 
 def keep_every_batch(rank: int, line: Line) -> None:
