@@ -19,16 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
 from batches import KINDS, same
-from rank_processes import Job, Line, outcome
-
-
-def on_nodes(rank: int, size: int) -> None:
-    """Be on a node of so many ranks, as torchrun says it."""
-    os.environ |= {
-        "GROUP_RANK": str(rank // size),
-        "LOCAL_RANK": str(rank % size),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
+from rank_processes import Job, Line, on_nodes, outcome
 
 
 def batch(number: int) -> dict[str, Any]:
@@ -264,6 +255,30 @@ def test_ranks_along_another_dimension_get_the_same(node: int, tmp_path: Path) -
         for rank in range(4):
             job.tell(rank, node)
         job.expect_end()
+
+
+def source_closes_first(rank: int, line: Line) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    group, replicate, row = (mesh["data"], mesh["tensor"], rank // 2) if line.hear() else (None, None, rank)
+    width = 2 if group else 4
+    inner = Numbered(2 * width) if rank == 0 else None
+    with td.DispatchLoader(inner, group=group, replicate=replicate, prefetch=2) as loader:
+        if rank:
+            line.hear()
+        assert [number_of(mine) for mine in loader] == [row, row + width]
+
+
+@pytest.mark.parametrize("is_replicated", [True, False])
+def test_what_was_given_is_there_though_the_source_has_closed(is_replicated: bool, tmp_path: Path) -> None:
+    with Job(source_closes_first, 4, tmp_path) as job:
+        for rank in range(4):
+            job.tell(rank, is_replicated)
+        assert job.hear(0) == ("end of scenario",)
+        for rank in range(1, 4):
+            job.tell(rank)
+        job.expect_end(1, 2, 3)
 
 
 def what_is_refused(rank: int, line: Line) -> None:

@@ -52,12 +52,18 @@ class Arrival(NamedTuple):
         memory: the bytes of its tensors, None where there are none.
         parcel: what they lie in, where others are to get it from this rank.
         on_device: the bytes, where they came to a device.
+        tensors: over the bytes, where they were made while these were still being written.
     """
 
     schema: Schema
     memory: NDArray[np.uint8] | None
     parcel: _native.Parcel | None = None
     on_device: Tensor | None = None
+    tensors: list[Tensor] | None = None
+
+    def prepared(self) -> Arrival:
+        """The same with its tensors made; whatever they hold is not looked at."""
+        return self._replace(tensors=_host_tensors(self.schema.layout, self.memory))
 
     def staged(self, device: torch.device) -> Arrival:
         """The same in memory that `device` reads by itself, where it has such."""
@@ -72,7 +78,7 @@ class Arrival(NamedTuple):
         layout = self.schema.layout
         if self.on_device is not None:
             return self._build_there(self.on_device, device)
-        tensors = _host_tensors(layout, self.memory)
+        tensors = self.tensors or _host_tensors(layout, self.memory)
         if device is not None:
             if self.memory is None:
                 moved = torch.empty(0, dtype=torch.uint8, device=device)

@@ -16,7 +16,7 @@ import torch
 from tundish import _native
 from tundish.tree.describing import describe
 
-__all__ = ["Departure", "threads_of"]
+__all__ = ["Departure", "processors", "threads_of"]
 
 _get_is_cpu = operator.attrgetter("is_cpu")
 # As these tensors of any dtype are copied: of some torch knows no more than how wide they are.
@@ -86,5 +86,9 @@ def _copy(place: torch.Tensor, tensor: torch.Tensor) -> None:
 
 def threads_of(receivers: int) -> int:
     """How many threads copy for so many ranks of this node, which have work of their own."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_THREADS, processors // (receivers + 1)))
+    return max(1, min(_MOST_THREADS, processors() // (receivers + 1)))
+
+
+def processors() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

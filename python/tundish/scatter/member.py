@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tundish.distributed import Voter
 from tundish.errors import InvalidInputError, PeerFailedError, TimedOutError
-from tundish.scatter.departure import threads_of
+from tundish.scatter.departure import processors, threads_of
 from tundish.scatter.far import FarLane, send
 from tundish.scatter.meeting import Ways
 from tundish.scatter.messages import FAILED, LOST
@@ -93,9 +93,13 @@ class Member:
         self._waited = 0.0
         self._ways: Ways | None = None
         self._threads = 1
+        self._announces = False
         if voter is not None and len(place.ranks) > 1:
             self._ways = Ways(voter, place, shared_memory=shared_memory, timeout=timeout, direct=direct)
-            self._threads = threads_of(len(self._ways.near))
+            receivers = len(self._ways.near)
+            self._threads = threads_of(receivers)
+            # Whoever is ahead of its caller has time enough, and who has no processor to itself takes the source's.
+            self._announces = not in_loop and processors() > receivers
 
     @property
     def is_source(self) -> bool:

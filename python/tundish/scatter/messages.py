@@ -20,6 +20,8 @@ __all__ = [
     "BATCH",
     "DIRECT",
     "FAILED",
+    "FILLED",
+    "FILLING",
     "FRESH",
     "HEAD_BYTES",
     "LOST",
@@ -34,13 +36,15 @@ __all__ = [
 ]
 
 # A batch; none for this rank; the source failed in this round; a rank is lost, in this round and all later ones; what
-# the next message says, where that is too long for it; a text in place of the batches of a round.
+# the next message says, where that is too long for it; a text in place of the batches of a round; that the batch of
+# this round, which was said to be on its way, is there.
 BATCH: Final = 1
 NOTHING: Final = 2
 FAILED: Final = 3
 LOST: Final = 4
 SAID: Final = 5
 NOTE: Final = 6
+FILLED: Final = 7
 
 # How the schema is told: whole, with its values or, where these are the last ones of their place too, not at all.
 _WHOLE: Final = 1
@@ -53,6 +57,8 @@ FRESH: Final = 8
 SHARED: Final = 16
 # Tensors come from device to device, and all receivers on other nodes take part in that.
 DIRECT: Final = 32
+# The bytes are still being written: what the receiver has to do beforehand it can do meanwhile.
+FILLING: Final = 64
 # Schemas that a receiver keeps.
 _KNOWN = 64
 _HEAD = struct.Struct("<QBBHIQiQQQQ")
@@ -151,7 +157,7 @@ class Known:
 
     def hear(self, head: Head, said: bytes | bytearray) -> Schema:
         """The schema that a message tells. Raises `NotPicklableError` where a type that it names is not found here."""
-        flags = head.flags & ~(FRESH | SHARED | DIRECT)
+        flags = head.flags & ~(FRESH | SHARED | DIRECT | FILLING)
         if flags == _WHOLE:
             try:
                 schema = Schema.decode(said)

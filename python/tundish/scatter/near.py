@@ -7,7 +7,9 @@ A `NearLane` is the source's end, a `NearEnd` the receiver's. What always holds:
    is its receiver's own.
 2. The descriptor of memory that a receiver does not know is on the line before the message that refers to it. What a
    source gave is there for its receivers though the source has ended.
-3. A source is at most `_ROUNDS` rounds ahead of a receiver, and `limit` bytes, or one batch where that is larger. What
+3. Memory that a message refers to holds the batch, or the message says that it is on its way and another one follows:
+   that it is there, or why it will not be.
+4. A source is at most `_ROUNDS` rounds ahead of a receiver, and `limit` bytes, or one batch where that is larger. What
    it fails with has a place even so.
 """
 
@@ -32,6 +34,8 @@ from tundish.scatter.departure import Departure
 from tundish.scatter.messages import (
     BATCH,
     FAILED,
+    FILLED,
+    FILLING,
     FRESH,
     HEAD_BYTES,
     LOST,
@@ -54,9 +58,10 @@ __all__ = ["MOST_HELD", "NearEnd", "NearLane", "Shipment", "own_pages"]
 # ordinary memory.
 MOST_HELD: Final = 128
 
-# Rounds that a source may be ahead, and messages more for what it fails with.
+# Rounds that a source may be ahead, of a message or two, and messages more for what it fails with.
 _ROUNDS = 4
 _SPARE = 2
+_SLOTS = 2 * _ROUNDS + 1 + _SPARE
 # Room for a message; what is longer goes into the parcel.
 _MESSAGE_BYTES = 32 * 1024
 # As many segments as a receiver keeps mapped.
@@ -92,7 +97,7 @@ class NearLane:
         self.arena = _native.SegmentArena(limit)
         self._line = line
         self._limit = limit
-        self._board = _native.TaskBoard(_ROUNDS + _SPARE, _MESSAGE_BYTES)
+        self._board = _native.TaskBoard(_SLOTS, _MESSAGE_BYTES)
         self._told = Told()
         # What the receiver has not taken yet, by ticket: its bytes, and of what others get too the shipment.
         self._ahead: dict[int, tuple[int, Shipment | None]] = {}
@@ -115,6 +120,30 @@ class NearLane:
         except BaseException:
             self._told.forget()
             raise
+        return departure.size
+
+    def announce(self, number: int, departure: Departure, wait: Waiter) -> _native.Parcel:
+        """Send the head of a batch that `fill` is to follow: the receiver gets ready meanwhile."""
+        parcel = None
+        try:
+            head, said = self._head(number, departure.schema, departure.size, wait)
+            self._make_room(departure.size, wait)
+            parcel = self.arena.take(departure.size)
+            head = head._replace(flags=head.flags | FILLING, reference=parcel.reference())
+            self._put(self._announced(head, parcel).pack() + said, departure.size, None)
+        except BaseException:
+            self._told.forget()
+            if parcel is not None:
+                parcel.revoke()
+            raise
+        return parcel
+
+    def fill(self, number: int, departure: Departure, parcel: _native.Parcel) -> int:
+        """Write what was announced and say so; the bytes that were copied."""
+        departure.write(parcel)
+        if self._board.put(0, Head(number, FILLED).pack()) is None:
+            raise RuntimeError("a board has no room where fewer messages than it holds are on it")
+        parcel.release()
         return departure.size
 
     def load(self, departure: Departure) -> Shipment:
@@ -147,6 +176,10 @@ class NearLane:
         return self.arena.stats()
 
     def close(self) -> None:
+        """Let go of line and memory; what the receiver has not taken yet is there for it all the same."""
+        for _, shipment in self._ahead.values():
+            if shipment is not None:
+                shipment.parcel.release()
         self._line.close()
 
     def _head(self, number: int, schema: Schema, size: int, wait: Waiter) -> tuple[Head, bytes]:

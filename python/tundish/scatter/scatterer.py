@@ -18,17 +18,21 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.departure import Departure
 from tundish.scatter.direct import Direct
 from tundish.scatter.far import FarLane, send
 from tundish.scatter.member import Member
-from tundish.scatter.messages import DIRECT, FAILED, LOST, NOTE, NOTHING, Head
+from tundish.scatter.messages import DIRECT, FAILED, FILLED, FILLING, LOST, NOTE, NOTHING, Head
 from tundish.scatter.near import NearEnd, NearLane, Shipment, own_pages
 from tundish.tree.describing import describe
 
 __all__ = ["Note", "Scatterer"]
+
+# A smaller batch is there sooner than its receiver could make use of hearing that it comes.
+_WORTH_ANNOUNCING = 128 << 10
 
 # Of a round without a batch: what it is, and what is said of it.
 _Word = tuple[int, str]
@@ -167,21 +171,7 @@ class Scatterer(Member):
             job = ways.courier.do(lambda: send(messages, reached))
             for far in ways.far:
                 del untold[far.rank]
-        readers = Counter(id(departures[lane.rank]) for lane in ways.near)
-        shipments: dict[int, Shipment] = {}
-        for lane in ways.near:
-            departure, wait = departures[lane.rank], self._waiter(lane.rank)
-            if isinstance(departure, tuple):
-                lane.say(number, *departure, wait)
-            elif readers[id(departure)] == 1 or not departure.size:
-                self._sent_bytes += lane.give(number, departure, wait)
-            else:
-                shipment = shipments.get(id(departure))
-                if shipment is None:
-                    shipment = shipments[id(departure)] = lane.load(departure)
-                    self._sent_bytes += departure.size
-                lane.share(number, departure.schema, departure.size, shipment, wait)
-            del untold[lane.rank]
+        self._send_near(ways.near, departures, untold)
         self._batches += sum(isinstance(departure, Departure) for departure in departures.values())
         if job is not None:
             self._wait(job.wait, lambda: reached[-1] if reached else None)
@@ -195,6 +185,44 @@ class Scatterer(Member):
             for rank, error in errors.items():
                 raise self._lose(rank, f"could not be sent its batch ({error})") from error
 
+    def _send_near(
+        self,
+        lanes: list[NearLane],
+        departures: dict[int, Departure | _Word],
+        untold: dict[int, NearLane | FarLane],
+    ) -> None:
+        number = self._number
+        readers = Counter(id(departures[lane.rank]) for lane in lanes)
+        shipments: dict[int, Shipment] = {}
+        announced: list[tuple[NearLane, Departure, _native.Parcel]] = []
+        try:
+            for lane in lanes:
+                departure, wait = departures[lane.rank], self._waiter(lane.rank)
+                if isinstance(departure, tuple):
+                    lane.say(number, *departure, wait)
+                elif not departure.size:
+                    lane.give(number, departure, wait)
+                elif readers[id(departure)] > 1:
+                    shipment = shipments.get(id(departure))
+                    if shipment is None:
+                        shipment = shipments[id(departure)] = lane.load(departure)
+                        self._sent_bytes += departure.size
+                    lane.share(number, departure.schema, departure.size, shipment, wait)
+                elif self._announces and departure.size >= _WORTH_ANNOUNCING:
+                    announced.append((lane, departure, lane.announce(number, departure, wait)))
+                    continue
+                else:
+                    self._sent_bytes += lane.give(number, departure, wait)
+                del untold[lane.rank]
+            while announced:
+                lane, departure, parcel = announced[0]
+                self._sent_bytes += lane.fill(number, departure, parcel)
+                del untold[lane.rank], announced[0]
+        finally:
+            # Whoever waits for one of these is told why it does not come, once he has looked at what was announced.
+            for _, _, parcel in announced:
+                parcel.release()
+
     # On a receiver.
 
     def take(self) -> Arrival | Note | None:
@@ -205,6 +233,7 @@ class Scatterer(Member):
             TimedOutError: the source gave nothing in time.
         """
         self._begin()
+        ready: Arrival | str = ""
         while True:
             message, self._early = self._early, None
             try:
@@ -217,7 +246,11 @@ class Scatterer(Member):
                 continue
             head, content = message
             if head.number == self._number:
-                break
+                if not head.flags & FILLING:
+                    break
+                if isinstance(content, Arrival):
+                    ready = content.prepared()
+                continue
             # One of an earlier round is of one that this rank left.
             if head.number > self._number:
                 self._early = message
@@ -229,6 +262,8 @@ class Scatterer(Member):
         if head.kind == FAILED:
             rank, _, text = str(content).partition("\n")
             raise PeerFailedError(f"scatter: rank {rank}, the source, {text}", int(rank))
+        if head.kind == FILLED:
+            content = ready
         if isinstance(content, Arrival):
             self._batches += 1
             return content

@@ -1,0 +1,168 @@
+"""Batches that are announced while they are still being written, and what comes between.
+
+The ranks believe that there is a processor for each of them, as whoever has none is not told beforehand.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+from rank_processes import Job, Line, outcome
+
+# The promise: a failure, or a rank that was killed, is known within so many seconds.
+KNOWN = 1.0
+# 400 KB, which is announced.
+LARGE = 100_000
+
+
+def with_processors() -> None:
+    import tundish.scatter.member as member
+
+    member.processors = lambda: 64  # type: ignore[attr-defined]
+
+
+def on_write(act: Callable[[int], None]) -> None:
+    """Call `act` with the number of each batch that is about to be written, from 1 on."""
+    from tundish.scatter.departure import Departure
+
+    write, count = Departure.write, 0
+
+    def writing(departure: Any, parcel: Any) -> None:
+        nonlocal count
+        count += 1
+        act(count)
+        write(departure, parcel)
+
+    Departure.write = writing  # type: ignore[method-assign]
+
+
+def batch(number: int, rank: int, size: int = LARGE) -> dict[str, Any]:
+    return {"x": torch.full((size,), 10 * number + rank, dtype=torch.int32), "rest": [torch.ones(number + 1)]}
+
+
+def a_round(rank: int, number: int, size: int = LARGE) -> dict[str, Any]:
+    mine: dict[str, Any] = td.scatter_batch(
+        [batch(number, other, size) for other in range(3)] if rank == 0 else None
+    )
+    check(mine, rank, number, size)
+    return mine
+
+
+def check(mine: dict[str, Any], rank: int, number: int, size: int = LARGE) -> None:
+    assert mine["x"].shape == (size,) and bool((mine["x"] == 10 * number + rank).all())
+    assert mine["rest"][0].tolist() == [1.0] * (number + 1)
+
+
+def many_rounds(rank: int, line: Line) -> None:
+    with_processors()
+    sizes = [LARGE, 10, 33_000, 32_000, 250_000, 0, LARGE]
+    kept = [a_round(rank, number, sizes[number % len(sizes)]) for number in range(40)]
+    for number, mine in enumerate(kept):
+        check(mine, rank, number, sizes[number % len(sizes)])
+
+
+def test_batches_of_all_sizes_come_whole_and_stay(tmp_path: Path) -> None:
+    with Job(many_rounds, 3, tmp_path) as job:
+        job.expect_end()
+
+
+def fails_in_writing(rank: int, line: Line) -> None:
+    with_processors()
+    a_round(rank, 0)
+
+    def fail(count: int) -> None:
+        if count == 2:
+            raise RuntimeError("the disk behind this batch is gone")
+
+    if rank == 0:
+        on_write(fail)
+    begin = time.monotonic()
+    kind, text, lost = outcome(lambda: a_round(rank, 1))
+    assert time.monotonic() - begin < KNOWN
+    if rank == 0:
+        assert kind == "RuntimeError"
+    elif rank == 1:
+        assert not kind
+    else:
+        assert (kind, lost) == ("PeerFailedError", 0) and "the disk behind this batch is gone" in text
+    for number in range(2, 8):
+        a_round(rank, number)
+
+
+def test_what_fails_while_a_batch_is_written_is_told_to_who_waits_for_it(tmp_path: Path) -> None:
+    with Job(fails_in_writing, 3, tmp_path) as job:
+        job.expect_end()
+
+
+def dies_in_writing(rank: int, line: Line) -> None:
+    with_processors()
+    a_round(rank, 0)
+
+    def die(count: int) -> None:
+        line.say(time.monotonic())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 0:
+        on_write(die)
+    line.say(*outcome(lambda: a_round(rank, 1)), time.monotonic())
+
+
+def test_a_source_that_dies_while_it_writes_is_named(tmp_path: Path) -> None:
+    with Job(dies_in_writing, 3, tmp_path) as job:
+        (died,) = job.hear(0)
+        for kind, text, lost, at in job.hear_all(1, 2):
+            assert (kind, lost) == ("PeerFailedError", 0), text
+            assert at - died < KNOWN
+        job.expect_end(1, 2)
+
+
+def interrupted(rank: int, line: Line) -> None:
+    with_processors()
+    a_round(rank, 0)
+    written = threading.Event()
+
+    def hold(_: int) -> None:
+        if not written.is_set():
+            line.say("writing")
+            line.hear()
+
+    if rank == 0:
+        on_write(hold)
+    elif rank == 2:
+        line.say("waiting")
+    kind, _, _ = outcome(lambda: a_round(rank, 1))
+    assert kind == ("KeyboardInterrupt" if rank == 2 else "")
+    written.set()
+    line.say("on")
+    for number in range(2, 8):
+        a_round(rank, number)
+
+
+@pytest.mark.parametrize("repeat", range(3))
+def test_ctrl_c_while_a_batch_is_awaited_leaves_the_rounds_in_step(repeat: int, tmp_path: Path) -> None:
+    with Job(interrupted, 3, tmp_path) as job:
+        assert job.hear(2) == ("waiting",)
+        assert job.hear(0) == ("writing",)
+        # Now it is announced to both.
+        time.sleep(0.1 * repeat)
+        job.signal(2, signal.SIGINT)
+        assert job.hear(2) == ("on",)
+        job.tell(0)
+        assert job.hear(0) == ("writing",)
+        job.tell(0)
+        assert job.hear_all(0, 1) == [("on",)] * 2
+        job.expect_end()
