@@ -24,13 +24,16 @@ _LOOK_SECONDS = 0.05
 
 
 class Rounds(Protocol):
-    """The rounds of one pass."""
+    """The rounds of one pass. Ctrl-C may come between any two calls, and in the middle of `start` and `take`."""
+
+    def start(self) -> None:
+        """Make them, where somebody does so ahead."""
 
     def take(self) -> Round | None:
         """The next one; None at the end."""
 
     def leave(self) -> None:
-        """No more are wanted. Does not wait."""
+        """No more are wanted, whether they were started or not. Does not wait."""
 
     def join(self, seconds: float) -> bool:
         """Whether within so many seconds this rank is ready for the next pass."""
@@ -79,13 +82,17 @@ class Inline(_Ending):
         self._pass = source
         self._taken = 0
 
+    def start(self) -> None:
+        pass
+
     def take(self) -> Round | None:
         try:
             found = self._pass.step()
             if found is None:
                 self._pass.finish()
         except BaseException:
-            self._is_over()
+            # Who has not been told of the error, which may be Ctrl-C anywhere, hears that this rank leaves.
+            self.leave()
             raise
         if found is None:
             self._is_over()
@@ -126,13 +133,17 @@ class Ahead(_Ending):
         self._patience = patience
         self._shelf = shelf = Shelf[Round](most, most_bytes)
         source.touch = shelf.touch
-        threading.Thread(
+        self._thread = threading.Thread(
             target=_make, args=(source, shelf, self._is_over), name="tundish-dispatch", daemon=True
-        ).start()
+        )
 
     @property
     def stock(self) -> tuple[int, int]:
         return self._shelf.stock
+
+    def start(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
 
     def take(self) -> Round | None:
         shelf, begin = self._shelf, time.monotonic()
@@ -151,6 +162,9 @@ class Ahead(_Ending):
         if not self._shelf.is_left():
             self._shelf.leave()
             self._pass.depart(self._shelf.taken)
+        # Others are in the pass even so: what they send is to be read, and what they wait for is to be told.
+        with contextlib.suppress(RuntimeError):
+            self.start()
 
 
 def _make(source: Pass, shelf: Shelf[Round], over: Callable[[], None]) -> None:

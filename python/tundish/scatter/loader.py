@@ -182,38 +182,20 @@ class DispatchLoader(Generic[T_co]):
     def __iter__(self) -> Iterator[T_co]:
         """Collective: a pass through what is left of the epoch, and from then on through whole ones."""
         self._settle()
-        self._passes += 1
-        scatterer, standing = self._scatterer, self._standing
-        scatterer.skip_to(self._passes << _ROUND_BITS)
-        skip, state = standing.begin()
-        if not self._is_source:
-            if self._stops is None:
-                raise InvalidInputError("torch.distributed was taken down since this loader was made")
-            receiving = ReceiverPass(scatterer, self._stops, self._passes, self._device)
-            return self._passing(
-                receiving,
-                Ahead(
-                    receiving,
-                    most=self._prefetch + _MORE_ROUNDS,
-                    most_bytes=self._prefetch_bytes,
-                    patience=(self._timeout, f"the source, rank {scatterer.place.source},"),
-                ),
-            )
-        counts_bytes = self._prefetch > 1 and scatterer.place.batches == 1
-        sending = SourcePass(scatterer, self._stops, self._passes, self._device, counts_bytes=counts_bytes)
+        number = self._passes + 1
+        self._scatterer.skip_to(number << _ROUND_BITS)
+        made, rounds, begin = self._sending(number) if self._is_source else self._receiving(number)
+        # From here on this rank is in the pass, and leaves it where it gets no further.
         try:
-            sending.begin(
-                lambda: Start(standing.epoch, skip, length_of(self._loader)),
-                functools.partial(self._read, skip, state),
-            )
-            if self._prefetch == 0:
-                return self._passing(sending, Inline(sending))
-            return self._passing(
-                sending, Ahead(sending, most=self._prefetch, most_bytes=self._prefetch_bytes)
-            )
+            self._passes, self._pass, self._rounds = number, made, rounds
+            begin()
+            rounds.start()
+            passage = _Passage(self, made, rounds)
+            self._passage = weakref.ref(passage)
         except BaseException:
-            sending.leave(0)
+            rounds.leave()
             raise
+        return passage
 
     def __len__(self) -> int:
         """Rounds of a whole epoch. Raises `InvalidTypeError` where the source's loader does not know its length."""
@@ -338,11 +320,37 @@ class DispatchLoader(Generic[T_co]):
                 show=show,
             )
 
-    def _passing(self, source: Pass, rounds: Rounds) -> _Passage[T_co]:
-        self._pass, self._rounds = source, rounds
-        passage = _Passage(self, source, rounds)
-        self._passage = weakref.ref(passage)
-        return passage
+    def _sending(self, number: int) -> tuple[Pass, Rounds, Callable[[], None]]:
+        """A pass on the source, its rounds, and what begins it."""
+        standing, scatterer = self._standing, self._scatterer
+        skip, state = standing.begin()
+        counts_bytes = self._prefetch > 1 and scatterer.place.batches == 1
+        sending = SourcePass(scatterer, self._stops, number, self._device, counts_bytes=counts_bytes)
+        rounds: Rounds = Inline(sending)
+        if self._prefetch > 0:
+            rounds = Ahead(sending, most=self._prefetch, most_bytes=self._prefetch_bytes)
+        return (
+            sending,
+            rounds,
+            lambda: sending.begin(
+                lambda: Start(standing.epoch, skip, length_of(self._loader)),
+                functools.partial(self._read, skip, state),
+            ),
+        )
+
+    def _receiving(self, number: int) -> tuple[Pass, Rounds, Callable[[], None]]:
+        """As `_sending`, on a receiver."""
+        if self._stops is None:
+            raise InvalidInputError("torch.distributed was taken down since this loader was made")
+        self._standing.begin()
+        receiving = ReceiverPass(self._scatterer, self._stops, number, self._device)
+        rounds = Ahead(
+            receiving,
+            most=self._prefetch + _MORE_ROUNDS,
+            most_bytes=self._prefetch_bytes,
+            patience=(self._timeout, f"the source, rank {self._scatterer.place.source},"),
+        )
+        return receiving, rounds, lambda: None
 
     def _settle(self) -> None:
         """Have the pass before end, where one is under way."""

@@ -52,7 +52,7 @@ from tundish.tree import Schema
 if TYPE_CHECKING:
     from tundish._native import ArenaStats
 
-__all__ = ["MOST_HELD", "NearEnd", "NearLane", "Shipment", "own_pages"]
+__all__ = ["MOST_HELD", "HungUpError", "NearEnd", "NearLane", "Shipment", "own_pages"]
 
 # Batches in memory that is used again, which take a descriptor each. Whoever keeps more of them has the others in
 # ordinary memory.
@@ -71,6 +71,14 @@ _DESCRIPTOR = struct.calcsize("i")
 _MARK = struct.Struct("<Q?")
 # What wants to wait gives this the wait itself, which takes seconds and says whether it came to its end.
 Waiter = Callable[[Callable[[float], bool]], None]
+
+
+class HungUpError(Exception):
+    """The other end of a line is closed."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
 
 
 class Shipment:
@@ -236,7 +244,10 @@ class NearLane:
             return head
         if len(self._known) >= _MOST_KNOWN:
             del self._known[next(iter(self._known))]
-        socket.send_fds(self._line, [mark], [parcel.descriptor])
+        try:
+            socket.send_fds(self._line, [mark], [parcel.descriptor])
+        except ConnectionError as error:
+            raise HungUpError(self.rank) from error
         self._known[mark] = None
         return head._replace(flags=head.flags | FRESH)
 

@@ -26,7 +26,7 @@ from tundish.scatter.direct import Direct
 from tundish.scatter.far import FarLane, send
 from tundish.scatter.member import Member
 from tundish.scatter.messages import DIRECT, FAILED, FILLED, FILLING, LOST, NOTE, NOTHING, Head
-from tundish.scatter.near import NearEnd, NearLane, Shipment, own_pages
+from tundish.scatter.near import HungUpError, NearEnd, NearLane, Shipment, own_pages
 from tundish.tree.describing import describe
 
 __all__ = ["Note", "Scatterer"]
@@ -218,6 +218,8 @@ class Scatterer(Member):
                 lane, departure, parcel = announced[0]
                 self._sent_bytes += lane.fill(number, departure, parcel)
                 del untold[lane.rank], announced[0]
+        except HungUpError as error:
+            raise self._lose(error.rank, "was killed or has ended") from error
         finally:
             # Whoever waits for one of these is told why it does not come, once he has looked at what was announced.
             for _, _, parcel in announced:
@@ -322,8 +324,11 @@ class Scatterer(Member):
                 lane.say(head.number, head.kind, content, self._waiter(lane.rank))
             return content
         shipment = None if content.parcel is None else Shipment(content.parcel)
-        for lane in lanes:
-            lane.share(head.number, content.schema, head.size, shipment, self._waiter(lane.rank))
+        try:
+            for lane in lanes:
+                lane.share(head.number, content.schema, head.size, shipment, self._waiter(lane.rank))
+        except HungUpError as error:
+            raise self._lose(error.rank, "was killed or has ended") from error
         if shipment is None:
             return content
         # As all who share it.

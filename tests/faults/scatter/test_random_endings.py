@@ -1,0 +1,114 @@
+"""Ranks in a loop over a loader are killed or interrupted at random moments, again and again.
+
+With a fixed seed; 200 times under `make soak`. Whatever ended when: every batch that came is the right one, the others
+hear of it in time, and after Ctrl-C the same loader feeds all again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+from rank_processes import Job, Line, on_nodes
+from soak import IS_SOAK
+
+ENDINGS = 200 if IS_SOAK else 8
+# The promise: whoever is killed or leaves is known within so many seconds.
+KNOWN = 1.0
+# One batch is small, one is announced before it is written, one is written past the caches.
+SIZES = (100, 100_000, 1_200_000)
+
+
+class Endless:
+    """Batches told by their numbers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        number = 0
+        while True:
+            yield torch.full((SIZES[number // dist.get_world_size() % 3],), number)
+            number += 1
+
+
+def check(rank: int, came: int, mine: torch.Tensor) -> None:
+    assert len(mine) == SIZES[came % 3] and bool((mine == came * dist.get_world_size() + rank).all())
+
+
+def in_the_loop(rank: int, line: Line) -> None:
+    node, prefetch = line.hear()
+    on_nodes(rank, node)
+    with td.DispatchLoader(Endless() if rank == 0 else None, prefetch=prefetch) as loader:
+        for mine in loader:
+            check(rank, 0, mine)
+            break
+        dist.barrier()
+        import faulthandler; faulthandler.dump_traceback_later(6)
+        line.say("begun")
+        try:
+            for came, mine in enumerate(loader):
+                check(rank, came, mine)
+        except KeyboardInterrupt:
+            line.say(rank, time.monotonic())
+        except (td.errors.PeerFailedError, td.errors.PeerStoppedError) as error:
+            line.say(error.rank, time.monotonic())
+        if line.hear():
+            for came, mine in zip(range(5), loader, strict=False):
+                check(rank, came, mine)
+        dist_is_whole = line.hear()
+    if not dist_is_whole:
+        # As a job does that another rank's death ends.
+        os._exit(0)
+
+
+def cases() -> list[Any]:
+    draw = random.Random(20)
+    return [
+        (
+            draw.choice([1, 2, 3]),
+            draw.choice([0, 1, 3]),
+            draw.randrange(3),
+            bool(number % 2),
+            draw.uniform(0, 0.3),
+        )
+        for number in range(ENDINGS)
+    ]
+
+
+@pytest.mark.parametrize(("node", "prefetch", "victim", "is_killed", "seconds"), cases())
+def test_whoever_ends_when_the_others_hear_of_it(
+    node: int, prefetch: int, victim: int, is_killed: bool, seconds: float, tmp_path: Path
+) -> None:
+    with Job(in_the_loop, 3, tmp_path) as job:
+        others = [rank for rank in range(3) if rank != victim]
+        for rank in range(3):
+            job.tell(rank, (node, prefetch))
+        assert job.hear_all() == [("begun",)] * 3
+        time.sleep(seconds)
+        begin = time.monotonic()
+        job.signal(victim, signal.SIGKILL if is_killed else signal.SIGINT)
+        left = others if is_killed else [0, 1, 2]
+        for ended, at in job.hear_all(*left):
+            assert ended == victim
+            assert at - begin < KNOWN
+        for rank in left:
+            job.tell(rank, not is_killed)
+        for rank in left:
+            job.tell(rank, not is_killed)
+        if is_killed:
+            assert [job.exit_code(rank) for rank in others] == [0, 0]
+        else:
+            job.expect_end()
