@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["JobStore", "distributed_module", "store_host_rank"]
+__all__ = ["JobStore", "distributed_module", "store_address", "store_host_rank"]
 
 # What compare_set hands back for a key that does not exist; no value that is stored here equals it.
 _ABSENT = "\x00"
@@ -41,6 +41,12 @@ def store_host_rank(store: Any) -> int | None:
     if _tcp_store(store) is None:
         return None
     return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else 0
+
+
+def store_address(store: Any) -> tuple[str, int] | None:
+    """Host and port at which `store` is served; None where it is not a TCPStore."""
+    server = _tcp_store(store)
+    return None if server is None else (server.host, server.port)
 
 
 class JobStore:

@@ -1,7 +1,8 @@
-"""Noticing at once that a process of this node is gone, by what the kernel drops with it.
+"""Noticing at once that another process is gone, by what the kernel drops with it.
 
 A `PeerWatch` owns one listening unix socket in the abstract namespace (it has no file, so nothing is
-left on disk) and one connection to each peer's listening socket. What always holds:
+left on disk) and one connection to each peer's listening socket, for peers of this node, or whichever
+connection it was given. What always holds:
 
 1. Nobody accepts or writes: a connection stays silent until its peer's listening socket is gone, so
    any event on it means that the peer ended, was killed, or closed its watch.
@@ -22,6 +23,7 @@ import secrets
 import select
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -52,7 +54,7 @@ def node_identity() -> str:
 
 
 class PeerWatch:
-    """Watches peers on this node; to be used by one thread at a time.
+    """Watches peers; to be used by one thread at a time, but for `vanished`.
 
     `address` names this process's socket (empty where the system has none); peers pass it to `connect`.
     """
@@ -62,13 +64,14 @@ class PeerWatch:
         self._listener: socket.socket | None = None
         self._connections: dict[int, tuple[int, socket.socket]] = {}
         self._vanished: set[int] = set()
+        self._polling = threading.Lock()
         self._poll = select.poll()
         if sys.platform == "linux":
             self.address = f"tundish-watch-{secrets.token_hex(16)}"
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._listener.bind(f"\0{self.address}")
             self._listener.listen(_BACKLOG)
-            _open_watches.add(self)
+        _open_watches.add(self)
 
     def connect(self, peers: Mapping[int, str]) -> None:
         """Watch `peers`, a mapping of rank to address; one that is gone already counts as vanished."""
@@ -87,8 +90,12 @@ class PeerWatch:
                 # Out of descriptors, say: no sign of death. Deadlines have to do for this peer.
                 connection.close()
                 continue
-            self._connections[connection.fileno()] = (rank, connection)
-            self._poll.register(connection, select.POLLIN)
+            self.adopt(rank, connection)
+
+    def adopt(self, rank: int, connection: socket.socket) -> None:
+        """Watch `rank` by a connection to it on which nobody writes; it is this watch's from here on."""
+        self._connections[connection.fileno()] = (rank, connection)
+        self._poll.register(connection, select.POLLIN)
 
     def vanished(self) -> frozenset[int]:
         """The ranks found gone so far."""
@@ -101,12 +108,12 @@ class PeerWatch:
         if not self._connections or 0 < seconds < 0.001:
             time.sleep(seconds)
             return
-        events = self._poll.poll(math.ceil(seconds * 1000))
-        for descriptor, _ in events:
-            rank, connection = self._connections.pop(descriptor)
-            self._poll.unregister(descriptor)
-            connection.close()
-            self._vanished.add(rank)
+        with self._polling:
+            for descriptor, _ in self._poll.poll(math.ceil(seconds * 1000)):
+                rank, connection = self._connections.pop(descriptor)
+                self._poll.unregister(descriptor)
+                connection.close()
+                self._vanished.add(rank)
 
     def close(self) -> None:
         """Close every socket; peers that still watch this process see it vanish."""

@@ -15,7 +15,7 @@ from typing import Protocol
 from tundish.errors import TimedOutError
 from tundish.scatter.passes import Pass, Round
 from tundish.scatter.shelf import Shelf
-from tundish.waiting import wait_for
+from tundish.waiting import Moment, wait_for
 
 __all__ = ["Ahead", "Inline", "Rounds"]
 
@@ -50,7 +50,7 @@ class _Ending:
     """Whether a pass is over, and what is to be done then."""
 
     def __init__(self) -> None:
-        self._over = threading.Event()
+        self._over = Moment()
         # A loader may be collected in the middle of what holds it.
         self._lock = threading.RLock()
         self._calls: list[Callable[[], None]] = []
@@ -60,14 +60,14 @@ class _Ending:
 
     def then(self, call: Callable[[], None]) -> None:
         with self._lock:
-            if not self._over.is_set():
+            if not self._over.has_come():
                 self._calls.append(call)
                 return
         call()
 
     def _is_over(self) -> None:
         with self._lock:
-            self._over.set()
+            self._over.come()
         for call in self._calls:
             call()
 
@@ -101,7 +101,7 @@ class Inline(_Ending):
         return found
 
     def leave(self) -> None:
-        if self._over.is_set():
+        if self._over.has_come():
             return
 
         def leave() -> None:
@@ -133,17 +133,22 @@ class Ahead(_Ending):
         self._patience = patience
         self._shelf = shelf = Shelf[Round](most, most_bytes)
         source.touch = shelf.touch
-        self._thread = threading.Thread(
-            target=_make, args=(source, shelf, self._is_over), name="tundish-dispatch", daemon=True
-        )
+        # Ctrl-C may leave it open whether a thread was started; of two, one makes the rounds.
+        self._is_started = False
+        self._turn = threading.Lock()
 
     @property
     def stock(self) -> tuple[int, int]:
         return self._shelf.stock
 
     def start(self) -> None:
-        if self._thread.ident is None:
-            self._thread.start()
+        threading.Thread(
+            target=_make,
+            args=(self._turn, self._pass, self._shelf, self._is_over),
+            name="tundish-dispatch",
+            daemon=True,
+        ).start()
+        self._is_started = True
 
     def take(self) -> Round | None:
         shelf, begin = self._shelf, time.monotonic()
@@ -163,11 +168,14 @@ class Ahead(_Ending):
             self._shelf.leave()
             self._pass.depart(self._shelf.taken)
         # Others are in the pass even so: what they send is to be read, and what they wait for is to be told.
-        with contextlib.suppress(RuntimeError):
-            self.start()
+        if not self._is_started:
+            with contextlib.suppress(RuntimeError):
+                self.start()
 
 
-def _make(source: Pass, shelf: Shelf[Round], over: Callable[[], None]) -> None:
+def _make(turn: threading.Lock, source: Pass, shelf: Shelf[Round], over: Callable[[], None]) -> None:
+    if not turn.acquire(blocking=False):
+        return
     try:
         try:
             _fill(source, shelf)

@@ -27,6 +27,7 @@ from tundish.scatter.departure import Departure
 from tundish.scatter.messages import BATCH, DIRECT, HEAD_BYTES, Head, Known, Told
 from tundish.scatter.near import MOST_HELD
 from tundish.tree.layout import Layout
+from tundish.waiting import Moment
 
 __all__ = ["Courier", "FarEnd", "FarLane", "Job", "send"]
 
@@ -55,7 +56,7 @@ class Job(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work = work
-        self._over = threading.Event()
+        self._over = Moment()
         self._result: list[T] = []
         self._error: BaseException | None = None
 
@@ -66,7 +67,7 @@ class Job(Generic[T]):
             self._error = error
         finally:
             del self._work
-            self._over.set()
+            self._over.come()
 
     def wait(self, seconds: float) -> bool:
         """Whether it is over within so many seconds."""

@@ -17,9 +17,10 @@ from typing import Any
 
 from tundish import _native
 from tundish.distributed import Voter, nodes_of
-from tundish.distributed.groups import make_group, unused_name
+from tundish.distributed.groups import make_group, membership, unused_name
 from tundish.distributed.jobstore import distributed_module
 from tundish.distributed.watch import PeerWatch
+from tundish.scatter.calling import Calls, call, greeted
 from tundish.scatter.direct import Direct
 from tundish.scatter.far import Courier, FarEnd, FarLane
 from tundish.scatter.near import NearEnd, NearLane
@@ -65,7 +66,7 @@ class Ways:
         far: on the source, those to ranks of other nodes.
         end: on a receiver, where its batches come.
         feeder: of the receiver whose they come from.
-        watch: of the ranks of this node.
+        watch: of the ranks on the other end of these.
         courier: who waits for what is far away.
         direct: the way between devices of this rank and those far away, where there is one.
     """
@@ -119,6 +120,12 @@ class Ways:
                 if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
                     distributed.destroy_process_group(group)
 
+    def renew_courier(self) -> None:
+        """Leave the courier to what it waits for, and have another one."""
+        if self.courier is not None:
+            self.courier.close()
+            self.courier = Courier()
+
     def _meet(self, voter: Voter, shared_memory: bool) -> None:
         place, timeout = self._place, self._timeout
         is_source = place.rank == place.source
@@ -134,24 +141,36 @@ class Ways:
         fed = [rank for rank, feeder in feeders.items() if feeder == place.rank]
         far = [rank for rank in place.ranks if rank not in feeders and rank != place.source]
         with contextlib.ExitStack() as stack:
-            told, listener = "[]", None
+            near, listener, calls = None, None, None
             if fed:
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 address = f"tundish-scatter-{secrets.token_hex(16)}"
                 listener.bind(f"\0{address}")
                 listener.listen(_BACKLOG)
-                told = json.dumps((address, self.watch.address, os.getpid()))
-            heard = json.loads(voter.pass_on(told, source=self.feeder, what=what, timeout=timeout))
+                near = address, self.watch.address, os.getpid()
+            if far and is_source:
+                # Without one, out of descriptors say, deadlines have to do.
+                with contextlib.suppress(OSError):
+                    calls = stack.enter_context(contextlib.closing(Calls(membership(None).store)))
+            told = json.dumps((near, None if calls is None else calls.invitation))
+            near, invitation = json.loads(voter.pass_on(told, source=self.feeder, what=what, timeout=timeout))
+            line = None
             # A connection waits in the feeder's queue, and what is said on it, until the feeder looks there.
             with voter.agreed(what, timeout=timeout):
                 if place.rank in feeders:
-                    self._call(*heard)
+                    self._call(*near)
+                elif place.rank in far and invitation is not None:
+                    line = call(invitation, place.rank)
             with voter.agreed(what, timeout=timeout):
                 if listener is not None:
                     self._answer(listener, fed)
+                for rank, caller in ({} if calls is None else calls.answer()).items():
+                    self.watch.adopt(rank, caller)
             with voter.agreed(what, timeout=timeout):
                 if place.rank in feeders:
-                    self._listen(heard[2])
+                    self._listen(near[2])
+                if line is not None and greeted(line, invitation):
+                    self.watch.adopt(place.source, line)
                 if far and (is_source or place.rank in far):
                     # Whoever passes batches on has to have them in host memory.
                     passed_on = any(rank in feeders.values() for rank in far)

@@ -198,14 +198,16 @@ class Member:
         deadline = begin + self._timeout.total_seconds() + (0.0 if self.is_source else _GRACE_SECONDS)
         try:
             while not wait(_LOOK_SECONDS):
-                if self._ways is not None and rank in self._ways.watch.vanished():
+                name = rank() if callable(rank) else rank
+                if name is not None and self._ways is not None and name in self._ways.watch.vanished():
                     # What it gave before stays.
                     if wait(0.0):
                         return
-                    raise self._lose(rank, "was killed or has ended")
+                    # A courier may wait for it without end, and the others are to be told.
+                    self._ways.renew_courier()
+                    raise self._lose(name, "was killed or has ended")
                 if time.monotonic() > deadline and not patient:
                     seconds = self._timeout.total_seconds()
-                    name = rank() if callable(rank) else rank
                     raise TimedOutError(
                         f"scatter: {'another rank' if name is None else f'rank {name}'} did not come within "
                         f"{seconds:.4g} s: hung, stopped or elsewhere in the program"
@@ -228,9 +230,9 @@ class Member:
             told = LOST, f"{self._lost.rank}\n{self._lost}"
         gone = ways.watch.vanished()
         lanes = self._lanes() if is_lost or self._in_loop else list(untold.values())
-        # Whoever has this round hears of it in the next.
         far: list[tuple[FarLane, list[Tensor]]] = []
         for lane in lanes:
+            # Whoever has this round hears of it in the next.
             number = self._number + (lane.rank not in untold)
             if isinstance(lane, FarLane):
                 # What was made for this round is not sent.
@@ -241,6 +243,9 @@ class Member:
                 continue
             try:
                 lane.say(number, *told, self._waiter(lane.rank))
+                if self._in_loop and lane.rank in untold:
+                    # Where Ctrl-C came in between nobody knows whether that one has this round.
+                    lane.say(number + 1, *told, self._waiter(lane.rank))
             except Exception as another:  # noqa: BLE001 (the first one is raised)
                 error.add_note(f"rank {lane.rank} could not be told of it: {another}")
         if far and ways.courier is not None:

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish import _native
-from tundish.errors import TimedOutError
+from tundish.errors import SegmentGoneError, TimedOutError
 from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
 from tundish.scatter.messages import (
@@ -279,14 +279,18 @@ class NearEnd:
         return bool(self._taken)
 
     def read(self) -> tuple[Head, Arrival | str] | None:
-        """The message that is there, with its batch or its text; None where another one belongs to it.
+        """The message that is there, with its batch or its text; None where another one belongs to it, or follows it.
 
         Where that fails it is gone.
         """
         ticket, _, message = self._taken[0]
         try:
             head = Head.unpack(message)
-            memory = None if head.reference == NOWHERE else self._open(head)
+            try:
+                memory = None if head.reference == NOWHERE else self._open(head)
+            except SegmentGoneError:
+                # The source was interrupted right after this message and took it back; it says so in another one.
+                return None
             if head.kind == SAID:
                 self._said = b"" if memory is None else memory.tobytes()
                 return None

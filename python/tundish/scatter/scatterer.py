@@ -168,9 +168,10 @@ class Scatterer(Member):
         reached: list[int] = []
         job = None
         if messages and ways.courier is not None:
-            job = ways.courier.do(lambda: send(messages, reached))
+            # Before they have it, as Ctrl-C may come in between: who is told of the next round in this one hears of it.
             for far in ways.far:
                 del untold[far.rank]
+            job = ways.courier.do(lambda: send(messages, reached))
         self._send_near(ways.near, departures, untold)
         self._batches += sum(isinstance(departure, Departure) for departure in departures.values())
         if job is not None:

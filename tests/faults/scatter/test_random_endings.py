@@ -56,10 +56,15 @@ def in_the_loop(rank: int, line: Line) -> None:
             check(rank, 0, mine)
             break
         dist.barrier()
-        import faulthandler; faulthandler.dump_traceback_later(6)
-        line.say("begun")
+
+        def begun() -> Iterator[torch.Tensor]:
+            iterator = iter(loader)
+            line.say("begun")
+            # Whoever keeps it has not left.
+            return iterator
+
         try:
-            for came, mine in enumerate(loader):
+            for came, mine in enumerate(begun()):
                 check(rank, came, mine)
         except KeyboardInterrupt:
             line.say(rank, time.monotonic())
