@@ -22,6 +22,7 @@ __all__ = [
     "ShardWriter",
     "SharedSegment",
     "TaskBoard",
+    "TensorExchange",
     "are_apart",
     "checksum_file",
     "default_arena_limit",
@@ -33,6 +34,7 @@ __all__ = [
     "open_checkpoints_readonly",
     "open_plan",
     "pack",
+    "quick_walk",
     "replace_file",
     "sample_index",
     "save",
@@ -374,3 +376,12 @@ class ParcelView:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 def are_apart(addresses: list[int], sizes: bytes) -> bool: ...
+def quick_walk(
+    root: object, tensor: type, tuples: set[type]
+) -> tuple[bytes, tuple[Any, ...], list[Any], list[Any]] | None: ...
+
+@final
+class TensorExchange:
+    @staticmethod
+    def of(kind: type) -> TensorExchange | None: ...
+    def read(self, tensors: list[Any]) -> tuple[bytes, list[int]] | None: ...

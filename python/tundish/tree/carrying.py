@@ -9,15 +9,16 @@ from __future__ import annotations
 import ctypes
 import operator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from tundish import _native
-from tundish.tree.layout import Layout, Recipe, contiguous_strides, layout_of
+from tundish.tree.layout import Layout, Recipe, contiguous_strides, layout_of, layout_said
 from tundish.tree.tensors import QUANTIZED
 
-__all__ = ["addresses_apart", "are_plain", "carry", "contiguous_layout"]
+__all__ = ["EXCHANGE", "as_they_are", "carry"]
 
 # Conjugate views have complex dtypes.
 _MAY_BE_MORE = frozenset({torch.complex32, torch.complex64, torch.complex128, *QUANTIZED})
@@ -29,37 +30,44 @@ _get_dtype = operator.attrgetter("dtype")
 _get_requires_grad = operator.attrgetter("requires_grad")
 _get_shape = operator.attrgetter("shape")
 
+# What torch tells of many tensors at once; before torch 2.10 nothing.
+EXCHANGE: Final = _native.TensorExchange.of(Tensor)
 
-def are_plain(leaves: list[Tensor]) -> bool:
-    """Whether all of these tensors, of exactly the type `torch.Tensor`, are plain."""
+
+def as_they_are(leaves: list[Tensor]) -> tuple[Layout, list[int]] | None:
+    """The layout and the addresses in which leaves, of exactly the type `torch.Tensor`, are carried as they are.
+
+    None if they cannot be: unless all are plain and contiguous, and no two have a byte in common or begin at the same.
+    """
     try:
-        return not (
-            any(map(_get_requires_grad, leaves))
-            or not _MAY_BE_MORE.isdisjoint(map(_get_dtype, leaves))
-            or any(map(Tensor.is_neg, leaves))
-            or 0 in map(Tensor.data_ptr, leaves)
-        )
+        return _as_each_says(leaves) if EXCHANGE is None else _as_said_together(leaves, EXCHANGE)
     except RuntimeError:
-        # Those without memory raise where they are asked for their address.
-        return False
-
-
-def contiguous_layout(leaves: list[Tensor]) -> Layout | None:
-    """The layout in which plain tensors are carried as they are, if they can be: if all are contiguous."""
-    try:
-        if not all(map(Tensor.is_contiguous, leaves)):
-            return None
-        shapes = tuple(map(_get_shape, leaves))
-    except RuntimeError:
-        # A nested tensor has no shape; who looks at each will say so.
+        # Those without memory raise where they are asked for their address, and nested ones have no shape.
         return None
-    return layout_of(tuple(map(_get_dtype, leaves)), shapes, None)
 
 
-def addresses_apart(leaves: list[Tensor], layout: Layout) -> list[int] | None:
-    """The addresses of contiguous tensors, if no two of them have a byte in common or begin at the same."""
-    addresses = list(map(Tensor.data_ptr, leaves))
-    return addresses if _native.are_apart(addresses, layout.size_bytes) else None
+def _as_said_together(
+    leaves: list[Tensor], exchange: _native.TensorExchange
+) -> tuple[Layout, list[int]] | None:
+    read = exchange.read(leaves)
+    if read is None:
+        return None
+    said, addresses = read
+    layout = layout_said(said)
+    # torch says the same of several dtypes of one byte, as of uint4 and uint8.
+    if layout is None or (layout.has_bytes and tuple(map(_get_dtype, leaves)) != layout.dtypes):
+        return None
+    return layout, addresses
+
+
+def _as_each_says(leaves: list[Tensor]) -> tuple[Layout, list[int]] | None:
+    if any(map(_get_requires_grad, leaves)) or any(map(Tensor.is_neg, leaves)):
+        return None
+    dtypes, addresses = tuple(map(_get_dtype, leaves)), list(map(Tensor.data_ptr, leaves))
+    if 0 in addresses or not _MAY_BE_MORE.isdisjoint(dtypes) or not all(map(Tensor.is_contiguous, leaves)):
+        return None
+    layout = layout_of(dtypes, tuple(map(_get_shape, leaves)), None)
+    return (layout, addresses) if _native.are_apart(addresses, layout.size_bytes) else None
 
 
 def carry(leaves: list[Tensor]) -> tuple[list[Tensor], Layout, list[int]]:

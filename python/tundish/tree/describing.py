@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tundish.tree.carrying import addresses_apart, are_plain, carry, contiguous_layout
-from tundish.tree.schema import Schema, known_structure, structure_of
+from tundish.tree.carrying import as_they_are, carry
+from tundish.tree.quick import quick_walk
+from tundish.tree.schema import Schema
 from tundish.tree.walking import Walk
 
 __all__ = ["describe", "flatten"]
@@ -53,16 +54,11 @@ def flatten(obj: Any) -> tuple[list[Tensor], Schema]:
 
 def describe(obj: Any, name: str = "batch") -> tuple[list[Tensor], Schema, list[int]]:
     """As `flatten`, with the address of each tensor; `name` stands for `obj` in messages."""
-    walk = Walk(obj, name, careful=False)
-    structure = known_structure(walk.program)
-    tensors, addresses = walk.leaves, None
-    layout = contiguous_layout(tensors) if are_plain(tensors) else None
-    if layout is not None:
-        addresses = addresses_apart(tensors, layout)
-    if layout is None or addresses is None:
+    walk = quick_walk(obj) or Walk(obj, name, careful=False)
+    tensors, known = walk.leaves, as_they_are(walk.leaves)
+    if known is not None:
+        layout, addresses = known
+    else:
         walk = Walk(obj, name, careful=True)
-        structure = None
         tensors, layout, addresses = carry(walk.leaves)
-    if structure is None:
-        structure = structure_of(walk.program, walk.encode)
-    return tensors, Schema(structure, layout, walk.values, walk.pickled), addresses
+    return tensors, Schema(walk.structure, layout, walk.values, walk.pickled), addresses

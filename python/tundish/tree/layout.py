@@ -16,12 +16,13 @@ import pickle
 from array import array
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Layout", "Recipe", "contiguous_strides", "layout_of"]
+__all__ = ["ALIGNMENT", "DTYPES", "Layout", "Recipe", "contiguous_strides", "layout_of", "layout_said"]
 
 # Bytes. In a buffer of several tensors each begins at a multiple of it: enough for every dtype, vector unit and DMA.
 ALIGNMENT: Final = 64
@@ -34,6 +35,19 @@ View = tuple[int, torch.dtype | None, tuple[int, ...], tuple[int, ...], int]
 Recipe = int | View
 
 _layouts: dict[Any, Layout] = {}
+
+# By DLPack's code and bits: those of which each value is its bytes. Complex ones may be conjugated lazily.
+DTYPES: dict[tuple[int, int], torch.dtype] = {
+    **{(0, bits): getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{(1, bits): getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{(2, bits): getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    (4, 16): torch.bfloat16,
+    (6, 8): torch.bool,
+    (10, 8): torch.float8_e4m3fn,
+    (11, 8): torch.float8_e4m3fnuz,
+    (12, 8): torch.float8_e5m2,
+    (13, 8): torch.float8_e5m2fnuz,
+}
 
 
 class Layout:
@@ -64,6 +78,11 @@ class Layout:
             offsets.append(end)
             end += -(-size // ALIGNMENT) * ALIGNMENT
         return offsets
+
+    @cached_property
+    def has_bytes(self) -> bool:
+        """Whether a dtype is an integer of one byte."""
+        return torch.uint8 in self.dtypes or torch.int8 in self.dtypes
 
     @cached_property
     def size_bytes(self) -> bytes:
@@ -142,6 +161,26 @@ def layout_of(
     layout = _layouts.get(key)
     if layout is None:
         layout = Layout(dtypes, shapes, recipes)
+        _keep(key, layout)
+    return layout
+
+
+def layout_said(said: bytes) -> Layout | None:
+    """The layout of leaves that are carried as they are, as `TensorExchange.read` tells it; None: of other dtypes."""
+    # In a tuple, so that none is what a layout is encoded in.
+    key = (said,)
+    layout = _layouts.get(key)
+    if layout is None:
+        dtypes: list[torch.dtype] = []
+        shapes: list[torch.Size] = []
+        told = iter(array("Q", said))
+        for word in told:
+            count, dtype = word >> 32, DTYPES.get((word >> 16 & 0xFFFF, word >> 8 & 0xFF))
+            if dtype is None:
+                return None
+            dtypes += [dtype] * count
+            shapes += [torch.Size(islice(told, word & 0xFF))] * count
+        layout = layout_of(tuple(dtypes), tuple(shapes), None)
         _keep(key, layout)
     return layout
 

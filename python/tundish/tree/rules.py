@@ -26,7 +26,7 @@ from tundish.tree.arrays import array_parts, array_subclass_parts, pickles_as_ar
 from tundish.tree.parts import HOST, ITSELF, Host, Parts
 from tundish.tree.tensors import subclass_parts
 
-__all__ = ["KEY_TYPES", "REGISTERED", "Rule", "dict_parts", "key_text", "register", "rule_of"]
+__all__ = ["KEY_TYPES", "PLAIN_TUPLES", "REGISTERED", "Rule", "dict_parts", "key_text", "register", "rule_of"]
 
 # None: the object is opaque.
 Rule = Callable[[Any], Parts | None]
@@ -46,6 +46,10 @@ _CONTAINERS = (dict, list, tuple, deque, UserDict, UserList, types.SimpleNamespa
 KEY_TYPES: frozenset[type] = frozenset({str, int})
 
 _NEW_OBJECT = copyreg.__newobj__  # type: ignore[attr-defined]
+
+# Subclasses of `tuple` whose rule finds nothing but their items, whatever object it is asked about: those of
+# `_tuple_subclass` without attributes.
+PLAIN_TUPLES: set[type] = set()
 
 _rules: dict[type, Rule] = {}
 # Programs that make types without end do not fill memory with rules for them.
@@ -84,7 +88,7 @@ def register(
             "register takes two functions: one that takes an object apart, one that makes it again"
         )
     REGISTERED[kind] = flatten, unflatten
-    _rules.clear()
+    _forget()
 
 
 def rule_of(kind: type) -> Rule:
@@ -93,9 +97,16 @@ def rule_of(kind: type) -> Rule:
     # Somebody may have registered it with torch since.
     if rule is None or (rule is _opaque and _is_pytree_node(kind)):
         if len(_rules) >= _MOST_RULES:
-            _rules.clear()
+            _forget()
         _rules[kind] = rule = _choose(kind)
+        if rule is _tuple_subclass and _has_no_state(kind):
+            PLAIN_TUPLES.add(kind)
     return rule
+
+
+def _forget() -> None:
+    _rules.clear()
+    PLAIN_TUPLES.clear()
 
 
 def _choose(kind: type) -> Rule:
@@ -136,6 +147,10 @@ def _is_pytree_node(kind: type) -> bool:
 def _has_arguments(kind: type) -> bool:
     """Whether instances say what they have to be made with, which only `__reduce_ex__` asks them."""
     return hasattr(kind, "__getnewargs__") or hasattr(kind, "__getnewargs_ex__")
+
+
+def _has_no_state(kind: Any) -> bool:
+    return not kind.__dictoffset__ and kind.__getstate__ is object.__getstate__
 
 
 def _opaque(_: Any) -> None:

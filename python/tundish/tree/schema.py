@@ -24,7 +24,15 @@ from tundish.errors import InvalidInputError, NotPicklableError
 from tundish.tree.layout import Layout
 from tundish.tree.parts import HOST, Token
 
-__all__ = ["MARSHALLED", "Schema", "Structure", "known_structure", "structure_of", "values_of"]
+__all__ = [
+    "MARSHALLED",
+    "Schema",
+    "Structure",
+    "keep_structure",
+    "known_structure",
+    "structure_of",
+    "values_of",
+]
 
 # The first version without references between values, which differ from one equal value to the next.
 MARSHALLED = 2
@@ -69,13 +77,13 @@ class Structure:
         if structure is None:
             program = pickle.loads(encoded)  # noqa: S301 (from a rank of the same job)
             structure = structure_of(program, lambda _: encoded)
-            _keep(encoded, structure)
+            keep_structure(encoded, structure)
         return structure
 
 
-def known_structure(program: tuple[Any, ...]) -> Structure | None:
-    """The structure with this program, if it is a recent one."""
-    return _structures.get(program)
+def known_structure(key: Any) -> Structure | None:
+    """The structure that is kept by this key, if it is a recent one."""
+    return _structures.get(key)
 
 
 def structure_of(program: tuple[Any, ...], encode: Callable[[tuple[Any, ...]], bytes]) -> Structure:
@@ -83,11 +91,12 @@ def structure_of(program: tuple[Any, ...], encode: Callable[[tuple[Any, ...]], b
     structure = _structures.get(program)
     if structure is None:
         structure = Structure(program, encode(program))
-        _keep(program, structure)
+        keep_structure(program, structure)
     return structure
 
 
-def _keep(key: Any, structure: Structure) -> None:
+def keep_structure(key: Any, structure: Structure) -> None:
+    """Keep a structure by a key, beside those by their programs and their bytes."""
     if len(_structures) >= _MOST_STRUCTURES:
         _structures.clear()
     _structures[key] = structure

@@ -21,7 +21,7 @@ from tundish.errors import InvalidInputError, NotPicklableError
 from tundish.tree.parts import AGAIN, CONSTANT, KEYS, LIST, TUPLE, VALUE, WHOLE, Parts, Refusal, Token
 from tundish.tree.pickling import dumps_values, why_not
 from tundish.tree.rules import KEY_TYPES, dict_parts, key_text, rule_of
-from tundish.tree.schema import MARSHALLED
+from tundish.tree.schema import MARSHALLED, Structure, structure_of
 from tundish.tree.tensors import tensor_parts
 
 __all__ = ["Walk"]
@@ -86,6 +86,11 @@ class Walk:
         self._go()
         self.values = self._pickle() if self.pickled else marshal.dumps(self._values, MARSHALLED)
         self.program = tuple(self._program)
+
+    @property
+    def structure(self) -> Structure:
+        """The structure of this program. Raises `NotPicklableError`."""
+        return structure_of(self.program, self._encode)
 
     def _begin(self) -> None:
         self.leaves: list[Tensor] = []
@@ -246,7 +251,7 @@ class Walk:
                 return NotPicklableError(f"{path} cannot be sent between processes: {error}")
         return NotPicklableError(f"{self._name} cannot be sent between processes: {error}")
 
-    def encode(self, program: tuple[Any, ...]) -> bytes:
+    def _encode(self, program: tuple[Any, ...]) -> bytes:
         """The program in bytes."""
         try:
             return pickle.dumps(program, 5)

@@ -15,7 +15,7 @@ mod mapped;
 mod packing;
 mod shards;
 mod shm;
-mod spans;
+mod tree;
 
 use pyo3::prelude::*;
 
@@ -64,5 +64,9 @@ mod _native {
     #[pymodule_export]
     use super::shm::segment::{SegmentView, SharedSegment, held_descriptor, set_shared_cache_limit, shared_stats};
     #[pymodule_export]
-    use super::spans::are_apart;
+    use super::tree::exchange::TensorExchange;
+    #[pymodule_export]
+    use super::tree::spans::are_apart;
+    #[pymodule_export]
+    use super::tree::walk::quick_walk;
 }

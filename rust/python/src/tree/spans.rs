@@ -12,6 +12,11 @@ pub(crate) fn are_apart(addresses: &Bound<'_, PyList>, sizes: &[u8]) -> PyResult
     for (address, size) in addresses.iter().zip(sizes) {
         pieces.push((address.extract::<u64>()?, u64::from_ne_bytes(*size)));
     }
+    Ok(none_overlap(&mut pieces))
+}
+
+/// The same of addresses and lengths.
+pub(super) fn none_overlap(pieces: &mut [(u64, u64)]) -> bool {
     pieces.sort_unstable();
-    Ok(pieces.windows(2).all(|pair| pair[0].0 < pair[1].0 && pair[1].0 - pair[0].0 >= pair[0].1))
+    pieces.windows(2).all(|pair| pair[0].0 < pair[1].0 && pair[1].0 - pair[0].0 >= pair[0].1)
 }

@@ -1,0 +1,163 @@
+//! What torch says of its tensors by the functions that it has for other libraries: DLPack's exchange API, which torch has
+//! from 2.10 on.
+//!
+//! What always holds: those functions are called with the GIL held, and with objects of exactly the type that they were found
+//! at; what is read through a pointer of theirs is read before anything else happens.
+#![allow(unsafe_code)]
+
+use std::mem::MaybeUninit;
+use std::ptr;
+
+use pyo3::ffi::{self, PyTypeObject};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyBytes, PyCapsule, PyList, PyType};
+
+use super::dlpack::{ATTRIBUTE, CAPSULE, Dtype, Functions, MAJOR_VERSION, Read, Tensor};
+use super::spans::none_overlap;
+
+/// The functions of torch's own type of tensors.
+#[pyclass(frozen)]
+pub(crate) struct TensorExchange {
+    kind: Py<PyType>,
+    /// The type's method of that name.
+    is_neg: Py<PyAny>,
+    read: Read,
+}
+
+/// Dtypes and shapes of tensors, and their addresses.
+type Facts<'py> = (Bound<'py, PyBytes>, Bound<'py, PyList>);
+
+#[pymethods]
+impl TensorExchange {
+    /// Those of the type `kind`; None where it has none, or none that are known here.
+    #[staticmethod]
+    fn of(kind: &Bound<'_, PyType>) -> Option<Self> {
+        let found = kind.getattr(ATTRIBUTE).ok()?;
+        let capsule = found.cast::<PyCapsule>().ok()?;
+        let functions = capsule.pointer_checked(Some(CAPSULE)).ok()?.cast::<Functions>();
+        // SAFETY: what a capsule of this name has begins with a version in all versions, and lasts as long as the process.
+        if unsafe { (&raw const (*functions.as_ptr()).version).read() }.major != MAJOR_VERSION {
+            return None;
+        }
+        // SAFETY: it is of the version that is written down here.
+        let functions = unsafe { functions.as_ref() };
+        let is_neg = kind.getattr("is_neg").ok()?.unbind();
+        Some(TensorExchange { kind: kind.clone().unbind(), is_neg, read: functions.read? })
+    }
+
+    /// Dtypes and shapes of `tensors`, as `tundish.tree.layout` reads them, and their addresses; None unless all are of the
+    /// type, have memory and no gradient, are dense and not negated lazily, and no two have a byte in common.
+    ///
+    /// Whether complex values are conjugated lazily is not told.
+    fn read<'py>(&self, tensors: &Bound<'py, PyList>) -> PyResult<Option<Facts<'py>>> {
+        let py = tensors.py();
+        let kind = self.kind.as_ptr().cast::<PyTypeObject>();
+        let mut said = Said::default();
+        let mut pieces = Vec::with_capacity(tensors.len());
+        for tensor in tensors.iter() {
+            if tensor.get_type_ptr() != kind || self.is_more_than_values(&tensor)? {
+                return Ok(None);
+            }
+            let mut out = MaybeUninit::<Tensor>::uninit();
+            // SAFETY: the object is of the type whose function it is, and alive; `out` has room.
+            if unsafe { (self.read)(tensor.as_ptr().cast(), out.as_mut_ptr()) } != 0 {
+                // Of one without memory, or of a dtype or on a device that DLPack does not know.
+                drop(PyErr::take(py));
+                return Ok(None);
+            }
+            // SAFETY: it said that it filled in all of it.
+            let out = unsafe { out.assume_init() };
+            let Some(piece) = out.piece().filter(|_| said.add(&out)) else { return Ok(None) };
+            pieces.push(piece);
+        }
+        let addresses = PyList::new(py, pieces.iter().map(|(address, _)| address))?;
+        if !none_overlap(&mut pieces) {
+            return Ok(None);
+        }
+        let words: Vec<_> = said.words.into_iter().map(u64::to_ne_bytes).collect();
+        Ok(Some((PyBytes::new(py, words.as_flattened()), addresses)))
+    }
+}
+
+impl TensorExchange {
+    /// What the exchange API does not tell.
+    fn is_more_than_values(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let py = tensor.py();
+        if !tensor.getattr(intern!(py, "requires_grad"))?.is(PyBool::new(py, false)) {
+            return Ok(true);
+        }
+        // SAFETY: a call with the arguments that come before the null.
+        let is_neg = unsafe {
+            let null = ptr::null_mut::<ffi::PyObject>();
+            let answer = ffi::PyObject_CallFunctionObjArgs(self.is_neg.as_ptr(), tensor.as_ptr(), null);
+            Bound::from_owned_ptr_or_err(py, answer)?
+        };
+        Ok(!is_neg.is(PyBool::new(py, false)))
+    }
+}
+
+impl Tensor {
+    /// Address and bytes; None where it has no memory, or its values do not lie in it one after the other, each in whole bytes.
+    fn piece(&self) -> Option<(u64, u64)> {
+        let Dtype { bits, lanes: 1, .. } = self.dtype else { return None };
+        if !bits.is_multiple_of(8) || self.data.is_null() {
+            return None;
+        }
+        let mut step = 1_i64;
+        for (&length, &stride) in self.lengths(self.shape)?.iter().zip(self.lengths(self.strides)?).rev() {
+            if length != 1 {
+                if stride != step {
+                    return None;
+                }
+                step = step.checked_mul(length)?;
+            }
+        }
+        let size = u64::from(bits / 8).checked_mul(step.try_into().ok()?)?;
+        Some(((self.data.addr() as u64).checked_add(self.byte_offset)?, size))
+    }
+
+    /// As many numbers as it has dimensions.
+    fn lengths(&self, first: *const i64) -> Option<&[i64]> {
+        let dimensions = usize::try_from(self.dimensions).ok()?;
+        if dimensions == 0 {
+            return Some(&[]);
+        }
+        // SAFETY: shape and strides have as many, and are torch's own as long as nobody changes the tensor.
+        (!first.is_null()).then(|| unsafe { std::slice::from_raw_parts(first, dimensions) })
+    }
+}
+
+/// Dtypes and shapes in words of 64 bits: how many tensors in a row have this one (32 bits), the dtype's code (16) and bits
+/// (8), how many dimensions (8); then the dimensions.
+#[derive(Default)]
+struct Said {
+    words: Vec<u64>,
+    /// Where that of the last tensor begins.
+    last: usize,
+}
+
+impl Said {
+    /// Whether there are words for it.
+    fn add(&mut self, tensor: &Tensor) -> bool {
+        let Some(shape) = tensor.lengths(tensor.shape) else { return false };
+        let Ok(dimensions) = u8::try_from(shape.len()) else { return false };
+        let dtype = &tensor.dtype;
+        let head = u64::from(dtype.code) << 16 | u64::from(dtype.bits) << 8 | u64::from(dimensions);
+        let shape = shape.iter().map(|length| length.cast_unsigned());
+        if let [before, lengths @ ..] = &mut self.words[self.last..]
+            && *before & u64::from(u32::MAX) == head
+            && lengths.iter().copied().eq(shape.clone())
+        {
+            if *before >> 32 == u64::from(u32::MAX) {
+                return false;
+            }
+            *before += 1 << 32;
+            return true;
+        }
+        self.last = self.words.len();
+        self.words.push(1 << 32 | head);
+        self.words.extend(shape);
+        true
+    }
+}
