@@ -23,6 +23,7 @@ __all__ = [
     "SharedSegment",
     "TaskBoard",
     "TensorExchange",
+    "TensorPlan",
     "are_apart",
     "checksum_file",
     "default_arena_limit",
@@ -385,3 +386,8 @@ class TensorExchange:
     @staticmethod
     def of(kind: type) -> TensorExchange | None: ...
     def read(self, tensors: list[Any]) -> tuple[bytes, list[int]] | None: ...
+    def plan(self, places: Sequence[tuple[int, int, Sequence[int], int]]) -> TensorPlan: ...
+
+@final
+class TensorPlan:
+    def tensors(self, memory: object) -> list[Any]: ...

@@ -17,10 +17,17 @@ from torch import Tensor
 from tundish import _native
 from tundish.tree import Schema
 from tundish.tree.building import rebuild
-from tundish.tree.layout import Layout
+from tundish.tree.carrying import EXCHANGE
+from tundish.tree.layout import DTYPES, Layout
 
 __all__ = ["Arrival", "bytes_of", "device_of", "on_device"]
 
+# By DLPack's code and bits, those of which torch makes tensors all at once.
+_CODES: dict[torch.dtype, tuple[int, int]] = {
+    **{dtype: code for code, dtype in DTYPES.items()},
+    torch.complex64: (5, 64),
+    torch.complex128: (5, 128),
+}
 # What numpy knows too, over whose arrays torch makes tensors in half the time.
 _NUMPY: dict[torch.dtype, type[np.generic]] = {
     torch.bool: np.bool_,
@@ -38,10 +45,10 @@ _NUMPY: dict[torch.dtype, type[np.generic]] = {
 _MOST_PLANS = 256
 
 # Where the tensors of a layout lie: shape, dtype of numpy or None, offset, dtype, how many values.
-_Plan = list[tuple[torch.Size, "type[np.generic] | None", int, torch.dtype, int]]
+_Places = list[tuple[torch.Size, "type[np.generic] | None", int, torch.dtype, int]]
 
-# By identity of the layout, which is held on to.
-_plans: dict[int, tuple[Layout, _Plan, bool]] = {}
+# By identity of the layout, which is held on to; with what makes all of them at once, where there is such.
+_plans: dict[int, tuple[Layout, _Places, _native.TensorPlan | None]] = {}
 
 
 class Arrival(NamedTuple):
@@ -140,13 +147,12 @@ def _pinned(buffer: Tensor) -> Tensor:
 
 
 def _host_tensors(layout: Layout, memory: NDArray[np.uint8] | None) -> list[Tensor]:
-    _, plan, is_simple = _plans.get(id(layout)) or _plan(layout)
+    _, places, plan = _plans.get(id(layout)) or _plan(layout)
     if memory is None:
-        return [torch.empty(shape, dtype=dtype, device="cpu") for shape, _, _, dtype, _ in plan]
-    if is_simple:
-        from_numpy, array = torch.from_numpy, np.ndarray
-        return [from_numpy(array(shape, known, memory, offset)) for shape, known, offset, _, _ in plan]
-    return [_tensor(memory, *place) for place in plan]
+        return [torch.empty(shape, dtype=dtype, device="cpu") for shape, _, _, dtype, _ in places]
+    if plan is not None:
+        return plan.tensors(memory)
+    return [_tensor(memory, *place) for place in places]
 
 
 def _tensor(
@@ -164,13 +170,15 @@ def _tensor(
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape).data
 
 
-def _plan(layout: Layout) -> tuple[Layout, _Plan, bool]:
+def _plan(layout: Layout) -> tuple[Layout, _Places, _native.TensorPlan | None]:
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
-    plan = [
+    places = [
         (shape, _NUMPY.get(dtype), offset, dtype, shape.numel())
         for dtype, shape, offset in zip(layout.dtypes, layout.shapes, layout.offsets, strict=True)
     ]
-    is_simple = all(known is not None and count for _, known, _, _, count in plan)
-    _plans[id(layout)] = found = layout, plan, is_simple
+    plan = None
+    if EXCHANGE is not None and all(dtype in _CODES and count for _, _, _, dtype, count in places):
+        plan = EXCHANGE.plan([(*_CODES[dtype], list(shape), offset) for shape, _, offset, dtype, _ in places])
+    _plans[id(layout)] = found = layout, places, plan
     return found

@@ -42,10 +42,10 @@ class Departure:
         self.tensors, self.schema, self._addresses = describe(batch, f"rank {rank}'s batch")
         self.size = self.schema.layout.total
         self.threads = threads
-        # Where one has gaps between its values it has no address.
-        self.is_plain = all(map(_get_is_cpu, self.tensors)) and all(
-            address or not size
-            for address, size in zip(self._addresses, self.schema.layout.sizes, strict=True)
+        # Where one has gaps between its values, or none, it has no address.
+        self.is_plain = all(map(_get_is_cpu, self.tensors)) and (
+            0 not in self._addresses
+            or all(map(operator.or_, self._addresses, map(operator.not_, self.schema.layout.sizes)))
         )
 
     def write(self, parcel: _native.Parcel) -> None:

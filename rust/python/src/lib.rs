@@ -66,6 +66,8 @@ mod _native {
     #[pymodule_export]
     use super::tree::exchange::TensorExchange;
     #[pymodule_export]
+    use super::tree::loans::TensorPlan;
+    #[pymodule_export]
     use super::tree::spans::are_apart;
     #[pymodule_export]
     use super::tree::walk::quick_walk;

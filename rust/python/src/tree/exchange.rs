@@ -13,7 +13,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyCapsule, PyList, PyType};
 
-use super::dlpack::{ATTRIBUTE, CAPSULE, Dtype, Functions, MAJOR_VERSION, Read, Tensor};
+use super::dlpack::{ATTRIBUTE, CAPSULE, Dtype, Functions, MAJOR_VERSION, Make, Read, Tensor};
+use super::loans::TensorPlan;
 use super::spans::none_overlap;
 
 /// The functions of torch's own type of tensors.
@@ -23,6 +24,7 @@ pub(crate) struct TensorExchange {
     /// The type's method of that name.
     is_neg: Py<PyAny>,
     read: Read,
+    make: Make,
 }
 
 /// Dtypes and shapes of tensors, and their addresses.
@@ -43,7 +45,7 @@ impl TensorExchange {
         // SAFETY: it is of the version that is written down here.
         let functions = unsafe { functions.as_ref() };
         let is_neg = kind.getattr("is_neg").ok()?.unbind();
-        Some(TensorExchange { kind: kind.clone().unbind(), is_neg, read: functions.read? })
+        Some(TensorExchange { kind: kind.clone().unbind(), is_neg, read: functions.read?, make: functions.make? })
     }
 
     /// Dtypes and shapes of `tensors`, as `tundish.tree.layout` reads them, and their addresses; None unless all are of the
@@ -77,6 +79,11 @@ impl TensorExchange {
         }
         let words: Vec<_> = said.words.into_iter().map(u64::to_ne_bytes).collect();
         Ok(Some((PyBytes::new(py, words.as_flattened()), addresses)))
+    }
+
+    /// Where tensors are to lie in memory of the host: for each, its dtype's code and bits, its shape, and its first byte.
+    fn plan(&self, places: Vec<(u8, u8, Vec<i64>, usize)>) -> PyResult<TensorPlan> {
+        TensorPlan::new(self.make, places)
     }
 }
 

@@ -1,0 +1,173 @@
+"""Tensors over memory that is not torch's: each has a storage of its own, which keeps the memory."""
+
+from __future__ import annotations
+
+import gc
+import io
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tundish as td
+from tundish import _native
+from tundish.errors import InvalidInputError
+from tundish.scatter import arrival
+from tundish.scatter.arrival import Arrival, bytes_of
+from tundish.tree.carrying import EXCHANGE
+
+DTYPES = sorted(
+    {
+        one
+        for one in vars(torch).values()
+        if isinstance(one, torch.dtype) and not str(one).startswith(("torch.q", "torch.bits"))
+    },
+    key=str,
+)
+
+
+class Line:
+    """Memory as a receiver has it, and how much of it is in use there."""
+
+    def __init__(self) -> None:
+        self.arena = _native.SegmentArena(1 << 24)
+        self.parcels = _native.Parcels()
+
+    def sent(self, batch: Any) -> Arrival:
+        tensors, schema = td.tree.flatten(batch)
+        parcel = self.arena.take(schema.layout.total)
+        buffer = torch.frombuffer(parcel, dtype=torch.uint8)
+        for place, tensor in zip(schema.layout.tensors_in(buffer), tensors, strict=True):
+            place.view(torch.uint8).copy_(tensor.view(torch.uint8)) if tensor.dim() else place.copy_(tensor)
+        del buffer, place
+        came = self.parcels.open(parcel.reference())
+        parcel.release()
+        return Arrival(schema, bytes_of(came))
+
+
+@pytest.fixture
+def line() -> Line:
+    return Line()
+
+
+def many(count: int = 40) -> list[torch.Tensor]:
+    return [torch.full((3, number % 5 + 1), float(number)) for number in range(count)]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(dtype: torch.dtype, together: bool, line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EXCHANGE is not None
+    if not together:
+        # As before torch 2.10.
+        monkeypatch.setattr(arrival, "EXCHANGE", None)
+    monkeypatch.setattr(arrival, "_plans", {})
+    raw = torch.arange(1, 49, dtype=torch.uint8)
+    if dtype is torch.bool:
+        raw %= 2
+    batch = [raw[:48].clone().view(dtype).view(3, -1), raw[16:32].clone().view(dtype).view(-1, 1)]
+    back = line.sent(batch).build(None)
+    for one, other in zip(batch, back, strict=True):
+        assert type(other) is torch.Tensor and other.dtype is dtype and other.device.type == "cpu"
+        assert other.shape == one.shape and other.stride() == one.stride()
+        assert torch.equal(other.view(torch.uint8), one.view(torch.uint8))
+        assert not other._is_view() and not other.requires_grad and other._version == 0
+        assert other.untyped_storage().nbytes() == one.nbytes and other.storage_offset() == 0
+
+
+def test_what_has_no_values_or_no_dimension(line: Line) -> None:
+    batch = [torch.ones(0, 3), torch.tensor(2.5), torch.ones(2), torch.ones(1, 0)]
+    back = line.sent(batch).build(None)
+    assert [(one.shape, one.tolist()) for one in back] == [(one.shape, one.tolist()) for one in batch]
+    assert line.sent([torch.tensor(7)]).build(None)[0].item() == 7
+
+
+def test_memory_is_kept_as_long_as_any_tensor_over_it(line: Line) -> None:
+    back = line.sent(many()).build(None)
+    assert line.parcels.views == 1
+    last = back[17].view(-1)[2:]
+    del back
+    gc.collect()
+    assert line.parcels.views == 1 and last[0] == 17
+    others = line.sent(many()).build(None)
+    assert line.parcels.views == 2
+    del last
+    assert line.parcels.views == 1
+    thread = threading.Thread(target=others.clear)
+    thread.start()
+    thread.join()
+    assert line.parcels.views == 0
+
+
+def test_torch_may_let_go_of_the_last_one(line: Line) -> None:
+    """Where it does so nobody holds the interpreter."""
+    weight = torch.ones(3, 3, requires_grad=True)
+    back = line.sent([torch.full((3, 3), float(number)) for number in range(5)]).build(None)
+    loss = sum(((one @ weight) * one).sum() for one in back)
+    del back
+    gc.collect()
+    assert line.parcels.views == 1
+    loss.backward()
+    del loss
+    assert weight.grad is not None and weight.grad[0, 0] == 90
+    gc.collect()
+    assert line.parcels.views == 0
+
+
+def test_each_has_a_storage_of_its_own(line: Line) -> None:
+    back = line.sent(many()).build(None)
+    saved = io.BytesIO()
+    torch.save(back[3], saved)
+    assert len(saved.getvalue()) < 3000
+    weight = torch.ones(3, 1, requires_grad=True)
+    loss = (weight * back[0]).sum()
+    # Counts as no change of the first.
+    back[1].add_(1)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="resiz"):
+        back[2].untyped_storage().resize_(1 << 20)
+    back[5].set_(torch.ones(4).untyped_storage())
+    assert line.parcels.views == 1 and torch.equal(back[6], many()[6])
+
+
+def test_memory_that_does_not_fit_is_refused() -> None:
+    assert EXCHANGE is not None
+    plan = EXCHANGE.plan([(2, 32, [4], 0), (0, 64, [2, 3], 64)])
+    assert [one.shape for one in plan.tensors(np.zeros(112, np.uint8))] == [(4,), (2, 3)]
+    fixed = np.zeros(112, np.uint8)
+    fixed.flags.writeable = False
+    for memory in (np.zeros(111, np.uint8), np.zeros(0, np.uint8), fixed, np.zeros(224, np.uint8)[::2]):
+        with pytest.raises(InvalidInputError, match="the tensors take 112 bytes that can be written to"):
+            plan.tensors(memory)
+    for place in ((2, 32, [1 << 40, 1 << 40], 0), (2, 32, [-1], 0), (2, 32, [4], 2**64 - 1), (2, 32, [0], 0)):
+        with pytest.raises(InvalidInputError, match="place 1, of shape"):
+            EXCHANGE.plan([(2, 32, [1], 0), place])
+    # Not what torch has.
+    with pytest.raises(RuntimeError, match="Unsupported"):
+        EXCHANGE.plan([(2, 24, [1], 0)]).tensors(np.zeros(64, np.uint8))
+
+
+def test_the_end_of_the_interpreter() -> None:
+    """Tensors that are there until then, in a module and in a thread that still runs."""
+    program = """
+import threading, time, numpy, torch, tundish
+from tundish.tree.carrying import EXCHANGE
+plan = EXCHANGE.plan([(2, 32, [4], 64 * number) for number in range(8)])
+kept = plan.tensors(numpy.zeros(512, numpy.uint8))
+torch.kept = plan.tensors(numpy.zeros(512, numpy.uint8))
+def hold(tensors):
+    while True:
+        time.sleep(0.001)
+        tensors[0].add_(1)
+threading.Thread(target=hold, args=(plan.tensors(numpy.zeros(512, numpy.uint8)),), daemon=True).start()
+time.sleep(0.05)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
