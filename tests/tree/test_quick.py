@@ -236,7 +236,7 @@ def test_ordinary_batches_go_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> N
         }
         tensors, schema, addresses = describe(batch)
         assert len(tensors) == 22
-        assert addresses == [tensor.data_ptr() for tensor in tensors]
+        assert list(addresses) == [tensor.data_ptr() for tensor in tensors]
         assert schema.layout.dtypes == tuple(tensor.dtype for tensor in tensors)
         assert schema.layout.shapes == tuple(tensor.shape for tensor in tensors)
 

@@ -162,7 +162,7 @@ def test_a_layout_says_where_tensors_lie() -> None:
     )
     assert one.layout.sizes == [60, 2, 0, 4]
     assert one.layout.offsets == [0, 64, 128, 128] and one.layout.total == 192
-    assert addresses == [tensor.data_ptr() for tensor in tensors]
+    assert list(addresses) == [tensor.data_ptr() for tensor in tensors]
     buffer = torch.zeros(one.layout.total + 64, dtype=torch.uint8)[64:]
     there = one.layout.tensors_in(buffer)
     for place, tensor in zip(there, tensors, strict=True):

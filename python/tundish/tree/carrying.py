@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import operator
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,7 +36,7 @@ _get_shape = operator.attrgetter("shape")
 EXCHANGE: Final = _native.TensorExchange.of(Tensor)
 
 
-def as_they_are(leaves: list[Tensor]) -> tuple[Layout, list[int]] | None:
+def as_they_are(leaves: list[Tensor]) -> tuple[Layout, Sequence[int]] | None:
     """The layout and the addresses in which leaves, of exactly the type `torch.Tensor`, are carried as they are.
 
     None if they cannot be: unless all are plain and contiguous, and no two have a byte in common or begin at the same.
@@ -48,7 +50,7 @@ def as_they_are(leaves: list[Tensor]) -> tuple[Layout, list[int]] | None:
 
 def _as_said_together(
     leaves: list[Tensor], exchange: _native.TensorExchange
-) -> tuple[Layout, list[int]] | None:
+) -> tuple[Layout, Sequence[int]] | None:
     read = exchange.read(leaves)
     if read is None:
         return None
@@ -57,10 +59,10 @@ def _as_said_together(
     # torch says the same of several dtypes of one byte, as of uint4 and uint8.
     if layout is None or (layout.has_bytes and tuple(map(_get_dtype, leaves)) != layout.dtypes):
         return None
-    return layout, addresses
+    return layout, array("Q", addresses)
 
 
-def _as_each_says(leaves: list[Tensor]) -> tuple[Layout, list[int]] | None:
+def _as_each_says(leaves: list[Tensor]) -> tuple[Layout, Sequence[int]] | None:
     if any(map(_get_requires_grad, leaves)) or any(map(Tensor.is_neg, leaves)):
         return None
     dtypes, addresses = tuple(map(_get_dtype, leaves)), list(map(Tensor.data_ptr, leaves))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -52,9 +53,10 @@ def flatten(obj: Any) -> tuple[list[Tensor], Schema]:
     return list(tensors), schema
 
 
-def describe(obj: Any, name: str = "batch") -> tuple[list[Tensor], Schema, list[int]]:
+def describe(obj: Any, name: str = "batch") -> tuple[list[Tensor], Schema, Sequence[int]]:
     """As `flatten`, with the address of each tensor; `name` stands for `obj` in messages."""
     walk = quick_walk(obj) or Walk(obj, name, careful=False)
+    addresses: Sequence[int]
     tensors, known = walk.leaves, as_they_are(walk.leaves)
     if known is not None:
         layout, addresses = known

@@ -28,7 +28,7 @@ pub(crate) struct TensorExchange {
 }
 
 /// Dtypes and shapes of tensors, and their addresses.
-type Facts<'py> = (Bound<'py, PyBytes>, Bound<'py, PyList>);
+type Facts<'py> = (Bound<'py, PyBytes>, Bound<'py, PyBytes>);
 
 #[pymethods]
 impl TensorExchange {
@@ -48,8 +48,8 @@ impl TensorExchange {
         Some(TensorExchange { kind: kind.clone().unbind(), is_neg, read: functions.read?, make: functions.make? })
     }
 
-    /// Dtypes and shapes of `tensors`, as `tundish.tree.layout` reads them, and their addresses; None unless all are of the
-    /// type, have memory and no gradient, are dense and not negated lazily, and no two have a byte in common.
+    /// Dtypes and shapes of `tensors`, as `tundish.tree.layout` reads them, and their addresses, as native 64-bit integers; None
+    /// unless all are of the type, have memory and no gradient, are dense and not negated lazily, and no two have a byte in common.
     ///
     /// Whether complex values are conjugated lazily is not told.
     fn read<'py>(&self, tensors: &Bound<'py, PyList>) -> PyResult<Option<Facts<'py>>> {
@@ -73,12 +73,12 @@ impl TensorExchange {
             let Some(piece) = out.piece().filter(|_| said.add(&out)) else { return Ok(None) };
             pieces.push(piece);
         }
-        let addresses = PyList::new(py, pieces.iter().map(|(address, _)| address))?;
+        let addresses: Vec<_> = pieces.iter().map(|(address, _)| address.to_ne_bytes()).collect();
         if !none_overlap(&mut pieces) {
             return Ok(None);
         }
         let words: Vec<_> = said.words.into_iter().map(u64::to_ne_bytes).collect();
-        Ok(Some((PyBytes::new(py, words.as_flattened()), addresses)))
+        Ok(Some((PyBytes::new(py, words.as_flattened()), PyBytes::new(py, addresses.as_flattened()))))
     }
 
     /// Where tensors are to lie in memory of the host: for each, its dtype's code and bits, its shape, and its first byte.
