@@ -161,9 +161,9 @@ plan = EXCHANGE.plan([(2, 32, [4], 64 * number) for number in range(8)])
 kept = plan.tensors(numpy.zeros(512, numpy.uint8))
 torch.kept = plan.tensors(numpy.zeros(512, numpy.uint8))
 def hold(tensors):
-    while True:
+    # Not at work in torch, which ends the process with an abort where it is when the interpreter ends.
+    while tensors:
         time.sleep(0.001)
-        tensors[0].add_(1)
 threading.Thread(target=hold, args=(plan.tensors(numpy.zeros(512, numpy.uint8)),), daemon=True).start()
 time.sleep(0.05)
 """

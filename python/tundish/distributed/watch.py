@@ -5,7 +5,8 @@ left on disk) and one connection to each peer's listening socket, for peers of t
 connection it was given. What always holds:
 
 1. Nobody accepts or writes: a connection stays silent until its peer's listening socket is gone, so
-   any event on it means that the peer ended, was killed, or closed its watch.
+   any event on it means that the peer ended, was killed, or closed its watch. On one that was given the
+   last of these is told by a byte.
 2. Only the process itself holds its sockets: they are closed on exec, and in children made by fork, which
    would otherwise keep a killed parent looking alive (workers of a DataLoader outlive their parent by
    seconds).
@@ -16,6 +17,7 @@ On systems without abstract sockets (all but Linux) nothing is watched, and only
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -33,6 +35,7 @@ __all__ = ["PeerWatch", "node_identity"]
 
 _BACKLOG = 4096
 _CONNECT_SECONDS = 5.0
+_FAREWELL = b"."
 
 _open_watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
 
@@ -64,6 +67,9 @@ class PeerWatch:
         self._listener: socket.socket | None = None
         self._connections: dict[int, tuple[int, socket.socket]] = {}
         self._vanished: set[int] = set()
+        # Of these, who said so.
+        self._departed: set[int] = set()
+        self._given: list[socket.socket] = []
         self._polling = threading.Lock()
         self._poll = select.poll()
         if sys.platform == "linux":
@@ -90,12 +96,17 @@ class PeerWatch:
                 # Out of descriptors, say: no sign of death. Deadlines have to do for this peer.
                 connection.close()
                 continue
-            self.adopt(rank, connection)
+            self._look_at(rank, connection)
 
     def adopt(self, rank: int, connection: socket.socket) -> None:
-        """Watch `rank` by a connection to it on which nobody writes; it is this watch's from here on."""
-        self._connections[connection.fileno()] = (rank, connection)
-        self._poll.register(connection, select.POLLIN)
+        """Watch `rank` by a connection to its watch, which adopts the other end; it is this watch's from here on."""
+        connection.setblocking(False)
+        self._given.append(connection)
+        self._look_at(rank, connection)
+
+    def departed(self) -> frozenset[int]:
+        """Of the ranks that were found gone those that closed their watch, as far as that was told."""
+        return frozenset(self._departed)
 
     def vanished(self) -> frozenset[int]:
         """The ranks found gone so far."""
@@ -112,11 +123,24 @@ class PeerWatch:
             for descriptor, _ in self._poll.poll(math.ceil(seconds * 1000)):
                 rank, connection = self._connections.pop(descriptor)
                 self._poll.unregister(descriptor)
+                with contextlib.suppress(OSError):
+                    if connection in self._given and connection.recv(len(_FAREWELL)) == _FAREWELL:
+                        self._departed.add(rank)
                 connection.close()
                 self._vanished.add(rank)
 
     def close(self) -> None:
         """Close every socket; peers that still watch this process see it vanish."""
+        for connection in self._given:
+            with contextlib.suppress(OSError):
+                connection.send(_FAREWELL)
+        self._close()
+
+    def _look_at(self, rank: int, connection: socket.socket) -> None:
+        self._connections[connection.fileno()] = (rank, connection)
+        self._poll.register(connection, select.POLLIN)
+
+    def _close(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -124,12 +148,13 @@ class PeerWatch:
             self._poll.unregister(descriptor)
             connection.close()
         self._connections.clear()
+        self._given.clear()
         _open_watches.discard(self)
 
 
 def _close_in_child() -> None:
     for watch in list(_open_watches):
-        watch.close()
+        watch._close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -21,7 +21,7 @@ from torch import Tensor
 from tundish.distributed import Voter
 from tundish.errors import InvalidInputError, PeerFailedError, TimedOutError
 from tundish.scatter.departure import processors, threads_of
-from tundish.scatter.far import FarLane, send
+from tundish.scatter.far import FarEnd, FarLane, send
 from tundish.scatter.meeting import Ways
 from tundish.scatter.messages import FAILED, LOST
 from tundish.scatter.near import NearEnd, NearLane
@@ -36,6 +36,9 @@ _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
 # How long a source that ends waits for ranks of other nodes to hear why.
 _FAREWELL_SECONDS = 0.5
+# How long what a rank of another node has sent may be on its way when that is known to be gone.
+_AFTER_DEATH_SECONDS = 0.5
+_AFTER_CLOSE_SECONDS = 5.0
 _LONGEST_TEXT = 16_000
 
 
@@ -178,8 +181,16 @@ class Member:
         if self._lost is not None:
             raise self._lost.with_traceback(None)
         if self._ways is not None:
-            for rank in self._ways.watch.vanished():
+            # Whoever feeds this rank may be through with all that it gives.
+            for rank in self._ways.watch.vanished() - {self._ways.feeder}:
                 raise self._lose(rank, "was killed or has ended")
+
+    def _patience_after(self, rank: int) -> float:
+        """For how many seconds something may still come of a rank that is gone."""
+        ways = self._ways
+        if ways is None or not isinstance(ways.end, FarEnd) or rank != ways.feeder:
+            return 0.0
+        return _AFTER_CLOSE_SECONDS if rank in ways.watch.departed() else _AFTER_DEATH_SECONDS
 
     def _lose(self, rank: int, how: str) -> PeerFailedError:
         self._lost = PeerFailedError(f"scatter: rank {rank} {how}", rank)
@@ -200,8 +211,8 @@ class Member:
             while not wait(_LOOK_SECONDS):
                 name = rank() if callable(rank) else rank
                 if name is not None and self._ways is not None and name in self._ways.watch.vanished():
-                    # What it gave before stays.
-                    if wait(0.0):
+                    # What it gave before stays, and comes from far away behind the news of its end.
+                    if wait(self._patience_after(name)):
                         return
                     # A courier may wait for it without end, and the others are to be told.
                     self._ways.renew_courier()
