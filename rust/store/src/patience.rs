@@ -1,0 +1,47 @@
+//! How long a call waits, and how it is called off.
+
+use std::time::{Duration, Instant};
+
+use crate::error::StoreError;
+
+/// Called now and then while a call waits or works; an error ends the call.
+pub type GoOn<'a> = &'a mut dyn FnMut() -> Result<(), StoreError>;
+
+/// The longest time between two looks at whether to go on.
+const TURN: Duration = Duration::from_millis(50);
+
+/// A deadline, and whoever may call it all off before.
+pub struct Patience<'a> {
+    deadline: Instant,
+    go_on: GoOn<'a>,
+}
+
+impl<'a> Patience<'a> {
+    /// Patience until `deadline`, as long as `go_on` says so.
+    pub fn new(deadline: Instant, go_on: GoOn<'a>) -> Self {
+        Patience { deadline, go_on }
+    }
+
+    /// When it ends.
+    pub fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// Whether the deadline has passed.
+    pub fn is_over(&self) -> bool {
+        Instant::now() >= self.deadline
+    }
+
+    /// How long to wait before the next [`look`](Patience::look): at most 50 ms, and never longer than the deadline.
+    pub fn turn(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now()).min(TURN)
+    }
+
+    /// Asks whether to go on; says nothing of the deadline.
+    ///
+    /// # Errors
+    /// What the caller's function says, such as [`StoreError::Interrupted`].
+    pub fn look(&mut self) -> Result<(), StoreError> {
+        (self.go_on)()
+    }
+}

@@ -1,0 +1,139 @@
+//! What a node tells of itself.
+
+use serde::Serialize;
+
+use crate::Epoch;
+use crate::shard::ShardId;
+
+/// The most bytes that a node holds, on either side: whole slabs, and those that still have a view somewhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// As an owner.
+    pub storage_bytes: u64,
+    /// As a consumer, of what it received; what it reads in the memory of an owner on this node is the owner's.
+    pub buffer_bytes: u64,
+}
+
+/// What a removal removed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Removed {
+    /// Shards that were named and found in the storage.
+    pub cleared_count: u64,
+    /// Tensors that they held: one each.
+    pub num_tensors: u64,
+    /// Bytes that they took.
+    pub total_bytes: u64,
+}
+
+/// What became of the shards that a step wanted to claim.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Claimed {
+    /// So many are the step's now, or were before.
+    pub claimed_count: u64,
+    /// Their bytes.
+    pub total_bytes: u64,
+    /// Not here.
+    pub missing: Vec<ShardId>,
+    /// Another step's.
+    pub taken: Vec<ShardId>,
+}
+
+/// Memory of one side.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Account {
+    /// The most that it may be.
+    pub limit_bytes: u64,
+    /// Slabs in use.
+    pub used_bytes: u64,
+    /// Slabs that were given up while a view of them lived in some process.
+    pub escaped_bytes: u64,
+    /// Slabs that wait for the next use; they go back to the system when that does not come soon.
+    pub idle_bytes: u64,
+    /// The most that were ever in use.
+    pub high_water_bytes: u64,
+}
+
+/// What a node holds as an owner.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct StorageStats {
+    /// Shards.
+    pub num_entries: u64,
+    /// Bytes that they take.
+    pub total_bytes: u64,
+    /// The most bytes that they ever took.
+    pub high_water_bytes: u64,
+    /// Shards that no step has claimed.
+    pub unclaimed_entries: u64,
+    /// Their bytes.
+    pub unclaimed_bytes: u64,
+    /// Seconds since the oldest of them was stored; no less than that.
+    pub oldest_unclaimed_seconds: f64,
+    /// Its memory.
+    pub memory: Account,
+}
+
+/// What a node holds as a consumer.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct BufferStats {
+    /// Tensors, or rows of them.
+    pub num_entries: u64,
+    /// Bytes that they take, also in the memory of owners on this node.
+    pub total_bytes: u64,
+    /// The most bytes that they ever took.
+    pub high_water_bytes: u64,
+    /// Tensors that were found.
+    pub hits: u64,
+    /// Tensors that had to be fetched.
+    pub misses: u64,
+    /// Tensors that came after their step had ended or after they were drained by id.
+    pub late_inserts_refused: u64,
+    /// Tensors that are being fetched.
+    pub in_flight: u64,
+    /// The step that holds bytes for the longest time.
+    pub oldest_epoch: Option<Epoch>,
+    /// Its memory.
+    pub memory: Account,
+}
+
+/// The account of one step on one process. `stored + fetched = held + freed` always; after its end nothing is held.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct EpochLedger {
+    /// Which.
+    pub epoch: Epoch,
+    /// Whether it has ended.
+    pub has_ended: bool,
+    /// Bytes of stored shards that it claimed.
+    pub stored_bytes: u64,
+    /// Bytes that were fetched in it.
+    pub fetched_bytes: u64,
+    /// Bytes that it holds.
+    pub held_bytes: u64,
+    /// Bytes that it has freed or carried over.
+    pub freed_bytes: u64,
+    /// Entries that it holds, or held when it ended.
+    pub num_entries: u64,
+    /// Bytes of tensors handed out in it that live, here and now.
+    pub viewed_bytes: u64,
+    /// What came for it too late.
+    pub late_inserts_refused: u64,
+}
+
+impl EpochLedger {
+    /// Bytes that outlived the step: tensors that were handed out in it and still live.
+    pub fn escaped_bytes(&self) -> u64 {
+        if self.has_ended { self.viewed_bytes } else { 0 }
+    }
+}
+
+/// All of it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Stats {
+    /// As an owner.
+    pub storage: StorageStats,
+    /// As a consumer.
+    pub buffer: BufferStats,
+    /// The step that fetches belong to now.
+    pub current_epoch: Option<Epoch>,
+    /// Every step that has begun or claimed and has not ended, and the last that have, newest last.
+    pub epochs: Vec<EpochLedger>,
+}
