@@ -13,6 +13,7 @@
 
 #![deny(unsafe_code)]
 
+mod checksum;
 mod error;
 mod meta;
 mod node;
@@ -21,6 +22,7 @@ mod shard;
 mod stats;
 mod transport;
 
+pub use checksum::Checksum;
 pub use error::{MissingShard, StoreError};
 pub use meta::{Dtype, Meta, Shape};
 pub use node::{Incoming, Node, Outgoing, Source, View};

@@ -1,7 +1,7 @@
 //! The store of one process: what it holds as an owner, what it fetched as a consumer, and the account of both.
 
 use std::marker::PhantomData;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::error::StoreError;
 use crate::meta::Meta;
@@ -190,6 +190,11 @@ impl Outgoing {
         todo!()
     }
 
+    /// Where the [`Checksum`](crate::Checksum) of a whole shard is kept from its first transfer on; `None` of rows of one.
+    pub fn checksum(&self) -> Option<&OnceLock<u64>> {
+        todo!()
+    }
+
     /// Where processes of this node find them.
     pub fn reference(&self) -> Reference {
         todo!()
@@ -210,11 +215,11 @@ impl Incoming {
         todo!()
     }
 
-    /// Stores it, unclaimed.
+    /// Stores it, unclaimed. `checksum` is that of the bytes in the room.
     ///
     /// # Errors
     /// [`StoreError::Exists`] where a shard of this name was stored meanwhile.
-    pub fn commit(self) -> Result<(), StoreError> {
+    pub fn commit(self, _checksum: u64) -> Result<(), StoreError> {
         todo!()
     }
 }

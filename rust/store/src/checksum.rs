@@ -1,0 +1,62 @@
+//! Checksums of what travels: CRC-64/NVME, summed by the crate `crc-fast`.
+//!
+//! It finds every burst of up to 64 bits and anything longer but for one case in 2⁶⁴; truncation is found by the length
+//! that travels beside it. Of the two that were measured it is the faster one where the processor multiplies without
+//! carry, several times as fast as memory is copied into a socket.
+
+use crc_fast::{CrcAlgorithm, Digest};
+
+/// A checksum in the making.
+#[derive(Clone, Copy, Debug)]
+pub struct Checksum(Digest);
+
+impl Checksum {
+    /// That of no bytes.
+    pub fn new() -> Self {
+        Checksum(Digest::new(CrcAlgorithm::Crc64Nvme))
+    }
+
+    /// The checksum of `bytes`.
+    pub fn of(bytes: &[u8]) -> u64 {
+        crc_fast::checksum(CrcAlgorithm::Crc64Nvme, bytes)
+    }
+
+    /// Goes on with `bytes`.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// The checksum of all bytes up to here.
+    pub fn value(&self) -> u64 {
+        self.0.finalize()
+    }
+}
+
+impl Default for Checksum {
+    fn default() -> Self {
+        Checksum::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn it_is_the_one_that_the_catalogue_of_parametrised_crcs_lists() {
+        assert_eq!(Checksum::of(b"123456789"), 0xae8b_1486_0a79_9888);
+    }
+
+    proptest! {
+        #[test]
+        fn parts_make_the_same_as_the_whole(bytes: Vec<u8>, cut: proptest::sample::Index) {
+            let (first, rest) = bytes.split_at(cut.index(bytes.len() + 1));
+            let mut checksum = Checksum::new();
+            checksum.update(first);
+            checksum.update(rest);
+            prop_assert_eq!(checksum.value(), Checksum::of(&bytes));
+        }
+    }
+}
