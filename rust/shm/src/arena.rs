@@ -22,6 +22,9 @@ use crate::segment::Segment;
 /// Segments that are kept at most: each takes a descriptor, of which many systems allow a process 1024.
 const MOST_KEPT: usize = 128;
 
+/// A slab that is kept is used for what is smaller by up to one part in so many.
+const SLACK_OF_SLABS: usize = 4;
+
 /// An arena keeps this part of the memory by default.
 const PART_OF_MEMORY: u64 = 16;
 
@@ -45,6 +48,8 @@ pub enum Use {
     Arrays,
     /// Written by their owner and then by the one who receives them, of any sizes, one after the other.
     Messages,
+    /// As arrays, of sizes that vary from one use to the next; what a kept one has too much is there already.
+    Slabs,
 }
 
 /// Bytes of an arena's segments.
@@ -120,9 +125,16 @@ impl Arena {
 
     /// Lets go of what the arena of the parent's arrays kept at the fork, and would keep alive here. For a child.
     pub fn forget_inherited() {
-        if let Some(inherited) = ARRAYS.inherited()
-            // Where a thread of the parent was at it there is nothing to be trusted.
-            && let Ok(mut state) = inherited.state.try_lock()
+        if let Some(inherited) = ARRAYS.inherited() {
+            inherited.forget();
+        }
+    }
+
+    /// Lets go of what it kept at the fork, and would keep alive here. For a child of the process that made it.
+    pub fn forget(&self) {
+        // Where a thread of the parent was at it there is nothing to be trusted.
+        if self.process != process::id()
+            && let Ok(mut state) = self.state.try_lock()
         {
             let forgotten = std::mem::take(&mut *state);
             drop(forgotten);
@@ -153,7 +165,7 @@ impl Arena {
 
     fn make(&self, len: usize, huge: bool, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
         let (capacity, writers) = match self.purpose {
-            Use::Arrays => (len, Writers::Present),
+            Use::Arrays | Use::Slabs => (len, Writers::Present),
             Use::Messages => (rounded(len), Writers::All),
         };
         let made = Segment::create(capacity, writers, huge, go_on);
@@ -212,6 +224,20 @@ impl Arena {
         drop(released);
     }
 
+    /// Lets go of what is idle, the oldest first, until no more than `most` bytes are.
+    pub fn trim(&self, most: usize) {
+        let mut released = Vec::new();
+        let mut state = self.lock();
+        while state.stats.cached > most
+            && let Some(oldest) = state.idle.pop_front()
+        {
+            state.stats.cached -= oldest.size();
+            released.push(oldest);
+        }
+        drop(state);
+        drop(released);
+    }
+
     /// Lets go of what is idle, and of what has a view somewhere, which takes descriptors and addresses here; returns how
     /// many segments.
     fn let_go(&self) -> usize {
@@ -220,6 +246,11 @@ impl Arena {
         (state.stats.cached, state.stats.escaped) = (0, 0);
         drop(state);
         idle.len() + escaped.len()
+    }
+
+    /// Bytes, as they were last looked at: some of what counts as escaped may have ended.
+    pub fn last_stats(&self) -> ArenaStats {
+        self.lock().stats
     }
 
     /// Bytes, after a look at whose views have ended.
@@ -338,6 +369,7 @@ fn largest_for(purpose: Use, len: usize) -> usize {
     match purpose {
         Use::Arrays => len.saturating_add(len / 32).saturating_add(rustix::param::page_size()),
         Use::Messages => rounded(len).saturating_mul(2),
+        Use::Slabs => len.saturating_add(len / SLACK_OF_SLABS).saturating_add(rustix::param::page_size()),
     }
 }
 

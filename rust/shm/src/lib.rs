@@ -44,5 +44,6 @@ pub use header::{Facts, LAYOUT_ROOM};
 pub use lease::Lease;
 pub use parcel::{Parcel, Reference};
 pub use parcels::{ParcelView, Parcels};
+pub use per_process::PerProcess;
 pub use segment::{Address, Segment};
 pub use watcher::end_with;

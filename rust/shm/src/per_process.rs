@@ -14,17 +14,19 @@ struct Entry<T> {
 }
 
 /// A value that is made once in each process that asks for it.
-pub(crate) struct PerProcess<T> {
+pub struct PerProcess<T> {
     entry: AtomicPtr<Entry<T>>,
     make: fn() -> T,
 }
 
 impl<T: Send + Sync + 'static> PerProcess<T> {
-    pub(crate) const fn new(make: fn() -> T) -> Self {
+    /// Made by `make` when a process first asks for it.
+    pub const fn new(make: fn() -> T) -> Self {
         Self { entry: AtomicPtr::new(ptr::null_mut()), make }
     }
 
-    pub(crate) fn get(&'static self) -> &'static T {
+    /// That of this process.
+    pub fn get(&'static self) -> &'static T {
         let process = std::process::id();
         let mut seen = self.entry.load(Ordering::Acquire);
         loop {
@@ -48,7 +50,7 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
     }
 
     /// The value of the process that this one was forked from, if it had one and this one has not.
-    pub(crate) fn inherited(&'static self) -> Option<&'static T> {
+    pub fn inherited(&'static self) -> Option<&'static T> {
         // SAFETY: what was ever stored is a leaked box, so it is never freed, and shared only.
         let entry = unsafe { self.entry.load(Ordering::Acquire).as_ref() }?;
         (entry.process != std::process::id()).then_some(&entry.value)

@@ -134,9 +134,25 @@ pub struct PrivateCopy {
 }
 
 impl PrivateCopy {
+    /// A copy of what `file` is open on, the first `len` bytes of it, by a description of its own that has a lease.
+    pub(crate) fn over(file: &OwnedFd, len: usize) -> Result<Self, ShmError> {
+        Ok(PrivateCopy { map: Mapping::new(file, len, Access::Private)?, _keeper: None })
+    }
+
     /// The first byte of data.
     pub fn data(&self) -> *mut u8 {
         self.map.start().wrapping_add(DATA_START)
+    }
+
+    /// Has the pages of `len` bytes of data from `start` on mapped in one go, for who is about to read them all.
+    ///
+    /// # Panics
+    /// When they do not lie within.
+    pub fn populate(&self, start: usize, len: usize) {
+        let page = rustix::param::page_size();
+        let first = (DATA_START + start) / page * page;
+        let end = (DATA_START + start + len).next_multiple_of(page).min(self.map.len());
+        self.map.populate_read(first, end - first);
     }
 }
 
@@ -149,6 +165,14 @@ pub fn attach(address: &Address, inherited: Option<i32>) -> Result<Arc<Attachmen
     if let Some(attachment) = find(address)? {
         return Ok(attachment);
     }
+    open(address, inherited).map(add)
+}
+
+/// Attaches as [`attach`], and tells the registry nothing: for threads that may be at it when another one forks.
+///
+/// # Errors
+/// As of `attach`.
+pub fn open(address: &Address, inherited: Option<i32>) -> Result<Attachment, ShmError> {
     let mut tried = Vec::new();
     let own = process::id();
     // A relative has the owner's descriptor under its own number.
@@ -156,7 +180,7 @@ pub fn attach(address: &Address, inherited: Option<i32>) -> Result<Arc<Attachmen
     for (process, descriptor) in routes.into_iter().flatten().chain([(address.process, address.descriptor)]) {
         let opened = file::open_of(process, descriptor, OFlags::RDONLY).map_err(Refusal::Other);
         match opened.and_then(|file| Attachment::new(file, Some(address), true, None)) {
-            Ok(attachment) => return Ok(add(attachment)),
+            Ok(attachment) => return Ok(attachment),
             Err(Refusal::GivenBack(error)) => return Err(error),
             Err(Refusal::Other(error)) => tried.push(error.to_string()),
         }
@@ -171,6 +195,14 @@ pub fn attach(address: &Address, inherited: Option<i32>) -> Result<Arc<Attachmen
 /// As of [`attach`].
 pub fn attach_file(address: &Address, file: OwnedFd, is_sealed: bool) -> Result<Arc<Attachment>, ShmError> {
     Attachment::new(file, Some(address), is_sealed, None).map(add).map_err(Refusal::into_error)
+}
+
+/// Attaches as [`attach_file`], to what has no name, and tells the registry nothing.
+///
+/// # Errors
+/// As of [`attach`].
+pub fn open_file(address: &Address, file: OwnedFd) -> Result<Attachment, ShmError> {
+    Attachment::new(file, Some(address), true, None).map_err(Refusal::into_error)
 }
 
 /// Attaches to a segment of this process that has, or is to have, a name, which `keeper` keeps.

@@ -8,6 +8,7 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::process;
 
+use rustix::fs::OFlags;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::rand::{GetRandomFlags, getrandom};
 
@@ -19,6 +20,7 @@ use crate::mapping::{Access, Mapping};
 use crate::memory;
 use crate::owner::Owner;
 use crate::per_process::PerProcess;
+use crate::registry::PrivateCopy;
 
 /// Bytes that are copied between two looks at whether to go on: some milliseconds.
 const STRIDE: usize = 32 << 20;
@@ -190,7 +192,29 @@ impl Segment {
     /// # Panics
     /// When the segment has no room for them.
     pub unsafe fn fill(&mut self, source: *const u8, len: usize, go_on: GoOn<'_>) -> Result<(), ShmError> {
-        assert!(len <= self.capacity(), "{len} bytes for a segment of {}", self.capacity());
+        // SAFETY: the caller's promise.
+        unsafe { self.fill_at(0, source, len, go_on) }
+    }
+
+    /// As [`fill`](Segment::fill), from byte `at` of the data on.
+    ///
+    /// # Errors
+    /// As of `fill`.
+    ///
+    /// # Safety
+    /// As of `fill`.
+    ///
+    /// # Panics
+    /// As of `fill`.
+    pub unsafe fn fill_at(
+        &mut self,
+        at: usize,
+        source: *const u8,
+        len: usize,
+        go_on: GoOn<'_>,
+    ) -> Result<(), ShmError> {
+        let fits = at.checked_add(len).is_some_and(|end| end <= self.capacity());
+        assert!(fits, "{len} bytes from {at} on for a segment of {}", self.capacity());
         let is_fresh = !self.is_sealed && !self.is_huge;
         let mut start = 0;
         while start < len {
@@ -198,7 +222,7 @@ impl Segment {
             // SAFETY: within the source, by the caller's promise, and within the segment.
             start += unsafe {
                 let from = source.add(start);
-                if is_fresh { self.write_at(from, stride, start)? } else { self.copy_to(from, stride, start) }
+                if is_fresh { self.write_at(from, stride, at + start)? } else { self.copy_to(from, stride, at + start) }
             };
             go_on()?;
         }
@@ -293,6 +317,27 @@ impl Segment {
         })
     }
 
+    /// A mapping of the first `len` bytes of data that may be written, and what is written stays there. It is a lease,
+    /// too, and keeps no descriptor.
+    ///
+    /// # Errors
+    /// As of [`lease`](Segment::lease), and [`ShmError::Io`] where the address space has no room.
+    ///
+    /// # Panics
+    /// When the segment has no room for them.
+    pub fn private(&self, len: usize) -> Result<PrivateCopy, ShmError> {
+        assert!(len <= self.capacity(), "{len} bytes of a segment of {}", self.capacity());
+        let own = file::reopen(self.file.as_fd(), OFlags::RDONLY)?;
+        if !file::lock_shared(own.as_fd())? {
+            return Err(ShmError::Gone {
+                segment: "a segment".to_owned(),
+                reason: "another process has taken its lock".to_owned(),
+            });
+        }
+        let page = file::page_of(self.file.as_fd());
+        PrivateCopy::over(&own, (DATA_START + len).next_multiple_of(page))
+    }
+
     /// Somebody was told where it is, and will come for it.
     pub(crate) fn send(&mut self) {
         self.is_sent = true;
@@ -316,7 +361,7 @@ impl Segment {
     }
 
     /// Has every page of the first `len` bytes of data mapped, so that writing finds none by a fault.
-    pub(crate) fn populate(&mut self, len: usize) {
+    pub fn populate(&mut self, len: usize) {
         let end = (DATA_START + len).next_multiple_of(rustix::param::page_size()).min(self.map.len());
         if end > self.populated {
             self.map.populate(self.populated, end - self.populated);

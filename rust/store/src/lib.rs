@@ -13,23 +13,40 @@
 
 #![deny(unsafe_code)]
 
+mod attached;
+mod buffer;
 mod checksum;
 mod error;
+mod fetch;
+mod flight;
+mod landing;
 mod meta;
 mod node;
+mod parts;
+mod passage;
 mod patience;
+mod pool;
+mod reaper;
 mod shard;
+mod slab;
 mod stats;
+mod storage;
+mod sync;
+mod tensor;
 mod transport;
+mod turnstile;
+mod view;
 
 pub use checksum::Checksum;
 pub use error::{MissingShard, StoreError};
 pub use meta::{Dtype, Meta, Shape};
-pub use node::{Incoming, Node, Outgoing, Source, View};
+pub use node::Node;
+pub use passage::{Incoming, Outgoing, Source};
 pub use patience::{GoOn, Patience};
 pub use shard::{Rows, Selection, ShardId};
 pub use stats::{Account, BufferStats, Claimed, EpochLedger, Limits, Removed, Stats, StorageStats};
 pub use transport::{Receiver, Reference, Service, Transport, Wanted};
+pub use view::View;
 
 /// A step, as its controller numbers it. Nothing but equality is asked of the numbers.
 pub type Epoch = u64;

@@ -1,77 +1,97 @@
 //! The store of one process: what it holds as an owner, what it fetched as a consumer, and the account of both.
+#![allow(unsafe_code)]
 
-use std::marker::PhantomData;
-use std::sync::{Arc, OnceLock};
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
+use rustix::rand::{GetRandomFlags, getrandom};
+use tundish_shm::{PerProcess, Segment, ShmError, arena};
+
+use crate::attached::Attachments;
+use crate::buffer::Buffer;
 use crate::error::StoreError;
 use crate::meta::Meta;
+use crate::passage::{Incoming, Outgoing, Source};
 use crate::patience::Patience;
+use crate::pool::Pool;
+use crate::reaper::Reaper;
 use crate::shard::{Selection, ShardId};
-use crate::stats::{Claimed, EpochLedger, Limits, Removed, Stats};
-use crate::transport::{Reference, Service, Transport, Wanted};
+use crate::slab::{Room, rooms};
+use crate::stats::{BufferStats, Claimed, EpochLedger, Limits, Removed, Stats, StorageStats};
+use crate::storage::Storage;
+use crate::tensor::{Location, Tensor};
+use crate::transport::Service;
 use crate::{Claimant, Epoch};
+
+pub(crate) type Store = Storage<Tensor>;
 
 /// The store of one process.
 pub struct Node {
-    _limits: Limits,
+    pub(crate) storage: Arc<Store>,
+    pub(crate) buffer: Buffer<Tensor>,
+    pub(crate) storage_pool: Arc<Pool>,
+    pub(crate) buffer_pool: Arc<Pool>,
+    pub(crate) attachments: Attachments,
+    /// Addresses that this node's own handles name.
+    pub(crate) owners: Mutex<HashSet<Arc<str>>>,
+    reaper: Reaper,
 }
 
-/// A tensor to be stored: its bytes lie one after the other.
-pub struct Source<'a> {
-    _meta: Meta,
-    _start: *const u8,
-    _bytes: PhantomData<&'a [u8]>,
-}
-
-impl<'a> Source<'a> {
-    /// These bytes.
-    ///
-    /// # Errors
-    /// [`StoreError::Invalid`] where they are not as many as `meta` says.
-    pub fn new(_meta: Meta, _bytes: &'a [u8]) -> Result<Self, StoreError> {
-        todo!()
-    }
-
-    /// The `meta.nbytes()` bytes at `start`.
-    ///
-    /// # Safety
-    /// They can be read as long as `'a`. Who changes them while they are stored gets some of the old and some of the new.
-    #[allow(unsafe_code)]
-    pub unsafe fn from_raw(_meta: Meta, _start: *const u8) -> Self {
-        todo!()
-    }
-}
+static OF_PROCESS: PerProcess<Arc<Node>> = PerProcess::new(|| Node::new(Limits::default()));
 
 impl Node {
     /// A store of its own, for as long as it lives. What a process uses is [`of_process`](Node::of_process).
-    pub fn new(_limits: Limits) -> Arc<Node> {
-        todo!()
+    ///
+    /// # Panics
+    /// Where the kernel draws no random number, which is never.
+    pub fn new(limits: Limits) -> Arc<Node> {
+        let mut nonce = [0; 8];
+        // Eight bytes come whole or not at all.
+        rustix::io::retry_on_intr(|| getrandom(&mut nonce, GetRandomFlags::empty())).expect("a random number");
+        let storage_pool = Pool::new("storage", limits.storage_bytes);
+        let buffer_pool = Pool::new("fetch buffer", limits.buffer_bytes);
+        Arc::new(Node {
+            storage: Arc::new(Storage::new(u64::from_ne_bytes(nonce))),
+            buffer: Buffer::new(),
+            reaper: Reaper::new(&[&storage_pool, &buffer_pool]),
+            storage_pool,
+            buffer_pool,
+            attachments: Attachments::default(),
+            owners: Mutex::default(),
+        })
     }
 
     /// The store of this process: the same one always, and in a child made by `fork` a new one, which is empty. Ask anew
     /// each time instead of keeping it.
     pub fn of_process() -> Arc<Node> {
-        todo!()
+        Arc::clone(OF_PROCESS.get())
     }
 
     /// Lets go of what the parent's store kept at the fork, and would keep alive here. For a child.
     pub fn forget_inherited() {
-        todo!()
+        if let Some(inherited) = OF_PROCESS.inherited() {
+            inherited.storage.forget();
+            inherited.buffer.forget();
+            inherited.storage_pool.forget();
+            inherited.buffer_pool.forget();
+        }
     }
 
     /// Changes the limits, for what is asked for from here on.
-    pub fn set_limits(&self, _limits: Limits) {
-        todo!()
+    pub fn set_limits(&self, limits: Limits) {
+        self.storage_pool.set_limit(limits.storage_bytes);
+        self.buffer_pool.set_limit(limits.buffer_bytes);
     }
 
     /// Handles that name this owner are this node's own: they are looked up, not fetched.
-    pub fn announce(&self, _owner: Arc<str>) {
-        todo!()
+    pub fn announce(&self, owner: Arc<str>) {
+        self.owners.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
     }
 
     /// The number that begins the names of this node's shards.
     pub fn nonce(&self) -> u64 {
-        todo!()
+        self.storage.nonce()
     }
 
     /// Stores copies of these tensors, unclaimed, under names of their own: all of them or none.
@@ -79,164 +99,234 @@ impl Node {
     /// # Errors
     /// [`StoreError::Full`] where the limit was reached until patience ended, [`StoreError::TooLarge`],
     /// [`StoreError::Memory`], and what patience says.
-    pub fn put(&self, _sources: &[Source<'_>], _patience: &mut Patience<'_>) -> Result<Vec<ShardId>, StoreError> {
-        todo!()
+    pub fn put(&self, sources: &[Source<'_>], patience: &mut Patience<'_>) -> Result<Vec<ShardId>, StoreError> {
+        let full: Vec<usize> = (0..sources.len()).filter(|index| sources[*index].meta.nbytes() > 0).collect();
+        let sizes: Vec<u64> = full.iter().map(|index| sources[*index].meta.nbytes()).collect();
+        let mut is_filled = vec![false; full.len()];
+        let mut prepare =
+            |segment: &mut Segment, members: &[(usize, u64)], _: u64, patience: Option<&mut Patience<'_>>| {
+                members.iter().for_each(|(index, _)| is_filled[*index] = true);
+                fill(segment, members.iter().map(|(index, offset)| (&sources[full[*index]], *offset)), patience)
+            };
+        let rooms = rooms(&self.storage_pool, &sizes, Some(patience), &mut prepare)?;
+        let mut locations: Vec<Location> = sources.iter().map(|_| Location::Nowhere).collect();
+        for ((mut room, index), is_filled) in rooms.into_iter().zip(full).zip(is_filled) {
+            if !is_filled {
+                // SAFETY: who made the source says so.
+                unsafe { room.copy_from(sources[index].start) };
+            }
+            locations[index] = Location::Here(room.into_place());
+        }
+        let tensors = sources.iter().zip(locations).map(|(source, location)| {
+            let tensor = Tensor::stored(source.meta.clone(), location);
+            let charge = tensor.charge();
+            (tensor, charge)
+        });
+        Ok(self.storage.put(tensors.collect()))
     }
 
-    /// Removes all that is stored and all that was fetched; epochs and claims of what was there end with it. Says what the
-    /// storage held.
+    /// Removes all that is stored and all that was fetched, and what is being fetched will not be kept; claims end with
+    /// what they claimed. Says what the storage held.
     pub fn clear_node(&self) -> Removed {
-        todo!()
+        let (removed, stored) = self.storage.flush();
+        self.reaper.let_go(stored, removed.num_tensors);
+        self.flush_buffer();
+        removed
+    }
+
+    fn flush_buffer(&self) -> u64 {
+        let fetched = self.buffer.flush();
+        let count = fetched.iter().map(|part| part.tally.num_entries).sum();
+        self.reaper.let_go(fetched, count);
+        count
     }
 
     /// The step that fetches belong to now.
     pub fn current_epoch(&self) -> Option<Epoch> {
-        todo!()
-    }
-
-    /// What is wanted, in order, as memory that the caller may write to and nobody else sees.
-    ///
-    /// What the buffer has comes from there. Of the rest each shard is asked for once, however many threads want it: in
-    /// one request an owner, all owners at once. What comes is kept in the buffer under the step that was current when
-    /// this was called.
-    ///
-    /// # Errors
-    /// [`StoreError::Missing`] and the transport's errors; [`StoreError::StepEnded`] and [`StoreError::Drained`] where
-    /// that was drained meanwhile; [`StoreError::Mismatch`], [`StoreError::Full`], and what patience says.
-    pub fn fetch(
-        &self,
-        _wanted: &[Wanted],
-        _transport: &dyn Transport,
-        _patience: &mut Patience<'_>,
-    ) -> Result<Vec<View>, StoreError> {
-        todo!()
-    }
-
-    /// As [`fetch`](Node::fetch), into memory of the caller's, one target for each; nothing is kept in the buffer.
-    ///
-    /// # Errors
-    /// As of `fetch`, and [`StoreError::Invalid`] where a target is not as large as what is wanted.
-    pub fn fetch_into(
-        &self,
-        _wanted: &[Wanted],
-        _targets: &mut [&mut [u8]],
-        _transport: &dyn Transport,
-        _patience: &mut Patience<'_>,
-    ) -> Result<(), StoreError> {
-        todo!()
+        self.buffer.current()
     }
 
     /// Carries these shards over: what was fetched of them, and the shards where they are stored here, no longer end with
     /// a step. How many entries that were.
-    pub fn keep(&self, _ids: &[ShardId]) -> u64 {
-        todo!()
+    pub fn keep(&self, ids: &[ShardId]) -> u64 {
+        self.storage.unclaim(ids) + self.buffer.keep(ids)
     }
 
     /// The account of a step; `None` where it never began here, or ended too long ago.
-    pub fn ledger(&self, _epoch: Epoch) -> Option<EpochLedger> {
-        todo!()
+    pub fn ledger(&self, epoch: Epoch) -> Option<EpochLedger> {
+        let mut ledger = EpochLedger { epoch, ..EpochLedger::default() };
+        let stored = self.storage.state.lock().parts.standing(epoch);
+        let fetched = self.buffer.state.lock().parts.standing(epoch);
+        ledger.stored_bytes = stored.as_ref().map_or(0, |standing| standing.tally.brought_bytes);
+        ledger.fetched_bytes = fetched.as_ref().map_or(0, |standing| standing.tally.brought_bytes);
+        if stored.is_none() && fetched.is_none() {
+            return None;
+        }
+        for standing in [stored, fetched].into_iter().flatten() {
+            ledger.has_ended |= standing.has_ended;
+            ledger.held_bytes += standing.tally.held_bytes;
+            ledger.freed_bytes += standing.tally.freed_bytes;
+            ledger.num_entries += standing.tally.num_entries;
+            ledger.late_inserts_refused += standing.tally.late;
+            ledger.viewed_bytes += standing.viewed_bytes;
+        }
+        Some(ledger)
     }
+
+    /// Waits until all that was given up is freed; `false` where that takes longer than `longest`.
+    pub fn settle(&self, longest: Duration) -> bool {
+        self.reaper.settle(longest)
+    }
+
+    fn storage_stats(&self) -> StorageStats {
+        let memory = self.storage_pool.account();
+        let oldest_unclaimed_seconds = self.storage.oldest_unclaimed_seconds();
+        let mut state = self.storage.state.lock();
+        let (total_bytes, num_entries) = state.parts.held();
+        let unclaimed = state.parts.unclaimed().tally;
+        StorageStats {
+            num_entries,
+            total_bytes,
+            high_water_bytes: state.parts.high_water_bytes,
+            unclaimed_entries: unclaimed.num_entries,
+            unclaimed_bytes: unclaimed.held_bytes,
+            oldest_unclaimed_seconds,
+            memory,
+        }
+    }
+
+    fn buffer_stats(&self) -> BufferStats {
+        let memory = self.buffer_pool.account();
+        let state = self.buffer.state.lock();
+        let (total_bytes, num_entries) = state.parts.held();
+        let holding = state.parts.iter().filter(|(epoch, part)| epoch.is_some() && part.tally.num_entries > 0);
+        BufferStats {
+            num_entries,
+            total_bytes,
+            high_water_bytes: state.parts.high_water_bytes,
+            hits: state.counts.hits,
+            misses: state.counts.misses,
+            late_inserts_refused: state.counts.late,
+            in_flight: state.counts.in_flight,
+            oldest_epoch: holding.min_by_key(|(_, part)| part.token).and_then(|(epoch, _)| epoch),
+            memory,
+        }
+    }
+}
+
+/// Copies sources to their offsets.
+fn fill<'a>(
+    segment: &mut Segment,
+    members: impl Iterator<Item = (&'a Source<'a>, u64)>,
+    mut patience: Option<&mut Patience<'_>>,
+) -> Result<(), StoreError> {
+    for (source, offset) in members {
+        let mut said = None;
+        let mut go_on = || {
+            let look = patience.as_deref_mut().map_or(Ok(()), Patience::look);
+            look.map_err(|error| {
+                said = Some(error);
+                ShmError::Interrupted
+            })
+        };
+        // SAFETY: who made the source says so.
+        let filled =
+            unsafe { segment.fill_at(offset as usize, source.start, source.meta.nbytes() as usize, &mut go_on) };
+        filled.map_err(|error| said.unwrap_or_else(|| error.into()))?;
+    }
+    Ok(())
 }
 
 impl Service for Node {
-    fn look_up(&self, _wanted: &[Selection]) -> Result<Vec<Outgoing>, StoreError> {
-        todo!()
+    fn look_up(&self, wanted: &[Selection]) -> Result<Vec<Outgoing>, StoreError> {
+        let ids: Vec<ShardId> = wanted.iter().map(|selection| selection.id.clone()).collect();
+        let found = self.storage.get(&ids).map_err(|shards| StoreError::Missing { owner: None, shards })?;
+        let cut = found.into_iter().zip(wanted).map(|(tensor, selection)| {
+            tensor.cut(0, selection.rows.as_ref()).map(Outgoing).map_err(|error| match error {
+                StoreError::Invalid(reason) => StoreError::Invalid(format!("shard {}: {reason}", selection.id)),
+                other => other,
+            })
+        });
+        cut.collect()
     }
 
-    fn receive(&self, _id: ShardId, _meta: Meta) -> Result<Incoming, StoreError> {
-        todo!()
+    fn receive(&self, id: ShardId, meta: Meta) -> Result<Incoming, StoreError> {
+        self.storage.check_new(&id)?;
+        let mut room: Option<Room> = None;
+        if meta.nbytes() > 0 {
+            let made = rooms(&self.storage_pool, &[meta.nbytes()], None, &mut |segment, _, room, _| {
+                segment.populate(room as usize);
+                Ok(())
+            });
+            room = made?.pop();
+        }
+        Ok(Incoming { id, meta, room, store: Arc::clone(&self.storage) })
     }
 
-    fn remove(&self, _ids: &[ShardId]) -> Removed {
-        todo!()
+    fn remove(&self, ids: &[ShardId]) -> Removed {
+        let removed = self.storage.remove(ids, |some| self.reaper.let_go(some, ids.len() as u64));
+        self.clear_buffer(Some(ids));
+        removed
     }
 
-    fn clear_buffer(&self, _ids: Option<&[ShardId]>) -> u64 {
-        todo!()
+    fn clear_buffer(&self, ids: Option<&[ShardId]>) -> u64 {
+        match ids {
+            Some(ids) => self.buffer.remove(ids, |some| self.reaper.let_go(some, ids.len() as u64)),
+            None => self.flush_buffer(),
+        }
     }
 
-    fn begin_epoch(&self, _epoch: Epoch, _claimant: Claimant) -> Result<(), StoreError> {
-        todo!()
+    fn begin_epoch(&self, epoch: Epoch, claimant: Claimant) -> Result<(), StoreError> {
+        self.buffer.begin(epoch, claimant)
     }
 
-    fn claim(&self, _epoch: Epoch, _claimant: Claimant, _ids: &[ShardId]) -> Result<Claimed, StoreError> {
-        todo!()
+    fn claim(&self, epoch: Epoch, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
+        self.storage.claim(epoch, claimant, ids)
     }
 
-    fn end_epoch(&self, _epoch: Epoch) -> EpochLedger {
-        todo!()
+    fn end_epoch(&self, epoch: Epoch) -> EpochLedger {
+        let stored = self.storage.end(epoch);
+        let fetched = self.buffer.end(epoch);
+        let entries = |count: Option<u64>| count.unwrap_or_default();
+        let (claims, fetches) =
+            (stored.as_ref().map(|part| part.tally.num_entries), fetched.as_ref().map(|part| part.tally.num_entries));
+        self.reaper.let_go(stored, entries(claims));
+        self.reaper.let_go(fetched, entries(fetches));
+        let ended = EpochLedger { epoch, has_ended: true, ..EpochLedger::default() };
+        self.ledger(epoch).unwrap_or(ended)
     }
 
-    fn give_up(&self, _claimant: Claimant) {
-        todo!()
+    fn give_up(&self, claimant: Claimant) {
+        let claiming = self.storage.state.lock().parts.of_claimant(claimant);
+        for epoch in &claiming {
+            self.storage.unclaim_all(*epoch);
+        }
+        let fetching = self.buffer.state.lock().parts.of_claimant(claimant);
+        for epoch in claiming.into_iter().chain(fetching) {
+            self.end_epoch(epoch);
+        }
     }
 
     fn stats(&self) -> Stats {
-        todo!()
+        let (mut past, mut open) = self.storage.state.lock().parts.epochs();
+        let fetching = self.buffer.state.lock().parts.epochs();
+        past.extend(fetching.0);
+        open.extend(fetching.1);
+        let mut seen = HashSet::new();
+        let epochs = past.into_iter().chain(open).filter(|epoch| seen.insert(*epoch));
+        Stats {
+            storage: self.storage_stats(),
+            buffer: self.buffer_stats(),
+            current_epoch: self.current_epoch(),
+            epochs: epochs.filter_map(|epoch| self.ledger(epoch)).collect(),
+        }
     }
 }
 
-/// Stored bytes on their way out. They live as long as this, also when their shard is removed meanwhile.
-pub struct Outgoing {}
-
-impl Outgoing {
-    /// What they are.
-    pub fn meta(&self) -> &Meta {
-        todo!()
-    }
-
-    /// The bytes.
-    pub fn bytes(&self) -> &[u8] {
-        todo!()
-    }
-
-    /// Where the [`Checksum`](crate::Checksum) of a whole shard is kept from its first transfer on; `None` of rows of one.
-    pub fn checksum(&self) -> Option<&OnceLock<u64>> {
-        todo!()
-    }
-
-    /// Where processes of this node find them.
-    pub fn reference(&self) -> Reference {
-        todo!()
-    }
-}
-
-/// A shard that is being received. Dropped before it is committed, it never was.
-pub struct Incoming {}
-
-impl Incoming {
-    /// What it is to be.
-    pub fn meta(&self) -> &Meta {
-        todo!()
-    }
-
-    /// The room for its bytes.
-    pub fn room(&mut self) -> &mut [u8] {
-        todo!()
-    }
-
-    /// Stores it, unclaimed. `checksum` is that of the bytes in the room.
-    ///
-    /// # Errors
-    /// [`StoreError::Exists`] where a shard of this name was stored meanwhile.
-    pub fn commit(self, _checksum: u64) -> Result<(), StoreError> {
-        todo!()
-    }
-}
-
-/// The bytes of a tensor that was asked for: to be read and to be written, by its holder alone. Its pages are shared with
-/// others until they are written to.
-pub struct View {}
-
-impl View {
-    /// What they are.
-    pub fn meta(&self) -> &Meta {
-        todo!()
-    }
-
-    /// The first byte; valid for reads and writes of `meta().nbytes()` bytes as long as this lives. Aligned to 64 bytes,
-    /// unless rows were chosen.
-    pub fn data(&self) -> *mut u8 {
-        todo!()
+impl Default for Limits {
+    /// A quarter of the memory that the process can have, on either side.
+    fn default() -> Self {
+        let quarter = 4 * arena::default_limit() as u64;
+        Limits { storage_bytes: quarter, buffer_bytes: quarter }
     }
 }

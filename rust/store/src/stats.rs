@@ -28,7 +28,7 @@ pub struct Removed {
 /// What became of the shards that a step wanted to claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Claimed {
-    /// So many are the step's now, or were before.
+    /// So many became the step's; those that were before count for nothing.
     pub claimed_count: u64,
     /// Their bytes.
     pub total_bytes: u64,

@@ -6,7 +6,7 @@ use tundish_shm::Address;
 
 use crate::error::StoreError;
 use crate::meta::Meta;
-use crate::node::{Incoming, Outgoing};
+use crate::passage::{Incoming, Outgoing};
 use crate::patience::Patience;
 use crate::shard::{Rows, Selection, ShardId};
 use crate::stats::{Claimed, EpochLedger, Removed, Stats};
@@ -63,7 +63,7 @@ pub trait Transport: Sync {
     ///
     /// Each entry of `wanted` is announced to the receiver, by its index, with [`Receiver::room`] or
     /// [`Receiver::attach`]; what was received into a room counts when [`Receiver::complete`] was told that its bytes
-    /// are whole. What was announced may be announced again after a retry.
+    /// are whole. What was announced may be announced again after a retry, but not what has come.
     ///
     /// # Errors
     /// The receiver's, [`StoreError::Missing`] with `owner`, and whatever becomes of connections.

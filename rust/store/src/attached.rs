@@ -1,0 +1,128 @@
+//! Segments of other processes of this node, as far as something that was fetched lies in them.
+//!
+//! It owns nothing: an [`Attached`] lives as long as an entry or a view needs it, and is its lease.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use tundish_shm::lend::{self, Borrowed, Copied};
+use tundish_shm::registry::{self, Attachment};
+use tundish_shm::{Address, ShmError};
+
+use crate::error::StoreError;
+use crate::patience::Patience;
+use crate::transport::Reference;
+
+/// Entries from which on those that lead to nothing are looked for when one is added.
+const CROWDED: usize = 64;
+
+/// A segment of another process.
+#[derive(Debug)]
+pub(crate) enum Attached {
+    Mapped(Attachment),
+    /// Nothing of it could be mapped.
+    Copied(Copied),
+}
+
+impl Attached {
+    fn len(&self) -> u64 {
+        let facts = match self {
+            Attached::Mapped(attachment) => attachment.facts(),
+            Attached::Copied(copied) => copied.facts(),
+        };
+        facts.data_len as u64
+    }
+
+    fn start(&self) -> *const u8 {
+        match self {
+            Attached::Mapped(attachment) => attachment.data(),
+            Attached::Copied(copied) => copied.data(),
+        }
+    }
+}
+
+/// Where a tensor lies in another process's segment.
+#[derive(Clone, Debug)]
+pub(crate) struct Lent {
+    pub(crate) segment: Arc<Attached>,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+impl Lent {
+    /// The bytes. What its owner wrote to them before it lent them is there; that it does not write to them now is a
+    /// promise between processes that trust each other.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: within the data, as was checked when this was made; mapped as long as the segment is attached.
+        unsafe { std::slice::from_raw_parts(self.segment.start().add(self.offset as usize), self.len as usize) }
+    }
+}
+
+/// What is attached, by identity and generation.
+#[derive(Debug, Default)]
+pub(crate) struct Attachments(Mutex<HashMap<(u64, u64), Weak<Attached>>>);
+
+impl Attachments {
+    /// The part of a segment that `reference` names.
+    ///
+    /// # Errors
+    /// [`StoreError::Memory`] where the segment cannot be reached, or is smaller than the reference says.
+    pub(crate) fn reach(
+        &self,
+        reference: &Reference,
+        socket_name: Option<&str>,
+        patience: &mut Patience<'_>,
+    ) -> Result<Lent, StoreError> {
+        let Reference { address, offset, len } = *reference;
+        let segment = match self.find(&address) {
+            Some(segment) => segment,
+            None => self.add(&address, attach(&address, socket_name, patience)?),
+        };
+        if offset.checked_add(len).is_none_or(|end| end > segment.len()) {
+            let reason = format!("bytes {offset} to {offset} + {len} do not lie in its {}", segment.len());
+            let segment = format!("the segment with descriptor {} of process {}", address.descriptor, address.process);
+            return Err(ShmError::NotASegment { segment, reason }.into());
+        }
+        Ok(Lent { segment, offset, len })
+    }
+
+    fn find(&self, address: &Address) -> Option<Arc<Attached>> {
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known.get(&(address.identity, address.generation))?.upgrade()
+    }
+
+    fn add(&self, address: &Address, attached: Attached) -> Arc<Attached> {
+        let attached = Arc::new(attached);
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.len() >= CROWDED && known.len() == known.capacity() {
+            known.retain(|_, attached| attached.strong_count() > 0);
+        }
+        known.insert((address.identity, address.generation), Arc::downgrade(&attached));
+        attached
+    }
+}
+
+/// By a descriptor of the other process, else from its socket.
+fn attach(address: &Address, socket_name: Option<&str>, patience: &mut Patience<'_>) -> Result<Attached, StoreError> {
+    let unreached = match registry::open(address, None) {
+        Ok(attachment) => return Ok(Attached::Mapped(attachment)),
+        Err(error) => error,
+    };
+    let (Some(socket_name), ShmError::Unreached { .. }) = (socket_name, &unreached) else {
+        return Err(unreached.into());
+    };
+    let mut said = None;
+    let mut go_on = || {
+        patience.look().map_err(|error| {
+            said = Some(error);
+            ShmError::Interrupted
+        })
+    };
+    let borrowed = lend::borrow(socket_name, address, &mut go_on);
+    let attached = borrowed.and_then(|borrowed| match borrowed {
+        Borrowed::Descriptor(file) => registry::open_file(address, file).map(Attached::Mapped),
+        Borrowed::Copy(copied) => Ok(Attached::Copied(copied)),
+    });
+    attached.map_err(|error| said.unwrap_or_else(|| error.into()))
+}

@@ -1,0 +1,322 @@
+//! What this process fetched, by step, and what it is fetching.
+//!
+//! What always holds:
+//!
+//! 1. What is wanted by several at once is fetched by the first of them; the others get what came, or its failure.
+//! 2. What was fetched is kept only if nothing drained it meanwhile: neither its step has ended, nor all was flushed, nor
+//!    was the shard drained by its id. Else it is refused and counted, and whoever fetched it is told.
+//! 3. A failure is nobody's who asks later.
+
+use std::collections::HashMap;
+
+use smallvec::SmallVec;
+
+use crate::error::StoreError;
+use crate::flight::{Flight, Outcome, covers};
+use crate::parts::{HasEnded, Part, Parts, Viewed};
+use crate::shard::{Rows, ShardId};
+use crate::sync::Arc;
+use crate::turnstile::Turnstile;
+use crate::{Claimant, Epoch};
+
+/// What was fetched of a shard.
+#[derive(Debug)]
+pub(crate) struct Held<P> {
+    owner: Arc<str>,
+    rows: Option<Rows>,
+    bytes: u64,
+    payload: P,
+}
+
+/// Of most shards one entry: several where rows were chosen, or two owners have shards of one name.
+pub(crate) type Entries<P> = SmallVec<[Held<P>; 1]>;
+
+/// The step under which a call began.
+#[derive(Clone, Debug)]
+pub(crate) struct Ticket {
+    epoch: Option<Epoch>,
+    pub(crate) viewed: Viewed,
+}
+
+/// What is wanted.
+#[derive(Clone, Debug)]
+pub(crate) struct Key {
+    pub(crate) id: ShardId,
+    pub(crate) owner: Arc<str>,
+    pub(crate) rows: Option<Rows>,
+}
+
+/// What is here, and which rows of the shard it is.
+pub(crate) type Found<P> = (P, Option<Rows>);
+
+/// What became of a question.
+#[derive(Debug)]
+pub(crate) enum Asked<P> {
+    /// It is here; of these rows.
+    Hit(P, Option<Rows>),
+    /// Somebody fetches it.
+    Joined(Arc<Flight<P>>),
+    /// Who asked is to fetch it, and then to call `land` or `fail`, one of them, once.
+    Leads(Arc<Flight<P>>),
+}
+
+/// Counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    pub(crate) hits: u64,
+    pub(crate) misses: u64,
+    pub(crate) late: u64,
+    pub(crate) in_flight: u64,
+}
+
+pub(crate) struct State<P> {
+    pub(crate) parts: Parts<Entries<P>>,
+    flights: HashMap<ShardId, SmallVec<[Arc<Flight<P>>; 1]>>,
+    current: Option<Epoch>,
+    pub(crate) counts: Counts,
+}
+
+/// The buffer of one process.
+pub(crate) struct Buffer<P> {
+    pub(crate) state: Turnstile<State<P>>,
+}
+
+impl<P: Clone> Buffer<P> {
+    pub(crate) fn new() -> Self {
+        let state = State { parts: Parts::new(), flights: HashMap::new(), current: None, counts: Counts::default() };
+        Buffer { state: Turnstile::new(state) }
+    }
+
+    /// From here on calls belong to this step.
+    pub(crate) fn begin(&self, epoch: Epoch, claimant: Claimant) -> Result<(), StoreError> {
+        let mut state = self.state.lock();
+        state.parts.begin(epoch, claimant).map_err(|HasEnded| StoreError::StepEnded { epoch })?;
+        state.current = Some(epoch);
+        Ok(())
+    }
+
+    pub(crate) fn current(&self) -> Option<Epoch> {
+        self.state.lock().current
+    }
+
+    /// Under which step a call begins.
+    pub(crate) fn ticket(&self) -> Ticket {
+        let state = self.state.lock();
+        let epoch = state.current;
+        let part = state.parts.get(epoch).expect("the current step has a part, and so has none");
+        Ticket { epoch, viewed: Arc::clone(&part.viewed) }
+    }
+
+    /// Asks for some, few enough to hold the lock for; `is_first` where the caller has not asked for them before.
+    ///
+    /// # Errors
+    /// [`StoreError::StepEnded`] where the call's step has.
+    pub(crate) fn ask(&self, ticket: &Ticket, wanted: &[Key], is_first: bool) -> Result<Vec<Asked<P>>, StoreError> {
+        let mut state = self.state.lock();
+        state.check(ticket)?;
+        Ok(wanted.iter().map(|key| state.ask(ticket, key, is_first)).collect())
+    }
+
+    /// What is here of some, with the rows that it has; nobody is asked for the rest.
+    ///
+    /// # Errors
+    /// As of [`ask`](Self::ask).
+    pub(crate) fn find(&self, ticket: &Ticket, wanted: &[Key]) -> Result<Vec<Option<Found<P>>>, StoreError> {
+        let state = self.state.lock();
+        state.check(ticket)?;
+        let found = wanted.iter().map(|key| state.find(key).map(|held| (held.payload.clone(), held.rows.clone())));
+        Ok(found.collect())
+    }
+
+    /// What was fetched has come: it is kept, and everybody who waits for it gets it.
+    ///
+    /// # Errors
+    /// [`StoreError::StepEnded`] and [`StoreError::Drained`] where it came too late.
+    pub(crate) fn land(&self, flight: &Arc<Flight<P>>, payload: P, bytes: u64) -> Result<(), StoreError> {
+        let mut state = self.state.lock();
+        let is_wanted = state.take_off(flight);
+        let part = state.parts.get_mut(flight.epoch).filter(|part| part.token == flight.token);
+        let Some(part) = part.filter(|_| is_wanted) else {
+            return Err(state.refuse(flight));
+        };
+        let Flight { owner, rows, .. } = &**flight;
+        let held = Held { owner: Arc::clone(owner), rows: rows.clone(), bytes, payload: payload.clone() };
+        part.tally.bring(bytes);
+        part.table(&flight.id).entry(flight.id.clone()).or_default().push(held);
+        state.parts.saw_peak();
+        drop(state);
+        flight.land(Outcome::Landed(payload, flight.rows.clone()));
+        Ok(())
+    }
+
+    /// What was to be fetched does not come.
+    pub(crate) fn fail(&self, flight: &Arc<Flight<P>>, outcome: Outcome<P>) {
+        self.state.lock().take_off(flight);
+        flight.land(outcome);
+    }
+
+    /// Ends a step. What it held is returned, to be let go of.
+    pub(crate) fn end(&self, epoch: Epoch) -> Option<Part<Entries<P>>> {
+        let mut state = self.state.lock();
+        let part = state.parts.end(epoch);
+        if state.current == Some(epoch) {
+            state.current = state.newest();
+        }
+        part
+    }
+
+    /// Drains all; what was held, and what is under way will not be kept.
+    pub(crate) fn flush(&self) -> Vec<Part<Entries<P>>> {
+        self.state.lock().parts.flush()
+    }
+
+    /// Drains what was fetched of these shards; what is under way of them will not be kept. `freed` gets what was held,
+    /// turn by turn and without the lock. How many entries.
+    pub(crate) fn remove(&self, ids: &[ShardId], mut freed: impl FnMut(Vec<Entries<P>>)) -> u64 {
+        let mut removed = 0;
+        for some in ids.chunks(crate::turnstile::TURN) {
+            self.state.pass();
+            let mut cancelled = Vec::new();
+            let mut entries = Vec::new();
+            {
+                let mut state = self.state.lock();
+                for id in some {
+                    cancelled.extend(state.flights.remove(id).into_iter().flatten());
+                    state.remove(id, &mut entries);
+                }
+            }
+            for flight in cancelled {
+                flight.land(Outcome::Failed(StoreError::Drained { id: flight.id.clone() }));
+            }
+            removed += entries.iter().map(|entries: &Entries<P>| entries.len() as u64).sum::<u64>();
+            freed(entries);
+        }
+        removed
+    }
+
+    /// Lets go of what the parent fetched. For a child.
+    pub(crate) fn forget(&self) {
+        self.state.forget(|state| drop(state.parts.flush()));
+    }
+
+    /// What was fetched of these shards ends with no step any more. How many entries.
+    pub(crate) fn keep(&self, ids: &[ShardId]) -> u64 {
+        self.state.in_turns(ids, |state, ids| ids.iter().map(|id| state.keep(id)).sum::<u64>()).into_iter().sum()
+    }
+}
+
+impl<P: Clone> State<P> {
+    fn check(&self, ticket: &Ticket) -> Result<(), StoreError> {
+        match ticket.epoch {
+            Some(epoch) if self.parts.get(ticket.epoch).is_none() => Err(StoreError::StepEnded { epoch }),
+            _ => Ok(()),
+        }
+    }
+
+    fn ask(&mut self, ticket: &Ticket, key: &Key, is_first: bool) -> Asked<P> {
+        if let Some(held) = self.find(key) {
+            let hit = Asked::Hit(held.payload.clone(), held.rows.clone());
+            self.counts.hits += u64::from(is_first);
+            return hit;
+        }
+        if let Some(flight) = self.under_way(key) {
+            let joined = Asked::Joined(Arc::clone(flight));
+            self.counts.hits += u64::from(is_first);
+            return joined;
+        }
+        self.counts.misses += 1;
+        self.counts.in_flight += 1;
+        let token = self.parts.get(ticket.epoch).expect("who asks was told otherwise").token;
+        let flight = Flight::new(key.id.clone(), Arc::clone(&key.owner), key.rows.clone(), ticket.epoch, token);
+        let flight = Arc::new(flight);
+        self.flights.entry(key.id.clone()).or_default().push(Arc::clone(&flight));
+        Asked::Leads(flight)
+    }
+
+    fn find(&self, key: &Key) -> Option<&Held<P>> {
+        let of_shard = self.parts.iter().filter_map(|(_, part)| part.get(&key.id)).flatten();
+        let mut fitting =
+            of_shard.filter(|held| held.owner == key.owner && covers(held.rows.as_ref(), key.rows.as_ref()));
+        fitting.next()
+    }
+
+    /// A flight that will be kept when it lands.
+    fn under_way(&self, key: &Key) -> Option<&Arc<Flight<P>>> {
+        let of_shard = self.flights.get(&key.id)?.iter();
+        let mut fitting =
+            of_shard.filter(|flight| flight.owner == key.owner && covers(flight.rows.as_ref(), key.rows.as_ref()));
+        fitting.find(|flight| self.parts.get(flight.epoch).is_some_and(|part| part.token == flight.token))
+    }
+
+    /// Takes a flight off the list; `false` where it was not on it any more.
+    fn take_off(&mut self, flight: &Arc<Flight<P>>) -> bool {
+        self.counts.in_flight -= 1;
+        let Some(flights) = self.flights.get_mut(&flight.id) else { return false };
+        let Some(place) = flights.iter().position(|other| Arc::ptr_eq(other, flight)) else { return false };
+        flights.swap_remove(place);
+        if flights.is_empty() {
+            self.flights.remove(&flight.id);
+        }
+        true
+    }
+
+    fn refuse(&mut self, flight: &Arc<Flight<P>>) -> StoreError {
+        self.counts.late += 1;
+        let ended = flight.epoch.filter(|epoch| self.parts.get(Some(*epoch)).is_none());
+        if let Some(epoch) = flight.epoch {
+            match self.parts.get_mut(flight.epoch) {
+                Some(part) => part.tally.late += 1,
+                None => {
+                    if let Some(past) = self.parts.past_mut(epoch) {
+                        past.tally.late += 1;
+                    }
+                }
+            }
+        }
+        match ended {
+            Some(epoch) => {
+                // Those of another step have to ask anew, and those of this one will learn then that it ended.
+                flight.land(Outcome::Again);
+                StoreError::StepEnded { epoch }
+            }
+            None => {
+                let error = StoreError::Drained { id: flight.id.clone() };
+                flight.land(Outcome::Failed(error.clone()));
+                error
+            }
+        }
+    }
+
+    fn newest(&self) -> Option<Epoch> {
+        let begun = self.parts.iter().filter(|(epoch, _)| epoch.is_some());
+        begun.max_by_key(|(_, part)| part.token).and_then(|(epoch, _)| epoch)
+    }
+
+    fn remove(&mut self, id: &ShardId, removed: &mut Vec<Entries<P>>) {
+        for (_, part) in self.parts.iter_mut() {
+            if let Some(entries) = part.take(id) {
+                entries.iter().for_each(|held| part.tally.free(held.bytes));
+                removed.push(entries);
+            }
+        }
+    }
+
+    fn keep(&mut self, id: &ShardId) -> u64 {
+        let mut kept = Entries::new();
+        for (epoch, part) in self.parts.iter_mut() {
+            if epoch.is_some()
+                && let Some(entries) = part.take(id)
+            {
+                entries.iter().for_each(|held| part.tally.free(held.bytes));
+                kept.extend(entries);
+            }
+        }
+        let count = kept.len() as u64;
+        if count > 0 {
+            let unclaimed = self.parts.unclaimed();
+            kept.iter().for_each(|held| unclaimed.tally.bring(held.bytes));
+            unclaimed.table(id).entry(id.clone()).or_default().extend(kept);
+        }
+        count
+    }
+}

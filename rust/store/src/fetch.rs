@@ -1,0 +1,327 @@
+//! Fetching: what the buffer has, what others are fetching, and the rest in one request an owner, all owners at once.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::Duration;
+
+use crate::buffer::{Asked, Key, Ticket};
+use crate::error::StoreError;
+use crate::flight::{Flight, Outcome};
+use crate::landing::{Batch, Direct, Leg};
+use crate::node::Node;
+use crate::patience::Patience;
+use crate::shard::{Rows, ShardId};
+use crate::tensor::Tensor;
+use crate::transport::{Receiver, Transport, Wanted};
+use crate::turnstile::TURN;
+use crate::view::{View, views};
+
+/// Owners that are asked at the same time.
+const MOST_AT_ONCE: usize = 32;
+
+/// Between two looks of the calling thread at whether to go on, while others work.
+const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
+
+/// A request, and the receiver for its answer.
+trait Request: Send {
+    fn send(&mut self, transport: &dyn Transport, patience: &mut Patience<'_>) -> Result<(), StoreError>;
+}
+
+impl Node {
+    /// What is wanted, in order, as memory that the caller may write to and nobody else sees.
+    ///
+    /// What the buffer has comes from there. Of the rest each shard is asked for once, however many threads want it: in
+    /// one request an owner, all owners at once. What comes is kept in the buffer under the step that was current when
+    /// this was called.
+    ///
+    /// # Errors
+    /// [`StoreError::Missing`] and the transport's errors; [`StoreError::StepEnded`] and [`StoreError::Drained`] where
+    /// that was drained meanwhile; [`StoreError::Mismatch`], [`StoreError::Full`], and what patience says.
+    pub fn fetch(
+        &self,
+        wanted: &[Wanted],
+        transport: &dyn Transport,
+        patience: &mut Patience<'_>,
+    ) -> Result<Vec<View>, StoreError> {
+        let ticket = self.buffer.ticket();
+        let (each, uses) = unique(wanted)?;
+        let mut found: Vec<Option<Tensor>> = self.own(&each)?;
+        let mut is_first = true;
+        loop {
+            let open: Vec<usize> = (0..each.len()).filter(|index| found[*index].is_none()).collect();
+            if open.is_empty() {
+                break;
+            }
+            if !is_first {
+                patience.look()?;
+                if patience.is_over() {
+                    let id = &each[open[0]].id;
+                    return Err(StoreError::TimedOut { what: format!("shard {id} and {} more", open.len() - 1) });
+                }
+            }
+            self.round(&ticket, &each, &open, &mut found, is_first, transport, patience)?;
+            is_first = false;
+        }
+        let found: Vec<Tensor> = found.into_iter().map(|tensor| tensor.expect("the loop ends with all")).collect();
+        let wanted_ones = uses.into_iter().map(|index| found[index].clone()).collect();
+        Ok(views(wanted_ones, &ticket.viewed))
+    }
+
+    /// Asks for all that is open, fetches what nobody fetches, and waits for the rest.
+    #[expect(clippy::too_many_arguments, reason = "what a call of `fetch` has in its hands, in one loop")]
+    fn round(
+        &self,
+        ticket: &Ticket,
+        each: &[&Wanted],
+        open: &[usize],
+        found: &mut [Option<Tensor>],
+        is_first: bool,
+        transport: &dyn Transport,
+        patience: &mut Patience<'_>,
+    ) -> Result<(), StoreError> {
+        let mut batches: HashMap<&str, Batch<'_>> = HashMap::new();
+        let mut own: Vec<(usize, Arc<Flight<Tensor>>)> = Vec::new();
+        let mut others: Vec<(usize, Arc<Flight<Tensor>>)> = Vec::new();
+        for some in open.chunks(TURN) {
+            let keys: Vec<Key> = some.iter().map(|index| key(each[*index])).collect();
+            for (index, asked) in some.iter().zip(self.buffer.ask(ticket, &keys, is_first)?) {
+                let wanted = each[*index];
+                match asked {
+                    Asked::Hit(tensor, rows) => found[*index] = Some(cut(wanted, tensor, rows)?),
+                    Asked::Joined(flight) => others.push((*index, flight)),
+                    Asked::Leads(flight) => {
+                        let batch = batches.entry(&wanted.owner).or_insert_with(|| self.batch());
+                        batch.legs.push(Leg::new(wanted, Arc::clone(&flight)));
+                        own.push((*index, flight));
+                    }
+                }
+            }
+        }
+        send_all(batches.into_values().collect(), transport, patience)?;
+        for (index, flight) in own.into_iter().chain(others) {
+            if let Outcome::Landed(tensor, rows) = wait(&flight, patience)? {
+                found[index] = Some(cut(each[index], tensor, rows)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn batch(&self) -> Batch<'_> {
+        let Node { buffer, buffer_pool: pool, attachments, .. } = self;
+        Batch { buffer, pool, attachments, legs: Vec::new() }
+    }
+
+    /// What is stored in this process itself.
+    fn own(&self, each: &[&Wanted]) -> Result<Vec<Option<Tensor>>, StoreError> {
+        let own: Vec<usize> = {
+            let owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
+            (0..each.len()).filter(|index| owners.contains(&each[*index].owner)).collect()
+        };
+        let ids: Vec<ShardId> = own.iter().map(|index| each[*index].id.clone()).collect();
+        let tensors = self.storage.get(&ids).map_err(|shards| StoreError::Missing { owner: None, shards })?;
+        let mut found: Vec<Option<Tensor>> = each.iter().map(|_| None).collect();
+        for (index, tensor) in own.into_iter().zip(tensors) {
+            found[index] = Some(cut(each[index], tensor, None)?);
+        }
+        Ok(found)
+    }
+
+    /// As [`fetch`](Node::fetch), into memory of the caller's, one target for each; nothing is kept in the buffer.
+    ///
+    /// # Errors
+    /// As of `fetch`, and [`StoreError::Invalid`] where a target is not as large as what is wanted.
+    pub fn fetch_into(
+        &self,
+        wanted: &[Wanted],
+        targets: &mut [&mut [u8]],
+        transport: &dyn Transport,
+        patience: &mut Patience<'_>,
+    ) -> Result<(), StoreError> {
+        let fits = |(wanted, target): (&Wanted, &&mut [u8])| wanted.meta.nbytes() == target.len() as u64;
+        if wanted.len() != targets.len() || !wanted.iter().zip(targets.iter()).all(fits) {
+            return Err(StoreError::Invalid("each target has to be as large as what it is for".to_owned()));
+        }
+        let each: Vec<&Wanted> = wanted.iter().collect();
+        let mut found = self.own(&each)?;
+        let ticket = self.buffer.ticket();
+        for (some, places) in each.chunks(TURN).zip(found.chunks_mut(TURN)) {
+            let keys: Vec<Key> = some.iter().map(|wanted| key(wanted)).collect();
+            for ((held, place), wanted) in self.buffer.find(&ticket, &keys)?.into_iter().zip(places).zip(some) {
+                if let (None, Some((tensor, rows))) = (&place, held) {
+                    *place = Some(cut(wanted, tensor, rows)?);
+                }
+            }
+        }
+        let mut requests: HashMap<&str, Direct<'_, '_>> = HashMap::new();
+        for ((wanted, target), tensor) in wanted.iter().zip(targets.iter_mut()).zip(found) {
+            match tensor {
+                Some(tensor) => target.copy_from_slice(tensor.bytes()),
+                None => {
+                    let empty = || Direct {
+                        attachments: &self.attachments,
+                        wanted: Vec::new(),
+                        targets: Vec::new(),
+                        is_filled: Vec::new(),
+                    };
+                    let request = requests.entry(&wanted.owner).or_insert_with(empty);
+                    request.wanted.push(wanted);
+                    request.targets.push(target);
+                    request.is_filled.push(false);
+                }
+            }
+        }
+        send_all(requests.into_values().collect(), transport, patience)
+    }
+}
+
+impl Request for Batch<'_> {
+    fn send(&mut self, transport: &dyn Transport, patience: &mut Patience<'_>) -> Result<(), StoreError> {
+        let selections: Vec<_> = self.legs.iter().map(|leg| leg.wanted().selection()).collect();
+        let owner = Arc::clone(&self.legs[0].wanted().owner);
+        let sent = transport.fetch(&owner, &selections, self, patience);
+        let done = sent.and_then(|()| if self.is_over() { Ok(()) } else { Err(incomplete(self.legs[0].wanted())) });
+        if let Err(error) = &done {
+            self.fail(error);
+        }
+        done
+    }
+}
+
+impl Request for Direct<'_, '_> {
+    fn send(&mut self, transport: &dyn Transport, patience: &mut Patience<'_>) -> Result<(), StoreError> {
+        let selections: Vec<_> = self.wanted.iter().map(|wanted| wanted.selection()).collect();
+        let first = self.wanted[0];
+        transport.fetch(&first.owner, &selections, self as &mut dyn Receiver, patience)?;
+        if self.is_filled.iter().all(|is_filled| *is_filled) { Ok(()) } else { Err(incomplete(first)) }
+    }
+}
+
+fn incomplete(wanted: &Wanted) -> StoreError {
+    StoreError::Corrupt {
+        id: wanted.id.clone(),
+        owner: Arc::clone(&wanted.owner),
+        reason: "the answer ended before all that was asked for had come".to_owned(),
+    }
+}
+
+fn key(wanted: &Wanted) -> Key {
+    Key { id: wanted.id.clone(), owner: Arc::clone(&wanted.owner), rows: wanted.rows.clone() }
+}
+
+/// What is wanted of what was found, of which it has `rows`; the same type and shape as declared.
+fn cut(wanted: &Wanted, tensor: Tensor, rows: Option<Rows>) -> Result<Tensor, StoreError> {
+    let cut = if wanted.rows == rows {
+        tensor
+    } else {
+        tensor.cut(rows.map_or(0, |rows| rows.start), wanted.rows.as_ref())?
+    };
+    if cut.meta == wanted.meta {
+        return Ok(cut);
+    }
+    Err(StoreError::Mismatch {
+        id: wanted.id.clone(),
+        owner: Arc::clone(&wanted.owner),
+        declared: format!("{:?}", wanted.meta),
+        found: format!("{:?}", cut.meta),
+    })
+}
+
+/// Each thing that is wanted, once, and for each time that it is wanted which.
+fn unique(wanted: &[Wanted]) -> Result<(Vec<&Wanted>, Vec<usize>), StoreError> {
+    let mut places: HashMap<(&ShardId, &str, Option<&Rows>), usize> = HashMap::with_capacity(wanted.len());
+    let mut each: Vec<&Wanted> = Vec::with_capacity(wanted.len());
+    let mut uses = Vec::with_capacity(wanted.len());
+    for one in wanted {
+        let count = each.len();
+        let place = *places.entry((&one.id, &one.owner, one.rows.as_ref())).or_insert(count);
+        if place == count {
+            if let Some(rows) = &one.rows
+                && (rows.start > rows.end || one.meta.shape().first() != Some(&(rows.end - rows.start)))
+            {
+                let Rows { start, end } = rows;
+                let id = &one.id;
+                return Err(StoreError::Invalid(format!(
+                    "rows {start} to {end} of shard {id} are not a {:?}",
+                    one.meta
+                )));
+            }
+            each.push(one);
+        } else if each[place].meta != one.meta {
+            return Err(StoreError::Mismatch {
+                id: one.id.clone(),
+                owner: Arc::clone(&one.owner),
+                declared: format!("{:?}", one.meta),
+                found: format!("{:?} by another handle", each[place].meta),
+            });
+        }
+        uses.push(place);
+    }
+    Ok((each, uses))
+}
+
+/// What became of a flight.
+fn wait(flight: &Flight<Tensor>, patience: &mut Patience<'_>) -> Result<Outcome<Tensor>, StoreError> {
+    loop {
+        match flight.wait(patience.turn()) {
+            Some(Outcome::Failed(error)) => return Err(error),
+            Some(outcome) => return Ok(outcome),
+            None => patience.look()?,
+        }
+        if patience.is_over() {
+            return Err(StoreError::TimedOut { what: format!("shard {}, which another thread fetches", flight.id) });
+        }
+    }
+}
+
+/// Sends all of them at once, the first from this thread, which alone asks its caller whether to go on. When one fails
+/// the others are called off.
+fn send_all<R: Request>(
+    mut requests: Vec<R>,
+    transport: &dyn Transport,
+    patience: &mut Patience<'_>,
+) -> Result<(), StoreError> {
+    if requests.len() < 2 {
+        return requests.iter_mut().try_for_each(|request| request.send(transport, patience));
+    }
+    let (deadline, threads) = (patience.deadline(), requests.len().min(MOST_AT_ONCE) - 1);
+    let is_off = AtomicBool::new(false);
+    let first_error: Mutex<Option<StoreError>> = Mutex::new(None);
+    let queue = Mutex::new(requests.into_iter());
+    let fail = |error| {
+        is_off.store(true, Ordering::Relaxed);
+        first_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+    };
+    let work = |patience: &mut Patience<'_>| {
+        while !is_off.load(Ordering::Relaxed) {
+            let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some(mut request) = next else { break };
+            if let Err(error) = request.send(transport, patience) {
+                fail(error);
+            }
+        }
+    };
+    let (done, all_done) = mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            let done = done.clone();
+            let (work, is_off) = (&work, &is_off);
+            // Where no more threads are to be had, fewer do it.
+            let _ = std::thread::Builder::new().name("tundish-fetch".to_owned()).spawn_scoped(scope, move || {
+                let mut go_on = || if is_off.load(Ordering::Relaxed) { Err(StoreError::Interrupted) } else { Ok(()) };
+                work(&mut Patience::new(deadline, &mut go_on));
+                drop(done);
+            });
+        }
+        drop(done);
+        work(patience);
+        while let Err(mpsc::RecvTimeoutError::Timeout) = all_done.recv_timeout(BETWEEN_LOOKS) {
+            if let Err(error) = patience.look() {
+                fail(error);
+            }
+        }
+    });
+    // What was not sent any more fails as it is dropped.
+    drop(queue);
+    first_error.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+}

@@ -1,0 +1,238 @@
+//! Entries by the step that they end with, and the account of each step.
+//!
+//! A [`Parts`] owns entries of one kind; whoever has it has it under a lock. What always holds:
+//!
+//! 1. To end a step is to take its part out, whole, whatever the part holds: dropping it is for later and elsewhere.
+//! 2. A step that has ended does not begin again, as far back as is remembered.
+//! 3. Of every part, what was brought in is what was freed and what is held, in bytes.
+//! 4. No table of entries is large, so that growing one moves some thousand entries with the lock held, not a million.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::shard::ShardId;
+use crate::{Claimant, Epoch};
+
+/// Tables of a part; a power of two.
+const TABLES: usize = 256;
+
+/// Steps that ended and are remembered.
+const REMEMBERED: usize = 256;
+
+/// And those of them that are told of when nobody asks for one.
+const TOLD: usize = 8;
+
+/// Bytes and entries of a part since it began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tally {
+    pub(crate) brought_bytes: u64,
+    pub(crate) freed_bytes: u64,
+    pub(crate) held_bytes: u64,
+    pub(crate) num_entries: u64,
+    pub(crate) late: u64,
+}
+
+impl Tally {
+    pub(crate) fn bring(&mut self, bytes: u64) {
+        self.brought_bytes += bytes;
+        self.held_bytes += bytes;
+        self.num_entries += 1;
+    }
+
+    pub(crate) fn free(&mut self, bytes: u64) {
+        self.freed_bytes += bytes;
+        self.held_bytes -= bytes;
+        self.num_entries -= 1;
+    }
+}
+
+/// Bytes of tensors that were handed out in a step and live.
+pub(crate) type Viewed = Arc<AtomicU64>;
+
+/// What ends together: the entries of a step, or those of none.
+pub(crate) struct Part<V> {
+    /// Tells it from a later one of the same name; the older, the smaller.
+    pub(crate) token: u64,
+    pub(crate) claimant: Option<Claimant>,
+    pub(crate) tally: Tally,
+    pub(crate) viewed: Viewed,
+    /// None as long as nothing is in it.
+    tables: Vec<HashMap<ShardId, V>>,
+}
+
+impl<V> Part<V> {
+    fn new(token: u64, claimant: Option<Claimant>) -> Self {
+        Part { token, claimant, tally: Tally::default(), viewed: Viewed::default(), tables: Vec::new() }
+    }
+
+    pub(crate) fn get(&self, id: &ShardId) -> Option<&V> {
+        self.tables.get(place(id))?.get(id)
+    }
+
+    /// The table that has or would have it.
+    pub(crate) fn table(&mut self, id: &ShardId) -> &mut HashMap<ShardId, V> {
+        if self.tables.is_empty() {
+            self.tables.resize_with(TABLES, HashMap::new);
+        }
+        &mut self.tables[place(id)]
+    }
+
+    /// Takes an entry out; its bytes are the caller's to count.
+    pub(crate) fn take(&mut self, id: &ShardId) -> Option<V> {
+        self.tables.get_mut(place(id))?.remove(id)
+    }
+
+    /// Some of the names in it, at most `most`, from the table `cursor` on, which moves on when that is done.
+    pub(crate) fn some_ids(&self, cursor: &mut usize, most: usize) -> Vec<ShardId> {
+        while let Some(table) = self.tables.get(*cursor) {
+            if !table.is_empty() {
+                return table.keys().take(most).cloned().collect();
+            }
+            *cursor += 1;
+        }
+        Vec::new()
+    }
+}
+
+fn place(id: &ShardId) -> usize {
+    id.spread() as usize % TABLES
+}
+
+/// A step that ended.
+pub(crate) struct Past {
+    pub(crate) epoch: Epoch,
+    pub(crate) tally: Tally,
+    pub(crate) viewed: Viewed,
+}
+
+/// How a step stands.
+pub(crate) struct Standing {
+    pub(crate) tally: Tally,
+    pub(crate) viewed_bytes: u64,
+    pub(crate) has_ended: bool,
+}
+
+/// The step has ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct HasEnded;
+
+/// All parts: one of no step, and one of each step that has begun.
+pub(crate) struct Parts<V> {
+    parts: HashMap<Option<Epoch>, Part<V>>,
+    past: VecDeque<Past>,
+    next_token: u64,
+    pub(crate) high_water_bytes: u64,
+}
+
+impl<V> Parts<V> {
+    pub(crate) fn new() -> Self {
+        let parts = HashMap::from([(None, Part::new(0, None))]);
+        Parts { parts, past: VecDeque::new(), next_token: 1, high_water_bytes: 0 }
+    }
+
+    /// The step's part; begun if it is not there, for `claimant`.
+    pub(crate) fn begin(&mut self, epoch: Epoch, claimant: Claimant) -> Result<&mut Part<V>, HasEnded> {
+        if self.past(epoch).is_some() {
+            return Err(HasEnded);
+        }
+        let next_token = &mut self.next_token;
+        Ok(self.parts.entry(Some(epoch)).or_insert_with(|| {
+            *next_token += 1;
+            Part::new(*next_token - 1, Some(claimant))
+        }))
+    }
+
+    /// Takes the step's part out; `None` where it had none. It does not begin again.
+    pub(crate) fn end(&mut self, epoch: Epoch) -> Option<Part<V>> {
+        let part = self.parts.remove(&Some(epoch));
+        if self.past(epoch).is_none() {
+            let (mut tally, viewed) =
+                part.as_ref().map_or_else(Default::default, |part| (part.tally, Arc::clone(&part.viewed)));
+            tally.freed_bytes += std::mem::take(&mut tally.held_bytes);
+            self.past.push_back(Past { epoch, tally, viewed });
+            if self.past.len() > REMEMBERED {
+                self.past.pop_front();
+            }
+        }
+        part
+    }
+
+    /// Takes all entries out; steps go on, with nothing in them.
+    pub(crate) fn flush(&mut self) -> Vec<Part<V>> {
+        let mut flushed = Vec::new();
+        for part in self.parts.values_mut() {
+            let mut empty = Part::new(self.next_token, part.claimant);
+            self.next_token += 1;
+            empty.tally = part.tally;
+            empty.tally.freed_bytes += std::mem::take(&mut empty.tally.held_bytes);
+            empty.tally.num_entries = 0;
+            empty.viewed = Arc::clone(&part.viewed);
+            flushed.push(std::mem::replace(part, empty));
+        }
+        flushed
+    }
+
+    pub(crate) fn get(&self, epoch: Option<Epoch>) -> Option<&Part<V>> {
+        self.parts.get(&epoch)
+    }
+
+    pub(crate) fn get_mut(&mut self, epoch: Option<Epoch>) -> Option<&mut Part<V>> {
+        self.parts.get_mut(&epoch)
+    }
+
+    /// The part of no step, which is always there.
+    pub(crate) fn unclaimed(&mut self) -> &mut Part<V> {
+        self.parts.get_mut(&None).expect("it was made first and is never taken out")
+    }
+
+    pub(crate) fn past(&self, epoch: Epoch) -> Option<&Past> {
+        self.past.iter().rev().find(|past| past.epoch == epoch)
+    }
+
+    pub(crate) fn past_mut(&mut self, epoch: Epoch) -> Option<&mut Past> {
+        self.past.iter_mut().rev().find(|past| past.epoch == epoch)
+    }
+
+    /// How a step stands; `None` where it never began, or ended too long ago.
+    pub(crate) fn standing(&self, epoch: Epoch) -> Option<Standing> {
+        let (tally, viewed, has_ended) = match self.get(Some(epoch)) {
+            Some(part) => (part.tally, &part.viewed, false),
+            None => self.past(epoch).map(|past| (past.tally, &past.viewed, true))?,
+        };
+        Some(Standing { tally, viewed_bytes: viewed.load(Ordering::Relaxed), has_ended })
+    }
+
+    /// The last steps that have ended, and those that have not, the newest last.
+    pub(crate) fn epochs(&self) -> (Vec<Epoch>, Vec<Epoch>) {
+        let mut open: Vec<_> = self.iter().filter_map(|(epoch, part)| Some((part.token, epoch?))).collect();
+        open.sort_unstable();
+        let past = self.past.iter().skip(self.past.len().saturating_sub(TOLD)).map(|past| past.epoch);
+        (past.collect(), open.into_iter().map(|(_, epoch)| epoch).collect())
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Option<Epoch>, &Part<V>)> {
+        self.parts.iter().map(|(epoch, part)| (*epoch, part))
+    }
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (Option<Epoch>, &mut Part<V>)> {
+        self.parts.iter_mut().map(|(epoch, part)| (*epoch, part))
+    }
+
+    /// Steps of this claimant.
+    pub(crate) fn of_claimant(&self, claimant: Claimant) -> Vec<Epoch> {
+        let its = self.iter().filter(|(_, part)| part.claimant == Some(claimant));
+        its.filter_map(|(epoch, _)| epoch).collect()
+    }
+
+    /// Bytes and entries of all.
+    pub(crate) fn held(&self) -> (u64, u64) {
+        self.parts
+            .values()
+            .fold((0, 0), |(bytes, entries), part| (bytes + part.tally.held_bytes, entries + part.tally.num_entries))
+    }
+
+    pub(crate) fn saw_peak(&mut self) {
+        self.high_water_bytes = self.high_water_bytes.max(self.held().0);
+    }
+}

@@ -1,0 +1,240 @@
+//! Memory of one side of a node: slabs, their recycling, and their limit.
+//!
+//! A [`Pool`] owns an arena, whose segments are the slabs. What always holds:
+//!
+//! 1. Slabs in use, those that were given up with a view alive somewhere, and what is being asked for, are together never
+//!    more than the limit. With those that wait to be used again they are not, either: these are let go of first.
+//! 2. A slab goes back to the arena when nothing here refers to it, and is used again when no view of it lives in any
+//!    process.
+//! 3. In a child made by `fork` nothing is counted or given back: a slab is only unmapped there.
+
+use std::process;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
+
+use rustix::param::page_size;
+use tundish_shm::arena::{Arena, Use};
+use tundish_shm::{DATA_START, Segment, ShmError};
+
+use crate::error::StoreError;
+use crate::patience::Patience;
+use crate::slab::Slab;
+use crate::stats::Account;
+
+/// Slabs for many small tensors have sizes between these.
+const SMALLEST: u64 = 256 << 10;
+const LARGEST: u64 = 64 << 20;
+
+/// Such a slab is this part of what is in use, so that there are few slabs and none holds much of the memory.
+const PART_IN_USE: u64 = 8;
+
+/// And at most this part of the limit.
+const PART_OF_LIMIT: u64 = 16;
+
+/// The slabs of one side of a node.
+pub(crate) struct Pool {
+    name: &'static str,
+    process: u32,
+    arena: Arena,
+    state: Mutex<State>,
+    freed: Condvar,
+    /// The slab that small tensors go to now.
+    pub(crate) open: Mutex<Weak<Slab>>,
+}
+
+struct State {
+    limit: u64,
+    used: u64,
+    high_water: u64,
+    /// When a slab was last asked for.
+    asked: Instant,
+}
+
+/// Bytes that were set aside, and are again for all when this is dropped.
+pub(crate) struct Reservation {
+    pool: Arc<Pool>,
+    bytes: u64,
+}
+
+impl Pool {
+    pub(crate) fn new(name: &'static str, limit: u64) -> Arc<Self> {
+        let state = State { limit, used: 0, high_water: 0, asked: Instant::now() };
+        // How much it keeps is the pool's to say.
+        let arena = Arena::new(Use::Slabs, usize::MAX);
+        Arc::new(Pool {
+            name,
+            process: process::id(),
+            arena,
+            state: Mutex::new(state),
+            freed: Condvar::new(),
+            open: Mutex::default(),
+        })
+    }
+
+    /// Bytes that a slab with room for `room` takes.
+    pub(crate) fn size_for(room: u64) -> u64 {
+        (room + DATA_START as u64).next_multiple_of(page_size() as u64)
+    }
+
+    /// The room that a slab for many small tensors gets, where `asked` more bytes are to be stored.
+    pub(crate) fn shared_room(&self, asked: u64) -> u64 {
+        let state = self.lock();
+        let part = ((state.used + asked) / PART_IN_USE).next_power_of_two().clamp(SMALLEST, LARGEST);
+        part.min(state.limit / PART_OF_LIMIT).max(2 * DATA_START as u64) - DATA_START as u64
+    }
+
+    /// Sets bytes aside; with `patience` it waits for them.
+    ///
+    /// # Errors
+    /// [`StoreError::Full`], [`StoreError::TooLarge`], and what patience says.
+    pub(crate) fn reserve(
+        self: &Arc<Self>,
+        bytes: u64,
+        mut patience: Option<&mut Patience<'_>>,
+    ) -> Result<Reservation, StoreError> {
+        loop {
+            let mut escaped = self.arena.last_stats().escaped as u64;
+            let mut state = self.lock();
+            if escaped > 0 && state.used + escaped + bytes > state.limit {
+                drop(state);
+                escaped = self.arena.stats().escaped as u64;
+                state = self.lock();
+            }
+            state.asked = Instant::now();
+            let (used, limit) = (state.used, state.limit);
+            if bytes > limit {
+                return Err(StoreError::TooLarge { account: self.name, asked: bytes, limit });
+            }
+            if used + escaped + bytes <= limit {
+                state.used += bytes;
+                state.high_water = state.high_water.max(state.used);
+                return Ok(Reservation { pool: Arc::clone(self), bytes });
+            }
+            let full = StoreError::Full { account: self.name, asked: bytes, used, escaped, limit };
+            let Some(patience) = patience.as_deref_mut().filter(|patience| !patience.is_over()) else {
+                return Err(full);
+            };
+            // Views of other processes end without a word, so it never sleeps for long.
+            drop(self.freed.wait_timeout(state, patience.turn()).unwrap_or_else(PoisonError::into_inner));
+            patience.look()?;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn release(&self, bytes: u64) {
+        if self.process == process::id() {
+            self.lock().used -= bytes;
+            self.freed.notify_all();
+        }
+    }
+
+    /// Takes back what a slab was made of.
+    pub(crate) fn give_back(&self, segment: Segment) {
+        let bytes = segment.size() as u64;
+        if self.process != process::id() {
+            return;
+        }
+        self.arena.give_back(segment);
+        self.release(bytes);
+    }
+
+    /// What waits to be used again goes back to the system, but for what has been of use since `since`.
+    pub(crate) fn trim(&self, since: Instant) {
+        if self.lock().asked < since {
+            self.arena.trim(0);
+        }
+    }
+
+    /// Lets go of what the parent kept. For a child.
+    pub(crate) fn forget(&self) {
+        self.arena.forget();
+    }
+
+    pub(crate) fn set_limit(&self, limit: u64) {
+        self.lock().limit = limit;
+        self.freed.notify_all();
+    }
+
+    pub(crate) fn account(&self) -> Account {
+        let arena = self.arena.stats();
+        let state = self.lock();
+        Account {
+            limit_bytes: state.limit,
+            used_bytes: state.used,
+            escaped_bytes: arena.escaped as u64,
+            idle_bytes: arena.cached as u64,
+            high_water_bytes: state.high_water,
+        }
+    }
+
+    /// Of what waits to be used again only so much stays that with what is in use it is within the limit, `spare` bytes
+    /// of that not counted.
+    fn make_room(&self, spare: u64) {
+        let escaped = self.arena.last_stats().escaped as u64;
+        let state = self.lock();
+        let left = (state.limit + spare).saturating_sub(state.used + escaped);
+        drop(state);
+        self.arena.trim(usize::try_from(left).unwrap_or(usize::MAX));
+    }
+}
+
+impl Reservation {
+    /// A segment with room for `room` bytes, out of what was set aside.
+    ///
+    /// # Errors
+    /// [`StoreError::Memory`] where the system has none, and what patience says.
+    pub(crate) fn take(&mut self, room: u64, patience: Option<&mut Patience<'_>>) -> Result<Segment, StoreError> {
+        let len = usize::try_from(room).map_err(|_| StoreError::Invalid(format!("{room} bytes exceed any memory")))?;
+        let set_aside = Pool::size_for(room).min(self.bytes);
+        let (mut patience, mut said) = (patience, None);
+        let mut go_on = || {
+            let look = patience.as_deref_mut().map_or(Ok(()), Patience::look);
+            look.map_err(|error| {
+                said = Some(error);
+                ShmError::Interrupted
+            })
+        };
+        // What is reused was counted before, so it has to stay for now.
+        self.pool.make_room(set_aside);
+        let mut taken = self.pool.arena.take(len, false, &mut go_on);
+        if let Ok(larger) = &taken
+            && !self.adds(larger.size() as u64 - set_aside)
+        {
+            // A kept one that is larger than was set aside, where each byte counts.
+            self.pool.arena.give_back(taken.expect("it was"));
+            self.pool.arena.trim(0);
+            taken = self.pool.arena.take(len, false, &mut go_on);
+        }
+        let segment = taken.map_err(|error| said.unwrap_or_else(|| error.into()))?;
+        self.bytes -= set_aside;
+        self.pool.make_room(0);
+        Ok(segment)
+    }
+
+    /// Counts bytes that were not set aside; `false` where the limit does not allow them.
+    fn adds(&self, bytes: u64) -> bool {
+        let escaped = self.pool.arena.last_stats().escaped as u64;
+        let mut state = self.pool.lock();
+        let fits = bytes == 0 || state.used + escaped + bytes <= state.limit;
+        if fits {
+            state.used += bytes;
+            state.high_water = state.high_water.max(state.used);
+        }
+        fits
+    }
+
+    pub(crate) fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            self.pool.release(self.bytes);
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Letting go, in the background.
+//!
+//! A [`Reaper`] owns a thread, which starts when it is first needed and ends with the reaper, after all that was left to
+//! it. What always holds: what is left to it is let go of, if need be by the caller.
+
+use std::any::Any;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::pool::Pool;
+
+/// So few entries are let go of at once, that the memory is there for the next use.
+const FEW: u64 = 1000;
+
+/// Slabs that nobody asked for in so long go back to the system.
+const QUIET: Duration = Duration::from_secs(60);
+
+type Garbage = Box<dyn Any + Send>;
+
+/// Lets go of what would take its owner long.
+pub(crate) struct Reaper {
+    sender: Mutex<Option<Sender<Garbage>>>,
+    left: Arc<Left>,
+    pools: Vec<Weak<Pool>>,
+}
+
+/// How much there is left to do.
+#[derive(Default)]
+struct Left {
+    count: Mutex<u64>,
+    done: Condvar,
+}
+
+impl Reaper {
+    /// One that trims these pools, too, when they are quiet.
+    pub(crate) fn new(pools: &[&Arc<Pool>]) -> Self {
+        let pools = pools.iter().map(|pool| Arc::downgrade(pool)).collect();
+        Reaper { sender: Mutex::default(), left: Arc::default(), pools }
+    }
+
+    /// Lets go of something that holds `entries` entries.
+    pub(crate) fn let_go(&self, garbage: impl Send + 'static, entries: u64) {
+        let mut sender = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
+        if sender.is_none() {
+            *sender = self.start();
+        }
+        match &*sender {
+            Some(sender) if entries > FEW => {
+                *self.left.count.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+                let sent = sender.send(Box::new(garbage));
+                debug_assert!(sent.is_ok(), "the thread lives as long as the sender");
+            }
+            _ => {
+                drop(sender);
+                drop(garbage);
+            }
+        }
+    }
+
+    /// Waits until all that was left to it is gone; `false` where that takes longer than `longest`.
+    pub(crate) fn settle(&self, longest: Duration) -> bool {
+        let count = self.left.count.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.left.done.wait_timeout_while(count, longest, |count| *count > 0);
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+    }
+
+    /// `None` where the system has no thread left.
+    fn start(&self) -> Option<Sender<Garbage>> {
+        let (sender, receiver) = channel();
+        let (left, pools) = (Arc::clone(&self.left), self.pools.clone());
+        let started = thread::Builder::new().name("tundish-reaper".to_owned());
+        started.spawn(move || work(&receiver, &left, &pools)).ok().map(|_| sender)
+    }
+}
+
+fn work(garbage: &Receiver<Garbage>, left: &Left, pools: &[Weak<Pool>]) {
+    loop {
+        match garbage.recv_timeout(QUIET) {
+            Ok(garbage) => {
+                drop(garbage);
+                *left.count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+                left.done.notify_all();
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                let since = Instant::now().checked_sub(QUIET);
+                for pool in pools.iter().filter_map(Weak::upgrade) {
+                    since.into_iter().for_each(|since| pool.trim(since));
+                }
+            }
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+    }
+}

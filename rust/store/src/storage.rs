@@ -1,0 +1,268 @@
+//! The shards of this process, by the step that claimed them.
+//!
+//! What always holds: a shard is in one part; what no step has claimed lives until it is removed; what a step has claimed
+//! ends with it, and is unclaimed again when its claimant is gone.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use crate::error::{MissingShard, StoreError};
+use crate::parts::{HasEnded, Part, Parts};
+use crate::shard::ShardId;
+use crate::stats::{Claimed, Removed};
+use crate::turnstile::{TURN, Turnstile};
+use crate::{Claimant, Epoch};
+
+/// A shard that is stored.
+#[derive(Debug)]
+pub(crate) struct Stored<P> {
+    payload: P,
+    bytes: u64,
+    /// Seconds after the storage was made.
+    second: u32,
+}
+
+pub(crate) struct State<P> {
+    pub(crate) parts: Parts<Stored<P>>,
+    /// How many unclaimed shards were stored in each second that has some.
+    seconds: BTreeMap<u32, u64>,
+    next_counter: u64,
+}
+
+/// The storage of one process.
+pub(crate) struct Storage<P> {
+    pub(crate) state: Turnstile<State<P>>,
+    nonce: u64,
+    made: Instant,
+}
+
+impl<P: Clone> Storage<P> {
+    /// One that names its shards by `nonce`.
+    pub(crate) fn new(nonce: u64) -> Self {
+        let state = State { parts: Parts::new(), seconds: BTreeMap::new(), next_counter: 0 };
+        Storage { state: Turnstile::new(state), nonce, made: Instant::now() }
+    }
+
+    pub(crate) fn nonce(&self) -> u64 {
+        self.nonce
+    }
+
+    /// Stores under names of their own, unclaimed.
+    pub(crate) fn put(&self, payloads: Vec<(P, u64)>) -> Vec<ShardId> {
+        let second = self.second();
+        let turns = self.state.in_turns(&payloads, |state, some| {
+            let mut ids = Vec::with_capacity(some.len());
+            for (payload, bytes) in some {
+                let id = ShardId::numbered(self.nonce, state.next_counter);
+                state.next_counter += 1;
+                state.insert(&id, Stored { payload: payload.clone(), bytes: *bytes, second });
+                ids.push(id);
+            }
+            state.parts.saw_peak();
+            ids
+        });
+        turns.concat()
+    }
+
+    /// Stores under a name that was given.
+    ///
+    /// # Errors
+    /// [`StoreError::Exists`] where there is one of this name, [`StoreError::Invalid`] for one of those that this storage
+    /// gives itself.
+    pub(crate) fn insert(&self, id: &ShardId, payload: P, bytes: u64) -> Result<(), StoreError> {
+        let second = self.second();
+        let mut state = self.state.lock();
+        self.check_free(&state, id)?;
+        state.insert(id, Stored { payload, bytes, second });
+        state.parts.saw_peak();
+        Ok(())
+    }
+
+    /// Whether a shard may be stored under a name that was given.
+    ///
+    /// # Errors
+    /// As of [`insert`](Self::insert).
+    pub(crate) fn check_new(&self, id: &ShardId) -> Result<(), StoreError> {
+        self.check_free(&self.state.lock(), id)
+    }
+
+    fn check_free(&self, state: &State<P>, id: &ShardId) -> Result<(), StoreError> {
+        if id.as_numbered().is_some_and(|(nonce, _)| nonce == self.nonce) {
+            return Err(StoreError::Invalid(format!("shard {id} cannot be sent: names that begin so are given here")));
+        }
+        if state.find(id).is_some() {
+            return Err(StoreError::Exists { id: id.clone() });
+        }
+        Ok(())
+    }
+
+    /// Lets go of what the parent stored. For a child.
+    pub(crate) fn forget(&self) {
+        self.state.forget(|state| drop(state.parts.flush()));
+    }
+
+    /// What is stored under these names, in order, or those that nothing is stored under.
+    pub(crate) fn get(&self, ids: &[ShardId]) -> Result<Vec<P>, Vec<MissingShard>> {
+        let mut missing = Vec::new();
+        let mut found = Vec::with_capacity(ids.len());
+        self.state.in_turns(ids, |state, some| {
+            for id in some {
+                match state.find(id) {
+                    Some(stored) => found.push(stored.payload.clone()),
+                    None => missing.push(MissingShard { id: id.clone(), was_removed: self.was_here(state, id) }),
+                }
+            }
+        });
+        if missing.is_empty() { Ok(found) } else { Err(missing) }
+    }
+
+    /// A name that this storage gave.
+    fn was_here(&self, state: &State<P>, id: &ShardId) -> bool {
+        id.as_numbered().is_some_and(|(nonce, counter)| nonce == self.nonce && counter < state.next_counter)
+    }
+
+    /// Removes; `freed` gets what was stored, turn by turn and without the lock.
+    pub(crate) fn remove(&self, ids: &[ShardId], mut freed: impl FnMut(Vec<Stored<P>>)) -> Removed {
+        let mut removed = Removed::default();
+        for some in ids.chunks(TURN) {
+            self.state.pass();
+            let taken: Vec<_> = {
+                let mut state = self.state.lock();
+                some.iter().filter_map(|id| state.remove(id)).collect()
+            };
+            removed.cleared_count += taken.len() as u64;
+            removed.num_tensors += taken.len() as u64;
+            removed.total_bytes += taken.iter().map(|stored| stored.bytes).sum::<u64>();
+            freed(taken);
+        }
+        removed
+    }
+
+    /// Takes all out.
+    pub(crate) fn flush(&self) -> (Removed, Vec<Part<Stored<P>>>) {
+        let mut state = self.state.lock();
+        let (total_bytes, num_tensors) = state.parts.held();
+        state.seconds.clear();
+        let flushed = state.parts.flush();
+        (Removed { cleared_count: num_tensors, num_tensors, total_bytes }, flushed)
+    }
+
+    /// Claims for a step.
+    ///
+    /// # Errors
+    /// [`StoreError::StepEnded`] where it has ended. What it claimed before that is gone.
+    pub(crate) fn claim(&self, epoch: Epoch, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
+        let mut claimed = Claimed::default();
+        let begun = self.state.lock().parts.begin(epoch, claimant).map(|_| ());
+        begun.map_err(|HasEnded| StoreError::StepEnded { epoch })?;
+        let turns = self.state.in_turns(ids, |state, some| {
+            if state.parts.get(Some(epoch)).is_none() {
+                return Err(StoreError::StepEnded { epoch });
+            }
+            some.iter().for_each(|id| state.claim(epoch, id, &mut claimed));
+            Ok(())
+        });
+        turns.into_iter().collect::<Result<(), _>>()?;
+        Ok(claimed)
+    }
+
+    /// Ends a step. What it had claimed is returned, to be let go of.
+    pub(crate) fn end(&self, epoch: Epoch) -> Option<Part<Stored<P>>> {
+        self.state.lock().parts.end(epoch)
+    }
+
+    /// What these steps claimed is unclaimed again; the steps go on, or are ended by who called.
+    pub(crate) fn unclaim_all(&self, epoch: Epoch) {
+        let mut cursor = 0;
+        loop {
+            self.state.pass();
+            let mut state = self.state.lock();
+            let Some(part) = state.parts.get(Some(epoch)) else { return };
+            let some = part.some_ids(&mut cursor, TURN);
+            if some.is_empty() {
+                return;
+            }
+            some.iter().for_each(|id| {
+                state.unclaim(id);
+            });
+        }
+    }
+
+    /// These are claimed by no step any more. How many were.
+    pub(crate) fn unclaim(&self, ids: &[ShardId]) -> u64 {
+        let turns = self.state.in_turns(ids, |state, some| some.iter().filter(|id| state.unclaim(id)).count() as u64);
+        turns.into_iter().sum()
+    }
+
+    fn second(&self) -> u32 {
+        u32::try_from(self.made.elapsed().as_secs()).unwrap_or(u32::MAX)
+    }
+
+    /// Seconds since the oldest unclaimed shard was stored.
+    pub(crate) fn oldest_unclaimed_seconds(&self) -> f64 {
+        let oldest = self.state.lock().seconds.first_key_value().map(|(second, _)| *second);
+        oldest.map_or(0.0, |second| (self.made.elapsed().as_secs_f64() - f64::from(second)).max(0.0))
+    }
+}
+
+impl<P> State<P> {
+    fn find(&self, id: &ShardId) -> Option<&Stored<P>> {
+        self.parts.iter().find_map(|(_, part)| part.get(id))
+    }
+
+    /// Among the unclaimed; there is none of this name.
+    fn insert(&mut self, id: &ShardId, stored: Stored<P>) {
+        *self.seconds.entry(stored.second).or_default() += 1;
+        let unclaimed = self.parts.unclaimed();
+        unclaimed.tally.bring(stored.bytes);
+        unclaimed.table(id).insert(id.clone(), stored);
+    }
+
+    /// Takes out of the unclaimed.
+    fn take_unclaimed(&mut self, id: &ShardId) -> Option<Stored<P>> {
+        let unclaimed = self.parts.unclaimed();
+        let stored = unclaimed.take(id)?;
+        unclaimed.tally.free(stored.bytes);
+        if let Some(count) = self.seconds.get_mut(&stored.second) {
+            *count -= 1;
+            if *count == 0 {
+                self.seconds.remove(&stored.second);
+            }
+        }
+        Some(stored)
+    }
+
+    /// Takes out of the step that claimed it.
+    fn take_claimed(&mut self, id: &ShardId) -> Option<Stored<P>> {
+        self.parts.iter_mut().find_map(|(epoch, part)| {
+            let stored = epoch.and_then(|_| part.take(id))?;
+            part.tally.free(stored.bytes);
+            Some(stored)
+        })
+    }
+
+    fn remove(&mut self, id: &ShardId) -> Option<Stored<P>> {
+        self.take_unclaimed(id).or_else(|| self.take_claimed(id))
+    }
+
+    fn unclaim(&mut self, id: &ShardId) -> bool {
+        let taken = self.take_claimed(id);
+        taken.map(|stored| self.insert(id, stored)).is_some()
+    }
+
+    fn claim(&mut self, epoch: Epoch, id: &ShardId, claimed: &mut Claimed) {
+        if let Some(stored) = self.take_unclaimed(id) {
+            let part = self.parts.get_mut(Some(epoch)).expect("looked at with this lock");
+            part.tally.bring(stored.bytes);
+            claimed.claimed_count += 1;
+            claimed.total_bytes += stored.bytes;
+            part.table(id).insert(id.clone(), stored);
+            return;
+        }
+        match self.parts.get(Some(epoch)).and_then(|part| part.get(id)) {
+            Some(_) => {}
+            None if self.find(id).is_some() => claimed.taken.push(id.clone()),
+            None => claimed.missing.push(id.clone()),
+        }
+    }
+}

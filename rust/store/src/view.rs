@@ -1,0 +1,178 @@
+//! What a consumer gets: memory that it may write to and nobody else sees.
+//!
+//! A [`View`] owns a share of a private mapping, or a copy. What always holds: as long as it lives nobody uses the memory
+//! behind it for something else, and its bytes count as viewed under the step that it was handed out in. It is good in a
+//! child made by `fork`, too.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tundish_shm::registry::PrivateCopy;
+
+use crate::attached::Attached;
+use crate::meta::Meta;
+use crate::parts::Viewed;
+use crate::slab::ALIGNMENT;
+use crate::tensor::{Location, Tensor};
+
+/// To copy less than this out of a slab is faster than to map the slab, and keeps none of it.
+const COPIED_BELOW: u64 = 16 << 10;
+
+/// The kernel lets a process have 65530 mappings, and ends it in the oddest places when it has more.
+const MOST_MAPPINGS: usize = 16 << 10;
+
+static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
+
+/// The bytes of a tensor that was asked for: to be read and to be written, by its holder alone. Its pages are shared with
+/// others until they are written to.
+#[derive(Debug)]
+pub struct View {
+    meta: Meta,
+    start: NonNull<u8>,
+    _memory: Memory,
+    viewed: Viewed,
+}
+
+// SAFETY: the memory is the view's own, and who writes to it answers for it.
+unsafe impl Send for View {}
+// SAFETY: as above.
+unsafe impl Sync for View {}
+
+#[derive(Clone, Debug)]
+enum Memory {
+    Empty,
+    Mapped { _mapping: Arc<Mapping> },
+    Copied { _blocks: Arc<[Block]> },
+}
+
+/// As much as tensors are aligned to.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+struct Block {
+    _bytes: [u8; ALIGNMENT as usize],
+}
+
+/// A private mapping, which is counted.
+#[derive(Debug)]
+struct Mapping(PrivateCopy);
+
+impl Mapping {
+    /// `None` where there are too many, or the system has no room for it: a copy will do.
+    fn new(location: &Location, end: u64) -> Option<Self> {
+        if MAPPINGS.fetch_add(1, Ordering::Relaxed) < MOST_MAPPINGS {
+            let copy = match location {
+                Location::Here(place) => place.slab.private(end).ok(),
+                Location::Lent(lent) => match &*lent.segment {
+                    Attached::Mapped(attachment) => attachment.private().ok(),
+                    Attached::Copied(_) => None,
+                },
+                Location::Nowhere => None,
+            };
+            if let Some(copy) = copy {
+                return Some(Mapping(copy));
+            }
+        }
+        MAPPINGS.fetch_sub(1, Ordering::Relaxed);
+        None
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        MAPPINGS.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl View {
+    /// What they are.
+    pub fn meta(&self) -> &Meta {
+        &self.meta
+    }
+
+    /// The first byte; valid for reads and writes of `meta().nbytes()` bytes as long as this lives. Aligned to 64 bytes,
+    /// unless rows were chosen.
+    pub fn data(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: mapped as long as this lives; who has a way to write to them has `data`, and answers for it.
+        unsafe { std::slice::from_raw_parts(self.data(), self.meta.nbytes() as usize) }
+    }
+
+    fn new(meta: Meta, start: *mut u8, memory: Memory, viewed: &Viewed) -> Self {
+        let start = NonNull::new(start).expect("nothing lies at address 0");
+        viewed.fetch_add(meta.nbytes(), Ordering::Relaxed);
+        View { meta, start, _memory: memory, viewed: Arc::clone(viewed) }
+    }
+
+    fn copy_of(tensor: Tensor, viewed: &Viewed) -> Self {
+        let bytes = tensor.bytes();
+        if bytes.is_empty() {
+            let dangling = std::ptr::without_provenance_mut(ALIGNMENT as usize);
+            return View::new(tensor.meta, dangling, Memory::Empty, viewed);
+        }
+        let zeros = Block { _bytes: [0; ALIGNMENT as usize] };
+        let mut blocks: Arc<[Block]> = std::iter::repeat_n(zeros, bytes.len().div_ceil(size_of::<Block>())).collect();
+        let start = Arc::get_mut(&mut blocks).expect("nobody else has it").as_mut_ptr().cast::<u8>();
+        // SAFETY: as many blocks as the bytes need; what lies in other memory than theirs was just made.
+        unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        View::new(tensor.meta, start, Memory::Copied { _blocks: blocks }, viewed)
+    }
+}
+
+impl Drop for View {
+    fn drop(&mut self) {
+        self.viewed.fetch_sub(self.meta.nbytes(), Ordering::Relaxed);
+    }
+}
+
+/// The tensors of one slab among those that are wanted.
+struct Span {
+    members: Vec<usize>,
+    bytes: u64,
+    start: u64,
+    end: u64,
+}
+
+/// Views of these, in order. Those that lie in one slab share a mapping.
+pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<View> {
+    let mut spans: HashMap<*const (), Span> = HashMap::new();
+    for (index, tensor) in tensors.iter().enumerate() {
+        let (slab, offset, len) = match &tensor.location {
+            Location::Nowhere => continue,
+            Location::Here(place) => (Arc::as_ptr(&place.slab).cast(), place.offset, place.len),
+            Location::Lent(lent) => (Arc::as_ptr(&lent.segment).cast(), lent.offset, lent.len),
+        };
+        let span = spans.entry(slab).or_insert(Span { members: Vec::new(), bytes: 0, start: offset, end: 0 });
+        span.members.push(index);
+        span.bytes += len;
+        span.start = span.start.min(offset);
+        span.end = span.end.max(offset + len);
+    }
+    let mut mappings: Vec<Option<Arc<Mapping>>> = tensors.iter().map(|_| None).collect();
+    for span in spans.into_values().filter(|span| span.bytes >= COPIED_BELOW) {
+        let Some(mapping) = Mapping::new(&tensors[span.members[0]].location, span.end) else { continue };
+        // Who takes most of it will read it.
+        if span.bytes >= (span.end - span.start) / 2 {
+            mapping.0.populate(span.start as usize, (span.end - span.start) as usize);
+        }
+        let mapping = Arc::new(mapping);
+        span.members.into_iter().for_each(|index| mappings[index] = Some(Arc::clone(&mapping)));
+    }
+    let seen = tensors.into_iter().zip(mappings).map(|(tensor, mapping)| {
+        let offset = match (&tensor.location, &mapping) {
+            (Location::Here(place), Some(_)) => place.offset,
+            (Location::Lent(lent), Some(_)) => lent.offset,
+            _ => return View::copy_of(tensor, viewed),
+        };
+        let mapping = mapping.expect("just looked at");
+        let start = mapping.0.data().wrapping_add(offset as usize);
+        View::new(tensor.meta, start, Memory::Mapped { _mapping: mapping }, viewed)
+    });
+    seen.collect()
+}

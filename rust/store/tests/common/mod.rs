@@ -1,0 +1,133 @@
+//! Nodes that fetch from each other within one process: the bytes go the way that a wire's do, or by reference.
+#![allow(dead_code, reason = "each test uses some of it")]
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use tundish_store::{
+    Dtype, Limits, Meta, Node, Patience, Receiver, Rows, Selection, Service, ShardId, Source, StoreError, Transport,
+    View, Wanted,
+};
+
+pub const LIMITS: Limits = Limits { storage_bytes: 1 << 30, buffer_bytes: 1 << 30 };
+
+/// How a transport hands over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    Bytes,
+    Reference,
+}
+
+/// Called with each request before it is answered, with its number from 0 on.
+pub type Before = Box<dyn Fn(usize) -> Result<(), StoreError> + Send + Sync>;
+
+/// Fetches from nodes of this process.
+pub struct Between {
+    pub owners: Mutex<HashMap<String, Arc<Node>>>,
+    pub way: Way,
+    pub requests: AtomicUsize,
+    pub shards: AtomicUsize,
+    pub before: Before,
+    pub after: Before,
+}
+
+impl Between {
+    pub fn new(way: Way) -> Self {
+        Between {
+            owners: Mutex::default(),
+            way,
+            requests: AtomicUsize::new(0),
+            shards: AtomicUsize::new(0),
+            before: Box::new(|_| Ok(())),
+            after: Box::new(|_| Ok(())),
+        }
+    }
+
+    pub fn add(&self, address: &str, node: &Arc<Node>) {
+        self.owners.lock().unwrap().insert(address.to_owned(), Arc::clone(node));
+    }
+}
+
+impl Transport for Between {
+    fn fetch(
+        &self,
+        owner: &Arc<str>,
+        wanted: &[Selection],
+        receiver: &mut dyn Receiver,
+        patience: &mut Patience<'_>,
+    ) -> Result<(), StoreError> {
+        let number = self.requests.fetch_add(1, Ordering::SeqCst);
+        self.shards.fetch_add(wanted.len(), Ordering::SeqCst);
+        (self.before)(number)?;
+        let node = Arc::clone(&self.owners.lock().unwrap()[&**owner]);
+        let outgoing = node.look_up(wanted).map_err(|error| match error {
+            StoreError::Missing { shards, .. } => StoreError::Missing { owner: Some(Arc::clone(owner)), shards },
+            other => other,
+        })?;
+        for (index, outgoing) in outgoing.iter().enumerate() {
+            match outgoing.reference() {
+                Some(reference) if self.way == Way::Reference => {
+                    (self.after)(number)?;
+                    receiver.attach(index, outgoing.meta(), &reference, None, patience)?;
+                }
+                _ => {
+                    receiver.room(index, outgoing.meta(), patience)?.copy_from_slice(outgoing.bytes());
+                    (self.after)(number)?;
+                    receiver.complete(index)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Runs with patience of so many seconds, and nobody who calls it off.
+pub fn within<T>(seconds: f64, work: impl FnOnce(&mut Patience<'_>) -> T) -> T {
+    let mut go_on = || Ok(());
+    work(&mut Patience::new(Instant::now() + Duration::from_secs_f64(seconds), &mut go_on))
+}
+
+pub fn bytes_meta(len: u64) -> Meta {
+    Meta::new(Dtype::from_name("uint8").unwrap(), [len].as_slice()).unwrap()
+}
+
+pub fn put(node: &Node, tensors: &[Vec<u8>]) -> Result<Vec<ShardId>, StoreError> {
+    let sources: Vec<_> =
+        tensors.iter().map(|bytes| Source::new(bytes_meta(bytes.len() as u64), bytes).unwrap()).collect();
+    within(0.0, |patience| node.put(&sources, patience))
+}
+
+/// All of a shard of so many bytes.
+pub fn whole(owner: &str, id: &ShardId, len: u64) -> Wanted {
+    Wanted { owner: owner.into(), id: id.clone(), rows: None, meta: bytes_meta(len) }
+}
+
+pub fn rows(owner: &str, id: &ShardId, rows: Rows) -> Wanted {
+    let meta = bytes_meta(rows.end.saturating_sub(rows.start));
+    Wanted { owner: owner.into(), id: id.clone(), rows: Some(rows), meta }
+}
+
+pub fn fetch(node: &Node, wanted: &[Wanted], transport: &Between) -> Result<Vec<View>, StoreError> {
+    within(20.0, |patience| node.fetch(wanted, transport, patience))
+}
+
+/// Some bytes that differ from shard to shard.
+pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let next = |_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as u8
+    };
+    (0..len).map(next).collect()
+}
+
+/// Writes to a view what its bytes are to be.
+#[allow(unsafe_code, reason = "a view is memory that may be written to")]
+pub fn overwrite(view: &View, byte: u8) {
+    // SAFETY: the view's own bytes, which nobody reads meanwhile.
+    unsafe { view.data().write_bytes(byte, view.meta().nbytes() as usize) };
+}

@@ -1,0 +1,352 @@
+//! What a node promises as an owner and as a consumer, to callers that come one after the other.
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use common::{Between, LIMITS, Way, bytes_meta, fetch, overwrite, pattern, put, rows, whole, within};
+use tundish_store::{Dtype, Limits, Meta, MissingShard, Node, Selection, Service, ShardId, Source, StoreError};
+
+const OWNER: &str = "10.0.0.1:7000";
+
+/// An owner, a consumer, and the way between them.
+fn pair(way: Way) -> (Arc<Node>, Arc<Node>, Between) {
+    let (owner, consumer) = (Node::new(LIMITS), Node::new(LIMITS));
+    let between = Between::new(way);
+    between.add(OWNER, &owner);
+    (owner, consumer, between)
+}
+
+fn assert_nothing_is_held(node: &Node) {
+    assert!(node.settle(Duration::from_secs(10)));
+    let stats = node.stats();
+    assert_eq!((stats.storage.num_entries, stats.storage.total_bytes), (0, 0));
+    assert_eq!((stats.buffer.num_entries, stats.buffer.total_bytes), (0, 0));
+    assert_eq!((stats.storage.memory.used_bytes, stats.buffer.memory.used_bytes), (0, 0), "{stats:?}");
+}
+
+/// Sizes on both sides of whatever is treated differently.
+fn tensors() -> Vec<Vec<u8>> {
+    let sizes = [0, 1, 63, 64, 65, 5000, 16 << 10, (256 << 10) - 4096, 256 << 10, 300_000, 3 << 20, 1];
+    sizes.iter().enumerate().map(|(index, size)| pattern(index as u64, *size)).collect()
+}
+
+#[test]
+fn what_is_put_comes_back_by_either_way_and_again_from_the_buffer() {
+    for way in [Way::Bytes, Way::Reference] {
+        let (owner, consumer, between) = pair(way);
+        let tensors = tensors();
+        let ids = put(&owner, &tensors).unwrap();
+        let wanted: Vec<_> = ids.iter().zip(&tensors).map(|(id, bytes)| whole(OWNER, id, bytes.len() as u64)).collect();
+        for round in 0..3 {
+            let views = fetch(&consumer, &wanted, &between).unwrap();
+            for (view, bytes) in views.iter().zip(&tensors) {
+                assert_eq!(view.bytes(), bytes, "{way:?} {round}");
+                assert_eq!(view.data().addr() % 64, 0);
+                // The next consumer, and the owner, do not see it.
+                overwrite(view, 0xaa);
+            }
+        }
+        assert_eq!(between.requests.load(Ordering::SeqCst), 1, "one request for all, and then none");
+        let stats = consumer.stats().buffer;
+        assert_eq!((stats.misses, stats.hits), (tensors.len() as u64, 2 * tensors.len() as u64));
+        let taken: u64 = tensors.iter().map(|bytes| bytes.len().next_multiple_of(64) as u64).sum();
+        assert_eq!((stats.num_entries, stats.total_bytes, stats.high_water_bytes), (12, taken, taken));
+        assert_eq!(stats.memory.used_bytes > 0, way == Way::Bytes, "by reference no memory is taken");
+        assert_eq!(owner.stats().storage.total_bytes, taken);
+
+        assert_eq!(consumer.clear_buffer(Some(&ids)), 12);
+        let removed = owner.remove(&ids);
+        assert_eq!((removed.cleared_count, removed.num_tensors, removed.total_bytes), (12, 12, taken));
+        assert_nothing_is_held(&consumer);
+        assert_nothing_is_held(&owner);
+        assert_eq!(owner.remove(&ids), Default::default());
+    }
+}
+
+#[test]
+fn the_owners_bytes_are_a_copy_of_their_own() {
+    let (owner, consumer, between) = pair(Way::Reference);
+    let mut bytes = vec![1u8; 100_000];
+    let id = {
+        let source = Source::new(bytes_meta(100_000), &bytes).unwrap();
+        within(0.0, |patience| owner.put(&[source], patience)).unwrap().remove(0)
+    };
+    bytes.fill(2);
+    let first = fetch(&consumer, &[whole(OWNER, &id, 100_000)], &between).unwrap();
+    assert!(first[0].bytes().iter().all(|byte| *byte == 1));
+}
+
+#[test]
+fn views_outlive_the_drain_and_their_memory_is_not_used_again_before() {
+    for way in [Way::Bytes, Way::Reference] {
+        let (owner, consumer, between) = pair(way);
+        let len = 1 << 20;
+        consumer.begin_epoch(1, 0).unwrap();
+        let ids = put(&owner, &[vec![7; len]]).unwrap();
+        let view = fetch(&consumer, &[whole(OWNER, &ids[0], len as u64)], &between).unwrap();
+        let ledger = consumer.end_epoch(1);
+        assert_eq!((ledger.held_bytes, ledger.viewed_bytes, ledger.escaped_bytes()), (0, len as u64, len as u64));
+        owner.remove(&ids);
+        let holder = if way == Way::Bytes { consumer.stats().buffer.memory } else { owner.stats().storage.memory };
+        assert!(holder.used_bytes == 0 && holder.escaped_bytes >= len as u64, "{holder:?}");
+        // Were the slab used again, this would go there.
+        let next = put(&owner, &[vec![8; len]]).unwrap();
+        let other = fetch(&consumer, &[whole(OWNER, &next[0], len as u64)], &between).unwrap();
+        assert!(view[0].bytes().iter().all(|byte| *byte == 7));
+        drop(view);
+        assert_eq!(consumer.ledger(1).unwrap().escaped_bytes(), 0);
+        let stats = (owner.stats().storage.memory, consumer.stats().buffer.memory);
+        assert_eq!((stats.0.escaped_bytes, stats.1.escaped_bytes), (0, 0));
+        assert!(stats.0.idle_bytes + stats.1.idle_bytes >= len as u64, "kept for the next use: {stats:?}");
+        drop(other);
+    }
+}
+
+#[test]
+fn slabs_are_used_again() {
+    let (owner, consumer, between) = pair(Way::Bytes);
+    let tensors = vec![vec![3u8; 100_000]; 40];
+    let mut peak = None;
+    for epoch in 0..5 {
+        consumer.begin_epoch(epoch, 0).unwrap();
+        let ids = put(&owner, &tensors).unwrap();
+        owner.claim(epoch, 0, &ids).unwrap();
+        let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 100_000)).collect();
+        drop(fetch(&consumer, &wanted, &between).unwrap());
+        owner.end_epoch(epoch);
+        consumer.end_epoch(epoch);
+        let memory = [owner.stats().storage.memory, consumer.stats().buffer.memory];
+        assert_eq!(memory.map(|account| account.used_bytes), [0, 0]);
+        let idle = memory.map(|account| account.idle_bytes);
+        assert_eq!(*peak.get_or_insert(idle), idle, "nothing more was made in step {epoch}");
+    }
+}
+
+#[test]
+fn rows_travel_alone_and_come_from_what_is_here() {
+    for way in [Way::Bytes, Way::Reference] {
+        let (owner, consumer, between) = pair(way);
+        let dtype = Dtype::from_name("int32").unwrap();
+        let meta = Meta::new(dtype, [1000, 8].as_slice()).unwrap();
+        let bytes = pattern(1, 32_000);
+        let source = Source::new(meta.clone(), &bytes).unwrap();
+        let id = within(0.0, |patience| owner.put(&[source], patience)).unwrap().remove(0);
+        let want = |range: std::ops::Range<u64>| {
+            let meta = meta.cut(Some(&range)).unwrap();
+            tundish_store::Wanted { owner: OWNER.into(), id: id.clone(), rows: Some(range), meta }
+        };
+        let some = [want(10..20), want(900..1000), want(5..5)];
+        let views = fetch(&consumer, &some, &between).unwrap();
+        assert_eq!(views[0].bytes(), &bytes[320..640]);
+        assert_eq!(views[1].bytes(), &bytes[28_800..]);
+        assert_eq!(views[2].meta().shape(), &[0, 8]);
+        assert!(consumer.stats().buffer.total_bytes < 5000, "only those rows");
+        // Rows of rows that are here.
+        assert_eq!(fetch(&consumer, &[want(12..15)], &between).unwrap()[0].bytes(), &bytes[384..480]);
+        assert_eq!(between.requests.load(Ordering::SeqCst), 1);
+        let all = tundish_store::Wanted { owner: OWNER.into(), id: id.clone(), rows: None, meta: meta.clone() };
+        assert_eq!(fetch(&consumer, std::slice::from_ref(&all), &between).unwrap()[0].bytes(), bytes);
+        assert_eq!(fetch(&consumer, &[want(0..1000)], &between).unwrap()[0].bytes(), bytes);
+        assert_eq!(between.requests.load(Ordering::SeqCst), 2);
+        assert_eq!(consumer.clear_buffer(Some(std::slice::from_ref(&id))), 4);
+        let beyond = tundish_store::Wanted { rows: Some(999..1001), meta: meta.cut(Some(&(0..2))).unwrap(), ..all };
+        assert!(matches!(fetch(&consumer, &[beyond], &between), Err(StoreError::Invalid(_))));
+    }
+}
+
+#[test]
+fn what_is_wanted_often_is_fetched_once_and_10_5_duplicates_are_nothing() {
+    let (owner, consumer, between) = pair(Way::Bytes);
+    let ids = put(&owner, &[vec![1; 100], vec![2; 100]]).unwrap();
+    let wanted: Vec<_> = (0..100_000).map(|index| whole(OWNER, &ids[index % 2], 100)).collect();
+    let views = fetch(&consumer, &wanted, &between).unwrap();
+    assert!(views.iter().enumerate().all(|(index, view)| view.bytes() == [1 + index as u8 % 2; 100]));
+    assert_eq!((between.requests.load(Ordering::SeqCst), between.shards.load(Ordering::SeqCst)), (1, 2));
+    let many: Vec<_> = (0..100_000).map(|index| ids[index % 2].clone()).collect();
+    assert_eq!(consumer.clear_buffer(Some(&many)), 2);
+    assert_eq!(owner.claim(1, 1, &many).unwrap().claimed_count, 2);
+    assert_eq!(owner.remove(&many).cleared_count, 2);
+    assert_nothing_is_held(&owner);
+}
+
+#[test]
+fn a_nodes_own_shards_are_looked_up_and_buffered_nowhere() {
+    let (owner, _, between) = pair(Way::Bytes);
+    owner.announce(OWNER.into());
+    let ids = put(&owner, &[vec![5; 50_000]]).unwrap();
+    let wanted = [whole(OWNER, &ids[0], 50_000), rows(OWNER, &ids[0], 100..200)];
+    let views = fetch(&owner, &wanted, &between).unwrap();
+    assert_eq!((views[0].bytes(), views[1].bytes()), (&[5; 50_000][..], &[5; 100][..]));
+    overwrite(&views[0], 6);
+    assert_eq!(fetch(&owner, &wanted, &between).unwrap()[0].bytes(), [5; 50_000]);
+    assert_eq!((between.requests.load(Ordering::SeqCst), owner.stats().buffer.num_entries), (0, 0));
+}
+
+#[test]
+fn shards_that_are_missing_are_all_named_and_those_that_were_drained_so() {
+    let (owner, consumer, between) = pair(Way::Bytes);
+    let ids = put(&owner, &[vec![1; 10], vec![2; 10], vec![3; 10]]).unwrap();
+    owner.remove(&ids[..1]);
+    let unknown: ShardId = "somebody's".replace('\'', "_").parse().unwrap();
+    let wanted: Vec<_> = [&ids[0], &unknown, &ids[1]].iter().map(|id| whole(OWNER, id, 10)).collect();
+    let Err(StoreError::Missing { owner: Some(from), shards }) = fetch(&consumer, &wanted, &between) else {
+        panic!("two are missing")
+    };
+    let mut named = shards.clone();
+    named.sort_by_key(|shard| shard.was_removed);
+    let expected =
+        [MissingShard { id: unknown, was_removed: false }, MissingShard { id: ids[0].clone(), was_removed: true }];
+    assert_eq!((&*from, &named[..]), (OWNER, &expected[..]));
+    let message = StoreError::Missing { owner: Some(from), shards }.to_string();
+    assert!(message.contains("drained or removed") && message.contains(&ids[0].to_string()), "{message}");
+    // The one that is there was not fetched, and can be.
+    assert_eq!(consumer.stats().buffer.num_entries, 0);
+    assert_eq!(fetch(&consumer, &wanted[2..], &between).unwrap()[0].bytes(), [2; 10]);
+}
+
+#[test]
+fn what_comes_must_be_what_was_declared() {
+    for way in [Way::Bytes, Way::Reference] {
+        let (owner, consumer, between) = pair(way);
+        let ids = put(&owner, &[vec![1; 16], vec![2; 16]]).unwrap();
+        let cast = Meta::new(Dtype::from_name("int8").unwrap(), [16].as_slice()).unwrap();
+        let reshaped = Meta::new(Dtype::from_name("uint8").unwrap(), [4, 4].as_slice()).unwrap();
+        for wrong in [cast, reshaped, bytes_meta(17)] {
+            let wanted = [whole(OWNER, &ids[1], 16), whole(OWNER, &ids[0], 16)];
+            let [good, mut bad] = wanted;
+            bad.meta = wrong.clone();
+            let error = fetch(&consumer, &[good.clone(), bad.clone()], &between).unwrap_err();
+            assert!(matches!(&error, StoreError::Mismatch { id, .. } if *id == ids[0]), "{error}");
+            fetch(&consumer, &[whole(OWNER, &ids[0], 16)], &between).unwrap();
+            // From the buffer, too, and by two handles of one call.
+            assert!(matches!(fetch(&consumer, &[bad.clone()], &between), Err(StoreError::Mismatch { .. })));
+            let both = [whole(OWNER, &ids[0], 16), bad];
+            assert!(matches!(fetch(&consumer, &both, &between), Err(StoreError::Mismatch { .. })));
+            consumer.clear_buffer(None);
+        }
+    }
+}
+
+#[test]
+fn a_received_shard_is_there_when_it_is_committed_and_never_changes() {
+    let owner = Node::new(LIMITS);
+    let id: ShardId = "outside.1".parse().unwrap();
+    let select = [Selection { id: id.clone(), rows: None }];
+    for size in [0usize, 10, 400_000] {
+        let mut incoming = owner.receive(id.clone(), bytes_meta(size as u64)).unwrap();
+        incoming.room().copy_from_slice(&pattern(9, size));
+        assert!(matches!(owner.look_up(&select), Err(StoreError::Missing { .. })));
+        drop(incoming);
+        assert_nothing_is_held(&owner);
+        let mut incoming = owner.receive(id.clone(), bytes_meta(size as u64)).unwrap();
+        incoming.room().copy_from_slice(&pattern(size as u64, size));
+        let second = owner.receive(id.clone(), bytes_meta(size as u64)).unwrap();
+        incoming.commit(7).unwrap();
+        assert!(matches!(second.commit(7), Err(StoreError::Exists { .. })));
+        assert!(matches!(owner.receive(id.clone(), bytes_meta(1)), Err(StoreError::Exists { .. })));
+        let found = owner.look_up(&select).unwrap();
+        assert_eq!(found[0].bytes(), pattern(size as u64, size));
+        assert_eq!(owner.remove(std::slice::from_ref(&id)).cleared_count, 1);
+        assert_eq!(found[0].bytes(), pattern(size as u64, size), "kept alive by who sends it");
+        drop(found);
+        assert_nothing_is_held(&owner);
+    }
+    let own = ShardId::numbered(owner.nonce(), 5);
+    assert!(matches!(owner.receive(own, bytes_meta(1)), Err(StoreError::Invalid(_))));
+}
+
+#[test]
+fn a_target_of_the_callers_is_filled_and_nothing_is_kept() {
+    for way in [Way::Bytes, Way::Reference] {
+        let (owner, consumer, between) = pair(way);
+        let ids = put(&owner, &[pattern(1, 1000), pattern(2, 70_000)]).unwrap();
+        let wanted = [whole(OWNER, &ids[0], 1000), whole(OWNER, &ids[1], 70_000), rows(OWNER, &ids[1], 5..10)];
+        let (mut one, mut two, mut three) = (vec![0; 1000], vec![0; 70_000], vec![0; 5]);
+        let fill = |targets: &mut [&mut [u8]]| {
+            within(10.0, |patience| consumer.fetch_into(&wanted, targets, &between, patience))
+        };
+        assert!(matches!(fill(&mut [&mut [0; 10]]), Err(StoreError::Invalid(_))));
+        fill(&mut [&mut one, &mut two, &mut three]).unwrap();
+        assert_eq!((&one, &two, &three[..]), (&pattern(1, 1000), &pattern(2, 70_000), &two[5..10]));
+        assert_eq!(consumer.stats().buffer.num_entries, 0);
+        fetch(&consumer, &wanted, &between).unwrap();
+        two.fill(0);
+        fill(&mut [&mut one, &mut two, &mut three]).unwrap();
+        assert_eq!((two, between.requests.load(Ordering::SeqCst)), (pattern(2, 70_000), 2));
+    }
+}
+
+#[test]
+fn at_the_limit_a_store_waits_and_then_says_so() {
+    let limits = Limits { storage_bytes: 4 << 20, buffer_bytes: 1 << 20 };
+    let owner = Node::new(limits);
+    let first = put(&owner, &[vec![1; 3 << 20]]).unwrap();
+    let bytes = vec![2; 2 << 20];
+    let source = || Source::new(bytes_meta(2 << 20), &bytes).unwrap();
+    let begin = Instant::now();
+    let error = within(0.2, |patience| owner.put(&[source()], patience)).unwrap_err();
+    assert!(matches!(error, StoreError::Full { account: "storage", limit: 4_194_304, .. }), "{error}");
+    assert!((0.2..2.0).contains(&begin.elapsed().as_secs_f64()));
+    assert!(matches!(put(&owner, &[vec![0; 4 << 20]]), Err(StoreError::TooLarge { .. })));
+    assert!(matches!(owner.receive("x".parse().unwrap(), bytes_meta(2 << 20)), Err(StoreError::Full { .. })));
+    // Called off.
+    let mut looks = 0;
+    let mut go_on = || {
+        looks += 1;
+        if looks > 2 { Err(StoreError::Interrupted) } else { Ok(()) }
+    };
+    let mut patience = tundish_store::Patience::new(Instant::now() + Duration::from_secs(60), &mut go_on);
+    assert!(matches!(owner.put(&[source()], &mut patience), Err(StoreError::Interrupted)));
+    // Freed by another thread meanwhile.
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(100));
+            owner.remove(&first);
+        });
+        within(20.0, |patience| owner.put(&[source()], patience)).unwrap();
+    });
+    let memory = owner.stats().storage.memory;
+    assert!(memory.used_bytes + memory.idle_bytes <= 4 << 20, "what was kept went for what is needed: {memory:?}");
+    assert!(memory.high_water_bytes <= 4 << 20);
+}
+
+#[test]
+fn at_the_limit_a_fetch_waits_and_then_says_so_and_references_take_nothing() {
+    let owner = Node::new(LIMITS);
+    let consumer = Node::new(Limits { buffer_bytes: 1 << 20, ..LIMITS });
+    let between = Between::new(Way::Bytes);
+    between.add(OWNER, &owner);
+    let ids = put(&owner, &vec![vec![1; 400_000]; 3]).unwrap();
+    let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 400_000)).collect();
+    drop(fetch(&consumer, &wanted[..2], &between).unwrap());
+    let error = within(0.1, |patience| consumer.fetch(&wanted, &between, patience)).unwrap_err();
+    assert!(matches!(error, StoreError::Full { account: "fetch buffer", .. }), "{error}");
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(100));
+            consumer.clear_buffer(Some(&ids[..2]));
+        });
+        fetch(&consumer, &wanted[2..], &between).unwrap();
+    });
+    let between = Between { way: Way::Reference, ..between };
+    consumer.clear_buffer(None);
+    let views = fetch(&consumer, &wanted, &between).unwrap();
+    assert!(views.iter().all(|view| view.bytes() == [1; 400_000]));
+}
+
+#[test]
+fn escaped_bytes_count_against_the_limit_until_their_views_end() {
+    let (owner, _, between) = pair(Way::Bytes);
+    let consumer = Node::new(Limits { buffer_bytes: 1 << 20, ..LIMITS });
+    let ids = put(&owner, &[vec![1; 700_000], vec![2; 700_000]]).unwrap();
+    let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 700_000)).collect();
+    let view = fetch(&consumer, &wanted[..1], &between).unwrap();
+    consumer.clear_buffer(None);
+    let error = within(0.1, |patience| consumer.fetch(&wanted[1..], &between, patience)).unwrap_err();
+    assert!(matches!(error, StoreError::Full { used: 0, escaped, .. } if escaped > 700_000), "{error}");
+    drop(view);
+    fetch(&consumer, &wanted[1..], &between).unwrap();
+}
