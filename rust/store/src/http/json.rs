@@ -1,0 +1,298 @@
+//! Shards as JSON, for who has no better way: `{"type": "tensor", "dtype", "shape", "data"}`, the bytes in base64.
+//!
+//! It is the form of AReaL's clients, and as there the elements of a bfloat16 tensor travel as float32, which has all
+//! their values; whoever stores one may send either. What is sent is made piece by piece, so that no shard is ever
+//! whole in base64.
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use serde::{Deserialize, Serialize};
+
+use super::refusal::Refusal;
+use crate::Epoch;
+use crate::error::StoreError;
+use crate::meta::{Dtype, Meta, Shape};
+use crate::shard::{Rows, Selection, ShardId};
+
+/// Bytes of a shard that are turned into base64 at once: three make four characters, with nothing left over.
+pub(super) const STRIDE: usize = 48 << 10;
+
+const PREFIX: &str = "torch.";
+const BFLOAT16: &str = "bfloat16";
+
+/// How the bytes of a shard are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Base64 {
+    /// Two bytes of bfloat16 become four of float32.
+    widens: bool,
+}
+
+impl Base64 {
+    pub(super) fn of(meta: &Meta) -> Self {
+        Base64 { widens: meta.dtype().name() == BFLOAT16 }
+    }
+
+    /// Characters for so many bytes.
+    pub(super) fn len(self, bytes: u64) -> u64 {
+        let written = if self.widens { bytes * 2 } else { bytes };
+        written.div_ceil(3) * 4
+    }
+
+    /// Writes `bytes`, up to [`STRIDE`] of them, behind what `target` holds.
+    pub(super) fn write(self, bytes: &[u8], target: &mut String) {
+        if self.widens {
+            let wide: Vec<u8> = bytes.chunks_exact(2).flat_map(|half| [0, 0, half[0], half[1]]).collect();
+            STANDARD.encode_string(wide, target);
+        } else {
+            STANDARD.encode_string(bytes, target);
+        }
+    }
+}
+
+/// What stands before the base64 of a shard.
+pub(super) fn before(meta: &Meta) -> String {
+    let shape: Vec<_> = meta.shape().iter().map(u64::to_string).collect();
+    let (name, shape) = (meta.dtype().name(), shape.join(","));
+    format!(r#"{{"type":"tensor","dtype":"{PREFIX}{name}","shape":[{shape}],"data":""#)
+}
+
+/// What stands behind it.
+pub(super) const BEHIND: &str = r#""}"#;
+
+#[derive(Deserialize)]
+struct Tensor<'a> {
+    #[serde(borrow)]
+    dtype: std::borrow::Cow<'a, str>,
+    shape: Vec<u64>,
+    #[serde(borrow)]
+    data: std::borrow::Cow<'a, str>,
+}
+
+/// The shard in a body of JSON: what it is, and its bytes.
+///
+/// # Errors
+/// [`StoreError::Invalid`] where it is none.
+pub fn read_tensor(body: &[u8]) -> Result<(Meta, Vec<u8>), StoreError> {
+    let invalid = |reason: String| StoreError::Invalid(format!("the body is no tensor in JSON: {reason}"));
+    let tensor: Tensor<'_> = serde_json::from_slice(body).map_err(|error| invalid(error.to_string()))?;
+    let name = tensor.dtype.strip_prefix(PREFIX).unwrap_or(&tensor.dtype);
+    let meta = Meta::new(Dtype::from_name(name)?, Shape::from_vec(tensor.shape))?;
+    let bytes = STANDARD.decode(tensor.data.as_bytes()).map_err(|error| invalid(error.to_string()))?;
+    let (has, found) = (meta.nbytes(), bytes.len() as u64);
+    if name == BFLOAT16 && found == 2 * has && has > 0 {
+        let is_exact = bytes.chunks_exact(4).all(|wide| wide[..2] == [0, 0]);
+        if !is_exact {
+            return Err(invalid("an element does not fit into bfloat16".to_owned()));
+        }
+        return Ok((meta, bytes.chunks_exact(4).flat_map(|wide| [wide[2], wide[3]]).collect()));
+    }
+    if found != has {
+        return Err(invalid(format!("a {meta:?} has {has} bytes, and these are {found}")));
+    }
+    Ok((meta, bytes))
+}
+
+#[derive(Deserialize)]
+struct Batch {
+    shard_ids: Vec<String>,
+    #[serde(default)]
+    rows: Option<Vec<Option<[u64; 2]>>>,
+}
+
+/// The shards that a body names, and the rows of them.
+///
+/// # Errors
+/// A [`Refusal`] where it names none.
+pub fn read_batch(body: &[u8]) -> Result<Vec<Selection>, Refusal> {
+    let batch: Batch = serde_json::from_slice(body).map_err(|error| no_list(&error))?;
+    let rows = batch.rows.unwrap_or_else(|| vec![None; batch.shard_ids.len()]);
+    if rows.len() != batch.shard_ids.len() {
+        return Err(Refusal::new(400, "'rows' has one entry for each of 'shard_ids': [start, stop], or null for all"));
+    }
+    let selections = batch.shard_ids.iter().zip(rows).map(|(id, rows)| {
+        let rows = rows.map(|[start, end]| Rows { start, end });
+        Ok(Selection { id: id.parse()?, rows })
+    });
+    selections.collect()
+}
+
+/// The shards that a body names; `None` where it says `null`.
+///
+/// # Errors
+/// A [`Refusal`] where it says neither.
+pub fn read_ids(body: &[u8]) -> Result<Option<Vec<ShardId>>, Refusal> {
+    #[derive(Deserialize)]
+    struct Ids {
+        // Without this a list that is missing would be as one that is null.
+        #[serde(deserialize_with = "Option::deserialize")]
+        shard_ids: Option<Vec<String>>,
+    }
+    let ids: Ids = serde_json::from_slice(body).map_err(|error| no_list(&error))?;
+    let parse = |ids: Vec<String>| ids.iter().map(|id| Ok(id.parse()?)).collect();
+    ids.shard_ids.map(parse).transpose()
+}
+
+fn no_list(error: &serde_json::Error) -> Refusal {
+    Refusal::new(400, format!("Expected JSON body with string list field 'shard_ids': {error}"))
+}
+
+/// A body that names shards.
+pub(super) fn ids_body<'a>(ids: impl Iterator<Item = &'a ShardId>) -> Vec<u8> {
+    let mut body = String::from(r#"{"shard_ids":["#);
+    list(&mut body, ids, |body, id| {
+        // Nothing in a name has to be escaped.
+        *body += "\"";
+        *body += &id.to_string();
+        *body += "\"";
+    });
+    body += "}";
+    body.into_bytes()
+}
+
+/// A body that names shards and rows of them.
+pub(super) fn batch_body(wanted: &[Selection]) -> Vec<u8> {
+    let mut body = ids_body(wanted.iter().map(|selection| &selection.id));
+    if wanted.iter().all(|selection| selection.rows.is_none()) {
+        return body;
+    }
+    body.pop();
+    let mut rows = String::from(r#","rows":["#);
+    list(&mut rows, wanted.iter().map(|selection| &selection.rows), |rows, range| match range {
+        Some(Rows { start, end }) => *rows += &format!("[{start},{end}]"),
+        None => *rows += "null",
+    });
+    body.extend(rows.bytes());
+    body.push(b'}');
+    body
+}
+
+fn list<T>(target: &mut String, items: impl Iterator<Item = T>, write: impl Fn(&mut String, T)) {
+    for (place, item) in items.enumerate() {
+        if place > 0 {
+            target.push(',');
+        }
+        write(target, item);
+    }
+    target.push(']');
+}
+
+/// An answer that refuses.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Refused {
+    #[serde(default)]
+    pub(super) status: String,
+    #[serde(default)]
+    pub(super) message: String,
+    /// Of a batch.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) missing_shard_ids: Vec<String>,
+    /// Those of them that were there.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) removed_shard_ids: Vec<String>,
+    /// The step that has ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) ended_epoch: Option<Epoch>,
+}
+
+/// What became of a claim.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct ClaimAnswer {
+    pub(super) claimed_count: u64,
+    pub(super) total_bytes: u64,
+    pub(super) missing_shard_ids: Vec<String>,
+    pub(super) taken_shard_ids: Vec<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn meta(name: &str, shape: &[u64]) -> Meta {
+        Meta::new(Dtype::from_name(name).unwrap(), shape).unwrap()
+    }
+
+    fn written(meta: &Meta, bytes: &[u8]) -> String {
+        let (form, mut text) = (Base64::of(meta), String::new());
+        bytes.chunks(STRIDE).for_each(|chunk| form.write(chunk, &mut text));
+        assert_eq!(text.len() as u64, form.len(bytes.len() as u64));
+        format!("{}{text}{BEHIND}", before(meta))
+    }
+
+    #[test]
+    fn a_tensor_is_what_areal_makes_of_it() {
+        // serialize_value(torch.tensor([1.0, -2.0])) and of the same in bfloat16, as of AReaL 1.0.4.
+        let ones = written(&meta("float32", &[2]), &[0, 0, 0x80, 0x3f, 0, 0, 0, 0xc0]);
+        assert_eq!(ones, r#"{"type":"tensor","dtype":"torch.float32","shape":[2],"data":"AACAPwAAAMA="}"#);
+        let halves = written(&meta("bfloat16", &[2]), &[0x80, 0x3f, 0, 0xc0]);
+        assert_eq!(halves, r#"{"type":"tensor","dtype":"torch.bfloat16","shape":[2],"data":"AACAPwAAAMA="}"#);
+    }
+
+    #[test]
+    fn bfloat16_may_come_as_it_is() {
+        let body = br#"{"dtype": "bfloat16", "shape": [2], "data": "gD8AwA=="}"#;
+        assert_eq!(read_tensor(body).unwrap(), (meta("bfloat16", &[2]), vec![0x80, 0x3f, 0, 0xc0]));
+        let inexact = br#"{"dtype": "bfloat16", "shape": [1], "data": "AQCAPw=="}"#;
+        assert!(read_tensor(inexact).unwrap_err().to_string().contains("does not fit"));
+    }
+
+    #[test]
+    fn what_is_no_tensor_is_refused() {
+        let bad = [
+            "",
+            "[]",
+            r#"{"dtype": "float32", "shape": [1]}"#,
+            r#"{"dtype": "float32", "shape": [1], "data": null}"#,
+            r#"{"dtype": "float32", "shape": [2], "data": "AACAPw=="}"#,
+            r#"{"dtype": "float32", "shape": [1], "data": "AACAPw"}"#,
+            r#"{"dtype": "float32", "shape": [-1], "data": ""}"#,
+            r#"{"dtype": "os.system", "shape": [1], "data": ""}"#,
+            r#"{"dtype": "float32", "shape": [4611686018427387904, 4], "data": ""}"#,
+        ];
+        for body in bad {
+            assert!(matches!(read_tensor(body.as_bytes()), Err(StoreError::Invalid(_))), "{body}");
+        }
+    }
+
+    #[test]
+    fn lists_of_ids_are_lists_of_strings() {
+        for body in ["", "{}", "[]", r#"{"shard_ids": "a"}"#, r#"{"shard_ids": [1]}"#, r#"{"shard_ids": ["a/b"]}"#] {
+            assert_eq!(read_ids(body.as_bytes()).unwrap_err().status, 400, "{body}");
+            assert_eq!(read_batch(body.as_bytes()).unwrap_err().status, 400, "{body}");
+        }
+        assert_eq!(read_ids(br#"{"shard_ids": null}"#).unwrap(), None);
+        assert_eq!(read_ids(br#"{"shard_ids": []}"#).unwrap(), Some(vec![]));
+        assert_eq!(read_batch(br#"{"shard_ids": null}"#).unwrap_err().status, 400);
+        assert_eq!(read_batch(br#"{"shard_ids": ["a"], "rows": []}"#).unwrap_err().status, 400);
+        assert_eq!(read_batch(br#"{"shard_ids": ["a"], "rows": [[1]]}"#).unwrap_err().status, 400);
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(dtype: usize, rows in 0u64..70_000) {
+            let dtypes: Vec<_> = Dtype::all().collect();
+            let meta = Meta::new(dtypes[dtype % dtypes.len()], &[rows][..]).unwrap();
+            let bytes: Vec<u8> = (0..meta.nbytes()).map(|place| (place * place >> 3) as u8).collect();
+            prop_assert_eq!(read_tensor(written(&meta, &bytes).as_bytes()).unwrap(), (meta, bytes));
+        }
+
+        #[test]
+        fn a_batch_is_read_as_it_was_written(batch in vec(("[a-z:._-]{1,9}", any::<Option<(u64, u64)>>()), 0..9)) {
+            let batch = batch.into_iter().map(|(id, rows)| {
+                let rows = rows.map(|(start, end)| Rows { start, end });
+                Selection { id: id.parse().unwrap(), rows }
+            });
+            let batch: Vec<_> = batch.collect();
+            prop_assert_eq!(read_batch(&batch_body(&batch)).unwrap(), batch.clone());
+            let ids: Vec<_> = batch.into_iter().map(|selection| selection.id).collect();
+            prop_assert_eq!(read_ids(&ids_body(ids.iter())).unwrap(), Some(ids));
+        }
+
+        #[test]
+        fn whatever_comes_is_read_or_refused(body in vec(any::<u8>(), 0..100)) {
+            let _ = (read_tensor(&body), read_batch(&body), read_ids(&body));
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! What a request is about: its method and its path.
+
+use super::head::Method;
+use super::refusal::Refusal;
+use crate::Epoch;
+use crate::shard::ShardId;
+
+/// What is asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Route {
+    /// `GET /data/<id>`
+    Read(ShardId),
+    /// `PUT /data/<id>`
+    Store(ShardId),
+    /// `POST /data/batch`
+    Batch,
+    /// `DELETE /data/clear`
+    Remove,
+    /// `DELETE /buffer/clear`
+    ClearBuffer,
+    /// `GET /buffer/stats`
+    BufferStats,
+    /// `POST /epoch/<number>/begin`
+    Begin(Epoch),
+    /// `POST /epoch/<number>/claim`
+    Claim(Epoch),
+    /// `POST /epoch/<number>/end`
+    End(Epoch),
+    /// `GET /stats`
+    Stats,
+    /// `GET /metrics`
+    Metrics,
+    /// `GET /health`
+    Health,
+}
+
+impl Route {
+    /// Where this leads.
+    ///
+    /// # Errors
+    /// 404 where it leads nowhere, 405 where the method does not fit, 400 for a name that no shard has.
+    pub fn of(method: Method, path: &str) -> Result<Route, Refusal> {
+        let mut parts = path.split('/').skip(1);
+        let named = [parts.next(), parts.next(), parts.next(), parts.next()];
+        let method = if method == Method::Head { Method::Get } else { method };
+        match (named, method) {
+            ([Some("data"), Some("batch"), None, _], Method::Post) => Ok(Route::Batch),
+            ([Some("data"), Some("clear"), None, _], Method::Delete) => Ok(Route::Remove),
+            ([Some("data"), Some(id), None, _], Method::Get) => Ok(Route::Read(shard_id(id)?)),
+            ([Some("data"), Some(id), None, _], Method::Put) => Ok(Route::Store(shard_id(id)?)),
+            ([Some("data"), Some(id), None, _], _) => Err(not_allowed(match id {
+                "batch" => "GET, HEAD, PUT, POST",
+                "clear" => "GET, HEAD, PUT, DELETE",
+                _ => "GET, HEAD, PUT",
+            })),
+            ([Some("buffer"), Some("clear"), None, _], Method::Delete) => Ok(Route::ClearBuffer),
+            ([Some("buffer"), Some("clear"), None, _], _) => Err(not_allowed("DELETE")),
+            ([Some("buffer"), Some("stats"), None, _], Method::Get) => Ok(Route::BufferStats),
+            ([Some("epoch"), Some(number), Some("begin"), None], Method::Post) => Ok(Route::Begin(epoch(number)?)),
+            ([Some("epoch"), Some(number), Some("claim"), None], Method::Post) => Ok(Route::Claim(epoch(number)?)),
+            ([Some("epoch"), Some(number), Some("end"), None], Method::Post) => Ok(Route::End(epoch(number)?)),
+            ([Some("epoch"), Some(_), Some("begin" | "claim" | "end"), None], _) => Err(not_allowed("POST")),
+            ([Some("stats"), None, ..], Method::Get) => Ok(Route::Stats),
+            ([Some("metrics"), None, ..], Method::Get) => Ok(Route::Metrics),
+            ([Some("health"), None, ..], Method::Get) => Ok(Route::Health),
+            ([Some("buffer"), Some("stats"), None, _] | [Some("stats" | "metrics" | "health"), None, ..], _) => {
+                Err(not_allowed("GET, HEAD"))
+            }
+            _ => Err(Refusal::new(
+                404,
+                "there is nothing here; see /data/<id>, /buffer, /epoch, /stats, /metrics, /health",
+            )),
+        }
+    }
+}
+
+fn not_allowed(allowed: &'static str) -> Refusal {
+    Refusal { allowed: Some(allowed), ..Refusal::new(405, format!("this is not done here, but: {allowed}")) }
+}
+
+fn epoch(number: &str) -> Result<Epoch, Refusal> {
+    let digits = number.bytes().all(|byte| byte.is_ascii_digit()).then_some(number);
+    let epoch = digits.and_then(|digits| digits.parse().ok());
+    epoch.ok_or_else(|| Refusal::new(400, "a step has a number, from 0 to 18446744073709551615"))
+}
+
+fn shard_id(encoded: &str) -> Result<ShardId, Refusal> {
+    let refuse = |reason: String| Refusal::new(400, reason);
+    if !encoded.contains('%') {
+        return encoded.parse().map_err(|error: crate::StoreError| refuse(error.to_string()));
+    }
+    let mut rest = encoded.bytes();
+    let mut decoded = String::new();
+    while let Some(byte) = rest.next() {
+        let character = if byte == b'%' {
+            let mut digit = || rest.next().and_then(|digit| (digit as char).to_digit(16));
+            let (high, low) = (digit(), digit());
+            let code = high.zip(low).and_then(|(high, low)| u8::try_from(high << 4 | low).ok());
+            code.ok_or_else(|| refuse("a '%' in a path is followed by two hexadecimal digits".to_owned()))?
+        } else {
+            byte
+        };
+        decoded.push(character as char);
+    }
+    decoded.parse().map_err(|error: crate::StoreError| refuse(error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(text: &str) -> ShardId {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn each_path_leads_to_what_the_interface_says() {
+        use Method::{Delete, Get, Head, Post, Put};
+        let routes = [
+            (Put, "/data/a.b:c_d-1", Route::Store(id("a.b:c_d-1"))),
+            (Get, "/data/x%3Ay", Route::Read(id("x:y"))),
+            (Head, "/data/x", Route::Read(id("x"))),
+            (Get, "/data/batch", Route::Read(id("batch"))),
+            (Post, "/data/batch", Route::Batch),
+            (Delete, "/data/clear", Route::Remove),
+            (Delete, "/buffer/clear", Route::ClearBuffer),
+            (Get, "/buffer/stats", Route::BufferStats),
+            (Post, "/epoch/18446744073709551615/end", Route::End(u64::MAX)),
+            (Post, "/epoch/0/begin", Route::Begin(0)),
+            (Post, "/epoch/7/claim", Route::Claim(7)),
+            (Get, "/stats", Route::Stats),
+            (Get, "/metrics", Route::Metrics),
+            (Get, "/health", Route::Health),
+        ];
+        for (method, path, route) in routes {
+            assert_eq!(Route::of(method, path), Ok(route), "{path}");
+        }
+    }
+
+    #[test]
+    fn what_leads_nowhere_is_refused_with_the_status_that_says_so() {
+        use Method::{Delete, Get, Post, Put};
+        let refused = [
+            (Get, "/", 404),
+            (Get, "//data/x", 404),
+            (Get, "/data", 404),
+            (Get, "/data/x/y", 404),
+            (Get, "/data/", 400),
+            (Get, "/data/..%2Fetc", 400),
+            (Get, "/data/%", 400),
+            (Get, "/data/%+1", 400),
+            (Get, "/data/%ff", 400),
+            (Post, "/data/x", 405),
+            (Delete, "/data/x", 405),
+            (Put, "/buffer/stats", 405),
+            (Post, "/buffer/clear", 405),
+            (Get, "/epoch/1/end", 405),
+            (Post, "/epoch/-1/end", 400),
+            (Post, "/epoch/+1/end", 400),
+            (Post, "/epoch//end", 400),
+            (Post, "/epoch/18446744073709551616/end", 400),
+            (Post, "/epoch/1/end/2", 404),
+            (Post, "/epoch/1/stop", 404),
+            (Delete, "/stats", 405),
+        ];
+        for (method, path, status) in refused {
+            let refusal = Route::of(method, path).expect_err(path);
+            assert_eq!((refusal.status, refusal.allowed.is_some()), (status, status == 405), "{path}");
+        }
+    }
+}
