@@ -24,7 +24,9 @@ from __future__ import annotations
 
 from tundish.tree.building import unflatten
 from tundish.tree.describing import flatten
+from tundish.tree.mapping import map_only, parts_of
+from tundish.tree.parts import Refusal
 from tundish.tree.rules import register
 from tundish.tree.schema import Schema
 
-__all__ = ["Schema", "flatten", "register", "unflatten"]
+__all__ = ["Refusal", "Schema", "flatten", "map_only", "parts_of", "register", "unflatten"]

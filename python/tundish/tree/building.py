@@ -25,7 +25,7 @@ from tundish.tree.rules import REGISTERED
 from tundish.tree.schema import Schema, values_of
 from tundish.tree.tensors import TENSOR_BUILDERS
 
-__all__ = ["rebuild", "unflatten"]
+__all__ = ["build", "rebuild", "unflatten"]
 
 _get_dtype = operator.attrgetter("dtype")
 _get_shape = operator.attrgetter("shape")
@@ -66,6 +66,11 @@ def unflatten(schema: Schema, tensors: Sequence[Tensor]) -> Any:
     return rebuild(schema, tensors)
 
 
+def build(token: Token, parts: list[Any]) -> Any:
+    """What a rule took apart into `parts`, which may be others by now."""
+    return _BUILDERS[token[0]](token, parts)
+
+
 def rebuild(schema: Schema, tensors: Sequence[Tensor]) -> Any:
     """As `unflatten`, of tensors that are known to be those of the schema's layout."""
     leaves = schema.layout.leaves(tensors)
@@ -73,12 +78,14 @@ def rebuild(schema: Schema, tensors: Sequence[Tensor]) -> Any:
     # are made of; with that, or its identity would be another object's.
     known: dict[Any, tuple[Any, list[Any]]] = {}
 
-    def build(token: Token, parts: list[Any]) -> Any:
-        made = _BUILDERS[token[0]](token, parts)
+    def build_once(token: Token, parts: list[Any]) -> Any:
+        made = build(token, parts)
         known[_key(token, parts)] = made, parts
         return made
 
-    values = iter(loads_values(schema.values, leaves, build) if schema.pickled else values_of(schema.values))
+    values = iter(
+        loads_values(schema.values, leaves, build_once) if schema.pickled else values_of(schema.values)
+    )
     stack: list[Any] = []
     put = stack.append
     built: list[Any] = []

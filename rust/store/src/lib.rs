@@ -19,6 +19,7 @@ mod checksum;
 mod error;
 mod fetch;
 mod flight;
+pub mod handles;
 pub mod http;
 mod landing;
 mod meta;

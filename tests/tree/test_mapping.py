@@ -1,0 +1,114 @@
+"""`map_only`: something else in place of some parts, and everything else as it was."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+import tundish as td
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Sample:
+    pixels: Any
+    name: Any
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def test_types_and_everything_else_stay() -> None:
+    array = np.zeros(3)
+    obj = {
+        "dict": {1: torch.zeros(1), ("key",): torch.zeros(2)},
+        "ordered": OrderedDict(z=torch.zeros(3), a=4),
+        "pair": Pair(torch.zeros(4), array),
+        "sample": Sample([torch.zeros(5)], (None, 1.5, b"x")),
+        "parameter": torch.nn.Parameter(torch.zeros(6)),
+    }
+    made = td.tree.map_only(Tensor, shape_of, obj)
+    assert made == {
+        "dict": {1: (1,), ("key",): (2,)},
+        "ordered": OrderedDict(z=(3,), a=4),
+        "pair": Pair((4,), array),
+        "sample": Sample([(5,)], (None, 1.5, b"x")),
+        "parameter": (6,),
+    }
+    assert type(made["ordered"]) is OrderedDict and type(made["pair"]) is Pair
+    assert made["pair"].right is array
+    # What was given is as it was.
+    assert isinstance(obj["pair"].left, Tensor) and isinstance(obj["sample"].pixels[0], Tensor)  # type: ignore[attr-defined]
+
+
+def test_what_has_no_such_part_is_the_object_itself() -> None:
+    obj = {"plain": {"numbers": [1, 2, 3]}, "opaque": object(), "tensor": torch.zeros(1)}
+    made = td.tree.map_only(Tensor, shape_of, obj)
+    assert made["plain"] is obj["plain"] and made["opaque"] is obj["opaque"]
+    assert td.tree.map_only(str, shape_of, obj["plain"]) is obj["plain"]
+
+
+def test_what_is_named_twice_is_one_object() -> None:
+    shared = [torch.zeros(1)]
+    first, second = td.tree.map_only(Tensor, shape_of, [shared, {"again": shared}])
+    assert first == [(1,)] and second["again"] is first
+
+
+def test_each_naming_of_a_part_is_seen_in_order() -> None:
+    one, two = torch.zeros(1), torch.zeros(2)
+    obj = [one, {"b": two, "a": one}, (two,)]
+    assert [len(tensor) for tensor in td.tree.parts_of(Tensor, obj)] == [1, 2, 1, 2]
+
+
+def test_what_a_container_is_entered_as_is_walked_through() -> None:
+    def without_masks(container: Any) -> Any:
+        return (
+            {k: v for k, v in container.items() if k != "mask"} if isinstance(container, dict) else container
+        )
+
+    obj = [{"ids": torch.zeros(2), "mask": torch.zeros(3)}]
+    assert td.tree.map_only(Tensor, shape_of, obj, enter=without_masks) == [{"ids": (2,)}]
+    assert "mask" in obj[0]
+
+
+def test_host_parts_are_replaced_as_they_are() -> None:
+    made = td.tree.map_only(Tensor, shape_of, pack_sequence([torch.zeros(3), torch.zeros(2)]))
+    assert type(made) is PackedSequence
+    assert (made.data, made.batch_sizes) == ((5,), (3,))
+
+
+def test_a_refusal_names_the_path() -> None:
+    def refuse(_: Tensor) -> None:
+        raise td.tree.Refusal(InvalidTypeError, "is not wanted")
+
+    for obj, path in (
+        ({"a": [0, {"b": torch.zeros(1)}]}, 'obj["a"][1]["b"] is not wanted'),
+        (Sample(1, Pair(torch.zeros(1), 2)), "obj.name.left is not wanted"),
+    ):
+        with pytest.raises(InvalidTypeError) as raised:
+            td.tree.map_only(Tensor, refuse, obj)
+        assert str(raised.value) == path
+
+
+def test_containers_in_themselves_and_too_deep_ones_are_refused() -> None:
+    own: list[Any] = [1]
+    own.append(own)
+    with pytest.raises(
+        InvalidInputError, match=r'obj\["own"\]\[1\] is a container that it is itself a part of'
+    ):
+        td.tree.map_only(Tensor, shape_of, {"own": own})
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidInputError, match="is too deep"):
+        td.tree.map_only(Tensor, shape_of, deep)
