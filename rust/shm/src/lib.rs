@@ -46,4 +46,4 @@ pub use parcel::{Parcel, Reference};
 pub use parcels::{ParcelView, Parcels};
 pub use per_process::PerProcess;
 pub use segment::{Address, Segment};
-pub use watcher::end_with;
+pub use watcher::{end_with, without_signals};

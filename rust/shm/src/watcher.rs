@@ -68,7 +68,11 @@ fn process(_pid: i32) -> Result<Option<OwnedFd>, ShmError> {
 }
 
 /// A thread that is started in `work` blocks all signals.
-fn without_signals<T>(work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+/// Does `work` with all signals blocked, for the threads that it starts: signals are for those that were there before.
+///
+/// # Errors
+/// The work's own, and the system's where it blocks none.
+pub fn without_signals<T>(work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let mut all = MaybeUninit::uninit();
     let mut before = MaybeUninit::uninit();
     // SAFETY: both sets are this function's; the first is filled before it is used.

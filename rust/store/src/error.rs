@@ -103,6 +103,14 @@ pub enum StoreError {
         /// What became of it.
         reason: String,
     },
+    /// A process does not answer.
+    #[error("cannot reach {owner}: {reason}; does that process still run and serve?")]
+    Unanswered {
+        /// Whom.
+        owner: Arc<str>,
+        /// What became of it.
+        reason: String,
+    },
     /// The owner answered that it will not.
     #[error("{owner} refused ({status}): {reason}")]
     Refused {
@@ -137,6 +145,13 @@ pub enum StoreError {
     /// The caller gave up.
     #[error("interrupted")]
     Interrupted,
+}
+
+impl StoreError {
+    /// A call of the operating system that failed: what was tried, on what, and the answer.
+    pub(crate) fn io(operation: &'static str, object: impl Into<String>, error: &std::io::Error) -> Self {
+        StoreError::Io { operation, object: object.into(), kind: error.kind(), reason: error.to_string() }
+    }
 }
 
 /// A shard that its owner has not got.

@@ -1,6 +1,6 @@
 //! What a node tells of itself.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::Epoch;
 use crate::shard::ShardId;
@@ -96,7 +96,7 @@ pub struct BufferStats {
 }
 
 /// The account of one step on one process. `stored + fetched = held + freed` always; after its end nothing is held.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EpochLedger {
     /// Which.
     pub epoch: Epoch,

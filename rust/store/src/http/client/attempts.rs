@@ -1,0 +1,44 @@
+//! Trying again, for less than a second.
+
+use std::time::{Duration, Instant};
+
+use super::connection::{Trouble, look};
+use crate::patience::Patience;
+
+/// From the first failure on; a dead owner is told of within a second.
+const LONGEST: Duration = Duration::from_millis(800);
+
+/// Before the second try; doubled before each further one.
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+
+/// Tries of one request.
+pub(super) struct Attempts {
+    began: Option<Instant>,
+    pause: Duration,
+}
+
+impl Attempts {
+    pub(super) fn new() -> Self {
+        Attempts { began: None, pause: FIRST_PAUSE }
+    }
+
+    /// Something came: what fails from here on fails for the first time.
+    pub(super) fn made_progress(&mut self) {
+        *self = Attempts::new();
+    }
+
+    /// Waits before the next try; `false` where there is none any more.
+    pub(super) fn wait(&mut self, patience: &mut Patience<'_>) -> Result<bool, Trouble> {
+        let began = *self.began.get_or_insert_with(Instant::now);
+        if began.elapsed() + self.pause > LONGEST {
+            return Ok(false);
+        }
+        let end = Instant::now() + self.pause;
+        self.pause *= 2;
+        while Instant::now() < end {
+            look(patience)?;
+            std::thread::sleep(end.saturating_duration_since(Instant::now()).min(patience.turn()));
+        }
+        Ok(true)
+    }
+}

@@ -1,0 +1,286 @@
+//! One connection to an owner: what is sent and received on it, in turns, between which the caller is asked whether to go
+//! on.
+//!
+//! It blocks the calling thread, which costs less than handing over to another one and back. What always holds: no call
+//! of the kernel takes longer than [`TURN`]; what came and was not looked at is in `inbox`, never more than the answer.
+
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::sockopt::{
+    Timeout, set_socket_keepalive, set_socket_timeout, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl,
+    set_tcp_nodelay, set_tcp_user_timeout, socket_error,
+};
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, connect, recv, socket_with};
+
+use crate::checksum::Checksum;
+use crate::error::StoreError;
+use crate::http::descriptors::{NoFork, Socket};
+use crate::http::head::AnswerHead;
+use crate::patience::Patience;
+
+/// Between two looks at whether to go on.
+const TURN: Duration = Duration::from_millis(50);
+
+/// How long the kernel of an owner may take to answer that it is there. Asked for twice, within a second.
+const REACH: Duration = Duration::from_millis(400);
+
+/// A machine that is silent for so long is gone; after a second it is asked whether it is there, and again each second.
+const SILENCE: Duration = Duration::from_secs(3);
+
+/// Bytes that are received at once, so that they are summed before they leave the processor's cache.
+const STRIDE: usize = 256 << 10;
+
+/// Bytes that are received beyond those of a shard: the header of the next one.
+const AHEAD: usize = 64;
+
+/// Bytes that are received at once where it is not known what comes.
+const SOME: usize = 8 << 10;
+
+/// Why something did not happen.
+#[derive(Debug)]
+pub(super) enum Trouble {
+    /// The connection, or what came on it; whether it may be tried again is for the caller to say.
+    Broken(String),
+    /// This is what the caller gets.
+    Final(StoreError),
+}
+
+impl From<StoreError> for Trouble {
+    fn from(error: StoreError) -> Self {
+        Trouble::Final(error)
+    }
+}
+
+fn broken(error: &io::Error) -> Trouble {
+    Trouble::Broken(error.to_string())
+}
+
+#[derive(Debug)]
+pub(super) struct Connection {
+    stream: Socket<TcpStream>,
+    inbox: Vec<u8>,
+    /// What was looked at of it.
+    taken: usize,
+    /// Whether it may be used again.
+    pub(super) keeps_alive: bool,
+    expects_a_machine: bool,
+}
+
+impl Connection {
+    /// Connects to one of these.
+    pub(super) fn open(addresses: &[SocketAddr], patience: &mut Patience<'_>) -> Result<Self, Trouble> {
+        let mut last = Trouble::Broken("its name has no address".to_owned());
+        for address in addresses {
+            for _ in 0..2 {
+                match reach(address, patience) {
+                    Ok(Some(stream)) => {
+                        return Ok(Connection {
+                            stream,
+                            inbox: Vec::new(),
+                            taken: 0,
+                            keeps_alive: true,
+                            expects_a_machine: false,
+                        });
+                    }
+                    Ok(None) => last = Trouble::Broken("its machine does not answer".to_owned()),
+                    Err(trouble @ Trouble::Final(_)) => return Err(trouble),
+                    Err(trouble) => {
+                        last = trouble;
+                        break;
+                    }
+                }
+            }
+        }
+        Err(last)
+    }
+
+    /// Whether the other side keeps it open and has said nothing.
+    pub(super) fn is_quiet(&self) -> bool {
+        let mut byte = [0; 1];
+        let seen = recv(&*self.stream, &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT);
+        matches!(seen, Err(Errno::AGAIN))
+    }
+
+    /// Sends all of it, one part behind the other.
+    pub(super) fn send(&mut self, mut parts: &mut [IoSlice<'_>], patience: &mut Patience<'_>) -> Result<(), Trouble> {
+        IoSlice::advance_slices(&mut parts, 0);
+        while !parts.is_empty() {
+            match (&*self.stream).write_vectored(parts) {
+                Ok(0) => return Err(Trouble::Broken("it takes nothing any more".to_owned())),
+                Ok(sent) => IoSlice::advance_slices(&mut parts, sent),
+                Err(error) => self.wait(&error, patience)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The head of the answer. Answers that only say that another follows are passed over.
+    pub(super) fn head(&mut self, patience: &mut Patience<'_>) -> Result<AnswerHead, Trouble> {
+        loop {
+            let head = self.parse(patience, |bytes| AnswerHead::parse(bytes).map_err(Trouble::Broken))?;
+            if head.status >= 200 {
+                self.keeps_alive = head.keeps_alive;
+                return Ok(head);
+            }
+        }
+    }
+
+    /// What `parse` makes of the next bytes, of which it tells how many it took.
+    pub(super) fn parse<T>(
+        &mut self,
+        patience: &mut Patience<'_>,
+        parse: impl Fn(&[u8]) -> Result<Option<(T, usize)>, Trouble>,
+    ) -> Result<T, Trouble> {
+        loop {
+            if let Some((parsed, length)) = parse(&self.inbox[self.taken..])? {
+                self.taken += length;
+                return Ok(parsed);
+            }
+            self.inbox.drain(..self.taken);
+            self.taken = 0;
+            let begun = self.inbox.len();
+            self.inbox.resize(begun + SOME, 0);
+            let received = self.receive(begun, patience);
+            self.inbox.truncate(begun + *received.as_ref().unwrap_or(&0));
+            received?;
+        }
+    }
+
+    fn receive(&mut self, from: usize, patience: &mut Patience<'_>) -> Result<usize, Trouble> {
+        loop {
+            match (&*self.stream).read(&mut self.inbox[from..]) {
+                Ok(0) => return Err(ended()),
+                Ok(received) => return Ok(received),
+                Err(error) => self.wait(&error, patience)?,
+            }
+        }
+    }
+
+    /// Fills `target` with the next bytes, and returns their checksum. Of the answer `rest` bytes follow them.
+    pub(super) fn fill(&mut self, target: &mut [u8], rest: u64, patience: &mut Patience<'_>) -> Result<u64, Trouble> {
+        let mut checksum = Checksum::new();
+        let here = &self.inbox[self.taken..];
+        let mut filled = here.len().min(target.len());
+        target[..filled].copy_from_slice(&here[..filled]);
+        self.taken += filled;
+        checksum.update(&target[..filled]);
+        let ahead = AHEAD.min(usize::try_from(rest).unwrap_or(AHEAD));
+        while filled < target.len() {
+            // Everything that had come was taken, or this would be full.
+            self.inbox.resize(ahead, 0);
+            self.taken = ahead;
+            let end = target.len().min(filled + STRIDE);
+            let ahead = if end == target.len() { ahead } else { 0 };
+            let wanted = end - filled;
+            let room = &mut target[filled..end];
+            let mut parts = [IoSliceMut::new(room), IoSliceMut::new(&mut self.inbox[..ahead])];
+            match (&*self.stream).read_vectored(&mut parts) {
+                Ok(0) => return Err(ended()),
+                Ok(received) => {
+                    let of_target = received.min(wanted);
+                    checksum.update(&target[filled..filled + of_target]);
+                    filled += of_target;
+                    if received > wanted {
+                        self.inbox.truncate(received - wanted);
+                        self.taken = 0;
+                    }
+                }
+                Err(error) => self.wait(&error, patience)?,
+            }
+        }
+        Ok(checksum.value())
+    }
+
+    /// The next `length` bytes, of which there may be many.
+    pub(super) fn collect(&mut self, length: u64, patience: &mut Patience<'_>) -> Result<Vec<u8>, Trouble> {
+        let mut collected = Vec::new();
+        let mut left = length;
+        while left > 0 {
+            let (begun, some) = (collected.len(), left.min(STRIDE as u64));
+            left -= some;
+            collected.resize(begun + some as usize, 0);
+            self.fill(&mut collected[begun..], left, patience)?;
+        }
+        Ok(collected)
+    }
+
+    /// Gives up on a machine that takes nothing for some seconds, or not. A process that is merely busy takes what is small:
+    /// its kernel does.
+    pub(super) fn expect_a_machine(&mut self, expects: bool) -> Result<(), Trouble> {
+        if std::mem::replace(&mut self.expects_a_machine, expects) == expects {
+            return Ok(());
+        }
+        let milliseconds = if expects { SILENCE.as_millis() as u32 } else { 0 };
+        set_tcp_user_timeout(&*self.stream, milliseconds).map_err(|errno| broken(&errno.into()))
+    }
+
+    /// What a call of the kernel ended with that may be repeated.
+    fn wait(&self, error: &io::Error, patience: &mut Patience<'_>) -> Result<(), Trouble> {
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => look(patience),
+            _ => Err(broken(error)),
+        }
+    }
+}
+
+fn ended() -> Trouble {
+    Trouble::Broken("it closed the connection in mid-answer".to_owned())
+}
+
+pub(super) fn look(patience: &mut Patience<'_>) -> Result<(), Trouble> {
+    patience.look()?;
+    if patience.is_over() {
+        return Err(StoreError::TimedOut { what: "an answer".to_owned() }.into());
+    }
+    Ok(())
+}
+
+/// A connection, if the other side's kernel answers in time.
+fn reach(address: &SocketAddr, patience: &mut Patience<'_>) -> Result<Option<Socket<TcpStream>>, Trouble> {
+    let failed = |errno: Errno| broken(&errno.into());
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = {
+        let no_fork = NoFork::begin().map_err(|error| broken(&error))?;
+        no_fork.keep(TcpStream::from(socket_with(family, SocketType::STREAM, flags, None).map_err(failed)?))
+    };
+    match connect(&*socket, address) {
+        Ok(()) => {}
+        Err(Errno::INPROGRESS) => {
+            let end = Instant::now() + REACH;
+            let is_connected = || -> rustix::io::Result<bool> {
+                let mut event = [PollFd::new(&*socket, PollFlags::OUT)];
+                let turn = end.saturating_duration_since(Instant::now()).min(TURN);
+                match poll(&mut event, Some(&Timespec { tv_sec: 0, tv_nsec: turn.subsec_nanos().into() })) {
+                    Err(Errno::INTR) => Ok(false),
+                    polled => Ok(polled? > 0),
+                }
+            };
+            while !is_connected().map_err(failed)? {
+                look(patience)?;
+                if Instant::now() >= end {
+                    return Ok(None);
+                }
+            }
+            socket_error(&*socket).map_err(failed)?.map_err(failed)?;
+        }
+        Err(errno) => return Err(failed(errno)),
+    }
+    socket.set_nonblocking(false).map_err(|error| broken(&error))?;
+    prepare(&socket).map_err(failed)?;
+    Ok(Some(socket))
+}
+
+fn prepare(socket: &TcpStream) -> rustix::io::Result<()> {
+    set_tcp_nodelay(socket, true)?;
+    set_socket_timeout(socket, Timeout::Recv, Some(TURN))?;
+    set_socket_timeout(socket, Timeout::Send, Some(TURN))?;
+    set_socket_keepalive(socket, true)?;
+    set_tcp_keepidle(socket, Duration::from_secs(1))?;
+    set_tcp_keepintvl(socket, Duration::from_secs(1))?;
+    set_tcp_keepcnt(socket, SILENCE.as_secs() as u32 - 1)
+}

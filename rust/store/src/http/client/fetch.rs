@@ -1,0 +1,185 @@
+//! Fetching a batch from one owner.
+//!
+//! Shards come in the order in which they were asked for, so that what is left after a failure is the end of the list.
+//! What always holds: a shard is complete only when its checksum was seen to be right.
+
+use std::collections::HashSet;
+use std::sync::{Arc, PoisonError};
+
+use tundish_shm::ShmError;
+
+use super::Client;
+use super::attempts::Attempts;
+use super::connection::{Connection, Trouble};
+use super::request::{Request, read_small, unfit};
+use crate::error::{MissingShard, StoreError};
+use crate::http::head::{AnswerHead, Form};
+use crate::http::json::{self, Refused};
+use crate::http::same_node;
+use crate::http::shard_header::{self, Payload, ShardHeader};
+use crate::patience::Patience;
+use crate::shard::Selection;
+use crate::transport::{Receiver, Transport};
+
+/// Shards that are asked for in one request.
+const MOST_AT_ONCE: usize = 1 << 16;
+
+/// What is left of a batch.
+struct Errand<'a> {
+    owner: &'a Arc<str>,
+    wanted: &'a [Selection],
+    /// So many have come.
+    done: usize,
+    receiver: &'a mut dyn Receiver,
+}
+
+/// Why a batch did not come.
+enum Failure {
+    Trouble(Trouble),
+    /// Memory that was referred to cannot be reached; whether any of that owner's can.
+    Unreached(bool),
+}
+
+impl<T: Into<Trouble>> From<T> for Failure {
+    fn from(trouble: T) -> Self {
+        Failure::Trouble(trouble.into())
+    }
+}
+
+impl Transport for Client {
+    fn fetch(
+        &self,
+        owner: &Arc<str>,
+        wanted: &[Selection],
+        receiver: &mut dyn Receiver,
+        patience: &mut Patience<'_>,
+    ) -> Result<(), StoreError> {
+        let mut errand = Errand { owner, wanted, done: 0, receiver };
+        let mut attempts = Attempts::new();
+        let mut reads_memory = self.reads_memory && !self.is_unreachable(owner);
+        while errand.done < wanted.len() {
+            let before = errand.done;
+            let outcome = self.take_or_open(owner, patience).map_err(Failure::from).and_then(|(mut connection, _)| {
+                self.fetch_some(&mut connection, &mut errand, reads_memory, patience)?;
+                self.pool.give_back(owner, connection);
+                Ok(())
+            });
+            if errand.done > before {
+                attempts.made_progress();
+            }
+            match outcome {
+                Ok(()) => {}
+                Err(Failure::Unreached(is_all)) => {
+                    reads_memory = false;
+                    if is_all {
+                        self.unreachable.lock().unwrap_or_else(PoisonError::into_inner).insert(Arc::clone(owner));
+                    }
+                }
+                Err(Failure::Trouble(trouble)) => {
+                    let id = &wanted[errand.done.min(wanted.len() - 1)].id;
+                    self.once_more(owner, Some(id), trouble, &mut attempts, patience)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Client {
+    fn is_unreachable(&self, owner: &Arc<str>) -> bool {
+        self.unreachable.lock().unwrap_or_else(PoisonError::into_inner).contains(owner)
+    }
+
+    /// Asks once for what is left, or as much of it as one request may name.
+    fn fetch_some(
+        &self,
+        connection: &mut Connection,
+        errand: &mut Errand<'_>,
+        reads_memory: bool,
+        patience: &mut Patience<'_>,
+    ) -> Result<(), Failure> {
+        let end = errand.wanted.len().min(errand.done + MOST_AT_ONCE);
+        let body = json::batch_body(&errand.wanted[errand.done..end]);
+        let parts = [&body[..]];
+        let node = if reads_memory { same_node::this() } else { None };
+        let request = Request { accepts: Form::Shards, node, ..Request::new("POST", "/data/batch", &parts) };
+        request.send(connection, errand.owner, self.token(errand.owner).as_ref(), patience)?;
+        let head = connection.head(patience)?;
+        if head.status != 200 {
+            let body = read_small(connection, &head, errand.owner, patience)?;
+            return Err(self.refusal(errand.owner, head.status, &body).into());
+        }
+        errand.receive(connection, &head, end, patience)
+    }
+}
+
+impl Errand<'_> {
+    /// Receives the shards up to `end`.
+    fn receive(
+        &mut self,
+        connection: &mut Connection,
+        head: &AnswerHead,
+        end: usize,
+        patience: &mut Patience<'_>,
+    ) -> Result<(), Failure> {
+        let mut left = head.content_length;
+        while self.done < end {
+            let id = &self.wanted[self.done].id;
+            let corrupt =
+                |reason: String| StoreError::Corrupt { id: id.clone(), owner: Arc::clone(self.owner), reason };
+            let (header, taken) = connection.parse(patience, |bytes| {
+                let whole = bytes.len() as u64 >= left || bytes.len() >= shard_header::LONGEST;
+                match ShardHeader::read(bytes) {
+                    Ok(Some((header, taken))) => Ok(Some(((header, taken), taken))),
+                    Ok(None) if whole => Err(corrupt("its header does not end".to_owned()).into()),
+                    Ok(None) => Ok(None),
+                    Err(error) => Err(corrupt(error.to_string()).into()),
+                }
+            })?;
+            let follows = match header.payload {
+                Payload::Bytes(_) => header.meta.nbytes(),
+                Payload::Reference(_) => 0,
+            };
+            left = (left.checked_sub(taken as u64).and_then(|left| left.checked_sub(follows)))
+                .ok_or_else(|| corrupt("the answer is shorter than what it holds".to_owned()))?;
+            match header.payload {
+                Payload::Bytes(checksum) => {
+                    let room = self.receiver.room(self.done, &header.meta, patience)?;
+                    if room.len() as u64 != follows {
+                        let reason = format!("it has {follows} bytes, and there is room for {}", room.len());
+                        return Err(corrupt(reason).into());
+                    }
+                    if connection.fill(room, left, patience)? != checksum {
+                        return Err(corrupt("its checksum is another one".to_owned()).into());
+                    }
+                    self.receiver.complete(self.done)?;
+                }
+                Payload::Reference(reference) => {
+                    let (meta, lender) = (&header.meta, head.lender.as_deref());
+                    match self.receiver.attach(self.done, meta, &reference, lender, patience) {
+                        // One that was given back meanwhile says nothing about the others.
+                        Err(StoreError::Memory(error)) => {
+                            return Err(Failure::Unreached(!matches!(*error, ShmError::Gone { .. })));
+                        }
+                        attached => attached?,
+                    }
+                }
+            }
+            self.done += 1;
+        }
+        if left > 0 {
+            return Err(unfit(self.owner, 200, "it is longer than what it holds").into());
+        }
+        Ok(())
+    }
+}
+
+/// The shards that an answer says are missing.
+pub(super) fn missing(refused: &Refused) -> Vec<MissingShard> {
+    let removed: HashSet<&String> = refused.removed_shard_ids.iter().collect();
+    let shards = refused.missing_shard_ids.iter().filter_map(|name| {
+        let id = name.parse().ok()?;
+        Some(MissingShard { id, was_removed: removed.contains(name) })
+    });
+    shards.collect()
+}

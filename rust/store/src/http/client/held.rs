@@ -1,0 +1,116 @@
+//! A connection that is held open: with it go the claims that were made on it.
+
+use std::sync::Arc;
+
+use super::attempts::Attempts;
+use super::connection::{Connection, Trouble};
+use super::request::{Request, unfit};
+use super::{Client, epoch_path, unreachable};
+use crate::Epoch;
+use crate::error::StoreError;
+use crate::http::json::{self, ClaimAnswer};
+use crate::patience::Patience;
+use crate::shard::ShardId;
+use crate::stats::{Claimed, EpochLedger};
+
+/// A connection to a process whose steps are begun, given shards, and ended.
+///
+/// The process takes the end of the connection for the end of whoever holds it, and gives up what was claimed on it: so it
+/// has to live as long as the claims, and where it breaks they are gone.
+#[derive(Debug)]
+pub struct Held<'a> {
+    client: &'a Client,
+    owner: Arc<str>,
+    connection: Option<Connection>,
+    /// Whether anything is claimed on it.
+    has_claimed: bool,
+}
+
+impl<'a> Held<'a> {
+    pub(super) fn new(client: &'a Client, owner: &Arc<str>) -> Self {
+        Held { client, owner: Arc::clone(owner), connection: None, has_claimed: false }
+    }
+
+    /// Whom it leads to.
+    pub fn owner(&self) -> &Arc<str> {
+        &self.owner
+    }
+
+    /// From here on what that process fetches belongs to this step.
+    ///
+    /// # Errors
+    /// [`StoreError::StepEnded`]; [`StoreError::Unanswered`], after which all claims are gone; what patience says.
+    pub fn begin_epoch(&mut self, epoch: Epoch, patience: &mut Patience<'_>) -> Result<(), StoreError> {
+        self.call(&Request::new("POST", &epoch_path(epoch, "begin"), &[]), patience)?;
+        self.has_claimed = true;
+        Ok(())
+    }
+
+    /// Claims shards that are stored there.
+    ///
+    /// # Errors
+    /// As of [`begin_epoch`](Held::begin_epoch).
+    pub fn claim(&mut self, epoch: Epoch, ids: &[ShardId], patience: &mut Patience<'_>) -> Result<Claimed, StoreError> {
+        let body = json::ids_body(ids.iter());
+        let answer = self.call(&Request::new("POST", &epoch_path(epoch, "claim"), &[&body]), patience)?;
+        self.has_claimed = true;
+        let unfit = |reason: String| unfit(&self.owner, 200, &reason);
+        let answer: ClaimAnswer = serde_json::from_slice(&answer).map_err(|error| unfit(error.to_string()))?;
+        let ids = |names: Vec<String>| {
+            let parsed: Result<Vec<ShardId>, StoreError> = names.iter().map(|name| name.parse()).collect();
+            parsed.map_err(|error| unfit(error.to_string()))
+        };
+        Ok(Claimed {
+            claimed_count: answer.claimed_count,
+            total_bytes: answer.total_bytes,
+            missing: ids(answer.missing_shard_ids)?,
+            taken: ids(answer.taken_shard_ids)?,
+        })
+    }
+
+    /// Ends a step there: drops what it claimed and what was fetched in it. It may be asked for again.
+    ///
+    /// # Errors
+    /// As of [`begin_epoch`](Held::begin_epoch).
+    pub fn end_epoch(&mut self, epoch: Epoch, patience: &mut Patience<'_>) -> Result<EpochLedger, StoreError> {
+        let answer = self.call(&Request::new("POST", &epoch_path(epoch, "end"), &[]), patience)?;
+        serde_json::from_slice(&answer).map_err(|error| unfit(&self.owner, 200, &error.to_string()))
+    }
+
+    /// Whether the other side has neither ended nor closed the connection.
+    pub fn is_alive(&self) -> bool {
+        self.connection.as_ref().is_none_or(Connection::is_quiet)
+    }
+
+    fn call(&mut self, request: &Request<'_>, patience: &mut Patience<'_>) -> Result<Vec<u8>, StoreError> {
+        let mut attempts = Attempts::new();
+        loop {
+            let (client, owner) = (self.client, Arc::clone(&self.owner));
+            let opened = self.opened(patience);
+            let outcome = opened.and_then(|connection| client.exchange(connection, &owner, request, patience));
+            match outcome {
+                Ok(answer) => return Ok(answer),
+                Err(Trouble::Broken(reason)) => {
+                    let had = self.connection.take().is_some();
+                    if std::mem::take(&mut self.has_claimed) {
+                        return Err(unreachable(
+                            &self.owner,
+                            None,
+                            &format!("{reason}; all claims are given up there"),
+                        ));
+                    }
+                    let reason = if had { reason } else { format!("no connection: {reason}") };
+                    self.client.once_more(&self.owner, None, Trouble::Broken(reason), &mut attempts, patience)?;
+                }
+                Err(Trouble::Final(error)) => return Err(error),
+            }
+        }
+    }
+
+    fn opened(&mut self, patience: &mut Patience<'_>) -> Result<&mut Connection, Trouble> {
+        if self.connection.is_none() {
+            self.connection = Some(Connection::open(&super::resolve(&self.owner, patience)?, patience)?);
+        }
+        Ok(self.connection.as_mut().expect("just opened"))
+    }
+}

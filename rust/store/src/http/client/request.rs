@@ -1,0 +1,85 @@
+//! Requests, and answers that are small.
+
+use std::io::IoSlice;
+use std::sync::Arc;
+
+use super::connection::{Connection, Trouble};
+use crate::error::StoreError;
+use crate::http::head::{AnswerHead, Form};
+use crate::http::token::Token;
+use crate::patience::Patience;
+
+/// Bytes of an answer that is read as a whole.
+const MOST_READ: u64 = 256 << 20;
+
+/// Bytes that the kernel of a living machine takes whatever the process there is at.
+const SMALL: usize = 16 << 10;
+
+/// What is asked of an owner.
+pub(super) struct Request<'a> {
+    pub(super) method: &'static str,
+    pub(super) path: &'a str,
+    pub(super) accepts: Form,
+    /// The form of the body, where there is one.
+    pub(super) content: Option<Form>,
+    /// Parts of the body, one behind the other.
+    pub(super) body: &'a [&'a [u8]],
+    /// The node that this process says it runs on.
+    pub(super) node: Option<&'a str>,
+}
+
+impl<'a> Request<'a> {
+    /// One whose answer is JSON.
+    pub(super) fn new(method: &'static str, path: &'a str, body: &'a [&'a [u8]]) -> Self {
+        let content = (!body.is_empty()).then_some(Form::Json);
+        Request { method, path, accepts: Form::Json, content, body, node: None }
+    }
+
+    /// Sends it.
+    pub(super) fn send(
+        &self,
+        connection: &mut Connection,
+        owner: &str,
+        token: Option<&Token>,
+        patience: &mut Patience<'_>,
+    ) -> Result<(), Trouble> {
+        let (method, path, accepts) = (self.method, self.path, self.accepts.media_type());
+        let length: usize = self.body.iter().map(|part| part.len()).sum();
+        connection.expect_a_machine(length <= SMALL)?;
+        let mut head = format!("{method} {path} HTTP/1.1\r\nHost: {owner}\r\nAccept: {accepts}\r\n");
+        if let Some(content) = self.content {
+            head += &format!("Content-Type: {}\r\n", content.media_type());
+        }
+        if self.method != "GET" {
+            head += &format!("Content-Length: {length}\r\n");
+        }
+        if let Some(node) = self.node {
+            head += &format!("{}: {node}\r\n", crate::http::head::NODE_FIELD);
+        }
+        if let Some(token) = token {
+            head += &format!("Authorization: {}\r\n", token.header());
+        }
+        head += "\r\n";
+        let mut parts: Vec<_> = [head.as_bytes()].iter().chain(self.body).map(|part| IoSlice::new(part)).collect();
+        connection.send(&mut parts, patience)
+    }
+}
+
+/// The body of an answer that is small; an error where it refuses.
+pub(super) fn read_small(
+    connection: &mut Connection,
+    head: &AnswerHead,
+    owner: &Arc<str>,
+    patience: &mut Patience<'_>,
+) -> Result<Vec<u8>, Trouble> {
+    if head.content_length > MOST_READ {
+        let length = head.content_length;
+        return Err(Trouble::Final(unfit(owner, head.status, &format!("it announces an answer of {length} bytes"))));
+    }
+    connection.collect(head.content_length, patience)
+}
+
+/// An answer that makes no sense.
+pub(super) fn unfit(owner: &Arc<str>, status: u16, reason: &str) -> StoreError {
+    StoreError::Refused { owner: Arc::clone(owner), status, reason: format!("its answer cannot be used: {reason}") }
+}

@@ -1,0 +1,37 @@
+//! How long a server waits for whom.
+
+use std::time::Duration;
+
+/// How long a server waits for whom.
+#[derive(Clone, Copy, Debug)]
+pub struct Timing {
+    /// For the whole head of a request, from its first byte on.
+    pub head: Duration,
+    /// For the next bytes of a body, and for a client to take some of an answer.
+    pub silence: Duration,
+    /// For the next request on a connection that holds no claims.
+    pub idle: Duration,
+    /// For room for a shard that is sent to a store at its limit.
+    pub room: Duration,
+    /// Who is slower than this, in bytes a second, over a whole body and a `silence` in advance, waits for nothing.
+    pub slowest: u64,
+}
+
+impl Default for Timing {
+    fn default() -> Self {
+        Timing {
+            head: Duration::from_secs(10),
+            silence: Duration::from_secs(30),
+            idle: Duration::from_secs(600),
+            room: Duration::from_secs(10),
+            slowest: 64 << 10,
+        }
+    }
+}
+
+impl Timing {
+    /// For a body of so many bytes.
+    pub(super) fn whole(&self, bytes: u64) -> Duration {
+        self.silence + Duration::from_secs(bytes / self.slowest.max(1))
+    }
+}
