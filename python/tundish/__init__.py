@@ -9,7 +9,7 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish import checkpoint, distributed, errors, hf, packing, scatter, shm, tree
+    from tundish import checkpoint, distributed, errors, hf, packing, rtensor, scatter, shm, tree
     from tundish.checkpoint import Checkpointer
     from tundish.errors import TundishError
     from tundish.packing import (
@@ -42,6 +42,7 @@ else:
                 "pack",
                 "pack_datasets",
             ),
+            "tundish.rtensor": (),
             "tundish.scatter": ("DispatchLoader", "scatter_batch"),
             "tundish.shm": (),
             "tundish.tree": (),
@@ -66,6 +67,7 @@ __all__ = [
     "pack",
     "pack_datasets",
     "packing",
+    "rtensor",
     "scatter",
     "scatter_batch",
     "shm",

@@ -14,11 +14,13 @@ __all__ = [
     "CallbackError",
     "CheckpointInUseError",
     "CorruptCheckpointError",
+    "DrainError",
     "InvalidInputError",
     "InvalidTypeError",
     "MissingExtraError",
     "NoDatasetError",
     "NoSuchPackError",
+    "NotAuthorizedError",
     "NotFoundError",
     "NotPicklableError",
     "OutOfMemoryError",
@@ -29,12 +31,16 @@ __all__ = [
     "PoolError",
     "RootInUseError",
     "SegmentGoneError",
+    "ShardGoneError",
+    "ShardMismatchError",
     "StateMismatchError",
     "StepExistsError",
     "StepOrderError",
     "StorageError",
+    "StoreFullError",
     "StoreLostError",
     "TimedOutError",
+    "TransferError",
     "TundishError",
     "UnsupportedError",
     "VoteTimeoutError",
@@ -192,6 +198,41 @@ class VoteTimeoutError(TundishError, TimeoutError):
 
 class StoreLostError(TundishError, ConnectionError):
     """The job's key-value store, served by the launcher, is gone or no longer answers."""
+
+
+class ShardGoneError(TundishError, KeyError):
+    """A shard is not there: it was removed, or drained with its step, or never stored."""
+
+    def __str__(self) -> str:
+        # That of a KeyError is the message in quotes.
+        return str(self.args[0])
+
+
+class ShardMismatchError(TundishError, ValueError):
+    """What came for a handle has another shape or dtype than the handle declares."""
+
+
+class StoreFullError(OutOfMemoryError):
+    """The storage or the fetch buffer of a process is at its limit in bytes, and nothing was given back in time."""
+
+
+class TransferError(TundishError, ConnectionError):
+    """A shard's owner, or a worker, does not answer, refuses, or sent what is damaged."""
+
+
+class NotAuthorizedError(TundishError, PermissionError):
+    """A worker wants a token, or another one than it was told."""
+
+
+class DrainError(TundishError, RuntimeError):
+    """A process could not be drained, now and when it was tried before; `workers` are those of which this is so."""
+
+    def __init__(self, message: str, workers: tuple[object, ...] = ()) -> None:
+        super().__init__(message, workers)
+        self.workers = workers
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class MissingExtraError(TundishError, ImportError):

@@ -15,7 +15,7 @@ __all__ = ["EXIT_CODES", "Parser", "PrintVersion", "add_command", "progress_of"]
 EXIT_CODES = """\
 exit codes:
     0  done; for `plan verify` and `checkpoint verify`: all holds
-    1  a plan is damaged or does not belong to the lengths, or a checkpoint is damaged
+    1  a plan is damaged or does not belong to the lengths, or a checkpoint is damaged; a process does not answer
     2  wrong usage, or input that cannot be used
     3  a file or folder is missing, taken, read-only or full, or memory ran out
     4  an optional package is missing

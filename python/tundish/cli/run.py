@@ -22,6 +22,7 @@ from tundish.cli.checkpoints import add_checkpoint_commands
 from tundish.cli.output import OutputClosedError, printable, write
 from tundish.cli.plans import add_plan_commands
 from tundish.cli.segments import add_shm_commands
+from tundish.cli.shards import add_rtensor_commands
 from tundish.errors import (
     CorruptCheckpointError,
     MissingExtraError,
@@ -61,7 +62,8 @@ def main(arguments: Sequence[str] | None = None, begin: Callable[[], object] | N
             begin()
         result = options.run(options)
         write(json.dumps(result["json"]) if as_json else result["text"])
-        return EXIT_OK
+        exit_code: int = result.get("exit_code", EXIT_OK)
+        return exit_code
     except SystemExit as stop:
         # argparse's own way out of --help and --version, after printing.
         return stop.code if isinstance(stop.code, int) else EXIT_OK
@@ -80,7 +82,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command; each command's options carry the function to `run` and the module it `needs`."""
     parser = Parser(
         prog="tundish",
-        description="Pack token sequences for training, and look at plans, checkpoints and shared memory.",
+        description="Pack token sequences for training, and look at plans, checkpoints, shared memory and remote "
+        "tensors.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -89,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_plan_commands(commands)
     add_checkpoint_commands(commands)
     add_shm_commands(commands)
+    add_rtensor_commands(commands)
     return parser
 
 

@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use tundish_commit::CommitError;
 use tundish_packing::{PackError, Watch};
 use tundish_shm::ShmError;
+use tundish_store::StoreError;
 
 use crate::error::BindingError;
 
@@ -65,6 +66,7 @@ where
         (Err(BindingError::Pack(PackError::Interrupted)), Some(raised)) => Err(raised),
         (Err(BindingError::Commit(CommitError::Interrupted { .. })), Some(raised)) => Err(raised),
         (Err(BindingError::Shm(ShmError::Interrupted)), Some(raised)) => Err(raised),
+        (Err(BindingError::Store(StoreError::Interrupted)), Some(raised)) => Err(raised),
         (result, _) => result.map_err(PyErr::from),
     }
 }

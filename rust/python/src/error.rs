@@ -10,6 +10,7 @@ use tundish_commit::CommitError;
 use tundish_commit::staging::OutOfMemory;
 use tundish_packing::PackError;
 use tundish_shm::ShmError;
+use tundish_store::StoreError;
 
 /// Everything a binding can fail with.
 #[derive(Debug)]
@@ -17,6 +18,7 @@ pub(crate) enum BindingError {
     Pack(PackError),
     Commit(CommitError),
     Shm(ShmError),
+    Store(StoreError),
     /// No room for staging memory.
     Memory(OutOfMemory),
     /// An argument of the wrong type or dtype.
@@ -45,6 +47,12 @@ impl From<ShmError> for BindingError {
     }
 }
 
+impl From<StoreError> for BindingError {
+    fn from(error: StoreError) -> Self {
+        Self::Store(error)
+    }
+}
+
 impl From<OutOfMemory> for BindingError {
     fn from(error: OutOfMemory) -> Self {
         Self::Memory(error)
@@ -67,6 +75,7 @@ impl From<BindingError> for PyErr {
             BindingError::Pack(error) => pack_error(&error),
             BindingError::Commit(error) => commit_error(&error),
             BindingError::Shm(error) => shm_error(&error),
+            BindingError::Store(error) => store_error(&error),
         }
     }
 }
@@ -88,9 +97,12 @@ fn pack_error(error: &PackError) -> PyErr {
 
 const ENOENT: i32 = 2;
 const EIO: i32 = 5;
+const EACCES: i32 = 13;
 const EEXIST: i32 = 17;
 const ENOMEM: i32 = 12;
 const ENOSPC: i32 = 28;
+const EADDRINUSE: i32 = 98;
+const EADDRNOTAVAIL: i32 = 99;
 
 fn commit_error(error: &CommitError) -> PyErr {
     let class = match error {
@@ -131,6 +143,35 @@ fn shm_error(error: &ShmError) -> PyErr {
         ShmError::Unsupported { .. } => raise("UnsupportedError", &message),
         ShmError::TimedOut { .. } => raise("TimedOutError", &message),
         _ => raise("InvalidInputError", &message),
+    }
+}
+
+fn store_error(error: &StoreError) -> PyErr {
+    let message = without_number(&error.to_string());
+    match error {
+        StoreError::Memory(error) => shm_error(error),
+        StoreError::Full { .. } | StoreError::TooLarge { .. } => raise("StoreFullError", &message),
+        StoreError::Missing { .. } | StoreError::StepEnded { .. } | StoreError::Drained { .. } => {
+            raise("ShardGoneError", &message)
+        }
+        StoreError::Mismatch { .. } => raise("ShardMismatchError", &message),
+        StoreError::Refused { status: 401 | 403, .. } => raise("NotAuthorizedError", &message),
+        StoreError::Corrupt { .. }
+        | StoreError::Unreachable { .. }
+        | StoreError::Unanswered { .. }
+        | StoreError::Refused { .. } => raise("TransferError", &message),
+        StoreError::TimedOut { .. } => raise("TimedOutError", &message),
+        StoreError::Io { object, kind, .. } => raise_os("StorageError", code_of(*kind), &message, Path::new(object)),
+        _ => raise("InvalidInputError", &message),
+    }
+}
+
+fn code_of(kind: std::io::ErrorKind) -> i32 {
+    match kind {
+        std::io::ErrorKind::AddrInUse => EADDRINUSE,
+        std::io::ErrorKind::AddrNotAvailable => EADDRNOTAVAIL,
+        std::io::ErrorKind::PermissionDenied => EACCES,
+        _ => EIO,
     }
 }
 

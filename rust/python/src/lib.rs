@@ -15,6 +15,7 @@ mod mapped;
 mod packing;
 mod shards;
 mod shm;
+mod store;
 mod tree;
 
 use pyo3::prelude::*;
@@ -71,4 +72,12 @@ mod _native {
     use super::tree::spans::are_apart;
     #[pymodule_export]
     use super::tree::walk::quick_walk;
+    #[pymodule_export]
+    use super::store::encoding::{dump_handles, load_handles};
+    #[pymodule_export]
+    use super::store::handle::RTensor;
+    #[pymodule_export]
+    use super::store::node::{ShardStore, ShardView, shard_ids};
+    #[pymodule_export]
+    use super::store::wire::{ShardServer, trust_owner};
 }

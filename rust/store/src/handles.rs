@@ -46,17 +46,24 @@ const ROWS: u8 = 14;
 /// A numbered shard of the owner, type and shape of the handle before, and the next number.
 const NEXT_HANDLE: u8 = 15;
 
-/// Leads to a shard, or to some of its rows.
+/// Leads to a shard, or to some of its rows. Takes 40 bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Handle {
     /// Which shard.
     pub id: ShardId,
-    /// Where its owner serves it.
+    /// What it has in common with others.
+    pub kind: Arc<Kind>,
+    /// Which rows are meant; all where `None`.
+    pub rows: Option<Box<Rows>>,
+}
+
+/// What many handles have in common.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Kind {
+    /// Where the owner of the shard serves it.
     pub owner: Arc<str>,
     /// What the whole shard is.
     pub meta: Arc<Meta>,
-    /// Which rows are meant; all where `None`.
-    pub rows: Option<Rows>,
 }
 
 /// One value, or the beginning of a container.
@@ -100,6 +107,8 @@ pub struct Writer {
     nonces: Table<u64>,
     texts: HashMap<Box<str>, usize>,
     before: Option<(usize, usize, usize, u64)>,
+    /// That of the handle before, and the places of what it says.
+    kind: Option<(Arc<Kind>, usize, usize)>,
 }
 
 /// What was told already, by place; most often it is the one that was told last.
@@ -172,8 +181,9 @@ impl Writer {
     /// # Errors
     /// As [`write`](Writer::write).
     pub fn handle(&mut self, handle: &Handle) -> Result<(), StoreError> {
-        if handle.owner.len() > LONGEST_OWNER {
-            let long = handle.owner.len();
+        let Kind { owner: address, meta: what } = &*handle.kind;
+        if address.len() > LONGEST_OWNER {
+            let long = address.len();
             return Err(StoreError::Invalid(format!("an address has at most {LONGEST_OWNER} characters, not {long}")));
         }
         if let Some(rows) = &handle.rows {
@@ -181,8 +191,16 @@ impl Writer {
             self.unsigned(rows.start);
             self.unsigned(rows.end);
         }
-        let (owner, is_new_owner) = self.owners.place(&handle.owner);
-        let (meta, is_new_meta) = self.metas.place(&handle.meta);
+        let before = self.kind.take_if(|(kind, ..)| Arc::ptr_eq(kind, &handle.kind));
+        let (owner, meta, is_new_owner, is_new_meta) = match before {
+            Some((_, owner, meta)) => (owner, meta, false, false),
+            None => {
+                let (owner, is_new_owner) = self.owners.place(address);
+                let (meta, is_new_meta) = self.metas.place(what);
+                (owner, meta, is_new_owner, is_new_meta)
+            }
+        };
+        self.kind = Some((Arc::clone(&handle.kind), owner, meta));
         let numbered = handle.id.as_numbered().map(|(nonce, counter)| (self.nonces.place(&nonce), nonce, counter));
         let tag = match (numbered, self.before) {
             (Some(((place, false), _, counter)), Some(before))
@@ -198,13 +216,13 @@ impl Writer {
         self.out.push(tag);
         self.length(owner);
         if is_new_owner {
-            self.plain_text(&handle.owner);
+            self.plain_text(address);
         }
         self.length(meta);
         if is_new_meta {
-            self.out.push(handle.meta.dtype().code());
-            self.length(handle.meta.shape().len());
-            for &size in handle.meta.shape() {
+            self.out.push(what.dtype().code());
+            self.length(what.shape().len());
+            for &size in what.shape() {
                 self.unsigned(size);
             }
         }
@@ -273,6 +291,9 @@ pub struct Reader<'a> {
     at: usize,
     owners: Vec<Arc<str>>,
     metas: Vec<Arc<Meta>>,
+    kinds: HashMap<(usize, usize), Arc<Kind>>,
+    /// That of the handle before.
+    kind: Option<(usize, usize, Arc<Kind>)>,
     nonces: Vec<u64>,
     texts: Vec<&'a str>,
     before: Option<(usize, usize, usize, u64)>,
@@ -290,6 +311,8 @@ impl<'a> Reader<'a> {
                 at: 0,
                 owners: Vec::new(),
                 metas: Vec::new(),
+                kinds: HashMap::new(),
+                kind: None,
                 nonces: Vec::new(),
                 texts: Vec::new(),
                 before: None,
@@ -336,8 +359,8 @@ impl<'a> Reader<'a> {
                 let rows = self.unsigned()?..self.unsigned()?;
                 let tag = self.byte()?;
                 let handle = self.handle(tag)?;
-                handle.meta.cut(Some(&rows)).map_err(|error| self.wrong(&error.to_string()))?;
-                Value::Handle(Handle { rows: Some(rows), ..handle })
+                handle.kind.meta.cut(Some(&rows)).map_err(|error| self.wrong(&error.to_string()))?;
+                Value::Handle(Handle { rows: Some(Box::new(rows)), ..handle })
             }
             tag => Value::Handle(self.handle(tag)?),
         })
@@ -377,8 +400,7 @@ impl<'a> Reader<'a> {
         }
         if tag == NAMED_HANDLE {
             let id = self.text()?.parse::<ShardId>().map_err(|error| self.wrong(&error.to_string()))?;
-            let (owner, meta) = (Arc::clone(&self.owners[owner]), Arc::clone(&self.metas[meta]));
-            return Ok(Handle { id, owner, meta, rows: None });
+            return Ok(Handle { id, kind: self.kind(owner, meta), rows: None });
         }
         let nonce = self.place(self.nonces.len())?;
         if nonce == self.nonces.len() {
@@ -391,13 +413,22 @@ impl<'a> Reader<'a> {
         Ok(self.numbered(owner, meta, nonce, counter))
     }
 
-    fn numbered(&self, owner: usize, meta: usize, nonce: usize, counter: u64) -> Handle {
-        Handle {
-            id: ShardId::numbered(self.nonces[nonce], counter),
-            owner: Arc::clone(&self.owners[owner]),
-            meta: Arc::clone(&self.metas[meta]),
-            rows: None,
+    fn numbered(&mut self, owner: usize, meta: usize, nonce: usize, counter: u64) -> Handle {
+        Handle { id: ShardId::numbered(self.nonces[nonce], counter), kind: self.kind(owner, meta), rows: None }
+    }
+
+    /// The one that handles of this owner, type and shape share.
+    fn kind(&mut self, owner: usize, meta: usize) -> Arc<Kind> {
+        if let Some((last_owner, last_meta, kind)) = &self.kind
+            && (*last_owner, *last_meta) == (owner, meta)
+        {
+            return Arc::clone(kind);
         }
+        let (owners, metas) = (&self.owners, &self.metas);
+        let make = || Arc::new(Kind { owner: Arc::clone(&owners[owner]), meta: Arc::clone(&metas[meta]) });
+        let kind = Arc::clone(self.kinds.entry((owner, meta)).or_insert_with(make));
+        self.kind = Some((owner, meta, Arc::clone(&kind)));
+        kind
     }
 
     fn meta(&mut self) -> Result<Meta, StoreError> {
@@ -489,7 +520,8 @@ mod tests {
     fn handle(nonce: u64, counter: u64, name: Option<&str>, dtype: &str, shape: &[u64], rows: Option<Rows>) -> Handle {
         let meta = Meta::new(Dtype::from_name(dtype).unwrap(), shape).unwrap();
         let id = name.map_or_else(|| ShardId::numbered(nonce, counter), |name| name.parse().unwrap());
-        Handle { id, owner: format!("10.0.0.{}:80", nonce % 3).into(), meta: Arc::new(meta), rows }
+        let owner = format!("10.0.0.{}:80", nonce % 3).into();
+        Handle { id, kind: Arc::new(Kind { owner, meta: Arc::new(meta) }), rows: rows.map(Box::new) }
     }
 
     fn written(values: &[Value<'_>]) -> Vec<u8> {
@@ -571,6 +603,11 @@ mod tests {
     }
 
     #[test]
+    fn a_handle_takes_40_bytes() {
+        assert_eq!(size_of::<Handle>(), 40);
+    }
+
+    #[test]
     fn a_row_of_shards_takes_a_byte_each() {
         let handles = (0..100_000).map(|counter| Value::Handle(handle(7, counter, None, "float32", &[4, 8], None)));
         assert!(written(&handles.collect::<Vec<_>>()).len() < 100_100);
@@ -588,7 +625,7 @@ mod tests {
     #[test]
     fn rows_that_a_shard_has_not_got_are_refused() {
         let mut wrong = handle(1, 1, None, "int8", &[4], None);
-        wrong.rows = Some(2..5);
+        wrong.rows = Some(Box::new(2..5));
         let bytes = written(&[Value::Handle(wrong)]);
         assert!(Reader::new(&bytes).unwrap().read().is_err());
     }

@@ -11,7 +11,7 @@ pub(crate) mod named;
 mod own_name;
 pub(crate) mod reach;
 pub(crate) mod segment;
-mod unheld;
+pub(crate) mod unheld;
 
 use tundish_packing::Watch;
 use tundish_shm::{Address, ShmError};

@@ -1,0 +1,128 @@
+"""The command `tundish rtensor`: what the processes of a job store and have fetched.
+
+torch is never imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tundish.cli.arguments import add_command
+from tundish.cli.output import printable
+from tundish.errors import NotAuthorizedError, TransferError
+
+__all__ = ["add_rtensor_commands"]
+
+_SECONDS = 5.0
+_HEADINGS = (
+    "address",
+    "shards",
+    "MiB",
+    "unclaimed",
+    "oldest s",
+    "fetched",
+    "MiB",
+    "peak MiB",
+    "late",
+    "escaped MiB",
+    "step",
+)
+
+
+def add_rtensor_commands(commands: Any) -> None:
+    """Add `rtensor` to the `commands` of the whole parser."""
+    rtensor = commands.add_parser("rtensor", help="look at remote tensors")
+    verbs = rtensor.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    stats = add_command(
+        verbs,
+        "stats",
+        summary="what processes store and have fetched",
+        description="Ask processes that serve what they store, what they have fetched and not drained yet, and what "
+        "escaped: tensors in use whose shards are gone. One row a process. Exits with 1 if one does not answer.",
+    )
+    stats.add_argument("addresses", nargs="+", metavar="ADDR", help="host:port that a process serves at")
+    stats.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file whose first line is the token they were served with",
+    )
+    stats.set_defaults(run=run_stats, needs="tundish.rtensor.lines")
+
+
+def run_stats(options: argparse.Namespace) -> dict[str, Any]:
+    """`tundish rtensor stats`."""
+    from tundish.rtensor.lines import Lines, Request, Worker
+
+    token = (
+        options.token_file.read_text(encoding="utf-8").partition("\n")[0].strip()
+        if options.token_file
+        else None
+    )
+    workers = [Worker(addr) for addr in dict.fromkeys(options.addresses)]
+    lines = Lines(token, _SECONDS)
+    try:
+        answers = lines.ask_all([(worker, Request("GET", "/stats")) for worker in workers], trusted=True)
+    finally:
+        lines.close()
+    for answer in answers:
+        if isinstance(answer, Exception) and not isinstance(answer, (TransferError, NotAuthorizedError)):
+            raise answer
+    told = {worker.addr: answer for worker, answer in zip(workers, answers, strict=True)}
+    found = {addr: answer for addr, answer in told.items() if isinstance(answer, dict)}
+    failed = {addr: str(answer) for addr, answer in told.items() if isinstance(answer, Exception)}
+    rows = [_HEADINGS, *(_row(addr, stats) for addr, stats in found.items())]
+    if len(found) > 1:
+        rows.append(_total(rows[1:]))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    text = [
+        "  ".join(
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+        if found
+    ]
+    text += [f"does not tell: {printable(reason)}" for reason in failed.values()]
+    return {
+        "json": {"processes": found, "failed": failed},
+        "text": "\n".join(line.rstrip() for line in text),
+        "exit_code": 1 if failed else 0,
+    }
+
+
+def _row(addr: str, stats: dict[str, Any]) -> tuple[str, ...]:
+    storage, buffer = stats["storage"], stats["buffer"]
+    escaped = storage["memory"]["escaped_bytes"] + buffer["memory"]["escaped_bytes"]
+    step = stats["current_epoch"]
+    return (
+        printable(addr),
+        str(storage["num_entries"]),
+        _mebibytes(storage["total_bytes"]),
+        str(storage["unclaimed_entries"]),
+        f"{storage['oldest_unclaimed_seconds']:.0f}",
+        str(buffer["num_entries"]),
+        _mebibytes(buffer["total_bytes"]),
+        _mebibytes(buffer["high_water_bytes"]),
+        str(buffer["late_inserts_refused"]),
+        _mebibytes(escaped),
+        "" if step is None else str(step),
+    )
+
+
+def _total(rows: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """Sums, but of ages the largest, and of steps none."""
+    columns = list(zip(*rows, strict=True))[1:-1]
+    sums = [
+        str(max(map(int, column)))
+        if heading == "oldest s"
+        else (f"{sum(map(float, column)):.1f}" if "MiB" in heading else str(sum(map(int, column))))
+        for heading, column in zip(_HEADINGS[1:-1], columns, strict=True)
+    ]
+    return ("all", *sums, "")
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f}"

@@ -1,0 +1,85 @@
+"""Handles: small, and made for travelling.
+
+Owns what a handle is called and how nested containers of handles become bytes. What always holds: no handle holds a
+tensor before it was asked for it; nothing that came as bytes is a name of something that is imported or called.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tundish._native import RTensor, dump_handles, load_handles, shard_ids
+from tundish.errors import InvalidTypeError
+from tundish.tree import parts_of
+
+__all__ = [
+    "RTensor",
+    "TensorShardInfo",
+    "collect_shards",
+    "dumps",
+    "flatten_shard_ids",
+    "handles_of",
+    "loads",
+]
+
+
+class TensorShardInfo(NamedTuple):
+    """Where a tensor is.
+
+    Attributes:
+        shard_id: names it: up to 128 characters out of `A-Z a-z 0-9 . _ : -`.
+        node_addr: where its owner serves it, as `"host:port"`.
+        ref: what the backend needs beside these: an `ObjectRef` of Ray.
+    """
+
+    shard_id: str
+    node_addr: str
+    ref: Any = None
+
+
+def dumps(obj: Any) -> bytes:
+    """A nested structure of handles as bytes: dicts, lists and tuples of handles, numbers, texts, bytes and None.
+
+    A handle takes a few bytes, one where it is that of the next shard like the one before. Nothing is pickled.
+
+    Raises `InvalidTypeError`, with the path, for anything else, and for what lies in more than 500 containers.
+    """
+    return dump_handles(obj)
+
+
+def loads(data: bytes | bytearray | memoryview) -> Any:
+    """What `dumps` was given.
+
+    The bytes may come from anybody: no more than handles, containers and values is made of them. Raises
+    `InvalidInputError` for bytes that `dumps` did not make.
+    """
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise InvalidTypeError(f"loads takes bytes, not a {type(data).__qualname__}")
+    return load_handles(bytes(data))
+
+
+def restore(data: bytes, ref: Any) -> RTensor:
+    """A handle that was pickled."""
+    handle: RTensor = load_handles(data)
+    return handle if ref is None else handle.with_ref(ref)
+
+
+def handles_of(obj: Any) -> list[RTensor]:
+    """The handles in a nested structure, as often as they are named."""
+    return parts_of(RTensor, obj)
+
+
+def flatten_shard_ids(obj: Any) -> list[str]:
+    """The ids of all shards that handles in `obj` lead to, each once.
+
+    To be sent where shards are to be dropped: texts, since handles would be fetched on arrival.
+    """
+    return shard_ids(handles_of(obj))
+
+
+def collect_shards(obj: Any) -> dict[str, list[str]]:
+    """The ids of all shards that handles in `obj` lead to, each once, by the address of their owner."""
+    by_owner: dict[str, list[RTensor]] = {}
+    for handle in handles_of(obj):
+        by_owner.setdefault(handle.node_addr, []).append(handle)
+    return {owner: shard_ids(handles) for owner, handles in by_owner.items()}

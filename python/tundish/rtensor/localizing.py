@@ -1,0 +1,122 @@
+"""From handles to tensors: what a process fetches of others.
+
+What always holds: in one call each shard is asked for once, in one request an owner; each tensor is the caller's
+own to write to; what has another dtype or shape than its handle is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tundish._native import RTensor
+from tundish.errors import InvalidInputError, InvalidTypeError, counted
+from tundish.rtensor.backends import backend
+from tundish.rtensor.handle import handles_of
+from tundish.rtensor.memory import tensor_over
+from tundish.rtensor.storing import DEFAULT_TIMEOUT
+from tundish.tree import map_only
+
+__all__ = ["clear_fetch_buffer", "fetch_buffer_stats", "localize"]
+
+
+def localize(
+    obj: Any, *, out: Tensor | Sequence[Tensor] | None = None, timeout: float = DEFAULT_TIMEOUT
+) -> Any:
+    """The nested `obj` with the tensors in place of their handles.
+
+    Args:
+        obj: containers of containers of handles, or a handle. Everything else stays as it is.
+        out: receive into this tensor, for a handle, or into as many as `obj` has handles, in the order in which
+            they are met. They have the handles' shapes and dtypes and are what comes in place of the handles;
+            nothing is kept in the buffer. Into contiguous tensors in host memory bytes are received directly.
+        timeout: seconds until all of it is there.
+
+    What was fetched in this step comes from the buffer. Everything else is fetched in one request an owner, all
+    owners at once; what other threads are fetching already is waited for. Tensors are in host memory, and the
+    caller's to write to: whoever is next sees nothing of that. Handles that are equal become one tensor.
+
+    Raises:
+        ShardGoneError: a shard was removed, or drained with its step, or the step ended meanwhile.
+        TransferError: an owner does not answer, or sent what is damaged; the message has its address.
+        NotAuthorizedError: an owner wants a token; see `serve`.
+        ShardMismatchError: what came has another dtype or shape than its handle.
+        StoreFullError: the buffer is at its limit, and was until the time was over.
+        TimedOutError: it took too long.
+    """
+    handles = handles_of(obj)
+    if not handles:
+        if out is not None and not isinstance(out, Tensor) and not len(out):
+            return obj
+        if out is not None:
+            raise InvalidInputError("there is no handle whose tensor `out` could receive")
+        return obj
+    if out is not None:
+        rooms = _rooms(handles, [out] if isinstance(out, Tensor) else list(out))
+        _receive(handles, rooms, timeout)
+        into = iter(rooms)
+        return map_only(RTensor, lambda _: next(into), obj)
+    unique = list(dict.fromkeys(handles))
+    views = backend().fetch(unique, timeout)
+    tensors = {
+        handle: tensor_over(view, handle.dtype, handle.shape)
+        for handle, view in zip(unique, views, strict=True)
+    }
+    if isinstance(obj, RTensor):
+        return tensors[obj]
+    return map_only(RTensor, tensors.__getitem__, obj)
+
+
+def _rooms(handles: list[RTensor], rooms: list[Tensor]) -> list[Tensor]:
+    if len(rooms) != len(handles):
+        raise InvalidInputError(
+            f"`out` has {counted(len(rooms), 'tensor')}, and there are {counted(len(handles), 'handle')}"
+        )
+    for number, (handle, room) in enumerate(zip(handles, rooms, strict=True)):
+        if not isinstance(room, Tensor):
+            raise InvalidTypeError(f"out[{number}] is a {type(room).__qualname__}, not a tensor")
+        if room.dtype != handle.dtype or room.shape != handle.shape:
+            raise InvalidInputError(
+                f"out[{number}] is {room.dtype} of shape {tuple(room.shape)}, and its handle is "
+                f"{handle.dtype} of shape {tuple(handle.shape)}"
+            )
+        if room.requires_grad:
+            raise InvalidInputError(f"out[{number}] requires a gradient: give its detach()")
+    return rooms
+
+
+def _receive(handles: list[RTensor], rooms: list[Tensor], timeout: float) -> None:
+    direct = [
+        room.is_cpu and room.layout is torch.strided and room.is_contiguous() and not room.is_conj()
+        for room in rooms
+    ]
+    targets = [
+        room if is_direct else torch.empty(room.shape, dtype=room.dtype, device="cpu")
+        for room, is_direct in zip(rooms, direct, strict=True)
+    ]
+    backend().fetch_into(handles, targets, timeout)
+    for room, target in zip(rooms, targets, strict=True):
+        if target is not room:
+            room.copy_(target)
+
+
+def clear_fetch_buffer(shard_ids: Iterable[str] | None = None) -> int:
+    """Drop what this process fetched of these shards, or all of it; how many entries.
+
+    Tensors that were handed out stay with those who have them.
+    """
+    return backend().clear_buffer(shard_ids)
+
+
+def fetch_buffer_stats() -> dict[str, Any]:
+    """What this process fetched and keeps until the end of the step.
+
+    `num_entries` and their `total_bytes`, the most bytes there ever were (`high_water_bytes`), `hits` and `misses`,
+    `late_inserts_refused` (what came for a step that had ended), `in_flight`, the `oldest_epoch` that has bytes,
+    and in `memory` the bytes of allocated memory, as in `storage_stats`.
+    """
+    found: dict[str, Any] = backend().stats()["buffer"]
+    return found

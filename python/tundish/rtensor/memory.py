@@ -1,0 +1,94 @@
+"""Tensors as bytes to be stored, and bytes that were fetched as tensors.
+
+What always holds: what is stored are the values alone, dense and in host memory, of no view's base; a fetched
+tensor has a storage of its own, which keeps the memory it lies in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tundish import _native
+from tundish.errors import InvalidTypeError
+from tundish.tree import Refusal
+
+__all__ = ["dense", "tensor_over"]
+
+# What numpy knows too, over whose arrays torch makes tensors in half the time.
+_NUMPY: dict[torch.dtype, type[np.generic]] = {
+    torch.bool: np.bool_,
+    torch.uint8: np.uint8,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float16: np.float16,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.complex64: np.complex64,
+    torch.complex128: np.complex128,
+}
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The values of `tensor`, one after the other in host memory: itself, or a copy.
+
+    Raises `Refusal` for a tensor that is more than values in memory.
+    """
+    if (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and tensor.is_cpu
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.is_contiguous()
+    ):
+        return tensor
+    reason = _why_not(tensor)
+    if reason is not None:
+        raise Refusal(InvalidTypeError, f"is {reason}")
+    with torch._C.DisableTorchFunctionSubclass():
+        values = tensor.detach().as_subclass(Tensor)
+    return values.cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def tensor_over(view: _native.ShardView, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """A tensor of what `view` holds."""
+    if not len(view):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    known = _NUMPY.get(dtype)
+    if known is not None:
+        # What the annotations of numpy leave out: anything that has a buffer.
+        memory: Any = view
+        return torch.from_numpy(np.ndarray(shape, known, memory))
+    flat = torch.frombuffer(view, dtype=dtype)
+    # Without what made it, which would be there for nothing.
+    return flat.view(shape).data
+
+
+def _why_not(tensor: Tensor) -> str | None:
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
+        return "a tensor inside a transformation of torch.func: store the one outside"
+    if type(tensor).__name__ == "DTensor":
+        return "a DTensor, a part of it on each rank of its mesh: store its to_local()"
+    wrapper: Any = tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.is_nested:
+            return "a nested tensor: store its values() and offsets()"
+        if is_traceable_wrapper_subclass(wrapper):
+            return f"a {type(tensor).__qualname__}, which is made of other tensors: store these"
+        if tensor.layout is not torch.strided:
+            return f"a tensor of {tensor.layout}: make it dense first"
+        if tensor.is_quantized:
+            return "a quantized tensor: store its int_repr() and its scales"
+        if tensor.device.type == "meta":
+            return "a tensor on the device meta, which has no values"
+    return None

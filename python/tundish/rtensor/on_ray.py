@@ -1,0 +1,174 @@
+"""Tensors in Ray's object store: the bytes go as Ray has them go, everything else is as over HTTP.
+
+Owns the references of what this process put there. What always holds: each of them stands for a shard without bytes
+in this process's own store, so that claims, removals and drains of that shard drop the reference; what is fetched
+is in the fetch buffer, as a copy, and ends with its step. Ray frees an object when the last reference to it is
+gone: that of its owner, and those in handles.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tundish._native import RTensor, ShardStore, ShardView
+from tundish.errors import InvalidInputError, ShardGoneError, ShardMismatchError, missing_extra
+from tundish.rtensor.backends import Removed, StoreBackend
+from tundish.rtensor.handle import TensorShardInfo
+from tundish.rtensor.serving import address
+
+__all__ = ["RayBackend"]
+
+# How soon a reference is let go of after its shard.
+_REAPING_SECONDS: Final = 0.2
+
+
+class RayBackend(StoreBackend):
+    """Tensors lie in the object store of the Ray cluster that this process is connected to (`ray.init`).
+
+    Handles carry a reference, so they travel as arguments and results of Ray's functions and actors, not through
+    `dumps`.
+
+    Raises `MissingExtraError` without ray, `InvalidInputError` where this process is not connected.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import ray
+        except ImportError:
+            missing_extra("ray", "ray", "RayBackend")
+        if not ray.is_initialized():
+            raise InvalidInputError("this process is not connected to Ray: call ray.init() first")
+        self._ray: Any = ray
+        self._lock = threading.Lock()
+        self._stored: dict[str, RTensor] = {}
+        self._bytes: dict[str, int] = {}
+        self._reaper: threading.Thread | None = None
+
+    def address(self) -> str:
+        return address()
+
+    def store(self, tensors: Sequence[Tensor], timeout: float) -> list[RTensor]:
+        references = [self._put(tensor) for tensor in tensors]
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        places = ShardStore.put([nothing] * len(tensors), self.address(), timeout)
+        return [self._handle(*one) for one in zip(places, tensors, references, strict=True)]
+
+    def store_as(self, shard_id: str, tensor: Tensor, timeout: float) -> RTensor:
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        place = ShardStore.put_as(shard_id, nothing, self.address(), timeout)
+        return self._handle(place, tensor, self._put(tensor))
+
+    def own(self, shard_id: str) -> RTensor:
+        self.let_go()
+        with self._lock:
+            handle = self._stored.get(shard_id)
+        if handle is None:
+            raise ShardGoneError(
+                f"this process has no shard {shard_id}: it was removed or drained, or never stored"
+            )
+        return handle
+
+    def fetch(self, handles: Sequence[RTensor], timeout: float) -> Sequence[ShardView]:
+        return ShardStore.fetch_through(list(handles), self._getter(handles, timeout), timeout)
+
+    def fetch_into(self, handles: Sequence[RTensor], targets: Sequence[Tensor], timeout: float) -> None:
+        get = self._getter(handles, timeout)
+        wanted = [(handle.shard_id, handle.rows) for handle in handles]
+        for target, values in zip(targets, get(wanted), strict=True):
+            target.view(-1).view(torch.uint8).numpy()[:] = values
+
+    def remove(self, shard_ids: Iterable[str]) -> Removed:
+        removed = super().remove(shard_ids)
+        removed["total_bytes"] = self.let_go()
+        return removed
+
+    def clear(self) -> Removed:
+        removed = super().clear()
+        removed["total_bytes"] = self.let_go()
+        return removed
+
+    def stats(self) -> dict[str, Any]:
+        self.let_go()
+        found = super().stats()
+        with self._lock:
+            found["storage"]["total_bytes"] += sum(self._bytes.values())
+        return found
+
+    def let_go(self) -> int:
+        """Drop the references of shards that are gone; bytes that they took in Ray's store."""
+        with self._lock:
+            gone = ShardStore.absent(list(self._stored))
+            dropped = [self._stored.pop(shard_id) for shard_id in gone]
+            size = sum(self._bytes.pop(shard_id) for shard_id in gone)
+        for handle in dropped:
+            handle.forget()
+        return size
+
+    def _put(self, tensor: Tensor) -> Any:
+        values = tensor.reshape(-1).view(torch.uint8).numpy()
+        return self._ray.put((str(tensor.dtype), tuple(tensor.shape), values))
+
+    def _handle(self, place: RTensor, tensor: Tensor, reference: Any) -> RTensor:
+        shard = TensorShardInfo(place.shard_id, place.node_addr, reference)
+        handle = RTensor(shard, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        with self._lock:
+            # The caller may forget what its handle refers to; this process does not.
+            self._stored[shard.shard_id] = handle.with_ref(reference)
+            self._bytes[shard.shard_id] = tensor.nbytes
+            if self._reaper is None:
+                self._reaper = threading.Thread(
+                    target=_reap, args=(weakref.ref(self),), name="tundish-rtensor-ray", daemon=True
+                )
+                self._reaper.start()
+        return handle
+
+    def _getter(self, handles: Sequence[RTensor], timeout: float) -> Any:
+        known = {handle.shard_id: handle for handle in handles}
+
+        def get(wanted: Sequence[tuple[str, tuple[int, int] | None]]) -> list[Any]:
+            references = []
+            for shard_id, _ in wanted:
+                reference = known[shard_id].ref
+                if reference is None:
+                    raise ShardGoneError(
+                        f"shard {shard_id} was drained or removed: its handle refers to nothing any more"
+                    )
+                references.append(reference)
+            found = self._ray.get(references, timeout=timeout)
+            return [
+                _bytes_of(known[one[0]], one[1], *value) for one, value in zip(wanted, found, strict=True)
+            ]
+
+        return get
+
+
+def _bytes_of(
+    handle: RTensor, rows: tuple[int, int] | None, dtype: str, shape: tuple[int, ...], values: Any
+) -> Any:
+    """The bytes of the rows that a handle means, of the whole shard's `values`."""
+    declared = tuple(handle.shape)
+    if dtype != str(handle.dtype) or (shape if rows is None else (rows[1] - rows[0], *shape[1:])) != declared:
+        raise ShardMismatchError(
+            f"shard {handle.shard_id} of {handle.node_addr} is {dtype} of shape {shape}, and its handle declares "
+            f"{handle.dtype} of shape {declared}"
+        )
+    if rows is None:
+        return np.ascontiguousarray(values)
+    width = len(values) // shape[0] if shape[0] else 0
+    return np.ascontiguousarray(values[rows[0] * width : rows[1] * width])
+
+
+def _reap(backend: weakref.ref[RayBackend]) -> None:
+    """Let go of references as long as the backend is used."""
+    pause = threading.Event()
+    while (one := backend()) is not None:
+        one.let_go()
+        del one
+        pause.wait(_REAPING_SECONDS)

@@ -1,0 +1,48 @@
+"""What a process has once: where it serves, whom it trusts with the token, the backend that it uses.
+
+What always holds: a child made by `fork` begins with nothing of its parent's: it serves nowhere, and is in no step.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tundish.rtensor.backends import Backend
+    from tundish.rtensor.serving import Server
+
+__all__ = ["State", "state"]
+
+
+@dataclass
+class State:
+    """Of one process.
+
+    Attributes:
+        claimant: what its claims on shards are known by.
+        epoch: the number of the last step of this process alone.
+        in_step: whether one is under way.
+    """
+
+    pid: int = field(default_factory=os.getpid)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    claimant: int = field(default_factory=lambda: secrets.randbits(63))
+    backend: Backend | None = None
+    server: Server | None = None
+    epoch: int = 0
+    in_step: bool = False
+
+
+_state = State()
+
+
+def state() -> State:
+    """That of this process."""
+    global _state
+    if _state.pid != os.getpid():
+        _state = State()
+    return _state

@@ -1,0 +1,173 @@
+"""Steps without a controller: of one process alone, and of the ranks of a torch.distributed job together.
+
+What always holds: what was fetched in a step is dropped at its end, however it ends; ranks remove what they own
+when all of them have dropped what they had fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from tundish._native import ShardStore
+from tundish.distributed import voter_of
+from tundish.errors import InvalidInputError, ShardGoneError
+from tundish.rtensor.controller import Step
+from tundish.rtensor.handle import collect_shards, flatten_shard_ids
+from tundish.rtensor.lines import Lines, Request, Worker
+from tundish.rtensor.process import State, state
+from tundish.rtensor.serving import address
+
+__all__ = ["drain", "keep", "ranks_of", "step"]
+
+_log = logging.getLogger("tundish.rtensor")
+_TIMEOUT_SECONDS = 30.0
+
+
+@contextlib.contextmanager
+def step(claim: Any = None) -> Iterator[Step]:
+    """A step of this process alone: what it fetches in it, and the shards of `claim`, is drained when it ends.
+
+    Args:
+        claim: nested containers of handles of shards that this process stores. What is not claimed stays.
+
+    Raises `ShardGoneError` for a claimed shard that is not here, `InvalidInputError` for one of another process (a
+    `Controller` claims these), and for a step within a step.
+    """
+    mine = state()
+    with _alone(mine):
+        ids = flatten_shard_ids(claim) if claim is not None else []
+        number = _begin_next(mine)
+        try:
+            if ids:
+                _, missing, taken = ShardStore.claim(number, mine.claimant, ids)
+                if missing or taken:
+                    names = ", ".join([*missing, *taken][:8])
+                    raise ShardGoneError(
+                        f"this process has not got these shards, or they are another step's: {names}; those of other "
+                        "processes are claimed with a Controller"
+                    )
+            yield Step(number)
+        finally:
+            _end(number)
+
+
+def keep(obj: Any) -> int:
+    """Carry over what handles in `obj` lead to: what this process stores or fetched of it does not end with the step.
+
+    It stays until it is removed or drained by its id, or a later step claims it. Returns the number of entries. See
+    `Controller.keep` for shards of other processes.
+    """
+    return ShardStore.keep(flatten_shard_ids(obj))
+
+
+def drain(group: Any = None, *, claim: Any = None) -> None:
+    """Collective over a process group: all ranks end their step, drop what they fetched in it, and begin the next one.
+
+    Args:
+        group: None is all ranks.
+        claim: nested containers of handles, whichever rank owns the shards, and whichever names them: their owners
+            remove them when every rank has dropped what it fetched.
+
+    For jobs without a controller, once a step on every rank. What was fetched before the first call belongs to the
+    first step. What nobody claims stays stored.
+
+    Raises `PeerFailedError` on all ranks where one of them fails, and what the vote raises.
+    """
+    voter = voter_of(group)
+    mine = state()
+    problem: BaseException | None = None
+    by_owner: dict[str, list[str]] = {}
+    try:
+        if mine.in_step:
+            raise InvalidInputError(
+                "drain ends the step of all ranks, and this one is in a step() of its own"
+            )
+        by_owner = collect_shards(claim) if claim is not None else {}
+        if mine.epoch:
+            _end(mine.epoch)
+        # What was fetched before there was a step.
+        ShardStore.clear_buffer(None if not mine.epoch else [one for ids in by_owner.values() for one in ids])
+    except Exception as error:  # noqa: BLE001 (all ranks raise it)
+        problem = error
+    voter.vote(problem, what="drop what was fetched")
+    try:
+        _remove(by_owner)
+        _begin_next(mine)
+    except Exception as error:  # noqa: BLE001 (all ranks raise it)
+        problem = error
+    voter.vote(problem, what="remove what was claimed")
+
+
+def _remove(by_owner: dict[str, list[str]]) -> None:
+    server = state().server
+    here = by_owner.pop(server.addr, []) if server is not None else []
+    ShardStore.remove([*here, *by_owner.pop("local", [])])
+    if not by_owner:
+        return
+    with contextlib.closing(Lines(None if server is None else server.token, _TIMEOUT_SECONDS)) as lines:
+        requests = [
+            (Worker(owner, "owner"), Request("DELETE", "/data/clear", {"shard_ids": ids}))
+            for owner, ids in by_owner.items()
+        ]
+        for answer in lines.ask_all(requests, trusted=server is not None):
+            if isinstance(answer, Exception):
+                raise answer
+
+
+@contextlib.contextmanager
+def _alone(mine: State) -> Iterator[None]:
+    with mine.lock:
+        if mine.in_step:
+            raise InvalidInputError("this process is in a step already: end that one first")
+        mine.in_step = True
+    try:
+        yield
+    finally:
+        mine.in_step = False
+
+
+def _begin_next(mine: State) -> int:
+    """Begin the step after all that this process knows of."""
+    known = json.loads(ShardStore.stats())["epochs"]
+    mine.epoch = max([mine.epoch, *(one["epoch"] for one in known)]) + 1
+    ShardStore.begin_epoch(mine.epoch, mine.claimant)
+    return mine.epoch
+
+
+def _end(number: int) -> None:
+    ledger = json.loads(ShardStore.end_epoch(number))
+    if ledger["viewed_bytes"]:
+        _log.warning(
+            "%d bytes of step %d escaped: tensors that were handed out in the step are still in use",
+            ledger["viewed_bytes"],
+            number,
+        )
+    left = json.loads(ShardStore.stats())["buffer"]
+    if left["num_entries"]:
+        _log.warning(
+            "%d entries (%d bytes) are still in the fetch buffer after the end of step %d, the oldest of step %s",
+            left["num_entries"],
+            left["total_bytes"],
+            number,
+            left["oldest_epoch"],
+        )
+    else:
+        _log.debug("step %d is drained", number)
+
+
+def ranks_of(group: Any, role: str) -> list[Worker]:
+    """Collective: where every rank of the group serves, in the group's order, on all ranks alike."""
+    from tundish.distributed.groups import membership
+
+    own = json.dumps([address(), role])
+    voter = voter_of(group)
+    members = membership(group)
+    texts = [voter.pass_on(own, source=rank, what="tell where a rank serves") for rank in members.ranks]
+    return [
+        Worker(addr, role, rank)
+        for rank, (addr, role) in zip(members.ranks, map(json.loads, texts), strict=True)
+    ]

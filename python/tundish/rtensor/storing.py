@@ -1,0 +1,157 @@
+"""From tensors to handles: what a process keeps for others.
+
+What always holds: a tensor is stored once a call, however often it is named; nothing of it is changed, and nothing
+that is changed of it later changes what was stored.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from tundish._native import RTensor
+from tundish.errors import InvalidTypeError
+from tundish.rtensor.backends import Removed, backend
+from tundish.rtensor.memory import dense
+from tundish.tree import Refusal, map_only
+
+__all__ = ["DEFAULT_TIMEOUT", "clear_node", "fetch", "remotize", "remove", "storage_stats", "store"]
+
+DEFAULT_TIMEOUT: Final = 60.0
+_MASK: Final = "attention_mask"
+
+
+def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -> Any:
+    """The nested `obj` with a handle in place of each of its tensors, which this process stores.
+
+    Args:
+        obj: containers of containers of tensors; what `td.tree` knows. Numbers, texts, arrays and None stay as they
+            are.
+        trim: of a dict with an `attention_mask` of at least two dimensions, leave out the last columns that the
+            mask has no row of: of it, and of tensors in the dict that have as many rows and columns.
+        timeout: seconds to wait for room where the storage is at its limit.
+
+    Copies are stored: detached, in host memory, of what the tensor shows and nothing around it. The same tensor
+    twice is stored once. The shards belong to no step until one claims them, and stay until they are removed or a
+    step that claimed them ends.
+
+    Raises `StoreFullError` at the limit, `InvalidTypeError`, with the path, for a tensor that is more than values in
+    memory, such as a sparse one.
+    """
+    found: list[Tensor] = []
+    places: dict[Any, int] = {}
+    order: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        place = places.setdefault(_identity(tensor), len(found))
+        if place == len(found):
+            found.append(dense(tensor))
+            # As long as this lives no other tensor is at its place.
+            alive.append(tensor)
+        order.append(place)
+        return tensor
+
+    alive: list[Tensor] = []
+    map_only(Tensor, note, obj, enter=_trimmed if trim else None)
+    if not found:
+        return obj
+    handles = backend().store(found, timeout)
+    named = iter(order)
+    return map_only(Tensor, lambda _: handles[next(named)], obj)
+
+
+def _identity(tensor: Tensor) -> Any:
+    """Equal for tensors of which one can stand for the other."""
+    if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+        return id(tensor)
+    return (
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.device,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _trimmed(container: Any) -> Any:
+    """A dict without columns that no row of its mask uses; the same one where there are none."""
+    if not isinstance(container, (dict, UserDict)):
+        return container
+    mask = container.get(_MASK)
+    if not isinstance(mask, Tensor) or mask.layout is not torch.strided or mask.ndim < 2 or not mask.numel():
+        return container
+    rows, columns = mask.shape[0], mask.shape[-1]
+    used = mask.detach().ne(0).reshape(-1, columns).any(0).nonzero()
+    width = int(used[-1]) + 1 if len(used) else 0
+    if width == columns:
+        return container
+    trimmed = copy.copy(container)
+    for key, value in container.items():
+        if (
+            isinstance(value, Tensor)
+            and value.layout is torch.strided
+            and not value.is_nested
+            and value.ndim >= 2
+            and (value.shape[0], value.shape[-1]) == (rows, columns)
+        ):
+            trimmed[key] = value[..., :width]
+    return trimmed
+
+
+def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) -> RTensor:
+    """Store a copy of `tensor` under a name; the handle that leads to it.
+
+    Raises `InvalidInputError` where a shard of that name is there, and what `remotize` raises.
+    """
+    if not isinstance(tensor, Tensor):
+        raise InvalidTypeError(f"store takes a tensor, not a {type(tensor).__qualname__}")
+    try:
+        values = dense(tensor)
+    except Refusal as refusal:
+        raise refusal.kind(f"the tensor to be stored as {shard_id} {refusal.reason}") from refusal
+    return backend().store_as(shard_id, values, timeout)
+
+
+def fetch(shard_id: str) -> Tensor:
+    """The tensor that this process stores under a name; the caller may write to it, and nobody else sees that.
+
+    Raises `ShardGoneError`.
+    """
+    found: Tensor = backend().own(shard_id).to_local()
+    return found
+
+
+def remove(shard_ids: str | Iterable[str]) -> int:
+    """Remove shards that this process stores, and what it fetched of them itself; how many there were.
+
+    Repetitions, and names of what is not here, count for nothing.
+    """
+    names: Sequence[str] | Iterable[str] = [shard_ids] if isinstance(shard_ids, str) else shard_ids
+    return backend().remove(names)["cleared_count"]
+
+
+def clear_node() -> Removed:
+    """Remove all that this process stores and all that it fetched, claimed or not.
+
+    Returns what the storage held: `cleared_count` shards, `num_tensors` and `total_bytes`.
+    """
+    return backend().clear()
+
+
+def storage_stats() -> dict[str, Any]:
+    """What this process stores.
+
+    `num_tensors` and their `total_bytes`; of them `unclaimed_entries`, `unclaimed_bytes` and the age of the oldest,
+    `oldest_unclaimed_seconds`; the most bytes there ever were, `high_water_bytes`; and in `memory` the bytes of
+    allocated
+    memory: `limit_bytes`, `used_bytes`, `escaped_bytes` that a view holds although they were removed, `idle_bytes`.
+    """
+    storage = backend().stats()["storage"]
+    return {"num_tensors": storage.pop("num_entries"), **storage}

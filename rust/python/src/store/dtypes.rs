@@ -1,0 +1,62 @@
+//! Element types: torch's objects and the codes that travel.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyTuple};
+use tundish_store::{Dtype, Meta, Shape};
+
+use crate::error::BindingError;
+
+/// What this torch knows of them.
+struct Known {
+    /// Code and object.
+    objects: Vec<(u8, Py<PyAny>)>,
+    /// Code by object.
+    codes: Py<PyDict>,
+}
+
+static KNOWN: PyOnceLock<Known> = PyOnceLock::new();
+
+/// The first use of it imports torch.
+fn known(py: Python<'_>) -> PyResult<&Known> {
+    KNOWN.get_or_try_init(py, || {
+        let torch = py.import("torch")?;
+        let codes = PyDict::new(py);
+        let mut objects = Vec::new();
+        for dtype in Dtype::all() {
+            // An older torch lacks some.
+            if let Some(object) = torch.getattr_opt(dtype.name())? {
+                codes.set_item(&object, dtype.code())?;
+                objects.push((dtype.code(), object.unbind()));
+            }
+        }
+        Ok(Known { objects, codes: codes.unbind() })
+    })
+}
+
+/// `torch.dtype` of a code.
+pub(super) fn object_of(py: Python<'_>, dtype: Dtype) -> PyResult<Bound<'_, PyAny>> {
+    let found = known(py)?.objects.iter().find(|(code, _)| *code == dtype.code());
+    found
+        .map(|(_, object)| object.bind(py).clone())
+        .ok_or_else(|| BindingError::Type(format!("this version of torch has no torch.{}", dtype.name())).into())
+}
+
+/// What travels for a `torch.dtype`.
+pub(super) fn dtype_of(object: &Bound<'_, PyAny>) -> PyResult<Dtype> {
+    let code = known(object.py())?.codes.bind(object.py()).get_item(object)?;
+    let code = code.ok_or_else(|| {
+        BindingError::Type(format!("tensors of {object} cannot be stored for others; convert it first"))
+    })?;
+    Ok(Dtype::from_code(code.extract()?).map_err(BindingError::from)?)
+}
+
+/// Type and shape of a tensor.
+pub(super) fn meta_of(tensor: &Bound<'_, PyAny>) -> PyResult<Meta> {
+    let py = tensor.py();
+    let dtype = dtype_of(&tensor.getattr(intern!(py, "dtype"))?)?;
+    let sizes = tensor.getattr(intern!(py, "shape"))?;
+    let shape = sizes.cast::<PyTuple>()?.iter().map(|size| size.extract::<u64>()).collect::<PyResult<Shape>>()?;
+    Ok(Meta::new(dtype, shape).map_err(BindingError::from)?)
+}

@@ -1,0 +1,280 @@
+//! `RTensor`: a handle of a tensor that another process holds.
+//!
+//! What always holds: it is small, holds no tensor until it is asked for one, and is not looked at by the garbage collector,
+//! since nothing that it holds leads back to it.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::basic::CompareOp;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBytes, PyDict, PySlice, PyString, PyTuple, PyType};
+use tundish_store::handles::{Handle, Kind, Writer};
+use tundish_store::{Meta, ShardId, Wanted};
+
+use super::dtypes::{meta_of, object_of};
+use crate::error::BindingError;
+
+static SHARD: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+static SIZE: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+
+/// A tensor that its owner serves at an address; or some of its rows.
+///
+/// `shard` says where it is, `data` what it is: a meta tensor, until `to_local()` has fetched it.
+#[pyclass(frozen, module = "tundish.rtensor")]
+pub(crate) struct RTensor {
+    pub(super) handle: Handle,
+    extra: Mutex<Option<Box<Extra>>>,
+}
+
+/// What few handles have.
+#[derive(Default)]
+struct Extra {
+    /// What the backend needs beside the address, such as an `ObjectRef` of Ray.
+    reference: Option<Py<PyAny>>,
+    /// The tensor, if it was fetched.
+    local: Option<Py<PyAny>>,
+}
+
+impl RTensor {
+    pub(super) fn new(handle: Handle) -> Self {
+        RTensor { handle, extra: Mutex::new(None) }
+    }
+
+    /// What the handle is of: of the rows alone, where rows were chosen.
+    pub(super) fn meta(&self) -> PyResult<Meta> {
+        Ok(self.handle.kind.meta.cut(self.handle.rows.as_deref()).map_err(BindingError::from)?)
+    }
+
+    pub(super) fn wanted(&self) -> PyResult<Wanted> {
+        let Handle { id, kind, rows } = &self.handle;
+        let rows = rows.as_deref().cloned();
+        Ok(Wanted { owner: Arc::clone(&kind.owner), id: id.clone(), rows, meta: self.meta()? })
+    }
+
+    pub(super) fn has_reference(&self) -> bool {
+        self.lock().as_ref().is_some_and(|extra| extra.reference.is_some())
+    }
+
+    fn reference_of(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        self.lock().as_ref()?.reference.as_ref().map(|one| one.clone_ref(py))
+    }
+
+    fn local_of(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        self.lock().as_ref()?.local.as_ref().map(|one| one.clone_ref(py))
+    }
+
+    fn with(handle: Handle, reference: Option<Py<PyAny>>, local: Option<Py<PyAny>>) -> Self {
+        let is_plain = reference.is_none() && local.is_none();
+        let extra = (!is_plain).then(|| Box::new(Extra { reference, local }));
+        RTensor { handle, extra: Mutex::new(extra) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Box<Extra>>> {
+        self.extra.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn dimensions(&self) -> Vec<u64> {
+        let mut shape = self.handle.kind.meta.shape().to_vec();
+        if let (Some(rows), Some(first)) = (&self.handle.rows, shape.first_mut()) {
+            *first = rows.end - rows.start;
+        }
+        shape
+    }
+
+    fn size<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        SIZE.import(py, "torch", "Size")?.call1((PyTuple::new(py, self.dimensions())?,))
+    }
+}
+
+#[pymethods]
+impl RTensor {
+    /// `shard`: a `TensorShardInfo`; `data`: a tensor of the shard's shape and dtype, on the device meta unless it is there
+    /// already.
+    #[new]
+    fn make(shard: &Bound<'_, PyAny>, data: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let py = shard.py();
+        let id = shard.getattr(intern!(py, "shard_id"))?;
+        let id: ShardId = id.cast::<PyString>()?.to_str()?.parse().map_err(BindingError::from)?;
+        let owner: Arc<str> = shard.getattr(intern!(py, "node_addr"))?.cast::<PyString>()?.to_str()?.into();
+        let reference = shard.getattr(intern!(py, "ref"))?;
+        let is_meta: bool = data.getattr(intern!(py, "is_meta"))?.extract()?;
+        let kind = Arc::new(Kind { owner, meta: Arc::new(meta_of(data)?) });
+        let reference = (!reference.is_none()).then(|| reference.unbind());
+        let local = (!is_meta).then(|| data.clone().unbind());
+        Ok(RTensor::with(Handle { id, kind, rows: None }, reference, local))
+    }
+
+    /// Where it is.
+    #[getter]
+    fn shard<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let Handle { id, kind, .. } = &self.handle;
+        let reference = self.reference_of(py);
+        SHARD.import(py, "tundish.rtensor.handle", "TensorShardInfo")?.call1((id.to_string(), &*kind.owner, reference))
+    }
+
+    /// The name of the shard.
+    #[getter]
+    fn shard_id(&self) -> String {
+        self.handle.id.to_string()
+    }
+
+    /// Where its owner serves it.
+    #[getter]
+    fn node_addr(&self) -> &str {
+        &self.handle.kind.owner
+    }
+
+    /// What the backend needs beside these, or None.
+    #[getter]
+    fn r#ref(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        self.reference_of(py)
+    }
+
+    /// The rows of the shard that are meant, where not all are.
+    #[getter]
+    fn rows(&self) -> Option<(u64, u64)> {
+        self.handle.rows.as_ref().map(|rows| (rows.start, rows.end))
+    }
+
+    /// The tensor, if it was fetched through this handle; until then one on the device meta.
+    #[getter]
+    fn data<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        if let Some(local) = self.local_of(py) {
+            return Ok(local.into_bound(py));
+        }
+        let options = PyDict::new(py);
+        options.set_item("dtype", self.dtype(py)?)?;
+        options.set_item("device", "meta")?;
+        py.import("torch")?.call_method("empty", (self.size(py)?,), Some(&options))
+    }
+
+    /// The tensor, fetched if it was not yet, which the caller may write to.
+    ///
+    /// Raises what `localize` raises.
+    fn to_local<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        if let Some(local) = slf.get().local_of(py) {
+            return Ok(local.into_bound(py));
+        }
+        let tensor = py.import("tundish.rtensor.localizing")?.call_method1("localize", (slf,))?;
+        slf.get().lock().get_or_insert_default().local = Some(tensor.clone().unbind());
+        Ok(tensor)
+    }
+
+    /// Of the tensor, as a `torch.Size`.
+    #[getter]
+    fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.size(py)
+    }
+
+    /// Of the tensor.
+    #[getter]
+    fn dtype<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        object_of(py, self.handle.kind.meta.dtype())
+    }
+
+    /// Of `data`: meta until it was fetched.
+    #[getter]
+    fn device<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.data(py)?.getattr("device")
+    }
+
+    /// Of the tensor.
+    #[getter]
+    fn ndim(&self) -> usize {
+        self.handle.kind.meta.shape().len()
+    }
+
+    /// Bytes of the tensor.
+    #[getter]
+    fn nbytes(&self) -> PyResult<u64> {
+        Ok(self.meta()?.nbytes())
+    }
+
+    /// Rows, as of the tensor.
+    fn __len__(&self) -> PyResult<usize> {
+        match self.dimensions().first() {
+            Some(&rows) => Ok(usize::try_from(rows)?),
+            None => Err(BindingError::Type("a tensor without dimensions has no length".to_owned()).into()),
+        }
+    }
+
+    /// A handle of rows, which alone travel when it is made local.
+    fn __getitem__(slf: &Bound<'_, Self>, key: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let this = slf.get();
+        let refuse = |why: &str| Err(BindingError::Type(format!("{why}: make it local first")).into());
+        let Ok(slice) = key.cast::<PySlice>() else {
+            return refuse("of a handle rows can be chosen with a slice, as in rt[2:5], and nothing else");
+        };
+        if this.ndim() == 0 {
+            return refuse("a tensor without dimensions has no rows to choose");
+        }
+        let indices = slice.indices(isize::try_from(this.__len__()?)?)?;
+        if indices.step != 1 {
+            return refuse("rows of a handle lie one after the other, so the step of a slice is 1");
+        }
+        let before = this.handle.rows.as_ref().map_or(0, |rows| rows.start);
+        let start = before + indices.start as u64;
+        let rows = start..start + indices.slicelength as u64;
+        let handle = Handle { rows: Some(Box::new(rows)), ..this.handle.clone() };
+        Ok(RTensor::with(handle, this.reference_of(slf.py()), None))
+    }
+
+    fn __richcmp__(&self, other: &Bound<'_, PyAny>, operator: CompareOp) -> PyResult<Py<PyAny>> {
+        let py = other.py();
+        let Ok(other) = other.cast::<RTensor>() else { return Ok(py.NotImplemented()) };
+        let same = self.handle == other.get().handle;
+        Ok(match operator {
+            CompareOp::Eq => same.into_pyobject(py)?.to_owned().into_any().unbind(),
+            CompareOp::Ne => (!same).into_pyobject(py)?.to_owned().into_any().unbind(),
+            _ => py.NotImplemented(),
+        })
+    }
+
+    fn __hash__(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.handle.id.hash(&mut hasher);
+        self.handle.rows.hash(&mut hasher);
+        hasher.finish()
+    }
+
+    fn __repr__(&self) -> String {
+        let Handle { id, kind, rows } = &self.handle;
+        let Kind { owner, meta } = &**kind;
+        let chosen = rows.as_ref().map_or(String::new(), |rows| format!(", rows {} to {}", rows.start, rows.end));
+        let (shape, dtype) = (self.dimensions(), meta.dtype().name());
+        format!("RTensor(shape={shape:?}, dtype=torch.{dtype}, shard {id} of {owner}{chosen})")
+    }
+
+    /// As bytes of `dumps`; with what the backend needs beside them, where it knows how to pickle that.
+    fn __reduce__<'py>(
+        slf: &Bound<'py, Self>,
+    ) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyBytes>, Option<Py<PyAny>>))> {
+        let py = slf.py();
+        let mut writer = Writer::new();
+        writer.handle(&slf.get().handle).map_err(BindingError::from)?;
+        let restore = py.import("tundish.rtensor.handle")?.getattr("restore")?;
+        Ok((restore, (PyBytes::new(py, &writer.finish()), slf.get().reference_of(py))))
+    }
+
+    /// The same with this `ref`, or without one.
+    fn with_ref(&self, reference: Option<Py<PyAny>>) -> Self {
+        RTensor::with(self.handle.clone(), reference, None)
+    }
+
+    /// Let go of what the handle keeps alive: its `ref`, and the tensor that was fetched through it.
+    fn forget(&self) {
+        let extra = self.lock().take();
+        drop(extra);
+    }
+}
+
+impl RTensor {
+    /// What a drain or a removal takes it by.
+    pub(super) fn id(&self) -> &ShardId {
+        &self.handle.id
+    }
+}

@@ -1,0 +1,9 @@
+//! Binds `tundish-store`: handles of tensors, what a process stores and fetches, its server.
+
+mod collector;
+mod dtypes;
+pub(crate) mod encoding;
+pub(crate) mod handle;
+pub(crate) mod node;
+mod through;
+pub(crate) mod wire;

@@ -1,0 +1,78 @@
+//! Fetching through a function of Python's, which gets the bytes from another store than this library's.
+//!
+//! What always holds: what the function raises is raised by the call that had it called, and told to whoever else waits for
+//! the same bytes.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::buffer::PyBuffer;
+use pyo3::prelude::*;
+use pyo3::types::PyList;
+use tundish_store::{Meta, Patience, Receiver, Selection, StoreError, Transport, Wanted};
+
+use crate::error::BindingError;
+
+/// Gets bytes by calling a function.
+pub(super) struct Through {
+    get: Py<PyAny>,
+    metas: HashMap<Selection, Meta>,
+    raised: Mutex<Option<PyErr>>,
+}
+
+impl Through {
+    pub(super) fn new(get: Py<PyAny>, wanted: &[Wanted]) -> Self {
+        let selection = |one: &Wanted| Selection { id: one.id.clone(), rows: one.rows.clone() };
+        let metas = wanted.iter().map(|one| (selection(one), one.meta.clone())).collect();
+        Through { get, metas, raised: Mutex::new(None) }
+    }
+
+    /// What the function raised.
+    pub(super) fn raised(&self) -> Option<PyErr> {
+        self.raised.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn call<'py>(&self, py: Python<'py>, wanted: &[Selection]) -> PyResult<Vec<PyBuffer<u8>>> {
+        let named = wanted.iter().map(|one| (one.id.to_string(), one.rows.as_ref().map(|rows| (rows.start, rows.end))));
+        let found = self.get.bind(py).call1((PyList::new(py, named.collect::<Vec<_>>())?,))?;
+        let found = found.try_iter()?.map(|one| PyBuffer::get(&one?)).collect::<PyResult<Vec<_>>>()?;
+        if found.len() != wanted.len() {
+            let (came, asked) = (found.len(), wanted.len());
+            return Err(BindingError::Value(format!("{came} buffers came for {asked} shards")).into());
+        }
+        Ok(found)
+    }
+}
+
+impl Transport for Through {
+    fn fetch(
+        &self,
+        owner: &Arc<str>,
+        wanted: &[Selection],
+        receiver: &mut dyn Receiver,
+        patience: &mut Patience<'_>,
+    ) -> Result<(), StoreError> {
+        let found = Python::attach(|py| {
+            self.call(py, wanted).map_err(|error| {
+                let reason = error.value(py).to_string();
+                *self.raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+                let id = wanted[0].id.clone();
+                StoreError::Unreachable { id, owner: Arc::clone(owner), reason }
+            })
+        })?;
+        for (index, (selection, buffer)) in wanted.iter().zip(found).enumerate() {
+            let declared = &self.metas[selection];
+            let room = receiver.room(index, declared, patience)?;
+            let fits = Python::attach(|py| buffer.item_count() == room.len() && buffer.copy_to_slice(py, room).is_ok());
+            if !fits {
+                return Err(StoreError::Corrupt {
+                    id: selection.id.clone(),
+                    owner: Arc::clone(owner),
+                    reason: "it has another length than its handle declares".to_owned(),
+                });
+            }
+            receiver.complete(index)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,65 @@
+//! A process's server, and the clients with which it fetches.
+
+use pyo3::prelude::*;
+use tundish_shm::PerProcess;
+use tundish_store::http::{Client, Server, Timing, Token};
+use tundish_store::{Node, Transport};
+
+use crate::enter::enter;
+use crate::error::BindingError;
+use crate::shm::unheld::Unheld;
+
+/// For who wants bytes over sockets also on one node.
+static OF_SOCKETS: PerProcess<Client> = PerProcess::new(Client::of_sockets);
+
+/// The client to fetch with.
+pub(super) fn transport(shared_memory: bool) -> &'static dyn Transport {
+    if shared_memory { Client::of_process() } else { OF_SOCKETS.get() }
+}
+
+/// Serves what this process stores, as long as it is not closed.
+#[pyclass(frozen)]
+pub(crate) struct ShardServer {
+    server: std::sync::Mutex<Option<Unheld<Server>>>,
+    port: u16,
+}
+
+#[pymethods]
+impl ShardServer {
+    /// At `host`, on `port`, or on one that is free for 0. Others than this machine reach it with a token only.
+    #[new]
+    #[pyo3(signature = (host, port, token=None))]
+    fn new(py: Python<'_>, host: &str, port: u16, token: Option<&str>) -> PyResult<Self> {
+        let token = token_of(token)?;
+        let server =
+            enter(py, None, move |_| Ok(Server::start(Node::of_process(), host, port, token, Timing::default())?))?;
+        let port = server.address().port();
+        Ok(ShardServer { server: std::sync::Mutex::new(Some(Unheld::new(server))), port })
+    }
+
+    /// Which port it is.
+    #[getter]
+    fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Ends it. Done twice is done once.
+    fn close(&self) {
+        let server = self.server.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        drop(server);
+    }
+}
+
+/// From here on `token`, or none, is sent to who serves at exactly this address.
+#[pyfunction]
+#[pyo3(signature = (owner, token=None))]
+pub(crate) fn trust_owner(owner: &str, token: Option<&str>) -> PyResult<()> {
+    let token = token_of(token)?;
+    OF_SOCKETS.get().trust(owner, token.clone());
+    Client::of_process().trust(owner, token);
+    Ok(())
+}
+
+fn token_of(token: Option<&str>) -> PyResult<Option<Token>> {
+    Ok(token.map(Token::new).transpose().map_err(BindingError::from)?)
+}

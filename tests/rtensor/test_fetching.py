@@ -1,0 +1,247 @@
+"""What is fetched from other processes: over sockets, and through shared memory."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import told
+import torch
+from peers import Peer, PeerError
+
+from tundish import rtensor
+from tundish.errors import (
+    InvalidInputError,
+    NotAuthorizedError,
+    ShardGoneError,
+    ShardMismatchError,
+    StorageError,
+)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[tuple[Peer, Peer]]:
+    with Peer() as owner, Peer() as consumer:
+        yield owner, consumer
+
+
+@pytest.fixture(autouse=True)
+def empty(processes: tuple[Peer, Peer]) -> Iterator[None]:
+    yield
+    for peer in processes:
+        peer.call(told.clear)
+    told.clear()
+
+
+@pytest.fixture(params=["shared memory", "sockets"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    rtensor.set_backend(rtensor.HttpBackend(shared_memory=request.param == "shared memory"))
+    yield request.param
+    rtensor.set_backend(None)
+
+
+def ask(addr: str, method: str, path: str, content: Any = None, **headers: str) -> tuple[int, Any]:
+    data = None if content is None else json.dumps(content).encode()
+    headers = {"Accept": "application/json", "Content-Type": "application/json"} | headers
+    request = urllib.request.Request(f"http://{addr}{path}", data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, json.loads(response.read() or b"null")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+@pytest.mark.usefixtures("way")
+def test_tensors_of_every_size_come(processes: tuple[Peer, Peer]) -> None:
+    owner, _ = processes
+    batch = {
+        "large": torch.rand(3_000_000),
+        "small": [torch.full((3,), number) for number in range(300)],
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "bytes": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn),
+    }
+    handles = owner.call(told.remotize, batch)
+    back = rtensor.localize(handles)
+    assert torch.equal(back["large"], batch["large"]) and torch.equal(back["scalar"], batch["scalar"])
+    assert all(torch.equal(one, two) for one, two in zip(back["small"], batch["small"], strict=True))
+    assert back["empty"].shape == (0, 4)
+    assert torch.equal(back["bytes"].view(torch.uint8), batch["bytes"].view(torch.uint8))
+
+
+@pytest.mark.usefixtures("way")
+def test_what_a_consumer_writes_nobody_else_sees(processes: tuple[Peer, Peer]) -> None:
+    owner, consumer = processes
+    handle = owner.call(told.make, 1, 5000, 3)[0]
+    first = rtensor.localize(handle)
+    first.fill_(-1)
+    assert int(rtensor.localize(handle).sum()) == 15_000
+    assert consumer.call(told.sums, handle) == [15_000] and owner.call(told.sums, handle) == [15_000]
+    assert int(first.sum()) == -5000
+
+
+@pytest.mark.usefixtures("way")
+def test_each_shard_is_fetched_once_however_often_it_is_named(processes: tuple[Peer, Peer]) -> None:
+    owner, _ = processes
+    handles = owner.call(told.make, 3, 10)
+    before = rtensor.fetch_buffer_stats()
+    named = [handles[number % 3] for number in range(100_000)]
+    back = rtensor.localize(named)
+    assert len({id(tensor) for tensor in back}) == 3
+    assert [int(tensor[0]) for tensor in back[:4]] == [0, 1, 2, 0]
+    stats = rtensor.fetch_buffer_stats()
+    assert stats["misses"] - before["misses"] == 3 and stats["num_entries"] == 3
+    rtensor.localize(handles)
+    again = rtensor.fetch_buffer_stats()
+    assert (again["misses"], again["hits"] - stats["hits"]) == (stats["misses"], 3)
+
+
+def test_threads_that_want_the_same_wait_for_one_fetch(processes: tuple[Peer, Peer]) -> None:
+    owner, consumer = processes
+    handles = owner.call(told.make, 4, 100_000)
+    before = consumer.call(told.stats)[1]
+    found = consumer.call(told.sums_in_threads, handles, 8)
+    assert found == [[0, 100_000, 200_000, 300_000]] * 8
+    assert consumer.call(told.stats)[1]["misses"] - before["misses"] == 4
+
+
+@pytest.mark.usefixtures("way")
+def test_rows_travel_alone(processes: tuple[Peer, Peer]) -> None:
+    owner, _ = processes
+    tensor = torch.rand(1000, 1000)
+    handle = owner.call(told.remotize, tensor)
+    part = rtensor.localize(handle[10:12])
+    assert torch.equal(part, tensor[10:12])
+    assert rtensor.fetch_buffer_stats()["total_bytes"] < 100_000
+    room = torch.empty(2, 1000)
+    assert torch.equal(rtensor.localize(handle[998:], out=room), tensor[998:])
+    assert rtensor.fetch_buffer_stats()["num_entries"] == 1
+
+
+@pytest.mark.usefixtures("way")
+def test_what_was_removed_is_gone(processes: tuple[Peer, Peer]) -> None:
+    owner, _ = processes
+    handles = owner.call(told.make, 2, 10)
+    assert (
+        ask(owner.addr, "DELETE", "/data/clear", {"shard_ids": [handles[0].shard_id] * 3})[1]["cleared_count"]
+        == 1
+    )
+    with pytest.raises(ShardGoneError, match=handles[0].shard_id) as raised:
+        rtensor.localize(handles)
+    assert owner.addr in str(raised.value) and "drained or removed" in str(raised.value)
+    assert isinstance(raised.value, KeyError)
+    assert int(rtensor.localize(handles[1]).sum()) == 10
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    "declared", [torch.empty(10), torch.empty(11, dtype=torch.int64), torch.empty(2, 5, dtype=torch.int64)]
+)
+def test_what_is_not_as_declared_is_refused(processes: tuple[Peer, Peer], declared: torch.Tensor) -> None:
+    owner, _ = processes
+    handle = owner.call(told.make, 1, 10)[0]
+    wrong = rtensor.RTensor(handle.shard, declared.to("meta"))
+    with pytest.raises(ShardMismatchError, match=r"int64\[10\]"):
+        rtensor.localize(wrong)
+    assert rtensor.fetch_buffer_stats()["num_entries"] == 0
+
+
+def test_plain_http_does_it_too(processes: tuple[Peer, Peer]) -> None:
+    owner, _ = processes
+    handles = owner.call(told.make, 3, 4, 5)
+    assert ask(owner.addr, "GET", "/health")[0] == 200
+    status, answer = ask(owner.addr, "GET", "/stats")
+    assert status == 200 and answer["storage"]["num_entries"] == 3
+    assert ask(owner.addr, "GET", "/data/unknown")[0] == 404
+    ids = [handle.shard_id for handle in handles]
+    status, answer = ask(owner.addr, "POST", "/data/batch", {"shard_ids": [ids[0], "unknown", "more"]})
+    assert status == 400 and answer["missing_shard_ids"] == ["unknown", "more"]
+    assert ask(owner.addr, "POST", "/data/batch", {"shard_ids": ids})[0] == 200
+    with urllib.request.urlopen(f"http://{owner.addr}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    assert "tundish" in text and "# TYPE" in text
+
+
+def test_tokens_go_to_those_alone_who_were_named() -> None:
+    with Peer(host="127.0.0.1", token="secret-of-the-job") as guarded:
+        handle = guarded.call(told.make, 1, 10, 2)[0]
+        assert ask(guarded.addr, "GET", "/stats")[0] == 401
+        assert ask(guarded.addr, "GET", "/stats", Authorization="Bearer other")[0] == 401
+        assert ask(guarded.addr, "GET", "/stats", Authorization="Bearer secret-of-the-job")[0] == 200
+        with pytest.raises(NotAuthorizedError, match=guarded.addr) as raised:
+            rtensor.localize(handle)
+        assert isinstance(raised.value, PermissionError)
+        rtensor.trust(guarded.addr, token="another")
+        with pytest.raises(NotAuthorizedError):
+            rtensor.localize(handle)
+        rtensor.trust(guarded.addr, token="secret-of-the-job")
+        assert int(rtensor.localize(handle).sum()) == 20
+
+
+def test_addresses_that_others_reach_want_a_token() -> None:
+    with Peer() as peer:
+        for options, kind in (
+            ({"host": "0.0.0.0"}, "InvalidInputError"),
+            ({"host": "203.0.113.7"}, "InvalidInputError"),
+            ({"port": 70_000}, "InvalidInputError"),
+            ({"token": "with space"}, "InvalidInputError"),
+            ({"limit_bytes": 0}, "InvalidInputError"),
+            # It serves already.
+            ({"limit_bytes": 1 << 20}, "InvalidInputError"),
+        ):
+            with pytest.raises(PeerError) as raised:
+                peer.call(serve_again, options)
+            assert raised.value.kind == kind
+        assert peer.call(serve_again, {}) == peer.addr
+    with Peer(host="0.0.0.0", token="t") as open_to_all:
+        assert not open_to_all.addr.startswith("0.0.0.0")
+
+
+def serve_again(options: dict[str, Any]) -> str:
+    return rtensor.serve(**options).addr
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with Peer() as peer:
+        port = int(peer.addr.rpartition(":")[2])
+        with pytest.raises(StorageError, match=peer.addr) as raised, rtensor.serve(port=port):
+            pass
+        assert raised.value.errno == 98
+
+
+def test_limits_hold_on_both_sides(processes: tuple[Peer, Peer]) -> None:
+    owner, _ = processes
+    with Peer(limit_bytes=1 << 20, buffer_limit_bytes=1 << 20) as small:
+        with pytest.raises(PeerError, match="never fit") as raised:
+            small.call(told.make, 1, 1 << 20)
+        assert raised.value.kind == "StoreFullError"
+        large = owner.call(told.make, 1, 1 << 20)
+        with pytest.raises(PeerError, match="never fit") as raised:
+            small.call(told.sums_over_sockets, large)
+        assert raised.value.kind == "StoreFullError"
+        # What lies in the memory of its owner takes none of the consumer's.
+        assert small.call(told.sums, large) == [0]
+        several = owner.call(told.make, 3, 50_000)
+        with pytest.raises(PeerError, match="do not fit in the fetch buffer"):
+            small.call(sums_one_by_one, several)
+
+
+def sums_one_by_one(handles: Any) -> list[int]:
+    rtensor.set_backend(rtensor.HttpBackend(shared_memory=False))
+    return [int(rtensor.localize(handle, timeout=0.3).sum()) for handle in handles]
+
+
+def test_a_server_that_was_closed_serves_no_more() -> None:
+    with rtensor.serve() as server:
+        handle = rtensor.remotize(torch.ones(3))
+        assert handle.node_addr == server.addr and ask(server.addr, "GET", "/health")[0] == 200
+    with pytest.raises(urllib.error.URLError):
+        ask(server.addr, "GET", "/health")
+    with pytest.raises(InvalidInputError, match="no address"):
+        rtensor.Controller([rtensor.Worker("nowhere")])
+    rtensor.clear_node()

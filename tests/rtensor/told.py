@@ -1,0 +1,88 @@
+"""What peers are told to do."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import torch
+
+import tundish as td
+from tundish import rtensor
+
+held: list[Any] = []
+
+
+def make(count: int, size: int, start: int = 0) -> list[rtensor.RTensor]:
+    """Handles of `count` tensors of `size` numbers, each full of its own."""
+    made: list[rtensor.RTensor] = rtensor.remotize(
+        [torch.full((size,), start + number, dtype=torch.int64) for number in range(count)]
+    )
+    return made
+
+
+def remotize(obj: Any) -> Any:
+    return rtensor.remotize(obj)
+
+
+def store(name: str, size: int) -> rtensor.RTensor:
+    return rtensor.store(name, torch.full((size,), 7, dtype=torch.int64))
+
+
+def sums(handles: Any) -> list[int]:
+    """The sums of what handles lead to."""
+    return [int(tensor.sum()) for tensor in td.tree.parts_of(torch.Tensor, rtensor.localize(handles))]
+
+
+def sums_over_sockets(handles: Any) -> list[int]:
+    rtensor.set_backend(rtensor.HttpBackend(shared_memory=False))
+    try:
+        return sums(handles)
+    finally:
+        rtensor.set_backend(None)
+
+
+def sums_in_threads(handles: Any, threads: int) -> list[list[int]]:
+    """As `sums`, on several threads at once."""
+    found: list[list[int]] = []
+    barrier = threading.Barrier(threads)
+
+    def run() -> None:
+        barrier.wait()
+        found.append(sums(handles))
+
+    running = [threading.Thread(target=run) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return found
+
+
+def hold(handles: Any) -> None:
+    """Keep the tensors in use."""
+    held.append(rtensor.localize(handles))
+
+
+def let_go() -> None:
+    held.clear()
+    gc.collect()
+
+
+def stats() -> tuple[dict[str, Any], dict[str, Any]]:
+    return rtensor.storage_stats(), rtensor.fetch_buffer_stats()
+
+
+def clear() -> None:
+    let_go()
+    rtensor.clear_fetch_buffer()
+    rtensor.clear_node()
+
+
+def keep(handles: Any) -> int:
+    return rtensor.keep(handles)
+
+
+def trust(addr: str, token: str) -> None:
+    rtensor.trust(addr, token=token)
