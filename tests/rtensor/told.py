@@ -35,6 +35,11 @@ def sums(handles: Any) -> list[int]:
     return [int(tensor.sum()) for tensor in td.tree.parts_of(torch.Tensor, rtensor.localize(handles))]
 
 
+def sums_and_fail(handles: Any) -> None:
+    sums(handles)
+    raise ZeroDivisionError("after it was fetched")
+
+
 def sums_over_sockets(handles: Any) -> list[int]:
     rtensor.set_backend(rtensor.HttpBackend(shared_memory=False))
     try:

@@ -25,6 +25,7 @@ from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
     ShardGoneError,
+    TransferError,
     TundishError,
     counted,
 )
@@ -85,6 +86,9 @@ class Controller:
         self._lines = Lines(token, timeout)
         self._lock = threading.RLock()
         self._undone: list[_Undone] = []
+        # What is not to end with the current step; and what did not end with one before, by which it is not dropped.
+        self._kept: set[str] = set()
+        self._carried: set[str] = set()
         self._number: int | None = None
         self._current: int | None = None
         self._workers: tuple[Worker, ...] = ()
@@ -186,9 +190,13 @@ class Controller:
         finally:
             with self._lock:
                 self._current = None
-                self._end(number, owners, claimed)
+                kept, self._kept = self._kept, set()
+                drained = {owner: [one for one in ids if one not in kept] for owner, ids in owners.items()}
+                self._carried |= kept
+                self._end(number, drained, claimed)
             for handle in handles:
-                handle.forget()
+                if handle.shard_id not in kept:
+                    handle.forget()
 
     def keep(self, obj: Any) -> int:
         """Carry over what handles in `obj` lead to: it does not end with the current step; how many entries that were.
@@ -203,7 +211,8 @@ class Controller:
             if worker.drain is None
         )
         _refuse("could not be told what to keep", answers)
-        return kept + _sum(answers, "kept")
+        self._kept.update(ids)
+        return kept + _sum(answers, "kept_count")
 
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
         """What every worker holds, or why it does not say."""
@@ -260,9 +269,10 @@ class Controller:
 
     def _end(self, number: int, owners: dict[str, list[str]], claimed: dict[Worker, int]) -> None:
         """Drain the step everywhere, consumers first."""
-        ShardStore.end_epoch(number)
         end = Request("POST", f"/epoch/{number}/end")
         claims = [one for ids in owners.values() for one in ids]
+        ShardStore.clear_buffer(claims)
+        ShardStore.end_epoch(number)
         answers = self._tell((worker, end, claims) for worker in self._workers if worker.addr not in owners)
         answers |= self._tell((self._worker_at(owner), end, claims) for owner in owners)
         for worker, answer in answers.items():
@@ -276,6 +286,11 @@ class Controller:
                 if isinstance(answer, dict) and answer.get("stored_bytes", 0) < claimed.get(worker, 0)
             )
         )
+        carried = [one for one in claims if one in self._carried]
+        if carried:
+            drop = Request("DELETE", "/buffer/clear", {"shard_ids": carried})
+            self._tell((worker, drop, carried) for worker in self._workers if worker.drain is None)
+            self._carried.difference_update(carried)
         self._look_at_buffers()
 
     def _tell(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> dict[Worker, Any]:
@@ -286,11 +301,13 @@ class Controller:
             (worker, partial(worker.drain, ids)) for worker, _, ids in wanted if worker.drain is not None
         ]
         outcomes = self._lines.call_all([call for _, call in hooked])
-        answers |= {worker: _hooked(answer) for (worker, _), answer in zip(hooked, outcomes, strict=True)}
+        answers |= {
+            worker: _hooked(worker, answer) for (worker, _), answer in zip(hooked, outcomes, strict=True)
+        }
         for worker, request, ids in wanted:
             answer = answers[worker]
             if isinstance(answer, Exception):
-                _log.warning("%s could not be drained, which is tried again: %s", worker, answer)
+                _log.warning("a worker could not be drained, which is tried again: %s", answer)
                 self._undone.append(_Undone(worker, request if worker.drain is None else None, ids))
         return answers
 
@@ -311,7 +328,8 @@ class Controller:
             if one.request is not None:
                 answer = self._ask([(one.worker, one.request)])[one.worker]
             elif one.worker.drain is not None:
-                (answer,) = self._lines.call_all([partial(one.worker.drain, one.ids)])
+                (outcome,) = self._lines.call_all([partial(one.worker.drain, one.ids)])
+                answer = _hooked(one.worker, outcome)
             if isinstance(answer, Exception):
                 failures[one.worker] = answer
                 self._undone.append(one)
@@ -327,6 +345,8 @@ class Controller:
                 entries = int(answer["num_entries"])
                 if entries:
                     left[worker] = entries
+                # What was carried over is there on purpose.
+                if entries > len(self._carried | self._kept):
                     _log.warning(
                         "rank %d (%s) at %s still has %s (%d bytes) in its fetch buffer after the drain, the oldest "
                         "of step %s",
@@ -393,11 +413,16 @@ def _sum(answers: dict[Worker, Any], key: str) -> int:
     return sum(int(answer.get(key, 0)) for answer in answers.values() if isinstance(answer, dict))
 
 
-def _hooked(answer: Any) -> Any:
-    return answer if isinstance(answer, Exception) else {}
+def _hooked(worker: Worker, answer: Any) -> Any:
+    """What a function that drains came to, as of a worker that serves."""
+    if not isinstance(answer, Exception):
+        return {}
+    error = TransferError(f"{worker} fails: {type(answer).__name__}: {answer}")
+    error.__cause__ = answer
+    return error
 
 
 def _described(what: str, failures: dict[Worker, Exception]) -> str:
-    shown = "; ".join(f"{worker}: {error}" for worker, error in list(failures.items())[:4])
+    shown = "; ".join(str(error) for error in list(failures.values())[:4])
     more = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
     return f"{counted(len(failures), 'worker')} {what}: {shown}{more}"

@@ -52,6 +52,8 @@ def step(claim: Any = None) -> Iterator[Step]:
                     )
             yield Step(number)
         finally:
+            # Also what was fetched of them before the step.
+            ShardStore.clear_buffer(ids)
             _end(number)
 
 

@@ -146,12 +146,6 @@ impl Node {
         self.buffer.current()
     }
 
-    /// Carries these shards over: what was fetched of them, and the shards where they are stored here, no longer end with
-    /// a step. How many entries that were.
-    pub fn keep(&self, ids: &[ShardId]) -> u64 {
-        self.storage.unclaim(ids) + self.buffer.keep(ids)
-    }
-
     /// The account of a step; `None` where it never began here, or ended too long ago.
     pub fn ledger(&self, epoch: Epoch) -> Option<EpochLedger> {
         let mut ledger = EpochLedger { epoch, ..EpochLedger::default() };
@@ -238,6 +232,10 @@ fn fill<'a>(
 }
 
 impl Service for Node {
+    fn keep(&self, ids: &[ShardId]) -> u64 {
+        self.storage.unclaim(ids) + self.buffer.keep(ids)
+    }
+
     fn look_up(&self, wanted: &[Selection]) -> Result<Vec<Outgoing>, StoreError> {
         let ids: Vec<ShardId> = wanted.iter().map(|selection| selection.id.clone()).collect();
         let found = self.storage.get(&ids).map_err(|shards| StoreError::Missing { owner: None, shards })?;

@@ -47,6 +47,10 @@ pub trait Service: Send + Sync + 'static {
     /// [`StoreError::StepEnded`] where it has ended already.
     fn claim(&self, epoch: Epoch, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError>;
 
+    /// Carries these shards over: what was fetched of them, and the shards where they are stored here, no longer end with
+    /// a step. How many entries that were. Time as of `remove`.
+    fn keep(&self, ids: &[ShardId]) -> u64;
+
     /// Ends a step: drops what it claimed and what was fetched in it. Again, it only tells how it stands.
     fn end_epoch(&self, epoch: Epoch) -> EpochLedger;
 

@@ -20,6 +20,8 @@ pub enum Route {
     ClearBuffer,
     /// `GET /buffer/stats`
     BufferStats,
+    /// `POST /keep`
+    Keep,
     /// `POST /epoch/<number>/begin`
     Begin(Epoch),
     /// `POST /epoch/<number>/claim`
@@ -56,6 +58,8 @@ impl Route {
             ([Some("buffer"), Some("clear"), None, _], Method::Delete) => Ok(Route::ClearBuffer),
             ([Some("buffer"), Some("clear"), None, _], _) => Err(not_allowed("DELETE")),
             ([Some("buffer"), Some("stats"), None, _], Method::Get) => Ok(Route::BufferStats),
+            ([Some("keep"), None, ..], Method::Post) => Ok(Route::Keep),
+            ([Some("keep"), None, ..], _) => Err(not_allowed("POST")),
             ([Some("epoch"), Some(number), Some("begin"), None], Method::Post) => Ok(Route::Begin(epoch(number)?)),
             ([Some("epoch"), Some(number), Some("claim"), None], Method::Post) => Ok(Route::Claim(epoch(number)?)),
             ([Some("epoch"), Some(number), Some("end"), None], Method::Post) => Ok(Route::End(epoch(number)?)),
@@ -68,7 +72,7 @@ impl Route {
             }
             _ => Err(Refusal::new(
                 404,
-                "there is nothing here; see /data/<id>, /buffer, /epoch, /stats, /metrics, /health",
+                "there is nothing here; see /data/<id>, /buffer, /keep, /epoch, /stats, /metrics, /health",
             )),
         }
     }
@@ -124,6 +128,7 @@ mod tests {
             (Post, "/data/batch", Route::Batch),
             (Delete, "/data/clear", Route::Remove),
             (Delete, "/buffer/clear", Route::ClearBuffer),
+            (Post, "/keep", Route::Keep),
             (Get, "/buffer/stats", Route::BufferStats),
             (Post, "/epoch/18446744073709551615/end", Route::End(u64::MAX)),
             (Post, "/epoch/0/begin", Route::Begin(0)),
@@ -154,6 +159,7 @@ mod tests {
             (Delete, "/data/x", 405),
             (Put, "/buffer/stats", 405),
             (Post, "/buffer/clear", 405),
+            (Delete, "/keep", 405),
             (Get, "/epoch/1/end", 405),
             (Post, "/epoch/-1/end", 400),
             (Post, "/epoch/+1/end", 400),

@@ -88,6 +88,7 @@ impl Exchange<'_> {
             Route::Batch => self.batch().await,
             Route::Remove => self.remove().await,
             Route::ClearBuffer => self.clear_buffer().await,
+            Route::Keep => self.keep().await,
             Route::Begin(epoch) => self.begin(epoch),
             Route::Claim(epoch) => self.claim(epoch).await,
             Route::End(epoch) => {
@@ -229,6 +230,13 @@ impl Exchange<'_> {
         let ids = if body.is_empty() { None } else { json::read_ids(&body)? };
         let count = self.blocking(move |service| service.clear_buffer(ids.as_deref())).await?;
         Ok(Answer::json(200, &json!({"status": "ok", "cleared_count": count})))
+    }
+
+    async fn keep(&mut self) -> Result<Answer, Trouble> {
+        let body = self.connection.small_body().await?;
+        let ids = json::read_ids(&body)?.ok_or_else(|| Refusal::new(400, "'shard_ids' must be a list"))?;
+        let count = self.blocking(move |service| service.keep(&ids)).await?;
+        Ok(Answer::json(200, &json!({"status": "ok", "kept_count": count})))
     }
 
     fn begin(&mut self, epoch: Epoch) -> Result<Answer, Trouble> {

@@ -1,0 +1,96 @@
+"""Jobs of torch.distributed without a controller: `drain` of a group, and a controller of a group's ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rank_processes import Job, Line, outcome
+
+
+def ranks_drain(rank: int, line: Line) -> None:
+    import torch
+    import torch.distributed as distributed
+
+    from tundish import rtensor
+
+    def gathered(value: Any) -> list[Any]:
+        found: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(found, value)
+        return found
+
+    for step in range(3):
+        mine = rtensor.remotize([torch.full((100,), rank), torch.full((50,), rank)])
+        everybodys = gathered(mine)
+        sums = [int(one[0].sum()) for one in rtensor.localize(everybodys)]
+        assert sums == [0, 100, 200]
+        del sums
+        # Each names what others own.
+        rtensor.drain(claim=everybodys[(rank + 1) % 3][0] if step != 1 else None)
+        stats = rtensor.storage_stats(), rtensor.fetch_buffer_stats()
+        line.say(stats[0]["num_tensors"], stats[1]["num_entries"])
+    kind, text, _ = outcome(lambda: rtensor.localize(mine[0]))
+    line.say(kind, "drained or removed" in text)
+
+
+def test_ranks_drain_together(tmp_path: Path) -> None:
+    with Job(ranks_drain, 3, tmp_path) as job:
+        # Of two tensors a step one is claimed, but in the second step none.
+        for stored in (1, 3, 4):
+            assert job.hear_all() == [(stored, 0)] * 3
+        assert job.hear_all() == [("ShardGoneError", True)] * 3
+        job.expect_end()
+
+
+def one_fails(rank: int, line: Line) -> None:
+    from tundish import rtensor
+
+    rtensor.drain()
+    if rank == 1:
+        with rtensor.step():
+            line.say(*outcome(rtensor.drain))
+    else:
+        line.say(*outcome(rtensor.drain))
+    rtensor.drain()
+    line.say("drained")
+
+
+def test_all_ranks_raise_what_one_fails_with(tmp_path: Path) -> None:
+    with Job(one_fails, 2, tmp_path) as job:
+        kind, text, rank = job.hear(0)
+        assert (kind, rank) == ("PeerFailedError", 1) and "step() of its own" in text
+        assert job.hear(1)[0] == "InvalidInputError"
+        assert job.hear_all() == [("drained",)] * 2
+        job.expect_end()
+
+
+def ranks_are_controlled(rank: int, line: Line) -> None:
+    import torch
+    import torch.distributed as distributed
+
+    from tundish import rtensor
+    from tundish.rtensor import Controller
+
+    handles: list[Any] = [None] * 2
+    controller = Controller.from_group(role=("actor", "critic")[rank])
+    line.say([(worker.role, worker.rank) for worker in controller.workers])
+    distributed.all_gather_object(handles, rtensor.remotize(torch.full((10,), rank)))
+    if rank == 0:
+        with controller.step(claim=handles):
+            distributed.barrier()
+            rtensor.localize(handles)
+            distributed.barrier()
+    else:
+        distributed.barrier()
+        rtensor.localize(handles)
+        distributed.barrier()
+    distributed.barrier()
+    line.say(rtensor.storage_stats()["num_tensors"], rtensor.fetch_buffer_stats()["num_entries"])
+    controller.close()
+
+
+def test_a_controller_of_a_group(tmp_path: Path) -> None:
+    with Job(ranks_are_controlled, 2, tmp_path) as job:
+        assert job.hear_all() == [([("actor", 0), ("critic", 1)],)] * 2
+        assert job.hear_all() == [(0, 0)] * 2
+        job.expect_end()
