@@ -8,6 +8,7 @@
 //! 3. A failure is nobody's who asks later.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use smallvec::SmallVec;
 
@@ -15,8 +16,7 @@ use crate::error::StoreError;
 use crate::flight::{Flight, Outcome, covers};
 use crate::parts::{HasEnded, Part, Parts, Viewed};
 use crate::shard::{Rows, ShardId};
-use crate::sync::Arc;
-use crate::turnstile::Turnstile;
+use crate::turnstile::{TURN, Turnstile};
 use crate::{Claimant, Epoch};
 
 /// What was fetched of a shard.
@@ -170,28 +170,26 @@ impl<P: Clone> Buffer<P> {
         self.state.lock().parts.flush()
     }
 
-    /// Drains what was fetched of these shards; what is under way of them will not be kept. `freed` gets what was held,
-    /// turn by turn and without the lock. How many entries.
-    pub(crate) fn remove(&self, ids: &[ShardId], mut freed: impl FnMut(Vec<Entries<P>>)) -> u64 {
-        let mut removed = 0;
-        for some in ids.chunks(crate::turnstile::TURN) {
+    /// Drains what was fetched of these shards; what is under way of them will not be kept. How many entries, and what
+    /// was held, to be let go of.
+    pub(crate) fn remove(&self, ids: &[ShardId]) -> (u64, Vec<Entries<P>>) {
+        let mut removed = Vec::new();
+        for some in ids.chunks(TURN) {
             self.state.pass();
             let mut cancelled = Vec::new();
-            let mut entries = Vec::new();
             {
                 let mut state = self.state.lock();
                 for id in some {
                     cancelled.extend(state.flights.remove(id).into_iter().flatten());
-                    state.remove(id, &mut entries);
+                    state.remove(id, &mut removed);
                 }
             }
             for flight in cancelled {
                 flight.land(Outcome::Failed(StoreError::Drained { id: flight.id.clone() }));
             }
-            removed += entries.iter().map(|entries: &Entries<P>| entries.len() as u64).sum::<u64>();
-            freed(entries);
         }
-        removed
+        let count = removed.iter().map(|entries: &Entries<P>| entries.len() as u64).sum();
+        (count, removed)
     }
 
     /// Lets go of what the parent fetched. For a child.

@@ -2,13 +2,13 @@
 //!
 //! What always holds: a flight lands once, and whoever joined it learns how.
 
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use crate::Epoch;
 use crate::error::StoreError;
 use crate::shard::{Rows, ShardId};
-use crate::sync::{Arc, Condvar, Mutex};
+use crate::sync::{Condvar, Mutex};
 
 /// What became of a fetch, for those who waited.
 #[derive(Clone, Debug)]

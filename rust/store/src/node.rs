@@ -262,14 +262,19 @@ impl Service for Node {
     }
 
     fn remove(&self, ids: &[ShardId]) -> Removed {
-        let removed = self.storage.remove(ids, |some| self.reaper.let_go(some, ids.len() as u64));
+        let (removed, stored) = self.storage.remove(ids);
+        self.reaper.let_go(stored, removed.num_tensors);
         self.clear_buffer(Some(ids));
         removed
     }
 
     fn clear_buffer(&self, ids: Option<&[ShardId]>) -> u64 {
         match ids {
-            Some(ids) => self.buffer.remove(ids, |some| self.reaper.let_go(some, ids.len() as u64)),
+            Some(ids) => {
+                let (count, fetched) = self.buffer.remove(ids);
+                self.reaper.let_go(fetched, count);
+                count
+            }
             None => self.flush_buffer(),
         }
     }

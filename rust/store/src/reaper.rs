@@ -1,7 +1,9 @@
 //! Letting go, in the background.
 //!
 //! A [`Reaper`] owns a thread, which starts when it is first needed and ends with the reaper, after all that was left to
-//! it. What always holds: what is left to it is let go of, if need be by the caller.
+//! it. What always holds: what is left to it is let go of, if need be by the caller; and when it is told of work it does
+//! not take the processor from who told it.
+#![allow(unsafe_code)]
 
 use std::any::Any;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -76,6 +78,7 @@ impl Reaper {
 }
 
 fn work(garbage: &Receiver<Garbage>, left: &Left, pools: &[Weak<Pool>]) {
+    be_patient();
     loop {
         match garbage.recv_timeout(QUIET) {
             Ok(garbage) => {
@@ -93,3 +96,18 @@ fn work(garbage: &Receiver<Garbage>, left: &Left, pools: &[Weak<Pool>]) {
         }
     }
 }
+
+/// As the kernel has it for threads that wake up for long work: it lets them wait for the end of what runs.
+#[cfg(target_os = "linux")]
+fn be_patient() {
+    // SAFETY: all zero is what this policy wants; the call reads it and changes this thread alone. Refused, nothing is lost
+    // but some microseconds of somebody's.
+    unsafe {
+        let parameters: libc::sched_param = std::mem::zeroed();
+        libc::sched_setscheduler(0, libc::SCHED_BATCH, &raw const parameters);
+    }
+}
+
+/// Elsewhere there is no such policy.
+#[cfg(not(target_os = "linux"))]
+fn be_patient() {}

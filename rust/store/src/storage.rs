@@ -121,21 +121,13 @@ impl<P: Clone> Storage<P> {
         id.as_numbered().is_some_and(|(nonce, counter)| nonce == self.nonce && counter < state.next_counter)
     }
 
-    /// Removes; `freed` gets what was stored, turn by turn and without the lock.
-    pub(crate) fn remove(&self, ids: &[ShardId], mut freed: impl FnMut(Vec<Stored<P>>)) -> Removed {
-        let mut removed = Removed::default();
-        for some in ids.chunks(TURN) {
-            self.state.pass();
-            let taken: Vec<_> = {
-                let mut state = self.state.lock();
-                some.iter().filter_map(|id| state.remove(id)).collect()
-            };
-            removed.cleared_count += taken.len() as u64;
-            removed.num_tensors += taken.len() as u64;
-            removed.total_bytes += taken.iter().map(|stored| stored.bytes).sum::<u64>();
-            freed(taken);
-        }
-        removed
+    /// Removes. What was stored is returned, to be let go of.
+    pub(crate) fn remove(&self, ids: &[ShardId]) -> (Removed, Vec<Stored<P>>) {
+        let mut taken = Vec::new();
+        self.state.in_turns(ids, |state, some| taken.extend(some.iter().filter_map(|id| state.remove(id))));
+        let count = taken.len() as u64;
+        let total_bytes = taken.iter().map(|stored| stored.bytes).sum();
+        (Removed { cleared_count: count, num_tensors: count, total_bytes }, taken)
     }
 
     /// Takes all out.

@@ -1,0 +1,107 @@
+//! Drains of a million entries: how long they take who calls, and how long others wait.
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use common::{Between, LIMITS, Way, bytes_meta, fetch, whole, within};
+use tundish_store::{Node, Service, ShardId, Source};
+
+const OWNER: &str = "owner";
+const MANY: usize = 1_000_000;
+const CHUNK: usize = 50_000;
+
+fn fill(owner: &Node, count: usize) -> Vec<ShardId> {
+    let bytes = [7u8; 8];
+    let mut ids = Vec::with_capacity(count);
+    for start in (0..count).step_by(CHUNK) {
+        let some = CHUNK.min(count - start);
+        let sources: Vec<_> = (0..some).map(|_| Source::new(bytes_meta(8), &bytes).unwrap()).collect();
+        ids.extend(within(10.0, |patience| owner.put(&sources, patience)).unwrap());
+    }
+    ids
+}
+
+fn fetch_all(consumer: &Node, ids: &[ShardId], between: &Between) {
+    for some in ids.chunks(CHUNK) {
+        let wanted: Vec<_> = some.iter().map(|id| whole(OWNER, id, 8)).collect();
+        drop(fetch(consumer, &wanted, between).unwrap());
+    }
+}
+
+/// What this thread has worked: other work on the machine does not add to it.
+fn thread_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+#[test]
+fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
+    let (owner, consumer, between) = (Node::new(LIMITS), Node::new(LIMITS), Between::new(Way::Bytes));
+    between.add(OWNER, &owner);
+    let rounds = 2;
+    let (mut of_owner, mut of_consumer) = (Duration::MAX, Duration::MAX);
+    for epoch in 0..rounds {
+        consumer.begin_epoch(epoch, 0).unwrap();
+        let ids = fill(&owner, MANY);
+        assert_eq!(owner.claim(epoch, 0, &ids).unwrap().claimed_count, MANY as u64);
+        fetch_all(&consumer, &ids, &between);
+        for (node, time) in [(&owner, &mut of_owner), (&consumer, &mut of_consumer)] {
+            let begin = thread_time();
+            let ledger = node.end_epoch(epoch);
+            *time = (thread_time() - begin).min(*time);
+            assert_eq!((ledger.num_entries, ledger.freed_bytes, ledger.held_bytes), (MANY as u64, 64 * MANY as u64, 0));
+        }
+        for node in [&owner, &consumer] {
+            let stats = node.stats();
+            assert_eq!((stats.storage.num_entries, stats.buffer.num_entries), (0, 0), "at once");
+            assert!(node.settle(Duration::from_secs(60)));
+            let stats = node.stats();
+            assert_eq!((stats.storage.memory.used_bytes, stats.buffer.memory.used_bytes), (0, 0), "and freed soon");
+        }
+    }
+    println!("a million claimed: {of_owner:?}, a million fetched: {of_consumer:?}");
+    // The lock is held within the call, so that no longer than that; a millisecond would do for the call.
+    assert!(of_owner.max(of_consumer) <= Duration::from_micros(100));
+}
+
+/// How often one who takes what is in the buffer got it while `work` ran.
+fn fetches_during(consumer: &Node, between: &Between, id: &ShardId, work: impl FnOnce()) -> usize {
+    let (fetches, is_over) = (AtomicUsize::new(0), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let wanted = [whole(OWNER, id, 8)];
+            while !is_over.load(Ordering::SeqCst) {
+                drop(fetch(consumer, &wanted, between).unwrap());
+                fetches.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        while fetches.load(Ordering::SeqCst) == 0 {
+            std::thread::yield_now();
+        }
+        let before = fetches.load(Ordering::SeqCst);
+        work();
+        let during = fetches.load(Ordering::SeqCst) - before;
+        is_over.store(true, Ordering::SeqCst);
+        during
+    })
+}
+
+/// The bench of the same name has the times; here the machine may be busy.
+#[test]
+fn who_fetches_while_100_000_are_removed_by_their_ids_gets_in_between() {
+    let (owner, consumer, between) = (Node::new(LIMITS), Node::new(LIMITS), Between::new(Way::Bytes));
+    between.add(OWNER, &owner);
+    let kept = fill(&owner, 1);
+    fetch_all(&consumer, &kept, &between);
+    let ids = fill(&owner, 100_000);
+    let rounds = (0..5).map(|_| {
+        fetch_all(&consumer, &ids, &between);
+        fetches_during(&consumer, &between, &kept[0], || {
+            assert_eq!(consumer.clear_buffer(Some(&ids)), 100_000);
+        })
+    });
+    let most = rounds.max().unwrap();
+    assert!(most >= 50, "{most} fetches, and there were 782 turns");
+}

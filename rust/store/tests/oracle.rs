@@ -1,0 +1,426 @@
+//! An owner and a consumer beside a model that knows no memory: whatever is done in whatever order, what is held, what is
+//! told and what every byte is are the same.
+
+mod common;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{Between, LIMITS, Way, bytes_meta, fetch, pattern, put, rows, whole};
+use proptest::prelude::*;
+use proptest::sample::Index;
+use tundish_store::{Node, Removed, Selection, Service, ShardId, StoreError, View};
+
+const OWNER: &str = "owner";
+
+#[derive(Clone, Debug)]
+enum Step {
+    Put(Vec<usize>),
+    Receive(usize, bool),
+    Remove(Vec<Index>),
+    ClearNode,
+    Claim(u64, Vec<Index>),
+    Keep(Vec<Index>),
+    Begin(u64),
+    End(u64),
+    GiveUp(u64),
+    Fetch(Vec<(Index, Option<(u64, u64)>)>),
+    ClearBuffer(Option<Vec<Index>>),
+    DropViews,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let size = prop_oneof![3 => 0usize..300, 1 => Just(20_000), 1 => Just(300_000)];
+    let some = || prop::collection::vec(any::<Index>(), 0..6);
+    let range = prop::option::weighted(0.3, (0u64..200, 0u64..100));
+    let epoch = || 0u64..6;
+    let step = prop_oneof![
+        4 => prop::collection::vec(size.clone(), 0..5).prop_map(Step::Put),
+        2 => (size, any::<bool>()).prop_map(|(size, commits)| Step::Receive(size, commits)),
+        2 => some().prop_map(Step::Remove),
+        1 => Just(Step::ClearNode),
+        3 => (epoch(), some()).prop_map(|(epoch, some)| Step::Claim(epoch, some)),
+        1 => some().prop_map(Step::Keep),
+        3 => epoch().prop_map(Step::Begin),
+        2 => epoch().prop_map(Step::End),
+        1 => (0u64..2).prop_map(Step::GiveUp),
+        8 => prop::collection::vec((any::<Index>(), range), 0..6).prop_map(Step::Fetch),
+        2 => prop::option::weighted(0.8, some()).prop_map(Step::ClearBuffer),
+        1 => Just(Step::DropViews),
+    ];
+    prop::collection::vec(step, 1..80)
+}
+
+/// Of a step, on one node.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Tally {
+    brought: u64,
+    held: u64,
+    has_ended: bool,
+}
+
+/// What is known of a node's entries: in which step each is.
+struct Side<K> {
+    entries: BTreeMap<K, (Option<u64>, u64)>,
+    tallies: BTreeMap<u64, Tally>,
+}
+
+impl<K: Ord + Clone> Side<K> {
+    fn new() -> Self {
+        Side { entries: BTreeMap::new(), tallies: BTreeMap::new() }
+    }
+
+    fn count(&mut self, epoch: Option<u64>, brought: u64, freed: u64) {
+        if let Some(epoch) = epoch {
+            let tally = self.tallies.get_mut(&epoch).unwrap();
+            tally.brought += brought;
+            tally.held = tally.held + brought - freed;
+        }
+    }
+
+    fn put(&mut self, key: K, epoch: Option<u64>, bytes: u64) {
+        self.entries.insert(key, (epoch, bytes));
+        self.count(epoch, bytes, 0);
+    }
+
+    fn take(&mut self, key: &K) -> Option<(Option<u64>, u64)> {
+        let (epoch, bytes) = self.entries.remove(key)?;
+        self.count(epoch, 0, bytes);
+        Some((epoch, bytes))
+    }
+
+    fn begin(&mut self, epoch: u64) -> bool {
+        !self.tallies.entry(epoch).or_default().has_ended
+    }
+
+    fn end(&mut self, epoch: u64) {
+        self.entries.retain(|_, (of, _)| *of != Some(epoch));
+        let tally = self.tallies.entry(epoch).or_default();
+        (tally.has_ended, tally.held) = (true, 0);
+    }
+
+    fn held(&self) -> (u64, u64) {
+        (self.entries.len() as u64, self.entries.values().map(|(_, bytes)| bytes).sum())
+    }
+}
+
+/// Of the consumer's entries.
+type Piece = (ShardId, Option<(u64, u64)>);
+
+struct World {
+    owner: Arc<Node>,
+    consumer: Arc<Node>,
+    between: Between,
+    /// All that ever were.
+    shards: Vec<(ShardId, Vec<u8>)>,
+    stored: Side<ShardId>,
+    fetched: Side<Piece>,
+    /// Steps of the consumer that have begun and not ended, the newest last.
+    begun: Vec<u64>,
+    views: Vec<(View, Vec<u8>)>,
+    hits: u64,
+    misses: u64,
+}
+
+fn taken(bytes: &[u8]) -> u64 {
+    bytes.len().next_multiple_of(64) as u64
+}
+
+impl World {
+    fn new(way: Way) -> Self {
+        let (owner, consumer, between) = (Node::new(LIMITS), Node::new(LIMITS), Between::new(way));
+        between.add(OWNER, &owner);
+        let (stored, fetched) = (Side::new(), Side::new());
+        let (shards, begun, views) = (Vec::new(), Vec::new(), Vec::new());
+        World { owner, consumer, between, shards, stored, fetched, begun, views, hits: 0, misses: 0 }
+    }
+
+    fn named(&self, some: &[Index]) -> Vec<ShardId> {
+        let mut ids = vec!["nobody.has.this".parse().unwrap()];
+        if !self.shards.is_empty() {
+            ids.extend(some.iter().map(|index| index.get(&self.shards).0.clone()));
+        }
+        ids
+    }
+
+    fn clear_pieces(&mut self, ids: &[ShardId]) -> u64 {
+        let of_these: Vec<Piece> = self.fetched.entries.keys().filter(|(id, _)| ids.contains(id)).cloned().collect();
+        of_these.iter().filter(|piece| self.fetched.take(piece).is_some()).count() as u64
+    }
+
+    fn unclaim(&mut self, ids: &[ShardId]) -> u64 {
+        let mut count = 0;
+        for id in ids {
+            if self.stored.entries.get(id).is_some_and(|(epoch, _)| epoch.is_some()) {
+                let (_, bytes) = self.stored.take(id).unwrap();
+                self.stored.put(id.clone(), None, bytes);
+                count += 1;
+            }
+        }
+        count
+    }
+
+    fn take(&mut self, step: Step) {
+        match step {
+            Step::Put(sizes) => {
+                let first = self.shards.len() as u64;
+                let tensors: Vec<_> = sizes.iter().zip(first..).map(|(size, seed)| pattern(seed, *size)).collect();
+                for (id, bytes) in put(&self.owner, &tensors).unwrap().into_iter().zip(tensors) {
+                    self.stored.put(id.clone(), None, taken(&bytes));
+                    self.shards.push((id, bytes));
+                }
+            }
+            Step::Receive(size, commits) => {
+                let id: ShardId = format!("sent.{}", self.shards.len()).parse().unwrap();
+                let bytes = pattern(self.shards.len() as u64, size);
+                let mut incoming = self.owner.receive(id.clone(), bytes_meta(size as u64)).unwrap();
+                incoming.room().copy_from_slice(&bytes);
+                if commits {
+                    incoming.commit(0).unwrap();
+                    self.stored.put(id.clone(), None, taken(&bytes));
+                }
+                self.shards.push((id, bytes));
+            }
+            Step::Remove(some) => {
+                let ids = self.named(&some);
+                let freed: Vec<u64> =
+                    ids.iter().filter_map(|id| self.stored.take(id)).map(|(_, bytes)| bytes).collect();
+                let count = freed.len() as u64;
+                let removed = Removed { cleared_count: count, num_tensors: count, total_bytes: freed.iter().sum() };
+                assert_eq!(self.owner.remove(&ids), removed);
+            }
+            Step::ClearNode => {
+                let (count, total_bytes) = self.stored.held();
+                let ids: Vec<_> = self.stored.entries.keys().cloned().collect();
+                ids.iter().for_each(|id| assert!(self.stored.take(id).is_some()));
+                let removed = Removed { cleared_count: count, num_tensors: count, total_bytes };
+                assert_eq!(self.owner.clear_node(), removed);
+            }
+            Step::Claim(epoch, some) => {
+                let ids = self.named(&some);
+                let claimed = self.owner.claim(epoch, epoch % 2, &ids);
+                if !self.stored.begin(epoch) {
+                    assert!(matches!(claimed, Err(StoreError::StepEnded { epoch: of }) if of == epoch));
+                    return;
+                }
+                let claimed = claimed.unwrap();
+                let (mut count, mut bytes) = (0, 0);
+                let (mut missing, mut others) = (Vec::new(), Vec::new());
+                for id in &ids {
+                    match self.stored.entries.get(id).copied() {
+                        Some((None, size)) => {
+                            self.stored.take(id);
+                            self.stored.put(id.clone(), Some(epoch), size);
+                            (count, bytes) = (count + 1, bytes + size);
+                        }
+                        Some((Some(of), _)) if of == epoch => {}
+                        Some(_) => others.push(id.clone()),
+                        None => missing.push(id.clone()),
+                    }
+                }
+                assert_eq!((claimed.claimed_count, claimed.total_bytes), (count, bytes));
+                assert_eq!((claimed.missing, claimed.taken), (missing, others));
+            }
+            Step::Keep(some) => {
+                let ids = self.named(&some);
+                let unclaimed = self.unclaim(&ids);
+                assert_eq!(self.owner.keep(&ids), unclaimed);
+                let of_steps: Vec<Piece> = self
+                    .fetched
+                    .entries
+                    .iter()
+                    .filter(|((id, _), (epoch, _))| ids.contains(id) && epoch.is_some())
+                    .map(|(piece, _)| piece.clone())
+                    .collect();
+                for piece in &of_steps {
+                    let (_, bytes) = self.fetched.take(piece).unwrap();
+                    self.fetched.put(piece.clone(), None, bytes);
+                }
+                assert_eq!(self.consumer.keep(&ids), of_steps.len() as u64);
+            }
+            Step::Begin(epoch) => {
+                let begun = self.consumer.begin_epoch(epoch, epoch % 2);
+                if self.fetched.begin(epoch) {
+                    begun.unwrap();
+                    if !self.begun.contains(&epoch) {
+                        self.begun.push(epoch);
+                    }
+                    assert_eq!(self.consumer.current_epoch(), Some(epoch));
+                    // As a controller does: one step after the other.
+                    while let Some(other) = self.begun.iter().find(|other| **other != epoch).copied() {
+                        self.end(other);
+                    }
+                } else {
+                    assert!(matches!(begun, Err(StoreError::StepEnded { .. })));
+                }
+            }
+            Step::End(epoch) => self.end(epoch),
+            Step::GiveUp(claimant) => {
+                self.owner.give_up(claimant);
+                self.consumer.give_up(claimant);
+                let open = |side: &BTreeMap<u64, Tally>| -> Vec<u64> {
+                    side.iter()
+                        .filter(|(epoch, tally)| **epoch % 2 == claimant && !tally.has_ended)
+                        .map(|(epoch, _)| *epoch)
+                        .collect()
+                };
+                let epochs: BTreeSet<u64> = open(&self.stored.tallies).into_iter().collect();
+                let ids: Vec<ShardId> = self
+                    .stored
+                    .entries
+                    .iter()
+                    .filter(|(_, (epoch, _))| epoch.is_some_and(|epoch| epochs.contains(&epoch)))
+                    .map(|(id, _)| id.clone())
+                    .collect();
+                self.unclaim(&ids);
+                epochs.into_iter().for_each(|epoch| self.stored.end(epoch));
+                open(&self.fetched.tallies).into_iter().for_each(|epoch| self.fetched.end(epoch));
+                self.begun.retain(|epoch| epoch % 2 != claimant);
+            }
+            Step::Fetch(some) => self.fetch(&some),
+            Step::ClearBuffer(Some(some)) => {
+                let ids = self.named(&some);
+                let count = self.clear_pieces(&ids);
+                assert_eq!(self.consumer.clear_buffer(Some(&ids)), count);
+            }
+            Step::ClearBuffer(None) => {
+                let ids: Vec<ShardId> = self.fetched.entries.keys().map(|(id, _)| id.clone()).collect();
+                let count = self.clear_pieces(&ids);
+                assert_eq!(self.consumer.clear_buffer(None), count);
+            }
+            Step::DropViews => self.views.clear(),
+        }
+    }
+
+    fn end(&mut self, epoch: u64) {
+        self.stored.end(epoch);
+        self.fetched.end(epoch);
+        self.begun.retain(|other| *other != epoch);
+        for node in [&self.owner, &self.consumer] {
+            let ledger = node.end_epoch(epoch);
+            assert!(ledger.has_ended && ledger.held_bytes == 0);
+            assert_eq!(node.end_epoch(epoch), ledger, "again, it changes nothing");
+        }
+    }
+
+    fn fetch(&mut self, some: &[(Index, Option<(u64, u64)>)]) {
+        if self.shards.is_empty() {
+            return;
+        }
+        let wanted: Vec<_> = some
+            .iter()
+            .map(|(index, range)| {
+                let (id, bytes) = index.get(&self.shards);
+                let len = bytes.len() as u64;
+                // Within what there is.
+                let range = range.map(|(start, count)| (start.min(len), (start + count).min(len)));
+                (id.clone(), range, bytes.clone())
+            })
+            .collect();
+        let epoch = self.begun.last().copied();
+        let mut unique: Vec<(Piece, u64)> = Vec::new();
+        for (id, range, bytes) in &wanted {
+            let part = range.map_or(&bytes[..], |(start, end)| &bytes[start as usize..end as usize]);
+            if !unique.iter().any(|(piece, _)| *piece == (id.clone(), *range)) {
+                unique.push(((id.clone(), *range), taken(part)));
+            }
+        }
+        // What comes in the same call counts for what is asked for after it.
+        let covers = |have: &Piece, want: &Piece| {
+            let fits = match (have.1, want.1) {
+                (None, _) => true,
+                (Some(_), None) => false,
+                (Some(have), Some(want)) => have.0 <= want.0 && want.1 <= have.1,
+            };
+            have.0 == want.0 && fits
+        };
+        let mut missed: Vec<(Piece, u64)> = Vec::new();
+        for (piece, bytes) in unique {
+            let known = self.fetched.entries.keys().chain(missed.iter().map(|(piece, _)| piece));
+            if known.into_iter().any(|have| covers(have, &piece)) {
+                self.hits += 1;
+            } else {
+                self.misses += 1;
+                missed.push((piece, bytes));
+            }
+        }
+        let asked: Vec<_> = wanted
+            .iter()
+            .map(|(id, range, bytes)| match range {
+                Some((start, end)) => rows(OWNER, id, *start..*end),
+                None => whole(OWNER, id, bytes.len() as u64),
+            })
+            .collect();
+        let views = fetch(&self.consumer, &asked, &self.between);
+        let gone: BTreeSet<&ShardId> =
+            missed.iter().map(|((id, _), _)| id).filter(|id| !self.stored.entries.contains_key(id)).collect();
+        if !gone.is_empty() {
+            let Err(StoreError::Missing { shards, .. }) = views else { panic!("{gone:?} are missing") };
+            assert_eq!(shards.iter().map(|shard| &shard.id).collect::<BTreeSet<_>>(), gone);
+            return;
+        }
+        for (view, (_, range, bytes)) in views.unwrap().into_iter().zip(wanted) {
+            let part = range.map_or(&bytes[..], |(start, end)| &bytes[start as usize..end as usize]);
+            assert_eq!(view.bytes(), part);
+            self.views.push((view, part.to_vec()));
+        }
+        for (piece, bytes) in missed {
+            self.fetched.put(piece, epoch, bytes);
+        }
+    }
+
+    fn check(&self) {
+        let (storage, buffer) = (self.owner.stats().storage, self.consumer.stats().buffer);
+        assert_eq!((storage.num_entries, storage.total_bytes), self.stored.held());
+        let unclaimed = self.stored.entries.values().filter(|(epoch, _)| epoch.is_none());
+        let (entries, bytes) = unclaimed.fold((0, 0), |(entries, sum), (_, bytes)| (entries + 1, sum + bytes));
+        assert_eq!((storage.unclaimed_entries, storage.unclaimed_bytes), (entries, bytes));
+        assert_eq!((buffer.num_entries, buffer.total_bytes), self.fetched.held());
+        assert_eq!((buffer.hits, buffer.misses, buffer.in_flight), (self.hits, self.misses, 0));
+        assert_eq!(buffer.late_inserts_refused, 0);
+        assert_eq!(self.consumer.current_epoch(), self.begun.last().copied());
+        for (node, tallies, is_owner) in
+            [(&self.owner, &self.stored.tallies, true), (&self.consumer, &self.fetched.tallies, false)]
+        {
+            for (epoch, tally) in tallies {
+                let ledger = node.ledger(*epoch).unwrap();
+                let brought = if is_owner { ledger.stored_bytes } else { ledger.fetched_bytes };
+                let told = Tally { brought, held: ledger.held_bytes, has_ended: ledger.has_ended };
+                assert_eq!(told, *tally, "step {epoch}");
+                assert_eq!(ledger.stored_bytes + ledger.fetched_bytes, ledger.held_bytes + ledger.freed_bytes);
+            }
+        }
+        for (id, bytes) in &self.shards {
+            let found = self.owner.look_up(&[Selection { id: id.clone(), rows: None }]);
+            assert_eq!(found.ok().map(|found| found[0].bytes() == bytes), self.stored.entries.get(id).map(|_| true));
+        }
+        assert!(self.views.iter().all(|(view, bytes)| view.bytes() == bytes), "views stay what they were");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(192))]
+
+    #[test]
+    fn all_that_is_held_and_told_is_what_the_model_says(
+        steps in steps(), way in prop_oneof![Just(Way::Bytes), Just(Way::Reference)],
+    ) {
+        let mut world = World::new(way);
+        for step in steps {
+            world.take(step);
+            world.check();
+        }
+        world.views.clear();
+        (0..6).for_each(|epoch| world.end(epoch));
+        world.owner.clear_node();
+        world.consumer.clear_buffer(None);
+        for node in [&world.owner, &world.consumer] {
+            prop_assert!(node.settle(Duration::from_secs(10)));
+            let stats = node.stats();
+            for memory in [stats.storage.memory, stats.buffer.memory] {
+                prop_assert_eq!((memory.used_bytes, memory.escaped_bytes), (0, 0));
+            }
+        }
+    }
+}

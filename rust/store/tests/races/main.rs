@@ -1,0 +1,306 @@
+//! The buffer and the storage under a model checker: all orders in which threads can take their locks, up to a number of
+//! times that one is held up in favour of another.
+//!
+//! Their own sources are compiled here over the checker's locks. A wake-up that is lost is a deadlock, which the checker
+//! reports.
+#![allow(dead_code, reason = "what the models do not need")]
+
+mod sync {
+    pub(crate) use loom::sync::atomic::{AtomicUsize, Ordering};
+    pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
+    pub(crate) use loom::thread::yield_now;
+}
+#[path = "../../src/buffer.rs"]
+mod buffer;
+#[path = "../../src/error.rs"]
+mod error;
+#[path = "../../src/flight.rs"]
+mod flight;
+#[path = "../../src/parts.rs"]
+mod parts;
+#[path = "../../src/shard.rs"]
+mod shard;
+#[path = "../../src/stats.rs"]
+mod stats;
+#[path = "../../src/storage.rs"]
+mod storage;
+#[path = "../../src/turnstile.rs"]
+mod turnstile;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use loom::thread;
+
+use buffer::{Asked, Buffer, Key, Ticket};
+use error::StoreError;
+use flight::{Flight, Outcome};
+use shard::ShardId;
+use storage::Storage;
+
+type Epoch = u64;
+type Claimant = u64;
+
+/// What is fetched, in place of bytes.
+type Payload = u32;
+
+const BYTES: u64 = 64;
+
+/// Explore with at most three preemptions of threads that could have gone on.
+fn check(model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.max_branches = 10_000;
+    builder.check(model);
+}
+
+fn key() -> Key {
+    Key { id: ShardId::numbered(1, 1), owner: "owner".into(), rows: None }
+}
+
+fn ask(buffer: &Buffer<Payload>, ticket: &Ticket) -> Result<Asked<Payload>, StoreError> {
+    Ok(buffer.ask(ticket, &[key()], true)?.remove(0))
+}
+
+fn lead(buffer: &Buffer<Payload>, ticket: &Ticket) -> Arc<Flight<Payload>> {
+    match ask(buffer, ticket) {
+        Ok(Asked::Leads(flight)) => flight,
+        other => panic!("nobody asked before: {other:?}"),
+    }
+}
+
+fn wait(flight: &Flight<Payload>) -> Outcome<Payload> {
+    loop {
+        if let Some(outcome) = flight.wait(Duration::MAX) {
+            return outcome;
+        }
+    }
+}
+
+/// Asks until it has it, as a consumer does; fetches it where nobody does. How often it fetched.
+fn get(buffer: &Buffer<Payload>, ticket: &Ticket, payload: Payload) -> Result<(Payload, u32), StoreError> {
+    let mut fetched = 0;
+    loop {
+        match ask(buffer, ticket)? {
+            Asked::Hit(payload, _) => return Ok((payload, fetched)),
+            Asked::Leads(flight) => {
+                fetched += 1;
+                buffer.land(&flight, payload, BYTES)?;
+            }
+            Asked::Joined(flight) => match wait(&flight) {
+                Outcome::Landed(payload, _) => return Ok((payload, fetched)),
+                Outcome::Failed(error) => return Err(error),
+                Outcome::Again => {}
+            },
+        }
+    }
+}
+
+/// Bytes and entries, fetches under way, and those that came late.
+fn standing(buffer: &Buffer<Payload>) -> ((u64, u64), u64, u64) {
+    let state = buffer.state.lock();
+    for (_, part) in state.parts.iter() {
+        assert_eq!(part.tally.brought_bytes, part.tally.freed_bytes + part.tally.held_bytes);
+    }
+    (state.parts.held(), state.counts.in_flight, state.counts.late)
+}
+
+#[test]
+fn what_lands_while_its_step_is_drained_is_drained_or_refused() {
+    check(|| {
+        let buffer = Arc::new(Buffer::new());
+        buffer.begin(7, 0).unwrap();
+        let ticket = buffer.ticket();
+        let flight = lead(&buffer, &ticket);
+        let drain = thread::spawn({
+            let buffer = Arc::clone(&buffer);
+            move || buffer.end(7).map_or(0, |part| part.tally.num_entries)
+        });
+        let landed = buffer.land(&flight, 5, BYTES);
+        let drained = drain.join().unwrap();
+        match landed {
+            Ok(()) => assert_eq!((drained, standing(&buffer)), (1, ((0, 0), 0, 0))),
+            Err(StoreError::StepEnded { epoch: 7 }) => {
+                assert_eq!((drained, standing(&buffer)), (0, ((0, 0), 0, 1)));
+                assert_eq!(buffer.state.lock().parts.past(7).unwrap().tally.late, 1);
+            }
+            Err(other) => panic!("{other}"),
+        }
+        assert!(matches!(ask(&buffer, &ticket), Err(StoreError::StepEnded { epoch: 7 })));
+    });
+}
+
+#[test]
+fn what_lands_while_it_is_removed_by_its_id_or_all_is_flushed_is_removed_or_refused() {
+    for all in [false, true] {
+        check(move || {
+            let buffer = Arc::new(Buffer::new());
+            let ticket = buffer.ticket();
+            let flight = lead(&buffer, &ticket);
+            let remover = thread::spawn({
+                let buffer = Arc::clone(&buffer);
+                move || match all {
+                    true => buffer.flush().iter().map(|part| part.tally.num_entries).sum(),
+                    false => buffer.remove(&[key().id]).0,
+                }
+            });
+            let landed = buffer.land(&flight, 5, BYTES);
+            let removed = remover.join().unwrap();
+            match landed {
+                Ok(()) => assert_eq!((removed, standing(&buffer)), (1, ((0, 0), 0, 0))),
+                Err(StoreError::Drained { .. }) => assert_eq!((removed, standing(&buffer)), (0, ((0, 0), 0, 1))),
+                Err(other) => panic!("{other}"),
+            }
+            // Who asks now asks anew.
+            drop(lead(&buffer, &ticket));
+        });
+    }
+}
+
+#[test]
+fn one_fetches_and_all_have_it() {
+    check(|| {
+        let buffer = Arc::new(Buffer::new());
+        let ticket = buffer.ticket();
+        let others: Vec<_> = (1..3)
+            .map(|payload| {
+                let (buffer, ticket) = (Arc::clone(&buffer), ticket.clone());
+                thread::spawn(move || get(&buffer, &ticket, payload).unwrap())
+            })
+            .collect();
+        let mut got = vec![get(&buffer, &ticket, 0).unwrap()];
+        got.extend(others.into_iter().map(|other| other.join().unwrap()));
+        assert!(got.iter().all(|(payload, _)| *payload == got[0].0));
+        assert_eq!(got.iter().map(|(_, fetched)| fetched).sum::<u32>(), 1);
+        assert_eq!(standing(&buffer), ((BYTES, 1), 0, 0));
+    });
+}
+
+#[test]
+fn a_failure_is_told_to_who_waits_and_to_nobody_after() {
+    check(|| {
+        let buffer = Arc::new(Buffer::new());
+        let ticket = buffer.ticket();
+        let flight = lead(&buffer, &ticket);
+        let other = thread::spawn({
+            let (buffer, ticket) = (Arc::clone(&buffer), ticket.clone());
+            move || get(&buffer, &ticket, 5)
+        });
+        buffer.fail(&flight, Outcome::Failed(StoreError::Invalid("broken".to_owned())));
+        match other.join().unwrap() {
+            Ok((5, 1)) => assert_eq!(standing(&buffer), ((BYTES, 1), 0, 0)),
+            Err(StoreError::Invalid(reason)) => {
+                assert_eq!((reason.as_str(), standing(&buffer)), ("broken", ((0, 0), 0, 0)))
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(get(&buffer, &ticket, 5).unwrap().0, 5);
+    });
+}
+
+#[test]
+fn who_waits_for_a_fetcher_that_gave_up_fetches_itself() {
+    check(|| {
+        let buffer = Arc::new(Buffer::new());
+        let ticket = buffer.ticket();
+        let flight = lead(&buffer, &ticket);
+        let other = thread::spawn({
+            let (buffer, ticket) = (Arc::clone(&buffer), ticket.clone());
+            move || get(&buffer, &ticket, 5).unwrap()
+        });
+        buffer.fail(&flight, Outcome::Again);
+        assert_eq!(other.join().unwrap(), (5, 1));
+        assert_eq!(standing(&buffer), ((BYTES, 1), 0, 0));
+    });
+}
+
+#[test]
+fn who_waits_for_what_is_removed_learns_of_it() {
+    check(|| {
+        let buffer = Arc::new(Buffer::new());
+        let ticket = buffer.ticket();
+        let flight = lead(&buffer, &ticket);
+        let Ok(Asked::Joined(joined)) = ask(&buffer, &ticket) else { panic!("it is under way") };
+        let remover = thread::spawn({
+            let buffer = Arc::clone(&buffer);
+            move || drop(buffer.remove(&[key().id]))
+        });
+        let waiter = thread::spawn(move || wait(&joined));
+        let landed = buffer.land(&flight, 5, BYTES);
+        remover.join().unwrap();
+        match (landed, waiter.join().unwrap()) {
+            (Ok(()), Outcome::Landed(5, None)) => {}
+            (Err(StoreError::Drained { .. }), Outcome::Failed(StoreError::Drained { .. })) => {}
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(standing(&buffer).0, (0, 0));
+    });
+}
+
+#[test]
+fn a_later_step_that_waits_for_an_ended_ones_fetch_fetches_for_itself() {
+    check(|| {
+        let buffer = Arc::new(Buffer::new());
+        buffer.begin(1, 0).unwrap();
+        let flight = lead(&buffer, &buffer.ticket());
+        buffer.begin(2, 0).unwrap();
+        let later = buffer.ticket();
+        let other = thread::spawn({
+            let (buffer, later) = (Arc::clone(&buffer), later.clone());
+            move || get(&buffer, &later, 6).unwrap()
+        });
+        let drain = thread::spawn({
+            let buffer = Arc::clone(&buffer);
+            move || drop(buffer.end(1))
+        });
+        let landed = buffer.land(&flight, 5, BYTES);
+        drain.join().unwrap();
+        let (payload, fetched) = other.join().unwrap();
+        assert!(matches!((payload, fetched), (5, 0) | (6, 1)), "{payload} {fetched}");
+        assert!(fetched == 1 || landed.is_ok());
+        assert_eq!(standing(&buffer).0, (BYTES * u64::from(fetched), u64::from(fetched)));
+        drop(buffer.end(2));
+        assert_eq!(standing(&buffer).0, (0, 0));
+    });
+}
+
+#[test]
+fn a_shard_that_is_claimed_while_its_step_ends_is_freed_or_left_unclaimed() {
+    check(|| {
+        let storage = Arc::new(Storage::<Payload>::new(9));
+        let ids = storage.put(vec![(1, BYTES), (2, BYTES)]);
+        storage.claim(3, 0, &ids[..1]).unwrap();
+        let ending = thread::spawn({
+            let storage = Arc::clone(&storage);
+            move || storage.end(3).map_or(0, |part| part.tally.num_entries)
+        });
+        let claimed = storage.claim(3, 0, &ids[1..]);
+        let ended = ending.join().unwrap();
+        let left = storage.state.lock().parts.held().1;
+        match claimed {
+            Ok(claimed) => assert_eq!((claimed.claimed_count, ended, left), (1, 2, 0)),
+            Err(StoreError::StepEnded { epoch: 3 }) => assert_eq!((ended, left), (1, 1)),
+            Err(other) => panic!("{other}"),
+        }
+        assert_eq!(storage.get(&ids[..1]).unwrap_err()[0].was_removed, true);
+        assert_eq!(storage.state.lock().parts.past(3).unwrap().tally.held_bytes, 0);
+    });
+}
+
+#[test]
+fn a_shard_that_is_looked_up_while_it_is_claimed_and_given_up_is_always_there() {
+    check(|| {
+        let storage = Arc::new(Storage::<Payload>::new(9));
+        let ids = storage.put(vec![(1, BYTES)]);
+        let claiming = thread::spawn({
+            let (storage, ids) = (Arc::clone(&storage), ids.clone());
+            move || {
+                storage.claim(3, 0, &ids).unwrap();
+                storage.unclaim_all(3);
+            }
+        });
+        assert_eq!(storage.get(&ids).unwrap(), [1]);
+        claiming.join().unwrap();
+        assert_eq!(storage.state.lock().parts.unclaimed().tally.held_bytes, BYTES);
+    });
+}
