@@ -40,30 +40,26 @@ fn thread_time() -> Duration {
 fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
     let (owner, consumer, between) = (Node::new(LIMITS), Node::new(LIMITS), Between::new(Way::Bytes));
     between.add(OWNER, &owner);
-    let rounds = 2;
-    let (mut of_owner, mut of_consumer) = (Duration::MAX, Duration::MAX);
-    for epoch in 0..rounds {
-        consumer.begin_epoch(epoch, 0).unwrap();
-        let ids = fill(&owner, MANY);
-        assert_eq!(owner.claim(epoch, 0, &ids).unwrap().claimed_count, MANY as u64);
-        fetch_all(&consumer, &ids, &between);
-        for (node, time) in [(&owner, &mut of_owner), (&consumer, &mut of_consumer)] {
-            let begin = thread_time();
-            let ledger = node.end_epoch(epoch);
-            *time = (thread_time() - begin).min(*time);
-            assert_eq!((ledger.num_entries, ledger.freed_bytes, ledger.held_bytes), (MANY as u64, 64 * MANY as u64, 0));
-        }
-        for node in [&owner, &consumer] {
-            let stats = node.stats();
-            assert_eq!((stats.storage.num_entries, stats.buffer.num_entries), (0, 0), "at once");
-            assert!(node.settle(Duration::from_secs(60)));
-            let stats = node.stats();
-            assert_eq!((stats.storage.memory.used_bytes, stats.buffer.memory.used_bytes), (0, 0), "and freed soon");
-        }
+    consumer.begin_epoch(1, 0).unwrap();
+    let ids = fill(&owner, MANY);
+    assert_eq!(owner.claim(1, 0, &ids).unwrap().claimed_count, MANY as u64);
+    fetch_all(&consumer, &ids, &between);
+    let times = [&owner, &consumer].map(|node| {
+        let begin = thread_time();
+        let ledger = node.end_epoch(1);
+        let time = thread_time() - begin;
+        assert_eq!((ledger.num_entries, ledger.freed_bytes, ledger.held_bytes), (MANY as u64, 64 * MANY as u64, 0));
+        time
+    });
+    for node in [&owner, &consumer] {
+        let stats = node.stats();
+        assert_eq!((stats.storage.num_entries, stats.buffer.num_entries), (0, 0), "at once");
+        assert!(node.settle(Duration::from_secs(60)));
+        let stats = node.stats();
+        assert_eq!((stats.storage.memory.used_bytes, stats.buffer.memory.used_bytes), (0, 0), "and freed soon");
     }
-    println!("a million claimed: {of_owner:?}, a million fetched: {of_consumer:?}");
     // The lock is held within the call, so that no longer than that; a millisecond would do for the call.
-    assert!(of_owner.max(of_consumer) <= Duration::from_micros(100));
+    assert!(times.iter().all(|time| *time <= Duration::from_micros(100)), "{times:?}");
 }
 
 /// How often one who takes what is in the buffer got it while `work` ran.

@@ -282,7 +282,7 @@ fn a_shard_that_is_claimed_while_its_step_ends_is_freed_or_left_unclaimed() {
             Err(StoreError::StepEnded { epoch: 3 }) => assert_eq!((ended, left), (1, 1)),
             Err(other) => panic!("{other}"),
         }
-        assert_eq!(storage.get(&ids[..1]).unwrap_err()[0].was_removed, true);
+        assert!(storage.get(&ids[..1]).unwrap_err()[0].was_removed);
         assert_eq!(storage.state.lock().parts.past(3).unwrap().tally.held_bytes, 0);
     });
 }

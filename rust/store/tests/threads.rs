@@ -1,0 +1,271 @@
+//! Several threads at one node, and transports that fail, hang or panic.
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+use common::{Between, LIMITS, Way, fetch, pattern, put, whole, within};
+use tundish_store::{Limits, Node, Patience, Service, ShardId, StoreError, Wanted};
+
+const OWNER: &str = "owner";
+
+fn pair(tensors: &[Vec<u8>]) -> (Arc<Node>, Arc<Node>, Between, Vec<ShardId>) {
+    let (owner, consumer) = (Node::new(LIMITS), Node::new(LIMITS));
+    let between = Between::new(Way::Bytes);
+    between.add(OWNER, &owner);
+    let ids = put(&owner, tensors).unwrap();
+    (owner, consumer, between, ids)
+}
+
+fn wait_until(what: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !what() {
+        assert!(Instant::now() < deadline, "it does not come to it");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn each_shard_is_fetched_once_however_many_threads_ask() {
+    let tensors: Vec<_> = (0..300).map(|seed| pattern(seed, 1000 + seed as usize)).collect();
+    let (_, consumer, mut between, ids) = pair(&tensors);
+    between.before = Box::new(|_| {
+        std::thread::sleep(Duration::from_millis(5));
+        Ok(())
+    });
+    let barrier = Barrier::new(8);
+    std::thread::scope(|scope| {
+        for thread in 0..8usize {
+            let (consumer, between, ids, tensors, barrier) = (&consumer, &between, &ids, &tensors, &barrier);
+            scope.spawn(move || {
+                // Each begins elsewhere, so that all of them fetch some and wait for some.
+                let order: Vec<usize> = (0..300).map(|index| (index + 37 * thread) % 300).collect();
+                barrier.wait();
+                for some in order.chunks(60) {
+                    let wanted: Vec<_> =
+                        some.iter().map(|index| whole(OWNER, &ids[*index], tensors[*index].len() as u64)).collect();
+                    let views = fetch(consumer, &wanted, between).unwrap();
+                    assert!(views.iter().zip(some).all(|(view, index)| view.bytes() == tensors[*index]));
+                }
+            });
+        }
+    });
+    assert_eq!(between.shards.load(Ordering::SeqCst), 300);
+    let stats = consumer.stats().buffer;
+    assert_eq!((stats.num_entries, stats.misses, stats.hits, stats.in_flight), (300, 300, 7 * 300, 0));
+}
+
+#[test]
+fn a_failure_is_told_to_all_who_wait_and_the_next_asks_anew() {
+    let (_, consumer, mut between, ids) = pair(&[vec![1; 100]]);
+    let owner: Arc<str> = OWNER.into();
+    let error = StoreError::Unreachable { id: ids[0].clone(), owner, reason: "connection refused".to_owned() };
+    let goes_on = Arc::new(AtomicBool::new(false));
+    between.before = Box::new({
+        let (error, goes_on) = (error.clone(), Arc::clone(&goes_on));
+        move |number| {
+            wait_until(|| goes_on.load(Ordering::SeqCst));
+            if number == 0 { Err(error.clone()) } else { Ok(()) }
+        }
+    });
+    let wanted = [whole(OWNER, &ids[0], 100)];
+    std::thread::scope(|scope| {
+        let fetchers: Vec<_> = (0..4).map(|_| scope.spawn(|| fetch(&consumer, &wanted, &between).map(drop))).collect();
+        // One fetches and three wait for it.
+        wait_until(|| consumer.stats().buffer.hits == 3);
+        goes_on.store(true, Ordering::SeqCst);
+        for fetcher in fetchers {
+            assert!(matches!(fetcher.join().unwrap(), Err(StoreError::Unreachable { .. })));
+        }
+    });
+    assert_eq!(between.requests.load(Ordering::SeqCst), 1);
+    assert_eq!(fetch(&consumer, &wanted, &between).unwrap()[0].bytes(), [1; 100]);
+}
+
+#[test]
+fn who_waits_for_a_fetcher_that_is_called_off_or_panics_fetches_itself() {
+    for panics in [false, true] {
+        let (_, consumer, mut between, ids) = pair(&[vec![1; 100]]);
+        let goes_on = Arc::new(AtomicBool::new(false));
+        between.before = Box::new({
+            let goes_on = Arc::clone(&goes_on);
+            move |number| {
+                if number > 0 {
+                    return Ok(());
+                }
+                wait_until(|| goes_on.load(Ordering::SeqCst));
+                assert!(!panics, "as a transport never should");
+                Err(StoreError::Interrupted)
+            }
+        });
+        let wanted = [whole(OWNER, &ids[0], 100)];
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| fetch(&consumer, &wanted, &between).map(drop));
+            wait_until(|| between.requests.load(Ordering::SeqCst) == 1);
+            let second = scope.spawn(|| fetch(&consumer, &wanted, &between).unwrap()[0].bytes().to_vec());
+            wait_until(|| consumer.stats().buffer.hits == 1);
+            goes_on.store(true, Ordering::SeqCst);
+            match first.join() {
+                Ok(outcome) => assert!(matches!(outcome, Err(StoreError::Interrupted)) && !panics),
+                Err(_) => assert!(panics),
+            }
+            assert_eq!(second.join().unwrap(), [1; 100]);
+        });
+        assert_eq!(consumer.stats().buffer.in_flight, 0);
+    }
+}
+
+#[test]
+fn what_comes_after_its_step_has_ended_is_refused_counted_and_told() {
+    for by_id in [false, true] {
+        let (owner, consumer, mut between, ids) = pair(&[vec![1; 500_000], vec![2; 500_000]]);
+        consumer.begin_epoch(5, 1).unwrap();
+        between.after = Box::new({
+            let (consumer, ids) = (Arc::clone(&consumer), ids.clone());
+            // The first request's bytes are in their room, and then the drain comes.
+            move |number| {
+                if number == 0 && by_id {
+                    consumer.clear_buffer(Some(&ids));
+                } else if number == 0 {
+                    consumer.end_epoch(5);
+                }
+                Ok(())
+            }
+        });
+        let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 500_000)).collect();
+        let error = fetch(&consumer, &wanted, &between).unwrap_err();
+        match by_id {
+            true => assert!(matches!(error, StoreError::Drained { .. })),
+            false => assert!(matches!(error, StoreError::StepEnded { epoch: 5 })),
+        }
+        let stats = consumer.stats().buffer;
+        assert_eq!((stats.num_entries, stats.total_bytes, stats.late_inserts_refused), (0, 0, 1));
+        assert_eq!(consumer.ledger(5).unwrap().late_inserts_refused, 1);
+        assert_eq!((stats.memory.used_bytes, stats.in_flight), (0, 0), "nothing of it is left");
+        fetch(&consumer, &wanted, &between).unwrap();
+        drop(owner);
+    }
+}
+
+#[test]
+fn steps_that_have_ended_take_nothing_more() {
+    let (owner, consumer, between, ids) = pair(&[vec![1; 100]]);
+    consumer.begin_epoch(1, 1).unwrap();
+    consumer.end_epoch(1);
+    assert!(matches!(consumer.begin_epoch(1, 1), Err(StoreError::StepEnded { epoch: 1 })));
+    owner.end_epoch(2);
+    assert!(matches!(owner.claim(2, 1, &ids), Err(StoreError::StepEnded { epoch: 2 })));
+    assert_eq!(owner.stats().storage.num_entries, 1);
+    fetch(&consumer, &[whole(OWNER, &ids[0], 100)], &between).unwrap();
+}
+
+#[test]
+fn all_owners_are_asked_at_once_and_one_that_fails_calls_the_others_off() {
+    let consumer = Node::new(LIMITS);
+    let mut between = Between::new(Way::Bytes);
+    let owners: Vec<_> = (0..6).map(|_| Node::new(LIMITS)).collect();
+    let mut wanted: Vec<Wanted> = Vec::new();
+    for (number, owner) in owners.iter().enumerate() {
+        let address = format!("owner{number}");
+        between.add(&address, owner);
+        let id = put(owner, &[vec![number as u8; 1000]]).unwrap().remove(0);
+        wanted.push(whole(&address, &id, 1000));
+    }
+    let all = Arc::new(Barrier::new(6));
+    between.before = Box::new({
+        let all = Arc::clone(&all);
+        move |_| {
+            all.wait();
+            Ok(())
+        }
+    });
+    let views = fetch(&consumer, &wanted, &between).unwrap();
+    assert!(views.iter().enumerate().all(|(number, view)| view.bytes() == [number as u8; 1000]));
+    consumer.clear_buffer(None);
+    between.before = Box::new(move |number| match number % 6 {
+        0 => Err(StoreError::Invalid("broken".to_owned())),
+        _ => Ok(()),
+    });
+    assert!(matches!(fetch(&consumer, &wanted, &between), Err(StoreError::Invalid(_))));
+    between.before = Box::new(|_| Ok(()));
+    assert_eq!(fetch(&consumer, &wanted, &between).unwrap().len(), 6);
+}
+
+#[test]
+fn ctrl_c_ends_a_wait_for_another_threads_fetch_and_so_does_the_deadline() {
+    let (_, consumer, mut between, ids) = pair(&[vec![1; 100]]);
+    let goes_on = Arc::new(AtomicBool::new(false));
+    between.before = Box::new({
+        let goes_on = Arc::clone(&goes_on);
+        move |_| {
+            wait_until(|| goes_on.load(Ordering::SeqCst));
+            Ok(())
+        }
+    });
+    let wanted = [whole(OWNER, &ids[0], 100)];
+    std::thread::scope(|scope| {
+        scope.spawn(|| fetch(&consumer, &wanted, &between).unwrap());
+        wait_until(|| between.requests.load(Ordering::SeqCst) == 1);
+        let begin = Instant::now();
+        let mut go_on = || if begin.elapsed().as_millis() > 50 { Err(StoreError::Interrupted) } else { Ok(()) };
+        let mut patience = Patience::new(begin + Duration::from_secs(60), &mut go_on);
+        assert!(matches!(consumer.fetch(&wanted, &between, &mut patience), Err(StoreError::Interrupted)));
+        let late = within(0.1, |patience| consumer.fetch(&wanted, &between, patience)).unwrap_err();
+        assert!(matches!(late, StoreError::TimedOut { .. }) && begin.elapsed() < Duration::from_secs(10));
+        goes_on.store(true, Ordering::SeqCst);
+    });
+}
+
+#[test]
+fn whatever_threads_do_at_once_nothing_is_left_and_no_byte_is_another() {
+    let limits = Limits { storage_bytes: 64 << 20, buffer_bytes: 64 << 20 };
+    let (owner, consumer) = (Node::new(limits), Node::new(limits));
+    let between = Between::new(Way::Bytes);
+    between.add(OWNER, &owner);
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for thread in 0..3u64 {
+            let (owner, consumer, between, is_over) = (&owner, &consumer, &between, &is_over);
+            scope.spawn(move || {
+                for round in 0.. {
+                    if is_over.load(Ordering::SeqCst) {
+                        break;
+                    }
+                    let sizes = [100, 70_000, 400_000];
+                    let tensors: Vec<_> = sizes.iter().map(|size| pattern(round * 3 + thread, *size)).collect();
+                    let ids = put(owner, &tensors).unwrap();
+                    let wanted: Vec<_> =
+                        ids.iter().zip(sizes).map(|(id, size)| whole(OWNER, id, size as u64)).collect();
+                    match fetch(consumer, &wanted, between) {
+                        Ok(views) => assert!(views.iter().zip(&tensors).all(|(view, bytes)| view.bytes() == bytes)),
+                        Err(StoreError::StepEnded { .. }) => {}
+                        Err(other) => panic!("{other}"),
+                    }
+                    consumer.clear_buffer(Some(&ids));
+                    owner.remove(&ids);
+                }
+            });
+        }
+        let end = Instant::now() + Duration::from_secs(2);
+        for epoch in 0.. {
+            consumer.begin_epoch(epoch, 0).unwrap();
+            std::thread::sleep(Duration::from_millis(2));
+            consumer.end_epoch(epoch);
+            if Instant::now() > end {
+                break;
+            }
+        }
+        is_over.store(true, Ordering::SeqCst);
+    });
+    for node in [owner, consumer] {
+        assert!(node.settle(Duration::from_secs(10)));
+        let stats = node.stats();
+        assert_eq!((stats.storage.num_entries, stats.buffer.num_entries, stats.buffer.in_flight), (0, 0, 0));
+        for memory in [stats.storage.memory, stats.buffer.memory] {
+            assert_eq!((memory.used_bytes, memory.escaped_bytes), (0, 0));
+            assert!(memory.high_water_bytes <= memory.limit_bytes && memory.idle_bytes <= memory.limit_bytes);
+        }
+    }
+}
