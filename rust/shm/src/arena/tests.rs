@@ -14,6 +14,7 @@ enum Step {
     Lease(usize),
     EndLease(usize),
     Limit(usize),
+    Trim(usize),
     Look,
 }
 
@@ -24,6 +25,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         2 => any::<usize>().prop_map(Step::Lease),
         2 => any::<usize>().prop_map(Step::EndLease),
         1 => (0usize..2_000_000).prop_map(Step::Limit),
+        1 => (0usize..2_000_000).prop_map(Step::Trim),
         1 => Just(Step::Look),
     ];
     prop::collection::vec(step, 1..60)
@@ -42,7 +44,7 @@ proptest! {
     /// used again, each use has a generation of its own, and no more is kept than may be.
     #[test]
     fn segments_are_used_by_one_at_a_time_and_kept_within_the_limit(
-        steps in steps(), purpose in prop_oneof![Just(Use::Arrays), Just(Use::Messages)],
+        steps in steps(), purpose in prop_oneof![Just(Use::Arrays), Just(Use::Messages), Just(Use::Slabs)],
     ) {
         let arena = Arena::new(purpose, 1 << 20);
         let (mut limit, mut used) = (1 << 20, Vec::<Segment>::new());
@@ -69,6 +71,10 @@ proptest! {
                 Step::Limit(bytes) => {
                     limit = bytes;
                     arena.set_limit(bytes);
+                }
+                Step::Trim(bytes) => {
+                    arena.trim(bytes);
+                    prop_assert!(arena.last_stats().cached <= bytes);
                 }
                 _ => {}
             }
@@ -97,6 +103,45 @@ fn an_array_takes_hardly_more_than_its_bytes_and_a_message_finds_what_another_si
     let identity = first.address().identity;
     arena.give_back(first);
     assert_eq!(take(&arena, 900_000).address().identity, identity);
+
+    let arena = Arena::new(Use::Slabs, 1 << 30);
+    let first = take(&arena, 10_000_000);
+    assert!(first.size() <= 10_000_000 + 2 * DATA_START);
+    let identity = first.address().identity;
+    arena.give_back(first);
+    assert_ne!(take(&arena, 7_900_000).address().identity, identity);
+    assert_eq!(take(&arena, 8_100_000).address().identity, identity);
+}
+
+#[test]
+#[allow(unsafe_code)]
+fn a_segment_is_filled_in_parts_and_nobody_sees_what_is_written_to_a_private_mapping_of_it() {
+    let arena = Arena::new(Use::Slabs, 1 << 30);
+    // Fresh pages, and used ones.
+    for generation in 1..3 {
+        let mut segment = arena.take(1 << 20, false, &mut || Ok(())).unwrap();
+        assert_eq!(segment.address().generation, generation);
+        for (at, byte) in [(0, 1u8), (300_000, 2), ((1 << 20) - 7, 3)] {
+            // SAFETY: seven bytes that live.
+            unsafe { segment.fill_at(at, [byte; 7].as_ptr(), 7, &mut || Ok(())) }.unwrap();
+        }
+        segment.publish(1 << 20, &[]).unwrap();
+        let views: Vec<_> = (0..2).map(|_| segment.private(400_000).unwrap()).collect();
+        views[0].populate(299_990, 20);
+        // SAFETY: within the data, which live as long as the segment and the views.
+        unsafe {
+            views[0].data().add(300_000).write(9);
+            let at = |data: *mut u8| [data.read(), data.add(300_000).read(), data.add(300_006).read()];
+            assert_eq!(at(views[0].data()), [1, 9, 2]);
+            assert_eq!(at(views[1].data()), [1, 2, 2]);
+            assert_eq!(at(segment.data()), [1, 2, 2]);
+            assert_eq!(segment.data().add((1 << 20) - 1).read(), 3);
+        }
+        arena.give_back(segment);
+        assert!(arena.stats().escaped > 0, "a private mapping is a lease");
+        drop(views);
+        assert!(arena.stats().cached > 0 && arena.stats().escaped == 0);
+    }
 }
 
 #[test]

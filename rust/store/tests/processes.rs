@@ -1,0 +1,224 @@
+//! Nodes in several processes: children made by `fork`, and consumers that read an owner's memory and are killed.
+#![cfg(target_os = "linux")]
+#![allow(unsafe_code, reason = "it forks")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use common::{Between, LIMITS, Way, bytes_meta, fetch, overwrite, pattern, put, whole, within};
+use tundish_store::{Node, Patience, Receiver, Reference, Selection, Service, ShardId, StoreError, Transport, View};
+
+const OWNER: &str = "owner";
+const LEN: usize = 300_000;
+
+/// A child process, killed at the end at the latest.
+struct Child(libc::pid_t);
+
+impl Child {
+    fn start(life: impl FnOnce()) -> Self {
+        // SAFETY: the child runs `life` alone and ends itself; memory may be asked for after a fork by glibc's promise.
+        match unsafe { libc::fork() } {
+            0 => {
+                let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(life));
+                // SAFETY: ends the child without running the parent's code in it.
+                unsafe { libc::_exit(i32::from(outcome.is_err())) }
+            }
+            pid => Child(pid),
+        }
+    }
+
+    /// Waits for its own end: its status.
+    fn join(self) -> i32 {
+        let mut status = 0;
+        // SAFETY: a child of this process that nobody else waits for.
+        assert_eq!(unsafe { libc::waitpid(self.0, &raw mut status, 0) }, self.0);
+        std::mem::forget(self);
+        status
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        // SAFETY: a child that was not waited for, so its number is its own.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, std::ptr::null_mut(), 0);
+        }
+    }
+}
+
+/// Mappings and descriptors that this process has of memory without a name.
+fn held() -> (usize, usize) {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let descriptors = std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| {
+        std::fs::read_link(entry.ok()?.path()).ok().filter(|path| path.to_string_lossy().contains("memfd:tundish"))
+    });
+    (maps.lines().filter(|line| line.contains("memfd:tundish")).count(), descriptors.count())
+}
+
+#[test]
+fn a_child_starts_empty_and_its_parent_notices_nothing() {
+    let node = Node::of_process();
+    assert!(Arc::ptr_eq(&node, &Node::of_process()));
+    let owner = Node::new(LIMITS);
+    let between = Between::new(Way::Bytes);
+    between.add(OWNER, &owner);
+    let stored = put(&node, &[pattern(1, LEN)]).unwrap();
+    let lent = put(&owner, &[pattern(2, LEN)]).unwrap();
+    node.begin_epoch(1, 0).unwrap();
+    let views = fetch(&node, &[whole(OWNER, &lent[0], LEN as u64)], &between).unwrap();
+    let before = node.stats();
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        // Whatever lock it holds at the fork, nobody lets go of in the child.
+        scope.spawn(|| {
+            while !is_over.load(Ordering::SeqCst) {
+                let ids = put(&node, &[vec![3; 1000]]).unwrap();
+                node.remove(&ids);
+            }
+        });
+        for _ in 0..20 {
+            let child = Child::start(|| {
+                Node::forget_inherited();
+                let own = Node::of_process();
+                let stats = own.stats();
+                assert_eq!((stats.storage.num_entries, stats.buffer.num_entries, stats.current_epoch), (0, 0, None));
+                assert!(matches!(own.look_up(&[select(&stored[0])]), Err(StoreError::Missing { .. })));
+                let ids = put(&own, &[pattern(4, LEN)]).unwrap();
+                assert_eq!(own.look_up(&[select(&ids[0])]).unwrap()[0].bytes(), pattern(4, LEN));
+                // What the parent handed out is the child's to read and to write, and nobody sees it.
+                assert_eq!(views[0].bytes(), pattern(2, LEN));
+                overwrite(&views[0], 9);
+                assert_eq!(own.remove(&ids).cleared_count, 1);
+            });
+            assert_eq!(child.join(), 0);
+        }
+        is_over.store(true, Ordering::SeqCst);
+    });
+    assert_eq!(views[0].bytes(), pattern(2, LEN));
+    let after = node.stats();
+    assert_eq!((after.storage.num_entries, after.buffer), (before.storage.num_entries, before.buffer));
+    // With nobody at the locks, a child lets go of what its parent's store has.
+    let child = Child::start(|| {
+        let before = held();
+        Node::forget_inherited();
+        let after = held();
+        assert!(after.0 < before.0 && after.1 < before.1, "{before:?} {after:?}");
+    });
+    assert_eq!(child.join(), 0);
+    node.end_epoch(1);
+    drop(views);
+    node.clear_node();
+    assert_eq!(node.stats().storage.memory.used_bytes, 0);
+    wait_for_the_last_view(&node);
+}
+
+fn select(id: &ShardId) -> Selection {
+    Selection { id: id.clone(), rows: None }
+}
+
+/// What an owner answers to a consumer on its node.
+struct Answer(Vec<Reference>);
+
+impl Transport for Answer {
+    fn fetch(
+        &self,
+        _owner: &Arc<str>,
+        wanted: &[Selection],
+        receiver: &mut dyn Receiver,
+        patience: &mut Patience<'_>,
+    ) -> Result<(), StoreError> {
+        assert_eq!(wanted.len(), self.0.len());
+        for (index, reference) in self.0.iter().enumerate() {
+            receiver.attach(index, &bytes_meta(LEN as u64), reference, None, patience)?;
+        }
+        Ok(())
+    }
+}
+
+fn references(owner: &Node, ids: &[ShardId]) -> Answer {
+    let outgoing = owner.look_up(&ids.iter().map(select).collect::<Vec<_>>()).unwrap();
+    Answer(outgoing.iter().map(|outgoing| outgoing.reference().unwrap()).collect())
+}
+
+fn fetch_by(node: &Node, ids: &[ShardId], answer: &Answer) -> Result<Vec<View>, StoreError> {
+    let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, LEN as u64)).collect();
+    within(20.0, |patience| node.fetch(&wanted, answer, patience))
+}
+
+/// Also of children that other tests have forked meanwhile.
+fn wait_for_the_last_view(owner: &Node) {
+    let begin = Instant::now();
+    while owner.stats().storage.memory.escaped_bytes > 0 {
+        assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", owner.stats().storage.memory);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_consumer_that_is_killed_holds_nothing_any_more() {
+    let owner = Node::new(LIMITS);
+    let ids = put(&owner, &[pattern(1, LEN), pattern(2, LEN)]).unwrap();
+    let answer = references(&owner, &ids);
+    let mut pipe = [0; 2];
+    // SAFETY: an array of two.
+    assert_eq!(unsafe { libc::pipe(pipe.as_mut_ptr()) }, 0);
+    let child = Child::start(|| {
+        let consumer = Node::new(LIMITS);
+        let views = fetch_by(&consumer, &ids, &answer).unwrap();
+        assert_eq!((views[0].bytes(), views[1].bytes()), (&pattern(1, LEN)[..], &pattern(2, LEN)[..]));
+        overwrite(&views[0], 0);
+        assert_eq!(consumer.stats().buffer.memory.used_bytes, 0, "it is the owner's memory");
+        // SAFETY: one byte, and then to be killed.
+        unsafe {
+            libc::write(pipe[1], [1u8].as_ptr().cast(), 1);
+            libc::sleep(60);
+        }
+    });
+    let mut byte = [0u8; 1];
+    // SAFETY: one byte, and the pipe's ends are this test's.
+    unsafe {
+        assert_eq!(libc::read(pipe[0], byte.as_mut_ptr().cast(), 1), 1);
+        pipe.iter().for_each(|descriptor| assert_eq!(libc::close(*descriptor), 0));
+    }
+    assert_eq!(owner.look_up(&[select(&ids[0])]).unwrap()[0].bytes(), pattern(1, LEN));
+    owner.remove(&ids);
+    let memory = owner.stats().storage.memory;
+    assert!(memory.used_bytes == 0 && memory.escaped_bytes >= 2 * LEN as u64, "{memory:?}");
+    drop(child);
+    wait_for_the_last_view(&owner);
+    assert!(owner.stats().storage.memory.idle_bytes >= 2 * LEN as u64);
+}
+
+#[test]
+fn a_reference_that_is_old_or_wrong_leads_to_nothing() {
+    let owner = Node::new(LIMITS);
+    let ids = put(&owner, &[pattern(1, LEN)]).unwrap();
+    let good = references(&owner, &ids).0[0];
+    let consumer = Node::new(LIMITS);
+    let refused = |reference: Reference| {
+        let error = fetch_by(&consumer, &ids, &Answer(vec![reference])).unwrap_err();
+        assert!(matches!(error, StoreError::Memory(_) | StoreError::Corrupt { .. }), "{error}");
+        assert_eq!(consumer.stats().buffer.num_entries, 0);
+    };
+    refused(Reference { offset: 1 << 40, ..good });
+    refused(Reference { offset: u64::MAX - 5, ..good });
+    refused(Reference { len: LEN as u64 + 1, ..good });
+    let mut elsewhere = good;
+    elsewhere.address.identity += 1;
+    refused(elsewhere);
+    elsewhere = good;
+    elsewhere.address.descriptor = 0;
+    refused(elsewhere);
+    drop(fetch_by(&consumer, &ids, &Answer(vec![good])).unwrap());
+    consumer.clear_buffer(None);
+    // Removed, and then its memory used again.
+    owner.remove(&ids);
+    wait_for_the_last_view(&owner);
+    refused(good);
+    put(&owner, &[pattern(2, LEN)]).unwrap();
+    refused(good);
+}
