@@ -5,6 +5,7 @@ They come from the fork server of the tests, so that one costs tenths of a secon
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -34,6 +35,8 @@ class PeerError(Exception):
 
 def _serve(connection: Connection, options: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What the fork server imported is never garbage, and to look through it takes long.
+    gc.freeze()
     modules: dict[str, Any] = {}
     server = td.rtensor.serve(**options)
     connection.send(server.addr)

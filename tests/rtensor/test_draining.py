@@ -132,18 +132,32 @@ def test_steps_are_numbered_on_by_the_next_controller(owners: list[Peer], consum
     assert numbers == sorted(set(numbers))
 
 
-def test_a_fetch_in_no_step_is_warned_of_and_left(
+def test_what_is_fetched_between_steps_is_drained_too(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    fetch_everywhere(handles, consumers)
+    for _ in range(2):
+        with controller.step():
+            assert entries(consumers) == [(0, 2)] * 3
+        assert entries(consumers) == [(0, 0)] * 3
+        fetch_everywhere(handles, consumers)
+    assert not caplog.records
+
+
+def test_what_is_left_is_warned_of(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     handles = owners[0].call(told.make, 2, 10)
     with controller.step():
         pass
-    consumers[1].call(told.sums, handles)
     with controller.step():
-        pass
+        consumers[1].call(told.sums_in_step_of_its_own, handles, 123_456)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     text = record.getMessage()
     assert "rank 0 (critic)" in text and consumers[1].addr in text and "2 entries" in text and "bytes" in text
+    assert "the oldest of step 123456" in text
+    consumers[1].call(told.end, 123_456)
 
 
 def test_tensors_that_outlive_the_step_are_warned_of(
@@ -164,7 +178,7 @@ def test_a_step_that_raises_is_drained(
 ) -> None:
     handles = owners[0].call(told.make, 2, 10)
     with pytest.raises(PeerError, match="after it was fetched"), controller.step(claim=handles):
-        fetch_everywhere(handles, consumers, told.sums_and_fail)
+        consumers[0].call(told.sums_and_fail, handles)
     assert entries(owners)[0] == (0, 0) and entries(consumers) == [(0, 0)] * 3
     with controller.step():
         pass

@@ -175,7 +175,7 @@ def test_into_tensors_of_the_callers() -> None:
         (lambda: torch.empty(2, device="meta"), "no values"),
     ],
 )
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:The PyTorch API of nested")
 def test_what_is_more_than_values_is_refused_with_its_path(make: Any, why: str) -> None:
     with pytest.raises(InvalidTypeError, match=rf'obj\["a"\]\[1\] is a .*{why}|obj\["a"\]\[1\] is a {why}'):
         rtensor.remotize({"a": [1, make()]})

@@ -35,6 +35,15 @@ def sums(handles: Any) -> list[int]:
     return [int(tensor.sum()) for tensor in td.tree.parts_of(torch.Tensor, rtensor.localize(handles))]
 
 
+def sums_in_step_of_its_own(handles: Any, number: int) -> list[int]:
+    td._native.ShardStore.begin_epoch(number, 1)
+    return sums(handles)
+
+
+def end(number: int) -> None:
+    td._native.ShardStore.end_epoch(number)
+
+
 def sums_and_fail(handles: Any) -> None:
     sums(handles)
     raise ZeroDivisionError("after it was fetched")

@@ -89,8 +89,12 @@ class Controller:
         # What is not to end with the current step; and what did not end with one before, by which it is not dropped.
         self._kept: set[str] = set()
         self._carried: set[str] = set()
+        # Addresses of workers that have nothing left of the time before their first step.
+        self._settled: set[str] = set()
         self._number: int | None = None
         self._current: int | None = None
+        # The step that has begun already, for what is fetched before it is entered.
+        self._ahead: int | None = None
         self._workers: tuple[Worker, ...] = ()
         self.update(workers)
 
@@ -132,6 +136,7 @@ class Controller:
             seen.add(worker.addr)
         gone = {worker.addr for worker in self._workers} - seen
         self._lines.forget(gone)
+        self._settled -= gone
         self._undone = [one for one in self._undone if one.worker.addr not in gone]
         self._workers = tuple(given)
 
@@ -172,6 +177,8 @@ class Controller:
         Args:
             claim: nested containers of the handles that this step consumes. What nobody claims stays.
 
+        What is fetched between two steps belongs to the later one.
+
         Raises:
             ShardGoneError: a claimed shard is not there, or another step's. Nothing is drained then.
             DrainError: a worker does not begin the step, or could not be drained now and in the step before.
@@ -182,7 +189,8 @@ class Controller:
             if self._current is not None:
                 raise InvalidInputError(f"this controller is in step {self._current}: end that one first")
             self._catch_up()
-            number = self._next_number()
+            number = self._next_number() if self._ahead is None else self._ahead
+            self._ahead = None
             claimed = self._begin(number, owners)
             self._current = number
         try:
@@ -194,6 +202,7 @@ class Controller:
                 drained = {owner: [one for one in ids if one not in kept] for owner, ids in owners.items()}
                 self._carried |= kept
                 self._end(number, drained, claimed)
+                self._begin_ahead()
             for handle in handles:
                 if handle.shard_id not in kept:
                     handle.forget()
@@ -243,6 +252,22 @@ class Controller:
         self._number += 1
         return self._number
 
+    def _begin_ahead(self) -> None:
+        """Have what is fetched from here on belong to the next step.
+
+        Who does not answer is asked again when that is entered.
+        """
+        number = self._next_number()
+        try:
+            ShardStore.begin_epoch(number, state().claimant)
+        except ShardGoneError:
+            # Another controller of this process had a step of that number: it is asked again what is known.
+            self._number = None
+            return
+        self._ahead = number
+        begin = Request("POST", f"/epoch/{number}/begin")
+        self._ask((worker, begin) for worker in self._workers if worker.drain is None)
+
     def _begin(self, number: int, owners: dict[str, list[str]]) -> dict[Worker, int]:
         """Have every worker begin the step, and the owners claim; bytes that each claimed."""
         ShardStore.begin_epoch(number, state().claimant)
@@ -286,12 +311,23 @@ class Controller:
                 if isinstance(answer, dict) and answer.get("stored_bytes", 0) < claimed.get(worker, 0)
             )
         )
+        self._drop_what_was_before()
         carried = [one for one in claims if one in self._carried]
         if carried:
             drop = Request("DELETE", "/buffer/clear", {"shard_ids": carried})
             self._tell((worker, drop, carried) for worker in self._workers if worker.drain is None)
             self._carried.difference_update(carried)
         self._look_at_buffers()
+
+    def _drop_what_was_before(self) -> None:
+        """Drain workers of what they had fetched before their first step: nothing else would."""
+        new = [
+            worker for worker in self._workers if worker.drain is None and worker.addr not in self._settled
+        ]
+        if new and not self._carried:
+            flush = Request("DELETE", "/buffer/clear", {"shard_ids": None})
+            answers = self._ask((worker, flush) for worker in new)
+            self._settled |= {worker.addr for worker, answer in answers.items() if isinstance(answer, dict)}
 
     def _tell(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> dict[Worker, Any]:
         """Have workers drain something; what fails is warned of, and noted for the next time."""

@@ -25,6 +25,7 @@ class State:
     Attributes:
         claimant: what its claims on shards are known by.
         epoch: the number of the last step of this process alone.
+        has_begun: whether that one has begun, though it may not have been entered yet.
         in_step: whether one is under way.
     """
 
@@ -34,6 +35,7 @@ class State:
     backend: Backend | None = None
     server: Server | None = None
     epoch: int = 0
+    has_begun: bool = False
     in_step: bool = False
 
 

@@ -34,13 +34,15 @@ def step(claim: Any = None) -> Iterator[Step]:
     Args:
         claim: nested containers of handles of shards that this process stores. What is not claimed stays.
 
+    What is fetched between two steps belongs to the later one.
+
     Raises `ShardGoneError` for a claimed shard that is not here, `InvalidInputError` for one of another process (a
     `Controller` claims these), and for a step within a step.
     """
     mine = state()
     with _alone(mine):
         ids = flatten_shard_ids(claim) if claim is not None else []
-        number = _begin_next(mine)
+        number = mine.epoch if mine.has_begun else _begin_next(mine)
         try:
             if ids:
                 _, missing, taken = ShardStore.claim(number, mine.claimant, ids)
@@ -55,6 +57,7 @@ def step(claim: Any = None) -> Iterator[Step]:
             # Also what was fetched of them before the step.
             ShardStore.clear_buffer(ids)
             _end(number)
+            _begin_next(mine)
 
 
 def keep(obj: Any) -> int:
@@ -89,10 +92,10 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
                 "drain ends the step of all ranks, and this one is in a step() of its own"
             )
         by_owner = collect_shards(claim) if claim is not None else {}
-        if mine.epoch:
+        # What was fetched before there was a step belongs to the first.
+        ShardStore.clear_buffer([one for ids in by_owner.values() for one in ids] if mine.has_begun else None)
+        if mine.has_begun:
             _end(mine.epoch)
-        # What was fetched before there was a step.
-        ShardStore.clear_buffer(None if not mine.epoch else [one for ids in by_owner.values() for one in ids])
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
     voter.vote(problem, what="drop what was fetched")
@@ -137,6 +140,7 @@ def _begin_next(mine: State) -> int:
     known = json.loads(ShardStore.stats())["epochs"]
     mine.epoch = max([mine.epoch, *(one["epoch"] for one in known)]) + 1
     ShardStore.begin_epoch(mine.epoch, mine.claimant)
+    mine.has_begun = True
     return mine.epoch
 
 

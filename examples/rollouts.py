@@ -1,0 +1,220 @@
+"""A small model is taught by reinforcement, with its batches as remote tensors: memory stays flat.
+
+    python examples/rollouts.py --steps 20
+
+Two rollout processes sample from the model, a trainer with three roles (actor, critic, reference) consumes what
+they made, and this process, the controller, has only handles and drains everybody after each step. Needs `pip
+install 'tundish[hf]'` and no network.
+
+The model is to say a number more often than its neighbours know: a sampled token is worth 1 if it is the one before
+plus one. The actor learns by REINFORCE with the critic's values as the baseline, held near the reference by their
+KL divergence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+# Before transformers is imported: nothing here is to be looked up on a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+from torch.nn.functional import cross_entropy, log_softmax, mse_loss
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tundish as td
+
+VOCABULARY = 32
+LENGTH = 24
+ROWS = 32
+ROLES = ("actor", "critic", "ref")
+
+
+def small_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def main() -> None:
+    options = read_options()
+    context = multiprocessing.get_context("spawn")
+    rollouts = [Process(context, rollout, number) for number in range(2)]
+    trainer = Process(context, train, 0)
+    workers = [td.rtensor.Worker(one.addr, "rollout", rank) for rank, one in enumerate(rollouts)]
+    workers.append(td.rtensor.Worker(trainer.addr, "+".join(ROLES), 0))
+
+    weights = trainer.ask("weights")
+    first: dict[str, float] = {}
+    with td.rtensor.Controller(workers) as controller:
+        begun = [one.begin("sample", weights) for one in rollouts]
+        for step in range(1, options.steps + 1):
+            batches = [answer() for answer in begun]
+            with controller.step(claim=[weights, batches]):
+                learn = trainer.begin("learn", batches)
+                report = learn()
+                # The weights of the next step are made in this one, and are not its to drain.
+                weights = trainer.ask("weights")
+            begun = [one.begin("sample", weights) for one in rollouts]
+            memory = sum(resident_bytes(one.pid) for one in (*rollouts, trainer))
+            if step == 1 + options.steps // 4:
+                first = {"memory": memory, **report}
+            if step % options.report == 0:
+                print(
+                    f"step {step}: reward {report['reward']:.3f}, memory {memory / 2**20:.0f} MiB", flush=True
+                )
+        for answer in begun:
+            controller.clear_batches(answer(), weights)
+        left = [
+            (stats["storage"]["num_entries"], stats["buffer"]["num_entries"])
+            for stats in controller.stats().values()
+            if isinstance(stats, dict)
+        ]
+    growth = memory / first["memory"] - 1
+    print(
+        f"reward {first['reward']:.3f} -> {report['reward']:.3f}, memory {100 * growth:+.1f}%, left over: {left}"
+    )
+    for one in (*rollouts, trainer):
+        one.end()
+
+
+class Process:
+    """A process that serves remote tensors and does what it is asked; what goes to and fro are handles, as bytes."""
+
+    def __init__(self, context: Any, work: Any, number: int) -> None:
+        self._line, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, work, number), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid: int = self._process.pid
+        self.addr: str = self._line.recv()
+
+    def begin(self, what: str, batch: Any = None) -> Any:
+        """Ask for something; what is returned waits for the answer."""
+        self._line.send_bytes(td.rtensor.dumps((what, batch)))
+        return lambda: td.rtensor.loads(self._line.recv_bytes())
+
+    def ask(self, what: str, batch: Any = None) -> Any:
+        return self.begin(what, batch)()
+
+    def end(self) -> None:
+        self._line.close()
+        self._process.join()
+
+
+def serve(line: Connection, work: Any, number: int) -> None:
+    torch.set_num_threads(1)
+    answers = work(number)
+    next(answers)
+    line.send(td.rtensor.serve().addr)
+    while True:
+        try:
+            asked = td.rtensor.loads(line.recv_bytes())
+        except EOFError:
+            return
+        line.send_bytes(td.rtensor.dumps(answers.send(asked)))
+
+
+def rollout(number: int) -> Any:
+    """Samples from the model that it is given."""
+    model = small_model().eval()
+    generator = torch.Generator().manual_seed(number)
+    answer = None
+    while True:
+        _, handles = yield answer
+        model.load_state_dict(td.rtensor.localize(handles))
+        tokens = torch.randint(VOCABULARY, (ROWS, 1), generator=generator)
+        with torch.no_grad():
+            for _ in range(LENGTH - 1):
+                chances = model(input_ids=tokens).logits[:, -1].softmax(-1)
+                tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
+        # Rows end somewhere, and what is behind the longest of them does not travel.
+        lengths = torch.randint(LENGTH // 2, LENGTH, (ROWS, 1), generator=generator)
+        mask = (torch.arange(LENGTH) < lengths).long()
+        rewards = (tokens[:, 1:] == (tokens[:, :-1] + 1) % VOCABULARY).float() * mask[:, 1:]
+        answer = td.rtensor.remotize(
+            {"input_ids": tokens, "attention_mask": mask, "rewards": torch.nn.functional.pad(rewards, (1, 0))}
+        )
+
+
+def train(_: int) -> Any:
+    """Hands out the actor's weights, and has the roles learn from batches."""
+    roles = Roles()
+    answer: Any = None
+    while True:
+        what, handles = yield answer
+        if what == "weights":
+            answer = td.rtensor.remotize(dict(roles.actor.state_dict()))
+        else:
+            rewards = [roles.learn(batch) for batch in handles]
+            answer = {"reward": sum(rewards) / len(rewards)}
+
+
+class Roles:
+    """The three of them, each of which localizes what it works on: the second and the third find it in the buffer."""
+
+    def __init__(self) -> None:
+        self.actor, self.reference = small_model(), small_model().eval()
+        self.critic = torch.nn.Sequential(
+            torch.nn.Embedding(VOCABULARY, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
+        )
+        learning = [*self.actor.parameters(), *self.critic.parameters()]
+        self.optimizer = torch.optim.AdamW(learning, lr=3e-3)
+
+    def learn(self, batch: Any) -> float:
+        """One update; the mean reward of a token."""
+        known = self.refer(batch)
+        values = self.value(batch)
+        # What is localized here is gone when this returns: nothing of it outlives the step.
+        given = td.rtensor.localize(batch)
+        tokens, mask, rewards = (given[name] for name in ("input_ids", "attention_mask", "rewards"))
+        mask, rewards = mask[:, 1:], rewards[:, 1:]
+        logits = self.actor(input_ids=tokens).logits[:, :-1]
+        chosen = -cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+        said = log_softmax(logits, -1)
+        apart = (said.exp() * (said - known)).sum(-1)
+        gain = -(chosen * (rewards - values.detach())) + 0.01 * apart
+        loss = (gain * mask).sum() / mask.sum() + mse_loss(values * mask, rewards)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return float(rewards.sum() / mask.sum())
+
+    def refer(self, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            tokens = td.rtensor.localize(batch["input_ids"])
+            return log_softmax(self.reference(input_ids=tokens).logits[:, :-1], -1)
+
+    def value(self, batch: Any) -> torch.Tensor:
+        values: torch.Tensor = self.critic(td.rtensor.localize(batch["input_ids"]))[:, :-1, 0]
+        return values
+
+
+def resident_bytes(process: int) -> int:
+    """Memory that a process has for itself, and its part of what it shares."""
+    text = Path(f"/proc/{process}/smaps_rollup").read_text()
+    return 1024 * int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1])
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Reinforcement with remote tensors, drained each step.")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--report", type=int, default=5, help="steps between two lines")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""`tundish rtensor stats`: one table of all processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import told
+from peers import Peer
+
+from tundish import cli
+
+
+def test_all_processes_are_in_one_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with Peer() as owner, Peer(token="secret") as guarded:
+        handles = owner.call(told.make, 3, 1 << 17)
+        owner.call(told.sums_over_sockets, handles)
+        assert cli.main(["rtensor", "stats", owner.addr, owner.addr]) == 0
+        heading, row = capsys.readouterr().out.splitlines()
+        assert heading.split()[:3] == ["address", "shards", "MiB"]
+        assert row.split()[:4] == [owner.addr, "3", "3.0", "3"]
+        assert cli.main(["rtensor", "stats", owner.addr, guarded.addr]) == 1
+        told_of = capsys.readouterr().out
+        assert guarded.addr in told_of and "wants the token" in told_of and owner.addr in told_of
+        secret = tmp_path / "token"
+        secret.write_text("secret\n")
+        words = ["rtensor", "stats", owner.addr, guarded.addr, "--token-file", str(secret)]
+        assert cli.main(words) == 0
+        *_, total = capsys.readouterr().out.splitlines()
+        assert total.split()[:4] == ["all", "3", "3.0", "3"]
+        assert cli.main([*words, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["failed"] == {} and answer["processes"][owner.addr]["storage"]["num_entries"] == 3
+    assert cli.main(["rtensor", "stats", owner.addr, "--json"]) == 1
+    assert owner.addr in json.loads(capsys.readouterr().out)["failed"]
+    assert cli.main(["rtensor", "stats", "nowhere"]) == 2
+    assert cli.main(["rtensor", "stats", owner.addr, "--token-file", str(tmp_path / "none")]) == 3
+
+
+def test_torch_is_not_imported() -> None:
+    code = (
+        "import sys; from tundish.cli import main; main(['rtensor', 'stats', '127.0.0.1:9']);"
+        "print([name for name in ('torch', 'numpy.testing') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]", ran.stderr

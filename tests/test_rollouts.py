@@ -1,0 +1,28 @@
+"""The example `examples/rollouts.py`: four processes, of which none keeps anything."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "rollouts.py"
+
+
+def test_a_model_learns_and_memory_stays_flat() -> None:
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--steps", "16", "--report", "8"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert ran.returncode == 0, ran.stderr
+    # Nothing was left over in any step, or escaped.
+    assert "still has" not in ran.stderr and "escaped" not in ran.stderr, ran.stderr
+    found = re.search(r"reward (\S+) -> (\S+), memory ([+-][\d.]+)%, left over: (.*)", ran.stdout)
+    assert found is not None, ran.stdout
+    assert float(found[2]) > float(found[1])
+    assert float(found[3]) < 2.0
+    assert found[4] == "[(0, 0), (0, 0), (0, 0)]"
