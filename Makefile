@@ -32,7 +32,7 @@ help:
 	@echo 'make bench   the Rust benches, then tundish beside its peers; writes benches/RESULTS.md'
 	@echo 'make lint    formats, lints, types, stubs'
 	@echo 'make wheel   one wheel for every Python from 3.11 on, into dist/'
-	@echo 'make fuzz    plan folders of arbitrary bytes, FUZZ_SECONDS long'
+	@echo 'make fuzz    plan folders, requests and headers of arbitrary bytes, FUZZ_SECONDS long each'
 	@echo 'make audit   licences, sources and known vulnerabilities of the Rust dependencies'
 
 demo: $(STAMPS)/with-examples
@@ -80,7 +80,9 @@ fuzz:
 	$(call needs,cargo,$(RUST_HINT))
 	@cargo fuzz --version >/dev/null 2>&1 || { echo 'make: cargo-fuzz is missing: run `cargo install cargo-fuzz --locked`' >&2; exit 1; }
 	@# libFuzzer's coverage counters are an unstable flag of rustc, which the stable compiler takes with this.
-	RUSTC_BOOTSTRAP=1 cargo fuzz run load_plan -- -max_total_time=$(FUZZ_SECONDS)
+	for target in load_plan requests shard_header; do \
+	    RUSTC_BOOTSTRAP=1 cargo fuzz run $$target -- -max_total_time=$(FUZZ_SECONDS) || exit 1; \
+	done
 
 audit:
 	$(call needs,cargo,$(RUST_HINT))

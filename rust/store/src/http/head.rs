@@ -146,9 +146,8 @@ impl RequestHead {
             "range" => self.range = Asked::parse(text()),
             "authorization" => self.authorization = Some(value.to_vec()),
             "host" => {
-                if self.host.replace(text().to_owned()).is_some() {
-                    return Err(Refusal::new(400, "it names two hosts"));
-                }
+                let before = self.host.replace(text().to_owned());
+                before.map_or(Ok(()), |_| Err(Refusal::new(400, "it names two hosts")))?;
             }
             "origin" => self.is_of_a_page = true,
             // What somebody types into a browser comes of no page.
@@ -202,6 +201,8 @@ impl AnswerHead {
             }
         }
         let status = answer.code.unwrap_or_default();
+        // What only says that an answer follows has no body.
+        let content_length = content_length.or((status < 200).then_some(0));
         let content_length = content_length.ok_or("it does not tell the length of its body")?;
         Ok(Some((AnswerHead { status, content_length, keeps_alive: keeps, lender }, length)))
     }
@@ -335,7 +336,7 @@ mod tests {
         assert!(AnswerHead::parse(b"HTTP/1.1 200 OK\r\n\r\n").is_err());
         assert!(AnswerHead::parse(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n").is_err());
         assert!(AnswerHead::parse(b"SSH-2.0-OpenSSH_9.6\r\n").is_err());
-        assert!(AnswerHead::parse(&vec![b'H'; 1]).unwrap().is_none());
+        assert!(AnswerHead::parse(b"H").unwrap().is_none());
     }
 
     proptest! {

@@ -274,7 +274,7 @@ mod tests {
         fn what_is_written_is_read(dtype: usize, rows in 0u64..70_000) {
             let dtypes: Vec<_> = Dtype::all().collect();
             let meta = Meta::new(dtypes[dtype % dtypes.len()], &[rows][..]).unwrap();
-            let bytes: Vec<u8> = (0..meta.nbytes()).map(|place| (place * place >> 3) as u8).collect();
+            let bytes: Vec<u8> = (0..meta.nbytes()).map(|place| ((place * place) >> 3) as u8).collect();
             prop_assert_eq!(read_tensor(written(&meta, &bytes).as_bytes()).unwrap(), (meta, bytes));
         }
 

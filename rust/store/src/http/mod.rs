@@ -1,5 +1,22 @@
-//! The wire: shards over HTTP/1.1.
-#![allow(dead_code)]
+//! The wire: shards over HTTP/1.1, which `curl` speaks too.
+//!
+//! | request | answer |
+//! |---|---|
+//! | `PUT /data/<id>` | stores the shard in the body |
+//! | `GET /data/<id>` | the shard; with `Range: rows=0-9` these rows of it, with `Range: bytes=…` these bytes of the body; 404 where there is none |
+//! | `POST /data/batch` `{"shard_ids": […], "rows": [[0, 10], null, …]}` | the shards, in order; 400 with `missing_shard_ids` |
+//! | `DELETE /data/clear` `{"shard_ids": […]}` | removes them: `cleared_count`, `freed_bytes`; of what is left `num_tensors`, `total_bytes` |
+//! | `DELETE /buffer/clear` `{"shard_ids": […]}` | removes what was fetched of them, everything with `null` or without a body: `cleared_count` |
+//! | `GET /buffer/stats`, `/stats`, `/metrics`, `/health` | how it stands |
+//! | `POST /epoch/<number>/begin`, `…/claim` `{"shard_ids": […]}` | as long as the connection is open |
+//! | `POST /epoch/<number>/end` | the step's account |
+//!
+//! A shard travels as a [header](ShardHeader) and its bytes, or as JSON where `Accept` or `Content-Type` say
+//! `application/json`.
+//!
+//! The server is tokio's sockets and `httparse`, and no HTTP library: it writes bodies from the slabs that they lie in and
+//! receives them into those that they stay in, and so copies nothing but into and out of the kernel.
+//! The client blocks the thread that calls it: to hand over to another one and back costs as much as a small shard.
 
 mod client;
 mod descriptors;
@@ -14,5 +31,11 @@ mod shard_header;
 mod token;
 
 pub use client::{Client, Held};
+pub use head::{AnswerHead, Form, Method, RequestHead};
+pub use json::{read_batch, read_ids, read_tensor};
+pub use range::{Asked, Unit};
+pub use refusal::Refusal;
+pub use route::Route;
 pub use server::{Server, Timing};
+pub use shard_header::{Payload, ShardHeader};
 pub use token::Token;

@@ -11,7 +11,7 @@ use tundish_shm::ShmError;
 use super::Client;
 use super::attempts::Attempts;
 use super::connection::{Connection, Trouble};
-use super::request::{Request, read_small, unfit};
+use super::request::{Request, read_small};
 use crate::error::{MissingShard, StoreError};
 use crate::http::head::{AnswerHead, Form};
 use crate::http::json::{self, Refused};
@@ -167,9 +167,8 @@ impl Errand<'_> {
             }
             self.done += 1;
         }
-        if left > 0 {
-            return Err(unfit(self.owner, 200, "it is longer than what it holds").into());
-        }
+        // Whatever else there is was not asked for.
+        connection.keeps_alive &= left == 0;
         Ok(())
     }
 }

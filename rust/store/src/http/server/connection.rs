@@ -30,6 +30,9 @@ pub(super) const TURN: usize = 1 << 20;
 /// Of that, bytes that are received at once, so that they are summed before they leave the processor's cache.
 const STRIDE: usize = 256 << 10;
 
+/// Bytes that are read at once where it is not known what comes, at least.
+const SOME: usize = 4096;
+
 /// Bytes of a body of JSON.
 const MOST_JSON: u64 = 64 << 20;
 
@@ -73,15 +76,33 @@ impl Connection {
         Connection { stream, inbox: Vec::new(), unread: 0, waits_for_continue: false, timing, traffic }
     }
 
-    /// Waits until something comes, or the other side goes; `false` where neither does.
+    /// Waits until something has come; `false` where nothing does, or the other side goes.
     pub(super) async fn awaits(&mut self, longest: Option<Duration>) -> bool {
         if !self.inbox.is_empty() {
             return true;
         }
         self.inbox = Vec::new();
+        let comes = async {
+            // That it was readable once says nothing: what made it so may have been read.
+            while self.stream.readable().await.is_ok() {
+                let mut begun = vec![0; SOME];
+                match self.stream.try_read(&mut begun) {
+                    Ok(0) => return false,
+                    Ok(received) => {
+                        self.traffic.received_bytes.fetch_add(received as u64, Relaxed);
+                        begun.truncate(received);
+                        self.inbox = begun;
+                        return true;
+                    }
+                    Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
+                    Err(_) => return false,
+                }
+            }
+            false
+        };
         match longest {
-            Some(longest) => timeout(longest, self.stream.readable()).await.is_ok(),
-            None => self.stream.readable().await.is_ok(),
+            Some(longest) => timeout(longest, comes).await.unwrap_or(false),
+            None => comes.await,
         }
     }
 
@@ -284,7 +305,7 @@ impl Connection {
     /// Receives what there is, until `inbox` has `most` bytes.
     async fn receive(&mut self, most: usize) -> Result<usize, Trouble> {
         let begun = self.inbox.len();
-        let room = most.saturating_sub(begun).min(begun.max(4096));
+        let room = most.saturating_sub(begun).min(begun.max(SOME));
         let mut inbox = std::mem::take(&mut self.inbox);
         inbox.resize(begun + room, 0);
         let received = self.read(&mut inbox[begun..]).await;

@@ -1,0 +1,218 @@
+//! Fetching from owners that are as they should be.
+
+use std::time::{Duration, Instant};
+
+use tundish_store::http::{Client, Timing, Token};
+use tundish_store::{Limits, MissingShard, Node, Selection, Service, ShardId, StoreError, Wanted};
+
+use crate::common::{LIMITS, bytes_meta, overwrite, pattern, put, rows, whole, within};
+use crate::raw::{Owner, STUCK, clients, meta};
+
+fn tensors() -> Vec<Vec<u8>> {
+    let sizes = [0, 1, 63, 4096, 64 << 10, 300_001, 3 << 20, 0, 9 << 20];
+    sizes.iter().enumerate().map(|(seed, size)| pattern(seed as u64, *size)).collect()
+}
+
+fn views(node: &Node, client: &Client, wanted: &[Wanted]) -> Result<Vec<Vec<u8>>, StoreError> {
+    let views = within(STUCK.as_secs_f64(), |patience| node.fetch(wanted, client, patience))?;
+    Ok(views.iter().map(|view| view.bytes().to_vec()).collect())
+}
+
+#[test]
+fn what_is_stored_arrives_and_nobody_sees_what_another_writes() {
+    for (way, client) in clients() {
+        let (owner, consumer) = (Owner::new(), Node::new(LIMITS));
+        let tensors = tensors();
+        let ids = put(&owner.node, &tensors).unwrap();
+        let wanted: Vec<_> =
+            ids.iter().zip(&tensors).map(|(id, bytes)| whole(&owner.address(), id, bytes.len() as u64)).collect();
+        for round in 0..3 {
+            let got = within(20.0, |patience| consumer.fetch(&wanted, &client, patience)).unwrap();
+            for (view, bytes) in got.iter().zip(&tensors) {
+                assert_eq!(view.bytes(), bytes, "{way}, {round}");
+                overwrite(view, 0xaa);
+            }
+            if round == 1 {
+                consumer.clear_buffer(None);
+            }
+        }
+        let used = consumer.stats().buffer.memory.used_bytes;
+        assert_eq!(used == 0, way == "where it lies", "{used} bytes");
+    }
+}
+
+#[test]
+fn rows_alone_travel() {
+    for (way, client) in clients() {
+        let (owner, consumer) = (Owner::new(), Node::new(LIMITS));
+        let bytes = pattern(1, 1 << 20);
+        owner.store("a", &bytes);
+        let before = sent(&owner);
+        let id = "a".parse().unwrap();
+        let some = [rows(&owner.address(), &id, 1000..3000), rows(&owner.address(), &id, 7..7)];
+        assert_eq!(views(&consumer, &client, &some).unwrap(), [&bytes[1000..3000], &[]], "{way}");
+        // Among it the pages that tell of it.
+        let spent = sent(&owner) - before;
+        assert!(spent < 20_000, "{way}: {spent} bytes");
+    }
+}
+
+fn sent(owner: &Owner) -> u64 {
+    let page = owner.ask("GET", "/metrics", "", b"").text();
+    let line = page.lines().find(|line| line.starts_with("tundish_rtensor_sent_bytes_total ")).unwrap();
+    line.rsplit(' ').next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn many_shards_come_in_one_request() {
+    let (owner, consumer) = (Owner::new(), Node::new(LIMITS));
+    let tensors: Vec<_> = (0..3000).map(|seed| pattern(seed, 100)).collect();
+    let ids = put(&owner.node, &tensors).unwrap();
+    let wanted: Vec<_> = ids.iter().map(|id| whole(&owner.address(), id, 100)).collect();
+    for (way, client) in clients() {
+        assert_eq!(views(&consumer, &client, &wanted).unwrap(), tensors, "{way}");
+        consumer.clear_buffer(None);
+    }
+    let page = owner.ask("GET", "/metrics", "", b"").text();
+    assert!(page.contains("tundish_rtensor_answers_total{status=\"200\"} 2\n"), "{page}");
+}
+
+#[test]
+fn connections_are_kept_and_one_that_was_closed_meanwhile_is_replaced() {
+    let idle = Duration::from_millis(100);
+    let (owner, consumer) = (Owner::with(None, Timing { idle, ..Timing::default() }), Node::new(LIMITS));
+    owner.store("a", b"abc");
+    let client = Client::of_sockets();
+    for pause in [0, 0, 300, 0] {
+        std::thread::sleep(Duration::from_millis(pause));
+        let got = views(&consumer, &client, &[owner.wanted("a", 3)]).unwrap();
+        assert_eq!(got, [b"abc"]);
+        consumer.clear_buffer(None);
+    }
+    // As many wait as were used at once.
+    let page = owner.ask("GET", "/metrics", "", b"").text();
+    assert!(page.contains("tundish_rtensor_connections 2\n"), "{page}");
+}
+
+#[test]
+fn missing_shards_are_told_of_with_their_owner_and_what_became_of_them() {
+    for (_, client) in clients() {
+        let (owner, consumer) = (Owner::new(), Node::new(LIMITS));
+        let [gone, here] = put(&owner.node, &[b"abc".to_vec(), b"abc".to_vec()]).unwrap().try_into().unwrap();
+        owner.node.remove(std::slice::from_ref(&gone));
+        let never: ShardId = "never".parse().unwrap();
+        let wanted = [&gone, &here, &never].map(|id| whole(&owner.address(), id, 3));
+        let error = views(&consumer, &client, &wanted).unwrap_err();
+        let StoreError::Missing { owner: Some(named), shards } = &error else { panic!("{error}") };
+        let missing = |id, was_removed| MissingShard { id, was_removed };
+        assert_eq!((named, &shards[..]), (&owner.address(), &[missing(gone, true), missing(never, false)][..]));
+        assert_eq!(views(&consumer, &client, &wanted[1..2]).unwrap(), [b"abc"]);
+    }
+}
+
+#[test]
+fn what_is_declared_is_what_has_to_come() {
+    for (_, client) in clients() {
+        let (owner, consumer) = (Owner::new(), Node::new(LIMITS));
+        owner.store("a", b"abcd");
+        for declared in [meta("int8", &[4]), meta("uint8", &[2, 2]), meta("float32", &[1]), meta("uint8", &[5])] {
+            let wanted = Wanted { meta: declared, ..owner.wanted("a", 4) };
+            let error = views(&consumer, &client, &[wanted]).unwrap_err();
+            assert!(matches!(error, StoreError::Mismatch { .. }), "{error}");
+        }
+        assert_eq!(views(&consumer, &client, &[owner.wanted("a", 4)]).unwrap(), [b"abcd"]);
+    }
+}
+
+#[test]
+fn the_token_goes_to_whom_it_is_for() {
+    let (owner, consumer) = (Owner::with(Some("s3cret"), Timing::default()), Node::new(LIMITS));
+    put(&owner.node, &[b"abc".to_vec()]).unwrap();
+    let client = Client::new();
+    let address = owner.address();
+    let error = views(&consumer, &client, &[owner.wanted("a", 3)]).unwrap_err();
+    let StoreError::Refused { status: 401, reason, .. } = &error else { panic!("{error}") };
+    assert!(reason.contains("not told to trust"), "{reason}");
+    client.trust(&address, Some(Token::new("wrong").unwrap()));
+    let error = views(&consumer, &client, &[owner.wanted("a", 3)]).unwrap_err();
+    assert!(matches!(error, StoreError::Refused { status: 401, .. }), "{error}");
+    client.trust(&address, Some(Token::new("s3cret").unwrap()));
+    let id: ShardId = "a".parse().unwrap();
+    within(5.0, |patience| client.store(&address, &id, &bytes_meta(3), b"abc", patience)).unwrap();
+    assert_eq!(views(&consumer, &client, &[owner.wanted("a", 3)]).unwrap(), [b"abc"]);
+}
+
+#[test]
+fn shards_are_stored_and_removed_from_afar() {
+    let (owner, client) = (Owner::new(), Client::new());
+    let (address, id): (_, ShardId) = (owner.address(), "a:1".parse().unwrap());
+    let bytes = pattern(6, 20 << 20);
+    let size = bytes.len() as u64;
+    within(20.0, |patience| {
+        client.store(&address, &id, &bytes_meta(size), &bytes, patience).unwrap();
+        let again = client.store(&address, &id, &bytes_meta(size), &bytes, patience).unwrap_err();
+        assert!(matches!(again, StoreError::Refused { status: 409, .. }), "{again}");
+        let stats = client.stats(&address, patience).unwrap();
+        let stats: serde_json::Value = serde_json::from_str(&stats).unwrap();
+        assert_eq!(stats["storage"]["total_bytes"], size);
+        let found = owner.node.look_up(&[Selection { id: id.clone(), rows: None }]).unwrap();
+        assert_eq!(found[0].bytes(), bytes);
+        let removed = client.remove(&address, &[id.clone(), id.clone()], patience).unwrap();
+        assert_eq!((removed.cleared_count, removed.num_tensors, removed.total_bytes), (1, 1, size));
+        assert_eq!(client.remove(&address, std::slice::from_ref(&id), patience).unwrap().cleared_count, 0);
+    });
+}
+
+#[test]
+fn a_buffer_is_cleared_from_afar() {
+    let (owner, consumer, client) = (Owner::new(), Owner::new(), Client::new());
+    for id in ["a", "b", "c"] {
+        owner.store(id, b"abc");
+    }
+    let wanted = ["a", "b", "c"].map(|id| owner.wanted(id, 3));
+    views(&consumer.node, &client, &wanted).unwrap();
+    let address = consumer.address();
+    let ids: Vec<ShardId> = ["a", "a", "x"].iter().map(|id| id.parse().unwrap()).collect();
+    within(5.0, |patience| {
+        assert_eq!(client.clear_buffer(&address, Some(&ids), patience).unwrap(), 1);
+        assert_eq!(client.clear_buffer(&address, Some(&[]), patience).unwrap(), 0);
+        assert_eq!(consumer.node.stats().buffer.num_entries, 2);
+        assert_eq!(client.clear_buffer(&address, None, patience).unwrap(), 2);
+    });
+    assert_eq!(consumer.node.stats().buffer.num_entries, 0);
+    assert_eq!(owner.node.stats().storage.num_entries, 3);
+}
+
+#[test]
+fn small_shards_pass_a_large_one() {
+    let owner = Owner::new();
+    owner.store("large", &vec![7; 128 << 20]);
+    owner.store("small", &pattern(8, 64 << 10));
+    let (large, small) = (owner.wanted("large", 128 << 20), owner.wanted("small", 64 << 10));
+    let limits = Limits { buffer_bytes: 256 << 20, ..LIMITS };
+    let fetch = |node: &Node, client: &Client, wanted: &Wanted| {
+        let begin = Instant::now();
+        within(20.0, |patience| node.fetch(std::slice::from_ref(wanted), client, patience)).unwrap();
+        node.clear_buffer(None);
+        begin.elapsed()
+    };
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    let (mut times, rounds) = std::thread::scope(|scope| {
+        let beside = scope.spawn(|| {
+            let (node, client) = (Node::new(limits), Client::of_sockets());
+            let mut rounds = 0;
+            while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                fetch(&node, &client, &large);
+                rounds += 1;
+            }
+            rounds
+        });
+        let (node, client) = (Node::new(limits), Client::of_sockets());
+        let times: Vec<_> = (0..200).map(|_| fetch(&node, &client, &small)).collect();
+        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+        (times, beside.join().unwrap())
+    });
+    times.sort();
+    // A large one takes longer by itself than most of the small ones beside it, whatever else the machine is at.
+    assert!(rounds > 0 && times[100] < Duration::from_millis(50), "{:?}", times[100]);
+}

@@ -1,0 +1,242 @@
+//! Owners that are not what they should be: played by a socket that says what it is told to.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use tundish_store::http::{Client, Token};
+use tundish_store::{Node, Patience, Service, StoreError};
+
+use crate::common::{LIMITS, pattern, whole, within};
+use crate::raw::{meta, shard};
+
+/// Answers the connections it gets, one after the other, each with the next of these; and keeps what was asked.
+struct Liar {
+    address: Arc<str>,
+    heard: Arc<Mutex<Vec<String>>>,
+}
+
+enum Does {
+    /// Says this and closes.
+    Says(Vec<u8>),
+    /// Says this, a moment later.
+    SaysLate(Vec<u8>, Duration),
+    /// Reads the request and says nothing for so long.
+    Waits(Duration),
+}
+
+impl Liar {
+    fn new(deeds: Vec<Does>) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string().into();
+        let heard = Arc::new(Mutex::new(Vec::new()));
+        let hears = Arc::clone(&heard);
+        std::thread::spawn(move || {
+            for does in deeds {
+                let (mut stream, _) = listener.accept().unwrap();
+                let mut request = vec![0; 64 << 10];
+                let mut length = 0;
+                while !request[..length].ends_with(b"}") && !request[..length].ends_with(b"\r\n\r\n") {
+                    match stream.read(&mut request[length..]) {
+                        Ok(0) | Err(_) => break,
+                        Ok(read) => length += read,
+                    }
+                }
+                hears.lock().unwrap().push(String::from_utf8_lossy(&request[..length]).into_owned());
+                match does {
+                    Does::Says(bytes) => {
+                        let _ = stream.write_all(&bytes);
+                    }
+                    Does::SaysLate(bytes, pause) => {
+                        std::thread::sleep(pause);
+                        let _ = stream.write_all(&bytes);
+                    }
+                    Does::Waits(pause) => std::thread::sleep(pause),
+                }
+                let _ = stream.shutdown(Shutdown::Write);
+                stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+                let _ = stream.read(&mut [0; 1 << 10]);
+            }
+        });
+        Liar { address, heard }
+    }
+}
+
+const LEN: u64 = 100_000;
+
+fn body() -> Vec<u8> {
+    shard(&meta("uint8", &[LEN]), &pattern(1, LEN as usize))
+}
+
+fn answer(body: &[u8]) -> Vec<u8> {
+    let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", body.len());
+    [head.as_bytes(), body].concat()
+}
+
+fn fetch(liar: &Liar, seconds: f64) -> Result<Vec<u8>, StoreError> {
+    let (node, id) = (Node::new(LIMITS), "a".parse().unwrap());
+    let wanted = [whole(&liar.address, &id, LEN)];
+    let got = within(seconds, |patience| node.fetch(&wanted, &Client::new(), patience));
+    let outcome = got.map(|views| views[0].bytes().to_vec());
+    if outcome.is_err() {
+        let stats = node.stats().buffer;
+        assert_eq!((stats.num_entries, stats.in_flight), (0, 0), "nothing of it is kept");
+        assert!(node.settle(Duration::from_secs(5)));
+        assert_eq!(node.stats().buffer.memory.used_bytes, 0);
+    }
+    outcome
+}
+
+#[test]
+fn damage_is_found_wherever_it_is() {
+    let good = body();
+    for place in [16, 32, 33, 50_000, good.len() - 1] {
+        let mut bad = good.clone();
+        bad[place] ^= 0x10;
+        let liar = Liar::new(vec![Does::Says(answer(&bad))]);
+        let error = fetch(&liar, 5.0).unwrap_err();
+        let StoreError::Corrupt { id, owner, .. } = &error else { panic!("{place}: {error}") };
+        assert_eq!((id.to_string().as_str(), owner), ("a", &liar.address), "{place}");
+    }
+    // A byte moved from one place to another.
+    let mut moved = good.clone();
+    moved[40..60].rotate_left(1);
+    assert!(matches!(fetch(&Liar::new(vec![Does::Says(answer(&moved))]), 5.0), Err(StoreError::Corrupt { .. })));
+}
+
+#[test]
+fn answers_that_make_no_sense_are_errors() {
+    let good = body();
+    let other = shard(&meta("uint8", &[LEN + 1]), &pattern(1, LEN as usize + 1));
+    let huge = b"HTTP/1.1 500 No\r\nContent-Length: 18446744073709551615\r\n\r\n".to_vec();
+    type IsRight = fn(&StoreError) -> bool;
+    let cases: [(&str, Vec<u8>, IsRight); 7] = [
+        ("another tensor", answer(&other), |error| matches!(error, StoreError::Mismatch { .. })),
+        ("too short an answer", answer(&good[..good.len() - 1]), |error| matches!(error, StoreError::Corrupt { .. })),
+        ("a header that does not end", answer(&good[..20]), |error| matches!(error, StoreError::Corrupt { .. })),
+        ("no header", answer(b"abc"), |error| matches!(error, StoreError::Corrupt { .. })),
+        ("nothing", answer(b""), |error| matches!(error, StoreError::Corrupt { .. })),
+        ("a huge error", huge, |error| matches!(error, StoreError::Refused { .. })),
+        ("an error that is no JSON", b"HTTP/1.1 502 Bad\r\nContent-Length: 4\r\n\r\noops".to_vec(), |error| {
+            matches!(error, StoreError::Refused { status: 502, .. })
+        }),
+    ];
+    for (what, says, is_right) in cases {
+        let error = fetch(&Liar::new(vec![Does::Says(says)]), 5.0).unwrap_err();
+        assert!(is_right(&error), "{what}: {error:?}");
+    }
+    // What comes beyond it spoils nothing but the connection.
+    let longer = Liar::new(vec![Does::Says(answer(&[&good[..], b"x"].concat()))]);
+    assert_eq!(fetch(&longer, 5.0).unwrap(), pattern(1, LEN as usize));
+}
+
+#[test]
+fn an_answer_that_breaks_off_is_asked_for_again_and_then_given_up_within_a_second() {
+    let whole = answer(&body());
+    let liar = Liar::new(vec![
+        Does::Says(whole[..whole.len() / 2].to_vec()),
+        Does::Says(Vec::new()),
+        Does::Says(b"HTTP/1.1 100 Continue\r\n\r\n".iter().chain(&whole).copied().collect()),
+    ]);
+    assert_eq!(fetch(&liar, 5.0).unwrap(), pattern(1, LEN as usize));
+    let broken = (0..20).map(|_| Does::Says(whole[..5000].to_vec())).collect();
+    let liar = Liar::new(broken);
+    let begin = Instant::now();
+    let error = fetch(&liar, 20.0).unwrap_err();
+    assert!(begin.elapsed() < Duration::from_millis(1000), "{:?}", begin.elapsed());
+    let StoreError::Unreachable { id, owner, .. } = &error else { panic!("{error}") };
+    assert_eq!((id.to_string().as_str(), owner), ("a", &liar.address));
+    assert!(error.to_string().contains(&*liar.address));
+}
+
+#[test]
+fn who_speaks_something_else_is_told_of() {
+    let liar = Liar::new((0..20).map(|_| Does::Says(b"SSH-2.0-OpenSSH_9.6\r\n".to_vec())).collect());
+    let error = fetch(&liar, 5.0).unwrap_err();
+    assert!(matches!(&error, StoreError::Unreachable { reason, .. } if reason.contains("HTTP")), "{error}");
+}
+
+#[test]
+fn a_deadline_holds_and_so_does_a_callers_word() {
+    let liar = Liar::new(vec![Does::Waits(Duration::from_secs(10))]);
+    let begin = Instant::now();
+    let error = fetch(&liar, 0.3).unwrap_err();
+    assert!(matches!(error, StoreError::TimedOut { .. }), "{error}");
+    assert!((0.3..0.6).contains(&begin.elapsed().as_secs_f64()), "{:?}", begin.elapsed());
+
+    let liar = Liar::new(vec![Does::Waits(Duration::from_secs(10))]);
+    let (node, id) = (Node::new(LIMITS), "a".parse().unwrap());
+    let begin = Instant::now();
+    let end = begin + Duration::from_millis(200);
+    let mut go_on = || if Instant::now() < end { Ok(()) } else { Err(StoreError::Interrupted) };
+    let mut patience = Patience::new(begin + Duration::from_secs(10), &mut go_on);
+    let error = node.fetch(&[whole(&liar.address, &id, LEN)], &Client::new(), &mut patience).unwrap_err();
+    assert!(matches!(error, StoreError::Interrupted), "{error}");
+    assert!(begin.elapsed() < Duration::from_millis(350), "{:?}", begin.elapsed());
+}
+
+#[test]
+fn several_owners_are_asked_at_once() {
+    let pause = Duration::from_millis(400);
+    let liars: Vec<_> = (0..5).map(|_| Liar::new(vec![Does::SaysLate(answer(&body()), pause)])).collect();
+    let (node, id) = (Node::new(LIMITS), "a".parse().unwrap());
+    let wanted: Vec<_> = liars.iter().map(|liar| whole(&liar.address, &id, LEN)).collect();
+    let begin = Instant::now();
+    let views = within(10.0, |patience| node.fetch(&wanted, &Client::new(), patience)).unwrap();
+    assert!(views.iter().all(|view| view.bytes() == pattern(1, LEN as usize)));
+    assert!(begin.elapsed() < 3 * pause, "{:?}", begin.elapsed());
+}
+
+#[test]
+fn memory_that_cannot_be_reached_is_sent_instead_and_not_tried_again() {
+    // A reference to a descriptor that no process has.
+    let mut reference = body()[..32].to_vec();
+    reference[7] = 1;
+    reference.extend(u32::MAX.to_le_bytes());
+    reference.extend([0; 28]);
+    let says = |body: &[u8]| Does::Says(answer(body));
+    let liar = Liar::new(vec![says(&reference), says(&body()), says(&body())]);
+    let (client, id) = (Client::new(), "a".parse().unwrap());
+    for _ in 0..2 {
+        let node = Node::new(LIMITS);
+        let views = within(5.0, |patience| node.fetch(&[whole(&liar.address, &id, LEN)], &client, patience)).unwrap();
+        assert_eq!(views[0].bytes(), pattern(1, LEN as usize));
+    }
+    let heard = liar.heard.lock().unwrap();
+    let says_where: Vec<_> = heard.iter().map(|request| request.contains("Tundish-Node: ")).collect();
+    assert_eq!(says_where, [true, false, false]);
+}
+
+#[test]
+fn no_token_is_sent_to_an_address_that_only_a_handle_names() {
+    let liar = Liar::new(vec![Does::Says(answer(&body())), Does::Says(answer(&body()))]);
+    let (client, id) = (Client::new(), "a".parse().unwrap());
+    client.trust("10.0.0.1:7000", Some(Token::new("s3cret").unwrap()));
+    // The same machine under another name is another address.
+    let port = liar.address.rsplit(':').next().unwrap();
+    for owner in [&*liar.address, &format!("localhost:{port}")] {
+        within(5.0, |patience| Node::new(LIMITS).fetch(&[whole(owner, &id, LEN)], &client, patience)).unwrap();
+    }
+    let heard = liar.heard.lock().unwrap();
+    assert_eq!(heard.len(), 2);
+    assert!(heard.iter().all(|request| !request.contains("s3cret") && !request.contains("Authorization")));
+}
+
+#[test]
+fn addresses_that_lead_nowhere_are_told_of_within_a_second() {
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let (node, id) = (Node::new(LIMITS), "a".parse().unwrap());
+    let fetch = |owner: &str| {
+        let begin = Instant::now();
+        let error = within(20.0, |patience| node.fetch(&[whole(owner, &id, 3)], &Client::new(), patience)).unwrap_err();
+        (error, begin.elapsed())
+    };
+    let (error, spent) = fetch(&free);
+    assert!(matches!(&error, StoreError::Unreachable { owner, .. } if **owner == *free), "{error}");
+    assert!(spent < Duration::from_secs(1), "{spent:?}");
+    for text in ["nowhere", "nowhere:", ":80", "nowhere:x", ""] {
+        let (error, _) = fetch(text);
+        assert!(matches!(error, StoreError::Invalid(_)), "{text:?}: {error}");
+    }
+}

@@ -1,0 +1,170 @@
+//! Servers to be asked, and requests written and answers read by hand: nothing here is shared with what is tested.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::Value;
+use tundish_store::http::{Client, Server, Timing, Token};
+use tundish_store::{Dtype, Meta, Node, Wanted};
+
+use crate::common::LIMITS;
+
+/// Far longer than anything here takes.
+pub const STUCK: Duration = Duration::from_secs(20);
+
+/// A node that serves.
+pub struct Owner {
+    pub node: Arc<Node>,
+    pub server: Server,
+}
+
+impl Owner {
+    pub fn new() -> Self {
+        Owner::with(None, Timing::default())
+    }
+
+    pub fn with(token: Option<&str>, timing: Timing) -> Self {
+        let node = Node::new(LIMITS);
+        let token = token.map(|text| Token::new(text).unwrap());
+        let server = Server::start(node.clone(), "127.0.0.1", 0, token, timing).unwrap();
+        Owner { node, server }
+    }
+
+    pub fn address(&self) -> Arc<str> {
+        self.server.address().to_string().into()
+    }
+
+    pub fn connect(&self) -> Raw {
+        Raw::connect(self.server.address())
+    }
+
+    /// One request on a connection of its own.
+    pub fn ask(&self, method: &str, path: &str, fields: &str, body: &[u8]) -> Answer {
+        let mut raw = self.connect();
+        raw.request(method, path, fields, body);
+        raw.answer()
+    }
+
+    /// Stores bytes under this name.
+    pub fn store(&self, id: &str, bytes: &[u8]) {
+        let body = shard(&meta("uint8", &[bytes.len() as u64]), bytes);
+        let answer = self.ask("PUT", &format!("/data/{id}"), "", &body);
+        assert_eq!(answer.status, 200, "{}", answer.text());
+    }
+
+    pub fn wanted(&self, id: &str, len: u64) -> Wanted {
+        crate::common::whole(&self.address(), &id.parse().unwrap(), len)
+    }
+}
+
+/// Ways to fetch.
+pub fn clients() -> [(&'static str, Client); 2] {
+    [("over a socket", Client::of_sockets()), ("where it lies", Client::new())]
+}
+
+/// A connection on which anything can be sent.
+pub struct Raw(pub TcpStream);
+
+impl Raw {
+    pub fn connect(address: SocketAddr) -> Self {
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(STUCK)).unwrap();
+        stream.set_write_timeout(Some(STUCK)).unwrap();
+        Raw(stream)
+    }
+
+    pub fn send(&mut self, bytes: &[u8]) {
+        self.0.write_all(bytes).unwrap();
+    }
+
+    pub fn request(&mut self, method: &str, path: &str, fields: &str, body: &[u8]) {
+        let length = body.len();
+        let head = format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n{fields}\r\n");
+        self.send(&[head.as_bytes(), body].concat());
+    }
+
+    pub fn answer(&mut self) -> Answer {
+        self.answer_to("GET")
+    }
+
+    pub fn answer_to(&mut self, method: &str) -> Answer {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            let mut byte = [0];
+            self.0.read_exact(&mut byte).expect("the head of an answer");
+            head.push(byte[0]);
+        }
+        let head = String::from_utf8(head).unwrap();
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        let mut answer = Answer { status, head, body: Vec::new() };
+        if method != "HEAD" && status >= 200 {
+            let length = answer.field("Content-Length").unwrap().parse().unwrap();
+            answer.body = vec![0; length];
+            self.0.read_exact(&mut answer.body).expect("the body of an answer");
+        }
+        answer
+    }
+
+    /// Whether the other side closes without another word.
+    pub fn is_closed(&mut self) -> bool {
+        match self.0.read(&mut [0]) {
+            Ok(read) => read == 0,
+            Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+        }
+    }
+}
+
+#[derive(Debug)]
+pub struct Answer {
+    pub status: u16,
+    pub head: String,
+    pub body: Vec<u8>,
+}
+
+impl Answer {
+    pub fn field(&self, name: &str) -> Option<&str> {
+        self.head.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "))
+    }
+
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
+    }
+
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error}: {}", self.text()))
+    }
+}
+
+pub fn meta(dtype: &str, shape: &[u64]) -> Meta {
+    Meta::new(Dtype::from_name(dtype).unwrap(), shape).unwrap()
+}
+
+/// A shard as it travels, written after the table in the documentation.
+pub fn shard(meta: &Meta, bytes: &[u8]) -> Vec<u8> {
+    let shape = meta.shape();
+    let mut body = b"TSHD".to_vec();
+    body.extend([1, meta.dtype().code(), shape.len() as u8, 0]);
+    body.extend((bytes.len() as u64).to_le_bytes());
+    body.extend(crc64_nvme(bytes).to_le_bytes());
+    shape.iter().for_each(|size| body.extend(size.to_le_bytes()));
+    body.extend(bytes);
+    body
+}
+
+/// CRC-64/NVME bit by bit, as the catalogue of parametrised CRC algorithms defines it.
+pub fn crc64_nvme(bytes: &[u8]) -> u64 {
+    let step = |crc: u64| if crc & 1 == 1 { (crc >> 1) ^ 0x9a6c_9329_ac4b_c9b5 } else { crc >> 1 };
+    let next = |crc: u64, byte: &u8| (0..8).fold(crc ^ u64::from(*byte), |crc, _| step(crc));
+    !bytes.iter().fold(u64::MAX, next)
+}
+
+/// Waits until something holds.
+pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let end = std::time::Instant::now() + STUCK;
+    while !holds() {
+        assert!(std::time::Instant::now() < end, "in vain: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}

@@ -1,0 +1,218 @@
+//! What a server answers to requests that are as they should be, and to those that are not.
+
+use serde_json::json;
+use tundish_store::{Dtype, Meta, Service};
+
+use crate::common::pattern;
+use crate::raw::{Owner, meta, shard};
+
+#[test]
+fn every_type_comes_back_as_it_was_stored_bit_for_bit() {
+    let owner = Owner::new();
+    let mut raw = owner.connect();
+    for dtype in Dtype::all() {
+        for shape in [&[][..], &[0, 3], &[5], &[3, 2, 7]] {
+            let meta = Meta::new(dtype, shape).unwrap();
+            let path = format!("/data/{}-{}", dtype.name(), shape.len());
+            let body = shard(&meta, &pattern(u64::from(dtype.code()), meta.nbytes() as usize));
+            raw.request("PUT", &path, "", &body);
+            assert_eq!(raw.answer().status, 200);
+            raw.request("GET", &path, "", b"");
+            let answer = raw.answer();
+            assert_eq!((answer.status, answer.body), (200, body), "{meta:?}");
+            assert!(answer.head.contains("Content-Type: application/x-tundish-shards\r\n"));
+        }
+    }
+}
+
+#[test]
+fn a_batch_comes_in_the_order_that_was_asked_for_and_rows_alone_where_rows_were() {
+    let owner = Owner::new();
+    let (a, b) = (pattern(1, 24), pattern(2, 5000));
+    let (of_a, of_b) = (meta("float32", &[3, 2]), meta("uint8", &[5000]));
+    owner.ask("PUT", "/data/a", "", &shard(&of_a, &a));
+    owner.ask("PUT", "/data/b", "", &shard(&of_b, &b));
+    let request = br#"{"shard_ids": ["b", "a", "b", "a"], "rows": [null, [1, 3], [7, 7], [0, 1]]}"#;
+    let answer = owner.ask("POST", "/data/batch", "", request);
+    let expected = [
+        shard(&of_b, &b),
+        shard(&meta("float32", &[2, 2]), &a[8..]),
+        shard(&meta("uint8", &[0]), b""),
+        shard(&meta("float32", &[1, 2]), &a[..8]),
+    ];
+    assert_eq!((answer.status, answer.body), (200, expected.concat()));
+    let empty = owner.ask("POST", "/data/batch", "", br#"{"shard_ids": []}"#);
+    assert_eq!((empty.status, empty.body.len()), (200, 0));
+    let beyond = owner.ask("POST", "/data/batch", "", br#"{"shard_ids": ["a"], "rows": [[2, 4]]}"#);
+    assert_eq!(beyond.status, 400);
+    assert!(beyond.json()["message"].as_str().unwrap().contains("shard a: rows 2 to 4"), "{}", beyond.text());
+}
+
+#[test]
+fn json_is_what_arealss_clients_read_and_write() {
+    let owner = Owner::new();
+    let tensor = json!({"type": "tensor", "dtype": "torch.bfloat16", "shape": [2], "data": "AACAPwAAAMA="});
+    let fields = "Content-Type: application/json\r\nAccept: application/json\r\n";
+    let stored = owner.ask("PUT", "/data/x", fields, tensor.to_string().as_bytes());
+    assert_eq!(stored.json(), json!({"status": "ok", "shard_id": "x"}));
+    assert_eq!(owner.ask("GET", "/data/x", fields, b"").json(), tensor);
+    assert_eq!(owner.ask("GET", "/data/x", "", b"").body[32..], [0x80, 0x3f, 0, 0xc0]);
+    // Longer than what is turned into base64 at once, with something left over.
+    let bytes = pattern(3, 200_003);
+    owner.store("long", &bytes);
+    let batch = owner.ask("POST", "/data/batch", fields, br#"{"shard_ids": ["x", "long", "x"]}"#).json();
+    assert_eq!((&batch[0], &batch[2], batch.as_array().unwrap().len()), (&tensor, &tensor, 3));
+    let again = owner.ask("PUT", "/data/again", fields, batch[1].to_string().as_bytes());
+    assert_eq!(again.status, 200, "{}", again.text());
+    assert_eq!(owner.ask("GET", "/data/again", "", b"").body[32..], bytes);
+    assert_eq!(owner.ask("POST", "/data/batch", fields, br#"{"shard_ids": []}"#).json(), json!([]));
+    assert_eq!(owner.ask("PUT", "/data/y", fields, br#"{"dtype": "float32"}"#).status, 400);
+}
+
+#[test]
+fn what_is_not_there_is_named() {
+    let owner = Owner::new();
+    owner.store("a", b"a");
+    owner.store("gone", b"gone");
+    let cleared = owner.ask("DELETE", "/data/clear", "", br#"{"shard_ids": ["gone", "never", "gone"]}"#);
+    let expected = json!({"status": "ok", "cleared_count": 1, "num_tensors": 1, "total_bytes": 64, "freed_bytes": 64});
+    assert_eq!(cleared.json(), expected, "the storage holds one more, in the bytes that it takes");
+    let missing = owner.ask("GET", "/data/never", "", b"");
+    assert_eq!((missing.status, &missing.json()["status"]), (404, &json!("error")));
+    assert!(missing.text().contains("never"));
+    let batch = owner.ask("POST", "/data/batch", "", br#"{"shard_ids": ["never", "a", "gone"]}"#);
+    assert_eq!(batch.status, 400);
+    assert_eq!(batch.json()["missing_shard_ids"], json!(["never", "gone"]));
+    assert_eq!(owner.ask("GET", "/data/a", "", b"").status, 200);
+}
+
+#[test]
+fn a_shard_never_changes() {
+    let owner = Owner::new();
+    owner.store("a", b"first");
+    let again = owner.ask("PUT", "/data/a", "", &shard(&meta("uint8", &[5]), b"other"));
+    assert_eq!(again.status, 409, "{}", again.text());
+    assert_eq!(owner.ask("GET", "/data/a", "", b"").body[32..], *b"first");
+}
+
+#[test]
+fn ranges_are_parts_of_the_whole() {
+    let owner = Owner::new();
+    let bytes = pattern(4, 600_000);
+    owner.ask("PUT", "/data/a", "", &shard(&meta("float32", &[500, 300]), &bytes));
+    let whole = owner.ask("GET", "/data/a", "", b"").body;
+    let cases = [
+        ("0-0", 0, 0),
+        ("10-50", 10, 50),
+        ("20-599999", 20, 599_999),
+        ("600000-", 600_000, 600_039),
+        ("-1", 600_039, 600_039),
+    ];
+    for (asked, first, last) in cases {
+        let part = owner.ask("GET", "/data/a", &format!("Range: bytes={asked}\r\n"), b"");
+        assert_eq!((part.status, &part.body[..]), (206, &whole[first..=last]), "{asked}");
+        assert_eq!(part.field("Content-Range"), Some(&*format!("bytes {first}-{last}/600040")));
+    }
+    let rows = owner.ask("GET", "/data/a", "Range: rows=499-\r\n", b"");
+    assert_eq!(rows.body, shard(&meta("float32", &[1, 300]), &bytes[598_800..]));
+    assert_eq!((rows.status, rows.field("Content-Range")), (206, Some("rows 499-499/500")));
+    let json = owner.ask("GET", "/data/a", "Range: rows=2-3\r\nAccept: application/json\r\n", b"");
+    assert_eq!((json.status, &json.json()["shape"]), (206, &json!([2, 300])));
+    for (asked, total) in [("bytes=600040-", "bytes */600040"), ("rows=500-", "rows */500")] {
+        let none = owner.ask("GET", "/data/a", &format!("Range: {asked}\r\n"), b"");
+        assert_eq!((none.status, none.field("Content-Range")), (416, Some(total)));
+    }
+    assert_eq!(owner.ask("GET", "/data/a", "Range: bytes=0-1,4-5\r\n", b"").body, whole, "several are ignored");
+}
+
+#[test]
+fn requests_follow_each_other_on_one_connection_also_before_their_answers() {
+    let owner = Owner::new();
+    owner.store("a", b"abc");
+    let mut raw = owner.connect();
+    let both = "GET /data/a HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(2);
+    raw.send(format!("{both}POST /data/batch HTTP/1.1\r\nHost: localhost\r\nContent-Length: 19\r\n\r\n").as_bytes());
+    raw.send(br#"{"shard_ids":["a"]}HEAD /data/a HTTP/1.1"#);
+    raw.send(b"\r\nHost: localhost\r\nConnection: close\r\n\r\n");
+    for _ in 0..3 {
+        assert_eq!(raw.answer().body, shard(&meta("uint8", &[3]), b"abc"));
+    }
+    let head = raw.answer_to("HEAD");
+    assert_eq!((head.field("Content-Length"), head.field("Connection")), (Some("35"), Some("close")));
+    assert!(raw.is_closed());
+    let mut old = owner.connect();
+    old.send(b"GET /health HTTP/1.0\r\n\r\n");
+    assert_eq!(old.answer().json(), json!({"status": "ok"}));
+    assert!(old.is_closed());
+}
+
+#[test]
+fn a_client_that_waits_to_be_told_is_told_or_refused() {
+    let owner = Owner::new();
+    let body = shard(&meta("uint8", &[3]), b"abc");
+    let head = |path: &str| {
+        let length = body.len();
+        format!("PUT {path} HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: {length}\r\n\r\n")
+    };
+    let mut raw = owner.connect();
+    raw.send(head("/data/a").as_bytes());
+    assert_eq!(raw.answer().status, 100);
+    raw.send(&body);
+    assert_eq!(raw.answer().status, 200);
+    // Refused before the body: it does not come, and the connection ends.
+    raw.send(head("/data/a/b").as_bytes());
+    assert_eq!(raw.answer().status, 404);
+    assert!(raw.is_closed());
+}
+
+#[test]
+fn a_process_tells_what_it_holds() {
+    let owner = Owner::new();
+    owner.store("a", &[7; 100]);
+    let stats = owner.ask("GET", "/stats", "", b"").json();
+    assert_eq!((&stats["storage"]["num_entries"], &stats["storage"]["total_bytes"]), (&json!(1), &json!(128)));
+    assert_eq!(
+        stats,
+        serde_json::to_value(owner.node.stats())
+            .map(|mut now| {
+                now["storage"]["oldest_unclaimed_seconds"] = stats["storage"]["oldest_unclaimed_seconds"].clone();
+                now
+            })
+            .unwrap()
+    );
+    let buffer = owner.ask("GET", "/buffer/stats", "", b"").json();
+    assert_eq!((&buffer["num_entries"], &buffer["total_bytes"], &buffer["hits"]), (&json!(0), &json!(0), &json!(0)));
+    let page = owner.ask("GET", "/metrics", "", b"");
+    assert_eq!(page.field("Content-Type"), Some("text/plain; version=0.0.4; charset=utf-8"));
+    let page = page.text();
+    let value = |name: &str| {
+        let line = page.lines().find(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(' ')));
+        line.unwrap_or_else(|| panic!("{name} in {page}")).rsplit(' ').next().unwrap().parse::<f64>().unwrap()
+    };
+    assert_eq!(value("tundish_rtensor_entries{side=\"storage\"}"), 1.0);
+    assert_eq!(value("tundish_rtensor_bytes{side=\"storage\"}"), 128.0);
+    assert_eq!(value("tundish_rtensor_answers_total{status=\"200\"}"), 3.0);
+    assert!(value("tundish_rtensor_received_bytes_total") > 132.0);
+    // Each measure is told of once, with its type before its values.
+    for line in page.lines().filter(|line| !line.starts_with('#')) {
+        let name = line.split(['{', ' ']).next().unwrap();
+        assert_eq!(page.matches(&format!("# TYPE {name} ")).count(), 1, "{line}");
+    }
+    assert_eq!(owner.ask("GET", "/health", "", b"").json(), json!({"status": "ok"}));
+}
+
+#[test]
+fn other_methods_are_refused_with_those_that_are_allowed() {
+    let owner = Owner::new();
+    let mut raw = owner.connect();
+    for (method, path, allowed) in
+        [("POST", "/data/a", "GET, HEAD, PUT"), ("GET", "/epoch/1/end", "POST"), ("PUT", "/stats", "GET, HEAD")]
+    {
+        raw.request(method, path, "", b"");
+        let answer = raw.answer();
+        assert_eq!((answer.status, answer.field("Allow")), (405, Some(allowed)));
+    }
+    raw.request("PATCH", "/data/a", "", b"");
+    assert_eq!(raw.answer().status, 501);
+    assert!(raw.is_closed());
+}

@@ -1,0 +1,91 @@
+//! Steps that a controller begins, claims for, and ends from afar.
+
+use serde_json::json;
+use tundish_store::http::Client;
+use tundish_store::{Service, ShardId, StoreError};
+
+use crate::common::within;
+use crate::raw::{Owner, until};
+
+fn ids(names: &[&str]) -> Vec<ShardId> {
+    names.iter().map(|name| name.parse().unwrap()).collect()
+}
+
+fn unclaimed(owner: &Owner) -> u64 {
+    owner.node.stats().storage.unclaimed_entries
+}
+
+#[test]
+fn a_step_ends_with_what_it_claimed_and_what_was_fetched_in_it() {
+    let (owner, client) = (Owner::new(), Client::new());
+    ["a", "b", "c"].iter().for_each(|id| owner.store(id, &[7; 1000]));
+    let consumer = Owner::new();
+    within(20.0, |patience| {
+        let mut held = [client.hold(&owner.address()), client.hold(&consumer.address())];
+        held[1].begin_epoch(7, patience).unwrap();
+        let claimed = held[0].claim(7, &ids(&["a", "b", "never"]), patience).unwrap();
+        assert_eq!((claimed.claimed_count, claimed.total_bytes, claimed.missing), (2, 2048, ids(&["never"])));
+        let taken = held[0].claim(8, &ids(&["a"]), patience).unwrap();
+        assert_eq!((taken.claimed_count, taken.taken), (0, ids(&["a"])));
+        let wanted = ["a", "c"].map(|id| owner.wanted(id, 1000));
+        consumer.node.fetch(&wanted, &Client::of_sockets(), patience).unwrap();
+        assert_eq!(consumer.node.stats().buffer.num_entries, 2);
+
+        let ledgers = held.each_mut().map(|held| held.end_epoch(7, patience).unwrap());
+        let told =
+            ledgers.map(|ledger| (ledger.stored_bytes, ledger.fetched_bytes, ledger.held_bytes, ledger.freed_bytes));
+        assert_eq!(told, [(2048, 0, 0, 2048), (0, 2048, 0, 2048)]);
+        assert_eq!(held[1].end_epoch(7, patience).unwrap(), ledgers[1], "again, it only tells");
+        assert_eq!(consumer.node.stats().buffer.num_entries, 0);
+        assert_eq!(owner.node.stats().storage.num_entries, 1);
+        let over = held[1].begin_epoch(7, patience).unwrap_err();
+        assert!(matches!(over, StoreError::StepEnded { epoch: 7 }), "{over}");
+        let over = held[0].claim(7, &ids(&["c"]), patience).unwrap_err();
+        assert!(matches!(over, StoreError::StepEnded { epoch: 7 }), "{over}");
+        assert!(held.iter().all(|held| held.is_alive()));
+    });
+}
+
+#[test]
+fn the_end_of_a_step_is_a_small_message() {
+    let owner = Owner::new();
+    let ended = owner.ask("POST", "/epoch/3/end", "", b"").json();
+    assert_eq!((&ended["epoch"], &ended["has_ended"], &ended["held_bytes"]), (&json!(3), &json!(true), &json!(0)));
+    assert_eq!(owner.ask("POST", "/epoch/3/end", "", b"").status, 200);
+}
+
+#[test]
+fn claims_last_as_long_as_the_connection_that_they_were_made_on() {
+    let (owner, client) = (Owner::new(), Client::new());
+    ["a", "b"].iter().for_each(|id| owner.store(id, b"abc"));
+    let address = owner.address();
+    within(20.0, |patience| {
+        let (mut first, mut second) = (client.hold(&address), client.hold(&address));
+        first.claim(1, &ids(&["a"]), patience).unwrap();
+        second.claim(2, &ids(&["b"]), patience).unwrap();
+        assert_eq!(unclaimed(&owner), 0);
+        drop(first);
+        until("claims are given up with their connection", || unclaimed(&owner) == 1);
+        assert_eq!(second.claim(2, &ids(&["b"]), patience).unwrap().taken, []);
+        let taken = client.hold(&address).claim(3, &ids(&["a", "b"]), patience).unwrap();
+        assert_eq!((taken.claimed_count, taken.taken), (1, ids(&["b"])));
+    });
+}
+
+#[test]
+fn a_connection_that_breaks_says_that_its_claims_are_gone() {
+    let owner = Owner::new();
+    owner.store("a", b"abc");
+    let (client, address) = (Client::new(), owner.address());
+    let mut held = client.hold(&address);
+    within(20.0, |patience| {
+        held.claim(1, &ids(&["a"]), patience).unwrap();
+        drop(owner);
+        until("the end of a server is seen", || !held.is_alive());
+        let error = held.end_epoch(1, patience).unwrap_err();
+        assert!(matches!(&error, StoreError::Unanswered { reason, .. } if reason.contains("given up")), "{error}");
+        // Nothing is claimed any more: it is merely not there.
+        let error = held.end_epoch(1, patience).unwrap_err();
+        assert!(matches!(&error, StoreError::Unanswered { reason, .. } if !reason.contains("given up")), "{error}");
+    });
+}
