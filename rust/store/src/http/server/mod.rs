@@ -15,7 +15,7 @@ mod traffic;
 
 use std::future::poll_fn;
 use std::io;
-use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Poll, ready};
@@ -246,12 +246,12 @@ fn admit(head: &RequestHead, common: &Common) -> Result<(), Refusal> {
 
 /// An address, or this machine's own name for itself; with a port or without.
 fn is_local_name(host: &str) -> bool {
-    if host.parse::<SocketAddr>().is_ok() {
+    if host.parse::<SocketAddr>().is_ok() || host.parse::<IpAddr>().is_ok() {
         return true;
     }
     let name = host.rsplit_once(':').map_or(host, |(name, port)| if port.parse::<u16>().is_ok() { name } else { host });
     let name = name.trim_start_matches('[').trim_end_matches(']');
-    name.eq_ignore_ascii_case("localhost") || name.parse::<std::net::IpAddr>().is_ok()
+    name.eq_ignore_ascii_case("localhost") || name.parse::<IpAddr>().is_ok()
 }
 
 #[cfg(test)]
