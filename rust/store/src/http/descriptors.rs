@@ -82,6 +82,13 @@ impl<S: AsRawFd> Socket<S> {
     }
 }
 
+impl<S: AsRawFd> Socket<S> {
+    /// Whether this process opened it, and not the one that it was forked from: in a child its number is another's.
+    pub(super) fn is_own(&self) -> bool {
+        self.process == std::process::id()
+    }
+}
+
 impl<S: AsRawFd> Deref for Socket<S> {
     type Target = S;
 
@@ -92,7 +99,7 @@ impl<S: AsRawFd> Deref for Socket<S> {
 
 impl<S: AsRawFd> Drop for Socket<S> {
     fn drop(&mut self) {
-        if self.process != std::process::id() {
+        if !self.is_own() {
             return;
         }
         let no_fork = NoFork::begin();

@@ -162,7 +162,7 @@ fn a_deadline_holds_and_so_does_a_callers_word() {
     let liar = Liar::new(vec![Does::Waits(Duration::from_secs(10))]);
     let begin = Instant::now();
     let error = fetch(&liar, 0.3).unwrap_err();
-    assert!(matches!(error, StoreError::TimedOut { .. }), "{error}");
+    assert!(matches!(&error, StoreError::TimedOut { what } if what.contains(&*liar.address)), "{error}");
     assert!((0.3..0.6).contains(&begin.elapsed().as_secs_f64()), "{:?}", begin.elapsed());
 
     let liar = Liar::new(vec![Does::Waits(Duration::from_secs(10))]);
@@ -239,4 +239,21 @@ fn addresses_that_lead_nowhere_are_told_of_within_a_second() {
         let (error, _) = fetch(text);
         assert!(matches!(error, StoreError::Invalid(_)), "{text:?}: {error}");
     }
+}
+
+#[test]
+#[allow(unsafe_code)]
+fn a_machine_that_does_not_answer_is_told_of_within_a_second() {
+    use std::os::fd::AsRawFd;
+    let full = TcpListener::bind("127.0.0.1:0").unwrap();
+    // SAFETY: the listener's own descriptor; from here on it has room for one connection that nobody takes.
+    assert_eq!(unsafe { libc::listen(full.as_raw_fd(), 0) }, 0);
+    let address = full.local_addr().unwrap();
+    let _first = std::net::TcpStream::connect(address).unwrap();
+    let (node, id) = (Node::new(LIMITS), "a".parse().unwrap());
+    let begin = Instant::now();
+    let wanted = [whole(&address.to_string(), &id, 3)];
+    let error = within(20.0, |patience| node.fetch(&wanted, &Client::new(), patience)).unwrap_err();
+    assert!(matches!(&error, StoreError::Unreachable { reason, .. } if reason.contains("machine")), "{error}");
+    assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
 }

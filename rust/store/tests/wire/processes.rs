@@ -88,7 +88,7 @@ fn owning_process() {
     obey(|words| match words {
         ["address"] => owner.address().to_string(),
         ["put", len] => put(&owner.node, &[pattern(1, len.parse().unwrap())]).unwrap()[0].to_string(),
-        // SAFETY: the child does nothing but sleep and end.
+        // SAFETY: the child of a process with threads does nothing but sleep and end.
         ["fork"] => match unsafe { libc::fork() } {
             0 => {
                 std::thread::sleep(STUCK);

@@ -45,6 +45,8 @@ const SOME: usize = 8 << 10;
 pub(super) enum Trouble {
     /// The connection, or what came on it; whether it may be tried again is for the caller to say.
     Broken(String),
+    /// No machine answers, and to try again would take as long.
+    Silent,
     /// This is what the caller gets.
     Final(StoreError),
 }
@@ -75,6 +77,7 @@ impl Connection {
     pub(super) fn open(addresses: &[SocketAddr], patience: &mut Patience<'_>) -> Result<Self, Trouble> {
         let mut last = Trouble::Broken("its name has no address".to_owned());
         for address in addresses {
+            // What asks first may have been lost on the way.
             for _ in 0..2 {
                 match reach(address, patience) {
                     Ok(Some(stream)) => {
@@ -86,7 +89,7 @@ impl Connection {
                             expects_a_machine: false,
                         });
                     }
-                    Ok(None) => last = Trouble::Broken("its machine does not answer".to_owned()),
+                    Ok(None) => last = Trouble::Silent,
                     Err(trouble @ Trouble::Final(_)) => return Err(trouble),
                     Err(trouble) => {
                         last = trouble;
@@ -98,11 +101,19 @@ impl Connection {
         Err(last)
     }
 
-    /// Whether the other side keeps it open and has said nothing.
+    /// Whether it can be used: the other side keeps it open and has said nothing.
     pub(super) fn is_quiet(&self) -> bool {
+        if !self.is_own() {
+            return false;
+        }
         let mut byte = [0; 1];
         let seen = recv(&*self.stream, &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT);
         matches!(seen, Err(Errno::AGAIN))
+    }
+
+    /// Whether it is this process's, and not of the one that it was forked from.
+    pub(super) fn is_own(&self) -> bool {
+        self.stream.is_own()
     }
 
     /// Sends all of it, one part behind the other.
@@ -234,7 +245,8 @@ fn ended() -> Trouble {
 pub(super) fn look(patience: &mut Patience<'_>) -> Result<(), Trouble> {
     patience.look()?;
     if patience.is_over() {
-        return Err(StoreError::TimedOut { what: "an answer".to_owned() }.into());
+        // What for, the caller knows.
+        return Err(StoreError::TimedOut { what: String::new() }.into());
     }
     Ok(())
 }

@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
+use serde::de::DeserializeOwned;
+
 use super::attempts::Attempts;
 use super::connection::{Connection, Trouble};
 use super::request::{Request, unfit};
-use super::{Client, epoch_path, unreachable};
+use super::{Client, MOST_IDS, epoch_path};
 use crate::Epoch;
 use crate::error::StoreError;
 use crate::http::json::{self, ClaimAnswer};
@@ -51,21 +53,22 @@ impl<'a> Held<'a> {
     /// # Errors
     /// As of [`begin_epoch`](Held::begin_epoch).
     pub fn claim(&mut self, epoch: Epoch, ids: &[ShardId], patience: &mut Patience<'_>) -> Result<Claimed, StoreError> {
-        let body = json::ids_body(ids.iter());
-        let answer = self.call(&Request::new("POST", &epoch_path(epoch, "claim"), &[&body]), patience)?;
-        self.has_claimed = true;
-        let unfit = |reason: String| unfit(&self.owner, 200, &reason);
-        let answer: ClaimAnswer = serde_json::from_slice(&answer).map_err(|error| unfit(error.to_string()))?;
-        let ids = |names: Vec<String>| {
-            let parsed: Result<Vec<ShardId>, StoreError> = names.iter().map(|name| name.parse()).collect();
-            parsed.map_err(|error| unfit(error.to_string()))
-        };
-        Ok(Claimed {
-            claimed_count: answer.claimed_count,
-            total_bytes: answer.total_bytes,
-            missing: ids(answer.missing_shard_ids)?,
-            taken: ids(answer.taken_shard_ids)?,
-        })
+        let mut claimed = Claimed::default();
+        for some in ids.chunks(MOST_IDS) {
+            let body = json::ids_body(some.iter());
+            let answer = self.call(&Request::new("POST", &epoch_path(epoch, "claim"), &[&body]), patience)?;
+            self.has_claimed = true;
+            let answer: ClaimAnswer = self.read(&answer)?;
+            let ids = |names: Vec<String>| {
+                let parsed: Result<Vec<ShardId>, StoreError> = names.iter().map(|name| name.parse()).collect();
+                parsed.map_err(|error| unfit(&self.owner, 200, &error.to_string()))
+            };
+            claimed.claimed_count += answer.claimed_count;
+            claimed.total_bytes += answer.total_bytes;
+            claimed.missing.extend(ids(answer.missing_shard_ids)?);
+            claimed.taken.extend(ids(answer.taken_shard_ids)?);
+        }
+        Ok(claimed)
     }
 
     /// Ends a step there: drops what it claimed and what was fetched in it. It may be asked for again.
@@ -74,7 +77,11 @@ impl<'a> Held<'a> {
     /// As of [`begin_epoch`](Held::begin_epoch).
     pub fn end_epoch(&mut self, epoch: Epoch, patience: &mut Patience<'_>) -> Result<EpochLedger, StoreError> {
         let answer = self.call(&Request::new("POST", &epoch_path(epoch, "end"), &[]), patience)?;
-        serde_json::from_slice(&answer).map_err(|error| unfit(&self.owner, 200, &error.to_string()))
+        self.read(&answer)
+    }
+
+    fn read<T: DeserializeOwned>(&self, answer: &[u8]) -> Result<T, StoreError> {
+        serde_json::from_slice(answer).map_err(|error| unfit(&self.owner, 200, &error.to_string()))
     }
 
     /// Whether the other side has neither ended nor closed the connection.
@@ -90,24 +97,24 @@ impl<'a> Held<'a> {
             let outcome = opened.and_then(|connection| client.exchange(connection, &owner, request, patience));
             match outcome {
                 Ok(answer) => return Ok(answer),
-                Err(Trouble::Broken(reason)) => {
-                    let had = self.connection.take().is_some();
+                Err(Trouble::Final(error)) => return Err(Trouble::Final(error).into_error(&owner, None)),
+                Err(trouble) => {
+                    self.connection = None;
                     if std::mem::take(&mut self.has_claimed) {
-                        return Err(unreachable(
-                            &self.owner,
-                            None,
-                            &format!("{reason}; all claims are given up there"),
-                        ));
+                        let reason = format!("{}; all claims are given up there", trouble.reason());
+                        return Err(Trouble::Broken(reason).into_error(&owner, None));
                     }
-                    let reason = if had { reason } else { format!("no connection: {reason}") };
-                    self.client.once_more(&self.owner, None, Trouble::Broken(reason), &mut attempts, patience)?;
+                    client.once_more(&owner, None, trouble, &mut attempts, patience)?;
                 }
-                Err(Trouble::Final(error)) => return Err(error),
             }
         }
     }
 
     fn opened(&mut self, patience: &mut Patience<'_>) -> Result<&mut Connection, Trouble> {
+        if self.connection.as_ref().is_some_and(|connection| !connection.is_own()) {
+            // What was claimed is the parent's.
+            (self.connection, self.has_claimed) = (None, false);
+        }
         if self.connection.is_none() {
             self.connection = Some(Connection::open(&super::resolve(&self.owner, patience)?, patience)?);
         }

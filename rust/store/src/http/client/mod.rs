@@ -36,6 +36,9 @@ use crate::shard::ShardId;
 use crate::stats::Removed;
 use crate::{Epoch, Meta};
 
+/// Ids that are named in one request: with names of any length less than a server reads.
+const MOST_IDS: usize = 1 << 18;
+
 /// Fetches from owners and tells them what to do. Used by any number of threads at once.
 #[derive(Debug, Default)]
 pub struct Client {
@@ -90,10 +93,15 @@ impl Client {
             cleared_count: u64,
             freed_bytes: u64,
         }
-        let body = json::ids_body(ids.iter());
-        let Counts { cleared_count, freed_bytes } =
-            self.ask(owner, &Request::new("DELETE", "/data/clear", &[&body]), patience)?;
-        Ok(Removed { cleared_count, num_tensors: cleared_count, total_bytes: freed_bytes })
+        let mut removed = Removed::default();
+        for some in ids.chunks(MOST_IDS) {
+            let body = json::ids_body(some.iter());
+            let counts: Counts = self.ask(owner, &Request::new("DELETE", "/data/clear", &[&body]), patience)?;
+            removed.cleared_count += counts.cleared_count;
+            removed.num_tensors += counts.cleared_count;
+            removed.total_bytes += counts.freed_bytes;
+        }
+        Ok(removed)
     }
 
     /// Removes what `owner` fetched of these shards, all of it where `None`; how many entries.
@@ -110,9 +118,14 @@ impl Client {
         struct Count {
             cleared_count: u64,
         }
-        let body = ids.map_or_else(|| br#"{"shard_ids":null}"#.to_vec(), |ids| json::ids_body(ids.iter()));
-        let count: Count = self.ask(owner, &Request::new("DELETE", "/buffer/clear", &[&body]), patience)?;
-        Ok(count.cleared_count)
+        let mut clear = |body: &[u8]| {
+            let count: Count = self.ask(owner, &Request::new("DELETE", "/buffer/clear", &[body]), patience)?;
+            Ok(count.cleared_count)
+        };
+        match ids {
+            Some(ids) => ids.chunks(MOST_IDS).map(|some| clear(&json::ids_body(some.iter()))).sum(),
+            None => clear(br#"{"shard_ids":null}"#),
+        }
     }
 
     /// What `owner` tells of itself: [`Stats`](crate::Stats), in JSON.
@@ -186,15 +199,11 @@ impl Client {
                     self.pool.give_back(owner, connection);
                     return Ok(body);
                 }
-                Err(Trouble::Broken(reason)) => {
-                    // One that waited may have been closed by the owner at the moment of its use.
-                    let may_repeat = request.method != "PUT" && (!is_fresh || request.method == "GET");
-                    if !may_repeat {
-                        return Err(unreachable(owner, None, &reason));
-                    }
-                    self.once_more(owner, None, Trouble::Broken(reason), &mut attempts, patience)?;
+                // One that waited may have been closed by the owner at the moment of its use.
+                Err(trouble) if request.method == "GET" || (!is_fresh && request.method != "PUT") => {
+                    self.once_more(owner, None, trouble, &mut attempts, patience)?;
                 }
-                Err(Trouble::Final(error)) => return Err(error),
+                Err(trouble) => return Err(trouble.into_error(owner, None)),
             }
         }
     }
@@ -242,18 +251,14 @@ impl Client {
         attempts: &mut Attempts,
         patience: &mut Patience<'_>,
     ) -> Result<(), StoreError> {
-        let reason = match trouble {
-            Trouble::Broken(reason) => reason,
-            Trouble::Final(error) => return Err(error),
-        };
         // Those that wait lead to the same process.
         self.pool.forget(owner);
-        match attempts.wait(patience) {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(unreachable(owner, id, &reason)),
-            Err(Trouble::Final(error)) => Err(error),
-            Err(Trouble::Broken(reason)) => Err(unreachable(owner, id, &reason)),
-        }
+        let reason = match trouble {
+            Trouble::Broken(reason) => reason,
+            other => return Err(other.into_error(owner, id)),
+        };
+        let may_try = attempts.wait(patience).map_err(|trouble| trouble.into_error(owner, id))?;
+        if may_try { Ok(()) } else { Err(Trouble::Broken(reason).into_error(owner, id)) }
     }
 
     /// The error that an answer means.
@@ -274,10 +279,27 @@ impl Client {
     }
 }
 
-fn unreachable(owner: &Arc<str>, id: Option<&ShardId>, reason: &str) -> StoreError {
-    match id {
-        Some(id) => StoreError::Unreachable { id: id.clone(), owner: Arc::clone(owner), reason: reason.to_owned() },
-        None => StoreError::Unanswered { owner: Arc::clone(owner), reason: reason.to_owned() },
+impl Trouble {
+    fn reason(&self) -> String {
+        match self {
+            Trouble::Broken(reason) => reason.clone(),
+            Trouble::Silent => "its machine does not answer".to_owned(),
+            Trouble::Final(error) => error.to_string(),
+        }
+    }
+
+    /// What the caller is told, who asked `owner` for a shard, if for one.
+    fn into_error(self, owner: &Arc<str>, id: Option<&ShardId>) -> StoreError {
+        let reason = self.reason();
+        match (self, id) {
+            (Trouble::Final(StoreError::TimedOut { .. }), id) => {
+                let shard = id.map_or_else(String::new, |id| format!(", shard {id}"));
+                StoreError::TimedOut { what: format!("an answer of {owner}{shard}") }
+            }
+            (Trouble::Final(error), _) => error,
+            (_, Some(id)) => StoreError::Unreachable { id: id.clone(), owner: Arc::clone(owner), reason },
+            (_, None) => StoreError::Unanswered { owner: Arc::clone(owner), reason },
+        }
     }
 }
 
