@@ -181,6 +181,14 @@ def test_tokens_go_to_those_alone_who_were_named() -> None:
             rtensor.localize(handle)
         rtensor.trust(guarded.addr, token="secret-of-the-job")
         assert int(rtensor.localize(handle).sum()) == 20
+        with (
+            Peer(token="secret-of-the-job", peers=[guarded.addr]) as peer,
+            Peer(token="secret-of-the-job") as other,
+        ):
+            assert peer.call(told.sums, [handle]) == [20]
+            with pytest.raises(PeerError) as refused:
+                other.call(told.sums, [handle])
+            assert refused.value.kind == "NotAuthorizedError"
 
 
 def test_addresses_that_others_reach_want_a_token() -> None:

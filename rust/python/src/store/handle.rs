@@ -20,6 +20,9 @@ use crate::error::BindingError;
 static SHARD: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 static SIZE: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
+/// What makes a handle again, and of what.
+type Reduced<'py> = (Bound<'py, PyAny>, (Bound<'py, PyBytes>, Option<Py<PyAny>>));
+
 /// A tensor that its owner serves at an address; or some of its rows.
 ///
 /// `shard` says where it is, `data` what it is: a meta tensor, until `to_local()` has fetched it.
@@ -250,9 +253,7 @@ impl RTensor {
     }
 
     /// As bytes of `dumps`; with what the backend needs beside them, where it knows how to pickle that.
-    fn __reduce__<'py>(
-        slf: &Bound<'py, Self>,
-    ) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, PyBytes>, Option<Py<PyAny>>))> {
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Reduced<'py>> {
         let py = slf.py();
         let mut writer = Writer::new();
         writer.handle(&slf.get().handle).map_err(BindingError::from)?;
