@@ -51,7 +51,8 @@ def small_model() -> LlamaForCausalLM:
 
 def main() -> None:
     options = read_options()
-    context = multiprocessing.get_context("spawn")
+    # Its server imports this script once, and all processes with it.
+    context = multiprocessing.get_context("forkserver")
     rollouts = [Process(context, rollout, number) for number in range(2)]
     trainer = Process(context, train, 0)
     workers = [td.rtensor.Worker(one.addr, "rollout", rank) for rank, one in enumerate(rollouts)]

@@ -12,7 +12,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "rollouts.py"
 
 def test_a_model_learns_and_memory_stays_flat() -> None:
     ran = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--steps", "16", "--report", "8"],
+        [sys.executable, str(EXAMPLE), "--steps", "12", "--report", "6"],
         capture_output=True,
         text=True,
         check=False,

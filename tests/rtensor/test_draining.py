@@ -12,7 +12,13 @@ import told
 from peers import Peer, PeerError
 
 from tundish import rtensor
-from tundish.errors import DrainError, InvalidInputError, InvalidTypeError, ShardGoneError
+from tundish.errors import (
+    DrainError,
+    InvalidInputError,
+    InvalidTypeError,
+    NotAuthorizedError,
+    ShardGoneError,
+)
 from tundish.rtensor import Controller, Worker
 
 ROLES = ("actor", "critic", "ref")
@@ -312,10 +318,11 @@ def test_a_guarded_job_is_drained_with_its_token() -> None:
         workers = [Worker(guarded.addr, "rollout"), Worker(other.addr, "actor")]
         with (
             Controller(workers) as stranger,
-            pytest.raises(DrainError, match="wants the token"),
+            pytest.raises(DrainError, match="wants the token") as raised,
             stranger.step(),
         ):
             pass
+        assert isinstance(raised.value.__cause__, NotAuthorizedError)
         with Controller(workers, token="of-the-job") as controller, controller.step(claim=handles):
             pass
         assert guarded.call(told.stats)[0]["num_tensors"] == 0
