@@ -93,6 +93,20 @@ def test_batches_are_cleared_from_every_rank_of_every_role(
         assert raised.value.kind == "ShardGoneError"
 
 
+def test_long_lists_of_ids_go_in_parts(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tundish.rtensor.lines._MOST_IDS", 2)
+    handles = owners[0].call(told.make, 5, 10)
+    fetch_everywhere(handles, consumers)
+    drained = controller.clear_batches(handles)
+    assert (drained.entries, drained.shards, drained.failures, drained.left) == (15, 5, {}, {})
+    handles = owners[1].call(told.make, 5, 10)
+    with controller.step(claim=handles):
+        assert owners[1].call(told.stats)[0]["unclaimed_entries"] == 0
+    assert entries(owners) == [(0, 0), (0, 0)]
+
+
 def test_without_handles_nothing_is_cleared(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:

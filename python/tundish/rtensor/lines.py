@@ -7,7 +7,6 @@ that ends; every request has a deadline; the token goes to workers alone, not to
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import http.client
 import json
 import os
@@ -19,10 +18,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from tundish.errors import InvalidInputError, NotAuthorizedError, TransferError
 
-__all__ = ["Lines", "Request", "Worker", "ask"]
+__all__ = ["Lines", "Request", "Worker", "split_address"]
 
 _MOST_AT_ONCE = 32
 _LONGEST_ANSWER = 64 << 20
+# Of ids in a request: some megabytes, which no worker refuses.
+_MOST_IDS = 1 << 16
 _TURN_SECONDS = 0.25
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
@@ -84,7 +85,13 @@ class Lines:
             if line is None:
                 token = self._token if trusted else None
                 line = self._lines[worker.addr] = _Line(worker.addr, token, self._timeout)
-        return line.ask(worker, request)
+        content = request.content or {}
+        ids: Sequence[str] = content.get("shard_ids") or ()
+        answer = line.ask(worker, request._replace(content=_with_ids(content, ids, 0)))
+        for start in range(_MOST_IDS, len(ids), _MOST_IDS):
+            more = line.ask(worker, request._replace(content=_with_ids(content, ids, start)))
+            answer = {key: _joined(value, more[key]) for key, value in answer.items()}
+        return answer
 
     def call_all(self, calls: Sequence[Callable[[], T]]) -> list[T | Exception]:
         """What the calls came to, in order; several at once."""
@@ -168,10 +175,14 @@ class _Line:
             self._connection.close()
 
 
-def ask(addr: str, request: Request, *, token: str | None = None, timeout: float) -> Any:
-    """The answer of the process that serves at `addr`, over a connection of its own."""
-    with contextlib.closing(_Line(addr, token, timeout)) as line:
-        return line.ask(Worker(addr, "process"), request)
+def _with_ids(content: Mapping[str, Any], ids: Sequence[str], start: int) -> Mapping[str, Any] | None:
+    """What is sent of a long list of ids in one request."""
+    return {**content, "shard_ids": ids[start : start + _MOST_IDS]} if ids else content or None
+
+
+def _joined(one: Any, other: Any) -> Any:
+    """Of the answers to two such requests: sums of counts, lists one after the other."""
+    return one + other if isinstance(one, (int, list)) else other
 
 
 def split_address(addr: str) -> tuple[str, int]:
