@@ -105,7 +105,8 @@ impl Pool {
             if bytes > limit {
                 return Err(StoreError::TooLarge { account: self.name, asked: bytes, limit });
             }
-            if used + escaped + bytes <= limit {
+            // Who asks for nothing is not to wait for anything.
+            if bytes == 0 || used + escaped + bytes <= limit {
                 state.used += bytes;
                 state.high_water = state.high_water.max(state.used);
                 return Ok(Reservation { pool: Arc::clone(self), bytes });
@@ -238,3 +239,6 @@ impl Drop for Reservation {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,74 @@
+//! What a pool promises of its memory.
+
+use std::time::Duration;
+
+use super::*;
+use crate::slab::{Place, Room, rooms};
+
+const LIMIT: u64 = 8 << 20;
+
+fn places(pool: &Arc<Pool>, sizes: &[u64]) -> Result<Vec<Place>, StoreError> {
+    let rooms = rooms(pool, sizes, None, &mut |_, _, _, _| Ok(()))?;
+    Ok(rooms.into_iter().map(Room::into_place).collect())
+}
+
+#[test]
+fn what_nobody_asks_for_any_more_goes_back_to_the_system() {
+    let pool = Pool::new("storage", LIMIT);
+    drop(places(&pool, &[1 << 20]).unwrap());
+    let idle = pool.account().idle_bytes;
+    assert!(idle > 1 << 20);
+    pool.trim(Instant::now() - Duration::from_secs(60));
+    assert_eq!(pool.account().idle_bytes, idle, "it was asked for just now");
+    pool.trim(Instant::now());
+    assert_eq!(pool.account().idle_bytes, 0);
+}
+
+#[test]
+fn small_ones_share_a_slab_and_large_ones_have_one_each() {
+    let pool = Pool::new("storage", 1 << 30);
+    let first = places(&pool, &[100, 3 << 20, 200, 300 << 10]).unwrap();
+    let is_one = |a: &Place, b: &Place| Arc::ptr_eq(&a.slab, &b.slab);
+    assert!(is_one(&first[0], &first[2]) && !is_one(&first[0], &first[1]) && !is_one(&first[1], &first[3]));
+    assert_eq!((first[0].offset, first[2].offset % 64), (0, 0));
+    // What comes later goes where there is room.
+    let later = places(&pool, &[50]).unwrap();
+    assert!(is_one(&first[0], &later[0]) && later[0].offset >= first[2].offset + 200);
+    // However many small ones there are, they take few slabs.
+    let many = places(&pool, &vec![10_000; 20_000]).unwrap();
+    let mut slabs: Vec<_> = many.iter().map(|place| Arc::as_ptr(&place.slab)).collect();
+    slabs.dedup();
+    assert!(slabs.len() < 12, "{}", slabs.len());
+    assert!(pool.account().used_bytes < 20_000 * 10_048 + (20 << 20));
+}
+
+#[test]
+fn tensors_of_one_slab_do_not_overlap() {
+    let pool = Pool::new("storage", 1 << 30);
+    let sizes: Vec<u64> = (1..600).map(|index| index * 97 % 5000 + 1).collect();
+    let mut ranges: Vec<_> = places(&pool, &sizes)
+        .unwrap()
+        .iter()
+        .zip(&sizes)
+        .map(|(place, size)| {
+            assert_eq!(place.len, *size);
+            (place.start().addr(), place.start().addr() + place.len as usize)
+        })
+        .collect();
+    ranges.sort_unstable();
+    assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0));
+}
+
+#[test]
+fn a_limit_is_reached_to_the_page_by_fresh_memory_and_by_used() {
+    let pool = Pool::new("storage", LIMIT);
+    // Of what is kept, the larger ones are no better than fresh ones where each byte counts.
+    drop(places(&pool, &[2_200_000]).unwrap());
+    let all: Vec<_> = (0..4).map(|_| places(&pool, &[2_000_000]).unwrap()).collect();
+    let account = pool.account();
+    assert!(account.used_bytes + account.idle_bytes <= LIMIT, "{account:?}");
+    assert!(matches!(places(&pool, &[2_000_000]), Err(StoreError::Full { .. })));
+    drop(all);
+    assert_eq!(pool.account().used_bytes, 0);
+    assert!(pool.account().idle_bytes <= LIMIT);
+}
