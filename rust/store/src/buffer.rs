@@ -16,7 +16,7 @@ use crate::error::StoreError;
 use crate::flight::{Flight, Outcome, covers};
 use crate::parts::{HasEnded, Part, Parts, Viewed};
 use crate::shard::{Rows, ShardId};
-use crate::turnstile::{TURN, Turnstile};
+use crate::turnstile::Turnstile;
 use crate::{Claimant, Epoch};
 
 /// What was fetched of a shard.
@@ -174,19 +174,12 @@ impl<P: Clone> Buffer<P> {
     /// was held, to be let go of.
     pub(crate) fn remove(&self, ids: &[ShardId]) -> (u64, Vec<Entries<P>>) {
         let mut removed = Vec::new();
-        for some in ids.chunks(TURN) {
-            self.state.pass();
-            let mut cancelled = Vec::new();
-            {
-                let mut state = self.state.lock();
-                for id in some {
-                    cancelled.extend(state.flights.remove(id).into_iter().flatten());
-                    state.remove(id, &mut removed);
-                }
-            }
-            for flight in cancelled {
-                flight.land(Outcome::Failed(StoreError::Drained { id: flight.id.clone() }));
-            }
+        let cancelled = self.state.in_turns(ids, |state, some| {
+            some.iter().for_each(|id| state.remove(id, &mut removed));
+            some.iter().filter_map(|id| state.flights.remove(id)).flatten().collect::<Vec<_>>()
+        });
+        for flight in cancelled.into_iter().flatten() {
+            flight.land(Outcome::Failed(StoreError::Drained { id: flight.id.clone() }));
         }
         let count = removed.iter().map(|entries: &Entries<P>| entries.len() as u64).sum();
         (count, removed)

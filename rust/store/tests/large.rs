@@ -2,8 +2,8 @@
 
 mod common;
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, Way, bytes_meta, fetch, whole, within};
 use tundish_store::{Node, Service, ShardId, Source};
@@ -64,42 +64,43 @@ fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
     assert!(times.iter().all(|time| *time <= Duration::from_micros(100)), "{times:?}");
 }
 
-/// How often one who takes what is in the buffer got it while `work` ran.
-fn fetches_during(consumer: &Node, between: &Between, id: &ShardId, work: impl FnOnce()) -> usize {
-    let (fetches, is_over) = (AtomicUsize::new(0), AtomicBool::new(false));
+/// How long `work` took, and the longest that one who takes what is in the buffer waited meanwhile.
+fn longest_wait(consumer: &Node, between: &Between, id: &ShardId, work: impl FnOnce()) -> (Duration, Duration) {
+    let (is_on, is_over) = (AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
-        scope.spawn(|| {
+        let fetcher = scope.spawn(|| {
             let wanted = [whole(OWNER, id, 8)];
+            let mut longest = Duration::ZERO;
             while !is_over.load(Ordering::SeqCst) {
+                let begin = Instant::now();
                 drop(fetch(consumer, &wanted, between).unwrap());
-                fetches.fetch_add(1, Ordering::SeqCst);
+                longest = longest.max(begin.elapsed());
+                is_on.store(true, Ordering::SeqCst);
             }
+            longest
         });
-        while fetches.load(Ordering::SeqCst) == 0 {
+        while !is_on.load(Ordering::SeqCst) {
             std::thread::yield_now();
         }
-        let before = fetches.load(Ordering::SeqCst);
+        let begin = Instant::now();
         work();
-        let during = fetches.load(Ordering::SeqCst) - before;
+        let time = begin.elapsed();
         is_over.store(true, Ordering::SeqCst);
-        during
+        (time, fetcher.join().unwrap())
     })
 }
 
-/// The bench of the same name has the times; here the machine may be busy.
+/// The bench of the same name has the times; here the machine may be busy, so one quiet round is enough.
 #[test]
-fn who_fetches_while_100_000_are_removed_by_their_ids_gets_in_between() {
+fn who_fetches_while_100_000_are_removed_by_their_ids_does_not_wait_for_their_end() {
     let (owner, consumer, between) = (Node::new(LIMITS), Node::new(LIMITS), Between::new(Way::Bytes));
     between.add(OWNER, &owner);
     let kept = fill(&owner, 1);
     fetch_all(&consumer, &kept, &between);
     let ids = fill(&owner, 100_000);
-    let rounds = (0..5).map(|_| {
+    let mut rounds = (0..8).map(|_| {
         fetch_all(&consumer, &ids, &between);
-        fetches_during(&consumer, &between, &kept[0], || {
-            assert_eq!(consumer.clear_buffer(Some(&ids)), 100_000);
-        })
+        longest_wait(&consumer, &between, &kept[0], || assert_eq!(consumer.clear_buffer(Some(&ids)), 100_000))
     });
-    let most = rounds.max().unwrap();
-    assert!(most >= 50, "{most} fetches, and there were 782 turns");
+    assert!(rounds.any(|(time, longest)| longest <= time / 5), "who fetched waited for most of it");
 }

@@ -238,6 +238,21 @@ fn who_waits_for_what_is_removed_learns_of_it() {
 }
 
 #[test]
+fn who_waits_for_what_is_removed_does_not_wait_for_its_fetcher() {
+    check(|| {
+        let buffer = Arc::new(Buffer::new());
+        let ticket = buffer.ticket();
+        let flight = lead(&buffer, &ticket);
+        let Ok(Asked::Joined(joined)) = ask(&buffer, &ticket) else { panic!("it is under way") };
+        let waiter = thread::spawn(move || wait(&joined));
+        drop(buffer.remove(&[key().id]));
+        assert!(matches!(waiter.join().unwrap(), Outcome::Failed(StoreError::Drained { .. })));
+        assert!(matches!(buffer.land(&flight, 5, BYTES), Err(StoreError::Drained { .. })));
+        assert_eq!(standing(&buffer), ((0, 0), 0, 1));
+    });
+}
+
+#[test]
 fn a_later_step_that_waits_for_an_ended_ones_fetch_fetches_for_itself() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
