@@ -65,14 +65,6 @@ mod _native {
     #[pymodule_export]
     use super::shm::segment::{SegmentView, SharedSegment, held_descriptor, set_shared_cache_limit, shared_stats};
     #[pymodule_export]
-    use super::tree::exchange::TensorExchange;
-    #[pymodule_export]
-    use super::tree::loans::TensorPlan;
-    #[pymodule_export]
-    use super::tree::spans::are_apart;
-    #[pymodule_export]
-    use super::tree::walk::quick_walk;
-    #[pymodule_export]
     use super::store::encoding::{dump_handles, load_handles};
     #[pymodule_export]
     use super::store::handle::RTensor;
@@ -80,4 +72,12 @@ mod _native {
     use super::store::node::{ShardStore, ShardView, shard_ids};
     #[pymodule_export]
     use super::store::wire::{ShardServer, trust_owner};
+    #[pymodule_export]
+    use super::tree::exchange::TensorExchange;
+    #[pymodule_export]
+    use super::tree::loans::TensorPlan;
+    #[pymodule_export]
+    use super::tree::spans::are_apart;
+    #[pymodule_export]
+    use super::tree::walk::quick_walk;
 }
