@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,16 +26,19 @@ def cluster() -> Iterator[Any]:
 
     with pytest.raises(InvalidInputError, match=r"call ray\.init"):
         rtensor.RayBackend()
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=128 << 20,
-        # What has no room is an error, and not on a disk.
-        _system_config={"automatic_object_spilling_enabled": False},
-    )
-    yield ray
-    ray.shutdown()
+    # Short, for the names of its sockets; what its processes still write while they end is no matter.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=128 << 20,
+            # What has no room is an error, and not on a disk.
+            _system_config={"automatic_object_spilling_enabled": False},
+            _temp_dir=folder,
+        )
+        yield ray
+        ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
