@@ -1,0 +1,118 @@
+//! What was written is read; what somebody else made is read or refused.
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn handle(nonce: u64, counter: u64, name: Option<&str>, dtype: &str, shape: &[u64], rows: Option<Rows>) -> Handle {
+    let meta = Meta::new(Dtype::from_name(dtype).unwrap(), shape).unwrap();
+    let id = name.map_or_else(|| ShardId::numbered(nonce, counter), |name| name.parse().unwrap());
+    let owner = format!("10.0.0.{}:80", nonce % 3).into();
+    Handle { id, kind: Arc::new(Kind { owner, meta: Arc::new(meta) }), rows: rows.map(Box::new) }
+}
+
+fn written(values: &[Value<'_>]) -> Vec<u8> {
+    let mut writer = Writer::new();
+    for value in values {
+        writer.write(value).unwrap();
+    }
+    writer.finish()
+}
+
+fn read_all(bytes: &[u8]) -> Result<usize, StoreError> {
+    let mut reader = Reader::new(bytes)?;
+    let mut count = 0;
+    while reader.at < reader.bytes.len() {
+        reader.read()?;
+        count += 1;
+    }
+    reader.finish().map(|()| count)
+}
+
+fn handles() -> impl Strategy<Value = Handle> {
+    let ids = (0u64..4, prop_oneof![0u64..5, any::<u64>()], proptest::option::of("[a-z.:]{1,20}"));
+    let metas =
+        (prop_oneof![Just("float32"), Just("bfloat16"), Just("bool")], proptest::collection::vec(0u64..9, 0..4));
+    (ids, metas, any::<bool>()).prop_map(|((nonce, counter, name), (dtype, shape), cut)| {
+        let rows = shape.first().filter(|_| cut).map(|&rows| rows / 3..rows);
+        handle(nonce, counter, name.as_deref(), dtype, &shape, rows)
+    })
+}
+
+proptest! {
+    #[test]
+    fn what_was_written_is_read(
+        handles in proptest::collection::vec(handles(), 0..40),
+        numbers in proptest::collection::vec(any::<i64>(), 0..9),
+        floats in proptest::collection::vec(-1e300f64..1e300, 0..9),
+        texts in proptest::collection::vec(".{0,80}", 0..9),
+    ) {
+        let mut values = vec![Value::None, Value::Bool(true), Value::Bool(false), Value::Bytes(b"\x00\xff")];
+        values.extend(handles.iter().cloned().map(Value::Handle));
+        values.extend(numbers.iter().map(|&number| Value::Integer(number)));
+        values.extend(floats.iter().map(|&number| Value::Float(number)));
+        values.extend(texts.iter().chain(&texts).map(|text| Value::Text { text, known: None }));
+        values.push(Value::LargeInteger(&[1, 2, 3]));
+        let bytes = written(&values);
+        let mut reader = Reader::new(&bytes).unwrap();
+        for value in &values {
+            match (reader.read().unwrap(), value) {
+                (Value::Text { text, .. }, Value::Text { text: meant, .. }) => prop_assert_eq!(text, *meant),
+                (found, meant) => prop_assert_eq!(&found, meant),
+            }
+        }
+        reader.finish().unwrap();
+    }
+
+    #[test]
+    fn any_bytes_are_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        let _ = read_all(&[MAGIC, &bytes[..]].concat());
+        prop_assert!(bytes.starts_with(MAGIC) || read_all(&bytes).is_err());
+    }
+
+    #[test]
+    fn damaged_bytes_are_read_or_refused(
+        handles in proptest::collection::vec(handles(), 1..20), place: prop::sample::Index, byte: u8,
+    ) {
+        let mut bytes = written(&handles.into_iter().map(Value::Handle).collect::<Vec<_>>());
+        let place = place.index(bytes.len());
+        bytes[place] = byte;
+        let _ = read_all(&bytes);
+    }
+
+    #[test]
+    fn what_was_cut_short_is_refused(handle in handles(), cut: prop::sample::Index) {
+        let bytes = written(&[Value::Handle(handle)]);
+        let length = MAGIC.len() + cut.index(bytes.len() - MAGIC.len());
+        let mut reader = Reader::new(&bytes[..length]).unwrap();
+        prop_assert!(reader.read().is_err());
+    }
+}
+
+#[test]
+fn a_handle_takes_40_bytes() {
+    assert_eq!(size_of::<Handle>(), 40);
+}
+
+#[test]
+fn a_row_of_shards_takes_a_byte_each() {
+    let handles = (0..100_000).map(|counter| Value::Handle(handle(7, counter, None, "float32", &[4, 8], None)));
+    assert!(written(&handles.collect::<Vec<_>>()).len() < 100_100);
+}
+
+#[test]
+fn lengths_beyond_the_bytes_are_refused_before_room_is_made() {
+    for tag in [LIST, TUPLE, DICT, BYTES, TEXT, LARGE_INTEGER] {
+        let bytes = [MAGIC, &[tag, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f][..]].concat();
+        let refused = Reader::new(&bytes).unwrap().read();
+        assert!(matches!(&refused, Err(StoreError::Invalid(why)) if why.contains("cut short")), "{refused:?}");
+    }
+}
+
+#[test]
+fn rows_that_a_shard_has_not_got_are_refused() {
+    let mut wrong = handle(1, 1, None, "int8", &[4], None);
+    wrong.rows = Some(Box::new(2..5));
+    let bytes = written(&[Value::Handle(wrong)]);
+    assert!(Reader::new(&bytes).unwrap().read().is_err());
+}
