@@ -37,6 +37,10 @@ mod sync;
 mod tensor;
 mod transport;
 mod turnstile;
+// Not in the module itself, which the model of races compiles with locks of its own.
+#[cfg(test)]
+#[path = "turnstile/tests.rs"]
+mod turnstile_tests;
 mod view;
 
 pub use checksum::Checksum;

@@ -1,0 +1,30 @@
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use crate::turnstile::Turnstile;
+
+#[test]
+fn a_turn_is_short_and_who_waits_gets_in_between_two() {
+    let (turnstile, is_over, got_in) = (Turnstile::new(()), AtomicBool::new(false), AtomicUsize::new(0));
+    let turns = thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::SeqCst) {
+                drop(turnstile.lock());
+                got_in.fetch_add(1, Ordering::SeqCst);
+                // So that it counts once between two turns.
+                thread::sleep(Duration::from_micros(100));
+            }
+        });
+        let turns = turnstile.in_turns(&[0u8; 50 * 128], |(), some| {
+            let before = got_in.load(Ordering::SeqCst);
+            thread::sleep(Duration::from_millis(2));
+            (some.len(), before)
+        });
+        is_over.store(true, Ordering::SeqCst);
+        turns
+    });
+    assert!(turns.iter().all(|(len, _)| *len <= 128));
+    let let_in = turns.windows(2).filter(|pair| pair[0].1 < pair[1].1).count();
+    assert!(let_in >= turns.len() / 2, "in {let_in} of {} pauses", turns.len() - 1);
+}
