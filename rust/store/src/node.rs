@@ -38,6 +38,9 @@ pub struct Node {
     reaper: Reaper,
 }
 
+/// How long whoever clears a node waits for what is freed in the background.
+const SETTLING: Duration = Duration::from_secs(5);
+
 static OF_PROCESS: PerProcess<Arc<Node>> = PerProcess::new(|| Node::new(Limits::default()));
 
 impl Node {
@@ -131,6 +134,11 @@ impl Node {
         let (removed, stored) = self.storage.flush();
         self.reaper.let_go(stored, removed.num_tensors);
         self.flush_buffer();
+        // Nothing is to be used again soon: what nobody has any more goes back to the system.
+        if self.reaper.settle(SETTLING) {
+            self.storage_pool.let_idle_go();
+            self.buffer_pool.let_idle_go();
+        }
         removed
     }
 

@@ -149,6 +149,11 @@ impl Pool {
         }
     }
 
+    /// What waits to be used again goes back to the system.
+    pub(crate) fn let_idle_go(&self) {
+        self.arena.trim(0);
+    }
+
     /// Lets go of what the parent kept. For a child.
     pub(crate) fn forget(&self) {
         self.arena.forget();

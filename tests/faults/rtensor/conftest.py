@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "rtensor"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Tests of shared memory, which may be the next ones of this process, count its segments."""
+    yield
+    import tundish as td
+
+    td.rtensor.clear_node()

@@ -341,7 +341,10 @@ pub(crate) fn set_shared_cache_limit(py: Python<'_>, limit_bytes: usize) {
 
 /// A child made by `fork` would otherwise keep alive what its parent gives back to the system.
 pub(crate) fn forget_in_children(py: Python<'_>) -> PyResult<()> {
-    let forget = PyCFunction::new_closure(py, None, None, |_, _| Arena::forget_inherited())?;
+    let forget = PyCFunction::new_closure(py, None, None, |_, _| {
+        Arena::forget_inherited();
+        tundish_store::Node::forget_inherited();
+    })?;
     let when = PyDict::new(py);
     when.set_item("after_in_child", forget)?;
     py.import("os")?.call_method("register_at_fork", (), Some(&when))?;
