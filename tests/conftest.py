@@ -34,6 +34,9 @@ sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 import rank_processes
 
+# What fails there says what differs.
+pytest.register_assert_rewrite("leftovers")
+
 # A machine that does other work at the same time makes single examples slow, never wrong.
 hypothesis.settings.register_profile("tundish", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("tundish")

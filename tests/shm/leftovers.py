@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,6 +27,9 @@ PREFIX = f"test-{os.getpid()}-"
 
 # What ends a moment after a test: a process that was killed, a thread that closes a connection.
 PATIENCE = 5.0
+
+# Names, descriptors, children, maps.
+_State: TypeAlias = tuple[set[str], list[str], set[int], list[str]]
 
 # As large as what the tests share, so that it is kept.
 _KEPT = 1 << 30
@@ -72,7 +76,7 @@ def watched() -> Iterator[None]:
     # What is there now is not of this test, and to look through all of it again and again takes minutes.
     gc.collect()
     gc.freeze()
-    before = _state()
+    before = _settled()
     set_cache_limit(_KEPT)
     yield
     end = time.monotonic() + PATIENCE
@@ -87,7 +91,22 @@ def watched() -> Iterator[None]:
     assert maps_after == maps_before
 
 
-def _state() -> tuple[set[str], list[str], set[int], list[str]]:
+def _settled() -> _State:
+    """What is there once what an earlier test left to end has ended."""
+    end = time.monotonic() + PATIENCE
+    before = _state()
+    while time.monotonic() < end:
+        time.sleep(0.02)
+        now = _state()
+        if now == before:
+            break
+        before = now
+    return before
+
+
+def _state() -> _State:
+    # A child that was waited for lets go of its descriptors.
+    multiprocessing.active_children()
     gc.collect()
     set_cache_limit(0)
     # Which number a descriptor has is nobody's business.

@@ -1,0 +1,145 @@
+"""What the tests of the backend for Ray do, in a process of their own.
+
+Ray leaves threads and descriptors in a process that it was in, which later tests would meet.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+# Read when ray is first imported: nothing of the cluster is to be written to the user's home, or told to anybody.
+os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+
+from tundish import rtensor
+from tundish.errors import InvalidInputError, InvalidTypeError, ShardGoneError, ShardMismatchError
+from tundish.rtensor import Controller, Worker
+
+
+def begin(folder: str) -> None:
+    """Starts a cluster, in this process and its children."""
+    import ray
+
+    with pytest.raises(InvalidInputError, match=r"call ray\.init"):
+        rtensor.RayBackend()
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=128 << 20,
+        # What has no room is an error, and not on a disk.
+        _system_config={"automatic_object_spilling_enabled": False},
+        _temp_dir=folder,
+    )
+
+
+def begin_test() -> None:
+    rtensor.set_backend(rtensor.RayBackend())
+
+
+def end_test() -> None:
+    rtensor.clear_fetch_buffer()
+    rtensor.clear_node()
+    rtensor.set_backend(None)
+
+
+def end() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def consumer(ray: Any) -> Any:
+    @ray.remote(num_cpus=1)
+    class Consumer:
+        def __init__(self) -> None:
+            self.addr = rtensor.serve().addr
+            rtensor.set_backend(rtensor.RayBackend())
+
+        def address(self) -> str:
+            return self.addr
+
+        def sums(self, batch: Any) -> list[float]:
+            tensors = rtensor.localize(batch)
+            found = [float(tensor.sum()) for tensor in tensors]
+            for tensor in tensors:
+                tensor.fill_(0)
+            return found
+
+        def entries(self) -> tuple[int, int]:
+            stats = rtensor.fetch_buffer_stats()
+            return stats["num_entries"], stats["total_bytes"]
+
+    return Consumer.remote()
+
+
+def a_batch_goes_through_rays_store() -> None:
+    import ray
+
+    batch = {"ids": torch.arange(6).view(2, 3), "scores": torch.rand(40, 5).bfloat16(), "n": 1}
+    handles = rtensor.remotize(batch)
+    assert isinstance(handles["ids"].ref, ray.ObjectRef) and handles["n"] == 1
+    back = rtensor.localize(handles)
+    assert torch.equal(back["ids"], batch["ids"]) and torch.equal(back["scores"], batch["scores"])
+    back["ids"].fill_(-1)
+    assert torch.equal(rtensor.localize(handles)["ids"], batch["ids"])
+    assert torch.equal(rtensor.localize(handles["scores"][3:7]), batch["scores"][3:7])
+    room = torch.empty(1, 3, dtype=torch.int64)
+    assert torch.equal(rtensor.localize(handles["ids"][1:], out=room), batch["ids"][1:])
+    stats = rtensor.storage_stats()
+    assert stats["num_tensors"] == 2 and stats["total_bytes"] >= 48 + 400
+    named = rtensor.store("name", torch.ones(3))
+    assert named.shard_id == "name" and rtensor.fetch("name").tolist() == [1, 1, 1]
+    with pytest.raises(InvalidTypeError, match="only Ray itself can carry"):
+        rtensor.dumps(handles)
+    wrong = rtensor.RTensor(handles["ids"].shard, torch.empty(6, device="meta"))
+    rtensor.clear_fetch_buffer()
+    with pytest.raises(ShardMismatchError):
+        rtensor.localize(wrong)
+
+
+def actors_consume_and_are_drained() -> None:
+    import ray
+
+    actors = [consumer(ray), consumer(ray)]
+    workers = [
+        Worker(ray.get(actor.address.remote()), role)
+        for actor, role in zip(actors, ("actor", "ref"), strict=True)
+    ]
+    handles = rtensor.remotize([torch.ones(100_000), torch.ones(10)])
+    with Controller([*workers, Worker(rtensor.serve().addr, "rollout")]) as controller:
+        with controller.step(claim=handles):
+            for _ in range(2):
+                sums = ray.get([actor.sums.remote(handles) for actor in actors])
+                assert sums == [[100_000.0, 10.0]] * 2
+            assert [ray.get(actor.entries.remote())[0] for actor in actors] == [2, 2]
+        assert [ray.get(actor.entries.remote()) for actor in actors] == [(0, 0)] * 2
+    assert rtensor.storage_stats()["num_tensors"] == 0
+    assert handles[0].ref is None
+    with pytest.raises(ShardGoneError, match="drained or removed"):
+        rtensor.localize(handles)
+
+
+def drained_objects_leave_rays_store() -> None:
+    # Twice what the store has room for, in all: with what was drained still in it, this fails.
+    with Controller([Worker(rtensor.serve().addr, "all")]) as controller:
+        for number in range(10):
+            handle = rtensor.remotize(torch.full((3 << 20,), number, dtype=torch.int64))
+            with controller.step(claim=handle):
+                assert int(rtensor.localize(handle)[-1]) == number
+            assert rtensor.storage_stats()["total_bytes"] == 0
+
+
+def batches_are_cleared_by_name() -> None:
+    handles = rtensor.remotize([torch.ones(10), torch.ones(20)])
+    rtensor.localize(handles)
+    with Controller([Worker(rtensor.serve().addr, "all")]) as controller:
+        drained = controller.clear_batches(handles[:1])
+    assert drained.shards == 1 and drained.failures == {}
+    stats = rtensor.storage_stats()
+    assert stats["num_tensors"] == 1 and rtensor.fetch_buffer_stats()["num_entries"] == 1
+    assert rtensor.remove(handles[1].shard_id) == 1
+    assert rtensor.storage_stats()["total_bytes"] == 0
