@@ -137,8 +137,9 @@ $(STAMPS)/with-%: pyproject.toml $(STAMPS)/maturin | $(STAMPS)/native
 	$(call locked,.venv)$(BIN)/python -m pip install --no-build-isolation --editable '.[$*]'
 	$(end)
 
-$(PEER_STAMPS)/peers: benches/peers/requirements.txt | tools
+$(PEER_STAMPS)/peers: benches/peers/requirements.txt benches/peers/requirements-alone.txt | tools
 	$(begin)
 	$(PYTHON) -m venv .venv-bench
 	$(call locked,.venv-bench)$(PEERS)/python -m pip install --upgrade 'pip>=24' --requirement $<
+	$(call locked,.venv-bench)$(PEERS)/python -m pip install --no-deps --requirement benches/peers/requirements-alone.txt
 	$(end)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -30,6 +31,7 @@ MEASURES = {
     "checkpoint": ("large", "small", "worlds"),
     "shm": ("tasks", "results", "binding", "readers", "node"),
     "scatter": ("local", "gloo", "peers", "tree", "overlap", "worlds", "nodes"),
+    "rtensor": ("sockets", "transports", "node", "puts", "memory", "beside", "drains", "handles"),
 }
 PACKAGES = {
     "packing": ("tundish", "numpy", "torch", "numba", "megatron-core"),
@@ -43,6 +45,7 @@ PACKAGES = {
     ),
     "shm": ("tundish", "numpy", "torch", "joblib", "loky"),
     "scatter": ("tundish", "numpy", "torch", "accelerate", "tensordict"),
+    "rtensor": ("tundish", "torch", "areal", "ray", "pyzmq", "pyarrow", "grpcio"),
 }
 
 
@@ -165,11 +168,51 @@ def scatter_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     return {name: measures[name] for name in MEASURES["scatter"]}, said
 
 
+def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
+    """The measures of remote tensors, and what is said of their rounds."""
+    # Imported in other processes, as above.
+    for package in ("aiohttp", "flask", "grpc", "orjson", "pyarrow.flight", "ray", "zmq"):
+        if importlib.util.find_spec(package) is None:
+            raise ImportError(f"no {package}")
+    from rtensor import alone_cases, cases
+
+    plan = cases.Plan()
+    if quick:
+        plan = cases.Plan(
+            rounds=1,
+            cases=("64 KB", "4 MB", "256 × 64 KB"),
+            ways=("AReaL", "pyzmq"),
+            fetches=10,
+            seconds=5.0,
+            judges=False,
+        )
+    said = (
+        f"Each time is the least of {plan.rounds} rounds; in a round every way fetches, stores or drains once, each in "
+        "processes of its own."
+    )
+    fetches = ("sockets", "transports", "node")
+    measures: dict[str, Callable[[], Sequence[object]]] = {
+        name: lambda name=name: [cases.fetches(name, plan)] for name in fetches
+    }
+    measures |= {
+        name: lambda take=take: [take(plan)]
+        for name, take in {
+            "puts": cases.puts,
+            "memory": cases.memory,
+            "beside": cases.beside,
+            "drains": alone_cases.drains,
+            "handles": alone_cases.handles,
+        }.items()
+    }
+    return measures, said
+
+
 PARTS = {
     "packing": packing_measures,
     "checkpoint": checkpoint_measures,
     "shm": shm_measures,
     "scatter": scatter_measures,
+    "rtensor": rtensor_measures,
 }
 
 
@@ -199,7 +242,7 @@ def main() -> int:
         except ImportError as error:
             print(f"bench: a peer is missing: {error}", file=sys.stderr)
             print(
-                "bench: install benches/peers/requirements.txt and tundish, or run `make bench`",
+                "bench: `make bench` installs the peers and tundish first",
                 file=sys.stderr,
             )
             return 1

@@ -50,6 +50,20 @@ def on_write(act: Callable[[int], None]) -> None:
     Departure.write = writing  # type: ignore[method-assign]
 
 
+def on_wait(act: Callable[[], None]) -> None:
+    """Call `act` once, when a receiver is about to wait for what comes."""
+    from tundish.scatter.scatterer import Scatterer
+
+    receive = Scatterer._receive
+
+    def receiving(scatterer: Any) -> Any:
+        Scatterer._receive = receive  # type: ignore[method-assign]
+        act()
+        return receive(scatterer)
+
+    Scatterer._receive = receiving  # type: ignore[method-assign]
+
+
 def batch(number: int, rank: int, size: int = LARGE) -> dict[str, Any]:
     return {"x": torch.full((size,), 10 * number + rank, dtype=torch.int32), "rest": [torch.ones(number + 1)]}
 
@@ -143,7 +157,8 @@ def interrupted(rank: int, line: Line) -> None:
     if rank == 0:
         on_write(hold)
     elif rank == 2:
-        line.say("waiting")
+        # In the call: who is interrupted before it has not made it.
+        on_wait(lambda: line.say("waiting"))
     kind, _, _ = outcome(lambda: a_round(rank, 1))
     assert kind == ("KeyboardInterrupt" if rank == 2 else "")
     written.set()

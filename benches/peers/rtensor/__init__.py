@@ -1,0 +1,1 @@
+"""The side-by-side bench of remote tensors."""

@@ -1,0 +1,106 @@
+"""An owner or a consumer of one way, in a process of its own.
+
+    python benches/peers/rtensor/actor.py
+
+Does what its parent asks, a line of JSON each, and answers with a line. What always holds: only answers go to its
+output; what a library says goes to its errors; it ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rtensor.tensors import digest, make, read
+from rtensor.ways import module_of
+
+
+class Actor:
+    """What a parent can ask for."""
+
+    def own(self, way: str, cases: list[str]) -> str:
+        """Serve the tensors of these cases: where."""
+        self._owner = module_of(way).Owner(cases)
+        place: str = self._owner.place
+        return place
+
+    def consume(self, way: str, place: str) -> None:
+        self._consumer = module_of(way).Consumer(place)
+        # To look through all of torch in each round would take longer than the rounds.
+        gc.collect()
+        gc.freeze()
+
+    def fetch(self, case: str) -> list[float]:
+        """The seconds until every byte of a case was read, and its digest."""
+        gc.collect()
+        begin = time.perf_counter()
+        tensors = self._consumer.fetch(case)
+        read(tensors)
+        seconds = time.perf_counter() - begin
+        found = digest(tensors)
+        del tensors
+        self._consumer.forget(case)
+        return [seconds, found]
+
+    def put(self, case: str) -> float:
+        """The seconds to leave copies of a case's tensors where others get at them."""
+        tensors = make(case)
+        gc.collect()
+        begin = time.perf_counter()
+        self._consumer.put(tensors)
+        seconds = time.perf_counter() - begin
+        self._consumer.take_back()
+        return seconds
+
+    def beside(self, large: str, small: str, fetches: int, longest: float) -> list[float]:
+        """The seconds of so many fetches of a small case while a large one is fetched again and again.
+
+        Fewer where they take longer than `longest` seconds in all.
+        """
+        is_over = threading.Event()
+        begun = threading.Event()
+
+        def fetch_large() -> None:
+            while not is_over.is_set():
+                begun.set()
+                read(self._consumer.fetch(large))
+                self._consumer.forget(large)
+
+        thread = threading.Thread(target=fetch_large)
+        thread.start()
+        begun.wait()
+        times = []
+        end = time.perf_counter() + longest
+        while len(times) < fetches and time.perf_counter() < end:
+            begin = time.perf_counter()
+            read(self._consumer.fetch(small))
+            times.append(time.perf_counter() - begin)
+            self._consumer.forget(small)
+        is_over.set()
+        thread.join()
+        return times
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    actor = Actor()
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        method: Callable[..., Any] = getattr(actor, what)
+        print(json.dumps(method(*arguments)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    # A library's threads may be in a call that does not end.
+    os._exit(0)

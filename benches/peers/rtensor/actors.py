@@ -1,0 +1,96 @@
+"""The owner and the consumer of one way, as their parent sees them.
+
+Owns their processes, from the start to the end. What always holds: one that fails or takes too long ends the run; when
+a way is over nothing of its process groups is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Process", "pair"]
+
+_HERE = Path(__file__).resolve().parent
+# What takes longer hangs.
+_LONGEST_SECONDS = 300.0
+
+
+class Process:
+    """An actor, or another program that answers a line with a line."""
+
+    def __init__(self, program: str = "actor.py") -> None:
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by close)
+        self._child = subprocess.Popen(
+            [sys.executable, str(_HERE / program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            # What it leaves behind when it fails is of its group.
+            start_new_session=True,
+            # What it starts itself finds the bench's modules, too.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_HERE.parent)},
+        )
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """The answer; RuntimeError, with the end of what was said, where there is none."""
+        assert self._child.stdin is not None and self._child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(json.dumps([what, arguments]).encode() + b"\n")
+            self._child.stdin.flush()
+        if select.select([self._child.stdout], [], [], _LONGEST_SECONDS)[0]:
+            line = self._child.stdout.readline()
+            if line:
+                return json.loads(line)
+        self._said.seek(0)
+        raise RuntimeError(f"no answer to {what} {arguments}:\n{self._said.read()[-3000:]}")
+
+    def begin_peak(self) -> int:
+        """Forget the most memory that there was: the resident bytes now."""
+        Path(f"/proc/{self._child.pid}/clear_refs").write_text("5")
+        return self._bytes("VmRSS")
+
+    def peak(self) -> int:
+        """The most resident bytes since."""
+        return self._bytes("VmHWM")
+
+    def _bytes(self, name: str) -> int:
+        status = Path(f"/proc/{self._child.pid}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith(name))
+        return int(line.split()[1]) * 1024
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+        assert self._child.stdout is not None
+        self._child.stdout.close()
+        self._said.close()
+
+
+@contextlib.contextmanager
+def pair(way: str, cases: Iterable[str]) -> Iterator[tuple[Process, Process]]:
+    """An owner of these cases and a consumer, connected."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for _ in range(2):
+            processes.append(Process())
+            stack.callback(processes[-1].close)
+        owner, consumer = processes
+        place = owner.ask("own", way, list(cases))
+        consumer.ask("consume", way, place)
+        yield owner, consumer

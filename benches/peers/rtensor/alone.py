@@ -1,0 +1,162 @@
+"""What one process does alone: drains of many entries, and handles as bytes.
+
+    python benches/peers/rtensor/alone.py
+
+Owns nothing but its answers, as `actor.py` does, a line of JSON for each question.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import orjson
+import torch
+
+from rtensor.ways.areal_modules import areal
+from tundish import rtensor
+
+_CHUNK = 50_000
+_LIMIT = 4 << 30
+# So many numbers each: the bytes of an entry are not what a drain costs.
+_WIDTH = 2
+
+
+def drain_by_step(entries: int) -> dict[str, float]:
+    """The seconds of the end of a step that fetched so many."""
+    server = rtensor.serve(limit_bytes=_LIMIT, buffer_limit_bytes=_LIMIT)
+    with rtensor.Controller([rtensor.Worker(server.addr, "all")]) as controller:
+        step = controller.step()
+        step.__enter__()
+        for handles in _stored(entries):
+            rtensor.localize(handles)
+        gc.collect()
+        begin = time.perf_counter()
+        step.__exit__(None, None, None)
+        seconds = time.perf_counter() - begin
+    assert rtensor.fetch_buffer_stats()["num_entries"] == 0
+    rtensor.clear_node()
+    return {"seconds": seconds}
+
+
+def drain_by_ids(way: str, entries: int) -> dict[str, float]:
+    """The seconds of the call that drops so many, and the longest that a thread waits for one that it has."""
+    return _drained(*(_ours(entries) if way == "ours" else _of_areal(entries)))
+
+
+def _ours(entries: int) -> tuple[Callable[[], object], Callable[[], int]]:
+    rtensor.serve(limit_bytes=_LIMIT, buffer_limit_bytes=_LIMIT)
+    ids = []
+    for handles in _stored(entries):
+        rtensor.localize(handles)
+        ids += rtensor.flatten_shard_ids(handles)
+    kept = rtensor.remotize(torch.ones(_WIDTH))
+    return lambda: rtensor.localize(kept), lambda: rtensor.clear_fetch_buffer(ids)
+
+
+def _stored(entries: int) -> Iterator[list[Any]]:
+    tensors = list(torch.arange(_CHUNK * _WIDTH, dtype=torch.float32).view(_CHUNK, _WIDTH))
+    for start in range(0, entries, _CHUNK):
+        yield rtensor.remotize(tensors[: entries - start])
+
+
+def _of_areal(entries: int) -> tuple[Callable[[], object], Callable[[], int]]:
+    module = areal("infra.rpc.rtensor")
+    module._fetch_buffer.update(
+        (str(number), tensor) for number, tensor in enumerate(torch.rand(entries, _WIDTH))
+    )
+    module._fetch_buffer["kept"] = torch.ones(_WIDTH)
+    shard, data = module.TensorShardInfo("kept", ""), torch.empty(_WIDTH, device="meta")
+    ids = [str(number) for number in range(entries)]
+    return (
+        lambda: module.RTensor.localize(module.RTensor(shard, data)),
+        lambda: module.clear_fetch_buffer(ids),
+    )
+
+
+def _drained(fetch: Callable[[], object], drain: Callable[[], int]) -> dict[str, float]:
+    """What a drain costs, and who fetches from the buffer meanwhile."""
+    longest = 0.0
+    is_on, is_over = threading.Event(), threading.Event()
+
+    def go_on() -> None:
+        nonlocal longest
+        while not is_over.is_set():
+            begin = time.perf_counter()
+            fetch()
+            if is_on.is_set():
+                longest = max(longest, time.perf_counter() - begin)
+
+    fetch()
+    # A collection stops all threads alike, and is nobody's.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    time.sleep(0.1)
+    is_on.set()
+    begin = time.perf_counter()
+    dropped = drain()
+    seconds = time.perf_counter() - begin
+    is_over.set()
+    thread.join()
+    gc.enable()
+    assert dropped > 0
+    return {"seconds": seconds, "stall": longest}
+
+
+def handles(way: str, count: int) -> dict[str, float]:
+    """The seconds to have so many handles as bytes and back, and the bytes."""
+    return _carried(*(_our_handles(count) if way == "ours" else _areal_handles(count)))
+
+
+def _our_handles(count: int) -> tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]:
+    rtensor.serve(limit_bytes=_LIMIT, buffer_limit_bytes=_LIMIT)
+    made = [handle for some in _stored(count) for handle in some]
+    return made, rtensor.dumps, rtensor.loads
+
+
+def _areal_handles(count: int) -> tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]:
+    module, serialization = areal("infra.rpc.rtensor"), areal("infra.rpc.serialization")
+    backend = module.HttpRTensorBackend()
+    data = torch.empty(_WIDTH, device="meta")
+    made = [
+        module.RTensor(module.TensorShardInfo(backend.store(data), "127.0.0.1:40000"), data)
+        for _ in range(count)
+    ]
+    return (
+        made,
+        lambda obj: orjson.dumps(serialization.serialize_value(obj)),
+        lambda said: serialization.deserialize_value(orjson.loads(said)),
+    )
+
+
+def _carried(made: Any, dumps: Callable[[Any], bytes], loads: Callable[[bytes], Any]) -> dict[str, float]:
+    gc.collect()
+    gc.freeze()
+    begin = time.perf_counter()
+    said = dumps(made)
+    back = loads(said)
+    seconds = time.perf_counter() - begin
+    assert len(back) == len(made) and back[-1].shape == made[-1].shape
+    return {"seconds": seconds, "bytes": len(said)}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        print(json.dumps(globals()[what](*arguments)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

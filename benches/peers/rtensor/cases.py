@@ -1,0 +1,219 @@
+"""The measures of remote tensors: who fetches what from whom, and which ratio is asked for.
+
+Owns the targets. What always holds: each way has an owner and a consumer of its own, both of them processes; in each
+round every way fetches once, after a fetch that does not count; a fetch is over when every byte has been read, and
+what came is compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from measure import OutputsDiffer
+from report import Row, Section, duration
+
+from rtensor.actors import Process, pair
+from rtensor.tensors import CASES
+
+__all__ = ["Plan", "beside", "fetches", "memory", "puts"]
+
+_SMALL, _LARGE, _MANY = "64 KB", "256 MB", "256 × 64 KB"
+_NAMES = {
+    "AReaL": "AReaL's HTTP path",
+    "Ray": "Ray, tensors",
+    "Ray, arrays": "Ray, numpy's arrays",
+    "torch RPC": "torch RPC, tcp",
+    "pyzmq": "pyzmq",
+    "Arrow Flight": "Arrow Flight",
+    "gRPC": "gRPC, a call a tensor",
+    "gRPC, one stream": "gRPC, one stream",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much is measured.
+
+    `rounds`: of fetches. `cases`: what AReaL is compared in. `ways`: the others, of those that a measure has.
+    `fetches`: small ones beside a large one, for `seconds` at most. `judges`: whether targets are stated.
+    """
+
+    rounds: int = 5
+    cases: tuple[str, ...] = tuple(CASES)
+    ways: tuple[str, ...] = tuple(_NAMES)
+    fetches: int = 500
+    seconds: float = 20.0
+    judges: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A measure: our way, and what is asked for over each other one, by case."""
+
+    title: str
+    note: str
+    ours: str
+    others: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+_FETCHES = {
+    "sockets": Comparison(
+        title="Fetching over sockets, beside AReaL",
+        note="Both over loopback. The consumer has nothing of it before.",
+        ours="ours",
+        others={
+            "AReaL": {"64 KB": 40.0, "4 MB": 50.0, "256 MB": 25.0, "256 × 64 KB": 40.0, "256 × 4 MB": 25.0}
+        },
+    ),
+    "transports": Comparison(
+        title="Fetching over sockets, beside transports",
+        note="All over loopback. What they give is read-only but for torch's; ours is the caller's to write to, and "
+        "a checksum of it was compared.",
+        ours="ours",
+        others={
+            "torch RPC": {_MANY: 3.0},
+            "pyzmq": {_MANY: 3.0},
+            "Arrow Flight": {_MANY: 6.0},
+            "gRPC": {_MANY: 30.0},
+            "gRPC, one stream": {_MANY: 30.0},
+        },
+    ),
+    "node": Comparison(
+        title="Fetching on one node, beside Ray",
+        note="Ours reads the owner's memory where it lies; the tensor is the caller's to write to. Ray's arrays are "
+        "read where they lie, too, and nobody may write to them; its tensors are copied.",
+        ours="ours, same node",
+        others={"Ray": {_LARGE: 1.0, _MANY: 10.0}, "Ray, arrays": {_LARGE: 1.0, _MANY: 10.0}},
+    ),
+}
+_PUTS = {_MANY: 50.0, _LARGE: 1.0}
+
+
+def fetches(name: str, plan: Plan) -> Section:
+    """One of the measures of fetching."""
+    comparison = _FETCHES[name]
+    section = Section(title=comparison.title, note=comparison.note)
+    others = {way: asked for way, asked in comparison.others.items() if way in plan.ways}
+    every = [case for case in plan.cases if any(case in asked for asked in others.values())]
+    with _consumers({comparison.ours: every, **dict.fromkeys(others, every)}) as consumers:
+        for case in every:
+            seconds = _fetched(consumers, case, plan.rounds)
+            ours = seconds.pop(comparison.ours)
+            section.rows += [
+                _row(case, ours, way, took, others[way][case], plan) for way, took in seconds.items()
+            ]
+    return section
+
+
+def puts(plan: Plan) -> Section:
+    """Storing, beside Ray."""
+    section = Section(
+        title="Storing, beside Ray",
+        note="remotize of a list of tensors, and ray.put of each: until copies of them lie where other processes of "
+        "the node get at them.",
+    )
+    others = [way for way in ("Ray", "Ray, arrays") if way in plan.ways]
+    with _consumers(dict.fromkeys(("ours, same node", *others), ())) as consumers:
+        for case, least in _PUTS.items():
+            if case not in plan.cases:
+                continue
+            seconds = dict.fromkeys(consumers, float("inf"))
+            for number in range(plan.rounds + 1):
+                for way, consumer in consumers.items():
+                    took = consumer.ask("put", case)
+                    # The first has everything warm.
+                    if number:
+                        seconds[way] = min(seconds[way], took)
+            ours = seconds.pop("ours, same node")
+            section.rows += [_row(case, ours, way, took, least, plan) for way, took in seconds.items()]
+    return section
+
+
+def beside(plan: Plan) -> Section:
+    """Small fetches while a large one runs."""
+    section = Section(
+        title=f"{_SMALL} fetches while {_LARGE} are fetched",
+        note="Over sockets, by two threads of the consumer from the same owner; the time that 99 of 100 small fetches "
+        f"stay under, of {plan.fetches} or of as many as there are in {plan.seconds:g} seconds.",
+    )
+    late = {}
+    for way in ("ours", "AReaL"):
+        with pair(way, (_SMALL, _LARGE)) as (_, consumer):
+            for case in (_SMALL, _LARGE):
+                consumer.ask("fetch", case)
+            times = sorted(consumer.ask("beside", _LARGE, _SMALL, plan.fetches, plan.seconds))
+            late[way] = times[len(times) * 99 // 100]
+    section.rows.append(_row(_SMALL, late["ours"], "AReaL", late["AReaL"], 20.0, plan))
+    return section
+
+
+def memory(plan: Plan) -> Section:
+    """What one large fetch takes beside the tensor."""
+    section = Section(
+        title=f"Memory that a fetch of {_LARGE} takes",
+        note="The most resident memory (VmHWM) during the fetch above that before it, in tensors, each in fresh "
+        "processes that fetched a small one before. Over sockets.",
+    )
+    tensor = CASES[_LARGE][1]
+    peaks = {}
+    for way in ("ours", "AReaL"):
+        with pair(way, (_SMALL, _LARGE)) as processes:
+            _, consumer = processes
+            consumer.ask("fetch", _SMALL)
+            before = [process.begin_peak() for process in processes]
+            consumer.ask("fetch", _LARGE)
+            peaks[way] = [
+                (process.peak() - least) / tensor for process, least in zip(processes, before, strict=True)
+            ]
+    for place, (what, most) in enumerate((("the owner", 0.02), ("the consumer", 1.02))):
+        ours = peaks["ours"][place]
+        section.rows.append(
+            Row(
+                case=what,
+                ours=f"{ours:.3f}×",
+                peer=_NAMES["AReaL"],
+                peers=f"{peaks['AReaL'][place]:.3g}×",
+                figure=f"{ours:.3f}×",
+                target=f"≤ {most:g}×" if plan.judges else "–",
+                met=ours <= most if plan.judges else None,
+            )
+        )
+    return section
+
+
+@contextlib.contextmanager
+def _consumers(ways: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Process]]:
+    """A consumer of each way, with its owner."""
+    with contextlib.ExitStack() as stack:
+        yield {way: stack.enter_context(pair(way, cases))[1] for way, cases in ways.items()}
+
+
+def _fetched(consumers: Mapping[str, Process], case: str, rounds: int) -> dict[str, float]:
+    """The least seconds of each."""
+    seconds = dict.fromkeys(consumers, float("inf"))
+    digests = set()
+    for number in range(rounds + 1):
+        for way, consumer in consumers.items():
+            took, digest = consumer.ask("fetch", case)
+            digests.add(digest)
+            # The first has everything warm.
+            if number:
+                seconds[way] = min(seconds[way], took)
+    if len(digests) != 1:
+        raise OutputsDiffer(f"not all ways bring the same tensors of {case}")
+    return seconds
+
+
+def _row(case: str, ours: float, way: str, took: float, least: float, plan: Plan) -> Row:
+    ratio = took / ours
+    return Row(
+        case=case,
+        ours=duration(ours),
+        peer=_NAMES[way],
+        peers=duration(took),
+        figure=f"{ratio:.3g}×",
+        target=f"≥ {least:g}×" if plan.judges else "–",
+        met=ratio >= least if plan.judges else None,
+    )

@@ -1,0 +1,46 @@
+"""`tundish.rtensor` over sockets, as between nodes."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from rtensor.tensors import make
+from tundish import rtensor
+
+__all__ = ["Consumer", "Owner"]
+
+_LIMIT = 4 << 30
+
+
+class Owner:
+    def __init__(self, cases: Iterable[str]) -> None:
+        rtensor.serve(limit_bytes=_LIMIT, buffer_limit_bytes=_LIMIT)
+        handles = {case: rtensor.remotize(make(case)) for case in cases}
+        self.place = base64.b64encode(rtensor.dumps(handles)).decode()
+
+
+class Consumer:
+    shared_memory = False
+
+    def __init__(self, place: str) -> None:
+        rtensor.serve(limit_bytes=_LIMIT, buffer_limit_bytes=_LIMIT)
+        rtensor.set_backend(rtensor.HttpBackend(shared_memory=self.shared_memory))
+        self._handles = rtensor.loads(base64.b64decode(place))
+        self._put: Any = None
+
+    def fetch(self, case: str) -> list[torch.Tensor]:
+        tensors: list[torch.Tensor] = rtensor.localize(self._handles[case])
+        return tensors
+
+    def forget(self, case: str) -> None:
+        rtensor.clear_fetch_buffer(rtensor.flatten_shard_ids(self._handles[case]))
+
+    def put(self, tensors: list[torch.Tensor]) -> None:
+        self._put = rtensor.remotize(tensors)
+
+    def take_back(self) -> None:
+        rtensor.remove(rtensor.flatten_shard_ids(self._put))
