@@ -5,6 +5,7 @@ They come from the fork server of the tests, so that one costs tenths of a secon
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import inspect
@@ -58,7 +59,7 @@ def _serve(connection: Connection, options: dict[str, Any]) -> None:
 
 
 class Peer:
-    """A process that serves with these options. A context manager."""
+    """A process that serves with these options; whoever makes it does not wait for it to begin. A context manager."""
 
     def __init__(self, **options: Any) -> None:
         preload()
@@ -68,7 +69,11 @@ class Peer:
         self._process.start()
         theirs.close()
         self.pid = self._process.pid
-        self.addr: str = self._hear()
+
+    @functools.cached_property
+    def addr(self) -> str:
+        """Where it serves: the first that it says."""
+        return str(self._hear())
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What a function of a test's module returns there."""
@@ -76,6 +81,7 @@ class Peer:
         return self.result()
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
+        assert self.addr
         self._line.send((inspect.getfile(function), function.__name__, arguments))
 
     def result(self) -> Any:
@@ -100,12 +106,15 @@ class Peer:
         self._process.kill()
         self._process.join(PATIENCE)
 
+    def close(self) -> None:
+        self.kill()
+        self._process.close()
+        self._line.close()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.kill()
-        self._process.close()
-        self._line.close()
+        self.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -165,6 +166,54 @@ def test_what_is_fetched_between_steps_is_drained_too(
     assert not caplog.records
 
 
+def test_what_is_fetched_while_a_step_is_drained_belongs_to_the_next_one(
+    owners: list[Peer], consumers: list[Peer], controller: Controller
+) -> None:
+    with controller.step():
+        pass
+    following = owners[0].call(told.make, 2, 10)
+
+    def fetch(_: list[str]) -> None:
+        # The consumers that serve have ended the step already.
+        fetch_everywhere(following, consumers)
+
+    controller.update([*controller.workers, Worker("inference", "server", 3, fetch)])
+    with controller.step():
+        pass
+    assert entries(consumers) == [(0, 2)] * 3
+    controller.update(controller.workers[:-1])
+    with controller.step():
+        pass
+    assert entries(consumers) == [(0, 0)] * 3
+
+
+def test_what_other_threads_fetch_at_the_end_of_a_step_of_one_process_belongs_to_the_next_one(
+    owners: list[Peer],
+) -> None:
+    following = owners[0].call(told.make, 2, 10)
+    logger = logging.getLogger("tundish.rtensor")
+
+    class Fetch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            # As another thread does, just then.
+            if "is drained" in record.getMessage():
+                rtensor.localize(following)
+
+    handler = Fetch()
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        with rtensor.step():
+            pass
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert rtensor.fetch_buffer_stats()["num_entries"] == 2
+    with rtensor.step():
+        pass
+    assert rtensor.fetch_buffer_stats()["num_entries"] == 0
+
+
 def test_what_is_left_is_warned_of(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -324,6 +373,28 @@ def test_what_is_kept_goes_on(
     with controller.step(claim=copy):
         pass
     assert entries(owners)[0] == (0, 0) and entries(consumers) == [(0, 0)] * 3
+
+
+def test_the_workers_are_looked_at_by_another_thread_meanwhile(
+    owners: list[Peer], controller: Controller
+) -> None:
+    is_over, wrong = threading.Event(), []
+
+    def look() -> None:
+        while not is_over.is_set():
+            wrong.extend(answer for answer in controller.stats().values() if isinstance(answer, Exception))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(10):
+            with controller.step(claim=owners[0].call(told.make, 1, 10)):
+                pass
+    finally:
+        is_over.set()
+        looking.join()
+    assert not wrong
+    assert entries(owners)[0] == (0, 0)
 
 
 def test_a_guarded_job_is_drained_with_its_token() -> None:

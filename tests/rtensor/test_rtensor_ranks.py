@@ -42,6 +42,41 @@ def test_ranks_drain_together(tmp_path: Path) -> None:
         job.expect_end()
 
 
+def ranks_fetch_ahead(rank: int, line: Line) -> None:
+    import logging
+
+    import torch
+    import torch.distributed as distributed
+
+    from tundish import rtensor
+
+    handles: list[Any] = [None] * 2
+    distributed.all_gather_object(handles, rtensor.remotize(torch.full((10,), rank)))
+    rtensor.drain()
+
+    class Fetch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            # As another thread does, just then.
+            if "is drained" in record.getMessage():
+                rtensor.localize(handles)
+
+    logger, handler = logging.getLogger("tundish.rtensor"), Fetch()
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    rtensor.drain()
+    logger.removeHandler(handler)
+    line.say(rtensor.fetch_buffer_stats()["num_entries"])
+    rtensor.drain()
+    line.say(rtensor.fetch_buffer_stats()["num_entries"])
+
+
+def test_what_is_fetched_while_ranks_drain_belongs_to_the_next_step(tmp_path: Path) -> None:
+    with Job(ranks_fetch_ahead, 2, tmp_path) as job:
+        assert job.hear_all() == [(1,)] * 2
+        assert job.hear_all() == [(0,)] * 2
+        job.expect_end()
+
+
 def one_fails(rank: int, line: Line) -> None:
     from tundish import rtensor
 

@@ -89,8 +89,8 @@ class Controller:
         # What is not to end with the current step; and what did not end with one before, by which it is not dropped.
         self._kept: set[str] = set()
         self._carried: set[str] = set()
-        # Addresses of workers that have nothing left of the time before their first step.
-        self._settled: set[str] = set()
+        # Connections to workers that have nothing left of what they fetched in no step.
+        self._settled: dict[str, int | None] = {}
         self._number: int | None = None
         self._current: int | None = None
         # The step that has begun already, for what is fetched before it is entered.
@@ -136,7 +136,8 @@ class Controller:
             seen.add(worker.addr)
         gone = {worker.addr for worker in self._workers} - seen
         self._lines.forget(gone)
-        self._settled -= gone
+        for addr in gone:
+            self._settled.pop(addr, None)
         self._undone = [one for one in self._undone if one.worker.addr not in gone]
         self._workers = tuple(given)
 
@@ -201,8 +202,11 @@ class Controller:
                 kept, self._kept = self._kept, set()
                 drained = {owner: [one for one in ids if one not in kept] for owner, ids in owners.items()}
                 self._carried |= kept
-                self._end(number, drained, claimed)
-                self._begin_ahead()
+                try:
+                    # First, so that there is no time at which what is fetched belongs to no step.
+                    self._begin_ahead()
+                finally:
+                    self._end(number, drained, claimed)
             for handle in handles:
                 if handle.shard_id not in kept:
                     handle.forget()
@@ -268,8 +272,8 @@ class Controller:
         begin = Request("POST", f"/epoch/{number}/begin")
         self._ask((worker, begin) for worker in self._workers if worker.drain is None)
 
-    def _begin(self, number: int, owners: dict[str, list[str]]) -> dict[Worker, int]:
-        """Have every worker begin the step, and the owners claim; bytes that each claimed."""
+    def _begin(self, number: int, owners: dict[str, list[str]]) -> dict[str, int | None]:
+        """Have every worker begin the step, and the owners claim; by which connection each of these did."""
         ShardStore.begin_epoch(number, state().claimant)
         try:
             begin = Request("POST", f"/epoch/{number}/begin")
@@ -290,9 +294,9 @@ class Controller:
             self._lines.forget([worker.addr for worker in self._workers] + list(owners))
             ShardStore.end_epoch(number)
             raise
-        return {worker: int(answer["total_bytes"]) for worker, answer in claims.items()}
+        return {owner: self._lines.made(owner) for owner in owners}
 
-    def _end(self, number: int, owners: dict[str, list[str]], claimed: dict[Worker, int]) -> None:
+    def _end(self, number: int, owners: dict[str, list[str]], claimed: dict[str, int | None]) -> None:
         """Drain the step everywhere, consumers first."""
         end = Request("POST", f"/epoch/{number}/end")
         claims = [one for ids in owners.values() for one in ids]
@@ -304,13 +308,11 @@ class Controller:
             if isinstance(answer, dict):
                 _look_at_ledger(worker, number, answer)
         # An owner that lost the line has given up the claim, and has the shards still.
-        self._tell(
-            _removals(
-                (worker, owners[worker.addr])
-                for worker, answer in answers.items()
-                if isinstance(answer, dict) and answer.get("stored_bytes", 0) < claimed.get(worker, 0)
-            )
-        )
+        for worker, request, ids in _removals((self._worker_at(owner), ids) for owner, ids in owners.items()):
+            if isinstance(answers[worker], Exception):
+                self._undone.append(_Undone(worker, request, ids))
+            elif self._lines.made(worker.addr) != claimed[worker.addr]:
+                self._tell([(worker, request, ids)])
         self._drop_what_was_before()
         carried = [one for one in claims if one in self._carried]
         if carried:
@@ -320,14 +322,20 @@ class Controller:
         self._look_at_buffers()
 
     def _drop_what_was_before(self) -> None:
-        """Drain workers of what they had fetched before their first step: nothing else would."""
-        new = [
-            worker for worker in self._workers if worker.drain is None and worker.addr not in self._settled
-        ]
+        """Drain workers of what they had fetched in no step, which nothing else would.
+
+        That was before their first one, and where they took the end of the line for that of the controller.
+        """
+        made = {one.addr: self._lines.made(one.addr) for one in self._workers if one.drain is None}
+        new = [one for one in self._workers if made.get(one.addr) != self._settled.get(one.addr)]
         if new and not self._carried:
             flush = Request("DELETE", "/buffer/clear", {"shard_ids": None})
             answers = self._ask((worker, flush) for worker in new)
-            self._settled |= {worker.addr for worker, answer in answers.items() if isinstance(answer, dict)}
+            self._settled |= {
+                worker.addr: made[worker.addr]
+                for worker, answer in answers.items()
+                if isinstance(answer, dict)
+            }
 
     def _tell(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> dict[Worker, Any]:
         """Have workers drain something; what fails is warned of, and noted for the next time."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import http.client
+import itertools
 import json
 import os
 import threading
@@ -28,6 +29,9 @@ _TURN_SECONDS = 0.25
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
 _WRONG = 400
+
+# What connections are known by.
+_made = itertools.count()
 
 T = TypeVar("T")
 
@@ -107,6 +111,12 @@ class Lines:
             pass
         return [future.result() for future in futures]
 
+    def made(self, addr: str) -> int | None:
+        """A number that tells the connection to `addr` from all others, also from one that it was made again as."""
+        with self._lock:
+            line = self._lines.get(addr)
+        return None if line is None else line.made
+
     def forget(self, addresses: Iterable[str]) -> None:
         """Close the lines to these addresses."""
         with self._lock:
@@ -128,6 +138,7 @@ class _Line:
 
     def __init__(self, addr: str, token: str | None, timeout: float) -> None:
         host, port = split_address(addr)
+        self.made: int | None = None
         self._lock = threading.Lock()
         self._timeout = timeout
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -163,6 +174,9 @@ class _Line:
         connection.timeout = max(0.001, deadline - time.monotonic())
         if connection.sock is not None:
             connection.sock.settimeout(connection.timeout)
+        else:
+            connection.connect()
+            self.made = next(_made)
         connection.request(request.method, request.path, content, self._headers)
         response = connection.getresponse()
         text = response.read(_LONGEST_ANSWER + 1)

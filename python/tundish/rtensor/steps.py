@@ -54,10 +54,11 @@ def step(claim: Any = None) -> Iterator[Step]:
                     )
             yield Step(number)
         finally:
+            # First, so that there is no time at which what other threads fetch belongs to no step.
+            _begin_next(mine)
             # Also what was fetched of them before the step.
             ShardStore.clear_buffer(ids)
             _end(number)
-            _begin_next(mine)
 
 
 def keep(obj: Any) -> int:
@@ -92,16 +93,18 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
                 "drain ends the step of all ranks, and this one is in a step() of its own"
             )
         by_owner = collect_shards(claim) if claim is not None else {}
+        ended = mine.epoch if mine.has_begun else None
+        # First, so that there is no time at which what other threads fetch belongs to no step.
+        _begin_next(mine)
         # What was fetched before there was a step belongs to the first.
-        ShardStore.clear_buffer([one for ids in by_owner.values() for one in ids] if mine.has_begun else None)
-        if mine.has_begun:
-            _end(mine.epoch)
+        ShardStore.clear_buffer(None if ended is None else [one for ids in by_owner.values() for one in ids])
+        if ended is not None:
+            _end(ended)
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
     voter.vote(problem, what="drop what was fetched")
     try:
         _remove(by_owner)
-        _begin_next(mine)
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
     voter.vote(problem, what="remove what was claimed")

@@ -276,38 +276,40 @@ def test_silent_and_slow_clients_harm_nobody(owner: Peer) -> None:
             one.close()
 
 
-def test_steps_go_on_while_consumers_are_killed(owner: Peer) -> None:
-    """The short form of the soak: whoever is killed and when, nothing is left of any step."""
-    consumers = [Peer(), Peer()]
-    try:
-        with Controller([], timeout=10) as controller:
-            for step in range(6):
-                workers = [Worker(owner.addr, "rollout")]
-                workers += [
-                    Worker(peer.addr, role) for peer, role in zip(consumers, ("actor", "ref"), strict=True)
-                ]
-                controller.update(workers)
-                handles = owner.call(told.make, 4, 50_000)
-                with controller.step(claim=handles):
-                    for peer in consumers:
-                        peer.begin(told.sums_over_sockets if step % 2 else told.sums, handles)
-                    if step % 3 == 1:
-                        consumers[step % 2].kill()
-                    for number, peer in enumerate(consumers):
-                        if step % 3 != 1 or number != step % 2:
-                            peer.result()
-                if step % 3 == 1:
-                    consumers[step % 2].__exit__(None, None, None)
-                    consumers[step % 2] = Peer()
-                storage, buffer = owner.call(told.stats)
-                assert storage["num_tensors"] == buffer["num_entries"] == 0
-                until(lambda: owner.call(told.stats)[0]["memory"]["escaped_bytes"] == 0, "memory escaped")
-                for peer in consumers:
-                    stats = peer.call(told.stats)[1]
-                    assert stats["num_entries"] == stats["total_bytes"] == 0
-    finally:
-        for peer in consumers:
-            peer.__exit__(None, None, None)
+def test_a_step_is_drained_from_workers_that_lost_the_controllers_line(owner: Peer) -> None:
+    """They take the end of it for the controller's: what it claimed is unclaimed, what they fetch is of no step."""
+    with Peer() as consumer:
+        cuts: list[list[None]] = [[], []]
+        ways = [
+            Between(peer.addr, lambda data, _, cut=cut: cut.pop() if cut else data)
+            for peer, cut in zip((owner, consumer), cuts, strict=True)
+        ]
+        handles = [ways[0].handle(one) for one in owner.call(told.make, 3, 1000, 1)]
+        workers = [Worker(ways[0].addr, "rollout"), Worker(ways[1].addr, "actor")]
+        try:
+            with Controller(workers) as controller:
+
+                def has_given_up(worker: Worker) -> bool:
+                    stats = controller.stats()[worker]
+                    return isinstance(stats, dict) and stats["current_epoch"] is None
+
+                for _ in range(2):
+                    with controller.step(claim=handles[:2]):
+                        # The next answer does not come, and is asked for again on another connection.
+                        for cut in cuts:
+                            cut.append(None)
+                        assert not [one for one in controller.stats().values() if isinstance(one, Exception)]
+                        assert cuts == [[], []]
+                        until(lambda: all(map(has_given_up, workers)), "a line that ended says nothing")
+                        until(lambda: owner.call(told.stats)[0]["unclaimed_entries"] > 1, "claims stay")
+                        assert consumer.call(told.sums, handles)[0] == 1000
+                        assert consumer.call(told.stats)[1]["num_entries"] == 3
+                    assert consumer.call(told.stats)[1]["num_entries"] == 0
+                    assert owner.call(told.stats)[0]["num_tensors"] == 1
+                    handles[:2] = [ways[0].handle(one) for one in owner.call(told.make, 2, 1000, 1)]
+        finally:
+            for way in ways:
+                way.close()
 
 
 def test_handles_of_a_process_that_is_gone_are_told_of(owner: Peer) -> None:
