@@ -3,6 +3,8 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::error::StoreError;
+use crate::meta::Dtype;
 
 fn handle(nonce: u64, counter: u64, name: Option<&str>, dtype: &str, shape: &[u64], rows: Option<Rows>) -> Handle {
     let meta = Meta::new(Dtype::from_name(dtype).unwrap(), shape).unwrap();

@@ -238,6 +238,7 @@ impl Client {
         if let Some(connection) = self.pool.take(owner) {
             return Ok((connection, false));
         }
+        self.pool.tidy();
         let addresses = resolve(owner, patience)?;
         Ok((Connection::open(&addresses, patience)?, true))
     }

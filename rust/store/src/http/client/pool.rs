@@ -1,6 +1,8 @@
 //! Connections that wait for their next use.
 //!
-//! What always holds: a connection is used by one request at a time, and comes back when its answer was read to the end.
+//! What always holds: a connection is used by one request at a time, and comes back when its answer was read to the end;
+//! those to owners that are gone are let go of before another one is opened, so that owners that come and go leave none
+//! behind.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,15 +34,32 @@ struct Waiting {
     since: Instant,
 }
 
+impl Waiting {
+    fn can_be_used(&self) -> bool {
+        self.since.elapsed() < LONGEST && self.connection.is_quiet()
+    }
+}
+
 impl Pool {
     /// The connection to this owner that was used last, if one waits and lives.
     pub(super) fn take(&self, owner: &str) -> Option<Connection> {
         loop {
-            let Waiting { connection, since } = self.lock().pop(owner)?;
-            if since.elapsed() < LONGEST && connection.is_quiet() {
-                return Some(connection);
+            let waiting = self.lock().pop(owner)?;
+            if waiting.can_be_used() {
+                return Some(waiting.connection);
             }
         }
+    }
+
+    /// Lets go of what the other sides have closed, and of what waited too long. For who opens a connection: that is the
+    /// only time at which there come to be more of them.
+    pub(super) fn tidy(&self) {
+        let mut state = self.lock();
+        state.waiting.retain(|_, of_owner| {
+            of_owner.retain(Waiting::can_be_used);
+            !of_owner.is_empty()
+        });
+        state.count = state.waiting.values().map(Vec::len).sum();
     }
 
     pub(super) fn give_back(&self, owner: &Arc<str>, connection: Connection) {
@@ -94,3 +113,6 @@ impl State {
         Some(oldest)
     }
 }
+
+#[cfg(test)]
+mod tests;
