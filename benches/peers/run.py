@@ -31,7 +31,7 @@ MEASURES = {
     "checkpoint": ("large", "small", "worlds"),
     "shm": ("tasks", "results", "binding", "readers", "node"),
     "scatter": ("local", "gloo", "peers", "tree", "overlap", "worlds", "nodes"),
-    "rtensor": ("sockets", "transports", "node", "puts", "memory", "beside", "drains", "handles"),
+    "rtensor": ("sockets", "transports", "ray", "stores", "memory", "beside", "drains", "handles"),
 }
 PACKAGES = {
     "packing": ("tundish", "numpy", "torch", "numba", "megatron-core"),
@@ -180,6 +180,7 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     if quick:
         plan = cases.Plan(
             rounds=1,
+            repeats=1,
             cases=("64 KB", "4 MB", "256 × 64 KB"),
             ways=("AReaL", "pyzmq"),
             fetches=10,
@@ -187,17 +188,17 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
             judges=False,
         )
     said = (
-        f"Each time is the least of {plan.rounds} rounds; in a round every way fetches, stores or drains once, each in "
-        "processes of its own."
+        f"Each time is the least of {plan.rounds} rounds; in a round every way fetches what is small (16 MB in all, at "
+        f"most) {plan.repeats} times in a row, and does everything else once, each in processes of its own."
     )
-    fetches = ("sockets", "transports", "node")
+    fetches = ("sockets", "transports", "ray")
     measures: dict[str, Callable[[], Sequence[object]]] = {
         name: lambda name=name: [cases.fetches(name, plan)] for name in fetches
     }
     measures |= {
         name: lambda take=take: [take(plan)]
         for name, take in {
-            "puts": cases.puts,
+            "stores": cases.stores,
             "memory": cases.memory,
             "beside": cases.beside,
             "drains": alone_cases.drains,

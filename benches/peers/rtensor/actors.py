@@ -14,11 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Process", "pair"]
+__all__ = ["Process", "pair", "peaks_of"]
 
 _HERE = Path(__file__).resolve().parent
 # What takes longer hangs.
@@ -54,19 +55,17 @@ class Process:
         self._said.seek(0)
         raise RuntimeError(f"no answer to {what} {arguments}:\n{self._said.read()[-3000:]}")
 
-    def begin_peak(self) -> int:
-        """Forget the most memory that there was: the resident bytes now."""
-        Path(f"/proc/{self._child.pid}/clear_refs").write_text("5")
-        return self._bytes("VmRSS")
-
-    def peak(self) -> int:
-        """The most resident bytes since."""
-        return self._bytes("VmHWM")
-
-    def _bytes(self, name: str) -> int:
+    def memory(self) -> int:
+        """Bytes of memory that no file on a disk stands behind, those of one segment counted once."""
         status = Path(f"/proc/{self._child.pid}/status").read_text()
-        line = next(line for line in status.splitlines() if line.startswith(name))
-        return int(line.split()[1]) * 1024
+        line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
+        files = {}
+        for entry in Path(f"/proc/{self._child.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if str(entry.readlink()).startswith("/memfd:"):
+                    found = entry.stat()
+                    files[found.st_ino] = found.st_blocks * 512
+        return int(line.split()[1]) * 1024 + sum(files.values())
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -80,6 +79,29 @@ class Process:
         assert self._child.stdout is not None
         self._child.stdout.close()
         self._said.close()
+
+
+@contextlib.contextmanager
+def peaks_of(processes: Sequence[Process]) -> Iterator[list[int]]:
+    """The most memory of each while this is entered, above what it had before; known at the end."""
+    before = [process.memory() for process in processes]
+    most = [0] * len(processes)
+    is_over = threading.Event()
+
+    def look() -> None:
+        while True:
+            for place, (process, had) in enumerate(zip(processes, before, strict=True)):
+                most[place] = max(most[place], process.memory() - had)
+            if is_over.wait(0.001):
+                return
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield most
+    finally:
+        is_over.set()
+        thread.join()
 
 
 @contextlib.contextmanager

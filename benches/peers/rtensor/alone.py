@@ -7,16 +7,16 @@ Owns nothing but its answers, as `actor.py` does, a line of JSON for each questi
 
 from __future__ import annotations
 
+import base64
 import gc
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import orjson
 import torch
 
 from rtensor.ways.areal_modules import areal
@@ -28,42 +28,54 @@ _LIMIT = 4 << 30
 _WIDTH = 2
 
 
-def drain_by_step(entries: int) -> dict[str, float]:
-    """The seconds of the end of a step that fetched so many."""
-    server = rtensor.serve(limit_bytes=_LIMIT, buffer_limit_bytes=_LIMIT)
-    with rtensor.Controller([rtensor.Worker(server.addr, "all")]) as controller:
-        step = controller.step()
-        step.__enter__()
-        for handles in _stored(entries):
-            rtensor.localize(handles)
-        gc.collect()
-        begin = time.perf_counter()
-        step.__exit__(None, None, None)
-        seconds = time.perf_counter() - begin
-    assert rtensor.fetch_buffer_stats()["num_entries"] == 0
-    rtensor.clear_node()
-    return {"seconds": seconds}
-
-
-def drain_by_ids(way: str, entries: int) -> dict[str, float]:
-    """The seconds of the call that drops so many, and the longest that a thread waits for one that it has."""
-    return _drained(*(_ours(entries) if way == "ours" else _of_areal(entries)))
-
-
-def _ours(entries: int) -> tuple[Callable[[], object], Callable[[], int]]:
+def store(entries: int) -> str:
+    """Handles of so many, which this process serves from now on."""
     rtensor.serve(limit_bytes=_LIMIT, buffer_limit_bytes=_LIMIT)
-    ids = []
-    for handles in _stored(entries):
-        rtensor.localize(handles)
-        ids += rtensor.flatten_shard_ids(handles)
-    kept = rtensor.remotize(torch.ones(_WIDTH))
+    return base64.b64encode(rtensor.dumps(_stored(entries))).decode()
+
+
+def drain_by_step(stored: str) -> dict[str, float]:
+    """The seconds of the end of a step that fetched all of these."""
+    rtensor.serve(limit_bytes=_LIMIT, buffer_limit_bytes=_LIMIT)
+    step = rtensor.step()
+    step.__enter__()
+    entries = _fetch(stored)
+    gc.collect()
+    begin = time.perf_counter()
+    step.__exit__(None, None, None)
+    seconds = time.perf_counter() - begin
+    return {"seconds": seconds, "entries": entries}
+
+
+def drain_by_ids(way: str, entries: int, stored: str) -> dict[str, float]:
+    """The seconds of the call that drops so many, and the longest that a thread waits for one that it has."""
+    return _drained(*(_ours(stored) if way == "ours" else _of_areal(entries)))
+
+
+def _ours(stored: str) -> tuple[Callable[[], object], Callable[[], int]]:
+    rtensor.serve(limit_bytes=_LIMIT, buffer_limit_bytes=_LIMIT)
+    _fetch(stored)
+    kept, *others = rtensor.loads(base64.b64decode(stored))
+    ids = rtensor.flatten_shard_ids(others)
     return lambda: rtensor.localize(kept), lambda: rtensor.clear_fetch_buffer(ids)
 
 
-def _stored(entries: int) -> Iterator[list[Any]]:
+def _stored(entries: int) -> list[Any]:
     tensors = list(torch.arange(_CHUNK * _WIDTH, dtype=torch.float32).view(_CHUNK, _WIDTH))
+    made = []
     for start in range(0, entries, _CHUNK):
-        yield rtensor.remotize(tensors[: entries - start])
+        made += rtensor.remotize(tensors[: entries - start])
+    return made
+
+
+def _fetch(stored: str) -> int:
+    """Have all of these in the buffer: how many."""
+    handles = rtensor.loads(base64.b64decode(stored))
+    for start in range(0, len(handles), _CHUNK):
+        rtensor.localize(handles[start : start + _CHUNK])
+    entries: int = rtensor.fetch_buffer_stats()["num_entries"]
+    assert entries == len(handles)
+    return entries
 
 
 def _of_areal(entries: int) -> tuple[Callable[[], object], Callable[[], int]]:
@@ -119,11 +131,13 @@ def handles(way: str, count: int) -> dict[str, float]:
 
 def _our_handles(count: int) -> tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]:
     rtensor.serve(limit_bytes=_LIMIT, buffer_limit_bytes=_LIMIT)
-    made = [handle for some in _stored(count) for handle in some]
-    return made, rtensor.dumps, rtensor.loads
+    return _stored(count), rtensor.dumps, rtensor.loads
 
 
 def _areal_handles(count: int) -> tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]:
+    # Imported where it is asked for: ours does without it.
+    import orjson
+
     module, serialization = areal("infra.rpc.rtensor"), areal("infra.rpc.serialization")
     backend = module.HttpRTensorBackend()
     data = torch.empty(_WIDTH, device="meta")

@@ -18,12 +18,15 @@ def drains(plan: Plan) -> Section:
     """Drains of many entries."""
     section = Section(
         title="Drains",
-        note="By step: the end of a step of a controller with one worker, in whose buffer are so many entries; its "
-        "longest hold of the lock that fetches need is in the bench in Rust. By ids: clear_fetch_buffer, while "
-        "another thread of the process fetches what is in the buffer, again and again; its longest wait.",
+        note="By step: the end of a step() that fetched so many of another process; how long it holds the lock that "
+        "fetches need is in the bench in Rust. By ids: clear_fetch_buffer, while "
+        "another thread of the process fetches one that is in the buffer, again and again, and the longest that it "
+        "waits.",
     )
     many, some = (10**6, 10**5) if plan.judges else (10**4, 10**3)
-    step = min(_answer("drain_by_step", many)["seconds"] for _ in range(plan.rounds))
+    with contextlib.closing(Process("alone.py")) as owner:
+        stored = owner.ask("store", many)
+        step = min(_answer("drain_by_step", stored)["seconds"] for _ in range(plan.rounds))
     section.rows.append(
         Row(
             case=f"{many} entries, by step",
@@ -35,9 +38,12 @@ def drains(plan: Plan) -> Section:
             met=step <= 1e-3 if plan.judges else None,
         )
     )
-    found = {
-        way: [_answer("drain_by_ids", way, some) for _ in range(plan.rounds)] for way in ("ours", _AREAL)
-    }
+    with contextlib.closing(Process("alone.py")) as owner:
+        stored = owner.ask("store", some)
+        found = {
+            way: [_answer("drain_by_ids", way, some, stored) for _ in range(plan.rounds)]
+            for way in ("ours", _AREAL)
+        }
     for what, least in (("stall", 50.0), ("seconds", None)):
         ours, theirs = (min(one[what] for one in found[way]) for way in ("ours", _AREAL))
         judged = plan.judges and least is not None
@@ -90,7 +96,6 @@ def handles(plan: Plan) -> Section:
 
 def _answer(what: str, *arguments: object) -> dict[str, float]:
     """Of a process of its own."""
-    process = Process("alone.py")
-    with contextlib.closing(process):
+    with contextlib.closing(Process("alone.py")) as process:
         answer: dict[str, float] = process.ask(what, *arguments)
         return answer

@@ -1,8 +1,8 @@
 """The measures of remote tensors: who fetches what from whom, and which ratio is asked for.
 
 Owns the targets. What always holds: each way has an owner and a consumer of its own, both of them processes; in each
-round every way fetches once, after a fetch that does not count; a fetch is over when every byte has been read, and
-what came is compared.
+round every way fetches a few times in a row, after a round that does not count; a fetch is over when every byte has
+been read, and what came is compared.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from measure import OutputsDiffer
 from report import Row, Section, duration
 
-from rtensor.actors import Process, pair
+from rtensor.actors import Process, pair, peaks_of
 from rtensor.tensors import CASES
 
-__all__ = ["Plan", "beside", "fetches", "memory", "puts"]
+__all__ = ["Plan", "beside", "fetches", "memory", "stores"]
 
 _SMALL, _LARGE, _MANY = "64 KB", "256 MB", "256 × 64 KB"
+_SMALL_BYTES = 64 << 20
 _NAMES = {
     "AReaL": "AReaL's HTTP path",
     "Ray": "Ray, tensors",
@@ -36,11 +37,13 @@ _NAMES = {
 class Plan:
     """How much is measured.
 
-    `rounds`: of fetches. `cases`: what AReaL is compared in. `ways`: the others, of those that a measure has.
+    `rounds`: of fetches. `repeats`: how often a way fetches what is small in a round. `cases`: those of the
+    tensors that are fetched. `ways`: the others, of those that a measure has.
     `fetches`: small ones beside a large one, for `seconds` at most. `judges`: whether targets are stated.
     """
 
     rounds: int = 5
+    repeats: int = 10
     cases: tuple[str, ...] = tuple(CASES)
     ways: tuple[str, ...] = tuple(_NAMES)
     fetches: int = 500
@@ -80,7 +83,7 @@ _FETCHES = {
             "gRPC, one stream": {_MANY: 30.0},
         },
     ),
-    "node": Comparison(
+    "ray": Comparison(
         title="Fetching on one node, beside Ray",
         note="Ours reads the owner's memory where it lies; the tensor is the caller's to write to. Ray's arrays are "
         "read where they lie, too, and nobody may write to them; its tensors are copied.",
@@ -88,7 +91,7 @@ _FETCHES = {
         others={"Ray": {_LARGE: 1.0, _MANY: 10.0}, "Ray, arrays": {_LARGE: 1.0, _MANY: 10.0}},
     ),
 }
-_PUTS = {_MANY: 50.0, _LARGE: 1.0}
+_STORES = {_MANY: 50.0, _LARGE: 1.0}
 
 
 def fetches(name: str, plan: Plan) -> Section:
@@ -99,7 +102,7 @@ def fetches(name: str, plan: Plan) -> Section:
     every = [case for case in plan.cases if any(case in asked for asked in others.values())]
     with _consumers({comparison.ours: every, **dict.fromkeys(others, every)}) as consumers:
         for case in every:
-            seconds = _fetched(consumers, case, plan.rounds)
+            seconds = _fetched(consumers, case, plan)
             ours = seconds.pop(comparison.ours)
             section.rows += [
                 _row(case, ours, way, took, others[way][case], plan) for way, took in seconds.items()
@@ -107,7 +110,7 @@ def fetches(name: str, plan: Plan) -> Section:
     return section
 
 
-def puts(plan: Plan) -> Section:
+def stores(plan: Plan) -> Section:
     """Storing, beside Ray."""
     section = Section(
         title="Storing, beside Ray",
@@ -116,7 +119,7 @@ def puts(plan: Plan) -> Section:
     )
     others = [way for way in ("Ray", "Ray, arrays") if way in plan.ways]
     with _consumers(dict.fromkeys(("ours, same node", *others), ())) as consumers:
-        for case, least in _PUTS.items():
+        for case, least in _STORES.items():
             if case not in plan.cases:
                 continue
             seconds = dict.fromkeys(consumers, float("inf"))
@@ -153,8 +156,9 @@ def memory(plan: Plan) -> Section:
     """What one large fetch takes beside the tensor."""
     section = Section(
         title=f"Memory that a fetch of {_LARGE} takes",
-        note="The most resident memory (VmHWM) during the fetch above that before it, in tensors, each in fresh "
-        "processes that fetched a small one before. Over sockets.",
+        note="The most memory during the fetch above that before it, in tensors, looked at each millisecond: anonymous "
+        "memory of the process, and what its files in memory have. Over sockets, in fresh processes that fetched a "
+        "small one before.",
     )
     tensor = CASES[_LARGE][1]
     peaks = {}
@@ -162,11 +166,9 @@ def memory(plan: Plan) -> Section:
         with pair(way, (_SMALL, _LARGE)) as processes:
             _, consumer = processes
             consumer.ask("fetch", _SMALL)
-            before = [process.begin_peak() for process in processes]
-            consumer.ask("fetch", _LARGE)
-            peaks[way] = [
-                (process.peak() - least) / tensor for process, least in zip(processes, before, strict=True)
-            ]
+            with peaks_of(processes) as most:
+                consumer.ask("fetch", _LARGE)
+            peaks[way] = [peak / tensor for peak in most]
     for place, (what, most) in enumerate((("the owner", 0.02), ("the consumer", 1.02))):
         ours = peaks["ours"][place]
         section.rows.append(
@@ -190,17 +192,20 @@ def _consumers(ways: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Process]
         yield {way: stack.enter_context(pair(way, cases))[1] for way, cases in ways.items()}
 
 
-def _fetched(consumers: Mapping[str, Process], case: str, rounds: int) -> dict[str, float]:
+def _fetched(consumers: Mapping[str, Process], case: str, plan: Plan) -> dict[str, float]:
     """The least seconds of each."""
     seconds = dict.fromkeys(consumers, float("inf"))
     digests = set()
-    for number in range(rounds + 1):
+    count, size = CASES[case]
+    repeats = plan.repeats if count * size <= _SMALL_BYTES else 1
+    for number in range(plan.rounds + 1):
         for way, consumer in consumers.items():
-            took, digest = consumer.ask("fetch", case)
-            digests.add(digest)
-            # The first has everything warm.
-            if number:
-                seconds[way] = min(seconds[way], took)
+            for _ in range(repeats):
+                took, digest = consumer.ask("fetch", case)
+                digests.add(digest)
+                # The first round has everything warm.
+                if number:
+                    seconds[way] = min(seconds[way], took)
     if len(digests) != 1:
         raise OutputsDiffer(f"not all ways bring the same tensors of {case}")
     return seconds

@@ -6,6 +6,7 @@
 
 use std::ffi::c_int;
 use std::sync::Arc;
+use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use pyo3::ffi;
@@ -370,13 +371,27 @@ pub(super) fn deadline_of(timeout: f64) -> PyResult<Instant> {
     Ok(Instant::now() + seconds)
 }
 
+/// Ids that are read with the GIL held, at most: a fraction of a millisecond.
+const AT_ONCE: usize = 4096;
+
+/// For how long other threads can have it then.
+const BREATH: Duration = Duration::from_micros(50);
+
 /// `shard_ids`: any iterable of texts; a lone text would be taken for its letters.
 pub(super) fn ids_of(shard_ids: &Bound<'_, PyAny>) -> PyResult<Vec<ShardId>> {
     if shard_ids.is_instance_of::<PyString>() {
         let reason = "shard_ids is a list of texts, not a text: put it into a list".to_owned();
         return Err(BindingError::Type(reason).into());
     }
-    shard_ids.try_iter()?.map(|id| id_of(&id?)).collect()
+    let mut ids = Vec::new();
+    for id in shard_ids.try_iter()? {
+        if ids.len() % AT_ONCE == AT_ONCE - 1 {
+            // Who waits for the GIL takes it when it is let go of and stays so until he is awake.
+            shard_ids.py().detach(|| sleep(BREATH));
+        }
+        ids.push(id_of(&id?)?);
+    }
+    Ok(ids)
 }
 
 fn id_of(id: &Bound<'_, PyAny>) -> PyResult<ShardId> {
