@@ -111,17 +111,6 @@ impl Mapping {
     }
 }
 
-impl Mapping {
-    /// Has the page tables of a part, whole pages, filled for reading, so that reading finds none by a fault; who writes
-    /// to a private mapping gets copies as before. Left out as of [`populate`](Self::populate).
-    pub(crate) fn populate_read(&self, start: usize, len: usize) {
-        assert!(start.checked_add(len).is_some_and(|end| end <= self.len), "{start} + {len} of {}", self.len);
-        #[cfg(target_os = "linux")]
-        // SAFETY: within the range; no byte changes.
-        let _ = unsafe { madvise(self.start.as_ptr().add(start).cast(), len, Advice::LinuxPopulateRead) };
-    }
-}
-
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: mapped by `new`, and nobody has it any more. It can fail only where splitting a range exceeds the

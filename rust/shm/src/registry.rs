@@ -143,17 +143,6 @@ impl PrivateCopy {
     pub fn data(&self) -> *mut u8 {
         self.map.start().wrapping_add(DATA_START)
     }
-
-    /// Has the pages of `len` bytes of data from `start` on mapped in one go, for who is about to read them all.
-    ///
-    /// # Panics
-    /// When they do not lie within.
-    pub fn populate(&self, start: usize, len: usize) {
-        let page = rustix::param::page_size();
-        let first = (DATA_START + start) / page * page;
-        let end = (DATA_START + start + len).next_multiple_of(page).min(self.map.len());
-        self.map.populate_read(first, end - first);
-    }
 }
 
 /// Attaches to the segment at `address`, if it can be reached by a descriptor: through what this process is attached to

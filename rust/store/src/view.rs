@@ -55,7 +55,8 @@ struct Block {
     _bytes: [u8; ALIGNMENT as usize],
 }
 
-/// A private mapping, which is counted.
+/// A private mapping, which is counted. Its pages are found when they are read, sixteen by a fault: to have all of them
+/// mapped beforehand takes longer.
 #[derive(Debug)]
 struct Mapping(PrivateCopy);
 
@@ -135,7 +136,6 @@ impl Drop for View {
 struct Span {
     members: Vec<usize>,
     bytes: u64,
-    start: u64,
     end: u64,
 }
 
@@ -148,19 +148,14 @@ pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<View> {
             Location::Here(place) => (Arc::as_ptr(&place.slab).cast(), place.offset, place.len),
             Location::Lent(lent) => (Arc::as_ptr(&lent.segment).cast(), lent.offset, lent.len),
         };
-        let span = spans.entry(slab).or_insert(Span { members: Vec::new(), bytes: 0, start: offset, end: 0 });
+        let span = spans.entry(slab).or_insert(Span { members: Vec::new(), bytes: 0, end: 0 });
         span.members.push(index);
         span.bytes += len;
-        span.start = span.start.min(offset);
         span.end = span.end.max(offset + len);
     }
     let mut mappings: Vec<Option<Arc<Mapping>>> = tensors.iter().map(|_| None).collect();
     for span in spans.into_values().filter(|span| span.bytes >= COPIED_BELOW) {
         let Some(mapping) = Mapping::new(&tensors[span.members[0]].location, span.end) else { continue };
-        // Who takes most of it will read it.
-        if span.bytes >= (span.end - span.start) / 2 {
-            mapping.0.populate(span.start as usize, (span.end - span.start) as usize);
-        }
         let mapping = Arc::new(mapping);
         span.members.into_iter().for_each(|index| mappings[index] = Some(Arc::clone(&mapping)));
     }

@@ -2,7 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use super::*;
 use crate::http::client::Client;
 use crate::http::server::{Server, Timing};
 use crate::node::Node;
