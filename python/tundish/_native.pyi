@@ -52,6 +52,7 @@ __all__ = [
     "shuffled_indices",
     "staging_stats",
     "sweep_segments",
+    "tensors_over",
     "trim_staging",
     "trust_owner",
     "verify",
@@ -495,6 +496,7 @@ class ShardView:
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+def tensors_over(exchange: TensorExchange, views: list[ShardView]) -> list[Any]: ...
 def shard_ids(handles: list[RTensor]) -> list[str]: ...
 
 @final

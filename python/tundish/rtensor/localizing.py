@@ -16,7 +16,7 @@ from tundish._native import RTensor
 from tundish.errors import InvalidInputError, InvalidTypeError, counted
 from tundish.rtensor.backends import backend
 from tundish.rtensor.handle import handles_of
-from tundish.rtensor.memory import tensor_over
+from tundish.rtensor.memory import tensors_over
 from tundish.rtensor.storing import DEFAULT_TIMEOUT
 from tundish.tree import map_only
 
@@ -61,10 +61,7 @@ def localize(
         return map_only(RTensor, lambda _: next(into), obj)
     unique = list(dict.fromkeys(handles))
     views = backend().fetch(unique, timeout)
-    tensors = {
-        handle: tensor_over(view, handle.dtype, handle.shape)
-        for handle, view in zip(unique, views, strict=True)
-    }
+    tensors = dict(zip(unique, tensors_over(views, unique), strict=True))
     if isinstance(obj, RTensor):
         return tensors[obj]
     return map_only(RTensor, tensors.__getitem__, obj)

@@ -6,6 +6,7 @@ tensor has a storage of its own, which keeps the memory it lies in.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tundish import _native
 from tundish.errors import InvalidTypeError
 from tundish.tree import Refusal
+from tundish.tree.carrying import EXCHANGE
 
-__all__ = ["dense", "tensor_over"]
+__all__ = ["dense", "tensors_over"]
 
 # What numpy knows too, over whose arrays torch makes tensors in half the time.
 _NUMPY: dict[torch.dtype, type[np.generic]] = {
@@ -60,8 +62,18 @@ def dense(tensor: Tensor) -> Tensor:
     return values.cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def tensor_over(view: _native.ShardView, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """A tensor of what `view` holds."""
+def tensors_over(views: Sequence[_native.ShardView], handles: Sequence[_native.RTensor]) -> list[Tensor]:
+    """Tensors of what views hold, as their handles declare them."""
+    made: list[Tensor | None] = [None] * len(views)
+    if EXCHANGE is not None:
+        made = _native.tensors_over(EXCHANGE, list(views))
+    return [
+        _tensor_over(view, handle.dtype, handle.shape) if tensor is None else tensor
+        for tensor, view, handle in zip(made, views, handles, strict=True)
+    ]
+
+
+def _tensor_over(view: _native.ShardView, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     if not len(view):
         return torch.empty(shape, dtype=dtype, device="cpu")
     known = _NUMPY.get(dtype)

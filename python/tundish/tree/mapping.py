@@ -58,10 +58,10 @@ def map_only(
 class _Misplaced(Exception):
     """A refusal, and the labels of the way to what it is about, from the inside out."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: Refusal, *path: str) -> None:
         super().__init__(refusal.reason)
         self.refusal = refusal
-        self.path: list[str] = []
+        self.path = list(path)
 
 
 class _Mapping:
@@ -72,6 +72,7 @@ class _Mapping:
         enter: Callable[[Any], Any] | None,
     ) -> None:
         self._kinds = kinds
+        self._exact = frozenset(kinds) - _PLAIN
         self._function = function
         self._enter = enter
         # By identity of a container, what became of it; and what keeps identities from being others'.
@@ -136,14 +137,21 @@ class _Mapping:
 
     def _all(self, children: Sequence[Any], labels: Sequence[str] | None) -> list[Any]:
         made: list[Any] = []
+        # Where all are to be replaced nothing else has to be asked of them.
+        each = self._function if self._exact.issuperset(map(type, children)) else self.of
         try:
             for child in children:
-                made.append(self.of(child))  # noqa: PERF401 (how far it came is the label's number)
+                made.append(each(child))  # noqa: PERF401 (how far it came is the label's number)
+        except Refusal as refusal:
+            raise _Misplaced(refusal, _label(labels, len(made))) from refusal
         except _Misplaced as misplaced:
-            at = len(made)
-            misplaced.path.append(f"[{at}]" if labels is None else labels[at])
+            misplaced.path.append(_label(labels, len(made)))
             raise
         return made
+
+
+def _label(labels: Sequence[str] | None, at: int) -> str:
+    return f"[{at}]" if labels is None else labels[at]
 
 
 class _KeyLabels(Sequence[str]):

@@ -69,7 +69,9 @@ mod _native {
     #[pymodule_export]
     use super::store::handle::RTensor;
     #[pymodule_export]
-    use super::store::node::{ShardStore, ShardView, shard_ids};
+    use super::store::node::{ShardStore, shard_ids};
+    #[pymodule_export]
+    use super::store::view::{ShardView, tensors_over};
     #[pymodule_export]
     use super::store::wire::{ShardServer, trust_owner};
     #[pymodule_export]

@@ -6,4 +6,5 @@ pub(crate) mod encoding;
 pub(crate) mod handle;
 pub(crate) mod node;
 mod through;
+pub(crate) mod view;
 pub(crate) mod wire;

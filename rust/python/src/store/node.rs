@@ -4,29 +4,27 @@
 //! from or written to answers for it as long as the call lasts.
 #![allow(unsafe_code)]
 
-use std::ffi::c_int;
 use std::sync::Arc;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyMemoryView, PyString};
+use pyo3::types::{PyList, PyString};
 use tundish_packing::Watch;
 use tundish_store::handles::{Handle, Kind};
 use tundish_store::{
-    Checksum, Limits, Meta, Node, Patience, Removed, Selection, Service, ShardId, Source, StoreError, View, Wanted,
+    Checksum, Limits, Meta, Node, Patience, Removed, Selection, Service, ShardId, Source, StoreError, Wanted,
 };
 
 use super::collector::untracked;
 use super::dtypes::meta_of;
 use super::handle::RTensor;
 use super::through::Through;
+use super::view::ShardView;
 use super::wire::transport;
 use crate::enter::{Door, enter};
 use crate::error::BindingError;
-use crate::shm::unheld::Unheld;
 
 /// The owner of what another store holds: no process serves there, and it is not this one.
 const ELSEWHERE: &str = "elsewhere";
@@ -307,41 +305,6 @@ impl ShardStore {
     #[staticmethod]
     fn stats(py: Python<'_>) -> PyResult<String> {
         as_json(&py.detach(|| Node::of_process().stats()))
-    }
-}
-
-/// The memory of a tensor that was fetched, which its holder alone writes to.
-#[pyclass(frozen)]
-pub(crate) struct ShardView {
-    view: Unheld<View>,
-}
-
-impl ShardView {
-    fn new(view: View) -> Self {
-        ShardView { view: Unheld::new(view) }
-    }
-}
-
-#[pymethods]
-impl ShardView {
-    fn __len__(&self) -> PyResult<usize> {
-        Ok(usize::try_from(self.view.meta().nbytes())?)
-    }
-
-    /// What Python has of itself from 3.12 on (PEP 688).
-    fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
-        PyMemoryView::from(slf)
-    }
-
-    /// # Safety
-    /// Called by Python alone, with a `view` to be filled.
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
-        let memory = &slf.get().view;
-        let length = isize::try_from(memory.meta().nbytes())?;
-        // SAFETY: `view` is Python's; the bytes are mapped as long as `slf`, of which the view takes a reference, and are
-        // its holder's to write.
-        let filled = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory.data().cast(), length, 0, flags) };
-        if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }
 }
 

@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyCapsule, PyList, PyType};
 
 use super::dlpack::{ATTRIBUTE, CAPSULE, Dtype, Functions, MAJOR_VERSION, Make, Read, Tensor};
-use super::loans::TensorPlan;
+use super::loans::{self, Geometry, TensorPlan};
 use super::spans::none_overlap;
 
 /// The functions of torch's own type of tensors.
@@ -88,6 +88,21 @@ impl TensorExchange {
 }
 
 impl TensorExchange {
+    /// A tensor over memory that begins at `data`, which `keeper` keeps.
+    ///
+    /// # Safety
+    /// As long as the keeper lives the memory is there, as large as the tensor, and only those who have the tensor use it.
+    pub(crate) unsafe fn over<'py, K: Send + 'static>(
+        &self,
+        py: Python<'py>,
+        data: *mut u8,
+        geometry: Geometry,
+        keeper: K,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        // SAFETY: the caller's promise.
+        unsafe { loans::over(py, self.make, data, geometry, keeper) }
+    }
+
     /// What the exchange API does not tell.
     fn is_more_than_values(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let py = tensor.py();

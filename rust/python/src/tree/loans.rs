@@ -1,7 +1,7 @@
 //! Tensors that torch makes over memory that is not its own.
 //!
-//! What always holds: each has a storage of its own, which keeps the export of the memory until it is gone itself; it lies
-//! within that export.
+//! What always holds: each has a storage of its own, which keeps the memory, or an export of it, until it is gone itself; it
+//! lies within that memory.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -69,14 +69,8 @@ impl TensorPlan {
         let tensors = PyList::empty(py);
         for number in 0..self.places.len() {
             let managed = Box::into_raw(loaned(&loan, number, data));
-            let mut object = ptr::null_mut();
-            // SAFETY: `managed` is whole, and torch's from here on: it calls `give_back` once it is done with the memory.
-            // Where it fails nobody knows how far it came, and the loan goes on for ever.
-            if unsafe { (self.make)(managed, &raw mut object) } != 0 {
-                return Err(PyErr::fetch(py));
-            }
-            // SAFETY: a new reference.
-            tensors.append(unsafe { Bound::from_owned_ptr_or_err(py, object.cast())? })?;
+            // SAFETY: made just now.
+            tensors.append(unsafe { hand_over(py, self.make, managed)? })?;
         }
         Ok(tensors)
     }
@@ -89,6 +83,81 @@ impl Place {
         let size = self.shape.iter().try_fold(width, |size, &length| size.checked_mul(length.try_into().ok()?))?;
         (size > 0).then_some(size)
     }
+}
+
+/// Dtype and shape of a dense tensor.
+pub(crate) struct Geometry {
+    dtype: Dtype,
+    /// As many strides behind the lengths.
+    lengths: Box<[i64]>,
+}
+
+impl Geometry {
+    /// By DLPack's code of the dtype.
+    pub(crate) fn dense(code: u8, bits: u8, shape: &[i64]) -> Self {
+        Geometry { dtype: Dtype { code, bits, lanes: 1 }, lengths: [shape, &dense(shape)].concat().into() }
+    }
+}
+
+/// A tensor that torch gets, with what keeps its memory.
+#[repr(C)]
+struct Handed<K> {
+    managed: Managed,
+    _keeper: K,
+    _lengths: Box<[i64]>,
+}
+
+/// A tensor of its own over memory that begins at `data`, which `keeper` keeps.
+///
+/// # Safety
+/// As long as the keeper lives the memory is there, as large as the tensor, and only those who have the tensor use it.
+pub(super) unsafe fn over<'py, K: Send + 'static>(
+    py: Python<'py>,
+    make: Make,
+    data: *mut u8,
+    geometry: Geometry,
+    keeper: K,
+) -> PyResult<Bound<'py, PyAny>> {
+    let Geometry { dtype, lengths } = geometry;
+    let dimensions = lengths.len() / 2;
+    let tensor = Tensor {
+        data: data.cast(),
+        device: Device { kind: CPU, number: 0 },
+        dimensions: dimensions as i32,
+        dtype,
+        shape: lengths.as_ptr(),
+        strides: lengths[dimensions..].as_ptr(),
+        byte_offset: 0,
+    };
+    let managed = Managed {
+        version: Version { major: MAJOR_VERSION, minor: 0 },
+        context: ptr::null_mut(),
+        delete: Some(let_go::<K>),
+        flags: 0,
+        tensor,
+    };
+    let handed = Box::into_raw(Box::new(Handed { managed, _keeper: keeper, _lengths: lengths }));
+    // SAFETY: it is whole and begins with what torch knows.
+    unsafe { hand_over(py, make, handed.cast()) }
+}
+
+/// # Safety
+/// As of `give_back`, for what `over` made.
+unsafe extern "C" fn let_go<K>(managed: *mut Managed) {
+    // SAFETY: it is the beginning of what `over` made, and nobody uses it any more.
+    drop(unsafe { Box::from_raw(managed.cast::<Handed<K>>()) });
+}
+
+/// # Safety
+/// `managed` is whole, and torch's from here on: it calls its `delete` once it is done with the memory.
+unsafe fn hand_over(py: Python<'_>, make: Make, managed: *mut Managed) -> PyResult<Bound<'_, PyAny>> {
+    let mut object = ptr::null_mut();
+    // SAFETY: the caller's promise. Where it fails nobody knows how far it came, and the loan goes on for ever.
+    if unsafe { make(managed, &raw mut object) } != 0 {
+        return Err(PyErr::fetch(py));
+    }
+    // SAFETY: a new reference.
+    unsafe { Bound::from_owned_ptr_or_err(py, object.cast()) }
 }
 
 fn dense(shape: &[i64]) -> Vec<i64> {
