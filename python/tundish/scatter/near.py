@@ -4,7 +4,7 @@ A `NearLane` is the source's end, a `NearEnd` the receiver's. What always holds:
 
 1. A parcel's memory is one receiver's alone, or shared by several of which whoever writes gets pages of its own, from
    the message that refers to it until nothing there refers to it any more: the kernel holds a lease as long. A batch
-   is its receiver's own.
+   is its receiver's own. What a receiver is done with and did not open, as it could not, is used again too.
 2. The descriptor of memory that a receiver does not know is on the line before the message that refers to it. What a
    source gave is there for its receivers though the source has ended.
 3. Memory that a message refers to holds the batch, or the message says that it is on its way and another one follows:
@@ -82,10 +82,10 @@ class HungUpError(Exception):
 
 
 class Shipment:
-    """A parcel that several receivers get, each with pages of its own as soon as it writes.
+    """A parcel that was sent, to one receiver or to several, each with pages of its own as soon as it writes.
 
-    Whoever gives it to one of them holds on to it until that one came. When nobody does any more it is used again, as
-    soon as nothing of it is left.
+    Whoever gives it to one of them holds on to it until that one has looked at the message: it has it by then, or
+    never will. When nobody does any more it is used again, as soon as nothing of it is left.
     """
 
     def __init__(self, parcel: _native.Parcel) -> None:
@@ -107,7 +107,7 @@ class NearLane:
         self._limit = limit
         self._board = _native.TaskBoard(_SLOTS, _MESSAGE_BYTES)
         self._told = Told()
-        # What the receiver has not taken yet, by ticket: its bytes, and of what others get too the shipment.
+        # What the receiver has not looked at yet, by ticket: its bytes, and in what they are.
         self._ahead: dict[int, tuple[int, Shipment | None]] = {}
         # Segments whose descriptors it was sent.
         self._known: dict[bytes, None] = {}
@@ -130,28 +130,28 @@ class NearLane:
             raise
         return departure.size
 
-    def announce(self, number: int, departure: Departure, wait: Waiter) -> _native.Parcel:
+    def announce(self, number: int, departure: Departure, wait: Waiter) -> Shipment:
         """Send the head of a batch that `fill` is to follow: the receiver gets ready meanwhile."""
         parcel = None
         try:
             head, said = self._head(number, departure.schema, departure.size, wait)
             self._make_room(departure.size, wait)
             parcel = self.arena.take(departure.size)
-            head = head._replace(flags=head.flags | FILLING, reference=parcel.reference())
-            self._put(self._announced(head, parcel).pack() + said, departure.size, None)
+            shipment = Shipment(parcel)
+            head = head._replace(flags=head.flags | FILLING, reference=shipment.reference)
+            self._put(self._announced(head, parcel).pack() + said, departure.size, shipment)
         except BaseException:
             self._told.forget()
             if parcel is not None:
                 parcel.revoke()
             raise
-        return parcel
+        return shipment
 
-    def fill(self, number: int, departure: Departure, parcel: _native.Parcel) -> int:
+    def fill(self, number: int, departure: Departure, shipment: Shipment) -> int:
         """Write what was announced and say so; the bytes that were copied."""
-        departure.write(parcel)
+        departure.write(shipment.parcel)
         if self._board.put(0, Head(number, FILLED).pack()) is None:
             raise RuntimeError("a board has no room where fewer messages than it holds are on it")
-        parcel.release()
         return departure.size
 
     def load(self, departure: Departure) -> Shipment:
@@ -211,12 +211,12 @@ class NearLane:
         parcel = self.arena.take(size)
         try:
             write(parcel)
-            head = self._announced(head._replace(reference=parcel.reference()), parcel)
-            self._put(head.pack() + said, size, None)
+            shipment = Shipment(parcel)
+            head = self._announced(head._replace(reference=shipment.reference), parcel)
+            self._put(head.pack() + said, size, shipment)
         except BaseException:
             parcel.revoke()
             raise
-        parcel.release()
 
     def _put(self, message: bytes, size: int, shipment: Shipment | None) -> None:
         ticket = self._board.put(0, message)

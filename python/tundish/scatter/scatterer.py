@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.departure import Departure
@@ -195,7 +194,7 @@ class Scatterer(Member):
         number = self._number
         readers = Counter(id(departures[lane.rank]) for lane in lanes)
         shipments: dict[int, Shipment] = {}
-        announced: list[tuple[NearLane, Departure, _native.Parcel]] = []
+        announced: list[tuple[NearLane, Departure, Shipment]] = []
         try:
             for lane in lanes:
                 departure, wait = departures[lane.rank], self._waiter(lane.rank)
@@ -216,15 +215,11 @@ class Scatterer(Member):
                     self._sent_bytes += lane.give(number, departure, wait)
                 del untold[lane.rank]
             while announced:
-                lane, departure, parcel = announced[0]
-                self._sent_bytes += lane.fill(number, departure, parcel)
+                lane, departure, shipment = announced[0]
+                self._sent_bytes += lane.fill(number, departure, shipment)
                 del untold[lane.rank], announced[0]
         except HungUpError as error:
             raise self._lose(error.rank, "was killed or has ended") from error
-        finally:
-            # Whoever waits for one of these is told why it does not come, once he has looked at what was announced.
-            for _, _, parcel in announced:
-                parcel.release()
 
     # On a receiver.
 

@@ -105,6 +105,55 @@ def test_a_receiver_of_the_node_that_has_no_room_for_a_batch_gets_the_next_one(t
         assert job.hear(1) == (4,)
 
 
+def opens_nothing(rank: int, line: Line) -> None:
+    size, announces = line.hear()
+    if announces:
+        import tundish.scatter.member as member
+
+        # Whoever has no processor to itself is not told of a batch before it is written.
+        member.processors = lambda: 64  # type: ignore[attr-defined]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def a_round(number: int) -> Any:
+        return td.scatter_batch([None, torch.full((size,), number)] if rank == 0 else None)
+
+    def held() -> int:
+        [found] = td.scatter.stats()
+        return sum(found["memory"].values())
+
+    a_round(0)
+    dist.barrier()
+    if rank == 1:
+        # The next one would be the first beyond.
+        with open("/dev/null", "rb") as probe:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (probe.fileno(), limits[1]))
+    found = []
+    for number in range(1, 41):
+        kind, text, _ = outcome(lambda number=number: a_round(number))  # type: ignore[misc]
+        assert not kind if rank == 0 else kind == "StorageError", text
+        dist.barrier()
+        found.append(held())
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert (a_round(41) == 41).all()
+    else:
+        a_round(41)
+        line.say(found[9], found[-1])
+
+
+@pytest.mark.parametrize(("size", "announces"), [(10_000, False), (100_000, True)])
+def test_memory_that_its_receiver_never_opened_is_used_again(
+    size: int, announces: bool, tmp_path: Path
+) -> None:
+    with Job(opens_nothing, 2, tmp_path) as job:
+        for rank in range(2):
+            job.tell(rank, (size, announces))
+        before, after = job.hear(0)
+        # Thirty more of them.
+        assert after - before < 4 * 8 * size
+        job.expect_end()
+
+
 def shared_with_one_that_stays_away(rank: int, line: Line) -> None:
     limit = timedelta(seconds=2)
     data = [dist.new_group([column, column + 2], timeout=limit) for column in range(2)][rank % 2]
