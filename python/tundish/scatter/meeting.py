@@ -1,7 +1,11 @@
 """How those who take part in a scatter find each other, once.
 
-Owns the ways between a source and its receivers until a `Scatterer` takes them over. What always holds: nobody waits
-here but in votes, so that whoever fails or dies is named on all ranks; when a meeting fails, nothing of it is left.
+Owns the ways between a source and its receivers until a `Scatterer` takes them over. What always holds:
+
+1. Nobody waits here but in votes, so that whoever fails or dies is named on all ranks; when a meeting fails, nothing of
+   it is left.
+2. Sockets in the abstract namespace have names that every user of the machine finds: of this node, batches go to
+   processes of the same user, and come from such, only.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from tundish.distributed import Voter, nodes_of
 from tundish.distributed.groups import make_group, membership, unused_name
 from tundish.distributed.jobstore import distributed_module
 from tundish.distributed.watch import PeerWatch
+from tundish.errors import PeerFailedError
 from tundish.scatter.calling import Calls, call, greeted
 from tundish.scatter.direct import Direct
 from tundish.scatter.far import Courier, FarEnd, FarLane
@@ -30,6 +35,8 @@ __all__ = ["Ways", "limit_of"]
 
 _BACKLOG = 4096
 _HELLO = struct.Struct("<q")
+# Process, user and group on the other end of a unix socket.
+_CREDENTIALS = struct.Struct("iII")
 
 
 def limit_of(lanes: int) -> int:
@@ -179,14 +186,31 @@ class Ways:
     def _call(self, address: str, watch: str, _: int) -> None:
         line = self._lines[self.feeder] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         line.connect(f"\0{address}")
+        if not _is_same_user(line):
+            raise PeerFailedError(
+                f"scatter: another user's process answers in place of rank {self.feeder}: run all ranks of a node as "
+                "one user",
+                self.feeder,
+            )
         line.sendall(_HELLO.pack(self._place.rank) + self.watch.address.encode())
         self.watch.connect({self.feeder: watch})
 
     def _answer(self, listener: socket.socket, fed: list[int]) -> None:
         listener.settimeout(0)
         limit = limit_of(len(fed))
-        for _ in fed:
-            line, _ = listener.accept()
+        while len(self._lines) < len(fed):
+            try:
+                line, _ = listener.accept()
+            except BlockingIOError:
+                silent = min(set(fed) - self._lines.keys())
+                raise PeerFailedError(
+                    f"scatter: rank {silent}, of this node, is another user's process: run all ranks of a node as one "
+                    "user",
+                    silent,
+                ) from None
+            if not _is_same_user(line):
+                line.close()
+                continue
             line.settimeout(self._timeout.total_seconds())
             hello = line.recv(_HELLO.size + 108)
             (rank,) = _HELLO.unpack_from(hello)
@@ -218,3 +242,10 @@ class Ways:
         self.far = [
             FarLane(rank, group, position, arena) for position, rank in enumerate(members) if position > 0
         ]
+
+
+def _is_same_user(line: socket.socket) -> bool:
+    """Whether this process and the one on the other end of a unix socket act for the same user."""
+    told = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(told)
+    return bool(user == os.geteuid())

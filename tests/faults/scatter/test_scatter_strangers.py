@@ -1,0 +1,138 @@
+"""Processes of other users that find a scatter's sockets, whose names everybody on the machine can read.
+
+They get nothing of a batch, and give none.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+from rank_processes import Job, Line, outcome
+
+NOBODY = 65534
+GOT_NOTHING, GOT_SOMETHING, WAS_REFUSED = 0, 1, 2
+
+
+def as_nobody(act: Callable[[], int]) -> int:
+    """Start a child that is another user's and ends with what `act` returns."""
+    child = os.fork()
+    if child == 0:
+        code = WAS_REFUSED
+        try:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            code = act()
+        finally:
+            os._exit(code)
+    return child
+
+
+def what_comes(line: socket.socket) -> int:
+    line.settimeout(30)
+    try:
+        said, descriptors, _, _ = socket.recv_fds(line, 4096, 8)
+    except ConnectionResetError:
+        # Nobody has even read what it said.
+        return GOT_NOTHING
+    return GOT_SOMETHING if said or descriptors else GOT_NOTHING
+
+
+def stranger_calls_first(rank: int, line: Line) -> None:
+    from tundish.scatter import meeting
+
+    call, children = meeting.Ways._call, []
+
+    def calling(ways: Any, address: str, watch: str, process: int) -> None:
+        began, begun = os.pipe()
+
+        def claim() -> int:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+                stranger.connect(f"\0{address}")
+                # As the rank whose batch it would have.
+                stranger.sendall(meeting._HELLO.pack(rank) + ways.watch.address.encode())
+                os.write(begun, b".")
+                return what_comes(stranger)
+
+        children.append(as_nobody(claim))
+        os.close(begun)
+        # It is the first in the queue.
+        assert os.read(began, 1) == b"."
+        os.close(began)
+        call(ways, address, watch, process)
+
+    meeting.Ways._call = calling  # type: ignore[method-assign]
+    for number in range(3):
+        given = [{"x": torch.full((50_000,), number)}] * 2 if rank == 0 else None
+        assert (td.scatter_batch(given)["x"] == number).all()
+    assert [one["transports"] for one in td.scatter.stats()] == [{"shared memory": [1 - rank]}]
+    for child in children:
+        line.say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def test_another_user_who_claims_to_be_a_rank_gets_nothing_and_the_rank_its_batches(tmp_path: Path) -> None:
+    with Job(stranger_calls_first, 2, tmp_path) as job:
+        assert job.hear(1) == (GOT_NOTHING,)
+        job.expect_end()
+
+
+def stranger_answers(rank: int, line: Line) -> None:
+    from tundish.scatter import meeting
+
+    call, children = meeting.Ways._call, []
+
+    def calling(ways: Any, address: str, watch: str, process: int) -> None:
+        trap = f"tundish-scatter-test-{os.getpid()}"
+        began, begun = os.pipe()
+
+        def answer() -> int:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                listener.bind(f"\0{trap}")
+                listener.listen()
+                os.write(begun, b".")
+                listener.settimeout(30)
+                with listener.accept()[0] as caller:
+                    return what_comes(caller)
+
+        children.append(as_nobody(answer))
+        os.close(begun)
+        assert os.read(began, 1) == b"."
+        os.close(began)
+        call(ways, trap, watch, process)
+
+    meeting.Ways._call = calling  # type: ignore[method-assign]
+    begin = time.monotonic()
+    kind, text, lost = outcome(lambda: td.scatter_batch([1, 2] if rank == 0 else None))
+    line.say(kind, text, lost, time.monotonic() - begin)
+    for child in children:
+        line.say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    meeting.Ways._call = call  # type: ignore[method-assign]
+    assert td.scatter_batch([1, 2] if rank == 0 else None) == 1 + rank
+
+
+def test_another_user_who_answers_in_place_of_the_source_is_refused_by_all(tmp_path: Path) -> None:
+    with Job(stranger_answers, 2, tmp_path) as job:
+        for kind, text, lost, seconds in job.hear_all():
+            assert kind == "PeerFailedError" and "another user's process" in text, text
+            assert lost in (0, 1)
+            assert seconds < 10
+        assert job.hear(1) == (GOT_NOTHING,)
+        job.expect_end()
+
+
+@pytest.fixture(autouse=True)
+def _needs_another_user() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may start another user's process")
