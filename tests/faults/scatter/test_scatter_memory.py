@@ -1,0 +1,102 @@
+"""Rounds by the thousand: what a rank has of memory, descriptors and mappings stays as it was after the first ones.
+
+A few seconds in every run, 10,000 rounds under `make soak`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+from rank_processes import Job, Line, on_nodes
+from soak import IS_SOAK
+
+ROUNDS = 10_000 if IS_SOAK else 1_200
+WARM = 300
+# Numbers of batches whose schemas and sizes are different ones; more than schemas are kept.
+KINDS = 75
+# Of what Python and the allocator keep one time more and one time less, and of torch's records of the last barriers.
+SLACK_BYTES = 3 << 20
+LATER_SLACK_BYTES = 1 << 20
+SLACK_DESCRIPTORS = 4
+SLACK_MAPPINGS = 8
+
+
+class Held(NamedTuple):
+    """What a process has: bytes in memory, open descriptors, mappings."""
+
+    resident: int
+    descriptors: int
+    mappings: int
+
+
+def held() -> Held:
+    gc.collect()
+    # What the allocator has of batches that are gone, it has now and then.
+    ctypes.CDLL(None).malloc_trim(0)
+    facts = Path("/proc/self/status").read_text().splitlines()
+    resident = sum(int(line.split()[1]) << 10 for line in facts if line.startswith(("RssAnon:", "RssShmem:")))
+    mappings = len(Path("/proc/self/maps").read_text().splitlines())
+    return Held(resident, len(os.listdir("/proc/self/fd")), mappings)
+
+
+def batch(number: int) -> dict[str, Any]:
+    kind = number % KINDS
+    return {
+        # From a few bytes to what is announced and, over the network, sent by itself.
+        "x": torch.full((50 * kind * kind + 1_300_000 * (kind % 25 == 24),), number % 128, dtype=torch.uint8),
+        **{f"small {i}": torch.full((i,), number) for i in range(kind % 5)},
+        "n": number,
+    }
+
+
+def a_round(rank: int, number: int) -> None:
+    # One for both, and one for each, in turns.
+    apart = number % 2
+    given = [batch(number), batch(number + apart)] if rank == 0 else None
+    assert td.scatter_batch(given)["n"] == number + apart * rank
+    # As steps have it: nobody runs ahead, and how much is on its way does not depend on the machine.
+    dist.barrier()
+
+
+def many_rounds(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    found = []
+    for number in range(ROUNDS):
+        a_round(rank, number)
+        if number in (WARM, ROUNDS // 2):
+            found.append(held())
+    line.say(*map(tuple, found), tuple(held()))
+    [stats] = td.scatter.stats()
+    line.say(sum(stats["memory"].values()))
+
+
+@pytest.mark.parametrize("node", [2, 1])
+def test_thousands_of_rounds_hold_no_more_than_the_first_ones(node: int, tmp_path: Path) -> None:
+    with Job(many_rounds, 2, tmp_path, seconds=60.0) as job:
+        for rank in range(2):
+            job.tell(rank, node)
+        for rank in range(2):
+            warm, half, end = (Held(*one) for one in job.hear(rank))
+            for later in (half, end):
+                assert later.resident - warm.resident < SLACK_BYTES, (warm, later)
+                assert later.descriptors - warm.descriptors <= SLACK_DESCRIPTORS, (warm, later)
+                assert later.mappings - warm.mappings <= SLACK_MAPPINGS, (warm, later)
+            assert end.resident - half.resident < LATER_SLACK_BYTES, (half, end)
+            (kept,) = job.hear(rank)
+            # Of a batch or two.
+            assert kept < 32 << 20
+        job.expect_end()

@@ -1,0 +1,164 @@
+"""What `stats()` of a scatter and of a loader say on two ranks: counts, bytes, the transport by its name."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from rank_processes import Job, Line, on_nodes
+
+# Of a batch, in whole pages, so that there is nothing in between.
+NUMBERS = 1 << 16
+BYTES = 4 * NUMBERS
+SCATTER = {
+    "source",
+    "ranks",
+    "transports",
+    "rounds",
+    "batches",
+    "sent_bytes",
+    "waiting_seconds",
+    "memory",
+}
+LOADER = SCATTER | {"reading_seconds", "next_seconds", "ready_rounds", "ready_bytes"}
+TRANSPORTS = {2: "shared memory", 1: "gloo"}
+
+
+def batch(number: int) -> dict[str, Any]:
+    return {"x": torch.full((NUMBERS,), number, dtype=torch.int32), "n": number}
+
+
+def a_few_rounds(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    assert td.scatter.stats() == []
+    kept = [td.scatter_batch([batch(number)] * 2 if rank == 0 else None) for number in range(5)]
+    # Rounds in which nobody gets anything, or one gets nothing, or something without a tensor.
+    td.scatter_batch(None)
+    td.scatter_batch([batch(0), None] if rank == 0 else None)
+    td.scatter_batch(["a", "b"] if rank == 0 else None)
+    if rank == 0:
+        line.hear()
+    else:
+        line.say("waits")
+    [before] = td.scatter.stats()
+    begin = time.monotonic()
+    td.scatter_batch([None, None] if rank == 0 else None)
+    seconds = time.monotonic() - begin
+    [found] = td.scatter.stats()
+    line.say(found, found["waiting_seconds"] - before["waiting_seconds"], seconds)
+    assert [mine["n"] for mine in kept] == list(range(5))
+    # Whatever was looked at changes nothing.
+    del found["transports"], found["ranks"][0]
+    assert td.scatter.stats()[0]["ranks"] == [0, 1]
+    line.hear()
+
+
+@pytest.mark.parametrize("node", [2, 1])
+def test_a_scatter_counts_rounds_batches_and_bytes(node: int, tmp_path: Path) -> None:
+    with Job(a_few_rounds, 2, tmp_path) as job:
+        for rank in range(2):
+            job.tell(rank, node)
+        assert job.hear(1) == ("waits",)
+        time.sleep(0.5)
+        job.tell(0)
+        for rank, (found, waited, seconds) in enumerate(job.hear_all()):
+            assert found.keys() == SCATTER
+            assert (found["source"], found["ranks"]) == (0, [0, 1])
+            assert found["transports"] == {TRANSPORTS[node]: [1 - rank]}
+            assert found["rounds"] == 9
+            # Its own batch is not sent to the source.
+            assert found["batches"] == 6
+            assert found["sent_bytes"] == (5 * BYTES if rank == 0 else 0)
+            held = found["memory"]
+            assert held.keys() == {"in_use", "cached", "escaped"}
+            if rank == 0 and node == 2:
+                # The receiver has kept all of them.
+                assert 5 * BYTES <= sum(held.values()) < 10 * BYTES
+            else:
+                assert sum(held.values()) == 0
+            # Who waits for a message counts that, and nothing else.
+            assert 0 <= waited <= seconds
+            assert rank == 0 or waited > 0
+        for rank in range(2):
+            job.tell(rank)
+        job.expect_end()
+
+
+# Of each batch of a loader that is slow.
+READING = 0.002
+
+
+def a_loader_ahead(rank: int, line: Line) -> None:
+    node, prefetch = line.hear()
+    on_nodes(rank, node)
+
+    def given() -> Iterator[Any]:
+        for number in range(16):
+            time.sleep(READING)
+            yield batch(number)
+
+    with td.DispatchLoader(given() if rank == 0 else None, prefetch=prefetch) as loader:
+        line.say(loader.stats())
+        rounds = iter(loader)
+        for number in range(3):
+            assert next(rounds)["n"] == 2 * number + rank
+        deadline = time.monotonic() + 60
+        while loader.stats()["ready_rounds"] < prefetch:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        dist.barrier()
+        line.say(loader.stats())
+        line.hear()
+        assert [mine["n"] for mine in rounds] == list(range(6 + rank, 16, 2))
+        line.say(loader.stats())
+        line.hear()
+
+
+@pytest.mark.parametrize(("node", "prefetch"), [(2, 0), (2, 2), (1, 1)])
+def test_a_loader_tells_what_is_handed_out_and_what_is_ahead(
+    node: int, prefetch: int, tmp_path: Path
+) -> None:
+    with Job(a_loader_ahead, 2, tmp_path) as job:
+        for rank in range(2):
+            job.tell(rank, (node, prefetch))
+        for (found,) in job.hear_all():
+            counts = (
+                "rounds",
+                "batches",
+                "sent_bytes",
+                "reading_seconds",
+                "next_seconds",
+                "ready_rounds",
+                "ready_bytes",
+            )
+            assert {found[count] for count in counts} == {0}
+        for rank, (found,) in enumerate(job.hear_all()):
+            assert found.keys() == LOADER
+            assert found["transports"] == {TRANSPORTS[node]: [1 - rank]}
+            assert (found["rounds"], found["ready_rounds"]) == (3, prefetch)
+            assert found["ready_bytes"] == prefetch * BYTES
+            assert found["batches"] == 3 + prefetch
+            assert found["sent_bytes"] == ((3 + prefetch) * BYTES if rank == 0 else 0)
+            assert found["next_seconds"] > 0
+            if rank == 0:
+                assert found["reading_seconds"] >= 2 * (3 + prefetch) * READING
+            else:
+                assert found["reading_seconds"] == 0
+            job.tell(rank)
+        for rank, (found,) in enumerate(job.hear_all()):
+            assert (found["rounds"], found["ready_rounds"], found["ready_bytes"]) == (8, 0, 0)
+            assert (found["batches"], found["sent_bytes"]) == (8, 0 if rank else 8 * BYTES)
+            assert (found["reading_seconds"] >= 16 * READING) == (rank == 0)
+            job.tell(rank)
+        job.expect_end()
