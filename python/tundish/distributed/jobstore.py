@@ -90,6 +90,10 @@ class JobStore:
         """Set `key` unless it exists; returns the value that it then has, which all callers agree on."""
         return bytes(self._connection.compare_set(key, "", value)).decode()
 
+    def replace(self, key: str, before: str, value: str) -> None:
+        """Set `key`, which was read as `before`, unless it has another value by now or is gone."""
+        self._connection.compare_set(key, before, value)
+
     def write(self, key: str, value: str) -> None:
         """Set `key`. The store may not have taken it in before the next operation that answers."""
         self._connection.set(key, value)

@@ -165,8 +165,9 @@ class Ahead(_Ending):
 
     def leave(self) -> None:
         if not self._shelf.is_left():
-            self._shelf.leave()
+            # In this order: where Ctrl-C comes in between, whoever comes here once more does both.
             self._pass.depart(self._shelf.taken)
+            self._shelf.leave()
         # Others are in the pass even so: what they send is to be read, and what they wait for is to be told.
         if not self._is_started:
             with contextlib.suppress(RuntimeError):
@@ -181,12 +182,29 @@ def _make(turn: threading.Lock, source: Pass, shelf: Shelf[Round], over: Callabl
             _fill(source, shelf)
             shelf.end()
         except BaseException as error:  # noqa: BLE001 (raised where rounds are taken)
-            source.depart(shelf.end(error, most=source.rounds_before(error)))
+            _end(source, shelf, error)
         # What is left to be read is.
         with contextlib.suppress(BaseException):
             source.leave(shelf.taken)
     finally:
         over()
+
+
+def _end(source: Pass, shelf: Shelf[Round], error: BaseException) -> None:
+    """End with `error`, or with one that ends it earlier, as long as the caller takes what is left."""
+    while True:
+        most = source.rounds_before(error)
+        source.depart(shelf.end(error, most=most))
+        if most is None:
+            # It ends for this rank alone: what the others send is to be read at once.
+            return
+        try:
+            while not shelf.wait_for_end(_LOOK_SECONDS):
+                source.look()
+        except BaseException as earlier:  # noqa: BLE001 (raised where rounds are taken)
+            error = earlier
+        else:
+            return
 
 
 def _fill(source: Pass, shelf: Shelf[Round]) -> None:

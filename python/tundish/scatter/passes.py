@@ -5,7 +5,8 @@ What always holds:
 1. A pass is, for every receiver, a note that it begins, rounds, and one message that ends it: a note, or an error. All
    are read, also by a receiver whose caller has left.
 2. The last, incomplete round follows a note of how many of its batches are new.
-3. A source that hears of a rank that left ends the pass for all.
+3. A source that hears of a rank that left ends the pass for all. From then on, and from any other end on, each rank
+   looks for itself, as long as its caller has rounds to take, whether another one has left after fewer.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ __all__ = ["Pass", "ReceiverPass", "Round", "SourcePass", "Start"]
 
 # How often a source that leaves out what was trained on says that it is there.
 _ALIVE_SECONDS = 1.0
+# How long the caller of a receiver may be behind the end of a pass before somebody looks who else has left.
+_BEHIND_SECONDS = 0.5
 # How many messages in a row cannot be read where there is no sense in reading on.
 _MOST_FAILURES = 8
 
@@ -92,10 +95,10 @@ class Pass(Protocol):
         """After that: be in step for the next pass."""
 
     def rounds_before(self, error: BaseException) -> int | None:
-        """How many rounds are of use, of those before this error; None for all."""
+        """How many rounds are of use, of those before this error; None for all, where it is this rank's alone."""
 
     def look(self) -> None:
-        """Between rounds: raise where there is no sense in waiting for the caller."""
+        """Between rounds, and after the last: raise where there is no sense in waiting for the caller."""
 
 
 class SourcePass:
@@ -126,8 +129,9 @@ class SourcePass:
         self._watch: StopWatch | None = None
         self._rounds = 0
         self._rounds_in_all: int | None = None
-        self._stopped_after: int | None = None
         self._is_over = False
+        # After how many rounds, once all were told so.
+        self._ends_after: int | None = None
         self._spoke_at = time.monotonic()
 
     def begin(self, start: Callable[[], Start], read: Callable[[Callable[[], None]], Reading]) -> None:
@@ -158,14 +162,22 @@ class SourcePass:
             self._look()
             self._say(_END)
             self._end()
+            self._ends_after = self._rounds
+            self._unwatch()
 
     def depart(self, rounds: int) -> None:
         pass
 
     def leave(self, rounds: int, /) -> None:
-        if not self._is_over:
-            self._end()
-            self._say(_STOPPED, self._scatterer.place.rank, rounds)
+        try:
+            if not self._is_over:
+                self._end()
+                self._say(_STOPPED, self._scatterer.place.rank, rounds)
+            elif self._stops is not None and self._ends_after is not None and rounds < self._ends_after:
+                # The others were told of more.
+                self._stops.announce(self._number, rounds)
+        finally:
+            self._unwatch()
 
     def look(self) -> None:
         with self._told_to_all():
@@ -173,17 +185,23 @@ class SourcePass:
 
     def _look(self) -> None:
         found = None if self._watch is None else self._watch.found
+        if self._ends_after is not None:
+            # The others look for themselves.
+            if found is not None and found[1] < self._ends_after:
+                rank, self._ends_after = found
+                raise stopped(rank)
+            return
         # Whoever has left after the last round has left nothing out.
         if found is not None and found[1] != self._rounds_in_all:
             rank, rounds = found
             self._end()
             self._say(_STOPPED, rank, rounds)
-            self._stopped_after = rounds
+            self._ends_after = rounds
             raise stopped(rank)
         self._scatterer.look()
 
     def rounds_before(self, error: BaseException) -> int | None:
-        return _rounds_before(error, self._stopped_after, self._scatterer)
+        return 0 if error is self._scatterer.lost else self._ends_after
 
     def _next(self) -> Round | None:
         scatterer, reading = self._scatterer, self._reading
@@ -197,11 +215,11 @@ class SourcePass:
         if drawn is None:
             self._rounds_in_all = self._rounds
             return None
-        self._rounds += 1
         self._done += drawn.new
         if drawn.new < len(drawn.batches):
             self._say(_TAIL, drawn.new)
         own = scatterer.give(drawn.batches, self._device)
+        self._rounds += 1
         size = scatterer.largest
         if own is None:
             return Round(None, False, self._done, drawn.state, size)
@@ -224,13 +242,17 @@ class SourcePass:
         except BaseException as error:
             self._end()
             # An error that a loader raises may be of any kind.
-            if self._stopped_after is None and not self._scatterer.has_told(error):
-                self._scatterer.fail(error)
+            if self._ends_after is None:
+                self._ends_after = 0 if error is self._scatterer.lost else self._rounds
+                if not self._scatterer.has_told(error):
+                    self._scatterer.fail(error)
             raise
 
     def _end(self) -> None:
         self._is_over = True
         self._reading = None
+
+    def _unwatch(self) -> None:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -258,13 +280,16 @@ class ReceiverPass:
         self._device = device
         self._done = 0
         self._new: int | None = None
-        self._stopped_after: int | None = None
-        self._is_over = False
+        self._rounds = 0
+        # After how many rounds, and when it was heard; as long as it goes on None.
+        self._ends_after: int | None = None
+        self._ended_at = 0.0
+        self._watch: StopWatch | None = None
 
     def step(self) -> Round | None:
         came = self._take()
         while isinstance(came, Note):
-            if self._is_over:
+            if self._ends_after is not None:
                 return None
             came = self._take()
         if came is None:
@@ -277,24 +302,33 @@ class ReceiverPass:
         pass
 
     def depart(self, rounds: int) -> None:
-        if not self._is_over:
+        if self._ends_after is None or rounds < self._ends_after:
             self._stops.announce(self._number, rounds)
 
     def leave(self, _: int, /) -> None:
         failures = 0
-        while not self._is_over and failures < _MOST_FAILURES:
+        while self._ends_after is None and failures < _MOST_FAILURES:
             # Of a type that is not known here, say, or without memory for it.
             try:
                 self._take()
                 failures = 0
             except Exception:  # noqa: BLE001 (nobody is there to be told)
                 failures += 1
+        if self._watch is not None:
+            self._watch.close()
 
     def rounds_before(self, error: BaseException) -> int | None:
-        return _rounds_before(error, self._stopped_after, self._scatterer)
+        return 0 if error is self._scatterer.lost else self._ends_after
 
     def look(self) -> None:
-        pass
+        if self._ends_after is None or time.monotonic() - self._ended_at < _BEHIND_SECONDS:
+            return
+        if self._watch is None:
+            self._watch = self._stops.watch(self._number)
+        found = self._watch.found
+        if found is not None and found[1] < self._ends_after:
+            rank, self._ends_after = found
+            raise stopped(rank)
 
     def _take(self) -> Arrival | Note | None:
         """The next message, which was heard where it is a note."""
@@ -305,10 +339,14 @@ class ReceiverPass:
                 self._hear(*json.loads(came.text))
             else:
                 self._done += self._scatterer.place.batches if self._new is None else self._new
-        except PeerFailedError:
-            self._is_over = True
+                self._rounds += 1
+        except PeerFailedError as error:
+            self._end(0 if error is self._scatterer.lost else self._rounds)
             raise
         return came
+
+    def _end(self, rounds: int) -> None:
+        self._ends_after, self._ended_at = rounds, time.monotonic()
 
     def _made(self, came: Arrival) -> Callable[[], Any]:
         """How the caller gets a batch, of which what can be done before is done."""
@@ -324,10 +362,10 @@ class ReceiverPass:
         elif word == _TAIL:
             (self._new,) = values
         elif word == _END:
-            self._is_over = True
+            self._end(self._rounds)
         elif word == _STOPPED:
-            rank, self._stopped_after = values
-            self._is_over = True
+            rank, rounds = values
+            self._end(rounds)
             raise stopped(rank)
 
 
@@ -336,11 +374,6 @@ def stopped(rank: int) -> PeerStoppedError:
         f"rank {rank} left the loop over the loader before its end, and this rank goes on: all ranks end it alike",
         rank,
     )
-
-
-def _rounds_before(error: BaseException, stopped_after: int | None, scatterer: Scatterer) -> int | None:
-    # Whoever left has gone through these as well.
-    return 0 if error is scatterer.lost else stopped_after
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -1,8 +1,12 @@
-"""Who leaves a pass before its end, told to the source through the job's store.
+"""Who leaves a pass before its end, told to the others through the job's store.
 
-What always holds: no caller waits for the store; threads that nobody needs do, and one that it does not answer is left
-behind. What is told of one pass is not taken for another's. A connection is used for one pass after the other: the
-store may take seconds to accept one, and serves nobody meanwhile, since it asks for the client's name.
+What always holds:
+
+1. No caller waits for the store; threads that nobody needs do, and one that it does not answer is left behind.
+2. What is told of one pass is not taken for another's. Of several who leave it, the one with the fewest rounds is told
+   of, whoever was first to say so: the others go on without any of them.
+3. A connection is used for one pass after the other: the store may take seconds to accept one, and serves nobody
+   meanwhile, since it asks for the client's name.
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ from tundish.distributed.jobstore import JobStore
 
 __all__ = ["StopWatch", "Stops", "wait_for_telling"]
 
-# How often the source asks.
+# How often whoever watches asks.
 _ASK_SECONDS = 0.05
+# After how many passes nobody is in one any more, and what was told of it is forgotten.
+_PASSES_KEPT = 4
 
 # Threads that are in the store, or may be.
 _telling: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -44,9 +50,11 @@ class Stops:
         """Tell that this rank leaves this pass after so many rounds."""
 
         def tell() -> None:
+            key, mine = str(number), f"{self._rank} {rounds}"
             # Where the store is gone the job ends, and the others notice it otherwise.
             with contextlib.suppress(Exception), self._connected() as store:
-                store.write_once(str(number), f"{self._rank} {rounds}")
+                while _rounds_of(told := store.write_once(key, mine)) > rounds:
+                    store.replace(key, told, mine)
 
         # An interpreter that ends starts no threads any more; the others see it end.
         with contextlib.suppress(RuntimeError):
@@ -56,7 +64,7 @@ class Stops:
 
     def watch(self, number: int) -> StopWatch:
         """Look from now on whether somebody leaves this pass."""
-        return StopWatch(self._connected(), str(number))
+        return StopWatch(self._connected(), number)
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -67,7 +75,10 @@ class Stops:
     @contextlib.contextmanager
     def _connected(self) -> Iterator[JobStore]:
         """A connection for the calling thread alone; kept for the next one if nothing goes wrong."""
-        store = self._idle.pop() if self._idle else JobStore(self._store, self._name)
+        try:
+            store = self._idle.pop()
+        except IndexError:
+            store = JobStore(self._store, self._name)
         store.connect()
         yield store
         self._idle.append(store)
@@ -76,12 +87,12 @@ class Stops:
 
 
 class StopWatch:
-    """Looks whether somebody leaves a pass; `found` is the rank that did, and after how many rounds."""
+    """Looks whether somebody leaves a pass; `found` is the rank that did so after the fewest rounds, and how many."""
 
-    def __init__(self, connected: contextlib.AbstractContextManager[JobStore], key: str) -> None:
+    def __init__(self, connected: contextlib.AbstractContextManager[JobStore], number: int) -> None:
         self.found: tuple[int, int] | None = None
         self._connected = connected
-        self._key = key
+        self._number = number
         self._over = threading.Event()
         thread = threading.Thread(target=self._look, name="tundish-dispatch-watch", daemon=True)
         thread.start()
@@ -92,12 +103,15 @@ class StopWatch:
         self._over.set()
 
     def _look(self) -> None:
+        key = str(self._number)
         with contextlib.suppress(Exception), self._connected as store:
+            store.delete(str(self._number - _PASSES_KEPT))
             while not self._over.wait(_ASK_SECONDS):
-                told = store.read(self._key)
+                told = store.read(key)
                 if told is not None:
                     rank, rounds = map(int, told.split())
                     self.found = rank, rounds
-                    break
-            # Nobody asks for it again.
-            store.delete(self._key)
+
+
+def _rounds_of(told: str) -> int:
+    return int(told.split()[1])
