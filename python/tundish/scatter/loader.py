@@ -181,19 +181,33 @@ class DispatchLoader(Generic[T_co]):
 
     def __iter__(self) -> Iterator[T_co]:
         """Collective: a pass through what is left of the epoch, and from then on through whole ones."""
-        self._settle()
-        number = self._passes + 1
-        self._scatterer.skip_to(number << _ROUND_BITS)
+        if self._is_closed:
+            raise InvalidInputError("this DispatchLoader is closed")
+        if os.getpid() != self._process:
+            raise InvalidInputError(_FORKED)
+        before, number = self._rounds, self._passes + 1
         made, rounds, begin = self._sending(number) if self._is_source else self._receiving(number)
-        # From here on this rank is in the pass, and leaves it where it gets no further.
+        has_entered = False
+        # From here on this rank is in the pass, and leaves it where it gets no further: the others may be in it.
         try:
-            self._passes, self._pass, self._rounds = number, made, rounds
+            self._passes, self._rounds = number, rounds
+            self._settle(before)
+            self._pass = made
+            self._scatterer.skip_to(number << _ROUND_BITS)
+            has_entered = True
             begin()
             rounds.start()
             passage = _Passage(self, made, rounds)
             self._passage = weakref.ref(passage)
         except BaseException:
-            rounds.leave()
+            leave = rounds.leave
+            if not has_entered:
+                leave = functools.partial(_enter_and_leave, self._scatterer, number, rounds)
+            if before is None:
+                leave()
+            else:
+                # What comes until then is of that one.
+                before.then(leave)
             raise
         return passage
 
@@ -320,29 +334,28 @@ class DispatchLoader(Generic[T_co]):
                 show=show,
             )
 
-    def _sending(self, number: int) -> tuple[Pass, Rounds, Callable[[], None]]:
+    def _sending(self, number: int) -> tuple[Pass, Rounds, Callable[[], object]]:
         """A pass on the source, its rounds, and what begins it."""
         standing, scatterer = self._standing, self._scatterer
-        skip, state = standing.begin()
         counts_bytes = self._prefetch > 1 and scatterer.place.batches == 1
         sending = SourcePass(scatterer, self._stops, number, self._device, counts_bytes=counts_bytes)
         rounds: Rounds = Inline(sending)
         if self._prefetch > 0:
             rounds = Ahead(sending, most=self._prefetch, most_bytes=self._prefetch_bytes)
-        return (
-            sending,
-            rounds,
-            lambda: sending.begin(
+
+        def begin() -> None:
+            skip, state = standing.begin()
+            sending.begin(
                 lambda: Start(standing.epoch, skip, length_of(self._loader)),
                 functools.partial(self._read, skip, state),
-            ),
-        )
+            )
 
-    def _receiving(self, number: int) -> tuple[Pass, Rounds, Callable[[], None]]:
+        return sending, rounds, begin
+
+    def _receiving(self, number: int) -> tuple[Pass, Rounds, Callable[[], object]]:
         """As `_sending`, on a receiver."""
         if self._stops is None:
             raise InvalidInputError("torch.distributed was taken down since this loader was made")
-        self._standing.begin()
         receiving = ReceiverPass(self._scatterer, self._stops, number, self._device)
         rounds = Ahead(
             receiving,
@@ -350,22 +363,18 @@ class DispatchLoader(Generic[T_co]):
             most_bytes=self._prefetch_bytes,
             patience=(self._timeout, f"the source, rank {self._scatterer.place.source},"),
         )
-        return receiving, rounds, lambda: None
+        return receiving, rounds, self._standing.begin
 
-    def _settle(self) -> None:
+    def _settle(self, before: Rounds | None) -> None:
         """Have the pass before end, where one is under way."""
-        if self._is_closed:
-            raise InvalidInputError("this DispatchLoader is closed")
-        if os.getpid() != self._process:
-            raise InvalidInputError(_FORKED)
         self._leave()
-        if self._rounds is not None and not self._rounds.join(self._timeout):
+        if before is not None and not before.join(self._timeout):
             raise TimedOutError(
                 f"the loop before was left, and another rank is still in it after {self._timeout:.4g} s"
             )
         if self._pass is not None:
             self._reading_seconds += self._pass.reading_seconds
-        self._rounds = self._pass = None
+            self._pass = None
 
     def _leave(self) -> None:
         passage = None if self._passage is None else self._passage()
@@ -458,6 +467,12 @@ class _Passage(Iterator[T_co]):
 _open: weakref.WeakSet[DispatchLoader[Any]] = weakref.WeakSet()
 # Of loaders that are closed, what is not over yet.
 _leaving: set[Rounds] = set()
+
+
+def _enter_and_leave(scatterer: Scatterer, number: int, rounds: Rounds) -> None:
+    """Leave a pass that the others may be in before anything of it was read or sent here."""
+    scatterer.skip_to(number << _ROUND_BITS)
+    rounds.leave()
 
 
 def _let_go(rounds: Rounds | None, scatterer: Scatterer, stops: Stops | None) -> None:

@@ -1,0 +1,230 @@
+"""Ranks that leave a loop over a loader in rare moments, brought about here: before they are in it, and several.
+
+Whoever goes on gets the rounds that all have gone through, and then a `PeerStoppedError`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+from rank_processes import Job, Line, on_nodes, outcome
+
+# The promise: whoever leaves is known within so many seconds.
+KNOWN = 1.0
+
+
+class Numbered:
+    """Epochs of so many rounds, batches told by their numbers."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.tensor([number]) for number in range(self.rounds * dist.get_world_size()))
+
+
+def check(rank: int, came: int, mine: torch.Tensor) -> None:
+    assert mine.tolist() == [came * dist.get_world_size() + rank]
+
+
+def go_through(rank: int, loader: td.DispatchLoader[Any]) -> tuple[str, Any, float]:
+    """A pass to its end: the kind of what ended it, whom that names, and when."""
+
+    def loop() -> None:
+        for came, mine in enumerate(loader):
+            check(rank, came, mine)
+
+    kind, _, lost = outcome(loop)
+    return kind, lost, time.monotonic()
+
+
+def interrupt_the_wait(before: float) -> None:
+    """Ctrl-C comes when a pass is asked for, while the one before is waited for, so many seconds from then on."""
+    from tundish.scatter.ahead import _Ending
+
+    join = _Ending.join
+
+    def joining(rounds: Any, seconds: float) -> bool:
+        _Ending.join = join  # type: ignore[method-assign]
+        if before:
+            signal.setitimer(signal.ITIMER_REAL, before)
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+        return join(rounds, seconds)
+
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    _Ending.join = joining  # type: ignore[method-assign]
+
+
+def interrupted_between_passes(rank: int, line: Line) -> None:
+    node, prefetch, victim = line.hear()
+    on_nodes(rank, node)
+    with td.DispatchLoader(Numbered(10_000) if rank == 0 else None, prefetch=prefetch) as loader:
+        for came, mine in enumerate(loader):
+            check(rank, came, mine)
+            if came == 2:
+                break
+        state = loader.state_dict()
+        dist.barrier()
+        if rank == victim:
+            interrupt_the_wait(0.0)
+        line.say(*go_through(rank, loader))
+        if rank == victim:
+            # Nothing was handed out of the pass that it did not come into.
+            assert loader.state_dict() == state
+        # All are in step again.
+        for came, mine in zip(range(5), loader, strict=False):
+            check(rank, came, mine)
+        dist.barrier()
+
+
+@pytest.mark.parametrize(("node", "prefetch"), [(3, 0), (3, 2), (1, 1)])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_ctrl_c_before_a_rank_is_in_a_pass_is_known_to_those_who_are(
+    node: int, prefetch: int, victim: int, tmp_path: Path
+) -> None:
+    with Job(interrupted_between_passes, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, (node, prefetch, victim))
+        told = job.hear_all()
+        kind, _, interrupted = told[victim]
+        assert kind == "KeyboardInterrupt"
+        for rank in range(3):
+            kind, lost, at = told[rank]
+            if rank != victim:
+                assert (kind, lost) == ("PeerStoppedError", victim)
+                assert at - interrupted < KNOWN
+        job.expect_end()
+
+
+def interrupted_while_others_are_behind(rank: int, line: Line) -> None:
+    # Whose loader is read when it is asked for a round hears then that somebody has left.
+    with td.DispatchLoader(Numbered(10_000) if rank == 0 else None, prefetch=0) as loader:
+        rounds = iter(loader)
+        check(rank, 0, next(rounds))
+        if rank == 1:
+            del rounds
+            interrupt_the_wait(0.5)
+            line.say(*go_through(rank, loader))
+            # Also where the pass that it did not come into is yet to be passed over.
+            line.hear()
+        else:
+            line.hear()
+            assert outcome(lambda: list(rounds))[::2] == ("PeerStoppedError", 1)
+            line.say(*go_through(rank, loader))
+        for came, mine in zip(range(5), loader, strict=False):
+            check(rank, came, mine)
+        dist.barrier()
+
+
+def test_ctrl_c_while_the_others_are_in_the_pass_before_is_known_to_them_in_the_next(tmp_path: Path) -> None:
+    with Job(interrupted_while_others_are_behind, 2, tmp_path) as job:
+        assert job.hear(1)[0] == "KeyboardInterrupt"
+        told = time.monotonic()
+        job.tell(0)
+        kind, lost, at = job.hear(0)
+        assert (kind, lost) == ("PeerStoppedError", 1)
+        assert at - told < 2 * KNOWN
+        job.tell(1)
+        job.expect_end()
+
+
+def obeying(rank: int, line: Line) -> None:
+    """Takes so many rounds, leaves ("leave"), or goes through what is left ("rest"), as the test says."""
+    rounds = line.hear()
+    with td.DispatchLoader(Numbered(rounds) if rank == 0 else None, prefetch=8) as loader:
+        batches: Any = iter(loader)
+        came = 0
+
+        def take(most: int) -> None:
+            nonlocal came
+            for _, mine in zip(range(most), batches, strict=False):
+                check(rank, came, mine)
+                came += 1
+
+        while (wanted := line.hear()) is not None:
+            kind, lost = "", None
+            if wanted == "leave":
+                batches = None
+            else:
+                kind, _, lost = outcome(lambda wanted=wanted: take(100 if wanted == "rest" else wanted))  # type: ignore[misc]
+            line.say(came, kind, lost)
+        for came, mine in zip(range(3), loader, strict=False):
+            check(rank, came, mine)
+        dist.barrier()
+
+
+# Rounds of the data, what is done by whom and in which order, and then by whom all of them stopped for those who go on.
+PLANS: dict[str, tuple[int, list[tuple[int, Any]], int]] = {
+    "the one with fewer rounds is the second to say so": (
+        50,
+        [(0, 2), (3, 2), (1, 6), (2, 3), (1, "leave"), (2, "leave")],
+        2,
+    ),
+    "he is known only when all were told of the first": (
+        50,
+        [(0, 2), (3, 2), (1, 6), (2, 3), (1, "leave"), (2, "wait"), (2, "leave")],
+        2,
+    ),
+    "the first has left nothing out": (
+        8,
+        [(0, 2), (3, 2), (1, 8), (2, 3), (1, "leave"), (1, "wait"), (2, "leave")],
+        2,
+    ),
+    "the data was at its end already": (
+        8,
+        [(3, 2), (1, 8), (2, 3), (0, "rest"), (2, "wait"), (2, "leave")],
+        2,
+    ),
+    "it is the source that has fewer rounds": (
+        50,
+        [(0, 3), (3, 2), (2, 5), (1, 6), (1, "leave"), (1, "wait"), (0, "leave")],
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_whoever_goes_on_is_told_of_the_leaver_with_the_fewest_rounds(plan: str, tmp_path: Path) -> None:
+    rounds, steps, stopped_by = PLANS[plan]
+    came = dict.fromkeys(range(4), 0)
+    with Job(obeying, 4, tmp_path) as job:
+        for rank in range(4):
+            job.tell(rank, rounds)
+        for rank, wanted in steps:
+            if wanted == "wait":
+                # Whichever comes first: all end alike.
+                time.sleep(KNOWN / 2)
+                continue
+            job.tell(rank, wanted)
+            came[rank], kind, _ = job.hear(rank)
+            assert not kind
+        left = {rank for rank, wanted in steps if wanted == "leave"}
+        # A step in which the others hear of it.
+        time.sleep(KNOWN)
+        for rank in {0, 1, 2, 3} - left:
+            job.tell(rank, "rest")
+            found = job.hear(rank)
+            fewest = came[stopped_by]
+            if came[rank] == rounds:
+                # Through when the other one left.
+                assert found == (rounds, "", None), rank
+            else:
+                assert found == (max(fewest, came[rank]), "PeerStoppedError", stopped_by), rank
+        for rank in range(4):
+            job.tell(rank, None)
+        job.expect_end()
