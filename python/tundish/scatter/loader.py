@@ -10,7 +10,6 @@ Owns the passes through it, one at a time. What always holds:
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import os
@@ -460,8 +459,11 @@ class _Passage(Iterator[T_co]):
             self._is_over = True
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
+        # When the interpreter ends, what this module has imported may be gone before.
+        try:  # noqa: SIM105
             self.close()
+        except Exception:  # noqa: BLE001, S110
+            pass
 
 
 _open: weakref.WeakSet[DispatchLoader[Any]] = weakref.WeakSet()

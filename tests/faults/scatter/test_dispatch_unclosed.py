@@ -1,0 +1,148 @@
+"""Loaders that nobody closes: the ranks end, and nothing of them stays."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
+
+from private_shm import private_shm
+from rank_processes import PATIENCE, Job, Line, on_nodes
+
+UNCLOSED = """
+import sys, torch, torch.distributed as dist, tundish as td
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+
+def loader(rounds, **options):
+    given = [{"x": torch.full((50_000,), number)} for number in range(2 * rounds)]
+    return td.DispatchLoader(given if rank == 0 else None, **options)
+
+
+class Holder:
+    pass
+
+
+never_begun = loader(5)
+through = loader(5)
+assert [int(batch["x"][0]) for batch in through] == list(range(rank, 10, 2))
+in_the_middle = loader(50, prefetch=3)
+rounds = iter(in_the_middle)
+kept = [next(rounds), next(rounds)]
+read_here = loader(50, prefetch=0)
+rounds_read_here = iter(read_here)
+kept.append(next(rounds_read_here))
+in_a_cycle = Holder()
+in_a_cycle.itself, in_a_cycle.rounds = in_a_cycle, iter(loader(50))
+next(in_a_cycle.rounds)
+del in_a_cycle
+dropped = iter(loader(50))
+next(dropped)
+del dropped
+dist.barrier()
+if sys.argv[1] == "without the group":
+    dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("how", ["with the group", "without the group"])
+def test_ranks_whose_loaders_nobody_closes_end_and_leave_nothing(how: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with private_shm(64 << 20) as folder:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", UNCLOSED, how],
+                env={
+                    **os.environ,
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "2",
+                    "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": "2",
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = [process.communicate(timeout=PATIENCE) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
+        assert [process.returncode for process in ranks] == [0, 0], said
+        assert [out for out, _ in said] == ["done\n"] * 2
+        assert not any("Traceback" in text or "terminate" in text for _, text in said), said
+        assert [path.name for path in folder.iterdir()] == []
+
+
+def threads() -> list[str]:
+    """Those of loaders; that of the votes is the group's."""
+    ours = "tundish-dispatch", "tundish-scatter"
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(ours)]
+
+
+def dropped(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+
+    def use(prefetch: int) -> Any:
+        given = [{"x": torch.full((50_000,), number)} for number in range(100)]
+        loader = td.DispatchLoader(given if rank == 0 else None, prefetch=prefetch)
+        for came, mine in enumerate(loader):
+            if came == 3:
+                return mine
+        return None
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    counts = []
+    for number in range(12):
+        use((0, 1, 3)[number % 3])
+        # One rank alone collects its own; the next loader is made by all.
+        gc.collect()
+        dist.barrier()
+        deadline = time.monotonic() + PATIENCE / 4
+        while (threads() or (counts and descriptors() > counts[0])) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threads() == [], (number, threads())
+        # What a first one brings along stays.
+        if number >= 3:
+            counts.append(descriptors())
+    assert max(counts) == counts[0], counts
+    line.say("done")
+    line.hear()
+
+
+@pytest.mark.parametrize("node", [2, 1])
+def test_loaders_that_are_dropped_take_their_threads_and_descriptors_along(node: int, tmp_path: Path) -> None:
+    with Job(dropped, 2, tmp_path) as job:
+        for rank in range(2):
+            job.tell(rank, node)
+        assert job.hear_all() == [("done",)] * 2
+        for rank in range(2):
+            job.tell(rank)
+        job.expect_end()
