@@ -1,4 +1,4 @@
-"""The example `examples/dispatch_trainer.py`: two ranks train on what one reads, and go on within an epoch."""
+"""The example `examples/dispatch_trainer.py`: ranks train on what one reads, and other ones go on within the epoch."""
 
 from __future__ import annotations
 
@@ -50,21 +50,24 @@ def example(rank: int, line: Line) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_two_ranks_train_on_what_one_reads_and_resume(tmp_path: Path) -> None:
+def test_two_ranks_train_on_what_one_reads_and_three_resume(tmp_path: Path) -> None:
     came = []
-    for number, options in enumerate((["--steps", "10"], ["--steps", "16", "--resume"])):
+    runs = [(2, ["--steps", "10"]), (3, ["--steps", "16", "--resume"])]
+    for number, (world, options) in enumerate(runs):
         store = tmp_path / str(number)
         store.mkdir()
-        with Job(example, 2, store) as job:
-            for rank in range(2):
+        with Job(example, world, store) as job:
+            for rank in range(world):
                 job.tell(rank, (str(tmp_path / "out"), options))
-            (said, first), (_, second) = job.hear_all()
+            (said, first), *others = job.hear_all()
             job.expect_end()
-        came.append((first, second))
+        came.append([first, *(seen for _, seen in others)])
         match = re.search(r"loss (\S+) -> (\S+)", said)
         assert match, said
         assert float(match[2]) < float(match[1])
-    assert "epoch 0, 32 of its 100 batches handed out" in said
+    assert "epoch 0, 38 of its 100 batches handed out" in said
     # Each sentence once, over both runs, and each rank its own.
-    assert [first for first, _ in came] == [list(range(0, 20, 2)), list(range(20, 32, 2))]
-    assert [second for _, second in came] == [list(range(1, 20, 2)), list(range(21, 32, 2))]
+    assert came == [
+        [list(range(rank, 20, 2)) for rank in range(2)],
+        [list(range(20 + rank, 38, 3)) for rank in range(3)],
+    ]
