@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import os
 import socket
 import struct
@@ -109,6 +110,7 @@ class NearLane:
         self._told = Told()
         # What the receiver has not looked at yet, by ticket: its bytes, and in what they are.
         self._ahead: dict[int, tuple[int, Shipment | None]] = {}
+        self._finished: list[list[tuple[int, int, Any]]] = []
         # Segments whose descriptors it was sent.
         self._known: dict[bytes, None] = {}
 
@@ -234,8 +236,12 @@ class NearLane:
             self._collect()
 
     def _collect(self) -> None:
-        for ticket, _, _ in self._board.collect():
-            self._ahead.pop(ticket, None)
+        # What the board has given is not lost where Ctrl-C comes between any two of these.
+        self._finished.extend(itertools.starmap(self._board.collect, ((),)))
+        while self._finished:
+            for ticket, _, _ in self._finished[-1]:
+                self._ahead.pop(ticket, None)
+            self._finished.pop()
 
     def _announced(self, head: Head, parcel: _native.Parcel) -> Head:
         """The head of a message with memory whose descriptor, where the receiver does not have it, is on the line."""

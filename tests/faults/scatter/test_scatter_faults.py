@@ -237,6 +237,40 @@ def test_ctrl_c_ends_a_wait_and_the_next_round_is_the_next(node: int, tmp_path: 
         job.expect_end()
 
 
+def interrupted_while_it_counts(rank: int, line: Line) -> None:
+    from tundish.scatter.near import NearLane
+
+    a_round(rank, 0)
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is not NearLane._collect.__code__:
+            return None
+        if event == "line":
+            begun.add(frame.f_lineno)
+        # Right after the board has told what was taken.
+        if len(begun) == 2:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    for number in range(1, 9):
+        begun: set[int] = set()
+        # All that was sent before has been looked at.
+        dist.barrier()
+        if rank == 0:
+            sys.settrace(trace)
+        kind, text, _ = outcome(lambda number=number: a_round(rank, number))  # type: ignore[misc]
+        sys.settrace(None)
+        assert kind == ("KeyboardInterrupt" if rank == 0 else "PeerFailedError"), text
+    for number in range(9, 20):
+        a_round(rank, number)
+
+
+def test_ctrl_c_while_a_source_counts_what_was_taken_loses_none_of_it(tmp_path: Path) -> None:
+    with Job(interrupted_while_it_counts, 2, tmp_path, seconds=3.0) as job:
+        job.expect_end()
+
+
 def silent_source(rank: int, line: Line) -> None:
     a_round(rank, 0)
     if rank == 1:
