@@ -57,7 +57,7 @@ _FORKED = "this DispatchLoader was made before a fork: make one in the process t
 
 
 class LoaderStats(ScatterStats):
-    """What a loader did on this rank."""
+    """What a loader did on this rank; its `rounds` are those that were handed out."""
 
     reading_seconds: float
     """On the source: time spent in its loader."""
