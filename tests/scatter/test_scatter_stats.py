@@ -162,3 +162,33 @@ def test_a_loader_tells_what_is_handed_out_and_what_is_ahead(
             assert (found["reading_seconds"] >= 16 * READING) == (rank == 0)
             job.tell(rank)
         job.expect_end()
+
+
+def a_loader_bounded(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    given = [batch(number) for number in range(40)] if rank == 0 else None
+    with td.DispatchLoader(given, prefetch=15, prefetch_bytes=3 * BYTES) as loader:
+        rounds = iter(loader)
+        for number in range(2):
+            assert next(rounds)["n"] == 2 * number + rank
+        deadline = time.monotonic() + 60
+        while loader.stats()["ready_bytes"] < 3 * BYTES:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        # It would have gone on by now.
+        time.sleep(0.05)
+        line.say(loader.stats())
+        line.hear()
+        assert [mine["n"] for mine in rounds] == list(range(4 + rank, 40, 2))
+
+
+@pytest.mark.parametrize("node", [2, 1])
+def test_what_is_ahead_is_bounded_in_bytes_on_every_rank(node: int, tmp_path: Path) -> None:
+    with Job(a_loader_bounded, 2, tmp_path) as job:
+        for rank in range(2):
+            job.tell(rank, node)
+        for found in job.hear_all():
+            assert [(one["ready_rounds"], one["ready_bytes"]) for one in found] == [(3, 3 * BYTES)]
+        for rank in range(2):
+            job.tell(rank)
+        job.expect_end()

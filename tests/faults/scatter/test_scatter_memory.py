@@ -25,7 +25,8 @@ from rank_processes import Job, Line, on_nodes
 from soak import IS_SOAK
 
 ROUNDS = 10_000 if IS_SOAK else 1_200
-WARM = 300
+# Rounds between two looks. After so many a rank is warm.
+EVERY = 300
 # Numbers of batches whose schemas and sizes are different ones; more than schemas are kept.
 KINDS = 75
 # Of what Python and the allocator keep one time more and one time less, and of torch's records of the last barriers.
@@ -74,28 +75,32 @@ def a_round(rank: int, number: int) -> None:
 
 def many_rounds(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
-    found = []
     for number in range(ROUNDS):
         a_round(rank, number)
-        if number in (WARM, ROUNDS // 2):
-            found.append(held())
-    line.say(*map(tuple, found), tuple(held()))
+        if number % EVERY == 0:
+            line.say(*held())
+    line.say(*held())
     [stats] = td.scatter.stats()
     line.say(sum(stats["memory"].values()))
 
 
+@pytest.mark.timeout(1200 if IS_SOAK else 120)
 @pytest.mark.parametrize("node", [2, 1])
 def test_thousands_of_rounds_hold_no_more_than_the_first_ones(node: int, tmp_path: Path) -> None:
     with Job(many_rounds, 2, tmp_path, seconds=60.0) as job:
         for rank in range(2):
             job.tell(rank, node)
-        for rank in range(2):
-            warm, half, end = (Held(*one) for one in job.hear(rank))
-            for later in (half, end):
-                assert later.resident - warm.resident < SLACK_BYTES, (warm, later)
-                assert later.descriptors - warm.descriptors <= SLACK_DESCRIPTORS, (warm, later)
-                assert later.mappings - warm.mappings <= SLACK_MAPPINGS, (warm, later)
-            assert end.resident - half.resident < LATER_SLACK_BYTES, (half, end)
+        looks: list[list[Held]] = [[], []]
+        for _ in range(0, ROUNDS + EVERY, EVERY):
+            for rank in range(2):
+                looks[rank].append(Held(*job.hear(rank)))
+        for rank, (_, warm, *later) in enumerate(looks):
+            half, end = later[(len(later) - 1) // 2], later[-1]
+            for look in later:
+                assert look.resident - warm.resident < SLACK_BYTES, looks[rank]
+                assert look.descriptors - warm.descriptors <= SLACK_DESCRIPTORS, looks[rank]
+                assert look.mappings - warm.mappings <= SLACK_MAPPINGS, looks[rank]
+            assert end.resident - half.resident < LATER_SLACK_BYTES, looks[rank]
             (kept,) = job.hear(rank)
             # Of a batch or two.
             assert kept < 32 << 20
