@@ -1,0 +1,128 @@
+"""What the processes of the soak do: the rollout makes batches, consumers use them up, the controller drains.
+
+Each function is called in the process whose part it is; see `peers.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from tundish import rtensor
+from tundish._native import ShardStore
+from tundish.rtensor import Controller, Worker
+
+COLUMNS = 64
+# Of batches: they vary, as the lengths of what a model says do.
+ROWS = (256, 512, 768, 1024)
+
+
+def rollout(number: int, rows: int) -> dict[str, Any]:
+    """The batch of a step: tensors full of its number, large and small ones."""
+    made: dict[str, Any] = rtensor.remotize(
+        {
+            "input_ids": torch.full((rows, COLUMNS), number, dtype=torch.int64),
+            "logprobs": torch.full((rows, COLUMNS), number, dtype=torch.bfloat16),
+            "rewards": torch.full((rows,), number, dtype=torch.float32),
+            "versions": [torch.tensor(number), None, "text"],
+        },
+        trim=False,
+    )
+    return made
+
+
+def consume(batch: dict[str, Any], number: int, seed: int) -> None:
+    """Use up a batch in one of the ways in which roles do, and write to whatever was handed out."""
+    draw = random.Random(seed)
+    rtensor.set_backend(rtensor.HttpBackend(shared_memory=draw.random() < 0.5))
+    if draw.random() < 0.3:
+        first = draw.randrange(batch["input_ids"].shape[0])
+        _use(rtensor.localize(batch["input_ids"][first : first + 100]), number)
+    if draw.random() < 0.2:
+        room = torch.empty(batch["rewards"].shape)
+        _use(rtensor.localize(batch["rewards"], out=room), number)
+    # As often as there are roles in one process, say: who comes second sees nothing of what the first wrote.
+    for _ in range(draw.choice((1, 1, 2))):
+        given = rtensor.localize(batch)
+        for tensor in (given["input_ids"], given["logprobs"], given["rewards"], given["versions"][0]):
+            _use(tensor, number)
+
+
+def _use(tensor: torch.Tensor, number: int) -> None:
+    meant = torch.tensor(number).to(tensor.dtype)
+    assert bool((tensor == meant).all()), f"a tensor of step {number} has other values"
+    tensor.fill_(-1)
+
+
+class _Control:
+    """The controller's own: its workers, the step under way, and what it warned of."""
+
+    controller: Controller
+    step: AbstractContextManager[Any]
+    warnings: list[str]
+
+
+class _Listener(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _Control.warnings.append(record.getMessage())
+
+
+def control(workers: list[Worker]) -> None:
+    _Control.controller = Controller(workers, timeout=20)
+    _Control.warnings = []
+    logger = logging.getLogger("tundish.rtensor")
+    logger.addHandler(_Listener(logging.WARNING))
+    logger.propagate = False
+
+
+def update(workers: list[Worker]) -> None:
+    _Control.controller.update(workers)
+
+
+def begin(batch: dict[str, Any]) -> int:
+    """Begin a step that uses up `batch`."""
+    _Control.step = _Control.controller.step(claim=batch)
+    number: int = _Control.step.__enter__().number
+    return number
+
+
+def end() -> list[str]:
+    """End the step; what was warned of since the last one."""
+    _Control.step.__exit__(None, None, None)
+    said, _Control.warnings = _Control.warnings, []
+    return said
+
+
+def unbalanced(number: int, gone: set[str], unclaimed: dict[str, int]) -> dict[str, Any]:
+    """Who of the living has anything left of any step, or has not ended that one; but for so many unclaimed shards."""
+    found: dict[str, Any] = {worker.addr: stats for worker, stats in _Control.controller.stats().items()}
+    found["controller"] = json.loads(ShardStore.stats())
+    return {
+        addr: stats
+        for addr, stats in found.items()
+        if addr not in gone and not _is_balanced(stats, number, unclaimed.get(addr, 0))
+    }
+
+
+def _is_balanced(stats: Any, number: int, unclaimed: int) -> bool:
+    if not isinstance(stats, dict):
+        return False
+    storage, buffer, ledgers = stats["storage"], stats["buffer"], stats["epochs"]
+    return (
+        storage["num_entries"] == storage["unclaimed_entries"] == unclaimed
+        and storage["total_bytes"] == storage["unclaimed_bytes"]
+        and (storage["total_bytes"] > 0) == (unclaimed > 0)
+        and buffer["num_entries"] == buffer["total_bytes"] == buffer["in_flight"] == 0
+        and buffer["memory"]["used_bytes"] == buffer["memory"]["escaped_bytes"] == 0
+        and [ledger["has_ended"] for ledger in ledgers if ledger["epoch"] == number] == [True]
+        and all(
+            ledger["stored_bytes"] + ledger["fetched_bytes"] == ledger["freed_bytes"]
+            and ledger["held_bytes"] == ledger["viewed_bytes"] == 0
+            for ledger in ledgers
+        )
+    )
