@@ -221,6 +221,9 @@ mod tests {
         let cut = whole.cut(Some(&(4..7))).unwrap();
         assert_eq!((cut.shape(), cut.nbytes()), (&[3, 3, 2][..], 72));
         assert_eq!(whole.cut(None).unwrap(), whole);
+        for dtype in Dtype::all() {
+            assert_eq!(Meta::new(dtype, [3u64].as_slice()).unwrap().cut(Some(&(1..2))).unwrap().dtype(), dtype);
+        }
         assert_eq!(whole.cut(Some(&(10..10))).unwrap().nbytes(), 0);
         let backwards = Rows { start: 2, end: 1 };
         for wrong in [0..11, backwards] {

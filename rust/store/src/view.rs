@@ -171,3 +171,25 @@ pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<View> {
     });
     seen.collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::meta::Dtype;
+    use crate::pool::Pool;
+    use crate::slab::{Room, rooms};
+
+    #[test]
+    fn mappings_that_have_ended_count_no_longer() {
+        let pool = Pool::new("storage", 1 << 20);
+        let room: Room = rooms(&pool, &[COPIED_BELOW], None, &mut |_, _, _, _| Ok(())).unwrap().remove(0);
+        let meta = Meta::new(Dtype::from_name("uint8").unwrap(), [COPIED_BELOW].as_slice()).unwrap();
+        let tensor = Tensor::fetched(meta, Location::Here(room.into_place()));
+        let viewed = Viewed::default();
+        for _ in 0..=MOST_MAPPINGS {
+            let view = views(vec![tensor.clone()], &viewed).remove(0);
+            assert!(matches!(view._memory, Memory::Mapped { .. }));
+        }
+        assert_eq!(viewed.load(Ordering::Relaxed), 0);
+    }
+}

@@ -350,3 +350,42 @@ fn escaped_bytes_count_against_the_limit_until_their_views_end() {
     drop(view);
     fetch(&consumer, &wanted[1..], &between).unwrap();
 }
+
+#[test]
+fn the_age_of_what_nobody_claimed_is_that_of_the_oldest() {
+    let owner = Node::new(LIMITS);
+    let age = || owner.stats().storage.oldest_unclaimed_seconds;
+    assert_eq!(age(), 0.0);
+    let ids = put(&owner, &[vec![1; 10], vec![2; 10]]).unwrap();
+    let pause = Duration::from_millis(30);
+    std::thread::sleep(pause);
+    assert!((pause.as_secs_f64()..60.0).contains(&age()), "{}", age());
+    owner.remove(&ids[..1]);
+    assert!(age() > 0.0);
+    assert_eq!(owner.claim(1, 1, &ids).unwrap().claimed_count, 1);
+    assert_eq!(age(), 0.0);
+    owner.give_up(1);
+    assert!(age() > 0.0, "it is as old as before");
+    owner.clear_node();
+    assert_eq!(age(), 0.0);
+}
+
+#[test]
+fn the_oldest_step_that_holds_bytes_is_named() {
+    let (owner, consumer, between) = pair(Way::Reference);
+    let ids = put(&owner, &[vec![1; 10], vec![2; 10]]).unwrap();
+    let oldest = || consumer.stats().buffer.oldest_epoch;
+    // The numbers say nothing, and a step that holds nothing is not named.
+    for epoch in [9, 5, 7] {
+        consumer.begin_epoch(epoch, 1).unwrap();
+        if epoch != 9 {
+            let id = &ids[usize::from(epoch == 7)];
+            drop(fetch(&consumer, &[whole(OWNER, id, 10)], &between).unwrap());
+            assert_eq!(oldest(), Some(5));
+        }
+    }
+    consumer.end_epoch(5);
+    assert_eq!(oldest(), Some(7));
+    consumer.end_epoch(7);
+    assert_eq!(oldest(), None);
+}

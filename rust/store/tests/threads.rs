@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use common::{Between, LIMITS, Way, fetch, pattern, put, whole, within};
-use tundish_store::{Limits, Node, Patience, Service, ShardId, StoreError, Wanted};
+use common::{Between, LIMITS, Way, bytes_meta, fetch, pattern, put, whole, within};
+use tundish_store::{Limits, Node, Patience, Service, ShardId, Source, StoreError, Wanted};
 
 const OWNER: &str = "owner";
 
@@ -216,6 +216,27 @@ fn ctrl_c_ends_a_wait_for_another_threads_fetch_and_so_does_the_deadline() {
         assert!(matches!(late, StoreError::TimedOut { .. }) && begin.elapsed() < Duration::from_secs(10));
         goes_on.store(true, Ordering::SeqCst);
     });
+}
+
+#[test]
+fn threads_that_ask_for_room_at_once_never_get_more_than_there_is() {
+    let limit = 1 << 20;
+    let owner = Node::new(Limits { storage_bytes: limit, ..LIMITS });
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..200 {
+                    let bytes = [7; 300_000];
+                    let source = Source::new(bytes_meta(300_000), &bytes).unwrap();
+                    let ids = within(60.0, |patience| owner.put(&[source], patience)).unwrap();
+                    assert_eq!(owner.remove(&ids).cleared_count, 1);
+                }
+            });
+        }
+    });
+    let memory = owner.stats().storage.memory;
+    assert_eq!(memory.used_bytes, 0);
+    assert!(memory.high_water_bytes > limit / 2 && memory.high_water_bytes <= limit, "{memory:?}");
 }
 
 #[test]

@@ -253,6 +253,22 @@ fn who_waits_for_what_is_removed_does_not_wait_for_its_fetcher() {
 }
 
 #[test]
+fn who_asks_again_is_not_counted_again() {
+    check(|| {
+        let buffer = Buffer::new();
+        let ticket = buffer.ticket();
+        let flight = lead(&buffer, &ticket);
+        assert!(matches!(buffer.ask(&ticket, &[key()], false).unwrap()[..], [Asked::Joined(_)]));
+        buffer.land(&flight, 5, BYTES).unwrap();
+        assert!(matches!(buffer.ask(&ticket, &[key()], false).unwrap()[..], [Asked::Hit(5, None)]));
+        let counts = buffer.state.lock().counts;
+        assert_eq!((counts.hits, counts.misses), (0, 1));
+        assert!(matches!(ask(&buffer, &ticket), Ok(Asked::Hit(..))));
+        assert_eq!(buffer.state.lock().counts.hits, 1);
+    });
+}
+
+#[test]
 fn a_later_step_that_waits_for_an_ended_ones_fetch_fetches_for_itself() {
     check(|| {
         let buffer = Arc::new(Buffer::new());

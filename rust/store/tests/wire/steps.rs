@@ -89,3 +89,37 @@ fn a_connection_that_breaks_says_that_its_claims_are_gone() {
         assert!(matches!(&error, StoreError::Unanswered { reason, .. } if !reason.contains("given up")), "{error}");
     });
 }
+
+#[test]
+fn what_is_kept_from_afar_outlives_its_step() {
+    let (owner, client) = (Owner::new(), Client::new());
+    ["a", "b"].iter().for_each(|id| owner.store(id, b"abc"));
+    let mut held = client.hold(&owner.address());
+    within(20.0, |patience| {
+        held.claim(1, &ids(&["a", "b"]), patience).unwrap();
+        let kept = owner.ask("POST", "/keep", "", br#"{"shard_ids": ["a", "a", "never"]}"#).json();
+        assert_eq!((&kept["status"], &kept["kept_count"]), (&json!("ok"), &json!(1)));
+        held.end_epoch(1, patience).unwrap();
+    });
+    assert_eq!((owner.node.stats().storage.num_entries, unclaimed(&owner)), (1, 1));
+}
+
+#[test]
+fn long_lists_of_names_go_in_several_requests() {
+    let (owner, consumer, client) = (Owner::new(), Owner::new(), Client::new());
+    // One request has room for a quarter of a million.
+    let ids: Vec<ShardId> = (0..270_000).map(|counter| ShardId::numbered(7, counter)).collect();
+    let there = [&ids[0], &ids[269_999]].map(ShardId::to_string);
+    there.iter().for_each(|id| owner.store(id, b"abc"));
+    within(60.0, |patience| {
+        let wanted = there.each_ref().map(|id| owner.wanted(id, 3));
+        consumer.node.fetch(&wanted, &client, patience).unwrap();
+        assert_eq!(client.clear_buffer(&consumer.address(), Some(&ids), patience).unwrap(), 2);
+        let mut held = client.hold(&owner.address());
+        let claimed = held.claim(1, &ids, patience).unwrap();
+        assert_eq!((claimed.claimed_count, claimed.total_bytes), (2, 128));
+        assert_eq!(claimed.missing, ids[1..269_999]);
+        let removed = client.remove(&owner.address(), &ids, patience).unwrap();
+        assert_eq!((removed.cleared_count, removed.num_tensors, removed.total_bytes), (2, 2, 128));
+    });
+}
