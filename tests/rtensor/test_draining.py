@@ -80,12 +80,14 @@ def test_batches_are_cleared_from_every_rank_of_every_role(
     # Owners consume too, each what the other one has.
     fetch_everywhere(batch, owners)
     rtensor.localize(batch)
+    batch["one"][0].to_local()
     drained = controller.clear_batches(batch, {"again": [batch["one"]]}, "no handle", None)
     assert (drained.entries, drained.shards, drained.failures) == (3 * 5 + 2 + 3, 5, {})
     assert drained.bytes >= 5 * 80
     assert drained.left == {controller.workers[2 + number]: 1 for number in range(3)}
     assert entries(owners) == [(0, 0), (1, 0)] and entries(consumers) == [(0, 1)] * 3
     assert rtensor.fetch_buffer_stats()["num_entries"] == 0
+    assert batch["one"][0].data.is_meta, "it keeps no tensor"
     with pytest.raises(ShardGoneError, match="drained or removed"):
         rtensor.localize(batch["one"][0])
     for peer in consumers:
@@ -125,6 +127,7 @@ def test_a_step_drains_what_was_claimed_and_what_was_fetched(
     for way in (told.sums, told.sums_over_sockets):
         with controller.step(claim=claimed) as step:
             fetch_everywhere([claimed, following], consumers, way)
+            claimed[0][0].to_local()
             assert entries(consumers) == [(0, 8)] * 3
             storage, _ = owners[0].call(told.stats)
             assert storage["unclaimed_entries"] == 2
@@ -137,6 +140,7 @@ def test_a_step_drains_what_was_claimed_and_what_was_fetched(
         assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
         assert caplog.text.count("is drained") == 5
         caplog.clear()
+        assert claimed[0][0].data.is_meta, "it keeps no tensor"
         with pytest.raises(ShardGoneError):
             rtensor.localize(claimed)
         claimed, following = [following], owners[0].call(told.make, 2, 1000)

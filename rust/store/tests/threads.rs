@@ -118,6 +118,30 @@ fn who_waits_for_a_fetcher_that_is_called_off_or_panics_fetches_itself() {
 }
 
 #[test]
+fn who_waits_for_a_shard_does_not_fail_for_another_one_of_its_batch() {
+    let (_, consumer, mut between, ids) = pair(&[vec![1; 100]]);
+    let goes_on = Arc::new(AtomicBool::new(false));
+    between.before = Box::new({
+        let goes_on = Arc::clone(&goes_on);
+        move |_| {
+            wait_until(|| goes_on.load(Ordering::SeqCst));
+            Ok(())
+        }
+    });
+    let never: ShardId = "never".parse().unwrap();
+    let both = [whole(OWNER, &ids[0], 100), whole(OWNER, &never, 100)];
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| fetch(&consumer, &both, &between).map(drop));
+        wait_until(|| between.requests.load(Ordering::SeqCst) == 1);
+        let second = scope.spawn(|| fetch(&consumer, &both[..1], &between).unwrap()[0].bytes().to_vec());
+        wait_until(|| consumer.stats().buffer.hits == 1);
+        goes_on.store(true, Ordering::SeqCst);
+        assert!(matches!(first.join().unwrap(), Err(StoreError::Missing { .. })));
+        assert_eq!(second.join().unwrap(), [1; 100]);
+    });
+}
+
+#[test]
 fn what_comes_after_its_step_has_ended_is_refused_counted_and_told() {
     for by_id in [false, true] {
         let (owner, consumer, mut between, ids) = pair(&[vec![1; 500_000], vec![2; 500_000]]);

@@ -151,6 +151,20 @@ fn an_answer_that_breaks_off_is_asked_for_again_and_then_given_up_within_a_secon
 }
 
 #[test]
+fn what_was_sent_to_be_stored_is_not_sent_again() {
+    let liar = Liar::new((0..3).map(|_| Does::Says(Vec::new())).collect());
+    let id = "a".parse().unwrap();
+    let store =
+        |patience: &mut Patience<'_>| Client::new().store(&liar.address, &id, &meta("uint8", &[4]), b"abc}", patience);
+    let error = within(5.0, store).unwrap_err();
+    assert!(matches!(error, StoreError::Unanswered { .. }), "{error}");
+    assert_eq!(liar.heard.lock().unwrap().len(), 1, "it may have arrived");
+    // To ask how it stands changes nothing, and is asked again.
+    within(5.0, |patience| Client::new().stats(&liar.address, patience)).unwrap_err();
+    assert_eq!(liar.heard.lock().unwrap().len(), 3);
+}
+
+#[test]
 fn who_speaks_something_else_is_told_of() {
     let liar = Liar::new((0..20).map(|_| Does::Says(b"SSH-2.0-OpenSSH_9.6\r\n".to_vec())).collect());
     let error = fetch(&liar, 5.0).unwrap_err();

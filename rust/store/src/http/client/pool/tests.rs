@@ -1,8 +1,10 @@
 //! What a pool of connections promises while owners come and go.
 
+use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use crate::http::client::Client;
+use crate::http::client::connection::{Connection, Trouble};
 use crate::http::server::{Server, Timing};
 use crate::node::Node;
 use crate::patience::Patience;
@@ -30,4 +32,14 @@ fn owners_that_come_and_go_leave_no_connections_behind() {
         drop(server);
     }
     assert!(client.pool.take(&living.address().to_string()).is_some(), "those that can be used stay");
+}
+
+#[test]
+fn where_one_address_of_a_name_refuses_the_next_one_is_asked() {
+    let living = serve();
+    let dead = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let mut go_on = || Ok(());
+    let patience = &mut Patience::new(Instant::now() + Duration::from_secs(20), &mut go_on);
+    assert!(Connection::open(&[dead, living.address()], patience).unwrap().is_quiet());
+    assert!(matches!(Connection::open(&[dead], patience), Err(Trouble::Broken(_))));
 }
