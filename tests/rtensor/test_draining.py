@@ -170,6 +170,50 @@ def test_what_is_fetched_between_steps_is_drained_too(
     assert not caplog.records
 
 
+def test_what_the_controllers_own_process_fetches_is_drained_too(
+    owners: list[Peer], consumers: list[Peer]
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+
+    def entries_after(fetching: Any) -> list[int]:
+        rtensor.localize(fetching)
+        found = [rtensor.fetch_buffer_stats()["num_entries"]]
+        with controller.step():
+            pass
+        return [*found, rtensor.fetch_buffer_stats()["num_entries"]]
+
+    with Controller(workers_of(owners, consumers)) as controller:
+        # Before there is a step, between two, and after one that was none.
+        assert entries_after(handles) == [2, 0]
+        assert entries_after(handles) == [2, 0]
+        workers = controller.workers
+        with Peer() as dead:
+            gone = Worker(dead.addr, "critic", 7)
+        controller.update([*workers, gone])
+        with pytest.raises(DrainError, match="did not begin"), controller.step():
+            pass
+        controller.update(workers)
+        assert entries_after(handles) == [2, 0]
+        with controller.step():
+            rtensor.localize(handles)
+        assert rtensor.fetch_buffer_stats()["num_entries"] == 0
+        rtensor.localize(handles)
+        assert controller.keep(handles[0]) == 1
+        with controller.step():
+            pass
+        assert rtensor.fetch_buffer_stats()["num_entries"] == 1
+        with controller.step(claim=handles):
+            rtensor.localize(handles)
+        assert rtensor.fetch_buffer_stats()["num_entries"] == 0
+    # And when there is no controller any more.
+    handles = owners[0].call(told.make, 2, 10)
+    with Controller(workers_of(owners, consumers)) as controller:
+        with controller.step():
+            pass
+        rtensor.localize(handles)
+    assert rtensor.fetch_buffer_stats()["num_entries"] == 0
+
+
 def test_what_is_fetched_while_a_step_is_drained_belongs_to_the_next_one(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:

@@ -89,8 +89,9 @@ class Controller:
         # What is not to end with the current step; and what did not end with one before, by which it is not dropped.
         self._kept: set[str] = set()
         self._carried: set[str] = set()
-        # Connections to workers that have nothing left of what they fetched in no step.
+        # Connections to workers that have nothing left of what they fetched in no step; whether this process has not.
         self._settled: dict[str, int | None] = {}
+        self._is_settled = False
         self._number: int | None = None
         self._current: int | None = None
         # The step that has begun already, for what is fetched before it is entered.
@@ -236,6 +237,10 @@ class Controller:
     def close(self) -> None:
         """Let go of the workers. Done twice is done once."""
         self._lines.close()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            # As the workers do, which find the end of their lines.
+            ShardStore.end_epoch(ahead)
 
     def __enter__(self) -> Self:
         return self
@@ -293,6 +298,7 @@ class Controller:
             # Without a line to it a worker gives up what was claimed: the shards are as they were.
             self._lines.forget([worker.addr for worker in self._workers] + list(owners))
             ShardStore.end_epoch(number)
+            self._is_settled = False
             raise
         return {owner: self._lines.made(owner) for owner in owners}
 
@@ -322,10 +328,13 @@ class Controller:
         self._look_at_buffers()
 
     def _drop_what_was_before(self) -> None:
-        """Drain workers of what they had fetched in no step, which nothing else would.
+        """Drain workers, and this process, of what they had fetched in no step, which nothing else would.
 
         That was before their first one, and where they took the end of the line for that of the controller.
         """
+        if not self._is_settled and not self._carried:
+            ShardStore.clear_buffer()
+            self._is_settled = True
         made = {one.addr: self._lines.made(one.addr) for one in self._workers if one.drain is None}
         new = [one for one in self._workers if made.get(one.addr) != self._settled.get(one.addr)]
         if new and not self._carried:
