@@ -54,7 +54,10 @@ def controller(owners: list[Peer], consumers: list[Peer]) -> Iterator[Controller
 def workers_of(owners: list[Peer], consumers: list[Peer]) -> list[Worker]:
     return [
         *(Worker(peer.addr, "rollout", rank) for rank, peer in enumerate(owners)),
-        *(Worker(peer.addr, role, 0) for peer, role in zip(consumers, ROLES, strict=False)),
+        *(
+            Worker(peer.addr, role, rank)
+            for rank, (peer, role) in enumerate(zip(consumers, ROLES, strict=False))
+        ),
     ]
 
 
@@ -272,7 +275,7 @@ def test_what_is_left_is_warned_of(
         consumers[1].call(told.sums_in_step_of_its_own, handles, 123_456)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     text = record.getMessage()
-    assert "rank 0 (critic)" in text and consumers[1].addr in text and "2 entries" in text and "bytes" in text
+    assert "rank 1 (critic)" in text and consumers[1].addr in text and "2 entries" in text and "bytes" in text
     assert "the oldest of step 123456" in text
     consumers[1].call(told.end, 123_456)
 
@@ -285,7 +288,7 @@ def test_tensors_that_outlive_the_step_are_warned_of(
         consumers[2].call(told.hold, handles)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert (
-        "8000 bytes of step" in record.getMessage() and f"ref 0 at {consumers[2].addr}" in record.getMessage()
+        "8000 bytes of step" in record.getMessage() and f"ref 2 at {consumers[2].addr}" in record.getMessage()
     )
     consumers[2].call(told.let_go)
 

@@ -7,7 +7,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, Way, bytes_meta, fetch, overwrite, pattern, put, rows, whole, within};
-use tundish_store::{Dtype, Limits, Meta, MissingShard, Node, Selection, Service, ShardId, Source, StoreError};
+use tundish_store::{
+    Dtype, Limits, Meta, MissingShard, Node, Patience, Receiver, Selection, Service, ShardId, Source, StoreError,
+    Transport,
+};
 
 const OWNER: &str = "10.0.0.1:7000";
 
@@ -388,4 +391,42 @@ fn the_oldest_step_that_holds_bytes_is_named() {
     assert_eq!(oldest(), Some(7));
     consumer.end_epoch(7);
     assert_eq!(oldest(), None);
+}
+
+#[test]
+fn who_removes_a_shard_drops_what_it_fetched_of_it_too() {
+    let (owner, consumer, between) = pair(Way::Bytes);
+    let ids = put(&owner, &[vec![1; 10], vec![2; 10]]).unwrap();
+    let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 10)).collect();
+    drop(fetch(&consumer, &wanted, &between).unwrap());
+    assert_eq!(consumer.remove(&ids[..1]), Default::default(), "it stores none of them");
+    assert_eq!(consumer.stats().buffer.num_entries, 1);
+}
+
+/// Answers every request, and with nothing.
+struct Nothing;
+
+impl Transport for Nothing {
+    fn fetch(
+        &self,
+        _: &Arc<str>,
+        _: &[Selection],
+        _: &mut dyn Receiver,
+        _: &mut Patience<'_>,
+    ) -> Result<(), StoreError> {
+        Ok(())
+    }
+}
+
+#[test]
+fn an_answer_that_lacks_what_was_asked_for_is_an_error() {
+    let (owner, consumer, _) = pair(Way::Bytes);
+    let ids = put(&owner, &[vec![1; 10]]).unwrap();
+    let wanted = [whole(OWNER, &ids[0], 10)];
+    let error = within(5.0, |patience| consumer.fetch(&wanted, &Nothing, patience)).unwrap_err();
+    assert!(matches!(&error, StoreError::Corrupt { id, .. } if *id == ids[0]), "{error}");
+    let mut target = [0; 10];
+    let error = within(5.0, |patience| consumer.fetch_into(&wanted, &mut [&mut target], &Nothing, patience));
+    assert!(matches!(error, Err(StoreError::Corrupt { .. })));
+    assert_eq!(consumer.stats().buffer.in_flight, 0);
 }
