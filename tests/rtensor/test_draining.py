@@ -135,6 +135,7 @@ def test_a_step_drains_what_was_claimed_and_what_was_fetched(
             storage, _ = owners[0].call(told.stats)
             assert storage["unclaimed_entries"] == 2
         assert entries(owners) == [(2, 0), (0, 0)] and entries(consumers) == [(0, 0)] * 3
+        assert tuple(controller.stats()) == controller.workers
         for stats in controller.stats().values():
             assert isinstance(stats, dict)
             (ledger,) = [one for one in stats["epochs"] if one["epoch"] == step.number]
@@ -171,6 +172,29 @@ def test_what_is_fetched_between_steps_is_drained_too(
         assert entries(consumers) == [(0, 0)] * 3
         fetch_everywhere(handles, consumers)
     assert not caplog.records
+
+
+def test_owners_are_drained_when_all_consumers_were(owners: list[Peer], controller: Controller) -> None:
+    stored: list[int] = []
+
+    def look(_: list[str]) -> None:
+        stored.append(entries(owners)[0][0])
+
+    controller.update([*controller.workers, Worker("inference", "server", 3, look)])
+    with controller.step(claim=owners[0].call(told.make, 2, 10)):
+        pass
+    controller.clear_batches(owners[0].call(told.make, 3, 10))
+    assert stored == [2, 3] and entries(owners)[0] == (0, 0)
+
+
+def test_controllers_of_one_process_take_turns(owners: list[Peer], consumers: list[Peer]) -> None:
+    workers = workers_of(owners, consumers)
+    with Controller(workers) as one, Controller(workers) as two:
+        for controller in (one, two, two, one, two, one, one):
+            handles = owners[0].call(told.make, 2, 10)
+            with controller.step(claim=handles):
+                fetch_everywhere(handles, consumers)
+            assert entries(owners)[0] == (0, 0) and entries(consumers) == [(0, 0)] * 3
 
 
 def test_what_the_controllers_own_process_fetches_is_drained_too(
@@ -386,7 +410,8 @@ def test_what_fails_twice_is_raised(owners: list[Peer], controller: Controller) 
         worker = Worker(dead.addr, "critic", 7)
     controller.update([*controller.workers, worker])
     assert list(controller.clear_batches(handles).failures) == [worker]
-    for call in (lambda: controller.clear_batches(handles), lambda: controller.step().__enter__()):
+    again = (lambda: controller.clear_batches(handles),) * 2
+    for call in (*again, lambda: controller.step().__enter__()):
         with pytest.raises(DrainError, match=f"critic 7 at {dead.addr}") as raised:
             call()
         assert raised.value.workers == (worker,)
@@ -459,6 +484,13 @@ def test_a_guarded_job_is_drained_with_its_token() -> None:
         ):
             pass
         assert isinstance(raised.value.__cause__, NotAuthorizedError)
+        # Whom only a handle names is not shown it.
+        with (
+            Controller(workers[1:], token="of-the-job") as narrow,
+            pytest.raises(DrainError, match="wants the token"),
+            narrow.step(claim=handles),
+        ):
+            pass
         with Controller(workers, token="of-the-job") as controller, controller.step(claim=handles):
             pass
         assert guarded.call(told.stats)[0]["num_tensors"] == 0

@@ -25,8 +25,9 @@ def ranks_drain(rank: int, line: Line) -> None:
         sums = [int(one[0].sum()) for one in rtensor.localize(everybodys)]
         assert sums == [0, 100, 200]
         del sums
-        # Each names what others own.
-        rtensor.drain(claim=everybodys[(rank + 1) % 3][0] if step != 1 else None)
+        # Each names what another one owns; nobody names anything; one names what all of them own.
+        named = (everybodys[(rank + 1) % 3][0], None, [one[0] for one in everybodys] if rank == 0 else None)
+        rtensor.drain(claim=named[step])
         stats = rtensor.storage_stats(), rtensor.fetch_buffer_stats()
         line.say(stats[0]["num_tensors"], stats[1]["num_entries"])
     kind, text, _ = outcome(lambda: rtensor.localize(mine[0]))
