@@ -25,9 +25,16 @@ def ranks_drain(rank: int, line: Line) -> None:
         sums = [int(one[0].sum()) for one in rtensor.localize(everybodys)]
         assert sums == [0, 100, 200]
         del sums
-        # Each names what another one owns; nobody names anything; one names what all of them own.
-        named = (everybodys[(rank + 1) % 3][0], None, [one[0] for one in everybodys] if rank == 0 else None)
-        rtensor.drain(claim=named[step])
+        # Each names what another one owns; nobody names anything; one names what all of them own, and each what it kept.
+        others = everybodys[(rank + 1) % 3][0]
+        if step == 0:
+            rtensor.drain(claim=others)
+        elif step == 1:
+            kept = others
+            assert rtensor.keep(kept) == 1
+            rtensor.drain()
+        else:
+            rtensor.drain(claim=[kept, *(one[0] for one in everybodys if rank == 0)])
         stats = rtensor.storage_stats(), rtensor.fetch_buffer_stats()
         line.say(stats[0]["num_tensors"], stats[1]["num_entries"])
     kind, text, _ = outcome(lambda: rtensor.localize(mine[0]))
@@ -36,9 +43,9 @@ def ranks_drain(rank: int, line: Line) -> None:
 
 def test_ranks_drain_together(tmp_path: Path) -> None:
     with Job(ranks_drain, 3, tmp_path) as job:
-        # Of two tensors a step one is claimed, but in the second step none.
-        for stored in (1, 3, 4):
-            assert job.hear_all() == [(stored, 0)] * 3
+        # Of two tensors a step one is claimed, but in the second step none; one of that goes with the third.
+        for counts in ((1, 0), (3, 1), (3, 0)):
+            assert job.hear_all() == [counts] * 3
         assert job.hear_all() == [("ShardGoneError", True)] * 3
         job.expect_end()
 

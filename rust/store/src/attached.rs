@@ -126,3 +126,35 @@ fn attach(address: &Address, socket_name: Option<&str>, patience: &mut Patience<
     });
     attached.map_err(|error| said.unwrap_or_else(|| error.into()))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::meta::{Dtype, Meta};
+    use crate::node::Node;
+    use crate::passage::Source;
+    use crate::shard::Selection;
+    use crate::stats::Limits;
+    use crate::transport::Service;
+
+    #[test]
+    fn what_is_attached_no_longer_is_forgotten() {
+        let owner = Node::new(Limits { storage_bytes: 16 << 20, buffer_bytes: 1 << 20 });
+        let attachments = Attachments::default();
+        let (mut go_on, bytes) = (|| Ok(()), [7; 300_000]);
+        let patience = &mut Patience::new(Instant::now() + Duration::from_secs(60), &mut go_on);
+        let meta = Meta::new(Dtype::from_name("uint8").unwrap(), [bytes.len() as u64].as_slice()).unwrap();
+        // Each time it is the same memory, given out anew.
+        for _ in 0..10 * CROWDED {
+            let ids = owner.put(&[Source::new(meta.clone(), &bytes).unwrap()], patience).unwrap();
+            let found = owner.look_up(&[Selection { id: ids[0].clone(), rows: None }]).unwrap();
+            let lent = attachments.reach(&found[0].reference().unwrap(), None, patience).unwrap();
+            assert_eq!(lent.bytes(), bytes);
+            drop((lent, found));
+            owner.remove(&ids);
+        }
+        assert!(attachments.0.lock().unwrap().len() <= 2 * CROWDED);
+    }
+}
