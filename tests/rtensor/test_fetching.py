@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -250,6 +251,25 @@ def test_a_server_that_was_closed_serves_no_more() -> None:
         assert handle.node_addr == server.addr and ask(server.addr, "GET", "/health")[0] == 200
     with pytest.raises(urllib.error.URLError):
         ask(server.addr, "GET", "/health")
+    with rtensor.serve() as server:
+        assert ask(server.addr, "GET", "/health")[0] == 200
     with pytest.raises(InvalidInputError, match="no address"):
         rtensor.Controller([rtensor.Worker("nowhere")])
     rtensor.clear_node()
+
+
+def test_threads_that_begin_to_serve_at_once_share_a_server() -> None:
+    addresses: set[str] = set()
+    barrier = threading.Barrier(8)
+
+    def serve() -> None:
+        barrier.wait()
+        addresses.add(rtensor.serve().addr)
+
+    threads = [threading.Thread(target=serve) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with rtensor.serve() as server:
+        assert addresses == {server.addr}

@@ -25,7 +25,7 @@ def ranks_drain(rank: int, line: Line) -> None:
         sums = [int(one[0].sum()) for one in rtensor.localize(everybodys)]
         assert sums == [0, 100, 200]
         del sums
-        # Each names what another one owns; nobody names anything; one names what all of them own, and each what it kept.
+        # Each names what another one owns; nobody anything; one what all of them own, and each what it kept.
         others = everybodys[(rank + 1) % 3][0]
         if step == 0:
             rtensor.drain(claim=others)

@@ -220,6 +220,17 @@ def test_a_step_drains_what_it_claimed_and_nothing_else() -> None:
     assert rtensor.storage_stats()["num_tensors"] == 0
 
 
+def test_what_was_fetched_of_a_claimed_shard_goes_with_it() -> None:
+    # As a backend does that has another store for the bytes.
+    handle = rtensor.remotize(torch.arange(4))
+    td._native.ShardStore.fetch_through([handle], lambda _: [np.arange(4).view(np.uint8)], 5.0)
+    rtensor.keep(handle)
+    assert rtensor.fetch_buffer_stats()["num_entries"] == 1
+    with rtensor.step(claim=handle):
+        pass
+    assert rtensor.fetch_buffer_stats()["num_entries"] == 0
+
+
 def test_a_step_that_fails_drains_too() -> None:
     handle = rtensor.remotize(torch.rand(8))
     with pytest.raises(ZeroDivisionError), rtensor.step(claim=handle):

@@ -230,3 +230,24 @@ fn arrange(sizes: &[u64], shared: u64) -> (Vec<Group>, Group) {
     }
     (groups, rest)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_that_ask_at_once_get_different_bytes() {
+        let pool = Pool::new("storage", 64 << 20);
+        let segment = pool.reserve(32 << 20, None).unwrap().take(16 << 20, None).unwrap();
+        let slab = Slab::new(segment, &pool).unwrap();
+        let take_all = || std::iter::from_fn(|| slab.give_out(ALIGNMENT)).collect::<Vec<_>>();
+        let mut given: Vec<u64> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(take_all)).collect();
+            threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+        });
+        given.sort_unstable();
+        let expected: Vec<u64> = (0..(16 << 20)).step_by(ALIGNMENT as usize).collect();
+        assert_eq!(given[..expected.len()], expected);
+        assert!(given.windows(2).all(|two| two[0] < two[1]));
+    }
+}

@@ -109,6 +109,30 @@ fn views_outlive_the_drain_and_their_memory_is_not_used_again_before() {
 }
 
 #[test]
+fn what_was_handed_out_counts_when_all_was_cleared_and_memory_goes_back() {
+    let (owner, consumer, between) = pair(Way::Bytes);
+    let len = 1u64 << 20;
+    let ids = put(&owner, &[vec![7; len as usize]]).unwrap();
+    for node in [&owner, &consumer] {
+        node.begin_epoch(1, 0).unwrap();
+    }
+    let view = fetch(&consumer, &[whole(OWNER, &ids[0], len)], &between).unwrap();
+    assert_eq!(consumer.clear_buffer(None), 1);
+    let ledger = consumer.ledger(1).unwrap();
+    assert_eq!((ledger.viewed_bytes, ledger.held_bytes, ledger.num_entries), (len, 0, 0));
+    drop(view);
+    assert_eq!(consumer.end_epoch(1).viewed_bytes, 0);
+    // Kept for the next use, until that is not to come.
+    for node in [&owner, &consumer] {
+        node.remove(&ids);
+        let idle = || node.stats().storage.memory.idle_bytes + node.stats().buffer.memory.idle_bytes;
+        assert!(idle() >= len);
+        node.clear_node();
+        assert_eq!(idle(), 0);
+    }
+}
+
+#[test]
 fn slabs_are_used_again() {
     let (owner, consumer, between) = pair(Way::Bytes);
     let tensors = vec![vec![3u8; 100_000]; 40];

@@ -265,6 +265,10 @@ fn who_asks_again_is_not_counted_again() {
         assert_eq!((counts.hits, counts.misses), (0, 1));
         assert!(matches!(ask(&buffer, &ticket), Ok(Asked::Hit(..))));
         assert_eq!(buffer.state.lock().counts.hits, 1);
+        // But what has to be fetched is.
+        drop(buffer.flush());
+        assert!(matches!(buffer.ask(&ticket, &[key()], false).unwrap()[..], [Asked::Leads(_)]));
+        assert_eq!(buffer.state.lock().counts.misses, 2);
     });
 }
 
