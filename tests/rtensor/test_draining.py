@@ -78,7 +78,7 @@ def test_batches_are_cleared_from_every_rank_of_every_role(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
     batch = {"one": owners[0].call(told.make, 3, 10), "two": owners[1].call(told.make, 2, 10)}
-    other = owners[1].call(told.make, 1, 10)
+    other = owners[1].call(told.make, 2, 10)
     fetch_everywhere([batch, other], consumers)
     # Owners consume too, each what the other one has.
     fetch_everywhere(batch, owners)
@@ -87,8 +87,8 @@ def test_batches_are_cleared_from_every_rank_of_every_role(
     drained = controller.clear_batches(batch, {"again": [batch["one"]]}, "no handle", None)
     assert (drained.entries, drained.shards, drained.failures) == (3 * 5 + 2 + 3, 5, {})
     assert drained.bytes >= 5 * 80
-    assert drained.left == {controller.workers[2 + number]: 1 for number in range(3)}
-    assert entries(owners) == [(0, 0), (1, 0)] and entries(consumers) == [(0, 1)] * 3
+    assert drained.left == {controller.workers[2 + number]: 2 for number in range(3)}
+    assert entries(owners) == [(0, 0), (2, 0)] and entries(consumers) == [(0, 2)] * 3
     assert rtensor.fetch_buffer_stats()["num_entries"] == 0
     assert batch["one"][0].data.is_meta, "it keeps no tensor"
     with pytest.raises(ShardGoneError, match="drained or removed"):
@@ -419,6 +419,21 @@ def test_what_fails_twice_is_raised(owners: list[Peer], controller: Controller) 
     controller.update(controller.workers[:-1])
     with controller.step():
         pass
+
+
+def test_an_owner_that_is_no_worker_and_gone_is_left_out_too(
+    owners: list[Peer], controller: Controller
+) -> None:
+    with Peer() as dead:
+        handles = dead.call(told.make, 1, 10)
+    (failed,) = controller.clear_batches(handles).failures
+    assert failed == Worker(dead.addr, "owner")
+    with pytest.raises(DrainError, match=f"owner 0 at {dead.addr}"), controller.step():
+        pass
+    controller.update(controller.workers)
+    with controller.step(claim=owners[0].call(told.make, 1, 10)):
+        pass
+    assert entries(owners)[0] == (0, 0)
 
 
 def test_a_step_that_a_worker_does_not_begin_is_none(owners: list[Peer], controller: Controller) -> None:

@@ -135,11 +135,9 @@ class Controller:
                     f"two workers serve at {worker.addr}: every process has an address of its own"
                 )
             seen.add(worker.addr)
-        gone = {worker.addr for worker in self._workers} - seen
-        self._lines.forget(gone)
-        for addr in gone:
-            self._settled.pop(addr, None)
-        self._undone = [one for one in self._undone if one.worker.addr not in gone]
+        self._lines.forget_all_but(seen)
+        self._settled = {addr: made for addr, made in self._settled.items() if addr in seen}
+        self._undone = [one for one in self._undone if one.worker.addr in seen]
         self._workers = tuple(given)
 
     def clear_batches(self, *targets: Any) -> Drained:

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -124,6 +124,12 @@ class Lines:
         for line in gone:
             if line is not None:
                 line.close()
+
+    def forget_all_but(self, addresses: Set[str]) -> None:
+        """Close the lines to all other addresses."""
+        with self._lock:
+            others = self._lines.keys() - addresses
+        self.forget(others)
 
     def close(self) -> None:
         """Close all of them; the workers give up what was claimed through them."""

@@ -1,9 +1,10 @@
 //! What a server answers to requests that are as they should be, and to those that are not.
 
 use serde_json::json;
+use tundish_store::http::Client;
 use tundish_store::{Dtype, Meta, Service};
 
-use crate::common::pattern;
+use crate::common::{pattern, within};
 use crate::raw::{Owner, meta, shard};
 
 #[test]
@@ -199,6 +200,87 @@ fn a_process_tells_what_it_holds() {
         assert_eq!(page.matches(&format!("# TYPE {name} ")).count(), 1, "{line}");
     }
     assert_eq!(owner.ask("GET", "/health", "", b"").json(), json!({"status": "ok"}));
+}
+
+#[test]
+fn a_removal_tells_what_it_removed_and_what_is_left() {
+    let owner = Owner::new();
+    [("a", 100), ("b", 200), ("c", 1000)].iter().for_each(|(id, len)| owner.store(id, &vec![7; *len]));
+    let answer = owner.ask("DELETE", "/data/clear", "", br#"{"shard_ids": ["b", "b", "never"]}"#).json();
+    let told =
+        ["status", "cleared_count", "freed_bytes", "num_tensors", "total_bytes"].map(|name| answer[name].clone());
+    assert_eq!(told, [json!("ok"), json!(1), json!(256), json!(2), json!(128 + 1024)]);
+}
+
+#[test]
+fn what_monitoring_is_told_is_how_it_stands() {
+    let (owner, other, client) = (Owner::new(), Owner::new(), Client::of_sockets());
+    ["a", "b", "c"].iter().for_each(|id| owner.store(id, &[7; 1000]));
+    other.store("d", &[7; 5000]);
+    within(20.0, |patience| {
+        owner.node.begin_epoch(1, 1).unwrap();
+        let wanted = [other.wanted("d", 5000)];
+        let view = owner.node.fetch(&wanted, &client, patience).unwrap();
+        owner.node.end_epoch(1);
+        owner.node.begin_epoch(2, 1).unwrap();
+        owner.node.claim(3, 1, &["a".parse().unwrap()]).unwrap();
+        owner.node.fetch(&wanted, &client, patience).unwrap();
+        owner.node.fetch(&wanted, &client, patience).unwrap();
+        let page = owner.ask("GET", "/metrics", "", b"").text();
+        let value = |name: &str| {
+            let line = page
+                .lines()
+                .find_map(|line| line.strip_prefix("tundish_rtensor_")?.strip_prefix(name)?.strip_prefix(' '));
+            line.unwrap_or_else(|| panic!("{name} in {page}")).parse::<f64>().unwrap()
+        };
+        let stats = owner.node.stats();
+        let sides = [
+            (
+                "storage",
+                stats.storage.num_entries,
+                stats.storage.total_bytes,
+                stats.storage.high_water_bytes,
+                stats.storage.memory,
+            ),
+            (
+                "buffer",
+                stats.buffer.num_entries,
+                stats.buffer.total_bytes,
+                stats.buffer.high_water_bytes,
+                stats.buffer.memory,
+            ),
+        ];
+        for (side, entries, bytes, high_water, memory) in sides {
+            for (name, expected) in [
+                ("entries", entries),
+                ("bytes", bytes),
+                ("high_water_bytes", high_water),
+                ("memory_limit_bytes", memory.limit_bytes),
+                ("memory_used_bytes", memory.used_bytes),
+                ("memory_escaped_bytes", memory.escaped_bytes),
+                ("memory_idle_bytes", memory.idle_bytes),
+                ("memory_high_water_bytes", memory.high_water_bytes),
+            ] {
+                assert_eq!(value(&format!("{name}{{side=\"{side}\"}}")), expected as f64, "{name} {side}");
+            }
+        }
+        for (name, expected) in [
+            ("unclaimed_entries", 2),
+            ("unclaimed_bytes", 2048),
+            ("hits_total", 1),
+            ("misses_total", 2),
+            ("late_inserts_refused_total", 0),
+            ("in_flight", 0),
+            ("open_epochs", 2),
+            // A shard that is claimed and one that was fetched.
+            ("open_epochs_held_bytes", 1024 + 5056),
+            ("ended_epochs_escaped_bytes", 5000),
+        ] {
+            assert_eq!(value(name), f64::from(expected), "{name}");
+        }
+        assert!(value("oldest_unclaimed_seconds") >= 0.0);
+        drop(view);
+    });
 }
 
 #[test]
