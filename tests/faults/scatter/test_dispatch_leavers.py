@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import tundish as td
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
-from rank_processes import Job, Line, on_nodes, outcome
+from rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 # The promise: whoever leaves is known within so many seconds.
 KNOWN = 1.0
@@ -144,7 +144,10 @@ def test_ctrl_c_while_the_others_are_in_the_pass_before_is_known_to_them_in_the_
 
 
 def obeying(rank: int, line: Line) -> None:
-    """Takes so many rounds, leaves ("leave"), or goes through what is left ("rest"), as the test says."""
+    """Takes so many rounds, leaves ("leave"), or goes through what is left ("rest"), as the test says.
+
+    Who has taken some waits for more. A tuple of a number: waits until no more rounds than that are left to be taken.
+    """
     rounds = line.hear()
     with td.DispatchLoader(Numbered(rounds) if rank == 0 else None, prefetch=8) as loader:
         batches: Any = iter(loader)
@@ -156,17 +159,29 @@ def obeying(rank: int, line: Line) -> None:
                 check(rank, came, mine)
                 came += 1
 
+        def wait_for(is_so: Callable[[int], bool]) -> None:
+            deadline = time.monotonic() + PATIENCE
+            while not is_so(loader.stats()["ready_rounds"]) and time.monotonic() < deadline:
+                time.sleep(0.01)
+
         while (wanted := line.hear()) is not None:
             kind, lost = "", None
             if wanted == "leave":
                 batches = None
+            elif isinstance(wanted, tuple):
+                wait_for(lambda ready, wanted=wanted: ready <= wanted[0])  # type: ignore[misc]
             else:
                 kind, _, lost = outcome(lambda wanted=wanted: take(100 if wanted == "rest" else wanted))  # type: ignore[misc]
+                if wanted != "rest":
+                    wait_for(lambda ready: came + ready > ALL_LEFT_BY)
             line.say(came, kind, lost)
         for came, mine in zip(range(3), loader, strict=False):
             check(rank, came, mine)
         dist.barrier()
 
+
+# After more rounds nobody leaves before the end.
+ALL_LEFT_BY = 6
 
 # Rounds of the data, what is done by whom and in which order, and then by whom all of them stopped for those who go on.
 PLANS: dict[str, tuple[int, list[tuple[int, Any]], int]] = {
@@ -214,12 +229,13 @@ def test_whoever_goes_on_is_told_of_the_leaver_with_the_fewest_rounds(plan: str,
             came[rank], kind, _ = job.hear(rank)
             assert not kind
         left = {rank for rank, wanted in steps if wanted == "leave"}
-        # A step in which the others hear of it.
-        time.sleep(KNOWN)
+        fewest = came[stopped_by]
         for rank in {0, 1, 2, 3} - left:
+            # A step in which they hear of it.
+            job.tell(rank, (max(fewest - came[rank], 0),))
+            job.hear(rank)
             job.tell(rank, "rest")
             found = job.hear(rank)
-            fewest = came[stopped_by]
             if came[rank] == rounds:
                 # Through when the other one left.
                 assert found == (rounds, "", None), rank
