@@ -55,11 +55,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("needs_gpu") is not None:
+    marker = item.get_closest_marker("needs_gpu")
+    if marker is not None:
         import torch
 
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
+        (wanted,) = marker.args or (1,)
+        if torch.cuda.device_count() < wanted:
+            pytest.skip("needs a CUDA device" if wanted == 1 else f"needs {wanted} CUDA devices")
 
 
 class _Skips:

@@ -175,7 +175,8 @@ def over_nccl(rank: int, line: Line) -> None:
     assert stats["transports"] == {"nccl, from device to device": [1 - rank]}
 
 
-@pytest.mark.needs_gpu
+# NCCL has one rank a device.
+@pytest.mark.needs_gpu(2)
 def test_batches_go_between_nodes_over_nccl(tmp_path: Path) -> None:
     with Job(over_nccl, 2, tmp_path) as job:
         job.expect_end()
