@@ -95,10 +95,11 @@ def a_batch_goes_through_rays_store() -> None:
     assert named.shard_id == "name" and rtensor.fetch("name").tolist() == [1, 1, 1]
     with pytest.raises(InvalidTypeError, match="only Ray itself can carry"):
         rtensor.dumps(handles)
-    wrong = rtensor.RTensor(handles["ids"].shard, torch.empty(6, device="meta"))
-    rtensor.clear_fetch_buffer()
-    with pytest.raises(ShardMismatchError):
-        rtensor.localize(wrong)
+    for declared in (torch.empty(6, dtype=torch.int64), torch.empty(2, 3, dtype=torch.float64)):
+        wrong = rtensor.RTensor(handles["ids"].shard, declared.to("meta"))
+        rtensor.clear_fetch_buffer()
+        with pytest.raises(ShardMismatchError, match=str(declared.dtype)):
+            rtensor.localize(wrong)
 
 
 def actors_consume_and_are_drained() -> None:

@@ -304,6 +304,32 @@ def test_what_is_left_is_warned_of(
     consumers[1].call(told.end, 123_456)
 
 
+def test_what_is_left_after_a_step_of_one_process_is_warned_of(
+    owners: list[Peer], consumers: list[Peer]
+) -> None:
+    said = consumers[0].call(step_that_leaves, owners[0].call(told.make, 2, 10))
+    assert len(said) == 1 and "2 entries" in said[0] and "the oldest of step 123456" in said[0]
+    consumers[0].call(told.end, 123_456)
+
+
+def step_that_leaves(handles: Any) -> list[str]:
+    """What is warned of."""
+    said: list[str] = []
+
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    note = Note(logging.WARNING)
+    logging.getLogger("tundish.rtensor").addHandler(note)
+    try:
+        with rtensor.step():
+            told.sums_in_step_of_its_own(handles, 123_456)
+    finally:
+        logging.getLogger("tundish.rtensor").removeHandler(note)
+    return said
+
+
 def test_tensors_that_outlive_the_step_are_warned_of(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:

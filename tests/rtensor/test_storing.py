@@ -85,6 +85,8 @@ def test_values_are_stored_not_their_base() -> None:
     lazy = torch.complex(torch.rand(3), torch.rand(3))
     conj, neg = rtensor.localize(rtensor.remotize([lazy.conj(), lazy.conj().imag]))
     assert torch.equal(conj, lazy.conj()) and torch.equal(neg, -lazy.imag)
+    negative = torch._neg_view(torch.ones(3))
+    assert rtensor.localize(rtensor.remotize(negative)).tolist() == [-1.0] * 3
 
 
 def test_later_changes_do_not_reach_it_either_way() -> None:
@@ -106,6 +108,8 @@ def test_the_same_tensor_is_stored_once_and_comes_back_as_one() -> None:
     assert back["a"] is back["b"][0]
     again = rtensor.remotize([torch.ones(2) for _ in range(50)])
     assert len(set(again)) == 50
+    as_integers = rtensor.localize(rtensor.remotize([tensor, tensor.view(torch.int32)]))[1]
+    assert as_integers.dtype is torch.int32
 
 
 def test_columns_that_no_row_uses_are_left_out() -> None:

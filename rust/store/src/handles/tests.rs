@@ -97,6 +97,15 @@ fn a_handle_takes_40_bytes() {
 }
 
 #[test]
+fn every_type_is_read_as_it_was_written() {
+    for dtype in Dtype::all() {
+        let bytes = written(&[Value::Handle(handle(7, 1, None, dtype.name(), &[4], None))]);
+        let Value::Handle(read) = Reader::new(&bytes).unwrap().read().unwrap() else { panic!("{dtype:?}") };
+        assert_eq!(read.kind.meta.dtype(), dtype);
+    }
+}
+
+#[test]
 fn a_row_of_shards_takes_a_byte_each() {
     let handles = (0..100_000).map(|counter| Value::Handle(handle(7, counter, None, "float32", &[4, 8], None)));
     assert!(written(&handles.collect::<Vec<_>>()).len() < 100_100);
