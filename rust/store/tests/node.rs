@@ -425,6 +425,8 @@ fn who_removes_a_shard_drops_what_it_fetched_of_it_too() {
     drop(fetch(&consumer, &wanted, &between).unwrap());
     assert_eq!(consumer.remove(&ids[..1]), Default::default(), "it stores none of them");
     assert_eq!(consumer.stats().buffer.num_entries, 1);
+    assert_eq!(consumer.clear_node(), Default::default());
+    assert_nothing_is_held(&consumer);
 }
 
 /// Answers every request, and with nothing.

@@ -260,7 +260,7 @@ fn threads_that_ask_for_room_at_once_never_get_more_than_there_is() {
     });
     let memory = owner.stats().storage.memory;
     assert_eq!(memory.used_bytes, 0);
-    assert!(memory.high_water_bytes > limit / 2 && memory.high_water_bytes <= limit, "{memory:?}");
+    assert!(memory.high_water_bytes >= 300_000 && memory.high_water_bytes <= limit, "{memory:?}");
 }
 
 #[test]

@@ -300,6 +300,50 @@ fn a_later_step_that_waits_for_an_ended_ones_fetch_fetches_for_itself() {
 }
 
 #[test]
+fn who_asks_in_a_later_step_does_not_wait_for_what_an_ended_one_fetches() {
+    check(|| {
+        let buffer = Buffer::new();
+        buffer.begin(1, 0).unwrap();
+        let flight = lead(&buffer, &buffer.ticket());
+        buffer.begin(2, 0).unwrap();
+        drop(buffer.end(1));
+        let later = lead(&buffer, &buffer.ticket());
+        assert!(matches!(buffer.land(&flight, 5, BYTES), Err(StoreError::StepEnded { epoch: 1 })));
+        buffer.land(&later, 6, BYTES).unwrap();
+        assert_eq!(standing(&buffer), ((BYTES, 1), 0, 1));
+    });
+}
+
+#[test]
+fn what_became_of_a_fetch_is_told_once() {
+    check(|| {
+        let buffer = Buffer::new();
+        buffer.begin(1, 0).unwrap();
+        let flight = lead(&buffer, &buffer.ticket());
+        drop(buffer.remove(&[key().id]));
+        drop(buffer.end(1));
+        buffer.land(&flight, 5, BYTES).unwrap_err();
+        assert!(matches!(wait(&flight), Outcome::Failed(StoreError::Drained { .. })));
+    });
+}
+
+#[test]
+fn of_two_who_store_under_one_name_one_does() {
+    check(|| {
+        let storage = Arc::new(Storage::<Payload>::new(9));
+        let other = thread::spawn({
+            let storage = Arc::clone(&storage);
+            move || storage.insert(&"name".parse().unwrap(), 1, BYTES).is_ok()
+        });
+        let mine = storage.insert(&"name".parse().unwrap(), 2, BYTES).is_ok();
+        let others = other.join().unwrap();
+        assert!(mine != others, "{mine} {others}");
+        assert_eq!(storage.get(&["name".parse().unwrap()]).unwrap(), [if mine { 2 } else { 1 }]);
+        assert_eq!(storage.state.lock().parts.held(), (BYTES, 1));
+    });
+}
+
+#[test]
 fn a_shard_that_is_claimed_while_its_step_ends_is_freed_or_left_unclaimed() {
     check(|| {
         let storage = Arc::new(Storage::<Payload>::new(9));
