@@ -1,0 +1,52 @@
+"""Packing into files takes the memory that docs/packing.md says, whatever the number of samples."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MIB = 1 << 20
+SAMPLES = 16_000_000
+
+# In a process of its own. The kernel keeps the most that was ever resident, and begins anew where it is told to.
+PROGRAM = """
+import sys, numpy as np, tundish as td
+from pathlib import Path
+
+def resident(key):
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(key + ":")[2].split()[0]) << 10
+
+folder, samples, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+lengths = np.tile(np.arange(1, 2001, dtype=np.int32), samples // 2000)
+options = {"seed": {"seed": 1}, "order": {"order": np.arange(samples - 1, -1, -1)}}.get(sys.argv[4], {})
+td.pack(lengths[:1000], 4096, threads=threads, out=folder / "first")
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+plan = td.pack(lengths, 4096, threads=threads, out=folder / "plan", **options)
+assert len(plan) == int(lengths.sum(dtype=np.int64)) // 4096
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "threads", "more"),
+    [
+        ("nothing", 1, 0),
+        ("nothing", 4, 0),
+        # A bit a sample, and what threads mark apart.
+        ("order", 2, SAMPLES // 8 + 32 * MIB),
+        # An index a sample.
+        ("seed", 2, 4 * SAMPLES),
+    ],
+)
+def test_working_memory_is_bounded(how: str, threads: int, more: int, tmp_path: Path) -> None:
+    arguments = [str(tmp_path), str(SAMPLES), str(threads), how]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 16 * MIB + threads * 8 * MIB + more
