@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from exporting import export, staged, write
 from hf_worlds import SMALL
 
+from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.hf.plan import plan_hf
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError
 
@@ -179,6 +181,54 @@ def test_any_config_that_can_be_saved(tmp_path: Path) -> None:
         config.value = 2
         write(save, tmp_path / "hf")
     assert files(tmp_path / "hf") == {"own.txt": b"1"}
+
+
+class Linking:
+    """Writes links as well: to what it wrote, and to what it found elsewhere; `circle`: and one to a folder above."""
+
+    def __init__(self, elsewhere: Path, *, circle: bool = False) -> None:
+        self.elsewhere = elsewhere
+        self.circle = circle
+
+    def save_pretrained(self, folder: str) -> None:
+        here = Path(folder)
+        (here / "vocab.txt").write_text("a b")
+        (here / "deep").mkdir()
+        (here / "deep" / "same.txt").symlink_to("../vocab.txt")
+        (here / "again.txt").symlink_to("deep/same.txt")
+        (here / "found").symlink_to(self.elsewhere)
+        (here / "nowhere").symlink_to("missing")
+        if self.circle:
+            (here / "deep" / "circle").symlink_to("..")
+
+
+@pytest.mark.parametrize("name", ["config", "tokenizer"])
+def test_links_that_objects_write_become_what_they_lead_to(name: str, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "more").mkdir(parents=True)
+    (elsewhere / "more" / "merges.txt").write_text("a b c")
+    (elsewhere / "lost").symlink_to("missing")
+    arguments: dict[str, Any] = {name: Linking(elsewhere)}
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        path = checkpointer.save_hf(1, WEIGHTS, **arguments).result(60)
+        checkpointer.verify(path)
+    shutil.rmtree(elsewhere)
+    found = {"vocab.txt", "deep/same.txt", "again.txt"}
+    expected = {**dict.fromkeys(found, b"a b"), "found/more/merges.txt": b"a b c"}
+    assert {key: value for key, value in files(path).items() if key != "tundish.json"} == expected
+    assert not [entry for entry in path.rglob("*") if entry.is_symlink()]
+
+
+def test_links_in_a_circle_that_objects_write_are_refused(tmp_path: Path) -> None:
+    objects = Linking(tmp_path / "missing", circle=True)
+    with pytest.raises(InvalidInputError, match="'deep/circle', a link that leads in a circle"):
+        plan_hf(WEIGHTS, config=objects)
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        save = checkpointer.save_hf(1, WEIGHTS, tokenizer=objects)
+        with pytest.raises(InvalidInputError, match="'deep/circle', a link that leads in a circle"):
+            save.result(60)
+        with pytest.raises(InvalidInputError):
+            checkpointer.wait(60)
 
 
 def test_the_same_save_gives_the_same_bytes(source: Path, tmp_path: Path) -> None:

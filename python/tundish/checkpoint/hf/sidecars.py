@@ -2,8 +2,8 @@
 
 Owns which files those are. What always holds: a source folder is only read, and nothing of it that is a weight or that
 leads in a circle is copied; files of it are open from the call on, so that nobody can take them away; what the caller's
-objects write takes the place of what the source folder has under the same name; files are durable when their facts are
-given.
+objects write takes the place of what the source folder has under the same name; nothing that is written is a link, so
+that an export is whole by itself; files are durable when their facts are given.
 """
 
 from __future__ import annotations
@@ -107,6 +107,22 @@ class Sidecars:
                 one.save_pretrained(str(folder))
         if self.index is not None:
             (folder / INDEX_NAME).write_bytes(self.index)
+        _replace_links(folder)
+
+
+def _replace_links(folder: Path) -> None:
+    """Put in the place of links what they lead to, as of a source folder; those that lead nowhere are left out."""
+    for link in [path for path in folder.rglob("*") if path.is_symlink()]:
+        target = Path(os.path.realpath(link))
+        if Path(os.path.realpath(link.parent), link.name).is_relative_to(target):
+            raise InvalidInputError(
+                f"a save_pretrained wrote {link.relative_to(folder).as_posix()!r}, a link that leads in a circle"
+            )
+        link.unlink()
+        if target.is_dir():
+            shutil.copytree(target, link, copy_function=shutil.copyfile, ignore_dangling_symlinks=True)
+        elif target.is_file():
+            shutil.copyfile(target, link)
 
 
 def gather_sidecars(
@@ -165,6 +181,7 @@ def _check_settings(settings: list[Any]) -> None:
     with TemporaryDirectory() as scratch:
         for one in settings:
             copy.deepcopy(one).save_pretrained(scratch)
+        _replace_links(Path(scratch))
     _good.append(said)
 
 
