@@ -390,6 +390,7 @@ def ragged() -> torch.Tensor:
         ({"w": torch.empty(1, device="meta")}, "InvalidInputError", "'w' is on the meta device"),
         ({"w": torch.eye(2).to_sparse()}, "InvalidTypeError", "'w' is sparse"),
         ({"w": ragged()}, "InvalidTypeError", "'w' is nested"),
+        ({"w": torch.zeros(4, dtype=torch.uint8).view(torch.bits8)}, "InvalidTypeError", "'w' is bits8"),
         ({"f": lambda: 1}, "InvalidTypeError", "'f', a function, cannot be pickled"),
     ],
 )

@@ -7,6 +7,7 @@ at; the form of a state dict, everything but its values, is compared whole and n
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -55,7 +56,8 @@ def leaves_of(state_dict: Any, known: Form | None = None) -> Leaves:
     """The leaves of `state_dict`; their form is `known`, and not checked again, where it is no other.
 
     Raises:
-        InvalidTypeError: it is no mapping, or holds a tensor that has no dense values of its own.
+        InvalidTypeError: it is no mapping, or holds a tensor that has no dense values of its own or a dtype that DCP
+            does not write.
         InvalidInputError: it is empty, holds a tensor without values, or has a name that cannot be used.
     """
     if not isinstance(state_dict, Mapping):
@@ -78,7 +80,22 @@ def leaves_of(state_dict: Any, known: Form | None = None) -> Leaves:
         check_name(name)
         if isinstance(value, torch.Tensor):
             check_tensor(name, value)
+            if not _has_known_size(value.dtype):
+                raise InvalidTypeError(
+                    f"{name!r} is {str(value.dtype).removeprefix('torch.')}, which torch.distributed.checkpoint cannot "
+                    "write: save it as whole numbers, with tensor.view(torch.uint8) or one as wide"
+                )
     return leaves
+
+
+@functools.cache
+def _has_known_size(dtype: torch.dtype) -> bool:
+    """Whether DCP's planner, which asks this of every tensor when all is staged, has an answer."""
+    try:
+        torch._utils._element_size(dtype)  # type: ignore[no-untyped-call]  # torch leaves it so
+    except TypeError:
+        return False
+    return True
 
 
 def plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
