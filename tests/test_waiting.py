@@ -1,14 +1,22 @@
-"""Waits that Ctrl-C ends, also where the signal came before they began."""
+"""Waits that Ctrl-C ends, also where the signal came before they began, and that hold up nobody after it."""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextlib
 import signal
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from ctrl_c import at_every_moment
 
-from tundish.waiting import wait_for
+from tundish import waiting
+from tundish.waiting import Changes, SteadyFuture, to_its_end, wait_for
 
 
 def test_what_comes_in_time_is_waited_for() -> None:
@@ -42,3 +50,129 @@ def test_a_signal_that_another_thread_took_ends_the_wait() -> None:
         wait_for(threading.Event().wait, 30)
     assert time.monotonic() - pressed[0] < 5
     presser.join()
+
+
+def test_a_change_is_waited_for() -> None:
+    changes, things = Changes(), deque([1, 2, 3])
+
+    def take() -> None:
+        while things:
+            with changes.lock:
+                things.popleft()
+                changes.tell()
+
+    assert not changes.wait_until(lambda: not things, 0.1)
+    thread = threading.Thread(target=take)
+    thread.start()
+    assert changes.wait_until(lambda: not things, 30)
+    thread.join()
+    assert changes.wait_until(lambda: True, 0)
+
+
+def test_who_changes_something_is_not_held_up_by_ctrl_c_in_a_wait_for_it() -> None:
+    for number, ctrl_c in at_every_moment(threading, waiting):
+        changes = Changes()
+        with ctrl_c:
+            changes.wait_until(lambda: False, 0.001)
+        thread = threading.Thread(target=lambda: _told(changes), daemon=True)  # noqa: B023 (as above)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive(), number
+
+
+def _told(changes: Changes) -> None:
+    with changes.lock:
+        changes.tell()
+
+
+USES: dict[str, Callable[[SteadyFuture[int]], object]] = {
+    "done": lambda future: (future.done(), future.running(), future.cancelled(), repr(future)),
+    "result": lambda future: future.result(0.001),
+    "exception": lambda future: future.exception(0.001),
+    "cancel": lambda future: future.cancel(),
+    "add_done_callback": lambda future: future.add_done_callback(lambda _: None),
+    "wait": lambda future: concurrent.futures.wait([future], 0.001),
+    "as_completed": lambda future: list(concurrent.futures.as_completed([future], 0.001)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_who_has_the_result_is_not_held_up_by_ctrl_c_in_a_use_of_its_future(
+    use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_TURN_SECONDS", 0.01)
+    for number, ctrl_c in at_every_moment(threading, concurrent.futures._base, waiting):
+        future = SteadyFuture[int]()
+        with contextlib.suppress(TimeoutError), ctrl_c:
+            USES[use](future)
+        thread = threading.Thread(target=future.set_result, args=(number,), daemon=True)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive(), number
+        assert future.result(30) == number
+
+
+def test_a_future_tells_everybody_who_waits_for_it() -> None:
+    future, other = SteadyFuture[str](), SteadyFuture[str]()
+    told: list[str] = []
+    future.add_done_callback(lambda done: told.append(done.result()))
+    waiters = [
+        threading.Thread(target=lambda: told.append(future.result(30))),
+        threading.Thread(target=lambda: told.append(str(future.exception(30)))),
+        threading.Thread(target=lambda: told.append(next(_completed(future, other)).result())),
+        threading.Thread(target=lambda: told.append(_first_of(future, other).result())),
+    ]
+    for waiter in waiters:
+        waiter.start()
+    with pytest.raises(TimeoutError):
+        future.result(0.2)
+    assert future.running()
+    assert not future.cancel()
+    future.set_result("x")
+    for waiter in waiters:
+        waiter.join()
+    assert sorted(told) == ["None", "x", "x", "x", "x"]
+    future.add_done_callback(lambda done: told.append("late"))
+    assert told[-1] == "late"
+    other.set_exception(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        other.result()
+    assert concurrent.futures.wait([future, other]).not_done == set()
+    assert asyncio.run(_awaited(future)) == "x"
+
+
+def _completed(*futures: SteadyFuture[str]) -> Iterator[concurrent.futures.Future[str]]:
+    return concurrent.futures.as_completed(futures)
+
+
+def _first_of(*futures: SteadyFuture[str]) -> concurrent.futures.Future[str]:
+    return concurrent.futures.wait(futures, return_when="FIRST_COMPLETED").done.pop()
+
+
+async def _awaited(future: SteadyFuture[str]) -> str:
+    return await asyncio.wrap_future(future)
+
+
+def test_no_thread_stays_behind_whose_start_ctrl_c_interrupts() -> None:
+    before = _threads()
+    for _, ctrl_c in at_every_moment(threading, waiting):
+        with ctrl_c:
+            waiting.Thread(lambda: None, "passing").start()
+    deadline = time.monotonic() + 30
+    while _threads() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _threads() -> int:
+    """As the system counts them."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_work_goes_to_its_end_whatever_interrupts_its_caller() -> None:
+    for number, ctrl_c in at_every_moment(waiting, threading):
+        done: list[int] = []
+        with ctrl_c:
+            to_its_end(lambda: done.append(number))  # noqa: B023 (called in this round)
+            assert done == [number]
+        assert len(done) <= 1
