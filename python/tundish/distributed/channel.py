@@ -21,7 +21,7 @@ from tundish.distributed.groups import Meeting, Membership, unused_name
 from tundish.distributed.rounds import LINGER_SECONDS, Protocol, Round
 from tundish.distributed.verdict import Failure, Outcome
 from tundish.errors import InvalidInputError, PeerFailedError, StoreLostError, TundishError, VoteTimeoutError
-from tundish.waiting import wait_for
+from tundish.waiting import Thread, wait_for
 
 __all__ = ["Channel"]
 
@@ -124,7 +124,10 @@ class Channel:
                     answered = wait_for(current.done.wait, LINGER_SECONDS + _ANSWER_SECONDS)
             except BaseException as interruption:
                 current.interruption = Failure.of(self.member.rank, interruption)
-                current.done.wait(_ANSWER_SECONDS)
+                if self._last is not current:
+                    # The others are to hear of it.
+                    self._hand_over(current)
+                wait_for(current.done.wait, _ANSWER_SECONDS)
                 self._outcome_of(current, what)
                 raise
         outcome = self._outcome_of(current, what)
@@ -158,14 +161,19 @@ class Channel:
 
     def _hand_over(self, current: Round) -> None:
         """Give a round to the thread of the last one, or to another where that one was left behind."""
-        if self._rounds is None or self._last is None or not self._last.done.is_set():
-            if self._rounds is not None:
-                self._rounds.put(None)
-            self._rounds = queue.SimpleQueue()
-            weakref.finalize(self, self._rounds.put, None).atexit = False
-            threading.Thread(target=_serve, args=(self._rounds,), name="tundish-vote", daemon=True).start()
+        rounds = self._rounds
+        if rounds is None or self._last is None or not self._last.done.has_come():
+            if rounds is not None:
+                rounds.put(None)
+            # Not before its thread is there, which Ctrl-C may keep from coming.
+            self._rounds = None
+            rounds = queue.SimpleQueue()
+            weakref.finalize(self, rounds.put, None).atexit = False
+            Thread(_serve, "tundish-vote", (rounds,)).start()
+            self._rounds = rounds
+        # In one step as far as Ctrl-C sees.
         self._last = current
-        self._rounds.put((self, current))
+        rounds.put((self, current))
 
     def _release_if_closed(self) -> None:
         # A round in progress holds the lock; its thread comes here when it ends.
@@ -201,5 +209,5 @@ class Channel:
         except Exception as trouble:  # noqa: BLE001 (the caller has to hear of whatever ended the round)
             self._lost = current.trouble = trouble
         finally:
-            current.done.set()
+            current.done.come()
             self._release_if_closed()

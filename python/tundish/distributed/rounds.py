@@ -26,6 +26,7 @@ from tundish.distributed.groups import Membership
 from tundish.distributed.jobstore import JobStore, store_host_rank
 from tundish.distributed.verdict import Failure, Verdict
 from tundish.distributed.watch import PeerWatch
+from tundish.waiting import Moment
 
 __all__ = ["LINGER_SECONDS", "Protocol", "Round"]
 
@@ -71,7 +72,7 @@ class Round:
     deadline: float | None
     gathered: list[str] = field(default_factory=list)
     heard: str | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Moment = field(default_factory=Moment)
     lock: threading.Lock = field(default_factory=threading.Lock)
     posted: bool = False
     verdict: Verdict | None = None

@@ -232,14 +232,20 @@ class Voter:
         return outcome
 
     @contextlib.contextmanager
-    def agreed(self, what: str, *, timeout: timedelta | float | None = DEFAULT_TIMEOUT) -> Iterator[None]:
-        """Collective: a block of fallible work that ends in a vote, whether it succeeds or raises."""
+    def agreed(
+        self, what: str, *, same: str | None = None, timeout: timedelta | float | None = DEFAULT_TIMEOUT
+    ) -> Iterator[None]:
+        """Collective: a block of fallible work that ends in a vote, whether it succeeds or raises.
+
+        Args:
+            what, same, timeout: as in `vote`.
+        """
         error: BaseException | None = None
         try:
             yield
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        self.vote(error, what=what, timeout=timeout)
+        self.vote(error, what=what, same=same, timeout=timeout)
 
     def build_once_per_node(
         self, build: Callable[[], T], *, what: str, timeout: timedelta | float | None = None
