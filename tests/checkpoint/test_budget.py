@@ -12,20 +12,21 @@ from tundish.errors import InvalidInputError
 
 def test_a_save_that_exceeds_what_is_free_waits_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     budget = StagingBudget(100)
-    budget.take(70, "save one")
-    budget.take(30, "save two")
+    one, two = budget.claim(), budget.claim()
+    one.take(70, "save one")
+    two.take(30, "save two")
     assert not caplog.records
     taken = threading.Event()
 
     def third() -> None:
-        budget.take(60, "save three")
+        budget.claim().take(60, "save three")
         taken.set()
 
     thread = threading.Thread(target=third)
     thread.start()
-    budget.give_back(30)
+    two.give_back()
     assert not taken.wait(0.2)
-    budget.give_back(70)
+    one.give_back()
     assert taken.wait(10)
     thread.join()
     assert "save three waits for the save before it" in caplog.text
@@ -34,12 +35,13 @@ def test_a_save_that_exceeds_what_is_free_waits_and_says_so(caplog: pytest.LogCa
 
 def test_a_save_larger_than_the_limit_has_it_for_itself() -> None:
     budget = StagingBudget(100)
-    budget.take(1000, "a large save")
+    large = budget.claim()
+    large.take(1000, "a large save")
     taken = threading.Event()
-    thread = threading.Thread(target=lambda: (budget.take(1, "a small save"), taken.set()))
+    thread = threading.Thread(target=lambda: (budget.claim().take(1, "a small save"), taken.set()))
     thread.start()
     assert not taken.wait(0.2)
-    budget.give_back(1000)
+    large.give_back()
     assert taken.wait(10)
     thread.join()
 
@@ -47,7 +49,7 @@ def test_a_save_larger_than_the_limit_has_it_for_itself() -> None:
 def test_without_a_limit_nothing_waits() -> None:
     budget = StagingBudget(None)
     for _ in range(10):
-        budget.take(1 << 50, "a save")
+        budget.claim().take(1 << 50, "a save")
     assert budget.stats()["peak"] == 10 << 50
 
 

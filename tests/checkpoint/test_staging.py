@@ -26,7 +26,7 @@ from tundish import _native
 from tundish.checkpoint import Checkpointer, staging
 from tundish.checkpoint.buffers import Buffer, Place
 from tundish.checkpoint.hf.plan import plan_hf
-from tundish.checkpoint.staging import BackgroundCopy, Block, begin_copies, optimizers_of
+from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 
@@ -141,6 +141,7 @@ def test_the_copy_begins_when_the_fences_stand(monkeypatch: pytest.MonkeyPatch) 
     buffer = Buffer(12)
     block = Block(buffer=buffer, places=[Place(0, 12, torch.float32, (3,))], sources=[parameter], names=["w"])
     copy = BackgroundCopy([block], optimizers)
+    copy.start()
     copy.wait(time.monotonic() + 60)
     assert order == ["fence", "fence", "copy"]
     del block, copy
@@ -227,7 +228,8 @@ def test_what_the_optimizer_does_not_own_is_copied_at_once(gate: threading.Event
         sources=[parameter, other, parameter.detach().view(3)],
         names=["a", "b", "c"],
     )
-    copies = begin_copies([block], [torch.optim.SGD([parameter], lr=1)])
+    copies: list[Copies | BackgroundCopy] = []
+    begin_copies([block], [torch.optim.SGD([parameter], lr=1)], copies)
     assert targets.tolist() == [[0] * 3, [1] * 3, [0] * 3, [0] * 3]
     gate.set()
     for copy in copies:
@@ -344,6 +346,7 @@ def test_a_step_waits_also_after_ctrl_c_ended_an_earlier_wait(gate: threading.Ev
     buffer, place = Buffer(4000), Place(0, 4000, torch.float32, (1000,))
     block = Block(buffer=buffer, places=[place], sources=[parameter.detach()], names=["w"])
     copy = BackgroundCopy([block], [optimizer])
+    copy.start()
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):

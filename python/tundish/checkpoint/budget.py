@@ -7,13 +7,12 @@ the budget for itself.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 
 from tundish.errors import InvalidInputError
-from tundish.waiting import wait_for
+from tundish.waiting import Changes
 
-__all__ = ["StagingBudget"]
+__all__ = ["Claim", "StagingBudget"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -27,35 +26,58 @@ class StagingBudget:
         self.limit = limit
         self._in_use = 0
         self._peak = 0
-        self._freed = threading.Condition()
+        self._changes = Changes()
 
-    def take(self, count: int, what: str) -> None:
-        """Take `count` bytes for `what`; waits until earlier saves gave back enough, and says so."""
-        with self._freed:
-            if not self._fits(count):
-                started = time.monotonic()
-                _logger.warning(
-                    "%s waits for the save before it: it stages %d bytes, and %d of staging_limit_bytes=%s are in use",
-                    what,
-                    count,
-                    self._in_use,
-                    self.limit,
-                )
-                wait_for(lambda pause: self._freed.wait_for(lambda: self._fits(count), pause))
-                _logger.warning("%s waited %.3f s", what, time.monotonic() - started)
-            self._in_use += count
-            self._peak = max(self._peak, self._in_use)
-
-    def give_back(self, count: int) -> None:
-        """Give `count` bytes back."""
-        with self._freed:
-            self._in_use -= count
-            self._freed.notify_all()
+    def claim(self) -> Claim:
+        """What a save will hold of the budget: nothing yet."""
+        return Claim(self)
 
     def stats(self) -> dict[str, int | None]:
         """Bytes in use, the most there ever were, the limit."""
-        with self._freed:
+        with self._changes.lock:
             return {"in_use": self._in_use, "peak": self._peak, "limit": self.limit}
 
     def _fits(self, count: int) -> bool:
         return self.limit is None or self._in_use == 0 or self._in_use + count <= self.limit
+
+
+class Claim:
+    """What one save holds of a budget; whoever has it can give it back wherever Ctrl-C came."""
+
+    def __init__(self, budget: StagingBudget) -> None:
+        self._budget = budget
+        self._held = 0
+
+    def take(self, count: int, what: str) -> None:
+        """Take `count` bytes for `what`; waits until earlier saves gave back enough, and says so."""
+        budget = self._budget
+        if budget._changes.wait_until(lambda: self._has_taken(count), 0.0):
+            return
+        started = time.monotonic()
+        _logger.warning(
+            "%s waits for the save before it: it stages %d bytes, and %d of staging_limit_bytes=%s are in use",
+            what,
+            count,
+            budget._in_use,
+            budget.limit,
+        )
+        budget._changes.wait_until(lambda: self._has_taken(count))
+        _logger.warning("%s waited %.3f s", what, time.monotonic() - started)
+
+    def give_back(self) -> None:
+        """Give back what it holds. Does nothing the second time."""
+        with self._budget._changes.lock:
+            # In steps between which no signal comes.
+            held, self._held = self._held, 0
+            self._budget._in_use -= held
+            self._budget._changes.tell()
+
+    def _has_taken(self, count: int) -> bool:
+        budget = self._budget
+        if not budget._fits(count):
+            return False
+        # As above.
+        budget._in_use += count
+        self._held = count
+        budget._peak = max(budget._peak, budget._in_use)
+        return True

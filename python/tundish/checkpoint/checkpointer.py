@@ -18,10 +18,10 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from tundish.checkpoint.failure import OnFailure
 from tundish.checkpoint.hf.plan import plan_hf
@@ -31,11 +31,14 @@ from tundish.checkpoint.retention import Checkpoint, Retention
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, Save, Staging
 from tundish.checkpoint.taking import Request, take
 from tundish.errors import InvalidInputError
+from tundish.waiting import Thread, to_its_end
 
 __all__ = ["Checkpointer"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 _held: set[_Hold] = set()
+
+T = TypeVar("T")
 
 
 class _Hold:
@@ -55,9 +58,15 @@ class _Hold:
             return
         with self._turn:
             for lane in self.opened.lanes.values():
-                lane.close()
-            self.opened.resources.close()
-            _held.discard(self)
+                lane.finish()
+            # Ctrl-C in the middle would lose what was being closed.
+            to_its_end(self._let_go_of_all)
+
+    def _let_go_of_all(self) -> None:
+        for lane in self.opened.lanes.values():
+            lane.close()
+        self.opened.resources.close()
+        _held.discard(self)
 
     def drop(self) -> None:
         """Nobody has the checkpointer any more."""
@@ -69,7 +78,7 @@ class _Hold:
         # An interpreter that is ending starts no threads, and lets go of everything itself.
         if self in _held and os.getpid() == self.process:
             with contextlib.suppress(RuntimeError):
-                threading.Thread(target=self.let_go, name="tundish-close", daemon=True).start()
+                Thread(self.let_go, "tundish-close").start()
 
 
 class Checkpointer:
@@ -220,8 +229,7 @@ class Checkpointer:
             blocking=blocking,
             make_plan=make_plan,
         )
-        with self._collective(f"save_{request.kind}"):
-            return take(self._opened, request)
+        return self._collective(f"save_{request.kind}", lambda: take(self._opened, request))
 
     def save_dcp(
         self,
@@ -264,8 +272,7 @@ class Checkpointer:
             make_plan=make_plan,
             extra=extra,
         )
-        with self._collective(f"save_{request.kind}"):
-            return take(self._opened, request)
+        return self._collective(f"save_{request.kind}", lambda: take(self._opened, request))
 
     # ---- What is there ----
 
@@ -304,7 +311,8 @@ class Checkpointer:
         Call it on all ranks, whether there is anything above or not: what one rank sees of the root may be older.
         """
         opened, step = self._opened, plain_step(step)
-        with self._collective("discard_after"):
+
+        def discard() -> None:
             # Before anything is set aside, all ranks agree on what.
             with opened.voted(f"discard_after of step {step}"):
                 opened.failure.raise_pending()
@@ -314,6 +322,8 @@ class Checkpointer:
             with opened.voted(f"setting aside what is above step {step}"):
                 if opened.owner is not None:
                     opened.owner.discard_after(step)
+
+        self._collective("discard_after", discard)
 
     def load_dcp(
         self, state_dict: dict[str, Any], step: int | None = None, *, verify: bool = True
@@ -335,12 +345,15 @@ class Checkpointer:
         `state_dict` does not fit, on all ranks.
         """
         opened, step = self._opened, plain_step(step)
-        with self._collective("load_dcp"):
+
+        def load() -> tuple[dict[str, Any], dict[int, Any]]:
             # What this checkpointer was given to save is there when it loads.
             opened.lanes["dcp"].wait(None)
             with opened.voted("load_dcp"):
                 opened.failure.raise_pending()
             return opened.dcp.load(state_dict, view=opened.view, step=step, verify=verify, voter=opened.voter)
+
+        return self._collective("load_dcp", load)
 
     # ---- Waiting, failing, ending ----
 
@@ -405,9 +418,8 @@ class Checkpointer:
             raise InvalidInputError("this checkpointer is closed")
         self._refuse_in_callback(call)
 
-    @contextlib.contextmanager
-    def _collective(self, call: str) -> Iterator[None]:
-        """A call that all ranks make; no thread makes one inside another."""
+    def _collective(self, call: str, work: Callable[[], T]) -> T:
+        """What `work` returns, a call that all ranks make; no thread makes one inside another."""
         self._check_open(call)
         outer = getattr(self._inside, "call", None)
         if outer is not None:
@@ -415,9 +427,9 @@ class Checkpointer:
                 f"{call}() was called inside {outer}(), by a signal's handler or a function that was given: the "
                 "other ranks cannot know of it. Have the handler take a note, and save between two steps"
             )
-        self._inside.call = call
         try:
-            yield
+            self._inside.call = call
+            return work()
         finally:
             self._inside.call = None
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from tundish.checkpoint.finalizing import Finalizer, Job
 from tundish.errors import CallbackError, InvalidInputError
-from tundish.waiting import wait_for
+from tundish.waiting import Changes, Moment, Thread, wait_for
 
 __all__ = ["Lane"]
 
@@ -38,38 +38,38 @@ class Lane:
         self._failed = failed
         # Says that there may be something to do; whether there is, `_pending` and `_is_closing` say.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # The one that has `_turn`: where Ctrl-C came while a thread was started, nobody knows of it, and another is.
         self._thread: threading.Thread | None = None
+        self._turn = threading.Lock()
         self._process = os.getpid()
         self._pending: list[Job] = []
-        self._changed = threading.Condition()
+        self._changes = Changes()
         self._is_closing = False
-        self._has_ended = threading.Event()
+        self._has_ended = Moment()
 
     def steps_under_way(self) -> list[int]:
         """Steps of the saves that are not over, in order."""
-        with self._changed:
+        with self._changes.lock:
             return [job.save.step for job in self._pending]
 
     def wait_for_turn(self) -> None:
         """Block until at most one save is not over: that one may be written while the next is staged."""
-        with self._changed:
-            wait_for(lambda pause: self._changed.wait_for(lambda: len(self._pending) < 2, pause))
+        self._changes.wait_until(lambda: len(self._pending) < 2)
 
     def start(self) -> None:
         """Have the thread there, before ranks agree on a save: where it cannot be started, the others have to hear."""
-        with self._changed:
-            if self._thread is None and not self._is_closing:
-                name = f"tundish-{self._finalizer.kind}-finalize"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
-                thread.start()
-                self._thread = thread
+        if self._thread is None and not self._is_closing:
+            name = f"tundish-{self._finalizer.kind}-finalize"
+            thread = Thread(self._run, name)
+            thread.start()
+            self._thread = self._thread or thread
 
     def submit(self, job: Job) -> None:
         """Take over a save; one that cannot be, as the lane is closed, fails and gives back what it has.
 
         Does nothing with one that was taken over before Ctrl-C interrupted this.
         """
-        with self._changed:
+        with self._changes.lock:
             if job in self._pending or job.is_over:
                 return
             if not self._is_closing:
@@ -90,37 +90,42 @@ class Lane:
 
     def wait(self, timeout: float | None) -> bool:
         """Block until no save is under way; whether it came to that in time."""
-        with self._changed:
-            return wait_for(lambda pause: self._changed.wait_for(lambda: not self._pending, pause), timeout)
+        return self._changes.wait_until(lambda: not self._pending, timeout)
 
-    def close(self) -> None:
-        """End the thread, once the saves that it has are over, and let go of the voter.
+    def finish(self) -> None:
+        """Take no more saves, and block until those that it has are over, and the thread has ended.
 
         May be called again, by any thread, where a call was interrupted.
         """
-        with self._changed:
+        with self._changes.lock:
             self._is_closing = True
+        self._wake.put(None)
         if self._thread is not None and os.getpid() == self._process:
-            self._wake.put(None)
             # A join that Ctrl-C ends takes the thread for ended, in some versions of Python.
             wait_for(self._has_ended.wait)
+
+    def close(self) -> None:
+        """Let go of the voter. After `finish`."""
         self._finalizer.close()
 
     # From here on everything runs on the finalize thread.
 
     def _run(self) -> None:
+        if not self._turn.acquire(blocking=False):
+            return
+        self._thread = threading.current_thread()
         try:
             while (job := self._next()) is not None:
                 self._finish(job)
                 del job
         finally:
-            self._has_ended.set()
+            self._has_ended.come()
 
     def _next(self) -> Job | None:
         """The save that is to be finished; None once the lane is closed and has none."""
         while True:
             self._wake.get()
-            with self._changed:
+            with self._changes.lock:
                 if self._pending:
                     return self._pending[0]
                 if self._is_closing:
@@ -154,10 +159,10 @@ class Lane:
             self._failed(error, job.what)
         if error is not None:
             self._finalizer.tell(job, error)
-        with self._changed:
+        with self._changes.lock:
             job.is_over = True
             self._pending.remove(job)
-            self._changed.notify_all()
+            self._changes.tell()
         try:
             if error is None:
                 job.save.finish(job.target)

@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,11 +76,9 @@ class Opened:
     lanes: Mapping[Kind, Lane]
     resources: contextlib.ExitStack
 
-    @contextlib.contextmanager
-    def voted(self, what: str) -> Iterator[None]:
+    def voted(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Collective: a block of fallible work that ends in a vote; ranks that make different calls are told so."""
-        with _voted(self.voter, what, self.timeout):
-            yield
+        return self.voter.agreed(what, same=what, timeout=self.timeout)
 
 
 def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
@@ -95,7 +93,7 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
     with contextlib.ExitStack() as stack:
         voter = stack.enter_context(Voter(group, timeout=seconds))
         # The first rank waits for an owner that is dying, and the others for the first rank.
-        with _voted(voter, "opening", seconds + WAIT_SECONDS):
+        with voter.agreed("opening", same="opening", timeout=seconds + WAIT_SECONDS):
             path = _path_of(arguments.root)
             retention = arguments.retention()
             budget = StagingBudget(arguments.staging_limit_bytes)
@@ -150,7 +148,7 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
 def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, same: str) -> None:
     """Make sure that all ranks see the same folder and may write to it, and were given the `same`."""
     nonce = path / _NONCE
-    with _voted(voter, "opening", timeout):
+    with voter.agreed("opening", same="opening", timeout=timeout):
         if is_first:
             _native.replace_file(nonce, uuid.uuid4().hex.encode())
     seen, error = "", None
@@ -168,16 +166,6 @@ def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, same: str
     finally:
         if is_first:
             nonce.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _voted(voter: Voter, what: str, timeout: float) -> Iterator[None]:
-    error: BaseException | None = None
-    try:
-        yield
-    except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
-        error = caught
-    voter.vote(error, what=what, same=what, timeout=timeout)
 
 
 def _path_of(root: Any) -> Path:

@@ -9,15 +9,13 @@ one, nor what was started in it, beyond the collective.
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 from tundish.distributed.groups import named_group
 from tundish.errors import PeerFailedError
+from tundish.waiting import to_its_end
 
-__all__ = ["OwnGroup", "to_its_end"]
+__all__ = ["OwnGroup"]
 
 
 class OwnGroup:
@@ -69,43 +67,3 @@ class OwnGroup:
         if generation in (None, self.generation):
             self._group = None
             self._resources.close()
-
-
-def to_its_end(work: Callable[[], None]) -> None:
-    """Do `work`, on a thread that no signal reaches; what interrupts the caller meanwhile is raised when it is done."""
-    done: Future[None] = Future()
-    claim = threading.Lock()
-
-    def run() -> None:
-        # Once: where the start of the thread was interrupted, nobody knows whether it began.
-        if not claim.acquire(blocking=False):
-            return
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 (the caller raises it)
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    interruption: BaseException | None = None
-    is_begun = False
-    while True:
-        try:
-            if not is_begun:
-                _begin(run)
-                is_begun = True
-            done.exception()
-            break
-        except BaseException as caught:  # noqa: BLE001 (raised below)
-            interruption = caught
-    if interruption is not None:
-        raise interruption
-    done.result()
-
-
-def _begin(run: Callable[[], None]) -> None:
-    try:
-        threading.Thread(target=run, name="tundish-group", daemon=True).start()
-    except RuntimeError:
-        # No more threads: here, where a signal may interrupt it.
-        run()

@@ -9,15 +9,14 @@ not staged, and what was staged, is released, whatever happens.
 from __future__ import annotations
 
 import enum
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from tundish import _native
 from tundish.distributed.groups import Meeting
+from tundish.waiting import Moment, SteadyFuture, wait_for
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",
@@ -159,7 +158,7 @@ def _nothing() -> None:
     pass
 
 
-class Save(Future[Path]):
+class Save(SteadyFuture[Path]):
     """A save under way: a future of the path it is published under.
 
     `result()` raises what the save failed with, the same on every rank; it cannot be cancelled.
@@ -171,17 +170,16 @@ class Save(Future[Path]):
         self.step = step
         self._total = total_bytes
         self._written: Callable[[], int] = lambda: 0
-        self._is_staged = threading.Event()
+        self._is_staged = Moment()
         self._was_staged = False
         self._settle: Callable[[], None] = _nothing
-        self.set_running_or_notify_cancel()
 
     def staged(self, timeout: float | None = None) -> None:
         """Block until host memory holds everything that this rank saves.
 
         Raises `TimeoutError`; where staging failed, what it failed with.
         """
-        if not self._is_staged.wait(timeout):
+        if not wait_for(self._is_staged.wait, timeout):
             raise TimeoutError(f"step {self.step} ({self.kind}) was not staged within {timeout} s")
         if not self._was_staged:
             self.result()
@@ -197,7 +195,7 @@ class Save(Future[Path]):
         """Everything is in host memory; `settle` is to be called by whoever is told."""
         self._settle = settle
         self._was_staged = True
-        self._is_staged.set()
+        self._is_staged.come()
 
     def note_written(self, written: Callable[[], int]) -> None:
         """How many bytes are written is asked of `written`."""
@@ -212,4 +210,4 @@ class Save(Future[Path]):
         """The save came to nothing, or what follows publication failed."""
         self._settle = _nothing
         self.set_exception(error)
-        self._is_staged.set()
+        self._is_staged.come()

@@ -12,6 +12,7 @@ import operator
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ import torch
 from tundish.checkpoint.buffers import Buffer, Place
 from tundish.checkpoint.tensors import check_memory, locals_of
 from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.waiting import Moment, Thread, to_its_end, wait_for
 
 __all__ = ["BackgroundCopy", "Block", "Copies", "begin_copies", "optimizers_of"]
 
@@ -123,6 +125,10 @@ class Copies:
     def let_go(self) -> None:
         """Nothing: nothing waits for these copies."""
 
+    def end(self) -> None:
+        """Block until nothing is copied any more."""
+        self.wait(None)
+
 
 class BackgroundCopy:
     """Copies on a thread of their own, fenced by the steps of `optimizers`.
@@ -137,22 +143,38 @@ class BackgroundCopy:
         # Without their buffer, which is given back before the sources are let go of.
         self._watched = [(block.names, block.sources, _versions(block.sources)) for block in blocks]
         self._lock = threading.Lock()
-        self._may_begin = threading.Event()
-        self._issued = threading.Event()
+        self._issued = Moment()
         self._error: BaseException | None = None
         self._fences = [_fence_of(optimizer) for optimizer in optimizers]
+        self._is_wanted = True
+        # Held while it is copied.
+        self._copying = threading.Lock()
+        # Held until it may begin.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def start(self) -> None:
+        """Begin; once."""
         try:
             # Where no thread can be started, no step waits for one.
-            threading.Thread(target=self._run, name="tundish-hf-copy", daemon=True).start()
+            Thread(self._run, "tundish-hf-copy").start()
             for fence in self._fences:
                 fence.add(self)
         finally:
             # Not before: whoever starts a thread waits until it runs, and then for the interpreter, which it holds.
-            self._may_begin.set()
+            self._gate.release()
+
+    def end(self) -> None:
+        """Copy no more, whether or not it was begun; block until that is so."""
+        self._is_wanted = False
+        with self._copying:
+            pass
+        self._copies.wait(None)
+        self.let_go()
 
     def fence(self) -> None:
         """Make sure that what the caller does from here on changes nothing of what is copied."""
-        self._issued.wait()
+        wait_for(self._issued.wait)
         self._judge(for_good=True)
         self._copies.hold_up_caller()
 
@@ -162,7 +184,7 @@ class BackgroundCopy:
         Raises what went wrong, and `TimeoutError` at `deadline`, a time of `time.monotonic`.
         """
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not self._issued.wait(left):
+        if not wait_for(self._issued.wait, left):
             raise TimeoutError("not everything is copied into host memory yet")
         self._copies.wait(deadline)
         self._judge(for_good=False)
@@ -192,12 +214,13 @@ class BackgroundCopy:
             self._watched = []
 
     def _run(self) -> None:
-        self._may_begin.wait()
-        try:
-            self._copies.run()
-        except BaseException as caught:  # noqa: BLE001 (raised where the save is finished)
-            self._error = caught
-        self._issued.set()
+        with self._gate, self._copying:
+            try:
+                if self._is_wanted:
+                    self._copies.run()
+            except BaseException as caught:  # noqa: BLE001 (raised where the save is finished)
+                self._error = caught
+        self._issued.come()
 
     def _judge(self, *, for_good: bool) -> None:
         """Find whether something changed a source while it was copied. `for_good`: from here on, they may change."""
@@ -277,16 +300,23 @@ def optimizers_of(optimizer: Any) -> tuple[Any, ...]:
     return given
 
 
-def begin_copies(blocks: Sequence[Block], optimizers: Sequence[Any]) -> list[Copies | BackgroundCopy]:
+def begin_copies(
+    blocks: Sequence[Block], optimizers: Sequence[Any], begun: list[Copies | BackgroundCopy]
+) -> None:
     """Copy: what the steps of `optimizers` alone change in the background, all else at once.
 
-    Without optimizers everything is copied at once.
+    Without optimizers everything is copied at once. `begun`: gets each before it begins, so that whoever is interrupted
+    can end it before what it copies into is given back.
     """
     now, later = _divided(blocks, optimizers) if optimizers else (blocks, ())
     copies = Copies(now)
+    begun.append(copies)
     copies.run()
     copies.hold_up_caller()
-    return [copies, BackgroundCopy(later, optimizers)] if later else [copies]
+    if later:
+        in_background = BackgroundCopy(later, optimizers)
+        begun.append(in_background)
+        in_background.start()
 
 
 def _divided(blocks: Sequence[Block], optimizers: Sequence[Any]) -> tuple[list[Block], list[Block]]:
@@ -375,9 +405,23 @@ def _copy_on_host(block: Block) -> None:
     if threads == 1 or sum(target.nbytes for target, _ in small) < _WORTH_THREADS_BYTES:
         _copy_in_turn(small)
         return
-    with ThreadPoolExecutor(threads) as pool:
-        # What is not begun when Ctrl-C comes is not begun any more.
-        list(pool.map(_copy_at_once, _in_pieces(small)))
+    pieces = deque(_in_pieces(small))
+
+    def copy() -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(_copy_pieces, [pieces] * threads))
+
+    # What is not begun when Ctrl-C comes is not begun any more.
+    to_its_end(copy, hurry=pieces.clear)
+
+
+def _copy_pieces(pieces: deque[list[_Pair]]) -> None:
+    while True:
+        try:
+            piece = pieces.popleft()
+        except IndexError:
+            return
+        _copy_at_once(piece)
 
 
 def _copy_in_turn(pairs: Sequence[_Pair]) -> None:

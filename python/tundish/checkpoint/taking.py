@@ -7,10 +7,8 @@ fails with.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import copy
-import functools
 import logging
 import traceback
 from collections.abc import Callable, Mapping
@@ -23,7 +21,6 @@ from tundish.checkpoint.opening import Opened
 from tundish.checkpoint.reading import Kind, check_step
 from tundish.checkpoint.saves import HasNews, News, Plan, Save, Staged, WritesThrough
 from tundish.errors import InvalidInputError
-from tundish.waiting import wait_for
 
 __all__ = ["Request", "take"]
 
@@ -48,13 +45,111 @@ class Request:
         return f"save_{self.kind} of step {self.step}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Reserved:
-    """A plan with what it takes. `held_bytes`: of the budget; `through`: as it writes while the caller waits."""
+    """What a save has taken so far. `through`: its plan, where that is larger than the budget and writes meanwhile."""
 
-    plan: Plan
-    held_bytes: int
-    through: WritesThrough | None
+    def __init__(self, opened: Opened, request: Request) -> None:
+        self._opened = opened
+        self._request = request
+        self.claim = opened.budget.claim()
+        self.plan: Plan | None = None
+        self.through: WritesThrough | None = None
+
+    def take(self) -> Plan:
+        """Refuse what can be refused, else take what the save needs."""
+        opened, request = self._opened, self._request
+        opened.failure.raise_pending()
+        check_step(request.step)
+        _check_tag(request.tag)
+        if request.step in opened.lanes[request.kind].steps_under_way():
+            raise InvalidInputError(f"{request.what}: a save of this step is under way already")
+        opened.lanes[request.kind].start()
+        self.plan = plan = request.make_plan()
+        if opened.owner is not None:
+            opened.owner.begin(request.kind, request.step, plan.written_bytes, overwrite=request.overwrite)
+        limit = opened.budget.limit
+        is_larger = limit is not None and plan.most_staged_bytes > limit
+        self.through = plan if is_larger and isinstance(plan, WritesThrough) else None
+        held = (
+            plan.staged_bytes if self.through is None or limit is None else self.through.through_bytes(limit)
+        )
+        self.claim.take(held, request.what)
+        if self.through is None:
+            plan.reserve()
+        return plan
+
+    def give_back(self) -> None:
+        """Give all of it back. May be called again, where Ctrl-C interrupted it."""
+        try:
+            self.claim.give_back()
+            if self.plan is not None:
+                self.plan.release()
+        finally:
+            # Of a save under way there is none to be taken with this number.
+            if self.plan is not None and self._opened.owner is not None:
+                self._opened.owner.abandon(self._request.kind, self._request.step)
+
+
+class _Ballot:
+    """The vote by which a save is taken, on all ranks or none.
+
+    Ctrl-C may come when the other ranks have taken it, and they go on: then it is taken here too, and fails as any save
+    does whose staging fails on one rank. It may come before this rank's vote, and then the others hear of it.
+
+    `same`, `news`, `error`: what this rank brings. `is_taken`: what it came to, and with it `interruption`.
+    """
+
+    def __init__(self, opened: Opened, request: Request) -> None:
+        self._voter = opened.voter
+        self._timeout = opened.timeout
+        self._what = self.same = request.what
+        self.news = News.NONE
+        self.error: BaseException | None = None
+        self.interruption: BaseException | None = None
+        self.is_taken = False
+        # Whether any rank has news, and a broken group.
+        self._has_any = self._is_broken = False
+        # The number of votes before the one that is due.
+        self._before = opened.voter.meeting.number
+
+    def hold(self) -> None:
+        """Collective: vote. Raises, on all ranks, where the save is not taken."""
+        # After a vote there is no call before it is noted what it came to, and so no signal comes there.
+        try:
+            self._has_any = self._vote(self.error, self.news > News.NONE)
+        except BaseException as caught:  # noqa: BLE001 (raised where the others did not take the save)
+            self._has_any, self.interruption = self._told_in_spite_of(caught), caught
+        if not self._has_any:
+            self.is_taken = True
+            return
+        self._before += 1
+        try:
+            self._is_broken = self._vote(self.interruption, self.news is News.BROKEN_GROUP)
+        except BaseException as caught:  # noqa: BLE001 (as above)
+            self._is_broken, self.interruption = self._told_in_spite_of(caught), caught
+        self.is_taken = True
+
+    @property
+    def greatest(self) -> News:
+        """Of the news of all ranks."""
+        return News.BROKEN_GROUP if self._is_broken else News.OTHER_FORM if self._has_any else News.NONE
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others of `error`, if they wait for a vote that it kept this rank from."""
+        if self._voter.meeting.number == self._before:
+            # It raises what it is given.
+            with contextlib.suppress(BaseException):
+                self._vote(error, note=False)
+
+    def _vote(self, error: BaseException | None, note: bool) -> bool:
+        return self._voter.vote(error, what=self._what, same=self.same, note=note, timeout=self._timeout)
+
+    def _told_in_spite_of(self, caught: BaseException) -> bool:
+        """What all ranks were told in the vote in which this one was interrupted; else it raises what `caught` is."""
+        noted = self._voter.note_in_spite_of_interrupt()
+        if noted is None or self._voter.meeting.number == self._before:
+            raise caught
+        return noted
 
 
 def take(opened: Opened, request: Request) -> Save:
@@ -63,34 +158,41 @@ def take(opened: Opened, request: Request) -> Save:
     Raises, on all ranks, what is wrong with it, or what an earlier one failed with.
     """
     lane = opened.lanes[request.kind]
-    with contextlib.ExitStack() as undo:
-        reserved, job, error, same, news = None, None, None, request.what, News.NONE
+    reserved, ballot = _Reserved(opened, request), _Ballot(opened, request)
+    try:
         try:
             lane.wait_for_turn()
-            reserved = _reserve(opened, request, undo)
-            job = _job_of(opened, request, reserved)
-            same += f": tag {request.tag}, overwrite {bool(request.overwrite)}, {reserved.plan.fingerprint}"
-            news = reserved.plan.news if isinstance(reserved.plan, HasNews) else News.NONE
+            plan = reserved.take()
+            job = _job_of(opened, request, plan, reserved)
+            ballot.same += f": tag {request.tag}, overwrite {bool(request.overwrite)}, {plan.fingerprint}"
+            ballot.news = plan.news if isinstance(plan, HasNews) else News.NONE
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             # Memory that was being reserved, which else stays until somebody collects the error's cycle.
             traceback.clear_frames(caught.__traceback__)
-            error = caught
-        greatest, interruption = _vote(opened, request, same, news, error)
-        undo.pop_all()
-    if reserved is None or job is None:
-        raise RuntimeError(f"{request.what} was taken without a plan")
+            ballot.error = caught
+        ballot.hold()
+    except BaseException as caught:
+        if not ballot.is_taken:
+            try:
+                ballot.give_up(caught)
+                reserved.give_back()
+            except BaseException:
+                reserved.give_back()
+                raise
+            raise
+        ballot.interruption = caught
     try:
-        if isinstance(reserved.plan, HasNews):
-            reserved.plan.react_to(greatest, opened.voter.meeting)
-        if interruption is not None:
+        if isinstance(plan, HasNews):
+            plan.react_to(ballot.greatest, opened.voter.meeting)
+        if ballot.interruption is not None:
             # The other ranks took the save: it fails as any does whose staging fails on one rank.
-            raise interruption
-        job.staged, job.undo = _stage(opened, lane, job, reserved), None
+            raise ballot.interruption
+        job.staged, job.undo = _stage(opened, lane, job, plan, reserved), None
     except BaseException as caught:
         # The other ranks are told in the lane's next vote.
         job.staged, job.is_answered = caught, True
         # Here, so that nobody waits for it; where Ctrl-C interrupts that, once more on the lane's thread.
-        reserved.plan.release()
+        plan.release()
         # Views of what was staged, which else stays until somebody collects the error's cycle.
         traceback.clear_frames(caught.__traceback__)
         raise
@@ -103,7 +205,6 @@ def take(opened: Opened, request: Request) -> Save:
             raise
     if request.blocking:
         try:
-            wait_for(lambda pause: bool(concurrent.futures.wait([job.save], pause).done))
             job.save.result()
         except BaseException:
             if not job.save.done():
@@ -113,58 +214,8 @@ def take(opened: Opened, request: Request) -> Save:
     return job.save
 
 
-def _vote(
-    opened: Opened, request: Request, same: str, news: News, error: BaseException | None
-) -> tuple[News, BaseException | None]:
-    """Collective: take the save, on all ranks or none; the greatest news of any.
-
-    Where Ctrl-C came when all had taken it, that is given, too: the others go on.
-    """
-
-    def vote(error: BaseException | None, note: bool) -> tuple[bool, BaseException | None]:
-        try:
-            return opened.voter.vote(
-                error, what=request.what, same=same, note=note, timeout=opened.timeout
-            ), None
-        except BaseException as caught:
-            noted = opened.voter.note_in_spite_of_interrupt()
-            if noted is None:
-                raise
-            return noted, caught
-
-    has_any, interruption = vote(error, news > News.NONE)
-    if not has_any:
-        return News.NONE, interruption
-    is_broken, interruption = vote(interruption, news is News.BROKEN_GROUP)
-    return News.BROKEN_GROUP if is_broken else News.OTHER_FORM, interruption
-
-
-def _reserve(opened: Opened, request: Request, undo: contextlib.ExitStack) -> _Reserved:
-    """Refuse what can be refused, else take what the save needs; `undo` gives it back."""
-    opened.failure.raise_pending()
-    check_step(request.step)
-    _check_tag(request.tag)
-    if request.step in opened.lanes[request.kind].steps_under_way():
-        raise InvalidInputError(f"{request.what}: a save of this step is under way already")
-    opened.lanes[request.kind].start()
-    plan = request.make_plan()
-    undo.callback(plan.release)
-    if opened.owner is not None:
-        opened.owner.begin(request.kind, request.step, plan.written_bytes, overwrite=request.overwrite)
-        undo.callback(opened.owner.abandon, request.kind, request.step)
-    limit = opened.budget.limit
-    is_larger = limit is not None and plan.most_staged_bytes > limit
-    through = plan if is_larger and isinstance(plan, WritesThrough) else None
-    held = plan.staged_bytes if through is None or limit is None else through.through_bytes(limit)
-    opened.budget.take(held, request.what)
-    undo.callback(opened.budget.give_back, held)
-    if through is None:
-        plan.reserve()
-    return _Reserved(plan=plan, held_bytes=held, through=through)
-
-
-def _job_of(opened: Opened, request: Request, reserved: _Reserved) -> Job:
-    plan, name = reserved.plan, f"{request.kind}-{request.step}"
+def _job_of(opened: Opened, request: Request, plan: Plan, reserved: _Reserved) -> Job:
+    name = f"{request.kind}-{request.step}"
     own = sum(file.size for file in plan.files if file.rank == opened.index)
     return Job(
         save=Save(request.kind, request.step, own if plan.files else plan.staged_bytes),
@@ -175,14 +226,14 @@ def _job_of(opened: Opened, request: Request, reserved: _Reserved) -> Job:
         extra=copy.deepcopy(dict(request.extra or {})),
         is_answered=request.blocking,
         undo=plan.release,
-        release=functools.partial(opened.budget.give_back, reserved.held_bytes),
+        release=reserved.claim.give_back,
     )
 
 
-def _stage(opened: Opened, lane: Lane, job: Job, reserved: _Reserved) -> Staged:
+def _stage(opened: Opened, lane: Lane, job: Job, plan: Plan, reserved: _Reserved) -> Staged:
     limit = opened.budget.limit
     if reserved.through is None or limit is None:
-        return reserved.plan.stage()
+        return plan.stage()
     _logger.warning("%s writes through: it is larger than staging_limit_bytes=%d", job.what, limit)
     lane.wait(None)
     return reserved.through.write_through(job.folder, lane.options(job.save), limit)

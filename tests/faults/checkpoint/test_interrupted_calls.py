@@ -2,69 +2,35 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
-import dis
 import gc
 import itertools
-import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import pytest
 import torch
+from ctrl_c import CtrlC, at_every_moment
 
+from tundish import waiting
 from tundish._native import staging_stats
-from tundish.checkpoint import Checkpointer
+from tundish.checkpoint import Checkpointer, budget, buffers, finalizing, lane, saves, staging, taking
+from tundish.checkpoint import checkpointer as checkpointer_module
 from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.dcp import plan as dcp_plan
 from tundish.checkpoint.dcp.plan import DcpPlan
+from tundish.checkpoint.hf import images
+from tundish.checkpoint.hf import plan as hf_plan
 from tundish.checkpoint.hf.images import FileImage
 from tundish.checkpoint.hf.plan import HfPlan
 from tundish.checkpoint.lane import Lane
+from tundish.checkpoint.saves import Save
 from tundish.checkpoint.staging import begin_copies
 
 TENSORS = {"w": torch.ones(1000)}
-
-
-class CtrlC:
-    """Raises `KeyboardInterrupt` once on this thread, at the `number`th moment in `functions` at which it can come.
-
-    The interpreter looks for signals when a function begins, after each call, and where a loop begins again.
-    """
-
-    def __init__(self, number: int, *functions: Callable[..., Any]) -> None:
-        self._left = number
-        self._codes: set[CodeType] = {function.__code__ for function in functions}
-        self._was_look = False
-        self.came = False
-
-    def _enter(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code not in self._codes:
-            return None
-        frame.f_trace_opcodes = True
-        self._was_look = False
-        return self._step
-
-    def _step(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "opcode":
-            self._left -= self._was_look
-            if self._left < 0:
-                self.came = True
-                raise KeyboardInterrupt
-            step = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            self._was_look = step.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
-        return self._step
-
-    def __enter__(self) -> Self:
-        self._before = sys.gettrace()
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        sys.settrace(self._before)
 
 
 @pytest.fixture
@@ -152,3 +118,65 @@ def test_a_save_that_is_interrupted_while_it_takes_memory_leaves_none_taken(
         gc.enable()
     assert number > 1
     assert checkpointer.latest(kind) == checkpointer.path / f"{kind}-{number}"
+
+
+# What the main thread goes through, and what of the standard library it waits in.
+PLACES = (
+    *(threading, concurrent.futures._base, contextlib),
+    *(waiting, budget, buffers, checkpointer_module, finalizing, lane, saves, staging, taking),
+    *(dcp_plan, hf_plan, images),
+)
+
+
+@pytest.mark.parametrize("how", ["eager", "lazy"])
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_ctrl_c_anywhere_in_a_save_harms_none_that_follows(
+    kind: Literal["hf", "dcp"], how: str, checkpointer: Checkpointer, told: list[BaseException]
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    options: dict[str, Any] = {"staging": how, "optimizer": optimizer} if how == "lazy" else {}
+    for number, ctrl_c in at_every_moment(*PLACES):
+        with ctrl_c:
+            getattr(checkpointer, f"save_{kind}")(number, model.state_dict(), **options)
+        # Nor does a step wait for what was given up.
+        optimizer.step()
+        checkpointer.wait(30)
+        assert checkpointer.stats()["staging"]["in_use"] == staging_stats()["in_use"] == 0, number
+        assert not told, number
+    assert checkpointer.latest(kind) == checkpointer.path / f"{kind}-{number}"
+
+
+USES: dict[str, Callable[[Checkpointer, Save], object]] = {
+    "done": lambda _, save: (save.done(), save.progress()),
+    "staged": lambda _, save: save.staged(30),
+    "result": lambda _, save: save.result(30),
+    "wait": lambda checkpointer, _: checkpointer.wait(30),
+    "stats": lambda checkpointer, _: checkpointer.stats(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_ctrl_c_anywhere_in_the_use_of_a_save_under_way_does_not_hold_it_up(
+    use: str, checkpointer: Checkpointer
+) -> None:
+    for number, ctrl_c in at_every_moment(*PLACES):
+        save = checkpointer.save_hf(2 * number, TENSORS)
+        with ctrl_c:
+            USES[use](checkpointer, save)
+        # Not of the same one, as whoever left its lock taken would give it back by waiting.
+        following = checkpointer.save_hf(2 * number + 1, TENSORS)
+        assert following.result(30) == checkpointer.path / f"hf-{2 * number + 1}"
+        assert save.result(30) == checkpointer.path / f"hf-{2 * number}"
+
+
+def test_a_root_is_let_go_of_though_ctrl_c_comes_anywhere_in_its_closing(tmp_path: Path) -> None:
+    for number, ctrl_c in at_every_moment(contextlib, waiting, checkpointer_module, lane):
+        checkpointer = Checkpointer(tmp_path / str(number), on_failure="raise")
+        save = checkpointer.save_hf(1, TENSORS)
+        with ctrl_c:
+            checkpointer.close()
+        checkpointer.close()
+        assert save.done()
+        # Whoever still had it would be waited for.
+        Checkpointer(tmp_path / str(number), on_failure="raise").close()

@@ -82,6 +82,7 @@ class DcpPlan:
         self._layout = self._layout_of(self._share)
         self._sources = self._sources_of(self._layout)
         self._buffer: Buffer | None = None
+        self._copies: list[Copies | BackgroundCopy] = []
         self.written_bytes = self._share.total_bytes
         self.fingerprint = f"staging {staging}, extra {_shortened(facts)}"
 
@@ -127,10 +128,8 @@ class DcpPlan:
             self.release()
             self.reserve()
         buffer = self._buffer
-        copies = begin_copies([] if buffer is None else [self._block(buffer)], self._optimizers)
-        staged = self._staged(exchange, buffer=buffer, copies=copies)
-        self._buffer = None
-        return staged
+        begin_copies([] if buffer is None else [self._block(buffer)], self._optimizers, self._copies)
+        return self._staged(exchange, buffer=buffer, copies=tuple(self._copies))
 
     def write_through(self, folder: Path, options: WriteOptions, limit_bytes: int) -> StagedState:
         """Instead of `reserve` and `stage`: write while the tensors are taken, in up to `limit_bytes` of host memory.
@@ -153,6 +152,10 @@ class DcpPlan:
         """Give the memory back; no rank goes on waiting for this one."""
         if self._awaited_in is not None:
             self._ranks.break_off(self._awaited_in)
+        for copies in self._copies:
+            # Whatever went wrong with them, the save fails with.
+            with contextlib.suppress(Exception):
+                copies.end()
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None

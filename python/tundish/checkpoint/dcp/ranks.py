@@ -37,10 +37,11 @@ from tundish.checkpoint.dcp.outline import (
     total_bytes,
 )
 from tundish.checkpoint.dcp.owners import owned_by
-from tundish.checkpoint.owngroup import OwnGroup, to_its_end
+from tundish.checkpoint.owngroup import OwnGroup
 from tundish.checkpoint.saves import News
 from tundish.distributed.groups import membership
 from tundish.errors import PeerFailedError
+from tundish.waiting import to_its_end
 
 __all__ = ["Exchange", "Ranks", "Share"]
 

@@ -118,15 +118,15 @@ class StagedExport:
 
 
 class ImageSink:
-    """Puts products into the images of whole files. `copies`: those that may still be under way."""
+    """Puts products into the images of whole files. `copies`: gets those that may still be under way."""
 
-    def __init__(self, images: Sequence[FileImage]) -> None:
+    def __init__(self, images: Sequence[FileImage], copies: list[Copies | BackgroundCopy]) -> None:
         self._places = {
             entry.product: (image, place)
             for image in images
             for entry, place in zip(image.file.entries, image.file.places, strict=True)
         }
-        self.copies: list[Copies] = []
+        self._copies = copies
 
     def turn_to(self, window: int) -> None:
         """All windows are one."""
@@ -140,10 +140,10 @@ class ImageSink:
         """Copy a product to its place; on a CUDA device, begin to."""
         image, place = self._places[product]
         copies = Copies([Block(buffer=image, places=[place], sources=[tensor])])
+        if tensor.is_cuda:
+            self._copies.append(copies)
         copies.run()
         copies.hold_up_caller()
-        if tensor.is_cuda:
-            self.copies.append(copies)
 
 
 def open_writer(folder: Path, files: Sequence[ShardFile], options: WriteOptions) -> ShardWriter:

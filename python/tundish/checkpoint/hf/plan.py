@@ -6,6 +6,7 @@ all of them, whatever fails on one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
@@ -28,12 +29,13 @@ from tundish.checkpoint.hf.sidecars import Sidecars, gather_sidecars
 from tundish.checkpoint.hf.through import WindowSink, WrittenExport
 from tundish.checkpoint.hf.turns import Turns
 from tundish.checkpoint.hf.wire import NO_WIRE, Wire, wire_between_devices, wire_over_host
-from tundish.checkpoint.owngroup import OwnGroup, to_its_end
+from tundish.checkpoint.owngroup import OwnGroup
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, News, PlannedFile, Staging, WriteOptions
-from tundish.checkpoint.staging import Block, begin_copies, optimizers_of
+from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
 from tundish.checkpoint.tensors import locals_of
 from tundish.distributed.groups import Meeting, Membership, membership
 from tundish.errors import InvalidInputError
+from tundish.waiting import to_its_end
 
 __all__ = ["HfPlan", "plan_hf"]
 
@@ -122,6 +124,7 @@ class HfPlan:
         self._snapshots = self._needs.snapshots(member.rank)
         self._images: list[FileImage] = []
         self._held: list[Buffer] = []
+        self._copies: list[Copies | BackgroundCopy] = []
         # Of the exchanges of this save.
         self._number = 0
         # The generation of the group in which other ranks wait for this one to begin the exchanges, if they do.
@@ -179,9 +182,7 @@ class HfPlan:
         What fails on this rank is raised at the end, after all exchanges: the other ranks do not fail with it, and
         have to be told.
         """
-        staged = self._stage(self._images, self._held)
-        self._images, self._held = [], []
-        return staged
+        return self._stage(self._images, self._held)
 
     def through_bytes(self, limit_bytes: int) -> int:
         """Host memory that `write_through` takes."""
@@ -212,12 +213,15 @@ class HfPlan:
         return WrittenExport(sink=sink, sidecars=self._sidecars, weights=[file.name for file in self.files])
 
     def release(self) -> None:
-        """Give back what was reserved and not staged; no rank goes on waiting for this one in host memory."""
+        """Give back what was reserved and is not handed on; no rank goes on waiting for this one in host memory."""
         if self._awaited_in is not None and self._background_group is not None:
             self._background_group.break_off(self._awaited_in)
+        for copies in self._copies:
+            # Whatever went wrong with them, the save fails with.
+            with contextlib.suppress(Exception):
+                copies.end()
         for buffer in (*self._images, *self._held):
             buffer.release()
-        self._images, self._held = [], []
         if self._sidecars is not None:
             self._sidecars.release()
 
@@ -228,7 +232,7 @@ class HfPlan:
     # ---- Staging ----
 
     def _stage(self, images: list[FileImage], held: list[Buffer]) -> StagedExport:
-        sink = ImageSink(images if self._turns.rounds else ())
+        sink = ImageSink(images if self._turns.rounds else (), self._copies)
         local, gather = self._local, None
         blocks = [self._direct_block(image) for image in images]
         if self._optimizers and self._snapshots:
@@ -244,11 +248,11 @@ class HfPlan:
                 gather.run(self._turns.rounds, sink)
                 self._awaited_in = None
                 gather = None
-        copies = begin_copies(blocks, self._optimizers)
+        begin_copies(blocks, self._optimizers, self._copies)
         return StagedExport(
             images=images,
             held=held,
-            copies=[*copies, *sink.copies],
+            copies=tuple(self._copies),
             later=None if gather is None else Later(gather=gather, rounds=self._turns.rounds, sink=sink),
             sidecars=self._sidecars,
             weights=[file.name for file in self.files],
