@@ -4,8 +4,9 @@ Owns the board's parent side. One thread of the pool, its keeper, tends it when 
 
 1. A task is in one place: waiting (`_backlog`), on the board (`_outstanding`), or finished. All moves are made under
    `_lock`; receivers are called under it and do no more than note what came.
-2. Ctrl-C can split what a caller's thread does here, and nothing is lost by it: answers stay in `_arrived` until each
-   of them is noted, noting twice changes nothing, and only the keeper moves tasks out of the backlog.
+2. Ctrl-C can split what a caller's thread does here, and nothing is lost by it: answers stay in `_arrived`, and what is
+   taken back in `_revoked` and `_withdrawn`, until each of them is noted, noting twice changes nothing, and only the
+   keeper moves tasks from the backlog onto the board.
 3. Whoever collects does so for all. A caller that leaves while tasks are outstanding passes this on to the keeper,
    which else sleeps as long as a caller collects.
 4. A child made by `fork` has nothing of it: neither the board, which its parent goes on to use, nor the memory that
@@ -20,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 from typing import Any, Protocol
 
 from tundish import _native
@@ -63,6 +64,7 @@ class Engine:
 
     def __init__(self, board: _native.TaskBoard, reception: Reception) -> None:
         self.pid = os.getpid()
+        self.main = threading.main_thread().ident
         self._board: _native.TaskBoard | NoBoard = board
         self._reception = reception
         self._lock = threading.Lock()
@@ -71,6 +73,9 @@ class Engine:
         self._backlog: deque[tuple[TaskFuture, int, Any, _native.Parcel | None]] = deque()
         self._arrived: deque[Sequence[tuple[int, int, Any]]] = deque()
         self._announcements: deque[tuple[TaskFuture, tuple[Any, ...]]] = deque()
+        # What was taken back, from the board and from the backlog, until that is noted everywhere.
+        self._revoked: deque[int] = deque()
+        self._withdrawn: deque[TaskFuture] = deque()
         self._abandoned: deque[Receiver] = deque()
         # The thread that collects as a caller. Set without a lock: two at once do no harm.
         self._collector: int | None = None
@@ -147,21 +152,41 @@ class Engine:
     def withdraw(self, future: TaskFuture) -> bool:
         """Take a task back that no worker has; whether that was so, and for the first time."""
         with self._lock:
+            self._note_taken_back()
             if future.is_ready():
                 return False
-            if future.ticket is None:
-                return self._withdraw_waiting(future)
-            if future.ticket not in self._outstanding or not self._board.revoke(future.ticket):
-                return False
-            self._forget(future.ticket)
-            return True
+            if future.ticket in self._outstanding:
+                self._revoke(future.ticket)
+            elif any(waiting[0] is future for waiting in self._backlog):
+                self._withdrawn.append(future)
+            self._note_taken_back()
+            return future.is_ready()
 
-    def _withdraw_waiting(self, future: TaskFuture) -> bool:
-        for place, waiting in enumerate(self._backlog):
-            if waiting[0] is future:
+    def _revoke(self, ticket: int) -> None:
+        """Take a task off the board that no worker has. In one step as far as Ctrl-C sees."""
+        self._revoked.extend(compress((ticket,), map(self._board.revoke, (ticket,))))
+
+    def _note_taken_back(self) -> None:
+        """Have what was taken back in no place any more, and its receivers know; under the lock."""
+        while self._revoked:
+            ticket = self._revoked[0]
+            entry = self._outstanding.get(ticket)
+            if entry is not None:
+                receiver, number = entry
+                if isinstance(receiver, TaskFuture):
+                    receiver.withdraw()
+                else:
+                    error = PoolError(f"{receiver.describe(number)} was not begun: {_CANCELLED}")
+                    receiver.arrive(number, LOST, error)
+                self._forget(ticket)
+            self._revoked.popleft()
+        while self._withdrawn:
+            future = self._withdrawn[0]
+            place = next((at for at, waiting in enumerate(self._backlog) if waiting[0] is future), None)
+            if place is not None:
                 del self._backlog[place]
-                return True
-        return False
+            future.withdraw()
+            self._withdrawn.popleft()
 
     def is_running(self, future: TaskFuture) -> bool:
         ticket = future.ticket
@@ -359,6 +384,7 @@ class Engine:
         return min(_LOOK_AROUND_SECONDS, max(self._patience / 4, 0.001))
 
     def _refill(self) -> None:
+        self._note_taken_back()
         backlog = self._backlog
         while backlog:
             future, kind, payload, parcel = backlog[0]
@@ -400,14 +426,12 @@ class Engine:
     def _cancel(self) -> list[TaskFuture]:
         """Take back the pieces of maps; the futures, of which the last comes first, cancel themselves."""
         futures = [waiting[0] for waiting in self._backlog]
-        for ticket, (receiver, number) in reversed(list(self._outstanding.items())):
+        for ticket, (receiver, _) in reversed(list(self._outstanding.items())):
             if isinstance(receiver, TaskFuture):
                 futures.append(receiver)
-            elif self._board.revoke(ticket):
-                receiver.arrive(
-                    number, LOST, PoolError(f"{receiver.describe(number)} was not begun: {_CANCELLED}")
-                )
-                self._forget(ticket)
+            else:
+                self._revoke(ticket)
+        self._note_taken_back()
         return futures
 
     @property

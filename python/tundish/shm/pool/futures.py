@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tundish.errors import PoolError
 from tundish.shm.pool import messages
+from tundish.waiting import Guard, Moment, Waiters, taken
 
 if TYPE_CHECKING:
     from tundish.shm.pool.engine import Engine
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["TaskFuture"]
 
 _log = logging.getLogger("tundish.shm")
+
+T = TypeVar("T")
 
 _DONE = frozenset({CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
 
@@ -37,10 +42,9 @@ class TaskFuture(Future[Any]):
         # Not the base's, which makes all that only few futures of many need: it costs more than the task.
         self._state = PENDING
         self._result = self._exception = None
-        # An RLock by itself is entered and left whole; a Condition's methods are Python, which Ctrl-C can split.
-        self._guard = threading.RLock()
-        self._bell: threading.Condition | None = None
-        self._waiter_list: list[Any] | None = None
+        self._guard = Guard()
+        self._bell: Moment | None = None
+        self._waiter_list: Waiters | None = None
         self._callback_list: list[Any] | None = None
         self._engine = engine
         self._answer: tuple[int, Any] | None = None
@@ -50,17 +54,14 @@ class TaskFuture(Future[Any]):
     # ---- What the base looks for ----
 
     @property
-    def _condition(self) -> threading.Condition:  # type: ignore[override] # the base assigns it
-        with self._guard:
-            if self._bell is None:
-                self._bell = threading.Condition(self._guard)
-            return self._bell
+    def _condition(self) -> Guard:  # type: ignore[override] # the base assigns it
+        return self._guard
 
     @property
     def _waiters(self) -> list[Any]:  # type: ignore[override] # the base assigns it
         with self._guard:
             if self._waiter_list is None:
-                self._waiter_list = []
+                self._waiter_list = Waiters()
             return self._waiter_list
 
     @property
@@ -88,10 +89,6 @@ class TaskFuture(Future[Any]):
         """Take the task back, if no worker has it yet; True if it is cancelled."""
         if not self._engine.withdraw(self):
             return self.cancelled()
-        with self._guard:
-            self._state = CANCELLED
-            if self._bell is not None:
-                self._bell.notify_all()
         self._invoke_callbacks()  # type: ignore[attr-defined] # typeshed leaves it out
         self.set_running_or_notify_cancel()
         return True
@@ -108,31 +105,47 @@ class TaskFuture(Future[Any]):
 
     def arrive(self, _number: int, kind: int, payload: Any) -> None:
         """The answer came."""
-        with self._guard:
-            if self._state in _DONE:
-                return
-            if self._waiter_list or self._callback_list:
-                self._engine.announce_later(self, tuple(self._waiters))
-            self._answer = kind, payload
-            self._state = FINISHED
-            if self._bell is not None:
-                self._bell.notify_all()
+        if get_ident() == self._engine.main:
+            # As below, in half of the time.
+            with self._guard:
+                self._note(kind, payload)
+        else:
+            self._guarded(partial(self._note, kind, payload))
+
+    def _note(self, kind: int, payload: Any) -> None:
+        if self._state in _DONE:
+            return
+        if self._waiter_list or self._callback_list:
+            self._engine.announce_later(self, tuple(self._waiters))
+        self._answer = kind, payload
+        self._state = FINISHED
+        if self._bell is not None:
+            self._bell.come()
+
+    def withdraw(self) -> None:
+        """It was taken back. May be called again, as `arrive`."""
+        if self._state not in _DONE:
+            self._state = CANCELLED
+        if self._bell is not None:
+            self._bell.come()
 
     def is_ready(self) -> bool:
         return self._state in _DONE
 
     def park(self, seconds: float) -> None:
         """Wait while another thread collects."""
-        with self._condition:
-            if self._state not in _DONE:
-                self._condition.wait(seconds)
+        bell = self._bell
+        if bell is None:
+            # One that another thread makes at the same time is waited for in vain, but not for long.
+            self._bell = bell = Moment()
+        if self._state not in _DONE:
+            bell.wait(seconds)
 
     def announce(self, waiters: tuple[Any, ...]) -> None:
         """Tell those who waited when the answer came, and the callbacks."""
-        with self._guard:
-            if self._state != FINISHED:
-                # Whoever brought the answer was interrupted; it comes again.
-                return
+        if not self._guarded(lambda: self._state == FINISHED):
+            # Whoever brought the answer was interrupted; it comes again.
+            return
         try:
             self._unpack()
         except BaseException as error:  # noqa: BLE001 (no Ctrl-C comes to this thread: the result's own code raised it)
@@ -165,9 +178,21 @@ class TaskFuture(Future[Any]):
         self._unpack()
 
     def _unpack(self) -> None:
-        if self._answer is None:
-            return
-        with self._guard:
-            if self._answer is not None:
-                self._result, self._exception = messages.unpack(*self._answer)
-                self._answer = None
+        if self._answer is not None:
+            self._guarded(self._unpack_once)
+
+    def _unpack_once(self) -> None:
+        if self._answer is not None:
+            self._result, self._exception = messages.unpack(*self._answer)
+            self._answer = None
+
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """`work` under the lock, which Ctrl-C, that comes to the main thread alone, may have left taken there."""
+        if get_ident() == self._engine.main:
+            with self._guard:
+                return work()
+        self._guard = guard = taken(self._guard)
+        try:
+            return work()
+        finally:
+            guard.release()

@@ -32,6 +32,7 @@ from tundish.shm.pool.supervisor import Supervisor
 from tundish.shm.pool.worker import Link, serve
 from tundish.shm.pool.workforce import Workforce
 from tundish.shm.pool.zygote import Zygote
+from tundish.waiting import Thread
 
 __all__ = ["PATIENCE_SECONDS", "ROOM", "Life"]
 
@@ -73,7 +74,7 @@ class Life:
         self._claim = threading.Lock()
         self._parts: list[_Part] = []
         self._at_exit: util.Finalize | None = None
-        self._thread = threading.Thread(target=self._run, name="tundish-pool-results", daemon=True)
+        self._thread = Thread(self._run, "tundish-pool-results")
         try:
             self._gather(function, shared, context, courier, workers, max_restarts)
             weakref.finalize(pool, self.engine.drop).atexit = False

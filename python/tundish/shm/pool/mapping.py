@@ -12,7 +12,6 @@ item. What always holds:
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from tundish.shm.pool import messages
 from tundish.shm.pool.engine import Engine
 from tundish.shm.pool.messages import CHUNK, IN_PARCEL, ITEM, LOST, VALUE, Courier
 from tundish.shm.pool.pace import Pace
+from tundish.waiting import Moment
 
 __all__ = ["Mapping"]
 
@@ -57,8 +57,8 @@ class Mapping:
         self._is_exhausted = False
         self._failure: Exception | None = None
         self._answers: dict[int, tuple[int, Any]] = {}
-        self._news = threading.Condition()
-        self._is_parked = False
+        # Of whoever is parked.
+        self._bell: Moment | None = None
         # Pieces are numbered as they go out; of those before the first number, `_consumed` were consumed.
         self._put = 0
         self._consumed = 0
@@ -73,22 +73,21 @@ class Mapping:
 
     def arrive(self, number: int, kind: int, payload: Any) -> None:
         self._answers[number] = kind, payload
-        if self._is_parked:
-            with self._news:
-                self._news.notify_all()
+        bell = self._bell
+        if bell is not None:
+            bell.come()
 
     def is_ready(self) -> bool:
         answers = self._answers
         return self._consumed in answers if self._is_ordered else bool(answers)
 
     def park(self, seconds: float) -> None:
-        with self._news:
-            self._is_parked = True
-            try:
-                if not self.is_ready():
-                    self._news.wait(seconds)
-            finally:
-                self._is_parked = False
+        self._bell = bell = Moment()
+        try:
+            if not self.is_ready():
+                bell.wait(seconds)
+        finally:
+            self._bell = None
 
     def describe(self, number: int) -> str:
         first, count, _ = self._spans.get(number, (number, 1, 0))

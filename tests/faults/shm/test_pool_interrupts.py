@@ -1,0 +1,81 @@
+"""Ctrl-C at every moment of what a caller does with a pool: others have their answers, and the pool ends."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ctrl_c import at_every_moment
+
+import tundish as td
+from tundish import waiting
+from tundish.shm.pool import engine, futures, mapping, pool
+from tundish.shm.pool.futures import TaskFuture
+from tundish.waiting import Moment
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
+
+import pool_tasks as tasks
+from pool_helpers import until
+
+PLACES = (threading, concurrent.futures._base, waiting, engine, futures, mapping, pool)
+# More than there are places on the board.
+MANY = 600
+
+USES: dict[str, Callable[[td.shm.SharedPool, TaskFuture], object]] = {
+    "done": lambda _, future: (future.done(), future.running(), future.cancelled(), repr(future)),
+    "result": lambda _, future: future.result(30),
+    "exception": lambda _, future: future.exception(30),
+    "add_done_callback": lambda _, future: future.add_done_callback(lambda _: None),
+    "wait": lambda _, future: concurrent.futures.wait([future], 0.001),
+    "as_completed": lambda _, future: list(concurrent.futures.as_completed([future], 0.001)),
+    "map": lambda pool, _: list(pool.map(range(3))),
+}
+
+
+def elsewhere(call: Callable[[], Any]) -> Any:
+    """What `call` returns on another thread: on the main one, whoever left a lock taken might give it back."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert results, "it hangs, or failed"
+    return results[0]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_ctrl_c_anywhere_in_a_use_of_a_pool_holds_up_nobody(
+    use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_TURN_SECONDS", 0.01)
+    with td.shm.SharedPool(tasks.echo, max_workers=1) as one:
+        for number, ctrl_c in at_every_moment(*PLACES):
+            future = one.submit(number)
+            with contextlib.suppress(TimeoutError), ctrl_c:
+                USES[use](one, future)
+            assert elsewhere(lambda: future.result(30)) == number  # noqa: B023 (called in this round)
+            told = Moment()
+            one.submit(-1).add_done_callback(lambda _: told.come())  # noqa: B023 (as above)
+            assert told.wait(30), number
+
+
+@pytest.mark.parametrize("ahead", [1, MANY])
+def test_what_is_taken_back_is_so_though_ctrl_c_comes_anywhere(ahead: int, tmp_path: Path) -> None:
+    with td.shm.SharedPool(tasks.touch_and_wait, max_workers=1) as one:
+        for _ in range(ahead):
+            one.submit((str(tmp_path / "begun"), 0))
+        until((tmp_path / "begun").exists)
+        for number, ctrl_c in at_every_moment(threading, waiting, engine, futures):
+            future = one.submit((str(tmp_path / "never"), 0))
+            with ctrl_c:
+                future.cancel()
+            assert elsewhere(future.cancel), number
+            assert elsewhere(future.cancelled)
+        (tmp_path / "go").touch()
+    assert not (tmp_path / "never").exists()
