@@ -62,9 +62,9 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
         else None
     )
     workers = [Worker(addr) for addr in dict.fromkeys(options.addresses)]
-    lines = Lines(token, _SECONDS)
+    lines = Lines(lambda _: token, _SECONDS)
     try:
-        answers = lines.ask_all([(worker, Request("GET", "/stats")) for worker in workers], trusted=True)
+        answers = lines.ask_all([(worker, Request("GET", "/stats")) for worker in workers])
     finally:
         lines.close()
     for answer in answers:

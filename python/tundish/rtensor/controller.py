@@ -13,30 +13,29 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from tundish._native import ShardStore, shard_ids
-from tundish.errors import (
-    DrainError,
-    InvalidInputError,
-    InvalidTypeError,
-    ShardGoneError,
-    TransferError,
-    TundishError,
-    counted,
-)
+from tundish.errors import InvalidInputError, InvalidTypeError, ShardGoneError, TundishError
+from tundish.rtensor.answers import check_claim, failures_of, hook_answer, look_at_ledger, refuse, total
 from tundish.rtensor.handle import collect_shards, flatten_shard_ids, handles_of
-from tundish.rtensor.lines import Lines, Request, Worker, split_address
+from tundish.rtensor.lines import Lines, Request, StepTakenError, Worker, split_address
 from tundish.rtensor.process import state
 
 __all__ = ["Controller", "Drained", "Step"]
 
 _log = logging.getLogger("tundish.rtensor")
-_NAMED = 8
+# Of numbers for a step that others have.
+_TRIES = 8
+_NUMBERS = 16
+# Among workers.
+_HERE = Worker("this process", "controller")
 
 
 class Drained(NamedTuple):
@@ -63,12 +62,24 @@ class Step(NamedTuple):
     number: int
 
 
-class _Undone(NamedTuple):
-    """A request that failed."""
+@dataclass(frozen=True, eq=False, slots=True)
+class _Errand:
+    """Something that a worker is to be told, until it was."""
 
     worker: Worker
-    request: Request | None
+    request: Request
     ids: list[str]
+
+
+class _Ending(NamedTuple):
+    """What is to be done at the end of a step."""
+
+    here: list[int]
+    contested: list[_Errand]
+    consumers: list[_Errand]
+    owners: list[_Errand]
+    # For owners that have given up their claims.
+    removals: list[_Errand]
 
 
 class Controller:
@@ -83,19 +94,23 @@ class Controller:
     """
 
     def __init__(self, workers: Iterable[Worker], *, token: str | None = None, timeout: float = 30.0) -> None:
-        self._lines = Lines(token, timeout)
+        self._lines = Lines(lambda addr: token if self._is_worker(addr) else None, timeout)
         self._lock = threading.RLock()
-        self._undone: list[_Undone] = []
+        # What began and did not succeed: it failed, or was interrupted.
+        self._undone: list[_Errand] = []
+        # By which this process knows the steps of this controller.
+        self._claimant = secrets.randbits(63)
         # What is not to end with the current step; and what did not end with one before, by which it is not dropped.
         self._kept: set[str] = set()
         self._carried: set[str] = set()
-        # Connections to workers that have nothing left of what they fetched in no step; whether this process has not.
-        self._settled: dict[str, int | None] = {}
-        self._is_settled = False
+        # By which connections the current step was begun.
+        self._begun_by: dict[str, int | None] = {}
         self._number: int | None = None
         self._current: int | None = None
-        # The step that has begun already, for what is fetched before it is entered.
+        # The step that has begun already, for what is fetched before it is entered; and those that were to be that, but
+        # for workers where the number is another controller's: they end with the current one where they began.
         self._ahead: int | None = None
+        self._contested: list[tuple[int, list[Worker]]] = []
         self._workers: tuple[Worker, ...] = ()
         self.update(workers)
 
@@ -136,7 +151,6 @@ class Controller:
                 )
             seen.add(worker.addr)
         self._lines.forget_all_but(seen)
-        self._settled = {addr: made for addr, made in self._settled.items() if addr in seen}
         self._undone = [one for one in self._undone if one.worker.addr in seen]
         self._workers = tuple(given)
 
@@ -154,20 +168,20 @@ class Controller:
             if not ids:
                 return Drained(0, 0, 0, {}, {})
             by_owner = collect_shards(handles)
-            ShardStore.clear_buffer(ids)
             drop = Request("DELETE", "/buffer/clear", {"shard_ids": ids})
-            dropped = self._tell((worker, drop, ids) for worker in self._workers)
-            removed = self._tell(
-                _removals((self._worker_at(owner), names) for owner, names in by_owner.items())
-            )
+            drops = self._note((worker, drop, ids) for worker in self._workers)
+            removals = self._note(self._removals(by_owner))
+            ShardStore.clear_buffer(ids)
+            dropped = self._carry_out(drops)
+            removed = self._carry_out(removals)
             for handle in handles:
                 handle.forget()
             return Drained(
-                _sum(dropped, "cleared_count"),
-                _sum(removed, "cleared_count"),
-                _sum(removed, "freed_bytes"),
-                {**_failures(dropped), **_failures(removed)},
-                self._look_at_buffers(),
+                total(dropped, "cleared_count"),
+                total(removed, "cleared_count"),
+                total(removed, "freed_bytes"),
+                {**failures_of(dropped), **failures_of(removed)},
+                self._look_at_buffers(is_step_over=False),
             )
 
     @contextlib.contextmanager
@@ -189,9 +203,7 @@ class Controller:
             if self._current is not None:
                 raise InvalidInputError(f"this controller is in step {self._current}: end that one first")
             self._catch_up()
-            number = self._next_number() if self._ahead is None else self._ahead
-            self._ahead = None
-            claimed = self._begin(number, owners)
+            number, claimed = self._begin(owners)
             self._current = number
         try:
             yield Step(number)
@@ -201,11 +213,13 @@ class Controller:
                 kept, self._kept = self._kept, set()
                 drained = {owner: [one for one in ids if one not in kept] for owner, ids in owners.items()}
                 self._carried |= kept
+                ending = self._note_end(number, drained)
+                self._contested = []
                 try:
                     # First, so that there is no time at which what is fetched belongs to no step.
                     self._begin_ahead()
                 finally:
-                    self._end(number, drained, claimed)
+                    self._end(number, ending, drained, claimed)
             for handle in handles:
                 if handle.shard_id not in kept:
                     handle.forget()
@@ -222,23 +236,22 @@ class Controller:
             for worker in self._workers
             if worker.drain is None
         )
-        _refuse("could not be told what to keep", answers)
+        refuse("could not be told what to keep", answers)
         self._kept.update(ids)
-        return kept + _sum(answers, "kept_count")
+        return kept + total(answers, "kept_count")
 
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
         """What every worker holds, or why it does not say."""
         asked = [worker for worker in self._workers if worker.drain is None]
-        answers = self._lines.ask_all([(worker, Request("GET", "/stats")) for worker in asked], trusted=True)
+        answers = self._lines.ask_all([(worker, Request("GET", "/stats")) for worker in asked])
         return dict(zip(asked, answers, strict=True))
 
     def close(self) -> None:
         """Let go of the workers. Done twice is done once."""
         self._lines.close()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            # As the workers do, which find the end of their lines.
-            ShardStore.end_epoch(ahead)
+        # As the workers do, which find the end of their lines.
+        ShardStore.give_up(self._claimant)
+        self._ahead = None
 
     def __enter__(self) -> Self:
         return self
@@ -248,15 +261,15 @@ class Controller:
     ) -> None:
         self.close()
 
-    def _next_number(self) -> int:
-        if self._number is None:
+    def _next_number(self, *, is_contested: bool = False) -> int:
+        if self._number is None or is_contested:
             # One that went before this controller has counted too.
             known = [answer for answer in self.stats().values() if isinstance(answer, dict)]
             known.append(json.loads(ShardStore.stats()))
-            self._number = max(
-                (one["epoch"] for answer in known for one in answer.get("epochs", ())), default=0
-            )
-        self._number += 1
+            numbers = (one["epoch"] for answer in known for one in answer.get("epochs", ()))
+            self._number = max(numbers, default=0)
+        # Two that ask at the same time do not meet again.
+        self._number += 1 + (secrets.randbelow(_NUMBERS) if is_contested else 0)
         return self._number
 
     def _begin_ahead(self) -> None:
@@ -264,24 +277,40 @@ class Controller:
 
         Who does not answer is asked again when that is entered.
         """
-        number = self._next_number()
-        try:
-            ShardStore.begin_epoch(number, state().claimant)
-        except ShardGoneError:
-            # Another controller of this process had a step of that number: it is asked again what is known.
-            self._number = None
-            return
-        self._ahead = number
-        begin = Request("POST", f"/epoch/{number}/begin")
-        self._ask((worker, begin) for worker in self._workers if worker.drain is None)
+        # Noted first: whatever comes in between, the next step is this one.
+        self._ahead = self._next_number()
+        self._begin_everywhere(self._ahead)
 
-    def _begin(self, number: int, owners: dict[str, list[str]]) -> dict[str, int | None]:
-        """Have every worker begin the step, and the owners claim; by which connection each of these did."""
-        ShardStore.begin_epoch(number, state().claimant)
+    def _begin_everywhere(self, number: int) -> dict[Worker, Any]:
+        """What became of it, by worker; this process is among them."""
+        begin = Request("POST", f"/epoch/{number}/begin")
+        answers: dict[Worker, Any] = {}
+        server = state().server
+        if server is None or not self._is_worker(server.addr):
+            try:
+                ShardStore.begin_epoch(number, self._claimant)
+                answers[_HERE] = {}
+            except ShardGoneError as error:
+                answers[_HERE] = StepTakenError(str(error))
+        return answers | self._ask((worker, begin) for worker in self._workers if worker.drain is None)
+
+    def _begin(self, owners: dict[str, list[str]]) -> tuple[int, dict[str, int | None]]:
+        """Have every worker begin the next step, and the owners claim.
+
+        Returns its number, and by which connection each of the owners claimed.
+        """
+        number = self._next_number() if self._ahead is None else self._ahead
         try:
-            begin = Request("POST", f"/epoch/{number}/begin")
-            begun = self._ask((worker, begin) for worker in self._workers if worker.drain is None)
-            _refuse(f"did not begin step {number}", begun)
+            begun = self._begin_everywhere(number)
+            for _ in range(_TRIES):
+                # By another controller; or a worker lost the line that the step was begun on, and has ended it.
+                if not any(isinstance(answer, StepTakenError) for answer in begun.values()):
+                    break
+                took = [worker for worker, answer in begun.items() if not isinstance(answer, Exception)]
+                self._contested.append((number, took))
+                number = self._next_number(is_contested=True)
+                begun = self._begin_everywhere(number)
+            refuse(f"did not begin step {number}", begun)
             claims = self._ask(
                 (
                     self._worker_at(owner),
@@ -289,111 +318,134 @@ class Controller:
                 )
                 for owner, ids in owners.items()
             )
-            _refuse(f"did not claim shards for step {number}", claims)
+            refuse(f"did not claim shards for step {number}", claims)
             for worker, answer in claims.items():
-                _check_claim(worker, answer)
+                check_claim(worker, answer)
         except BaseException:
             # Without a line to it a worker gives up what was claimed: the shards are as they were.
             self._lines.forget([worker.addr for worker in self._workers] + list(owners))
-            ShardStore.end_epoch(number)
-            self._is_settled = False
+            self._contested = []
+            ShardStore.give_up(self._claimant)
             raise
-        return {owner: self._lines.made(owner) for owner in owners}
+        finally:
+            self._ahead = None
+        self._begun_by = {one.addr: self._lines.made(one.addr) for one in self._workers if one.drain is None}
+        return number, {owner: self._lines.made(owner) for owner in owners}
 
-    def _end(self, number: int, owners: dict[str, list[str]], claimed: dict[str, int | None]) -> None:
-        """Drain the step everywhere, consumers first."""
+    def _note_end(self, number: int, owners: dict[str, list[str]]) -> _Ending:
+        """What the end of the step comes to, noted before any of it is done."""
+        claims = [one for ids in owners.values() for one in ids]
         end = Request("POST", f"/epoch/{number}/end")
+        return _Ending(
+            [contested for contested, workers in self._contested if _HERE in workers] + [number],
+            self._note(
+                (worker, Request("POST", f"/epoch/{contested}/end"), [])
+                for contested, workers in self._contested
+                for worker in workers
+                if self._is_worker(worker.addr)
+            ),
+            self._note((worker, end, claims) for worker in self._workers if worker.addr not in owners),
+            self._note((self._worker_at(owner), end, claims) for owner in owners),
+            self._note(self._removals(owners)),
+        )
+
+    def _end(
+        self, number: int, ending: _Ending, owners: dict[str, list[str]], claimed: dict[str, int | None]
+    ) -> None:
+        """Drain the step everywhere, consumers first."""
         claims = [one for ids in owners.values() for one in ids]
         ShardStore.clear_buffer(claims)
-        ShardStore.end_epoch(number)
-        answers = self._tell((worker, end, claims) for worker in self._workers if worker.addr not in owners)
-        answers |= self._tell((self._worker_at(owner), end, claims) for owner in owners)
+        for one in ending.here:
+            ShardStore.end_epoch(one)
+        for errand in ending.contested:
+            self._carry_out([errand])
+        answers = self._carry_out(ending.consumers)
+        answers |= self._carry_out(ending.owners)
         for worker, answer in answers.items():
             if isinstance(answer, dict):
-                _look_at_ledger(worker, number, answer)
-        # An owner that lost the line has given up the claim, and has the shards still.
-        for worker, request, ids in _removals((self._worker_at(owner), ids) for owner, ids in owners.items()):
-            if isinstance(answers[worker], Exception):
-                self._undone.append(_Undone(worker, request, ids))
-            elif self._lines.made(worker.addr) != claimed[worker.addr]:
-                self._tell([(worker, request, ids)])
-        self._drop_what_was_before()
+                look_at_ledger(worker, number, answer)
+        for errand in ending.removals:
+            if isinstance(answers[errand.worker], Exception):
+                # It may have given up the claim when it is asked again.
+                continue
+            if self._lines.made(errand.worker.addr) != claimed[errand.worker.addr]:
+                # It lost the line, has given up the claim, and has the shards still.
+                self._carry_out([errand])
+            else:
+                self._forget([errand])
         carried = [one for one in claims if one in self._carried]
+        self._drop_what_is_of_no_step()
         if carried:
             drop = Request("DELETE", "/buffer/clear", {"shard_ids": carried})
             self._tell((worker, drop, carried) for worker in self._workers if worker.drain is None)
             self._carried.difference_update(carried)
-        self._look_at_buffers()
+        self._look_at_buffers(is_step_over=True)
 
-    def _drop_what_was_before(self) -> None:
-        """Drain workers, and this process, of what they had fetched in no step, which nothing else would.
-
-        That was before their first one, and where they took the end of the line for that of the controller.
-        """
-        if not self._is_settled and not self._carried:
-            ShardStore.clear_buffer()
-            self._is_settled = True
-        made = {one.addr: self._lines.made(one.addr) for one in self._workers if one.drain is None}
-        new = [one for one in self._workers if made.get(one.addr) != self._settled.get(one.addr)]
-        if new and not self._carried:
-            flush = Request("DELETE", "/buffer/clear", {"shard_ids": None})
-            answers = self._ask((worker, flush) for worker in new)
-            self._settled |= {
-                worker.addr: made[worker.addr]
-                for worker, answer in answers.items()
-                if isinstance(answer, dict)
-            }
+    def _drop_what_is_of_no_step(self) -> None:
+        """Drain workers that took the end of the line for that of the controller, and fetched since."""
+        flush = Request("DELETE", "/buffer/clear", {"shard_ids": None})
+        lost = [
+            worker
+            for worker in self._workers
+            if worker.addr in self._begun_by and self._lines.made(worker.addr) != self._begun_by[worker.addr]
+        ]
+        if lost and not self._carried:
+            self._ask((worker, flush) for worker in lost)
 
     def _tell(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> dict[Worker, Any]:
-        """Have workers drain something; what fails is warned of, and noted for the next time."""
-        wanted = list(requests)
-        answers = self._ask((worker, request) for worker, request, _ in wanted if worker.drain is None)
+        return self._carry_out(self._note(requests))
+
+    def _note(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> list[_Errand]:
+        """Errands that are tried again at the next step, unless they are carried out before."""
+        errands = [_Errand(*one) for one in requests]
+        self._undone += errands
+        return errands
+
+    def _forget(self, errands: Iterable[_Errand]) -> None:
+        done = set(errands)
+        self._undone = [one for one in self._undone if one not in done]
+
+    def _carry_out(self, errands: Sequence[_Errand]) -> dict[Worker, Any]:
+        """The answers; what fails is warned of, and stays noted."""
+        answers = self._ask((one.worker, one.request) for one in errands if one.worker.drain is None)
         hooked = [
-            (worker, partial(worker.drain, ids)) for worker, _, ids in wanted if worker.drain is not None
+            (one.worker, partial(one.worker.drain, one.ids))
+            for one in errands
+            if one.worker.drain is not None
         ]
         outcomes = self._lines.call_all([call for _, call in hooked])
         answers |= {
-            worker: _hooked(worker, answer) for (worker, _), answer in zip(hooked, outcomes, strict=True)
+            worker: hook_answer(worker, answer) for (worker, _), answer in zip(hooked, outcomes, strict=True)
         }
-        for worker, request, ids in wanted:
-            answer = answers[worker]
+        for answer in answers.values():
             if isinstance(answer, Exception):
                 _log.warning("a worker could not be drained, which is tried again: %s", answer)
-                self._undone.append(_Undone(worker, request if worker.drain is None else None, ids))
+        self._forget(one for one in errands if not isinstance(answers[one.worker], Exception))
         return answers
 
     def _ask(self, requests: Iterable[tuple[Worker, Request]]) -> dict[Worker, Any]:
         wanted = list(requests)
-        mine = {worker.addr for worker in self._workers}
-        answers = self._lines.call_all(
-            [partial(self._lines.ask, *one, one[0].addr in mine) for one in wanted]
-        )
-        return {worker: answer for (worker, _), answer in zip(wanted, answers, strict=True)}
+        return dict(zip([worker for worker, _ in wanted], self._lines.ask_all(wanted), strict=True))
 
     def _catch_up(self) -> None:
         """Drain what could not be drained before. Raises `DrainError`."""
-        undone, self._undone = self._undone, []
         failures: dict[Worker, Exception] = {}
-        for one in undone:
-            answer: Any = None
-            if one.request is not None:
-                answer = self._ask([(one.worker, one.request)])[one.worker]
-            elif one.worker.drain is not None:
-                (outcome,) = self._lines.call_all([partial(one.worker.drain, one.ids)])
-                answer = _hooked(one.worker, outcome)
-            if isinstance(answer, Exception):
-                failures[one.worker] = answer
-                self._undone.append(one)
-        _refuse("could not be drained, now and before (leave out with update() what is gone)", failures)
+        for errand in list(self._undone):
+            failures |= failures_of(self._carry_out([errand]))
+        refuse("could not be drained, now and before (leave out with update() what is gone)", failures)
 
-    def _look_at_buffers(self) -> dict[Worker, int]:
+    def _look_at_buffers(self, *, is_step_over: bool) -> dict[Worker, int]:
         """Warn of what is left in any buffer; by worker."""
         left: dict[Worker, int] = {}
         asked = [worker for worker in self._workers if worker.drain is None]
         answers = self._ask((worker, Request("GET", "/buffer/stats")) for worker in asked)
         for worker, answer in answers.items():
             try:
-                entries = int(answer["num_entries"])
+                entries, size = int(answer["num_entries"]), int(answer["total_bytes"])
+                if is_step_over:
+                    # What was fetched for the next one is no rest.
+                    entries -= int(answer["current_entries"])
+                    size -= int(answer["current_bytes"])
                 if entries:
                     left[worker] = entries
                 # What was carried over is there on purpose.
@@ -405,7 +457,7 @@ class Controller:
                         worker.role,
                         worker.addr,
                         "1 entry" if entries == 1 else f"{entries} entries",
-                        answer["total_bytes"],
+                        size,
                         answer.get("oldest_epoch"),
                     )
                 else:
@@ -414,66 +466,17 @@ class Controller:
                 _log.debug("%s does not say what is left in its fetch buffer: %s", worker, answer or error)
         return left
 
+    def _is_worker(self, addr: str) -> bool:
+        return any(worker.addr == addr for worker in self._workers)
+
+    def _removals(self, owners: dict[str, list[str]]) -> Iterator[tuple[Worker, Request, list[str]]]:
+        for owner, ids in owners.items():
+            worker = self._worker_at(owner)
+            if worker.drain is None:
+                yield worker, Request("DELETE", "/data/clear", {"shard_ids": ids}), ids
+
     def _worker_at(self, addr: str) -> Worker:
         for worker in self._workers:
             if worker.addr == addr:
                 return worker
         return Worker(addr, "owner")
-
-
-def _removals(named: Iterable[tuple[Worker, list[str]]]) -> Iterator[tuple[Worker, Request, list[str]]]:
-    for worker, ids in named:
-        if worker.drain is None:
-            yield worker, Request("DELETE", "/data/clear", {"shard_ids": ids}), ids
-
-
-def _refuse(what: str, answers: dict[Worker, Any]) -> None:
-    failures = _failures(answers)
-    if failures:
-        raise DrainError(_described(what, failures), tuple(failures)) from next(iter(failures.values()))
-
-
-def _check_claim(worker: Worker, answer: dict[str, Any]) -> None:
-    for key, what in (
-        ("missing_shard_ids", "has not got, or has drained or removed,"),
-        ("taken_shard_ids", "holds for another step"),
-    ):
-        names: Sequence[str] = answer.get(key, ())
-        if names:
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            raise ShardGoneError(f"{worker} {what} these shards: {', '.join(names[:_NAMED])}{more}")
-
-
-def _look_at_ledger(worker: Worker, number: int, ledger: dict[str, Any]) -> None:
-    if ledger.get("held_bytes"):
-        _log.warning("%s still holds %d bytes of step %d after its end", worker, ledger["held_bytes"], number)
-    elif ledger.get("has_ended") and ledger.get("viewed_bytes"):
-        _log.warning(
-            "%d bytes of step %d escaped on %s: tensors that were handed out in the step are still in use there",
-            ledger["viewed_bytes"],
-            number,
-            worker,
-        )
-
-
-def _failures(answers: dict[Worker, Any]) -> dict[Worker, Exception]:
-    return {worker: answer for worker, answer in answers.items() if isinstance(answer, Exception)}
-
-
-def _sum(answers: dict[Worker, Any], key: str) -> int:
-    return sum(int(answer.get(key, 0)) for answer in answers.values() if isinstance(answer, dict))
-
-
-def _hooked(worker: Worker, answer: Any) -> Any:
-    """What a function that drains came to, as of a worker that serves."""
-    if not isinstance(answer, Exception):
-        return {}
-    error = TransferError(f"{worker} fails: {type(answer).__name__}: {answer}")
-    error.__cause__ = answer
-    return error
-
-
-def _described(what: str, failures: dict[Worker, Exception]) -> str:
-    shown = "; ".join(str(error) for error in list(failures.values())[:4])
-    more = f"; and {len(failures) - 4} more" if len(failures) > 4 else ""
-    return f"{counted(len(failures), 'worker')} {what}: {shown}{more}"

@@ -1,7 +1,8 @@
 """What a controller says to its workers: small requests over a connection each.
 
 What always holds: a connection is kept as long as its `Lines`, since a worker gives up what was claimed through one
-that ends; every request has a deadline; the token goes to workers alone, not to addresses that come from handles.
+that ends; every request has a deadline; a token goes to the addresses that it is for, not to others that come from
+handles; a child made by `fork` keeps no connection open.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -23,12 +25,15 @@ __all__ = ["Lines", "Request", "Worker", "split_address"]
 
 _MOST_AT_ONCE = 32
 _LONGEST_ANSWER = 64 << 20
+_PIECE = 1 << 20
 # Of ids in a request: some megabytes, which no worker refuses.
 _MOST_IDS = 1 << 16
 _TURN_SECONDS = 0.25
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
+_CONFLICT = 409
 _WRONG = 400
+_LONGEST_REASON = 1000
 
 # What connections are known by.
 _made = itertools.count()
@@ -65,35 +70,32 @@ class Request(NamedTuple):
 
 
 class Lines:
-    """Connections to workers, one each."""
+    """Connections to workers, one each. `token_for`: what is shown to the one at an address, if anything."""
 
-    def __init__(self, token: str | None, timeout: float) -> None:
-        self._token = token
+    def __init__(self, token_for: Callable[[str], str | None], timeout: float) -> None:
+        self._token_for = token_for
         self._timeout = timeout
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
 
-    def ask_all(self, requests: Iterable[tuple[Worker, Request]], trusted: bool) -> list[Any]:
-        """The answers of all workers, in order: what came as JSON, or the exception that it came to.
+    def ask_all(self, requests: Iterable[tuple[Worker, Request]]) -> list[Any]:
+        """The answers of all workers, in order: what came as JSON, or the exception that it came to."""
+        return self.call_all([partial(self.ask, worker, request) for worker, request in requests])
 
-        `trusted`: whether they are shown the token.
-        """
-        return self.call_all([partial(self.ask, worker, request, trusted) for worker, request in requests])
-
-    def ask(self, worker: Worker, request: Request, trusted: bool) -> Any:
-        """The answer of one worker. Raises `TransferError` and `NotAuthorizedError`."""
+    def ask(self, worker: Worker, request: Request) -> Any:
+        """The answer of one worker. Raises `TransferError`, `StepTakenError` and `NotAuthorizedError`."""
+        token = self._token_for(worker.addr)
         with self._lock:
             line = self._lines.get(worker.addr)
             if line is None:
-                token = self._token if trusted else None
-                line = self._lines[worker.addr] = _Line(worker.addr, token, self._timeout)
+                line = self._lines[worker.addr] = _Line(worker.addr, self._timeout)
         content = request.content or {}
         ids: Sequence[str] = content.get("shard_ids") or ()
-        answer = line.ask(worker, request._replace(content=_with_ids(content, ids, 0)))
+        answer = line.ask(worker, request._replace(content=_with_ids(content, ids, 0)), token)
         for start in range(_MOST_IDS, len(ids), _MOST_IDS):
-            more = line.ask(worker, request._replace(content=_with_ids(content, ids, start)))
+            more = line.ask(worker, request._replace(content=_with_ids(content, ids, start)), token)
             answer = {key: _joined(value, more[key]) for key, value in answer.items()}
         return answer
 
@@ -142,30 +144,31 @@ class Lines:
 class _Line:
     """One connection, which is made when it is first used, and again where it was lost."""
 
-    def __init__(self, addr: str, token: str | None, timeout: float) -> None:
+    def __init__(self, addr: str, timeout: float) -> None:
         host, port = split_address(addr)
         self.made: int | None = None
         self._lock = threading.Lock()
         self._timeout = timeout
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
         self._connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        _of_process.add(self)
 
-    def ask(self, worker: Worker, request: Request) -> Any:
+    def ask(self, worker: Worker, request: Request, token: str | None) -> Any:
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
         content = None if request.content is None else json.dumps(request.content).encode()
         deadline = time.monotonic() + self._timeout
         with self._lock:
             is_kept = self._connection.sock is not None
             try:
                 try:
-                    status, text = self._exchange(request, content, deadline)
+                    status, text = self._exchange(request, content, headers, deadline)
                 except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
                     self._connection.close()
                     # A connection that was kept may have been closed since; what these requests do can be done twice.
                     if not is_kept:
                         raise
-                    status, text = self._exchange(request, content, deadline)
+                    status, text = self._exchange(request, content, headers, deadline)
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
                 reason = str(error) or type(error).__name__
@@ -173,9 +176,15 @@ class _Line:
                     f"{worker} does not answer ({request.method} {request.path}): {reason}; does that process still "
                     "run?"
                 ) from error
+            except BaseException:
+                # Interrupted in the middle: what comes next on it would be the answer to this.
+                self._connection.close()
+                raise
         return _read(worker, request, status, text)
 
-    def _exchange(self, request: Request, content: bytes | None, deadline: float) -> tuple[int, bytes]:
+    def _exchange(
+        self, request: Request, content: bytes | None, headers: dict[str, str], deadline: float
+    ) -> tuple[int, bytes]:
         connection = self._connection
         connection.timeout = max(0.001, deadline - time.monotonic())
         if connection.sock is not None:
@@ -183,16 +192,48 @@ class _Line:
         else:
             connection.connect()
             self.made = next(_made)
-        connection.request(request.method, request.path, content, self._headers)
+        connection.request(request.method, request.path, content, headers)
         response = connection.getresponse()
-        text = response.read(_LONGEST_ANSWER + 1)
-        if len(text) > _LONGEST_ANSWER:
-            raise http.client.HTTPException(f"the answer is longer than {_LONGEST_ANSWER} bytes")
-        return response.status, text
+        text = bytearray()
+        # In pieces: the timeout of a socket is that of each of them.
+        while piece := response.read1(_PIECE):
+            text += piece
+            if len(text) > _LONGEST_ANSWER:
+                raise http.client.HTTPException(f"the answer is longer than {_LONGEST_ANSWER} bytes")
+            if time.monotonic() > deadline:
+                raise TimeoutError("timed out in the middle of the answer")
+        response.read()
+        return response.status, bytes(text)
 
     def close(self) -> None:
         with self._lock:
             self._connection.close()
+
+    def leave_to_parent(self) -> None:
+        """In a child made by `fork`, whose only thread this is: let go of the copy of the parent's connection."""
+        self._lock = threading.Lock()
+        connection = self._connection
+        sock, connection.sock = connection.sock, None
+        if sock is not None:
+            # Not `close`, which waits for answers that are being read.
+            os.close(sock.detach())
+        connection.close()
+
+
+# The workers take the end of a connection for that of the controller, which a copy in a child would hide.
+_of_process: weakref.WeakSet[_Line] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for line in list(_of_process):
+        line.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class StepTakenError(TransferError):
+    """A step of that number has ended there, or is another controller's."""
 
 
 def _with_ids(content: Mapping[str, Any], ids: Sequence[str], start: int) -> Mapping[str, Any] | None:
@@ -223,10 +264,11 @@ def _read(worker: Worker, request: Request, status: int, text: bytes) -> Any:
             f"{worker} refuses {request.method} {request.path}: it wants the token that it was served with"
         )
     if status >= _WRONG or answer is None:
-        reason = (
-            answer.get("message", answer) if isinstance(answer, dict) else text[:200].decode(errors="replace")
+        reason = answer.get("message", "") if isinstance(answer, dict) else text.decode(errors="replace")
+        kind = StepTakenError if status == _CONFLICT else TransferError
+        raise kind(
+            f"{worker} refuses {request.method} {request.path} ({status}): {str(reason)[:_LONGEST_REASON]}"
         )
-        raise TransferError(f"{worker} refuses {request.method} {request.path} ({status}): {reason}")
     return answer
 
 

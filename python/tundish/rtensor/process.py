@@ -27,6 +27,7 @@ class State:
         epoch: the number of the last step of this process alone.
         has_begun: whether that one has begun, though it may not have been entered yet.
         in_step: whether one is under way.
+        tokens: what is shown to others, by their addresses.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -37,6 +38,7 @@ class State:
     epoch: int = 0
     has_begun: bool = False
     in_step: bool = False
+    tokens: dict[str, str] = field(default_factory=dict)
 
 
 _state = State()

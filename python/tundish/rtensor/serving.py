@@ -79,8 +79,7 @@ def serve(
             through a tunnel, as the guide has it.
         limit_bytes: the most memory for what is stored; by default a quarter of what the process can have.
         buffer_limit_bytes: the most for what is fetched, likewise.
-        peers: addresses of processes that are shown the same token; a controller tells its own workers of one
-            another.
+        peers: addresses of processes that are shown the same token. Those that are known later are added with `trust`.
 
     Called again with the same arguments it returns the same server.
 
@@ -112,8 +111,13 @@ def serve(
 
 def trust(*addresses: str, token: str | None) -> None:
     """Show `token` to the processes that serve at these addresses; to others none is shown."""
+    tokens = state().tokens
     for one in addresses:
         _native.trust_owner(one, token)
+        if token is None:
+            tokens.pop(one, None)
+        else:
+            tokens[one] = token
 
 
 def address() -> str:

@@ -19,7 +19,7 @@ from tundish.rtensor.controller import Step
 from tundish.rtensor.handle import collect_shards, flatten_shard_ids
 from tundish.rtensor.lines import Lines, Request, Worker
 from tundish.rtensor.process import State, state
-from tundish.rtensor.serving import address
+from tundish.rtensor.serving import address, trust
 
 __all__ = ["drain", "keep", "ranks_of", "step"]
 
@@ -36,22 +36,16 @@ def step(claim: Any = None) -> Iterator[Step]:
 
     What is fetched between two steps belongs to the later one.
 
-    Raises `ShardGoneError` for a claimed shard that is not here, `InvalidInputError` for one of another process (a
-    `Controller` claims these), and for a step within a step.
+    Raises `ShardGoneError` for a claimed shard that is not here, or is another process's (a `Controller` claims these):
+    nothing is drained then. `InvalidInputError` for a step within a step.
     """
     mine = state()
     with _alone(mine):
         ids = flatten_shard_ids(claim) if claim is not None else []
         number = mine.epoch if mine.has_begun else _begin_next(mine)
+        if ids:
+            _claim(number, mine, ids)
         try:
-            if ids:
-                _, missing, taken = ShardStore.claim(number, mine.claimant, ids)
-                if missing or taken:
-                    names = ", ".join([*missing, *taken][:8])
-                    raise ShardGoneError(
-                        f"this process has not got these shards, or they are another step's: {names}; those of other "
-                        "processes are claimed with a Controller"
-                    )
             yield Step(number)
         finally:
             # First, so that there is no time at which what other threads fetch belongs to no step.
@@ -59,6 +53,21 @@ def step(claim: Any = None) -> Iterator[Step]:
             # Also what was fetched of them before the step.
             ShardStore.clear_buffer(ids)
             _end(number)
+
+
+def _claim(number: int, mine: State, ids: list[str]) -> None:
+    """All of them or none."""
+    _, missing, taken = ShardStore.claim(number, mine.claimant, ids)
+    if not missing and not taken:
+        return
+    others = set(taken)
+    # Unclaimed again: nothing of it is to end with what is fetched before the next try.
+    ShardStore.keep([one for one in ids if one not in others])
+    names = ", ".join([*missing, *taken][:8])
+    raise ShardGoneError(
+        f"this process has not got these shards, or they are another step's: {names}; those of other processes are "
+        "claimed with a Controller"
+    )
 
 
 def keep(obj: Any) -> int:
@@ -116,12 +125,13 @@ def _remove(by_owner: dict[str, list[str]]) -> None:
     ShardStore.remove([*here, *by_owner.pop("local", [])])
     if not by_owner:
         return
-    with contextlib.closing(Lines(None if server is None else server.token, _TIMEOUT_SECONDS)) as lines:
+    # Handles name whatever host they like: those that this process was told of are shown a token.
+    with contextlib.closing(Lines(state().tokens.get, _TIMEOUT_SECONDS)) as lines:
         requests = [
             (Worker(owner, "owner"), Request("DELETE", "/data/clear", {"shard_ids": ids}))
             for owner, ids in by_owner.items()
         ]
-        for answer in lines.ask_all(requests, trusted=server is not None):
+        for answer in lines.ask_all(requests):
             if isinstance(answer, Exception):
                 raise answer
 
@@ -156,11 +166,12 @@ def _end(number: int) -> None:
             number,
         )
     left = json.loads(ShardStore.stats())["buffer"]
-    if left["num_entries"]:
+    entries = left["num_entries"] - left["current_entries"]
+    if entries:
         _log.warning(
             "%d entries (%d bytes) are still in the fetch buffer after the end of step %d, the oldest of step %s",
-            left["num_entries"],
-            left["total_bytes"],
+            entries,
+            left["total_bytes"] - left["current_bytes"],
             number,
             left["oldest_epoch"],
         )
@@ -176,7 +187,11 @@ def ranks_of(group: Any, role: str) -> list[Worker]:
     voter = voter_of(group)
     members = membership(group)
     texts = [voter.pass_on(own, source=rank, what="tell where a rank serves") for rank in members.ranks]
-    return [
+    workers = [
         Worker(addr, role, rank)
         for rank, (addr, role) in zip(members.ranks, map(json.loads, texts), strict=True)
     ]
+    server = state().server
+    if server is not None and server.token is not None:
+        trust(*(worker.addr for worker in workers), token=server.token)
+    return workers

@@ -151,9 +151,10 @@ fn store_error(error: &StoreError) -> PyErr {
     match error {
         StoreError::Memory(error) => shm_error(error),
         StoreError::Full { .. } | StoreError::TooLarge { .. } => raise("StoreFullError", &message),
-        StoreError::Missing { .. } | StoreError::StepEnded { .. } | StoreError::Drained { .. } => {
-            raise("ShardGoneError", &message)
-        }
+        StoreError::Missing { .. }
+        | StoreError::StepEnded { .. }
+        | StoreError::StepTaken { .. }
+        | StoreError::Drained { .. } => raise("ShardGoneError", &message),
         StoreError::Mismatch { .. } => raise("ShardMismatchError", &message),
         StoreError::Refused { status: 401 | 403, .. } => raise("NotAuthorizedError", &message),
         StoreError::Corrupt { .. }

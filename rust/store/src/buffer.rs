@@ -6,6 +6,8 @@
 //! 2. What was fetched is kept only if nothing drained it meanwhile: neither its step has ended, nor all was flushed, nor
 //!    was the shard drained by its id. Else it is refused and counted, and whoever fetched it is told.
 //! 3. A failure is nobody's who asks later.
+//! 4. What is fetched while there is no step belongs to the next one: all that is kept ends with a step, unless somebody
+//!    carried it over.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,7 +16,7 @@ use smallvec::SmallVec;
 
 use crate::error::StoreError;
 use crate::flight::{Flight, Outcome, covers};
-use crate::parts::{HasEnded, Part, Parts, Viewed};
+use crate::parts::{Part, Parts, Viewed};
 use crate::shard::{Rows, ShardId};
 use crate::turnstile::Turnstile;
 use crate::{Claimant, Epoch};
@@ -34,7 +36,10 @@ pub(crate) type Entries<P> = SmallVec<[Held<P>; 1]>;
 /// The step under which a call began.
 #[derive(Clone, Debug)]
 pub(crate) struct Ticket {
+    /// None: the one that was to come.
     epoch: Option<Epoch>,
+    /// Of its part.
+    token: u64,
     pub(crate) viewed: Viewed,
 }
 
@@ -90,7 +95,7 @@ impl<P: Clone> Buffer<P> {
     /// From here on calls belong to this step.
     pub(crate) fn begin(&self, epoch: Epoch, claimant: Claimant) -> Result<(), StoreError> {
         let mut state = self.state.lock();
-        state.parts.begin(epoch, claimant).map_err(|HasEnded| StoreError::StepEnded { epoch })?;
+        state.parts.begin(epoch, claimant).map_err(|reason| StoreError::not_begun(epoch, &reason))?;
         state.current = Some(epoch);
         Ok(())
     }
@@ -103,8 +108,8 @@ impl<P: Clone> Buffer<P> {
     pub(crate) fn ticket(&self) -> Ticket {
         let state = self.state.lock();
         let epoch = state.current;
-        let part = state.parts.get(epoch).expect("the current step has a part, and so has none");
-        Ticket { epoch, viewed: Arc::clone(&part.viewed) }
+        let part = state.current_part();
+        Ticket { epoch, token: part.token, viewed: Arc::clone(&part.viewed) }
     }
 
     /// Asks for some, few enough to hold the lock for; `is_first` where the caller has not asked for them before.
@@ -113,8 +118,8 @@ impl<P: Clone> Buffer<P> {
     /// [`StoreError::StepEnded`] where the call's step has.
     pub(crate) fn ask(&self, ticket: &Ticket, wanted: &[Key], is_first: bool) -> Result<Vec<Asked<P>>, StoreError> {
         let mut state = self.state.lock();
-        state.check(ticket)?;
-        Ok(wanted.iter().map(|key| state.ask(ticket, key, is_first)).collect())
+        let token = state.part_of(ticket)?.token;
+        Ok(wanted.iter().map(|key| state.ask(ticket.epoch, token, key, is_first)).collect())
     }
 
     /// What is here of some, with the rows that it has; nobody is asked for the rest.
@@ -123,7 +128,7 @@ impl<P: Clone> Buffer<P> {
     /// As of [`ask`](Self::ask).
     pub(crate) fn find(&self, ticket: &Ticket, wanted: &[Key]) -> Result<Vec<Option<Found<P>>>, StoreError> {
         let state = self.state.lock();
-        state.check(ticket)?;
+        state.part_of(ticket)?;
         let found = wanted.iter().map(|key| state.find(key).map(|held| (held.payload.clone(), held.rows.clone())));
         Ok(found.collect())
     }
@@ -135,8 +140,7 @@ impl<P: Clone> Buffer<P> {
     pub(crate) fn land(&self, flight: &Arc<Flight<P>>, payload: P, bytes: u64) -> Result<(), StoreError> {
         let mut state = self.state.lock();
         let is_wanted = state.take_off(flight);
-        let part = state.parts.get_mut(flight.epoch).filter(|part| part.token == flight.token);
-        let Some(part) = part.filter(|_| is_wanted) else {
+        let Some(part) = state.parts.with_token_mut(flight.token).filter(|_| is_wanted) else {
             return Err(state.refuse(flight));
         };
         let Flight { owner, rows, .. } = &**flight;
@@ -197,14 +201,26 @@ impl<P: Clone> Buffer<P> {
 }
 
 impl<P: Clone> State<P> {
-    fn check(&self, ticket: &Ticket) -> Result<(), StoreError> {
-        match ticket.epoch {
-            Some(epoch) if self.parts.get(ticket.epoch).is_none() => Err(StoreError::StepEnded { epoch }),
-            _ => Ok(()),
+    /// That of the step under way, or of the next one.
+    pub(crate) fn current_part(&self) -> &Part<Entries<P>> {
+        self.parts.get(self.current).filter(|_| self.current.is_some()).unwrap_or_else(|| self.parts.next())
+    }
+
+    /// The part that a call's fetches go to.
+    fn part_of(&self, ticket: &Ticket) -> Result<&Part<Entries<P>>, StoreError> {
+        let ended = |epoch| StoreError::StepEnded { epoch };
+        if let Some(part) = self.parts.with_token(ticket.token) {
+            return Ok(part);
+        }
+        // Ended, or flushed and then another one.
+        match (self.parts.past_of_token(ticket.token), ticket.epoch) {
+            (Some(past), _) => Err(ended(past.epoch)),
+            (None, Some(epoch)) => self.parts.get(Some(epoch)).ok_or_else(|| ended(epoch)),
+            (None, None) => Ok(self.current_part()),
         }
     }
 
-    fn ask(&mut self, ticket: &Ticket, key: &Key, is_first: bool) -> Asked<P> {
+    fn ask(&mut self, epoch: Option<Epoch>, token: u64, key: &Key, is_first: bool) -> Asked<P> {
         if let Some(held) = self.find(key) {
             let hit = Asked::Hit(held.payload.clone(), held.rows.clone());
             self.counts.hits += u64::from(is_first);
@@ -217,8 +233,7 @@ impl<P: Clone> State<P> {
         }
         self.counts.misses += 1;
         self.counts.in_flight += 1;
-        let token = self.parts.get(ticket.epoch).expect("who asks was told otherwise").token;
-        let flight = Flight::new(key.id.clone(), Arc::clone(&key.owner), key.rows.clone(), ticket.epoch, token);
+        let flight = Flight::new(key.id.clone(), Arc::clone(&key.owner), key.rows.clone(), epoch, token);
         let flight = Arc::new(flight);
         self.flights.entry(key.id.clone()).or_default().push(Arc::clone(&flight));
         Asked::Leads(flight)
@@ -236,7 +251,7 @@ impl<P: Clone> State<P> {
         let of_shard = self.flights.get(&key.id)?.iter();
         let mut fitting =
             of_shard.filter(|flight| flight.owner == key.owner && covers(flight.rows.as_ref(), key.rows.as_ref()));
-        fitting.find(|flight| self.parts.get(flight.epoch).is_some_and(|part| part.token == flight.token))
+        fitting.find(|flight| self.parts.with_token(flight.token).is_some())
     }
 
     /// Takes a flight off the list; `false` where it was not on it any more.
@@ -253,16 +268,14 @@ impl<P: Clone> State<P> {
 
     fn refuse(&mut self, flight: &Arc<Flight<P>>) -> StoreError {
         self.counts.late += 1;
-        let ended = flight.epoch.filter(|epoch| self.parts.get(Some(*epoch)).is_none());
-        if let Some(epoch) = flight.epoch {
-            match self.parts.get_mut(flight.epoch) {
-                Some(part) => part.tally.late += 1,
-                None => {
-                    if let Some(past) = self.parts.past_mut(epoch) {
-                        past.tally.late += 1;
-                    }
-                }
-            }
+        let mut ended = flight.epoch.filter(|epoch| self.parts.get(Some(*epoch)).is_none());
+        if let Some(part) = self.parts.with_token_mut(flight.token) {
+            part.tally.late += 1;
+        } else if let Some(past) = self.parts.past_mut(flight.token, flight.epoch) {
+            past.tally.late += 1;
+            ended = Some(past.epoch);
+        } else if let Some(part) = self.parts.get_mut(flight.epoch) {
+            part.tally.late += 1;
         }
         match ended {
             Some(epoch) => {
@@ -294,10 +307,8 @@ impl<P: Clone> State<P> {
 
     fn keep(&mut self, id: &ShardId) -> u64 {
         let mut kept = Entries::new();
-        for (epoch, part) in self.parts.iter_mut() {
-            if epoch.is_some()
-                && let Some(entries) = part.take(id)
-            {
+        for part in self.parts.ending_mut() {
+            if let Some(entries) = part.take(id) {
                 entries.iter().for_each(|held| part.tally.free(held.bytes));
                 kept.extend(entries);
             }

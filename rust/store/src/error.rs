@@ -7,6 +7,7 @@ use std::sync::Arc;
 use tundish_shm::ShmError;
 
 use crate::Epoch;
+use crate::parts::NotBegun;
 use crate::shard::ShardId;
 
 /// Why shards could not be stored, fetched or found.
@@ -62,6 +63,12 @@ pub enum StoreError {
     /// The step ended before its work did.
     #[error("step {epoch} has ended and was drained meanwhile; nothing is kept of what was fetched or claimed for it")]
     StepEnded {
+        /// Which.
+        epoch: Epoch,
+    },
+    /// The step is somebody else's.
+    #[error("step {epoch} is another controller's: two controllers number their steps in different ways")]
+    StepTaken {
         /// Which.
         epoch: Epoch,
     },
@@ -148,6 +155,13 @@ pub enum StoreError {
 }
 
 impl StoreError {
+    pub(crate) fn not_begun(epoch: Epoch, reason: &NotBegun) -> Self {
+        match reason {
+            NotBegun::HasEnded => StoreError::StepEnded { epoch },
+            NotBegun::IsTaken => StoreError::StepTaken { epoch },
+        }
+    }
+
     /// A call of the operating system that failed: what was tried, on what, and the answer.
     pub(crate) fn io(operation: &'static str, object: impl Into<String>, error: &std::io::Error) -> Self {
         StoreError::Io { operation, object: object.into(), kind: error.kind(), reason: error.to_string() }

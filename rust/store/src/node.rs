@@ -201,10 +201,13 @@ impl Node {
         let memory = self.buffer_pool.account();
         let state = self.buffer.state.lock();
         let (total_bytes, num_entries) = state.parts.held();
+        let current = state.current_part().tally;
         let holding = state.parts.iter().filter(|(epoch, part)| epoch.is_some() && part.tally.num_entries > 0);
         BufferStats {
             num_entries,
             total_bytes,
+            current_entries: current.num_entries,
+            current_bytes: current.held_bytes,
             high_water_bytes: state.parts.high_water_bytes,
             hits: state.counts.hits,
             misses: state.counts.misses,

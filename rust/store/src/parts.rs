@@ -3,10 +3,12 @@
 //! A [`Parts`] owns entries of one kind; whoever has it has it under a lock. What always holds:
 //!
 //! 1. To end a step is to take its part out, whole, whatever the part holds: dropping it is for later and elsewhere.
+//!    Likewise a step begins with the whole part of what came for it beforehand.
 //! 2. A step that has ended does not begin again, as far back as is remembered.
 //! 3. Of every part, what was brought in is what was freed and what is held, in bytes.
 //! 4. No table of entries is large, so that growing one moves some thousand entries with the lock held, not a million.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -102,6 +104,8 @@ fn place(id: &ShardId) -> usize {
 /// A step that ended.
 pub(crate) struct Past {
     pub(crate) epoch: Epoch,
+    /// Of its part, where it had one.
+    token: Option<u64>,
     pub(crate) tally: Tally,
     pub(crate) viewed: Viewed,
 }
@@ -113,13 +117,20 @@ pub(crate) struct Standing {
     pub(crate) has_ended: bool,
 }
 
-/// The step has ended.
+/// Why a step does not begin.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct HasEnded;
+pub(crate) enum NotBegun {
+    /// It has ended.
+    HasEnded,
+    /// It is another claimant's.
+    IsTaken,
+}
 
-/// All parts: one of no step, and one of each step that has begun.
+/// All parts: one of no step, one of each step that has begun, and one of the next.
 pub(crate) struct Parts<V> {
     parts: HashMap<Option<Epoch>, Part<V>>,
+    /// What the next step begins with.
+    next: Part<V>,
     past: VecDeque<Past>,
     next_token: u64,
     pub(crate) high_water_bytes: u64,
@@ -128,19 +139,25 @@ pub(crate) struct Parts<V> {
 impl<V> Parts<V> {
     pub(crate) fn new() -> Self {
         let parts = HashMap::from([(None, Part::new(0, None))]);
-        Parts { parts, past: VecDeque::new(), next_token: 1, high_water_bytes: 0 }
+        Parts { parts, next: Part::new(1, None), past: VecDeque::new(), next_token: 2, high_water_bytes: 0 }
     }
 
-    /// The step's part; begun if it is not there, for `claimant`.
-    pub(crate) fn begin(&mut self, epoch: Epoch, claimant: Claimant) -> Result<&mut Part<V>, HasEnded> {
+    /// The step's part; begun if it is not there, for `claimant`, with what there is for the next step.
+    pub(crate) fn begin(&mut self, epoch: Epoch, claimant: Claimant) -> Result<&mut Part<V>, NotBegun> {
         if self.past(epoch).is_some() {
-            return Err(HasEnded);
+            return Err(NotBegun::HasEnded);
         }
-        let next_token = &mut self.next_token;
-        Ok(self.parts.entry(Some(epoch)).or_insert_with(|| {
-            *next_token += 1;
-            Part::new(*next_token - 1, Some(claimant))
-        }))
+        match self.parts.entry(Some(epoch)) {
+            Entry::Occupied(begun) if begun.get().claimant == Some(claimant) => Ok(begun.into_mut()),
+            Entry::Occupied(_) => Err(NotBegun::IsTaken),
+            Entry::Vacant(place) => {
+                let next = Part::new(self.next_token, None);
+                self.next_token += 1;
+                let mut begun = std::mem::replace(&mut self.next, next);
+                begun.claimant = Some(claimant);
+                Ok(place.insert(begun))
+            }
+        }
     }
 
     /// Takes the step's part out; `None` where it had none. It does not begin again.
@@ -150,7 +167,8 @@ impl<V> Parts<V> {
             let (mut tally, viewed) =
                 part.as_ref().map_or_else(Default::default, |part| (part.tally, Arc::clone(&part.viewed)));
             tally.freed_bytes += std::mem::take(&mut tally.held_bytes);
-            self.past.push_back(Past { epoch, tally, viewed });
+            let token = part.as_ref().map(|part| part.token);
+            self.past.push_back(Past { epoch, token, tally, viewed });
             if self.past.len() > REMEMBERED {
                 self.past.pop_front();
             }
@@ -161,7 +179,10 @@ impl<V> Parts<V> {
     /// Takes all entries out; steps go on, with nothing in them.
     pub(crate) fn flush(&mut self) -> Vec<Part<V>> {
         let mut flushed = Vec::new();
-        for part in self.parts.values_mut() {
+        let mut parts: Vec<_> = self.parts.values_mut().chain([&mut self.next]).collect();
+        // The older stay the older.
+        parts.sort_unstable_by_key(|part| part.token);
+        for part in parts {
             let mut empty = Part::new(self.next_token, part.claimant);
             self.next_token += 1;
             empty.tally = part.tally;
@@ -186,12 +207,38 @@ impl<V> Parts<V> {
         self.parts.get_mut(&None).expect("it was made first and is never taken out")
     }
 
+    /// The part of what comes while there is no step.
+    pub(crate) fn next(&self) -> &Part<V> {
+        &self.next
+    }
+
+    pub(crate) fn with_token(&self, token: u64) -> Option<&Part<V>> {
+        self.iter().map(|(_, part)| part).find(|part| part.token == token)
+    }
+
+    pub(crate) fn with_token_mut(&mut self, token: u64) -> Option<&mut Part<V>> {
+        self.iter_mut().map(|(_, part)| part).find(|part| part.token == token)
+    }
+
+    /// All that end with a step.
+    pub(crate) fn ending_mut(&mut self) -> impl Iterator<Item = &mut Part<V>> {
+        let begun = self.parts.iter_mut().filter(|(epoch, _)| epoch.is_some());
+        begun.map(|(_, part)| part).chain([&mut self.next])
+    }
+
+    /// The step that ended with the part of this token.
+    pub(crate) fn past_of_token(&self, token: u64) -> Option<&Past> {
+        self.past.iter().rev().find(|past| past.token == Some(token))
+    }
+
     pub(crate) fn past(&self, epoch: Epoch) -> Option<&Past> {
         self.past.iter().rev().find(|past| past.epoch == epoch)
     }
 
-    pub(crate) fn past_mut(&mut self, epoch: Epoch) -> Option<&mut Past> {
-        self.past.iter_mut().rev().find(|past| past.epoch == epoch)
+    /// The step that ended with the part of this token, or that of this number.
+    pub(crate) fn past_mut(&mut self, token: u64, epoch: Option<Epoch>) -> Option<&mut Past> {
+        let is_it = |past: &&mut Past| past.token == Some(token) || Some(past.epoch) == epoch;
+        self.past.iter_mut().rev().find(is_it)
     }
 
     /// How a step stands; `None` where it never began, or ended too long ago.
@@ -212,11 +259,11 @@ impl<V> Parts<V> {
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Option<Epoch>, &Part<V>)> {
-        self.parts.iter().map(|(epoch, part)| (*epoch, part))
+        self.parts.iter().map(|(epoch, part)| (*epoch, part)).chain([(None, &self.next)])
     }
 
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (Option<Epoch>, &mut Part<V>)> {
-        self.parts.iter_mut().map(|(epoch, part)| (*epoch, part))
+        self.parts.iter_mut().map(|(epoch, part)| (*epoch, part)).chain([(None, &mut self.next)])
     }
 
     /// Steps of this claimant.
@@ -227,9 +274,9 @@ impl<V> Parts<V> {
 
     /// Bytes and entries of all.
     pub(crate) fn held(&self) -> (u64, u64) {
-        self.parts
-            .values()
-            .fold((0, 0), |(bytes, entries), part| (bytes + part.tally.held_bytes, entries + part.tally.num_entries))
+        self.iter().fold((0, 0), |(bytes, entries), (_, part)| {
+            (bytes + part.tally.held_bytes, entries + part.tally.num_entries)
+        })
     }
 
     pub(crate) fn saw_peak(&mut self) {

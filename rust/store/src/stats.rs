@@ -79,6 +79,10 @@ pub struct BufferStats {
     pub num_entries: u64,
     /// Bytes that they take, also in the memory of owners on this node.
     pub total_bytes: u64,
+    /// Of these, those of the step that fetches belong to now; of the next one, where there is none.
+    pub current_entries: u64,
+    /// Their bytes.
+    pub current_bytes: u64,
     /// The most bytes that they ever took.
     pub high_water_bytes: u64,
     /// Tensors that were found.

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use crate::error::{MissingShard, StoreError};
-use crate::parts::{HasEnded, Part, Parts};
+use crate::parts::{Part, Parts};
 use crate::shard::ShardId;
 use crate::stats::{Claimed, Removed};
 use crate::turnstile::{TURN, Turnstile};
@@ -142,11 +142,12 @@ impl<P: Clone> Storage<P> {
     /// Claims for a step.
     ///
     /// # Errors
-    /// [`StoreError::StepEnded`] where it has ended. What it claimed before that is gone.
+    /// [`StoreError::StepEnded`] where it has ended, and what it claimed before that is gone; [`StoreError::StepTaken`] where
+    /// it is another claimant's.
     pub(crate) fn claim(&self, epoch: Epoch, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
         let mut claimed = Claimed::default();
         let begun = self.state.lock().parts.begin(epoch, claimant).map(|_| ());
-        begun.map_err(|HasEnded| StoreError::StepEnded { epoch })?;
+        begun.map_err(|reason| StoreError::not_begun(epoch, &reason))?;
         let turns = self.state.in_turns(ids, |state, some| {
             if state.parts.get(Some(epoch)).is_none() {
                 return Err(StoreError::StepEnded { epoch });

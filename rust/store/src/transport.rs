@@ -35,16 +35,16 @@ pub trait Service: Send + Sync + 'static {
     /// Removes what was fetched of these shards, all of it where `None`; how many entries. Time as of `remove`.
     fn clear_buffer(&self, ids: Option<&[ShardId]>) -> u64;
 
-    /// From here on fetches belong to this step.
+    /// From here on fetches belong to this step, and those that belonged to none.
     ///
     /// # Errors
-    /// [`StoreError::StepEnded`] where it has ended already.
+    /// [`StoreError::StepEnded`] where it has ended already, [`StoreError::StepTaken`] where it is another claimant's.
     fn begin_epoch(&self, epoch: Epoch, claimant: Claimant) -> Result<(), StoreError>;
 
     /// Claims stored shards for a step, with which they end. Time as of `remove`.
     ///
     /// # Errors
-    /// [`StoreError::StepEnded`] where it has ended already.
+    /// As of [`begin_epoch`](Service::begin_epoch).
     fn claim(&self, epoch: Epoch, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError>;
 
     /// Carries these shards over: what was fetched of them, and the shards where they are stored here, no longer end with

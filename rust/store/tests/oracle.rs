@@ -14,6 +14,9 @@ use tundish_store::{Node, Removed, Selection, Service, ShardId, StoreError, View
 
 const OWNER: &str = "owner";
 
+/// In place of a step, of what is fetched while there is none.
+const NEXT: u64 = u64::MAX;
+
 #[derive(Clone, Debug)]
 enum Step {
     Put(Vec<usize>),
@@ -64,16 +67,17 @@ struct Tally {
 struct Side<K> {
     entries: BTreeMap<K, (Option<u64>, u64)>,
     tallies: BTreeMap<u64, Tally>,
+    next: Tally,
 }
 
 impl<K: Ord + Clone> Side<K> {
     fn new() -> Self {
-        Side { entries: BTreeMap::new(), tallies: BTreeMap::new() }
+        Side { entries: BTreeMap::new(), tallies: BTreeMap::new(), next: Tally::default() }
     }
 
     fn count(&mut self, epoch: Option<u64>, brought: u64, freed: u64) {
         if let Some(epoch) = epoch {
-            let tally = self.tallies.get_mut(&epoch).unwrap();
+            let tally = if epoch == NEXT { &mut self.next } else { self.tallies.get_mut(&epoch).unwrap() };
             tally.brought += brought;
             tally.held = tally.held + brought - freed;
         }
@@ -91,7 +95,13 @@ impl<K: Ord + Clone> Side<K> {
     }
 
     fn begin(&mut self, epoch: u64) -> bool {
-        !self.tallies.entry(epoch).or_default().has_ended
+        if let Some(tally) = self.tallies.get(&epoch) {
+            return !tally.has_ended;
+        }
+        let next = self.entries.values_mut().filter(|(of, _)| *of == Some(NEXT));
+        next.for_each(|(of, _)| *of = Some(epoch));
+        self.tallies.insert(epoch, std::mem::take(&mut self.next));
+        true
     }
 
     fn end(&mut self, epoch: u64) {
@@ -243,6 +253,8 @@ impl World {
                 let begun = self.consumer.begin_epoch(epoch, epoch % 2);
                 if self.fetched.begin(epoch) {
                     begun.unwrap();
+                    let others = self.consumer.begin_epoch(epoch, 2);
+                    assert!(matches!(others, Err(StoreError::StepTaken { epoch: of }) if of == epoch));
                     if !self.begun.contains(&epoch) {
                         self.begun.push(epoch);
                     }
@@ -318,7 +330,7 @@ impl World {
                 (id.clone(), range, bytes.clone())
             })
             .collect();
-        let epoch = self.begun.last().copied();
+        let epoch = self.begun.last().copied().or(Some(NEXT));
         let mut unique: Vec<(Piece, u64)> = Vec::new();
         for (id, range, bytes) in &wanted {
             let part = range.map_or(&bytes[..], |(start, end)| &bytes[start as usize..end as usize]);
@@ -377,6 +389,10 @@ impl World {
         let (entries, bytes) = unclaimed.fold((0, 0), |(entries, sum), (_, bytes)| (entries + 1, sum + bytes));
         assert_eq!((storage.unclaimed_entries, storage.unclaimed_bytes), (entries, bytes));
         assert_eq!((buffer.num_entries, buffer.total_bytes), self.fetched.held());
+        let current = Some(self.begun.last().copied().unwrap_or(NEXT));
+        let of_current = self.fetched.entries.values().filter(|(epoch, _)| *epoch == current);
+        let (entries, bytes) = of_current.fold((0, 0), |(entries, sum), (_, bytes)| (entries + 1, sum + bytes));
+        assert_eq!((buffer.current_entries, buffer.current_bytes), (entries, bytes));
         assert_eq!((buffer.hits, buffer.misses, buffer.in_flight), (self.hits, self.misses, 0));
         assert_eq!(buffer.late_inserts_refused, 0);
         assert_eq!(self.consumer.current_epoch(), self.begun.last().copied());

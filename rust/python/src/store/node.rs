@@ -282,6 +282,12 @@ impl ShardStore {
         Ok((claimed.total_bytes, names(&claimed.missing), names(&claimed.taken)))
     }
 
+    /// The claimant is gone: what it claimed is unclaimed again, and what was fetched in its steps is dropped.
+    #[staticmethod]
+    fn give_up(py: Python<'_>, claimant: u64) {
+        py.detach(|| Node::of_process().give_up(claimant));
+    }
+
     /// Drops what the step claimed and fetched: its account, in JSON.
     #[staticmethod]
     fn end_epoch(py: Python<'_>, epoch: u64) -> PyResult<String> {

@@ -192,6 +192,9 @@ pub(super) struct Refused {
     /// The step that has ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) ended_epoch: Option<Epoch>,
+    /// The step that is another's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) taken_epoch: Option<Epoch>,
 }
 
 /// What became of a claim.

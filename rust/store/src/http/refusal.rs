@@ -25,7 +25,7 @@ impl From<StoreError> for Refusal {
         let status = match &error {
             StoreError::Invalid(_) => 400,
             StoreError::Missing { .. } => 404,
-            StoreError::Exists { .. } | StoreError::StepEnded { .. } => 409,
+            StoreError::Exists { .. } | StoreError::StepEnded { .. } | StoreError::StepTaken { .. } => 409,
             StoreError::TooLarge { .. } => 413,
             StoreError::Full { .. } => 507,
             _ => 500,

@@ -383,3 +383,20 @@ fn a_shard_that_is_looked_up_while_it_is_claimed_and_given_up_is_always_there() 
         assert_eq!(storage.state.lock().parts.unclaimed().tally.held_bytes, BYTES);
     });
 }
+
+#[test]
+fn what_is_under_way_when_a_step_begins_ends_with_it() {
+    check(|| {
+        let buffer = Arc::new(Buffer::new());
+        let flight = lead(&buffer, &buffer.ticket());
+        let step = thread::spawn({
+            let buffer = Arc::clone(&buffer);
+            move || buffer.begin(1, 0).unwrap()
+        });
+        buffer.land(&flight, 5, BYTES).unwrap();
+        step.join().unwrap();
+        assert_eq!(standing(&buffer).0, (BYTES, 1));
+        assert_eq!(buffer.end(1).map(|part| part.tally.num_entries), Some(1));
+        assert_eq!(standing(&buffer), ((0, 0), 0, 0));
+    });
+}

@@ -268,6 +268,9 @@ impl Client {
         if let Some(epoch) = refused.ended_epoch {
             return StoreError::StepEnded { epoch };
         }
+        if let Some(epoch) = refused.taken_epoch {
+            return StoreError::StepTaken { epoch };
+        }
         let shards = fetch::missing(&refused);
         if !shards.is_empty() {
             return StoreError::Missing { owner: Some(Arc::clone(owner)), shards };
