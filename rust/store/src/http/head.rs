@@ -107,7 +107,7 @@ impl RequestHead {
             content_length: None,
             expects_continue: false,
             content: Form::Shards,
-            accepts: Form::Shards,
+            accepts: Form::Json,
             range: None,
             authorization: None,
             node: None,
@@ -141,8 +141,9 @@ impl RequestHead {
                 }
                 self.expects_continue = true;
             }
-            "content-type" if is_json(text()) => self.content = Form::Json,
-            "accept" if text().split(',').any(is_json) => self.accepts = Form::Json,
+            "content-type" if is(text(), Form::Json) => self.content = Form::Json,
+            // Who knows no better form gets the one that everybody reads: most send `*/*`, or nothing.
+            "accept" if text().split(',').any(|accepted| is(accepted, Form::Shards)) => self.accepts = Form::Shards,
             "range" => self.range = Asked::parse(text()),
             "authorization" => self.authorization = Some(value.to_vec()),
             "host" => {
@@ -239,9 +240,9 @@ fn keeps_alive(value: &str) -> Option<bool> {
     if has("close") { Some(false) } else { has("keep-alive").then_some(true) }
 }
 
-fn is_json(media_type: &str) -> bool {
+fn is(media_type: &str, form: Form) -> bool {
     let name = media_type.split(';').next().unwrap_or_default().trim();
-    name.eq_ignore_ascii_case(Form::Json.media_type())
+    name.eq_ignore_ascii_case(form.media_type())
 }
 
 #[cfg(test)]
@@ -271,14 +272,17 @@ mod tests {
         let (head, length) = parse(text).unwrap().unwrap();
         assert_eq!((head.method, head.path.as_str()), (Method::Put, "/data/a%3Ab"));
         assert_eq!((head.content_length, head.expects_continue, head.keeps_alive), (Some(2 << 20), true, true));
-        assert_eq!((head.accepts, head.content, length), (Form::Shards, Form::Shards, text.len() - 4));
+        assert_eq!((head.accepts, head.content, length), (Form::Json, Form::Shards, text.len() - 4));
     }
 
     #[test]
     fn fields_have_their_meaning_in_any_case() {
-        let json =
-            head("ACCEPT: text/html, application/json;q=0.9\r\ncontent-TYPE: Application/JSON; charset=utf-8\r\n");
-        assert_eq!((json.accepts, json.content), (Form::Json, Form::Json));
+        let shards = "ACCEPT: application/json, Application/X-tundish-Shards;q=0.9\r\n";
+        let mixed = head(&format!("{shards}content-TYPE: Application/JSON; charset=utf-8\r\n"));
+        assert_eq!((mixed.accepts, mixed.content), (Form::Shards, Form::Json));
+        for any in ["", "Accept: */*\r\n", "Accept: application/*, application/octet-stream\r\n"] {
+            assert_eq!(head(any).accepts, Form::Json, "{any:?}");
+        }
         assert!(!head("Connection: foo, Close\r\n").keeps_alive);
         assert_eq!(head("Range: rows=1-2\r\n").range.unwrap().unit, Unit::Rows);
         assert_eq!(head("range: lines=1-2\r\n").range, None);

@@ -3,7 +3,7 @@
 //! | request | answer |
 //! |---|---|
 //! | `PUT /data/<id>` | stores the shard in the body |
-//! | `GET /data/<id>` | the shard; with `Range: rows=0-9` these rows of it, with `Range: bytes=…` these bytes of the body; 404 where there is none |
+//! | `GET /data/<id>` | the shard; with `Range: rows=0-9` these rows of it, with `Range: bytes=…` these bytes of the body, where that is no JSON; 404 where there is none |
 //! | `POST /data/batch` `{"shard_ids": […], "rows": [[0, 10], null, …]}` | the shards, in order; 400 with `missing_shard_ids` |
 //! | `DELETE /data/clear` `{"shard_ids": […]}` | removes them: `cleared_count`, `freed_bytes`; of what is left `num_tensors`, `total_bytes` |
 //! | `DELETE /buffer/clear` `{"shard_ids": […]}` | removes what was fetched of them, everything with `null` or without a body: `cleared_count` |
@@ -11,8 +11,8 @@
 //! | `POST /epoch/<number>/begin`, `…/claim` `{"shard_ids": […]}` | as long as the connection is open |
 //! | `POST /epoch/<number>/end` | the step's account |
 //!
-//! A shard travels as a [header](ShardHeader) and its bytes, or as JSON where `Accept` or `Content-Type` say
-//! `application/json`.
+//! A shard is sent as JSON, and to who names `application/x-tundish-shards` in `Accept`, as this crate's client does, as a
+//! [header](ShardHeader) and its bytes. It is received as these, or as JSON where `Content-Type` says `application/json`.
 //!
 //! The server is tokio's sockets and `httparse`, and no HTTP library: it writes bodies from the slabs that they lie in and
 //! receives them into those that they stay in, and so copies nothing but into and out of the kernel. hyper 1 would: it hands

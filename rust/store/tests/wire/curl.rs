@@ -5,7 +5,7 @@ use std::process::Command;
 use serde_json::{Value, json};
 
 use crate::common::pattern;
-use crate::raw::{Owner, meta, shard};
+use crate::raw::{Owner, TAKES_SHARDS, meta, shard};
 
 fn curl(arguments: &[&str]) -> Vec<u8> {
     let output = Command::new("curl").args(["--silent", "--show-error", "--max-time", "20"]).args(arguments).output();
@@ -24,6 +24,8 @@ fn curl_speaks_it() {
     let owner = Owner::new();
     let base = format!("http://{}", owner.address());
     let url = |path: &str| format!("{base}{path}");
+    let as_they_are = ["--header", TAKES_SHARDS.trim_end()];
+    let shards = |arguments: &[&str]| curl(&[&as_they_are[..], arguments].concat());
     // Large enough that curl waits to be told to go on.
     let bytes = pattern(1, 3 << 20);
     let body = shard(&meta("int16", &[3 << 19]), &bytes);
@@ -33,26 +35,27 @@ fn curl_speaks_it() {
     std::fs::write(&file, &body).unwrap();
     let file = file.to_str().unwrap();
     assert_eq!(json_of(&["--upload-file", file, &url("/data/a:1")]), json!({"status": "ok", "shard_id": "a:1"}));
-    assert_eq!(curl(&[&url("/data/a:1")]), body);
-    assert_eq!(curl(&["--range", "100-199", &url("/data/a:1")]), body[100..200]);
-    let tensor = json_of(&["--header", "Accept: application/json", &url("/data/a:1")]);
+    assert_eq!(shards(&[&url("/data/a:1")]), body);
+    assert_eq!(shards(&["--range", "100-199", &url("/data/a:1")]), body[100..200]);
+    let tensor = json_of(&[&url("/data/a:1")]);
     assert_eq!((&tensor["dtype"], &tensor["shape"]), (&json!("torch.int16"), &json!([3 << 19])));
     let again = ["--request", "PUT", "--header", "Content-Type: application/json", "--data-binary"];
     let small = r#"{"dtype": "torch.int8", "shape": [2], "data": "AQI="}"#;
     assert_eq!(json_of(&[&again[..], &[small, &url("/data/b")]].concat())["status"], "ok");
     let batch = ["--data", r#"{"shard_ids": ["b", "a:1", "b"]}"#, &url("/data/batch")];
     let b = shard(&meta("int8", &[2]), &[1, 2]);
-    assert_eq!(curl(&batch), [&b[..], &body, &b].concat());
+    assert_eq!(shards(&batch), [&b[..], &body, &b].concat());
+    assert_eq!(json_of(&batch)[2]["data"], "AQI=");
     let status = ["--output", "/dev/null", "--write-out", "%{http_code}"];
     assert_eq!(curl(&[&status[..], &[&url("/data/none")]].concat()), b"404");
     // Two requests on one connection.
-    assert_eq!(curl(&[&url("/data/b"), &url("/data/b")]), [&b[..], &b].concat());
+    assert_eq!(shards(&[&url("/data/b"), &url("/data/b")]), [&b[..], &b].concat());
     let clear = ["--request", "DELETE", "--data", r#"{"shard_ids": ["a:1"]}"#, &url("/data/clear")];
     assert_eq!(json_of(&clear)["cleared_count"], 1);
     assert_eq!(json_of(&["--request", "DELETE", &url("/buffer/clear")])["cleared_count"], 0);
     assert_eq!(json_of(&["--request", "POST", &url("/epoch/5/end")])["epoch"], 5);
     assert_eq!(json_of(&[&url("/stats")])["storage"]["num_entries"], 1);
-    let head = String::from_utf8(curl(&["--head", &url("/data/b")])).unwrap();
+    let head = String::from_utf8(shards(&["--head", &url("/data/b")])).unwrap();
     assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.contains("Content-Length: 34\r\n"), "{head}");
     assert!(String::from_utf8(curl(&[&url("/metrics")])).unwrap().contains("tundish_rtensor_entries"));
 }

@@ -14,6 +14,9 @@ use crate::common::LIMITS;
 /// Far longer than anything here takes.
 pub const STUCK: Duration = Duration::from_secs(20);
 
+/// A field of requests.
+pub const TAKES_SHARDS: &str = "Accept: application/x-tundish-shards\r\n";
+
 /// A node that serves.
 pub struct Owner {
     pub node: Arc<Node>,
@@ -79,9 +82,12 @@ impl Raw {
         self.0.write_all(bytes).unwrap();
     }
 
+    /// Of one who takes shards as they are, unless `fields` say otherwise.
     pub fn request(&mut self, method: &str, path: &str, fields: &str, body: &[u8]) {
         let length = body.len();
-        let head = format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n{fields}\r\n");
+        let accepts = if fields.contains("Accept: ") { "" } else { TAKES_SHARDS };
+        let head =
+            format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n{accepts}{fields}\r\n");
         self.send(&[head.as_bytes(), body].concat());
     }
 

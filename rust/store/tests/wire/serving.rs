@@ -5,7 +5,7 @@ use tundish_store::http::Client;
 use tundish_store::{Dtype, Meta, Service};
 
 use crate::common::{pattern, within};
-use crate::raw::{Owner, meta, shard};
+use crate::raw::{Owner, TAKES_SHARDS, meta, shard};
 
 #[test]
 fn every_type_comes_back_as_it_was_stored_bit_for_bit() {
@@ -68,6 +68,11 @@ fn json_is_what_arealss_clients_read_and_write() {
     assert_eq!(owner.ask("GET", "/data/again", "", b"").body[32..], bytes);
     assert_eq!(owner.ask("POST", "/data/batch", fields, br#"{"shard_ids": []}"#).json(), json!([]));
     assert_eq!(owner.ask("PUT", "/data/y", fields, br#"{"dtype": "float32"}"#).status, 400);
+    // Its clients say that they take anything.
+    let any = "Content-Type: application/json\r\nAccept: */*\r\n";
+    assert_eq!(owner.ask("GET", "/data/x", any, b"").json(), tensor);
+    let batch = owner.ask("POST", "/data/batch", any, br#"{"shard_ids": ["x", "long", "x"]}"#);
+    assert_eq!((batch.field("Content-Type"), &batch.json()[2]), (Some("application/json"), &tensor));
 }
 
 #[test]
@@ -131,10 +136,11 @@ fn requests_follow_each_other_on_one_connection_also_before_their_answers() {
     let owner = Owner::new();
     owner.store("a", b"abc");
     let mut raw = owner.connect();
-    let both = "GET /data/a HTTP/1.1\r\nHost: localhost\r\n\r\n".repeat(2);
-    raw.send(format!("{both}POST /data/batch HTTP/1.1\r\nHost: localhost\r\nContent-Length: 19\r\n\r\n").as_bytes());
+    let fields = format!("Host: localhost\r\n{TAKES_SHARDS}");
+    let both = format!("GET /data/a HTTP/1.1\r\n{fields}\r\n").repeat(2);
+    raw.send(format!("{both}POST /data/batch HTTP/1.1\r\n{fields}Content-Length: 19\r\n\r\n").as_bytes());
     raw.send(br#"{"shard_ids":["a"]}HEAD /data/a HTTP/1.1"#);
-    raw.send(b"\r\nHost: localhost\r\nConnection: close\r\n\r\n");
+    raw.send(format!("\r\n{fields}Connection: close\r\n\r\n").as_bytes());
     for _ in 0..3 {
         assert_eq!(raw.answer().body, shard(&meta("uint8", &[3]), b"abc"));
     }
