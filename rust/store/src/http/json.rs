@@ -2,11 +2,15 @@
 //!
 //! It is the form of AReaL's clients, and as there the elements of a bfloat16 tensor travel as float32, which has all
 //! their values; whoever stores one may send either. What is sent is made piece by piece, so that no shard is ever
-//! whole in base64.
+//! whole in base64. What is read of a list is bounded: no list names more than [`MOST_IDS`] shards.
+
+use std::fmt;
+use std::marker::PhantomData;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use serde::{Deserialize, Serialize};
+use serde::de::{Error, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::refusal::Refusal;
 use crate::Epoch;
@@ -16,6 +20,9 @@ use crate::shard::{Rows, Selection, ShardId};
 
 /// Bytes of a shard that are turned into base64 at once: three make four characters, with nothing left over.
 pub(super) const STRIDE: usize = 48 << 10;
+
+/// Shards that one list names, in a body of less than ten megabytes.
+pub(super) const MOST_IDS: usize = 1 << 16;
 
 const PREFIX: &str = "torch.";
 const BFLOAT16: &str = "bfloat16";
@@ -63,7 +70,7 @@ pub(super) const BEHIND: &str = r#""}"#;
 struct Tensor<'a> {
     #[serde(borrow)]
     dtype: std::borrow::Cow<'a, str>,
-    shape: Vec<u64>,
+    shape: List<u64>,
     #[serde(borrow)]
     data: std::borrow::Cow<'a, str>,
 }
@@ -76,7 +83,7 @@ pub fn read_tensor(body: &[u8]) -> Result<(Meta, Vec<u8>), StoreError> {
     let invalid = |reason: String| StoreError::Invalid(format!("the body is no tensor in JSON: {reason}"));
     let tensor: Tensor<'_> = serde_json::from_slice(body).map_err(|error| invalid(error.to_string()))?;
     let name = tensor.dtype.strip_prefix(PREFIX).unwrap_or(&tensor.dtype);
-    let meta = Meta::new(Dtype::from_name(name)?, Shape::from_vec(tensor.shape))?;
+    let meta = Meta::new(Dtype::from_name(name)?, Shape::from_vec(tensor.shape.0))?;
     let bytes = STANDARD.decode(tensor.data.as_bytes()).map_err(|error| invalid(error.to_string()))?;
     let (has, found) = (meta.nbytes(), bytes.len() as u64);
     if name == BFLOAT16 && found == 2 * has && has > 0 {
@@ -94,9 +101,9 @@ pub fn read_tensor(body: &[u8]) -> Result<(Meta, Vec<u8>), StoreError> {
 
 #[derive(Deserialize)]
 struct Batch {
-    shard_ids: Vec<String>,
+    shard_ids: List<Name>,
     #[serde(default)]
-    rows: Option<Vec<Option<[u64; 2]>>>,
+    rows: Option<List<Option<[u64; 2]>>>,
 }
 
 /// The shards that a body names, and the rows of them.
@@ -104,16 +111,16 @@ struct Batch {
 /// # Errors
 /// A [`Refusal`] where it names none.
 pub fn read_batch(body: &[u8]) -> Result<Vec<Selection>, Refusal> {
-    let batch: Batch = serde_json::from_slice(body).map_err(|error| no_list(&error))?;
-    let rows = batch.rows.unwrap_or_else(|| vec![None; batch.shard_ids.len()]);
-    if rows.len() != batch.shard_ids.len() {
+    let Batch { shard_ids: List(names), rows } = serde_json::from_slice(body).map_err(|error| no_list(&error))?;
+    let rows = rows.map_or_else(|| vec![None; names.len()], |List(rows)| rows);
+    if rows.len() != names.len() {
         return Err(Refusal::new(400, "'rows' has one entry for each of 'shard_ids': [start, stop], or null for all"));
     }
-    let selections = batch.shard_ids.iter().zip(rows).map(|(id, rows)| {
+    let selections = names.into_iter().zip(rows).map(|(Name(id), rows)| {
         let rows = rows.map(|[start, end]| Rows { start, end });
-        Ok(Selection { id: id.parse()?, rows })
+        Selection { id, rows }
     });
-    selections.collect()
+    Ok(selections.collect())
 }
 
 /// The shards that a body names; `None` where it says `null`.
@@ -125,11 +132,63 @@ pub fn read_ids(body: &[u8]) -> Result<Option<Vec<ShardId>>, Refusal> {
     struct Ids {
         // Without this a list that is missing would be as one that is null.
         #[serde(deserialize_with = "Option::deserialize")]
-        shard_ids: Option<Vec<String>>,
+        shard_ids: Option<List<Name>>,
     }
     let ids: Ids = serde_json::from_slice(body).map_err(|error| no_list(&error))?;
-    let parse = |ids: Vec<String>| ids.iter().map(|id| Ok(id.parse()?)).collect();
-    ids.shard_ids.map(parse).transpose()
+    Ok(ids.shard_ids.map(|List(names)| names.into_iter().map(|Name(id)| id).collect()))
+}
+
+/// A name, read as what it stands for.
+struct Name(ShardId);
+
+impl<'de> Deserialize<'de> for Name {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Text;
+
+        impl Visitor<'_> for Text {
+            type Value = Name;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("the name of a shard")
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<Name, E> {
+                text.parse().map(Name).map_err(E::custom)
+            }
+        }
+
+        deserializer.deserialize_str(Text)
+    }
+}
+
+/// A list of at most [`MOST_IDS`]: what comes beyond that is not read.
+struct List<T>(Vec<T>);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for List<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Items<T>(PhantomData<T>);
+
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Items<T> {
+            type Value = List<T>;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a list")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<List<T>, A::Error> {
+                let mut list = Vec::new();
+                while let Some(item) = items.next_element()? {
+                    if list.len() == MOST_IDS {
+                        return Err(A::Error::custom(format!("a request names at most {MOST_IDS} of them")));
+                    }
+                    list.push(item);
+                }
+                Ok(List(list))
+            }
+        }
+
+        deserializer.deserialize_seq(Items(PhantomData))
+    }
 }
 
 fn no_list(error: &serde_json::Error) -> Refusal {
@@ -270,6 +329,18 @@ mod tests {
         assert_eq!(read_batch(br#"{"shard_ids": null}"#).unwrap_err().status, 400);
         assert_eq!(read_batch(br#"{"shard_ids": ["a"], "rows": []}"#).unwrap_err().status, 400);
         assert_eq!(read_batch(br#"{"shard_ids": ["a"], "rows": [[1]]}"#).unwrap_err().status, 400);
+        assert_eq!(read_ids(br#"{"shard_ids": ["\u0061"]}"#).unwrap(), Some(vec!["a".parse().unwrap()]));
+    }
+
+    #[test]
+    fn lists_have_an_end() {
+        let list = |names: usize| format!(r#"{{"shard_ids": [{}]}}"#, vec![r#""a""#; names].join(","));
+        assert_eq!(read_batch(list(MOST_IDS).as_bytes()).unwrap().len(), MOST_IDS);
+        for refused in [read_batch(list(MOST_IDS + 1).as_bytes()).err(), read_ids(list(MOST_IDS + 1).as_bytes()).err()]
+        {
+            let refusal = refused.expect("too many");
+            assert!(refusal.status == 400 && refusal.reason.contains("at most 65536"), "{refusal:?}");
+        }
     }
 
     proptest! {

@@ -9,7 +9,7 @@ use tundish_store::http::{Server, Timing};
 use tundish_store::{Node, Service, StoreError};
 
 use crate::common::{LIMITS, pattern};
-use crate::raw::{Owner, Raw, meta, shard, until};
+use crate::raw::{Owner, Raw, STUCK, meta, shard, until};
 
 const SHORT: Duration = Duration::from_millis(300);
 
@@ -212,6 +212,42 @@ fn a_store_at_its_limit_refuses_after_a_while() {
         waiting.join().unwrap()
     });
     assert_eq!(answer.status, 200, "{}", answer.text());
+}
+
+#[test]
+fn who_has_room_and_sends_nothing_loses_it_to_who_waits_for_it() {
+    let timing = Timing { silence: STUCK, room: 10 * SHORT, ..Timing::default() };
+    let owner = Owner::with(None, timing);
+    owner.node.set_limits(tundish_store::Limits { storage_bytes: 8 << 20, buffer_bytes: 8 << 20 });
+    let body = shard(&meta("uint8", &[6 << 20]), &pattern(6, 6 << 20));
+    let mut silent = owner.connect();
+    let head = format!("PUT /data/silent HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\r\n", body.len());
+    silent.send(&[head.as_bytes(), &body[..100]].concat());
+    until("it has its room", || owner.node.stats().storage.memory.used_bytes > 0);
+    let answer = owner.ask("PUT", "/data/a", "", &body);
+    assert_eq!(answer.status, 200, "{}", answer.text());
+}
+
+#[test]
+fn what_is_made_of_names_has_its_room_until_it_is_answered() {
+    let owner = Owner::new();
+    owner.store("a", &pattern(7, 1 << 20));
+    let names = format!(r#"{{"shard_ids":[{}]}}"#, vec![r#""a""#; 1 << 16].join(","));
+    // Takes some of an answer of many gigabytes.
+    let take = || {
+        let mut raw = owner.connect();
+        raw.request("POST", "/data/batch", "", names.as_bytes());
+        std::io::Read::read_exact(&mut raw.0, &mut [0; 1000]).unwrap();
+        raw
+    };
+    let taking: Vec<Raw> = (0..8).map(|_| take()).collect();
+    let beside = Owner::with(None, hasty());
+    beside.store("a", b"a");
+    let ask = |names: &str| beside.ask("POST", "/data/batch", "", names.as_bytes()).status;
+    assert_eq!(ask(&names), 503);
+    assert_eq!(ask(r#"{"shard_ids":["a"]}"#), 200, "small ones are not counted");
+    drop(taking);
+    until("their room is given back", || ask(&names) == 200);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::io::{BufRead, BufReader, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use tundish_store::http::{Client, Server, Timing};
 use tundish_store::{Node, Service, ShardId, StoreError};
 
 use crate::common::{LIMITS, pattern, put, whole, within};
-use crate::raw::{Owner, Raw, STUCK, clients, until};
+use crate::raw::{Owner, Raw, STUCK, clients, meta, shard, until};
 
 const WHERE_TO_CALL: &str = "TUNDISH_TEST_PARENT";
 
@@ -128,6 +128,21 @@ fn an_owner_with_few_descriptors() {
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const few) }, 0);
     let owner = Owner::new();
     obey(|_| owner.address().to_string());
+}
+
+#[test]
+fn an_owner_without_threads() {
+    if !is_started() {
+        return;
+    }
+    let owner = Owner::new();
+    // Not by a request: for that a thread may be started, and stay for a while.
+    let id = put(&owner.node, &[vec![7]]).unwrap().remove(0);
+    let none = libc::rlimit { rlim_cur: 1, rlim_max: 1 };
+    // SAFETY: the user and a limit of this process; the limit is not for root.
+    let limited = unsafe { libc::setuid(65_534) | libc::setrlimit(libc::RLIMIT_NPROC, &raw const none) };
+    assert!(limited == 0 && std::thread::Builder::new().spawn(|| ()).is_err());
+    obey(|words| if words == ["address"] { owner.address().to_string() } else { id.to_string() });
 }
 
 const OWNING: &str = "processes::owning_process";
@@ -276,4 +291,89 @@ fn more_connections_than_there_is_room_for_push_out_those_that_wait() {
     assert!(closed > 200, "only {closed} of 300 had to go");
     assert!(held.is_alive(), "but not the one that holds claims");
     within(10.0, |patience| held.end_epoch(1, patience)).unwrap();
+}
+
+#[test]
+fn without_threads_everything_is_done_by_those_that_serve() {
+    let mut process = Process::start("processes::an_owner_without_threads");
+    let at = process.ask("address").parse().unwrap();
+    let clear = format!(r#"{{"shard_ids": ["{}"]}}"#, process.ask("id"));
+    let mut raw = Raw::connect(at);
+    let large = shard(&meta("uint8", &[3 << 20]), &pattern(2, 3 << 20));
+    let requests: [(_, _, &[u8], _); 5] = [
+        ("DELETE", "/data/clear", clear.as_bytes(), "\"cleared_count\":1"),
+        ("PUT", "/data/large", &large, "large"),
+        ("POST", "/epoch/3/claim", br#"{"shard_ids": ["large"]}"#, "\"claimed_count\":1"),
+        ("POST", "/epoch/3/end", b"", "\"freed_bytes\":3145728"),
+        ("DELETE", "/buffer/clear", b"", "\"cleared_count\":0"),
+    ];
+    for (method, path, body, says) in requests {
+        raw.request(method, path, "", body);
+        let answer = raw.answer();
+        assert!(answer.status == 200 && answer.text().contains(says), "{path}: {}", answer.text());
+    }
+}
+
+/// The most memory that a process ever had, in MiB.
+fn peak(process: &Process) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", process.child.id())).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    line.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() >> 10
+}
+
+#[test]
+fn a_short_name_that_is_named_often_costs_little() {
+    let mut process = Process::start(OWNING);
+    let at = process.ask("address").parse().unwrap();
+    let mut raw = Raw::connect(at);
+    raw.request("PUT", "/data/a", "", &shard(&meta("uint8", &[1]), b"a"));
+    assert_eq!(raw.answer().status, 200);
+    let before = peak(&process);
+    let names = |count: usize| format!(r#"{{"shard_ids":[{}]}}"#, vec![r#""a""#; count].join(","));
+    raw.request("POST", "/data/batch", "", names(1 << 16).as_bytes());
+    let answer = raw.answer();
+    assert_eq!((answer.status, answer.body.len()), (200, 33 << 16));
+    let of_all = peak(&process) - before;
+    // Eight megabytes of them.
+    for (method, path) in [("POST", "/data/batch"), ("DELETE", "/data/clear"), ("POST", "/keep")] {
+        raw.request(method, path, "", names(2_000_000).as_bytes());
+        let answer = raw.answer();
+        assert!(answer.status == 400 && answer.text().contains("at most 65536"), "{}", answer.text());
+    }
+    let of_more = peak(&process) - before;
+    assert!(of_all < 24 && of_more < 64, "{of_all} and {of_more} MiB");
+}
+
+#[test]
+fn those_that_stop_half_way_make_room_for_others() {
+    let half_ways = [
+        "GET /health HT",
+        "POST /data/batch HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
+        "PUT /data/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nTSHD",
+        "GET /data/large HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "POST /epoch/99/begin HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n",
+    ];
+    let mut process = Process::start("processes::an_owner_with_few_descriptors");
+    let at: SocketAddr = process.ask("address").parse().unwrap();
+    let large = shard(&meta("uint8", &[64 << 20]), &pattern(3, 64 << 20));
+    let ask = |method, path, body: &[u8]| {
+        let mut raw = Raw::connect(at);
+        raw.request(method, path, "", body);
+        raw.answer().status
+    };
+    assert_eq!(ask("PUT", "/data/large", &large), 200);
+    for half_way in half_ways {
+        // More than it has places.
+        let silent: Vec<Raw> = (0..100)
+            .map(|_| {
+                let mut raw = Raw::connect(at);
+                raw.send(half_way.as_bytes());
+                raw
+            })
+            .collect();
+        let begin = Instant::now();
+        assert_eq!(ask("GET", "/health", b""), 200, "{half_way}");
+        assert!(begin.elapsed() < Duration::from_secs(5), "{half_way}: {:?}", begin.elapsed());
+        drop(silent);
+    }
 }

@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::body::Body;
+use super::rooms::Aside;
 use crate::error::StoreError;
 use crate::http::head::{Form, LENDER_FIELD};
 use crate::http::json::Refused;
@@ -16,15 +17,17 @@ pub(super) struct Answer {
     /// Fields beside those that every answer has: name and value.
     fields: Vec<(&'static str, String)>,
     pub(super) body: Body,
+    /// Memory that was set aside for it.
+    pub(super) aside: Option<Aside>,
 }
 
 impl Answer {
     pub(super) fn new(status: u16, form: Form, body: Body) -> Self {
-        Answer { status, media_type: form.media_type(), fields: Vec::new(), body }
+        Answer { status, media_type: form.media_type(), fields: Vec::new(), body, aside: None }
     }
 
     pub(super) fn text(media_type: &'static str, text: String) -> Self {
-        Answer { status: 200, media_type, fields: Vec::new(), body: Body::of_text(text) }
+        Answer { status: 200, media_type, fields: Vec::new(), body: Body::of_text(text), aside: None }
     }
 
     pub(super) fn json(status: u16, value: &impl Serialize) -> Self {
@@ -110,6 +113,7 @@ fn reason(status: u16) -> &'static str {
         422 => "Unprocessable Content",
         431 => "Request Header Fields Too Large",
         501 => "Not Implemented",
+        503 => "Service Unavailable",
         507 => "Insufficient Storage",
         _ => "Internal Server Error",
     }

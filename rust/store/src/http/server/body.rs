@@ -23,7 +23,7 @@ pub(super) struct Body {
     pieces: Vec<Piece>,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 enum Piece {
     Text(Range<usize>),
     /// Bytes of a shard, as they are.
@@ -43,6 +43,16 @@ impl Body {
         let start = self.texts.len();
         write(&mut self.texts);
         self.pieces.push(Piece::Text(start..self.texts.len()));
+    }
+
+    /// How many pieces it has, by which what was added is known.
+    pub(super) fn pieces(&self) -> usize {
+        self.pieces.len()
+    }
+
+    /// Goes on with these pieces once more: nothing of what they say is held twice.
+    pub(super) fn again(&mut self, pieces: Range<usize>) {
+        self.pieces.extend_from_within(pieces);
     }
 
     /// Goes on with the bytes of a shard.

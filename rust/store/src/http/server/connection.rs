@@ -1,22 +1,23 @@
 //! One connection: what is read from it and written to it, each within its time.
 //!
-//! What always holds: no more is read than the request announced, so that what is left in `inbox` is the next request;
+//! It owns the socket and its place among the others. What always holds: no more is read than the request announced, so that what is left in `inbox` is the next request;
 //! a connection that waits for a request has no memory but this; what is large is read and written in turns, between
 //! which other connections have theirs.
 
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::net::{Shutdown, shutdown};
 use tokio::net::TcpStream;
-use tokio::sync::Semaphore;
 use tokio::task::yield_now;
-use tokio::time::timeout;
+use tokio::time::{timeout, timeout_at};
 
 use super::answer::Answer;
 use super::body::{Body, Cursor, Slices};
+use super::rooms::{self, Aside};
+use super::table::Seat;
 use super::timing::Timing;
 use super::traffic::Traffic;
 use crate::checksum::Checksum;
@@ -36,14 +37,11 @@ const SOME: usize = 4096;
 /// Bytes of a body of JSON.
 const MOST_JSON: u64 = 64 << 20;
 
-/// Bodies of JSON up to this size are read at once, larger ones as long as all together have at most [`JSON_AT_ONCE`].
-const SMALL_JSON: u64 = 64 << 10;
-const JSON_AT_ONCE: usize = 256 << 20;
+/// Who sends or takes so many bytes, or the last ones, is not silent.
+const PROGRESS: usize = 64 << 10;
 
 /// Rest of a body that is read although nobody wants it, for the sake of the connection.
 const MOST_DISCARDED: u64 = 64 << 10;
-
-static JSON_ROOM: Semaphore = Semaphore::const_new(JSON_AT_ONCE >> 10);
 
 /// Why there is no answer, or a short one.
 #[derive(Debug)]
@@ -60,20 +58,44 @@ impl From<Refusal> for Trouble {
     }
 }
 
+/// The body of a request, whole.
+pub(super) struct Whole {
+    pub(super) bytes: Vec<u8>,
+    /// What it takes.
+    _aside: Aside,
+}
+
 pub(super) struct Connection {
     stream: Arc<Socket<TcpStream>>,
+    pub(super) seat: Seat,
     /// What has come and was not looked at.
     inbox: Vec<u8>,
     /// Bytes of the request's body that are still to be read.
     unread: u64,
     waits_for_continue: bool,
     timing: Timing,
+    /// How long the other side may be silent.
+    silence: Duration,
+    /// Since when it is, but for so many bytes.
+    silent_since: Instant,
+    moved: usize,
     traffic: Arc<Traffic>,
 }
 
 impl Connection {
-    pub(super) fn new(stream: Arc<Socket<TcpStream>>, timing: Timing, traffic: Arc<Traffic>) -> Self {
-        Connection { stream, inbox: Vec::new(), unread: 0, waits_for_continue: false, timing, traffic }
+    pub(super) fn new(stream: Arc<Socket<TcpStream>>, seat: Seat, timing: Timing, traffic: Arc<Traffic>) -> Self {
+        Connection {
+            stream,
+            seat,
+            inbox: Vec::new(),
+            unread: 0,
+            waits_for_continue: false,
+            timing,
+            silence: timing.silence,
+            silent_since: Instant::now(),
+            moved: 0,
+            traffic,
+        }
     }
 
     /// Waits until something has come; `false` where nothing does, or the other side goes.
@@ -82,6 +104,7 @@ impl Connection {
             return true;
         }
         self.inbox = Vec::new();
+        self.seat.set_idle();
         let comes = async {
             // That it was readable once says nothing: what made it so may have been read.
             while self.stream.readable().await.is_ok() {
@@ -109,6 +132,7 @@ impl Connection {
     /// The head of the next request; `None` where there is none.
     pub(super) async fn head(&mut self) -> Result<Option<RequestHead>, Trouble> {
         let longest = self.timing.head;
+        self.begin(self.timing.silence);
         let read = timeout(longest, async {
             loop {
                 if let Some((head, length)) = RequestHead::parse(&self.inbox)? {
@@ -123,7 +147,9 @@ impl Connection {
         let head = read.await.unwrap_or_else(|_| {
             let seconds = longest.as_secs_f64();
             Err(Refusal::new(408, format!("the head of the request did not come within {seconds} s")).into())
-        })?;
+        });
+        self.seat.set_busy();
+        let head = head?;
         if let Some(head) = &head {
             self.unread = head.content_length.unwrap_or_default();
             self.waits_for_continue = head.expects_continue && self.inbox.is_empty();
@@ -132,20 +158,15 @@ impl Connection {
     }
 
     /// The whole body of a request, which is small.
-    pub(super) async fn small_body(&mut self) -> Result<Vec<u8>, Trouble> {
+    pub(super) async fn whole_body(&mut self) -> Result<Whole, Trouble> {
         let length = self.unread;
         if length > MOST_JSON {
             return Err(Refusal::new(413, format!("a body of JSON has at most {MOST_JSON} bytes, not {length}")).into());
         }
-        let _room = if length > SMALL_JSON {
-            let room = JSON_ROOM.acquire_many(u32::try_from(length >> 10).unwrap_or(u32::MAX));
-            Some(timeout(self.timing.silence, room).await.map_err(|_| Trouble::Broken)?)
-        } else {
-            None
-        };
+        let aside = rooms::for_body(length, self.timing.silence).await?;
         self.tell_to_continue().await?;
         // It grows with what comes, not with what is announced.
-        self.in_time(length, async |this| {
+        self.in_time(length, self.timing.with_room(), async |this| {
             while (this.inbox.len() as u64) < length {
                 if this.receive(length as usize).await? == 0 {
                     return Err(Trouble::Broken);
@@ -156,7 +177,7 @@ impl Connection {
         .await?;
         self.unread = 0;
         let rest = self.inbox.split_off(length as usize);
-        Ok(std::mem::replace(&mut self.inbox, rest))
+        Ok(Whole { bytes: std::mem::replace(&mut self.inbox, rest), _aside: aside })
     }
 
     /// What `parse` makes of the beginning of a body, which has at most `most` bytes.
@@ -167,7 +188,7 @@ impl Connection {
     ) -> Result<T, Trouble> {
         self.tell_to_continue().await?;
         let most = usize::try_from(self.unread).unwrap_or(usize::MAX).min(most);
-        self.in_time(0, async |this| {
+        self.in_time(0, self.timing.silence, async |this| {
             loop {
                 let begun = &this.inbox[..this.inbox.len().min(most)];
                 if let Some((parsed, length)) = parse(begun)? {
@@ -186,10 +207,10 @@ impl Connection {
         .await
     }
 
-    /// Fills `target` with the next bytes of a body, and returns their checksum.
+    /// Fills `target`, which others may wait for, with the next bytes of a body, and returns their checksum.
     pub(super) async fn fill(&mut self, target: &mut [u8]) -> Result<u64, Trouble> {
         let length = target.len() as u64;
-        self.in_time(length, async |this| {
+        self.in_time(length, self.timing.with_room(), async |this| {
             let mut checksum = Checksum::new();
             let mut filled = this.inbox.len().min(target.len());
             target[..filled].copy_from_slice(&this.inbox[..filled]);
@@ -231,7 +252,7 @@ impl Connection {
         self.traffic.answered(answer.status);
         let head = Body::of_text(answer.head(keeps_alive));
         let body = if to == Method::Head { &Body::default() } else { &answer.body };
-        self.in_time(body.len(), async |this| {
+        self.in_time(body.len(), self.timing.silence, async |this| {
             // One call of the kernel for both, as long as they are small.
             let (mut first, mut second) = (Cursor::default(), Cursor::default());
             let mut turn = 0;
@@ -252,6 +273,7 @@ impl Connection {
                         first.advance(&head, of_head);
                         second.advance(body, of_body);
                         this.traffic.sent_bytes.fetch_add((of_head + of_body) as u64, Relaxed);
+                        this.has_moved(of_head + of_body);
                         turn += of_head + of_body;
                         if turn >= TURN {
                             turn = 0;
@@ -260,7 +282,7 @@ impl Connection {
                     }
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                         turn = 0;
-                        let writable = timeout(this.timing.silence, this.stream.writable()).await;
+                        let writable = timeout_at(this.silence_ends(), this.stream.writable()).await;
                         writable.map_err(|_| Trouble::Broken)?.map_err(|_| Trouble::Broken)?;
                     }
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -273,8 +295,9 @@ impl Connection {
 
     /// Ends the connection so that its last answer is read: were it closed with something unread, the kernel would take
     /// the answer back.
-    pub(super) async fn linger(self) {
+    pub(super) async fn linger(mut self) {
         let _ = shutdown(&**self.stream, Shutdown::Write);
+        self.begin(self.timing.silence);
         let _ = timeout(Duration::from_secs(1), async {
             let mut nowhere = vec![0; 16 << 10];
             while let Ok(1..) = self.read(&mut nowhere).await {}
@@ -293,13 +316,37 @@ impl Connection {
         Ok(())
     }
 
-    /// Does what moves so many bytes, in the time that there is for it.
+    /// Does what moves so many bytes, in the time that there is for it, and without a longer `silence`.
     async fn in_time<T>(
         &mut self,
         bytes: u64,
+        silence: Duration,
         work: impl AsyncFnOnce(&mut Self) -> Result<T, Trouble>,
     ) -> Result<T, Trouble> {
-        timeout(self.timing.whole(bytes), work(self)).await.unwrap_or(Err(Trouble::Broken))
+        self.begin(silence);
+        let done = timeout(self.timing.whole(bytes), work(self)).await.unwrap_or(Err(Trouble::Broken));
+        self.seat.set_busy();
+        done
+    }
+
+    /// From here on the other side is waited for.
+    fn begin(&mut self, silence: Duration) {
+        self.silence = silence;
+        self.has_moved(PROGRESS);
+    }
+
+    /// It sent or took so many bytes: a few now and then are as none.
+    fn has_moved(&mut self, bytes: usize) {
+        self.moved += bytes;
+        if self.moved >= PROGRESS {
+            self.moved = 0;
+            self.silent_since = Instant::now();
+            self.seat.set_halting();
+        }
+    }
+
+    fn silence_ends(&self) -> tokio::time::Instant {
+        (self.silent_since + self.silence).into()
     }
 
     /// Receives what there is, until `inbox` has `most` bytes.
@@ -314,15 +361,16 @@ impl Connection {
         received
     }
 
-    async fn read(&self, target: &mut [u8]) -> Result<usize, Trouble> {
+    async fn read(&mut self, target: &mut [u8]) -> Result<usize, Trouble> {
         loop {
             match self.stream.try_read(target) {
                 Ok(received) => {
                     self.traffic.received_bytes.fetch_add(received as u64, Relaxed);
+                    self.has_moved(received);
                     return Ok(received);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let readable = timeout(self.timing.silence, self.stream.readable()).await;
+                    let readable = timeout_at(self.silence_ends(), self.stream.readable()).await;
                     readable.map_err(|_| Trouble::Broken)?.map_err(|_| Trouble::Broken)?;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}

@@ -1,18 +1,21 @@
 //! Requests, and what is done for them.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use tokio::task::{spawn_blocking, yield_now};
+use tokio::task::yield_now;
 use tokio::time::sleep;
 
 use super::answer::Answer;
 use super::body::Body;
-use super::connection::{Connection, TURN, Trouble};
+use super::connection::{Connection, TURN, Trouble, Whole};
 use super::metrics;
+use super::rooms::{self, Aside};
+use super::threads::beside;
 use super::timing::Timing;
 use super::traffic::Traffic;
 use crate::checksum::Checksum;
@@ -53,8 +56,15 @@ impl Claims {
         self.claimant.is_some()
     }
 
-    fn claimant(&mut self) -> Claimant {
-        *self.claimant.get_or_insert_with(|| NEXT_CLAIMANT.fetch_add(1, Ordering::Relaxed))
+    /// Who claims on this connection.
+    fn claimant(&mut self, connection: &Connection) -> Result<Claimant, Refusal> {
+        if !connection.seat.hold() {
+            return Err(Refusal::new(
+                503,
+                "too many connections hold claims already; close some, or end their processes",
+            ));
+        }
+        Ok(*self.claimant.get_or_insert_with(|| NEXT_CLAIMANT.fetch_add(1, Ordering::Relaxed)))
     }
 }
 
@@ -74,6 +84,8 @@ pub(super) struct Exchange<'a> {
     pub(super) claims: &'a mut Claims,
     pub(super) timing: Timing,
     pub(super) traffic: &'a Traffic,
+    /// Memory that was set aside for the answer and what leads to it.
+    pub(super) aside: Option<Aside>,
 }
 
 impl Exchange<'_> {
@@ -82,6 +94,12 @@ impl Exchange<'_> {
         if matches!(route, Route::Store(_)) && self.head.content_length.is_none() {
             return Err(Refusal::new(411, "tell the length of the body beforehand, in `Content-Length`").into());
         }
+        let mut answer = self.of(route).await?;
+        answer.aside = self.aside;
+        Ok(answer)
+    }
+
+    async fn of(&mut self, route: Route) -> Result<Answer, Trouble> {
         match route {
             Route::Read(id) => self.read(id).await,
             Route::Store(id) => self.store(id).await,
@@ -139,41 +157,63 @@ impl Exchange<'_> {
     }
 
     async fn batch(&mut self) -> Result<Answer, Trouble> {
-        let request = self.connection.small_body().await?;
-        let wanted = json::read_batch(&request)?;
-        let shards = match self.look_up(&wanted) {
+        let (distinct, uses) = distinct(json::read_batch(&self.names().await?.bytes)?);
+        let shards = match self.look_up(&distinct) {
             Err(error @ StoreError::Missing { .. }) => return Ok(Answer::error(&error)),
             shards => shards.map_err(Refusal::from)?,
         };
-        let mut body = Body::default();
-        if self.head.accepts == Form::Json {
-            for (place, shard) in shards.into_iter().enumerate() {
-                body.text(|text| text.push(if place == 0 { b'[' } else { b',' }));
-                body.json(shard);
-            }
-            body.text(|text| text.extend(if wanted.is_empty() { &b"[]"[..] } else { b"]" }));
-            return Ok(Answer::new(200, Form::Json, body));
-        }
+        let is_json = self.head.accepts == Form::Json;
         let is_near = self.head.node.as_deref().is_some_and(same_node::is_this);
         let mut lends = false;
-        for shard in shards {
-            match shard.reference().filter(|_| is_near) {
-                Some(reference) => {
-                    lends = true;
-                    let header = ShardHeader { meta: shard.meta().clone(), payload: Payload::Reference(reference) };
-                    body.text(|text| header.write(text));
+        let mut body = Body::default();
+        let (mut shards, mut added) = (shards.into_iter(), Vec::with_capacity(distinct.len()));
+        for (place, which) in uses.iter().enumerate() {
+            if is_json {
+                body.text(|text| text.push(if place == 0 { b'[' } else { b',' }));
+            }
+            let start = body.pieces();
+            match added.get(*which) {
+                Some(pieces) => body.again(Range::clone(pieces)),
+                None => {
+                    let shard = shards.next().expect("each comes first in the order in which they were looked up");
+                    match shard.reference().filter(|_| is_near && !is_json) {
+                        _ if is_json => body.json(shard),
+                        Some(reference) => {
+                            lends = true;
+                            let payload = Payload::Reference(reference);
+                            let header = ShardHeader { meta: shard.meta().clone(), payload };
+                            body.text(|text| header.write(text));
+                        }
+                        None => add(&mut body, shard).await,
+                    }
+                    added.push(start..body.pieces());
                 }
-                None => add(&mut body, shard).await,
             }
         }
-        let answer = Answer::new(200, Form::Shards, body);
+        if is_json {
+            body.text(|text| text.extend(if uses.is_empty() { &b"[]"[..] } else { b"]" }));
+        }
+        let answer = Answer::new(200, self.head.accepts, body);
         Ok(answer.with_lender(if lends { same_node::lender() } else { None }))
+    }
+
+    /// The body, which names shards. What is made of it has its room until it is answered.
+    async fn names(&mut self) -> Result<Whole, Trouble> {
+        let body = self.connection.whole_body().await?;
+        self.aside = Some(rooms::for_names(&body.bytes, self.timing.silence).await?);
+        Ok(body)
+    }
+
+    /// The shards that the body names.
+    async fn ids(&mut self) -> Result<Vec<ShardId>, Trouble> {
+        let ids = json::read_ids(&self.names().await?.bytes)?;
+        Ok(ids.ok_or_else(|| Refusal::new(400, "'shard_ids' must be a list"))?)
     }
 
     async fn store(&mut self, id: ShardId) -> Result<Answer, Trouble> {
         if self.head.content == Form::Json {
-            let body = self.connection.small_body().await?;
-            let (meta, bytes) = json::read_tensor(&body).map_err(Refusal::from)?;
+            let body = self.connection.whole_body().await?;
+            let (meta, bytes) = json::read_tensor(&body.bytes).map_err(Refusal::from)?;
             let mut incoming = self.room(&id, meta).await?;
             incoming.room().copy_from_slice(&bytes);
             return stored(&id, incoming.commit(Checksum::of(&bytes)));
@@ -206,7 +246,12 @@ impl Exchange<'_> {
         let end = Instant::now() + self.timing.room;
         loop {
             let (id, meta) = (id.clone(), meta.clone());
-            match self.blocking(move |service| service.receive(id, meta)).await? {
+            let received = if meta.nbytes() <= TURN as u64 {
+                self.service.receive(id, meta)
+            } else {
+                self.blocking(move |service| service.receive(id, meta)).await?
+            };
+            match received {
                 Err(StoreError::Full { .. }) if Instant::now() < end => sleep(BETWEEN_TRIES).await,
                 received => return Ok(received.map_err(Refusal::from)?),
             }
@@ -214,8 +259,7 @@ impl Exchange<'_> {
     }
 
     async fn remove(&mut self) -> Result<Answer, Trouble> {
-        let body = self.connection.small_body().await?;
-        let ids = json::read_ids(&body)?.ok_or_else(|| Refusal::new(400, "'shard_ids' must be a list"))?;
+        let ids = self.ids().await?;
         let removed = self.blocking(move |service| service.remove(&ids)).await?;
         // What is left, as AReaL's servers tell it.
         let left = self.service.stats().storage;
@@ -226,30 +270,28 @@ impl Exchange<'_> {
     }
 
     async fn clear_buffer(&mut self) -> Result<Answer, Trouble> {
-        let body = self.connection.small_body().await?;
+        let body = self.names().await?.bytes;
         let ids = if body.is_empty() { None } else { json::read_ids(&body)? };
         let count = self.blocking(move |service| service.clear_buffer(ids.as_deref())).await?;
         Ok(Answer::json(200, &json!({"status": "ok", "cleared_count": count})))
     }
 
     async fn keep(&mut self) -> Result<Answer, Trouble> {
-        let body = self.connection.small_body().await?;
-        let ids = json::read_ids(&body)?.ok_or_else(|| Refusal::new(400, "'shard_ids' must be a list"))?;
+        let ids = self.ids().await?;
         let count = self.blocking(move |service| service.keep(&ids)).await?;
         Ok(Answer::json(200, &json!({"status": "ok", "kept_count": count})))
     }
 
     fn begin(&mut self, epoch: Epoch) -> Result<Answer, Trouble> {
-        match self.service.begin_epoch(epoch, self.claims.claimant()) {
+        match self.service.begin_epoch(epoch, self.claims.claimant(self.connection)?) {
             Ok(()) => Ok(Answer::json(200, &json!({"status": "ok"}))),
             Err(error) => Ok(Answer::error(&error)),
         }
     }
 
     async fn claim(&mut self, epoch: Epoch) -> Result<Answer, Trouble> {
-        let body = self.connection.small_body().await?;
-        let ids = json::read_ids(&body)?.ok_or_else(|| Refusal::new(400, "'shard_ids' must be a list"))?;
-        let claimant = self.claims.claimant();
+        let ids = self.ids().await?;
+        let claimant = self.claims.claimant(self.connection)?;
         let claimed = match self.blocking(move |service| service.claim(epoch, claimant, &ids)).await? {
             Ok(claimed) => claimed,
             Err(error) => return Ok(Answer::error(&error)),
@@ -274,9 +316,22 @@ impl Exchange<'_> {
         work: impl FnOnce(&dyn Service) -> T + Send + 'static,
     ) -> Result<T, Trouble> {
         let service = Arc::clone(self.service);
-        let done = spawn_blocking(move || work(&*service)).await;
-        done.map_err(|_| Refusal::new(500, "it failed; the owner's standard error tells why").into())
+        let done = beside(move || work(&*service)).await;
+        done.ok_or_else(|| Refusal::new(500, "it failed; the owner's standard error tells why").into())
     }
+}
+
+/// Each thing that is named, in the order in which it first is; and for each time that it is named which.
+fn distinct(wanted: Vec<Selection>) -> (Vec<Selection>, Vec<usize>) {
+    let (mut places, mut distinct) = (HashMap::new(), Vec::new());
+    let uses = wanted.into_iter().map(|one| {
+        *places.entry(one).or_insert_with_key(|one: &Selection| {
+            distinct.push(one.clone());
+            distinct.len() - 1
+        })
+    });
+    let uses = uses.collect();
+    (distinct, uses)
 }
 
 /// A shard with its header.

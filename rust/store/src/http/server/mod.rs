@@ -1,15 +1,18 @@
 //! The server of a process's shards.
 //!
-//! It owns a listening socket, two threads, and the connections. What always holds: no request makes it allocate what it
-//! only announces; whoever is silent or slow loses the connection and nothing else; no thread of it takes signals, which
-//! are for those of the process's own.
+//! It owns a listening socket, two threads, and the connections. What always holds: what a request makes it allocate grows
+//! with what comes of it, except that the room for a shard, which the store's limit counts, is taken whole when its header
+//! has come, and kept only from who goes on sending; whoever is silent or slow loses the connection and nothing else,
+//! sooner where others wait for its place; no thread of it takes signals, which are for those of the process's own.
 
 mod answer;
 mod body;
 mod connection;
 mod exchange;
 mod metrics;
+mod rooms;
 mod table;
+mod threads;
 mod timing;
 mod traffic;
 
@@ -102,7 +105,7 @@ impl Server {
                 .build()
         };
         let runtime = without_signals(starting).map_err(|error| failed("start threads to serve", &error))?;
-        let (traffic, table) = (Arc::default(), Arc::new(Table::new()));
+        let (traffic, table) = (Arc::default(), Arc::new(Table::new(timing.crowded)));
         let common = Arc::new(Common { service, token, timing, traffic, table });
         let entered = runtime.enter();
         let listener = listener.into_form(tokio::net::TcpListener::from_std);
@@ -150,13 +153,13 @@ async fn accept_all(listener: Socket<tokio::net::TcpListener>, common: Arc<Commo
                 let seat = common.table.seat(&stream).await;
                 tokio::spawn(async move {
                     common.traffic.connections.fetch_add(1, Relaxed);
-                    serve(stream, &seat, &common).await;
+                    serve(stream, seat, &common).await;
                     common.traffic.connections.fetch_sub(1, Relaxed);
                 });
             }
             // Out of descriptors or memory, which passes; who asks waits meanwhile.
             Err(_) => {
-                common.table.close_idle();
+                common.table.close_one();
                 sleep(Duration::from_millis(20)).await;
             }
         }
@@ -164,19 +167,16 @@ async fn accept_all(listener: Socket<tokio::net::TcpListener>, common: Arc<Commo
 }
 
 /// Answers until the other side hangs up, breaks the rules, or is silent for too long.
-async fn serve(stream: Arc<Socket<TcpStream>>, seat: &table::Seat, common: &Common) {
+async fn serve(stream: Arc<Socket<TcpStream>>, seat: table::Seat, common: &Common) {
     if prepare(&stream).is_err() {
         return;
     }
-    let mut connection = Connection::new(stream, common.timing, Arc::clone(&common.traffic));
+    let mut connection = Connection::new(stream, seat, common.timing, Arc::clone(&common.traffic));
     let mut claims = Claims::new(Arc::clone(&common.service));
     loop {
         // What holds claims is held open on purpose: the kernel looks whether the other side is there.
         let holds = claims.are_held();
-        seat.set_idle(!holds);
-        let comes = connection.awaits((!holds).then_some(common.timing.idle)).await;
-        seat.set_idle(false);
-        if !comes {
+        if !connection.awaits((!holds).then_some(common.timing.idle)).await {
             return;
         }
         let head = match connection.head().await {
@@ -188,8 +188,15 @@ async fn serve(stream: Arc<Socket<TcpStream>>, seat: &table::Seat, common: &Comm
             return end(connection, refusal).await;
         }
         let (service, timing, traffic) = (&common.service, common.timing, &*common.traffic);
-        let exchange =
-            Exchange { service, head: &head, connection: &mut connection, claims: &mut claims, timing, traffic };
+        let exchange = Exchange {
+            service,
+            head: &head,
+            connection: &mut connection,
+            claims: &mut claims,
+            timing,
+            traffic,
+            aside: None,
+        };
         let answer = match exchange.answer().await {
             Ok(answer) => answer,
             Err(Trouble::Refused(refusal)) => Answer::from(refusal),
