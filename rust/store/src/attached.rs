@@ -114,7 +114,8 @@ fn attach(address: &Address, socket_name: Option<&str>, patience: &mut Patience<
     };
     let mut said = None;
     let mut go_on = || {
-        patience.look().map_err(|error| {
+        // Who lends may send a byte now and then, and never be done.
+        patience.look().and_then(|()| patience.glance()).map_err(|error| {
             said = Some(error);
             ShmError::Interrupted
         })

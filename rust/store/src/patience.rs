@@ -14,12 +14,13 @@ const TURN: Duration = Duration::from_millis(50);
 pub struct Patience<'a> {
     deadline: Instant,
     go_on: GoOn<'a>,
+    last_look: Instant,
 }
 
 impl<'a> Patience<'a> {
     /// Patience until `deadline`, as long as `go_on` says so.
     pub fn new(deadline: Instant, go_on: GoOn<'a>) -> Self {
-        Patience { deadline, go_on }
+        Patience { deadline, go_on, last_look: Instant::now() }
     }
 
     /// When it ends.
@@ -42,6 +43,20 @@ impl<'a> Patience<'a> {
     /// # Errors
     /// What the caller's function says, such as [`StoreError::Interrupted`].
     pub fn look(&mut self) -> Result<(), StoreError> {
+        self.last_look = Instant::now();
         (self.go_on)()
+    }
+
+    /// Looks at the deadline, and asks whether to go on where that was not asked for a while: for loops in which something
+    /// keeps coming, which may never have to wait.
+    ///
+    /// # Errors
+    /// As of [`look`](Patience::look), and [`StoreError::TimedOut`], for what the caller knows.
+    pub fn glance(&mut self) -> Result<(), StoreError> {
+        let now = Instant::now();
+        if now >= self.deadline {
+            return Err(StoreError::TimedOut { what: String::new() });
+        }
+        if now.duration_since(self.last_look) < TURN { Ok(()) } else { self.look() }
     }
 }

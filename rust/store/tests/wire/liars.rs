@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tundish_store::http::{Client, Token};
-use tundish_store::{Node, Patience, Service, StoreError};
+use tundish_store::{Node, Patience, Service, ShardId, StoreError};
 
 use crate::common::{LIMITS, pattern, whole, within};
 use crate::raw::{meta, shard};
@@ -22,6 +22,10 @@ enum Does {
     Says(Vec<u8>),
     /// Says this, a moment later.
     SaysLate(Vec<u8>, Duration),
+    /// Says this, so many bytes at a time and a moment between them.
+    Drips(Vec<u8>, usize),
+    /// Says this again and again, as long as anybody listens.
+    Repeats(Vec<u8>),
     /// Reads the request and says nothing for so long.
     Waits(Duration),
 }
@@ -52,6 +56,16 @@ impl Liar {
                         std::thread::sleep(pause);
                         let _ = stream.write_all(&bytes);
                     }
+                    Does::Drips(bytes, some) => {
+                        stream.set_nodelay(true).unwrap();
+                        for some in bytes.chunks(some) {
+                            if stream.write_all(some).is_err() {
+                                break;
+                            }
+                            std::thread::sleep(Duration::from_millis(10));
+                        }
+                    }
+                    Does::Repeats(bytes) => while stream.write_all(&bytes).is_ok() {},
                     Does::Waits(pause) => std::thread::sleep(pause),
                 }
                 let _ = stream.shutdown(Shutdown::Write);
@@ -191,6 +205,48 @@ fn a_deadline_holds_and_so_does_a_callers_word() {
 }
 
 #[test]
+fn a_deadline_holds_also_where_something_keeps_coming() {
+    let (drips, begun) = (answer(&body()), b"HTTP/1.1 200 OK\r\nContent-Length: 100032\r\n\r\n".to_vec());
+    assert!(drips.starts_with(&begun));
+    let head = b"HTTP/1.1 200 OK\r\n".iter().chain(&[b'a'; 10_000]).copied().collect();
+    let timed_out = |error: &StoreError| matches!(error, StoreError::TimedOut { .. });
+    for (what, bytes, some) in [("a body", drips.clone(), 20), ("its end", drips, 50_000), ("a head", head, 20)] {
+        let begin = Instant::now();
+        let error =
+            fetch(&Liar::new(vec![Does::Drips(bytes, some)]), if some == 20 { 0.3 } else { 0.005 }).unwrap_err();
+        assert!(timed_out(&error), "{what}: {error}");
+        assert!(begin.elapsed() < Duration::from_secs(5), "{what}: {:?}", begin.elapsed());
+    }
+    // Many shards, each of which comes at once.
+    let one = shard(&meta("uint8", &[1]), b"a");
+    let liar = Liar::new(vec![Does::Drips([&answer(&one.repeat(2000))[..]].concat(), one.len())]);
+    let ids: Vec<ShardId> = (0..2000).map(|number| format!("a{number}").parse().unwrap()).collect();
+    let wanted: Vec<_> = ids.iter().map(|id| whole(&liar.address, id, 1)).collect();
+    let begin = Instant::now();
+    let error = within(0.3, |patience| Node::new(LIMITS).fetch(&wanted, &Client::new(), patience)).unwrap_err();
+    assert!(timed_out(&error) && begin.elapsed() < Duration::from_secs(5), "{error}");
+
+    let liar = Liar::new(vec![Does::Drips(answer(&body()), 20)]);
+    let (node, id) = (Node::new(LIMITS), "a".parse().unwrap());
+    let begin = Instant::now();
+    let end = begin + Duration::from_millis(200);
+    let mut go_on = || if Instant::now() < end { Ok(()) } else { Err(StoreError::Interrupted) };
+    let mut patience = Patience::new(begin + Duration::from_secs(60), &mut go_on);
+    let error = node.fetch(&[whole(&liar.address, &id, LEN)], &Client::new(), &mut patience).unwrap_err();
+    assert!(matches!(error, StoreError::Interrupted), "{error}");
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+}
+
+#[test]
+fn an_owner_that_only_announces_its_answer_is_given_up() {
+    let announces = || Does::Repeats(b"HTTP/1.1 100 Continue\r\n\r\n".repeat(1000));
+    let begin = Instant::now();
+    let error = fetch(&Liar::new((0..20).map(|_| announces()).collect()), 60.0).unwrap_err();
+    assert!(matches!(&error, StoreError::Unreachable { reason, .. } if reason.contains("announces")), "{error}");
+    assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
+}
+
+#[test]
 fn several_owners_are_asked_at_once() {
     let pause = Duration::from_millis(400);
     let liars: Vec<_> = (0..5).map(|_| Liar::new(vec![Does::SaysLate(answer(&body()), pause)])).collect();
@@ -202,15 +258,48 @@ fn several_owners_are_asked_at_once() {
     assert!(begin.elapsed() < 3 * pause, "{:?}", begin.elapsed());
 }
 
-#[test]
-fn memory_that_cannot_be_reached_is_sent_instead_and_not_tried_again() {
-    // A reference to a descriptor that no process has.
+/// A reference to a descriptor that no process has.
+fn reference() -> Vec<u8> {
     let mut reference = body()[..32].to_vec();
     reference[7] = 1;
     reference.extend(u32::MAX.to_le_bytes());
     reference.extend([0; 28]);
+    reference
+}
+
+#[test]
+fn a_reference_that_was_not_asked_for_is_an_error() {
+    let says = || (0..20).map(|_| Does::Says(answer(&reference()))).collect();
+    let id = "a".parse().unwrap();
+    for (client, requests) in [(Client::new(), 2), (Client::of_sockets(), 1)] {
+        let liar = Liar::new(says());
+        let wanted = [whole(&liar.address, &id, LEN)];
+        let error = within(20.0, |patience| Node::new(LIMITS).fetch(&wanted, &client, patience)).unwrap_err();
+        assert!(matches!(&error, StoreError::Corrupt { reason, .. } if reason.contains("reference")), "{error}");
+        assert_eq!(liar.heard.lock().unwrap().len(), requests);
+    }
+}
+
+#[test]
+fn of_a_refusal_no_more_is_read_than_there_is_to_say() {
+    let refuses = |length: usize, said: &[u8]| {
+        let head = format!("HTTP/1.1 500 No\r\nContent-Length: {length}\r\n\r\n");
+        Does::Says([head.as_bytes(), said].concat())
+    };
+    let message = |length: usize| [&b"{\"message\":\""[..], &vec![b'y'; length - 14], b"\"}"].concat();
+    for says in [refuses(900_000, &message(900_000)), refuses(9_000_000, &message(10_000)), refuses(9_000_000, b"")] {
+        let begin = Instant::now();
+        let error = fetch(&Liar::new(vec![says]), 60.0).unwrap_err();
+        assert!(matches!(error, StoreError::Refused { status: 500, .. }), "{error}");
+        assert!(error.to_string().len() < 3000, "{}", error.to_string().len());
+        assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+    }
+}
+
+#[test]
+fn memory_that_cannot_be_reached_is_sent_instead_and_not_tried_again() {
     let says = |body: &[u8]| Does::Says(answer(body));
-    let liar = Liar::new(vec![says(&reference), says(&body()), says(&body())]);
+    let liar = Liar::new(vec![says(&reference()), says(&body()), says(&body())]);
     let (client, id) = (Client::new(), "a".parse().unwrap());
     for _ in 0..2 {
         let node = Node::new(LIMITS);

@@ -2,7 +2,8 @@
 //! on.
 //!
 //! It blocks the calling thread, which costs less than handing over to another one and back. What always holds: no call
-//! of the kernel takes longer than [`TURN`]; what came and was not looked at is in `inbox`, never more than the answer.
+//! of the kernel takes longer than [`TURN`], and between two of them the deadline is looked at, also where something comes
+//! each time; what came and was not looked at is in `inbox`, never more than the answer.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -39,6 +40,9 @@ const AHEAD: usize = 64;
 
 /// Bytes that are received at once where it is not known what comes.
 const SOME: usize = 8 << 10;
+
+/// Answers before the answer, which only say that it follows.
+const MOST_INTERIM: usize = 16;
 
 /// Why something did not happen.
 #[derive(Debug)]
@@ -122,7 +126,12 @@ impl Connection {
         while !parts.is_empty() {
             match (&*self.stream).write_vectored(parts) {
                 Ok(0) => return Err(Trouble::Broken("it takes nothing any more".to_owned())),
-                Ok(sent) => IoSlice::advance_slices(&mut parts, sent),
+                Ok(sent) => {
+                    IoSlice::advance_slices(&mut parts, sent);
+                    if !parts.is_empty() {
+                        patience.glance()?;
+                    }
+                }
                 Err(error) => self.wait(&error, patience)?,
             }
         }
@@ -131,13 +140,14 @@ impl Connection {
 
     /// The head of the answer. Answers that only say that another follows are passed over.
     pub(super) fn head(&mut self, patience: &mut Patience<'_>) -> Result<AnswerHead, Trouble> {
-        loop {
+        for _ in 0..=MOST_INTERIM {
             let head = self.parse(patience, |bytes| AnswerHead::parse(bytes).map_err(Trouble::Broken))?;
             if head.status >= 200 {
                 self.keeps_alive = head.keeps_alive;
                 return Ok(head);
             }
         }
+        Err(Trouble::Broken("it announces an answer again and again, and gives none".to_owned()))
     }
 
     /// What `parse` makes of the next bytes, of which it tells how many it took.
@@ -146,10 +156,14 @@ impl Connection {
         patience: &mut Patience<'_>,
         parse: impl Fn(&[u8]) -> Result<Option<(T, usize)>, Trouble>,
     ) -> Result<T, Trouble> {
+        let mut has_come = false;
         loop {
             if let Some((parsed, length)) = parse(&self.inbox[self.taken..])? {
                 self.taken += length;
                 return Ok(parsed);
+            }
+            if std::mem::replace(&mut has_come, true) {
+                patience.glance()?;
             }
             self.inbox.drain(..self.taken);
             self.taken = 0;
@@ -199,6 +213,9 @@ impl Connection {
                         self.inbox.truncate(received - wanted);
                         self.taken = 0;
                     }
+                    if filled < target.len() {
+                        patience.glance()?;
+                    }
                 }
                 Err(error) => self.wait(&error, patience)?,
             }
@@ -215,6 +232,9 @@ impl Connection {
             left -= some;
             collected.resize(begun + some as usize, 0);
             self.fill(&mut collected[begun..], left, patience)?;
+            if left > 0 {
+                patience.glance()?;
+            }
         }
         Ok(collected)
     }

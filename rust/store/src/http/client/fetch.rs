@@ -21,9 +21,6 @@ use crate::patience::Patience;
 use crate::shard::Selection;
 use crate::transport::{Receiver, Transport};
 
-/// Shards that are asked for in one request.
-const MOST_AT_ONCE: usize = 1 << 16;
-
 /// What is left of a batch.
 struct Errand<'a> {
     owner: &'a Arc<str>,
@@ -69,6 +66,7 @@ impl Transport for Client {
             }
             match outcome {
                 Ok(()) => {}
+                // Once: references that were not asked for are refused.
                 Err(Failure::Unreached(is_all)) => {
                     reads_memory = false;
                     if is_all {
@@ -98,7 +96,7 @@ impl Client {
         reads_memory: bool,
         patience: &mut Patience<'_>,
     ) -> Result<(), Failure> {
-        let end = errand.wanted.len().min(errand.done + MOST_AT_ONCE);
+        let end = errand.wanted.len().min(errand.done + json::MOST_IDS);
         let body = json::batch_body(&errand.wanted[errand.done..end]);
         let parts = [&body[..]];
         let node = if reads_memory { same_node::this() } else { None };
@@ -106,10 +104,10 @@ impl Client {
         request.send(connection, errand.owner, self.token(errand.owner).as_ref(), patience)?;
         let head = connection.head(patience)?;
         if head.status != 200 {
-            let body = read_small(connection, &head, errand.owner, patience)?;
+            let body = read_small(connection, &head, &request, errand.owner, patience)?;
             return Err(self.refusal(errand.owner, head.status, &body).into());
         }
-        errand.receive(connection, &head, end, patience)
+        errand.receive(connection, &head, end, node.is_some(), patience)
     }
 }
 
@@ -120,6 +118,7 @@ impl Errand<'_> {
         connection: &mut Connection,
         head: &AnswerHead,
         end: usize,
+        takes_references: bool,
         patience: &mut Patience<'_>,
     ) -> Result<(), Failure> {
         let mut left = head.content_length;
@@ -154,6 +153,9 @@ impl Errand<'_> {
                     }
                     self.receiver.complete(self.done)?;
                 }
+                Payload::Reference(_) if !takes_references => {
+                    return Err(corrupt("it was to be sent, and a reference to it came".to_owned()).into());
+                }
                 Payload::Reference(reference) => {
                     let (meta, lender) = (&header.meta, head.lender.as_deref());
                     match self.receiver.attach(self.done, meta, &reference, lender, patience) {
@@ -166,6 +168,9 @@ impl Errand<'_> {
                 }
             }
             self.done += 1;
+            if self.done < end {
+                patience.glance()?;
+            }
         }
         // Whatever else there is was not asked for.
         connection.keeps_alive &= left == 0;

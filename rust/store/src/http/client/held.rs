@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use super::attempts::Attempts;
 use super::connection::{Connection, Trouble};
 use super::request::{Request, unfit};
-use super::{Client, MOST_IDS, epoch_path};
+use super::{Client, epoch_path};
 use crate::Epoch;
 use crate::error::StoreError;
 use crate::http::json::{self, ClaimAnswer};
@@ -54,7 +54,7 @@ impl<'a> Held<'a> {
     /// As of [`begin_epoch`](Held::begin_epoch).
     pub fn claim(&mut self, epoch: Epoch, ids: &[ShardId], patience: &mut Patience<'_>) -> Result<Claimed, StoreError> {
         let mut claimed = Claimed::default();
-        for some in ids.chunks(MOST_IDS) {
+        for some in ids.chunks(json::MOST_IDS) {
             let body = json::ids_body(some.iter());
             let answer = self.call(&Request::new("POST", &epoch_path(epoch, "claim"), &[&body]), patience)?;
             self.has_claimed = true;

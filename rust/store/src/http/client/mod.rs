@@ -12,6 +12,7 @@ mod pool;
 mod request;
 
 use std::collections::{HashMap, HashSet};
+use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
@@ -36,8 +37,8 @@ use crate::shard::ShardId;
 use crate::stats::Removed;
 use crate::{Epoch, Meta};
 
-/// Ids that are named in one request: with names of any length less than a server reads.
-const MOST_IDS: usize = 1 << 18;
+/// Characters of what an owner says that are repeated in an error.
+const LONGEST_REASON: usize = 2000;
 
 /// Fetches from owners and tells them what to do. Used by any number of threads at once.
 #[derive(Debug, Default)]
@@ -94,7 +95,7 @@ impl Client {
             freed_bytes: u64,
         }
         let mut removed = Removed::default();
-        for some in ids.chunks(MOST_IDS) {
+        for some in ids.chunks(json::MOST_IDS) {
             let body = json::ids_body(some.iter());
             let counts: Counts = self.ask(owner, &Request::new("DELETE", "/data/clear", &[&body]), patience)?;
             removed.cleared_count += counts.cleared_count;
@@ -123,7 +124,7 @@ impl Client {
             Ok(count.cleared_count)
         };
         match ids {
-            Some(ids) => ids.chunks(MOST_IDS).map(|some| clear(&json::ids_body(some.iter()))).sum(),
+            Some(ids) => ids.chunks(json::MOST_IDS).map(|some| clear(&json::ids_body(some.iter()))).sum(),
             None => clear(br#"{"shard_ids":null}"#),
         }
     }
@@ -222,7 +223,7 @@ impl Client {
         };
         // Who refuses a body says so before it has come, and closes: that answer is to be read.
         let head = connection.head(patience).map_err(|unanswered| unsent.unwrap_or(unanswered))?;
-        let body = read_small(connection, &head, owner, patience)?;
+        let body = read_small(connection, &head, request, owner, patience)?;
         if head.status >= 300 {
             return Err(Trouble::Final(self.refusal(owner, head.status, &body)));
         }
@@ -275,7 +276,7 @@ impl Client {
         if !shards.is_empty() {
             return StoreError::Missing { owner: Some(Arc::clone(owner)), shards };
         }
-        let mut reason = refused.message;
+        let mut reason: String = refused.message.chars().take(LONGEST_REASON).collect();
         if status == 401 && self.token(owner).is_none() {
             reason += "; this process was not told to trust that address";
         }
@@ -320,19 +321,27 @@ fn resolve(owner: &str, patience: &mut Patience<'_>) -> Result<Vec<SocketAddr>, 
     let (tell, told) = mpsc::channel();
     let name = owner.to_owned();
     let looking = || {
-        let look_up = move || tell.send(name.to_socket_addrs().map(Iterator::collect));
+        let look_up = move || tell.send(look_up(&name));
         thread::Builder::new().name("tundish-resolve".to_owned()).spawn(look_up)
     };
-    without_signals(looking).map_err(|error| Trouble::Broken(error.to_string()))?;
+    let or_not = |error: io::Error| Trouble::Broken(format!("its name is not found: {error}"));
+    if without_signals(looking).is_err() {
+        // The system has no thread left.
+        return look_up(owner).map_err(or_not);
+    }
     loop {
         match told.recv_timeout(patience.turn()) {
-            Ok(found) => return found.map_err(|error| Trouble::Broken(format!("its name is not found: {error}"))),
+            Ok(found) => return found.map_err(or_not),
             Err(mpsc::RecvTimeoutError::Timeout) => connection::look(patience)?,
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 return Err(Trouble::Broken("its name is not found".to_owned()));
             }
         }
     }
+}
+
+fn look_up(name: &str) -> io::Result<Vec<SocketAddr>> {
+    name.to_socket_addrs().map(Iterator::collect)
 }
 
 /// The path of what is done to a step.

@@ -9,8 +9,11 @@ use crate::http::head::{AnswerHead, Form};
 use crate::http::token::Token;
 use crate::patience::Patience;
 
-/// Bytes of an answer that is read as a whole.
-const MOST_READ: u64 = 256 << 20;
+/// Bytes of an answer that is read as a whole, beside ids that it repeats.
+const MOST_READ: u64 = 1 << 20;
+
+/// So often an answer may repeat what was asked: which shards are missing, and which of these were removed.
+const MOST_REPEATED: u64 = 2;
 
 /// Bytes that the kernel of a living machine takes whatever the process there is at.
 const SMALL: usize = 16 << 10;
@@ -35,6 +38,11 @@ impl<'a> Request<'a> {
         Request { method, path, accepts: Form::Json, content, body, node: None }
     }
 
+    /// Bytes of the body.
+    fn length(&self) -> usize {
+        self.body.iter().map(|part| part.len()).sum()
+    }
+
     /// Sends it.
     pub(super) fn send(
         &self,
@@ -44,7 +52,7 @@ impl<'a> Request<'a> {
         patience: &mut Patience<'_>,
     ) -> Result<(), Trouble> {
         let (method, path, accepts) = (self.method, self.path, self.accepts.media_type());
-        let length: usize = self.body.iter().map(|part| part.len()).sum();
+        let length = self.length();
         connection.expect_a_machine(length <= SMALL)?;
         let mut head = format!("{method} {path} HTTP/1.1\r\nHost: {owner}\r\nAccept: {accepts}\r\n");
         if let Some(content) = self.content {
@@ -65,14 +73,15 @@ impl<'a> Request<'a> {
     }
 }
 
-/// The body of an answer that is small; an error where it refuses.
+/// The body of an answer to `request` that is small.
 pub(super) fn read_small(
     connection: &mut Connection,
     head: &AnswerHead,
+    request: &Request<'_>,
     owner: &Arc<str>,
     patience: &mut Patience<'_>,
 ) -> Result<Vec<u8>, Trouble> {
-    if head.content_length > MOST_READ {
+    if head.content_length > MOST_READ + MOST_REPEATED * request.length() as u64 {
         let length = head.content_length;
         return Err(Trouble::Final(unfit(owner, head.status, &format!("it announces an answer of {length} bytes"))));
     }
