@@ -216,7 +216,7 @@ fn a_store_at_its_limit_refuses_after_a_while() {
 
 #[test]
 fn who_has_room_and_sends_nothing_loses_it_to_who_waits_for_it() {
-    let timing = Timing { silence: STUCK, room: 10 * SHORT, ..Timing::default() };
+    let timing = Timing { silence: STUCK, room: 20 * SHORT, ..Timing::default() };
     let owner = Owner::with(None, timing);
     owner.node.set_limits(tundish_store::Limits { storage_bytes: 8 << 20, buffer_bytes: 8 << 20 });
     let body = shard(&meta("uint8", &[6 << 20]), &pattern(6, 6 << 20));
