@@ -1,0 +1,230 @@
+"""Controllers that are interrupted, cut off, killed, and not alone: nothing stays, and nobody loses anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import told
+import torch
+from between import Between
+from peers import Peer
+
+from tundish import rtensor
+from tundish.errors import ShardGoneError
+from tundish.rtensor import Controller, Worker
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[tuple[Peer, Peer]]:
+    with Peer() as owner, Peer() as consumer:
+        yield owner, consumer
+
+
+@pytest.fixture(autouse=True)
+def empty(peers: tuple[Peer, Peer]) -> Iterator[None]:
+    yield
+    for peer in peers:
+        peer.call(told.clear)
+
+
+def workers_of(peers: tuple[Peer, Peer]) -> list[Worker]:
+    owner, consumer = peers
+    return [Worker(owner.addr, "rollout"), Worker(consumer.addr, "actor")]
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_an_interrupted_end_of_a_step_is_made_up_for(peers: tuple[Peer, Peer]) -> None:
+    owner, consumer = peers
+    handles = owner.call(told.make, 3, 10)
+
+    def stop_and_interrupt(_: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    hook = Worker("inference", "server", 0, stop_and_interrupt)
+    with Controller([hook, *workers_of(peers)]) as controller:
+        with pytest.raises(KeyboardInterrupt), controller.step(claim=handles):
+            consumer.call(told.sums, handles)
+        # Consumers are told before owners, who never were.
+        assert owner.call(told.stats)[0]["num_tensors"] == 3
+        controller.update(workers_of(peers))
+        for _ in range(2):
+            with controller.step():
+                pass
+            assert owner.call(told.stats)[0]["num_tensors"] == 0
+            assert consumer.call(told.stats)[1]["num_entries"] == 0
+
+
+def test_an_interrupted_request_leaves_nothing_for_the_next_one(peers: tuple[Peer, Peer]) -> None:
+    owner, _ = peers
+    with Controller([Worker(owner.addr)], timeout=60) as controller:
+        with controller.step():
+            pass
+        owner.signal(signal.SIGSTOP)
+        try:
+            asking = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+            asking.start()
+            with pytest.raises(KeyboardInterrupt):
+                controller.clear_batches(
+                    rtensor.RTensor(rtensor.TensorShardInfo("x", owner.addr), torch.empty(1, device="meta"))
+                )
+        finally:
+            owner.signal(signal.SIGCONT)
+        with controller.step():
+            pass
+
+
+def test_a_line_that_breaks_between_two_steps_is_no_matter(peers: tuple[Peer, Peer]) -> None:
+    owner, consumer = peers
+    with Controller(workers_of(peers)) as controller:
+        with controller.step():
+            pass
+        controller._lines.forget([consumer.addr])
+        until(lambda: consumer.call(current) is None, "a line that ended says nothing")
+        handles = owner.call(told.make, 2, 10)
+        consumer.call(told.sums, handles)
+        with controller.step(claim=handles):
+            pass
+        assert consumer.call(told.stats)[1]["num_entries"] == owner.call(told.stats)[0]["num_tensors"] == 0
+
+
+def current() -> int | None:
+    from tundish._native import ShardStore
+
+    return ShardStore.current_epoch()
+
+
+def test_an_owner_that_cannot_be_reached_at_the_end_is_drained_later(peers: tuple[Peer, Peer]) -> None:
+    owner, _ = peers
+    between = Between(owner.addr)
+    try:
+        handles = [between.handle(one) for one in owner.call(told.make, 3, 10)]
+        with Controller([Worker(between.addr, "rollout")]) as controller:
+            with controller.step(claim=handles):
+                between.cut()
+                # It takes the end of the line for that of the controller.
+                until(lambda: owner.call(told.stats)[0]["unclaimed_entries"] == 3, "claims stay")
+            assert owner.call(told.stats)[0]["num_tensors"] == 3
+            between.mend()
+            with controller.step():
+                pass
+            assert owner.call(told.stats)[0]["num_tensors"] == 0
+    finally:
+        between.close()
+
+
+def test_what_is_fetched_after_a_step_that_did_not_begin_ends_with_the_next(peers: tuple[Peer, Peer]) -> None:
+    owner, consumer = peers
+    gone = rtensor.RTensor(
+        rtensor.TensorShardInfo("nobody.has.this", owner.addr), torch.empty(1, device="meta")
+    )
+    handles = owner.call(told.make, 2, 10)
+    with Controller(workers_of(peers)) as controller:
+        with controller.step():
+            pass
+        with pytest.raises(ShardGoneError), controller.step(claim=gone):
+            pass
+        # The step that had begun ahead ends with its line.
+        until(lambda: consumer.call(current) is None, "a line that ended says nothing")
+        consumer.call(told.sums, handles)
+        with controller.step():
+            pass
+        assert consumer.call(told.stats)[1]["num_entries"] == 0
+
+
+def hold_a_step(workers: list[Worker], handles: Any) -> int:
+    controller = Controller(workers)
+    step = controller.step(claim=handles)
+    number = step.__enter__().number
+    told.held.append((controller, step))
+    return number
+
+
+def end_the_step() -> None:
+    controller, step = told.held.pop()
+    step.__exit__(None, None, None)
+    controller.close()
+
+
+def test_two_controllers_do_not_end_each_others_steps(peers: tuple[Peer, Peer]) -> None:
+    owner, consumer = peers
+    theirs, ours = owner.call(told.make, 2, 10), owner.call(told.make, 2, 10)
+    with Peer() as other, Controller(workers_of(peers)) as controller:
+        with controller.step() as step:
+            pass
+        # Ours has begun the next one ahead; theirs is the one after it, which ours would be then.
+        number = other.call(hold_a_step, workers_of(peers), theirs)
+        assert number > step.number
+        numbers = []
+        for claim in (None, None, ours):
+            with controller.step(claim=claim) as step:
+                numbers.append(step.number)
+        assert number not in numbers
+        storage = owner.call(told.stats)[0]
+        assert (storage["num_tensors"], storage["unclaimed_entries"]) == (2, 0)
+        assert consumer.call(told.sums, theirs) == [0, 10]
+        other.call(end_the_step)
+        assert owner.call(told.stats)[0]["num_tensors"] == 0
+
+
+FORKING = """
+import os, sys, time
+from tundish import rtensor
+
+handles = rtensor.loads(bytes.fromhex(sys.argv[2]))
+controller = rtensor.Controller([rtensor.Worker(sys.argv[1])])
+step = controller.step(claim=handles)
+step.__enter__()
+child = os.fork()
+if child == 0:
+    # As a worker of a loader of data does, and stays behind.
+    print(os.getpid(), flush=True)
+    time.sleep(100)
+time.sleep(100)
+"""
+
+
+def test_a_child_of_a_dead_controller_holds_no_claims(peers: tuple[Peer, Peer]) -> None:
+    owner, _ = peers
+    handles = owner.call(told.make, 2, 10)
+    controller = subprocess.Popen(
+        [sys.executable, "-c", FORKING, owner.addr, rtensor.dumps(handles).hex()], stdout=subprocess.PIPE
+    )
+    assert controller.stdout is not None
+    child = int(controller.stdout.readline())
+    try:
+        assert owner.call(told.stats)[0]["unclaimed_entries"] == 0
+        controller.kill()
+        until(
+            lambda: owner.call(told.stats)[0]["unclaimed_entries"] == 2,
+            "the claims of a dead controller stay",
+        )
+    finally:
+        controller.kill()
+        controller.wait()
+        controller.stdout.close()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_worker_that_is_told_of_later_is_shown_the_token() -> None:
+    with Peer(token="of-the-job") as owner:
+        handles = owner.call(told.make, 2, 10)
+        with Controller([], token="of-the-job") as controller:
+            assert list(controller.clear_batches(handles).failures)
+            assert owner.call(told.stats)[0]["num_tensors"] == 2
+            controller.update([Worker(owner.addr)])
+            controller.clear_batches(handles)
+            assert owner.call(told.stats)[0]["num_tensors"] == 0
