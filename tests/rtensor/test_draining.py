@@ -13,6 +13,7 @@ import told
 from peers import Peer, PeerError
 
 from tundish import rtensor
+from tundish._native import ShardStore
 from tundish.errors import (
     DrainError,
     InvalidInputError,
@@ -445,6 +446,22 @@ def test_what_fails_twice_is_raised(owners: list[Peer], controller: Controller) 
     controller.update(controller.workers[:-1])
     with controller.step():
         pass
+
+
+def test_who_is_left_out_is_let_go_of(consumers: list[Peer], controller: Controller) -> None:
+    with controller.step():
+        pass
+    assert consumers[2].call(current_epoch) is not None
+    controller.update(controller.workers[:-1])
+    deadline = time.monotonic() + 20
+    while consumers[2].call(current_epoch) is not None:
+        assert time.monotonic() < deadline, "its line stays"
+        time.sleep(0.02)
+    assert consumers[1].call(current_epoch) is not None
+
+
+def current_epoch() -> int | None:
+    return ShardStore.current_epoch()
 
 
 def test_an_owner_that_is_no_worker_and_gone_is_left_out_too(
