@@ -73,6 +73,8 @@ def watched() -> Iterator[None]:
     resource_tracker.ensure_running()
     with td.shm.SharedArray.from_array(np.zeros(1)) as first:
         pickle.dumps(first.handle)
+    # What was stored in this process waits a minute for its next use, and would go in the middle of the test.
+    td.rtensor.clear_node()
     # What is there now is not of this test, and to look through all of it again and again takes minutes.
     gc.collect()
     gc.freeze()
