@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 from typing import Any
 
@@ -100,3 +101,9 @@ def keep(handles: Any) -> int:
 
 def trust(addr: str, token: str) -> None:
     rtensor.trust(addr, token=token)
+
+
+def current_step() -> int | None:
+    """The step that fetches belong to now."""
+    found: int | None = json.loads(td._native.ShardStore.stats())["current_epoch"]
+    return found
