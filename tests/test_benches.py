@@ -490,3 +490,11 @@ def test_a_fetch_is_timed_compared_and_weighed(bench: SimpleNamespace) -> None:
         assert len(consumer.ask("beside", "4 MB", "64 KB", 5, 60.0)) == 5
         with pytest.raises(RuntimeError, match=r"(?s)no answer to fetch.*KeyError"):
             consumer.ask("fetch", "256 MB")
+
+
+def test_bare_sockets_bring_the_same_tensors(bench: SimpleNamespace) -> None:
+    with bench.rtensor_actors.pair("sockets", ["64 KB", "256 × 64 KB"]) as (_, consumer):
+        for case in ("64 KB", "256 × 64 KB"):
+            for _ in range(2):
+                _, digest = consumer.ask("fetch", case)
+                assert digest == bench.rtensor_tensors.digest(bench.rtensor_tensors.make(case))

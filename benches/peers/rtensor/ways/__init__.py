@@ -24,6 +24,7 @@ _MODULES = {
     "Arrow Flight": "arrow_flight",
     "gRPC": "grpc_unary",
     "gRPC, one stream": "grpc_stream",
+    "sockets": "bare_sockets",
 }
 
 

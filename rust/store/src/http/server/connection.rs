@@ -255,6 +255,7 @@ impl Connection {
         self.in_time(body.len(), self.timing.silence, async |this| {
             // One call of the kernel for both, as long as they are small.
             let (mut first, mut second) = (Cursor::default(), Cursor::default());
+            let mut rest = body.len();
             let mut turn = 0;
             loop {
                 second.stage(body);
@@ -262,7 +263,9 @@ impl Connection {
                     let mut slices = Slices::new();
                     first.slices(&head, TURN, &mut slices);
                     let before: usize = slices.iter().map(|slice| slice.len()).sum();
-                    second.slices(body, TURN - turn, &mut slices);
+                    // What is left is sent with it where that is little: the other side waits for the last byte.
+                    let most = if rest <= (TURN + SOME) as u64 { rest as usize } else { TURN.saturating_sub(turn) };
+                    second.slices(body, most, &mut slices);
                     if slices.is_empty() {
                         return Ok(());
                     }
@@ -274,6 +277,7 @@ impl Connection {
                         second.advance(body, of_body);
                         this.traffic.sent_bytes.fetch_add((of_head + of_body) as u64, Relaxed);
                         this.has_moved(of_head + of_body);
+                        rest -= of_body as u64;
                         turn += of_head + of_body;
                         if turn >= TURN {
                             turn = 0;
