@@ -176,16 +176,19 @@ impl<P: Clone> Buffer<P> {
 
     /// Drains what was fetched of these shards; what is under way of them will not be kept. How many entries, and what
     /// was held, to be let go of.
-    pub(crate) fn remove(&self, ids: &[ShardId]) -> (u64, Vec<Entries<P>>) {
-        let mut removed = Vec::new();
-        let cancelled = self.state.in_turns(ids, |state, some| {
+    pub(crate) fn remove(&self, ids: &[ShardId]) -> (u64, Vec<Vec<Entries<P>>>) {
+        // In pieces of a turn each: one long list would be moved as it grows, with the lock held.
+        let turns = self.state.in_turns(ids, |state, some| {
+            let mut removed = Vec::with_capacity(some.len());
             some.iter().for_each(|id| state.remove(id, &mut removed));
-            some.iter().filter_map(|id| state.flights.remove(id)).flatten().collect::<Vec<_>>()
+            let cancelled: Vec<_> = some.iter().filter_map(|id| state.flights.remove(id)).flatten().collect();
+            (removed, cancelled)
         });
+        let (removed, cancelled): (Vec<_>, Vec<_>) = turns.into_iter().unzip();
         for flight in cancelled.into_iter().flatten() {
             flight.land(Outcome::Failed(StoreError::Drained { id: flight.id.clone() }));
         }
-        let count = removed.iter().map(|entries: &Entries<P>| entries.len() as u64).sum();
+        let count = removed.iter().flatten().map(|entries: &Entries<P>| entries.len() as u64).sum();
         (count, removed)
     }
 

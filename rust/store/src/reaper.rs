@@ -97,15 +97,19 @@ fn work(garbage: &Receiver<Garbage>, left: &Left, pools: &[Weak<Pool>]) {
     }
 }
 
-/// As the kernel has it for threads that wake up for long work: it lets them wait for the end of what runs.
+/// As the kernel has it for threads that wake up for long work: it lets them wait for the end of what runs. And where it
+/// can (Linux 6.12), it lets others wait for the end of a short slice of them only, not of a whole one.
 #[cfg(target_os = "linux")]
 fn be_patient() {
-    // SAFETY: all zero is what this policy wants; the call reads it and changes this thread alone. Refused, nothing is lost
-    // but some microseconds of somebody's.
-    unsafe {
-        let parameters: libc::sched_param = std::mem::zeroed();
-        libc::sched_setscheduler(0, libc::SCHED_BATCH, &raw const parameters);
-    }
+    const SLICE: Duration = Duration::from_micros(100);
+
+    // SAFETY: all zero is a valid one.
+    let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
+    attributes.size = size_of::<libc::sched_attr>() as u32;
+    attributes.sched_policy = libc::SCHED_BATCH as u32;
+    attributes.sched_runtime = SLICE.as_nanos() as u64;
+    // SAFETY: the call reads them and changes this thread alone. Refused, nothing is lost but some time of somebody's.
+    unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
 }
 
 /// Elsewhere there is no such policy.

@@ -122,11 +122,15 @@ impl<P: Clone> Storage<P> {
     }
 
     /// Removes. What was stored is returned, to be let go of.
-    pub(crate) fn remove(&self, ids: &[ShardId]) -> (Removed, Vec<Stored<P>>) {
-        let mut taken = Vec::new();
-        self.state.in_turns(ids, |state, some| taken.extend(some.iter().filter_map(|id| state.remove(id))));
-        let count = taken.len() as u64;
-        let total_bytes = taken.iter().map(|stored| stored.bytes).sum();
+    pub(crate) fn remove(&self, ids: &[ShardId]) -> (Removed, Vec<Vec<Stored<P>>>) {
+        // In pieces of a turn each: one long list would be moved as it grows, with the lock held.
+        let taken = self.state.in_turns(ids, |state, some| {
+            let mut taken = Vec::with_capacity(some.len());
+            taken.extend(some.iter().filter_map(|id| state.remove(id)));
+            taken
+        });
+        let count = taken.iter().map(|some| some.len() as u64).sum();
+        let total_bytes = taken.iter().flatten().map(|stored| stored.bytes).sum();
         (Removed { cleared_count: count, num_tensors: count, total_bytes }, taken)
     }
 
