@@ -1,12 +1,18 @@
-"""What tests of remote tensors run under: a store that is empty before and after each of them."""
+"""What tests of remote tensors run under: a store that is empty after each of them; and peers for those of drains."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from peers import Peer
+
+    from tundish.rtensor import Controller
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -30,3 +36,40 @@ def nothing_stays() -> Iterator[None]:
     import tundish as td
 
     td.rtensor.clear_node()
+
+
+@pytest.fixture(scope="module")
+def owners() -> Iterator[list[Peer]]:
+    from peers import Peer
+
+    with Peer() as one, Peer() as two:
+        yield [one, two]
+
+
+@pytest.fixture(scope="module")
+def consumers() -> Iterator[list[Peer]]:
+    from peers import Peer
+
+    with Peer() as one, Peer() as two, Peer() as three:
+        yield [one, two, three]
+
+
+@pytest.fixture
+def emptied(owners: list[Peer], consumers: list[Peer]) -> Iterator[None]:
+    """Afterwards nothing is in any of them."""
+    import told
+
+    yield
+    for peer in (*owners, *consumers):
+        peer.call(told.clear)
+    told.clear()
+
+
+@pytest.fixture
+def controller(owners: list[Peer], consumers: list[Peer]) -> Iterator[Controller]:
+    from drains import workers_of
+
+    from tundish.rtensor import Controller
+
+    with Controller(workers_of(owners, consumers), timeout=10) as made:
+        yield made

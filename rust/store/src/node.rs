@@ -344,3 +344,29 @@ impl Default for Limits {
         Limits { storage_bytes: quarter, buffer_bytes: quarter }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::thread::sleep;
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn memory_of_either_side_that_nobody_uses_for_a_while_goes_back_to_the_system() {
+        let mut node = Node::new(Limits { storage_bytes: 64 << 20, buffer_bytes: 64 << 20 });
+        Arc::get_mut(&mut node).unwrap().reaper.quiet = Duration::from_millis(20);
+        let pools = [&node.storage_pool, &node.buffer_pool];
+        for pool in pools {
+            let mut reserved = pool.reserve(Pool::size_for(1 << 20), None).unwrap();
+            pool.give_back(reserved.take(1 << 20, None).unwrap());
+            assert!(pool.account().idle_bytes > 1 << 20);
+        }
+        node.reaper.let_go((), 0);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while pools.iter().any(|pool| pool.account().idle_bytes > 0) {
+            assert!(Instant::now() < deadline, "it stays");
+            sleep(Duration::from_millis(1));
+        }
+    }
+}

@@ -16,7 +16,7 @@ use crate::pool::Pool;
 /// So few entries are let go of at once, that the memory is there for the next use.
 const FEW: u64 = 1000;
 
-/// Slabs that nobody asked for in so long go back to the system.
+/// After which a pool is quiet.
 const QUIET: Duration = Duration::from_secs(60);
 
 type Garbage = Box<dyn Any + Send>;
@@ -26,6 +26,8 @@ pub(crate) struct Reaper {
     sender: Mutex<Option<Sender<Garbage>>>,
     left: Arc<Left>,
     pools: Vec<Weak<Pool>>,
+    /// Slabs that nobody asked for in so long go back to the system.
+    pub(crate) quiet: Duration,
 }
 
 /// How much there is left to do.
@@ -39,7 +41,7 @@ impl Reaper {
     /// One that trims these pools, too, when they are quiet.
     pub(crate) fn new(pools: &[&Arc<Pool>]) -> Self {
         let pools = pools.iter().map(|pool| Arc::downgrade(pool)).collect();
-        Reaper { sender: Mutex::default(), left: Arc::default(), pools }
+        Reaper { sender: Mutex::default(), left: Arc::default(), pools, quiet: QUIET }
     }
 
     /// Lets go of something that holds `entries` entries.
@@ -71,23 +73,23 @@ impl Reaper {
     /// `None` where the system has no thread left.
     fn start(&self) -> Option<Sender<Garbage>> {
         let (sender, receiver) = channel();
-        let (left, pools) = (Arc::clone(&self.left), self.pools.clone());
+        let (left, pools, quiet) = (Arc::clone(&self.left), self.pools.clone(), self.quiet);
         let started = thread::Builder::new().name("tundish-reaper".to_owned());
-        started.spawn(move || work(&receiver, &left, &pools)).ok().map(|_| sender)
+        started.spawn(move || work(&receiver, &left, &pools, quiet)).ok().map(|_| sender)
     }
 }
 
-fn work(garbage: &Receiver<Garbage>, left: &Left, pools: &[Weak<Pool>]) {
+fn work(garbage: &Receiver<Garbage>, left: &Left, pools: &[Weak<Pool>], quiet: Duration) {
     be_patient();
     loop {
-        match garbage.recv_timeout(QUIET) {
+        match garbage.recv_timeout(quiet) {
             Ok(garbage) => {
                 drop(garbage);
                 *left.count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
                 left.done.notify_all();
             }
             Err(RecvTimeoutError::Timeout) => {
-                let since = Instant::now().checked_sub(QUIET);
+                let since = Instant::now().checked_sub(quiet);
                 for pool in pools.iter().filter_map(Weak::upgrade) {
                     since.into_iter().for_each(|since| pool.trim(since));
                 }

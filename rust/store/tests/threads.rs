@@ -174,6 +174,44 @@ fn what_comes_after_its_step_has_ended_is_refused_counted_and_told() {
 }
 
 #[test]
+fn who_waits_for_a_fetch_whose_step_ends_learns_it_or_fetches_itself() {
+    for is_of_another_step in [false, true] {
+        let (_, consumer, mut between, ids) = pair(&[vec![1; 100]]);
+        let goes_on = Arc::new(AtomicBool::new(false));
+        between.before = Box::new({
+            let goes_on = Arc::clone(&goes_on);
+            move |number| {
+                if number == 0 {
+                    wait_until(|| goes_on.load(Ordering::SeqCst));
+                }
+                Ok(())
+            }
+        });
+        consumer.begin_epoch(5, 1).unwrap();
+        let wanted = [whole(OWNER, &ids[0], 100)];
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| fetch(&consumer, &wanted, &between).map(drop));
+            wait_until(|| between.requests.load(Ordering::SeqCst) == 1);
+            if is_of_another_step {
+                consumer.begin_epoch(6, 1).unwrap();
+            }
+            let second = scope.spawn(|| fetch(&consumer, &wanted, &between).map(|views| views[0].bytes().to_vec()));
+            wait_until(|| consumer.stats().buffer.hits == 1);
+            consumer.end_epoch(5);
+            goes_on.store(true, Ordering::SeqCst);
+            assert!(matches!(first.join().unwrap(), Err(StoreError::StepEnded { epoch: 5 })));
+            match second.join().unwrap() {
+                Ok(bytes) => assert!(is_of_another_step && bytes == [1; 100]),
+                Err(error) => assert!(!is_of_another_step && matches!(error, StoreError::StepEnded { epoch: 5 })),
+            }
+        });
+        let stats = consumer.stats().buffer;
+        let kept = u64::from(is_of_another_step);
+        assert_eq!((stats.num_entries, stats.in_flight, stats.late_inserts_refused), (kept, 0, 1));
+    }
+}
+
+#[test]
 fn steps_that_have_ended_take_nothing_more() {
     let (owner, consumer, between, ids) = pair(&[vec![1; 100]]);
     consumer.begin_epoch(1, 1).unwrap();

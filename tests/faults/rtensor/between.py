@@ -9,15 +9,17 @@ from tundish import rtensor
 
 
 class Between:
-    """Passes bytes on to a process and back, but where it is cut."""
+    """Passes bytes on to a process and back, but where it is cut, or is not there."""
 
     def __init__(self, addr: str) -> None:
         self._to = addr
         self._is_cut = False
         self._open: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.addr = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        # Holds the port, so that it is nobody else's where this is not there.
+        self._holder = _socket_at(0)
+        self._port = self._holder.getsockname()[1]
+        self.addr = f"127.0.0.1:{self._port}"
+        self.come()
 
     def handle(self, handle: rtensor.RTensor) -> rtensor.RTensor:
         """The same shard, reached this way."""
@@ -31,15 +33,28 @@ class Between:
     def mend(self) -> None:
         self._is_cut = False
 
-    def close(self) -> None:
-        self.cut()
+    def come(self) -> None:
+        """Be there (again)."""
+        self._listener = _socket_at(self._port)
+        self._listener.listen()
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def go(self) -> None:
+        """End what is open, and refuse what comes."""
         _end(self._listener)
         self._listener.close()
+        for one in self._open:
+            _end(one)
 
-    def _accept(self) -> None:
+    def close(self) -> None:
+        self._is_cut = True
+        self.go()
+        self._holder.close()
+
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                near, _ = self._listener.accept()
+                near, _ = listener.accept()
             except OSError:
                 return
             if self._is_cut:
@@ -50,6 +65,14 @@ class Between:
             self._open += [near, far]
             for source, target in ((near, far), (far, near)):
                 threading.Thread(target=_pass_on, args=(source, target), daemon=True).start()
+
+
+def _socket_at(port: int) -> socket.socket:
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    made.bind(("127.0.0.1", port))
+    return made
 
 
 def _pass_on(source: socket.socket, target: socket.socket) -> None:

@@ -126,6 +126,42 @@ def test_an_owner_that_cannot_be_reached_at_the_end_is_drained_later(peers: tupl
         between.close()
 
 
+def test_what_an_owner_gave_up_unclaimed_is_removed_when_it_is_there_again(peers: tuple[Peer, Peer]) -> None:
+    owner, _ = peers
+    between = Between(owner.addr)
+    try:
+        handles = [between.handle(one) for one in owner.call(told.make, 3, 10)]
+        with Controller([Worker(between.addr, "rollout")]) as controller:
+            with controller.step(claim=handles):
+                # Not even a connection is made at the end: the line is the same one then.
+                between.go()
+                until(lambda: owner.call(told.stats)[0]["unclaimed_entries"] == 3, "claims stay")
+            assert owner.call(told.stats)[0]["num_tensors"] == 3
+            between.come()
+            with controller.step():
+                pass
+            assert owner.call(told.stats)[0]["num_tensors"] == 0
+    finally:
+        between.close()
+
+
+def test_claims_are_made_over_a_line_that_was_lost_since_the_last_ones(peers: tuple[Peer, Peer]) -> None:
+    owner, consumer = peers
+    between = Between(owner.addr)
+    try:
+        # As of an owner that is no worker: nothing but claims is asked of it.
+        with Controller([Worker(consumer.addr)]) as controller:
+            for _ in range(2):
+                handles = [between.handle(one) for one in owner.call(told.make, 3, 10)]
+                with controller.step(claim=handles):
+                    assert owner.call(told.stats)[0]["unclaimed_entries"] == 0
+                assert owner.call(told.stats)[0]["num_tensors"] == 0
+                between.cut()
+                between.mend()
+    finally:
+        between.close()
+
+
 def test_what_is_fetched_after_a_step_that_did_not_begin_ends_with_the_next(peers: tuple[Peer, Peer]) -> None:
     owner, consumer = peers
     gone = rtensor.RTensor(

@@ -72,3 +72,32 @@ fn a_limit_is_reached_to_the_page_by_fresh_memory_and_by_used() {
     assert_eq!(pool.account().used_bytes, 0);
     assert!(pool.account().idle_bytes <= LIMIT);
 }
+
+#[test]
+fn the_high_water_mark_is_the_most_that_was_ever_in_use() {
+    let pool = Pool::new("storage", LIMIT);
+    let used_and_highest = || (pool.account().used_bytes, pool.account().high_water_bytes);
+    assert_eq!(used_and_highest(), (0, 0));
+    let first = places(&pool, &[1 << 20]).unwrap();
+    let (one, highest) = used_and_highest();
+    assert!(one > 1 << 20 && highest == one);
+    let second = places(&pool, &[1 << 20]).unwrap();
+    assert_eq!(used_and_highest(), (2 * one, 2 * one));
+    drop((first, second));
+    assert_eq!(used_and_highest(), (0, 2 * one), "it stays");
+    drop(places(&pool, &[1 << 20]).unwrap());
+    assert_eq!(used_and_highest(), (0, 2 * one), "until more is in use");
+}
+
+#[test]
+fn a_slab_that_is_larger_than_was_asked_for_counts_whole_in_the_high_water_mark() {
+    let pool = Pool::new("storage", LIMIT);
+    let _other = places(&pool, &[1 << 20]).unwrap();
+    drop(places(&pool, &[2_200_000]).unwrap());
+    let larger = pool.account().idle_bytes;
+    let before = pool.account();
+    let _reused = places(&pool, &[2_000_000]).unwrap();
+    let after = pool.account();
+    assert_eq!((after.idle_bytes, after.used_bytes), (0, before.used_bytes + larger), "the kept one was used again");
+    assert_eq!(after.high_water_bytes, after.used_bytes);
+}

@@ -1,0 +1,37 @@
+"""What tests of drains have in common: how the workers of a controller are named, and what is looked at in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import told
+from peers import Peer
+
+from tundish.rtensor import Worker
+
+__all__ = ["entries", "fetch_everywhere", "workers_of"]
+
+ROLES = ("actor", "critic", "ref")
+
+
+def workers_of(owners: list[Peer], consumers: list[Peer]) -> list[Worker]:
+    return [
+        *(Worker(peer.addr, "rollout", rank) for rank, peer in enumerate(owners)),
+        *(
+            Worker(peer.addr, role, rank)
+            for rank, (peer, role) in enumerate(zip(consumers, ROLES, strict=False))
+        ),
+    ]
+
+
+def entries(peers: list[Peer]) -> list[tuple[int, int]]:
+    """Of each, what it stores and what it has fetched."""
+    found = [peer.call(told.stats) for peer in peers]
+    return [(storage["num_tensors"], buffer["num_entries"]) for storage, buffer in found]
+
+
+def fetch_everywhere(handles: Any, consumers: list[Peer], way: Any = told.sums) -> None:
+    for peer in consumers:
+        peer.begin(way, handles)
+    for peer in consumers:
+        peer.result()

@@ -1,0 +1,46 @@
+"""A worker that answers what a test has it answer."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+
+
+class FalseWorker:
+    """Answers every request with what `answer`, given its path, returns. A context manager."""
+
+    def __init__(self, answer: Callable[[str], Any]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                text = json.dumps(answer(self.path)).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            do_POST = do_DELETE = do_GET
+
+            def log_message(self, *arguments: Any) -> None:
+                """Nobody reads it."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.addr = f"127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()

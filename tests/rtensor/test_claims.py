@@ -1,0 +1,96 @@
+"""Claims, and what is kept: what ends with whose step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import told
+from drains import entries, fetch_everywhere, workers_of
+from peers import Peer
+
+from tundish import rtensor
+from tundish.errors import (
+    ShardGoneError,
+)
+from tundish.rtensor import Controller, Worker
+
+pytestmark = pytest.mark.usefixtures("emptied")
+
+
+def test_claims_of_what_is_not_there_take_nothing(owners: list[Peer], controller: Controller) -> None:
+    there = owners[0].call(told.make, 2, 10)
+    gone = owners[1].call(told.make, 1, 10)
+    controller.clear_batches(gone)
+    again = rtensor.loads(rtensor.dumps(gone))
+    missing = f"rollout 1 at {owners[1].addr}.*{gone[0].shard_id}"
+    with pytest.raises(ShardGoneError, match=missing), controller.step(claim=[there, again]):
+        pass
+    with controller.step(claim=there):
+        pass
+    assert entries(owners) == [(0, 0), (0, 0)]
+
+
+def test_what_one_controller_claims_another_cannot(owners: list[Peer], controller: Controller) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    with controller.step(claim=handles[:1]), Controller([Worker(owners[0].addr)]) as other:
+        with pytest.raises(ShardGoneError, match="another step"), other.step(claim=handles):
+            pass
+        assert entries(owners)[0] == (2, 0)
+
+
+def test_a_controller_that_ends_gives_up_its_claims(owners: list[Peer], consumers: list[Peer]) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    with Peer() as leader:
+        leader.call(claim_and_stay, workers_of(owners, consumers), handles)
+        assert owners[0].call(told.stats)[0]["unclaimed_entries"] == 0
+        leader.kill()
+        deadline = time.monotonic() + 10
+        while owners[0].call(told.stats)[0]["unclaimed_entries"] < 2:
+            assert time.monotonic() < deadline, "the claims of a dead controller stay"
+            time.sleep(0.02)
+    assert consumers[0].call(told.sums, handles) == [0, 10]
+
+
+def claim_and_stay(workers: list[Worker], handles: Any) -> None:
+    controller = Controller(workers)
+    step = controller.step(claim=handles)
+    step.__enter__()
+    told.held.append((controller, step))
+
+
+def test_what_is_kept_goes_on(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, drained = owners[0].call(told.make, 2, 10)
+    with controller.step(claim=[kept, drained]):
+        fetch_everywhere([kept, drained], consumers)
+        copy = rtensor.loads(rtensor.dumps(kept))
+        assert controller.keep(kept) == 4
+    assert entries(owners)[0] == (1, 0) and entries(consumers) == [(0, 1)] * 3
+    assert consumers[0].call(told.sums, copy) == [0]
+    assert not caplog.records
+    with controller.step(claim=copy):
+        pass
+    assert entries(owners)[0] == (0, 0) and entries(consumers) == [(0, 0)] * 3
+
+
+def test_controllers_of_one_process_take_turns(owners: list[Peer], consumers: list[Peer]) -> None:
+    workers = workers_of(owners, consumers)
+    with Controller(workers) as one, Controller(workers) as two:
+        for controller in (one, two, two, one, two, one, one):
+            handles = owners[0].call(told.make, 2, 10)
+            with controller.step(claim=handles):
+                fetch_everywhere(handles, consumers)
+            assert entries(owners)[0] == (0, 0) and entries(consumers) == [(0, 0)] * 3
+
+
+def test_steps_are_numbered_on_by_the_next_controller(owners: list[Peer], consumers: list[Peer]) -> None:
+    numbers = []
+    for _ in range(2):
+        with Controller(workers_of(owners, consumers)) as controller:
+            for _ in range(2):
+                with controller.step() as step:
+                    numbers.append(step.number)
+    assert numbers == sorted(set(numbers))

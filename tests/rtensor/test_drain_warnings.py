@@ -1,0 +1,86 @@
+"""What is left after a drain, and who is told of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import told
+from false_worker import FalseWorker
+from peers import Peer
+
+from tundish import rtensor
+from tundish.rtensor import Controller, Worker
+
+pytestmark = pytest.mark.usefixtures("emptied")
+
+
+def test_what_is_left_is_warned_of(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    with controller.step():
+        pass
+    with controller.step():
+        consumers[1].call(told.sums_in_step_of_its_own, handles, 123_456)
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    text = record.getMessage()
+    assert "rank 1 (critic)" in text and consumers[1].addr in text and "2 entries" in text and "bytes" in text
+    assert "the oldest of step 123456" in text
+    consumers[1].call(told.end, 123_456)
+
+
+def test_what_is_left_after_a_step_of_one_process_is_warned_of(
+    owners: list[Peer], consumers: list[Peer]
+) -> None:
+    said = consumers[0].call(step_that_leaves, owners[0].call(told.make, 2, 10))
+    assert len(said) == 1 and "2 entries" in said[0] and "the oldest of step 123456" in said[0]
+    consumers[0].call(told.end, 123_456)
+
+
+def step_that_leaves(handles: Any) -> list[str]:
+    """What is warned of."""
+    said: list[str] = []
+
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    note = Note(logging.WARNING)
+    logging.getLogger("tundish.rtensor").addHandler(note)
+    try:
+        with rtensor.step():
+            told.sums_in_step_of_its_own(handles, 123_456)
+    finally:
+        logging.getLogger("tundish.rtensor").removeHandler(note)
+    return said
+
+
+def test_tensors_that_outlive_the_step_are_warned_of(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    handles = owners[0].call(told.make, 1, 1000)
+    with controller.step(claim=handles):
+        consumers[2].call(told.hold, handles)
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert (
+        "8000 bytes of step" in record.getMessage() and f"ref 2 at {consumers[2].addr}" in record.getMessage()
+    )
+    consumers[2].call(told.let_go)
+
+
+def test_bytes_that_a_worker_holds_after_the_end_of_a_step_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No worker of this version does: its account is what would show a fault in it."""
+
+    def answer(path: str) -> dict[str, Any]:
+        return {"held_bytes": 777, "has_ended": True} if path.endswith("/end") else {}
+
+    with FalseWorker(answer) as false:
+        worker = Worker(false.addr, "critic", 3)
+        with Controller([worker]) as controller, controller.step() as step:
+            pass
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert record.getMessage() == f"{worker} still holds 777 bytes of step {step.number} after its end"

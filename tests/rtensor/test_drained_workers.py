@@ -1,0 +1,187 @@
+"""Workers that do not do as they are told, that come and go, and that want a token."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import told
+from drains import entries
+from false_worker import FalseWorker
+from peers import Peer
+
+from tundish._native import ShardStore
+from tundish.errors import (
+    DrainError,
+    InvalidInputError,
+    InvalidTypeError,
+    NotAuthorizedError,
+)
+from tundish.rtensor import Controller, Worker
+
+pytestmark = pytest.mark.usefixtures("emptied")
+
+
+def test_a_worker_that_was_away_is_drained_in_the_next_step(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    handles = owners[0].call(told.make, 1, 10)
+    hooked: list[list[str]] = []
+
+    def drain(ids: list[str]) -> None:
+        hooked.append(ids)
+        if len(hooked) == 1:
+            raise ConnectionError("it is away")
+
+    controller.update([*controller.workers, Worker("inference", "server", 3, drain)])
+    drained = controller.clear_batches(handles)
+    assert [str(worker) for worker in drained.failures] == ["server 3 at inference"]
+    assert "which is tried again: server 3 at inference fails: ConnectionError: it is away" in caplog.text
+    assert entries(owners)[0] == (0, 0)
+    with controller.step():
+        pass
+    assert hooked[:2] == [[handles[0].shard_id]] * 2
+
+
+def test_what_fails_twice_is_raised(owners: list[Peer], controller: Controller) -> None:
+    handles = owners[0].call(told.make, 1, 10)
+    with Peer() as dead:
+        # Nobody listens there any more.
+        worker = Worker(dead.addr, "critic", 7)
+    controller.update([*controller.workers, worker])
+    assert list(controller.clear_batches(handles).failures) == [worker]
+    again = (lambda: controller.clear_batches(handles),) * 2
+    for call in (*again, lambda: controller.step().__enter__()):
+        with pytest.raises(DrainError, match=f"critic 7 at {dead.addr}") as raised:
+            call()
+        assert raised.value.workers == (worker,)
+    # Left out, it is no matter any more.
+    controller.update(controller.workers[:-1])
+    with controller.step():
+        pass
+
+
+def test_who_is_left_out_is_let_go_of(consumers: list[Peer], controller: Controller) -> None:
+    with controller.step():
+        pass
+    assert consumers[2].call(current_epoch) is not None
+    controller.update(controller.workers[:-1])
+    deadline = time.monotonic() + 20
+    while consumers[2].call(current_epoch) is not None:
+        assert time.monotonic() < deadline, "its line stays"
+        time.sleep(0.02)
+    assert consumers[1].call(current_epoch) is not None
+
+
+def current_epoch() -> int | None:
+    return ShardStore.current_epoch()
+
+
+def test_an_owner_that_is_no_worker_and_gone_is_left_out_too(
+    owners: list[Peer], controller: Controller
+) -> None:
+    with Peer() as dead:
+        handles = dead.call(told.make, 1, 10)
+    (failed,) = controller.clear_batches(handles).failures
+    assert failed == Worker(dead.addr, "owner")
+    with pytest.raises(DrainError, match=f"owner 0 at {dead.addr}"), controller.step():
+        pass
+    controller.update(controller.workers)
+    with controller.step(claim=owners[0].call(told.make, 1, 10)):
+        pass
+    assert entries(owners)[0] == (0, 0)
+
+
+def test_a_step_that_a_worker_does_not_begin_is_none(owners: list[Peer], controller: Controller) -> None:
+    handles = owners[0].call(told.make, 1, 10)
+    with Peer() as dead:
+        worker = Worker(dead.addr, "critic", 7)
+    controller.update([*controller.workers, worker])
+    with pytest.raises(DrainError, match="did not begin step"), controller.step(claim=handles):
+        pass
+    controller.update(controller.workers[:-1])
+    assert entries(owners)[0] == (1, 0)
+    with controller.step(claim=handles):
+        pass
+    assert entries(owners)[0] == (0, 0)
+
+
+def test_the_workers_are_looked_at_by_another_thread_meanwhile(
+    owners: list[Peer], controller: Controller
+) -> None:
+    is_over, wrong = threading.Event(), []
+
+    def look() -> None:
+        while not is_over.is_set():
+            wrong.extend(answer for answer in controller.stats().values() if isinstance(answer, Exception))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(10):
+            with controller.step(claim=owners[0].call(told.make, 1, 10)):
+                pass
+    finally:
+        is_over.set()
+        looking.join()
+    assert not wrong
+    assert entries(owners)[0] == (0, 0)
+
+
+def test_threads_that_ask_one_worker_take_turns() -> None:
+    is_asked, may_answer, found = threading.Event(), threading.Event(), []
+
+    def answer(path: str) -> dict[str, Any]:
+        if not is_asked.is_set():
+            is_asked.set()
+            assert may_answer.wait(60)
+        return {"num_entries": len(found)}
+
+    with FalseWorker(answer) as false, Controller([Worker(false.addr)]) as controller:
+        askers = [
+            threading.Thread(target=lambda: found.extend(controller.stats().values())) for _ in range(2)
+        ]
+        askers[0].start()
+        assert is_asked.wait(60)
+        askers[1].start()
+        # There is one connection, and an answer is to come on it.
+        askers[1].join(0.3)
+        assert askers[1].is_alive()
+        may_answer.set()
+        for asker in askers:
+            asker.join(60)
+    assert [type(one) for one in found] == [dict, dict]
+
+
+def test_a_guarded_job_is_drained_with_its_token() -> None:
+    with Peer(token="of-the-job") as guarded, Peer() as other:
+        handles = guarded.call(told.make, 2, 10)
+        workers = [Worker(guarded.addr, "rollout"), Worker(other.addr, "actor")]
+        with (
+            Controller(workers) as stranger,
+            pytest.raises(DrainError, match="wants the token") as raised,
+            stranger.step(),
+        ):
+            pass
+        assert isinstance(raised.value.__cause__, NotAuthorizedError)
+        # Whom only a handle names is not shown it.
+        with (
+            Controller(workers[1:], token="of-the-job") as narrow,
+            pytest.raises(DrainError, match="wants the token"),
+            narrow.step(claim=handles),
+        ):
+            pass
+        with Controller(workers, token="of-the-job") as controller, controller.step(claim=handles):
+            pass
+        assert guarded.call(told.stats)[0]["num_tensors"] == 0
+
+
+def test_workers_that_cannot_be_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="two workers serve at"):
+        Controller([Worker("a:1", "x", 0), Worker("a:1", "y", 1)])
+    with pytest.raises(InvalidInputError, match="no address"):
+        Controller([Worker("http://a/", "x", 0)])
+    with pytest.raises(InvalidTypeError, match="not a function"):
+        Controller([Worker("a", "x", 0, "hook")])  # type: ignore[arg-type]
