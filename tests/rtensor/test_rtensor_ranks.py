@@ -50,6 +50,39 @@ def test_ranks_drain_together(tmp_path: Path) -> None:
         job.expect_end()
 
 
+def one_claims_what_others_keep(rank: int, line: Line) -> None:
+    import logging
+
+    import torch
+    import torch.distributed as distributed
+
+    from tundish import rtensor
+
+    warned: list[str] = []
+    logging.getLogger("tundish.rtensor").addFilter(lambda record: bool(warned.append(record.getMessage())))
+    handles: list[Any] = [None] * 3
+    distributed.all_gather_object(handles, rtensor.remotize(torch.full((10,), rank)))
+    rtensor.drain()
+    rtensor.localize(handles)
+    rtensor.keep(handles)
+    # Claimed by nobody; the first by a rank that is neither its owner nor keeps it any more; and the others.
+    for claims in ((None,) * 3, (None, None, handles[0]), (handles[1], None, handles[2]), (None,) * 3):
+        rtensor.drain(claim=claims[rank])
+        line.say(rtensor.storage_stats()["num_tensors"], rtensor.fetch_buffer_stats()["num_entries"])
+    line.say(warned)
+
+
+def test_what_a_rank_kept_ends_whichever_rank_claims_it(tmp_path: Path) -> None:
+    with Job(one_claims_what_others_keep, 3, tmp_path) as job:
+        assert job.hear_all() == [(1, 2)] * 3
+        assert job.hear_all() == [(0, 2), (1, 1), (1, 1)]
+        assert job.hear_all() == [(0, 0)] * 3
+        assert job.hear_all() == [(0, 0)] * 3
+        # What was kept is there on purpose.
+        assert job.hear_all() == [([],)] * 3
+        job.expect_end()
+
+
 def ranks_fetch_ahead(rank: int, line: Line) -> None:
     import logging
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tundish._native import ShardStore
-from tundish.distributed import voter_of
+from tundish.distributed import Voter, voter_of
 from tundish.errors import InvalidInputError, ShardGoneError
 from tundish.rtensor.controller import Step
 from tundish.rtensor.handle import collect_shards, flatten_shard_ids
@@ -52,7 +52,7 @@ def step(claim: Any = None) -> Iterator[Step]:
             _begin_next(mine)
             # Also what was fetched of them before the step.
             ShardStore.clear_buffer(ids)
-            _end(number)
+            _end(number, mine)
 
 
 def _claim(number: int, mine: State, ids: list[str]) -> None:
@@ -76,6 +76,9 @@ def keep(obj: Any) -> int:
     It stays until it is removed or drained by its id, or a later step claims it. Returns the number of entries. See
     `Controller.keep` for shards of other processes.
     """
+    mine = state()
+    here = {"local", mine.server.addr if mine.server is not None else "local"}
+    mine.kept |= {one for owner, ids in collect_shards(obj).items() if owner not in here for one in ids}
     return ShardStore.keep(flatten_shard_ids(obj))
 
 
@@ -85,7 +88,7 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
     Args:
         group: None is all ranks.
         claim: nested containers of handles, whichever rank owns the shards, and whichever names them: their owners
-            remove them when every rank has dropped what it fetched.
+            remove them when every rank has dropped what it fetched of them, also what it had kept.
 
     For jobs without a controller, once a step on every rank. What was fetched before the first call belongs to the
     first step. What nobody claims stays stored.
@@ -108,15 +111,32 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
         # What was fetched before there was a step belongs to the first.
         ShardStore.clear_buffer(None if ended is None else [one for ids in by_owner.values() for one in ids])
         if ended is not None:
-            _end(ended)
+            _end(ended, mine)
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
-    voter.vote(problem, what="drop what was fetched")
+    if voter.vote(problem, what="drop what was fetched", note=bool(mine.kept)):
+        _drop_what_is_kept(voter, mine, {one for ids in by_owner.values() for one in ids})
     try:
         _remove(by_owner)
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
     voter.vote(problem, what="remove what was claimed")
+
+
+def _drop_what_is_kept(voter: Voter, mine: State, claimed: set[str]) -> None:
+    """Collective: drop what was kept of shards that some rank claims. Of many claims few are of what was kept."""
+    kept = _of_all(voter, mine.kept, "tell what was kept")
+    ending = _of_all(voter, kept & claimed, "tell what is kept no longer")
+    ShardStore.clear_buffer(list(ending & mine.kept))
+    mine.kept -= ending
+    voter.vote(what="drop what was kept")
+
+
+def _of_all(voter: Voter, ids: set[str], what: str) -> set[str]:
+    """Collective: what all ranks bring, together."""
+    brought = voter.gather(json.dumps(sorted(ids)), what=what)
+    together = json.dumps(sorted(set().union(*map(json.loads, brought)))) if brought else None
+    return set(json.loads(voter.pass_on(together, source=voter.ranks[0], what=what)))
 
 
 def _remove(by_owner: dict[str, list[str]]) -> None:
@@ -157,7 +177,7 @@ def _begin_next(mine: State) -> int:
     return mine.epoch
 
 
-def _end(number: int) -> None:
+def _end(number: int, mine: State) -> None:
     ledger = json.loads(ShardStore.end_epoch(number))
     if ledger["viewed_bytes"]:
         _log.warning(
@@ -167,7 +187,11 @@ def _end(number: int) -> None:
         )
     left = json.loads(ShardStore.stats())["buffer"]
     entries = left["num_entries"] - left["current_entries"]
-    if entries:
+    if not entries:
+        # Drained by its id, or all was flushed.
+        mine.kept.clear()
+    # What was kept is there on purpose.
+    if entries > len(mine.kept):
         _log.warning(
             "%d entries (%d bytes) are still in the fetch buffer after the end of step %d, the oldest of step %s",
             entries,

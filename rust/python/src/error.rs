@@ -97,6 +97,7 @@ fn pack_error(error: &PackError) -> PyErr {
 
 const ENOENT: i32 = 2;
 const EIO: i32 = 5;
+const EAGAIN: i32 = 11;
 const EACCES: i32 = 13;
 const EEXIST: i32 = 17;
 const ENOMEM: i32 = 12;
@@ -172,6 +173,7 @@ fn code_of(kind: std::io::ErrorKind) -> i32 {
         std::io::ErrorKind::AddrInUse => EADDRINUSE,
         std::io::ErrorKind::AddrNotAvailable => EADDRNOTAVAIL,
         std::io::ErrorKind::PermissionDenied => EACCES,
+        std::io::ErrorKind::WouldBlock => EAGAIN,
         _ => EIO,
     }
 }

@@ -92,8 +92,8 @@ fn the_high_water_mark_is_the_most_that_was_ever_in_use() {
 #[test]
 fn a_slab_that_is_larger_than_was_asked_for_counts_whole_in_the_high_water_mark() {
     let pool = Pool::new("storage", LIMIT);
-    let _other = places(&pool, &[1 << 20]).unwrap();
     drop(places(&pool, &[2_200_000]).unwrap());
+    let _other = places(&pool, &[1 << 20]).unwrap();
     let larger = pool.account().idle_bytes;
     let before = pool.account();
     let _reused = places(&pool, &[2_000_000]).unwrap();

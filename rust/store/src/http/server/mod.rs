@@ -19,11 +19,14 @@ mod traffic;
 use std::future::poll_fn;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::panic::catch_unwind;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::task::{Poll, ready};
+use std::thread;
 use std::time::Duration;
 
+use rustix::io::Errno;
 use rustix::net::sockopt::{
     set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl, set_tcp_nodelay,
 };
@@ -96,15 +99,7 @@ impl Server {
         }
         let listener = listen(&found).map_err(|error| failed("listen on", &error))?;
         let address = listener.local_addr().map_err(|error| failed("listen on", &error))?;
-        let starting = || {
-            Builder::new_multi_thread()
-                .worker_threads(THREADS)
-                .thread_name("tundish-serve")
-                .enable_io()
-                .enable_time()
-                .build()
-        };
-        let runtime = without_signals(starting).map_err(|error| failed("start threads to serve", &error))?;
+        let runtime = without_signals(runtime).map_err(|error| failed("start threads to serve", &error))?;
         let (traffic, table) = (Arc::default(), Arc::new(Table::new(timing.crowded)));
         let common = Arc::new(Common { service, token, timing, traffic, table });
         let entered = runtime.enter();
@@ -131,6 +126,20 @@ impl Drop for Server {
             std::mem::forget(runtime);
         }
     }
+}
+
+fn runtime() -> io::Result<Runtime> {
+    let build = || {
+        Builder::new_multi_thread()
+            .worker_threads(THREADS)
+            .thread_name("tundish-serve")
+            .enable_io()
+            .enable_time()
+            .build()
+    };
+    // It panics, and says so, where the system has no thread left: one is tried before.
+    let _ = thread::Builder::new().spawn(|| ())?.join();
+    catch_unwind(build).unwrap_or_else(|_| Err(Errno::AGAIN.into()))
 }
 
 fn listen(addresses: &[SocketAddr]) -> io::Result<Socket<TcpListener>> {
