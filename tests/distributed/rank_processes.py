@@ -6,6 +6,7 @@ of a second instead of seconds.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib.util
 import inspect
@@ -78,7 +79,9 @@ def _run_rank(
     where: str,
     seconds: float,
     connection: multiprocessing.connection.Connection,
+    last_words: multiprocessing.connection.Connection,
 ) -> None:
+    faulthandler.enable(last_words.fileno())
     import torch.distributed as distributed
 
     # What the fork server imported is never garbage. To look through it takes a third of a second, and copies it.
@@ -153,23 +156,27 @@ class Job:
                 where = str(probe.getsockname()[1])
         preload()
         context = multiprocessing.get_context("forkserver")
-        self._lines, self._processes = [], []
+        self._lines, self._last_words, self._processes = [], [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_run_rank,
-                args=(inspect.getfile(scenario), scenario.__name__, rank, size, host, where, seconds, theirs),
-            )
+            last_words, told = context.Pipe(duplex=False)
+            about = inspect.getfile(scenario), scenario.__name__, rank, size, host, where, seconds
+            process = context.Process(target=_run_rank, args=(*about, theirs, told))
             process.start()
             theirs.close()
+            told.close()
             self._lines.append(mine)
+            self._last_words.append(last_words)
             self._processes.append(process)
 
     def hear(self, rank: int) -> Any:
         """The next message of `rank`; a tuple."""
         if not self._lines[rank].poll(PATIENCE):
             raise TimeoutError(f"rank {rank} says nothing")
-        message = self._lines[rank].recv()
+        try:
+            message = self._lines[rank].recv()
+        except EOFError:
+            raise EOFError(f"rank {rank} ended: {self._end_of(rank)}") from None
         if message[0] == "crash":
             raise AssertionError(f"rank {rank}:\n{message[1]}")
         return message
@@ -190,6 +197,16 @@ class Job:
         self._processes[rank].join(PATIENCE)
         return self._processes[rank].exitcode
 
+    def _end_of(self, rank: int) -> str:
+        """The signal or the status that `rank` ended with, and where its threads were if it crashed."""
+        code = self.exit_code(rank)
+        stacks = bytearray()
+        with open(self._last_words[rank].fileno(), "rb", closefd=False) as reader:
+            while self._last_words[rank].poll() and (part := reader.read1()):
+                stacks += part
+        end = signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"
+        return f"{end}\n{stacks.decode(errors='replace')}"
+
     def expect_end(self, *ranks: int) -> None:
         """`ranks` (all by default) come to the end of the scenario and exit well."""
         ranks = ranks or tuple(range(len(self._lines)))
@@ -206,10 +223,11 @@ class Job:
     ) -> None:
         for process in self._processes:
             process.kill()
-        for process, line in zip(self._processes, self._lines, strict=True):
+        for process, *ends in zip(self._processes, self._lines, self._last_words, strict=True):
             process.join(PATIENCE)
             process.close()
-            line.close()
+            for end in ends:
+                end.close()
 
 
 def on_nodes(rank: int, size: int) -> None:
