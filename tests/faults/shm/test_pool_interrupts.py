@@ -79,3 +79,50 @@ def test_what_is_taken_back_is_so_though_ctrl_c_comes_anywhere(ahead: int, tmp_p
             assert elsewhere(future.cancelled)
         (tmp_path / "go").touch()
     assert not (tmp_path / "never").exists()
+
+
+def test_who_waits_for_what_is_taken_back_hears_of_it_once_though_ctrl_c_comes_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_TURN_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "_LOOK_AROUND_SECONDS", 0.02)
+    with td.shm.SharedPool(tasks.touch_and_wait, max_workers=1) as one:
+        one.submit((str(tmp_path / "begun"), 0))
+        until((tmp_path / "begun").exists)
+        for number, ctrl_c in at_every_moment(threading, waiting, engine, futures):
+            future = one.submit((str(tmp_path / "never"), 0))
+            told: list[TaskFuture] = []
+            future.add_done_callback(told.append)
+            waits = Wait(future)
+            with ctrl_c:
+                future.cancel()
+            if not elsewhere(future.cancelled):
+                # It came before anything was taken back.
+                assert elsewhere(future.cancel), number
+            assert waits.done() == {future}, number
+            assert elsewhere(lambda: concurrent.futures.wait([future], 30).done) == {future}, number  # noqa: B023 (as above)
+            # Of several that are taken back each is told after the one before.
+            last = Moment()
+            other = one.submit((str(tmp_path / "never"), 0))
+            other.add_done_callback(lambda _: last.come())  # noqa: B023 (as above)
+            assert other.cancel() and last.wait(30)
+            assert told == [future], number
+        (tmp_path / "go").touch()
+
+
+class Wait:
+    """A thread that waits for a future."""
+
+    def __init__(self, future: TaskFuture) -> None:
+        self._done: Any = None
+        self._thread = threading.Thread(target=self._wait, args=(future,), daemon=True)
+        self._thread.start()
+        until(lambda: bool(future._waiters))
+
+    def _wait(self, future: TaskFuture) -> None:
+        self._done = concurrent.futures.wait([future], 30).done
+
+    def done(self) -> Any:
+        """What it waited for has come."""
+        self._thread.join(40)
+        return self._done

@@ -160,7 +160,10 @@ class Engine:
             elif any(waiting[0] is future for waiting in self._backlog):
                 self._withdrawn.append(future)
             self._note_taken_back()
-            return future.is_ready()
+            is_taken_back = future.is_ready()
+        if self._announcements:
+            self._board.poke()
+        return is_taken_back
 
     def _revoke(self, ticket: int) -> None:
         """Take a task off the board that no worker has. In one step as far as Ctrl-C sees."""

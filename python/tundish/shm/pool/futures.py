@@ -4,7 +4,7 @@ Owns the way from an answer on the task board to a result. It is a `concurrent.f
 what differs: `result()` collects answers on the caller's own thread, `cancel()` takes the task off the board,
 `running()` asks the board, and an answer is unpickled by the first who asks for it. What always holds:
 
-1. `arrive` and `lose` may be interrupted anywhere (Ctrl-C) and be called again: the future is then finished once.
+1. `arrive` and `withdraw` may be interrupted anywhere (Ctrl-C) and be called again: the future is then finished once.
 2. Waiters and callbacks are told by a thread of the pool, which nothing interrupts, each of them once.
 """
 
@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING
+from concurrent.futures._base import CANCELLED_AND_NOTIFIED, FINISHED, PENDING
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,11 +32,14 @@ _log = logging.getLogger("tundish.shm")
 
 T = TypeVar("T")
 
-_DONE = frozenset({CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED})
+_DONE = frozenset({CANCELLED_AND_NOTIFIED, FINISHED})
 
 
 class TaskFuture(Future[Any]):
     """What `SharedPool.submit` returns. `number`: how many tasks were submitted before."""
+
+    # Waiters that were told, with the callbacks. Of few: the others have none of their own.
+    _told: tuple[Any, ...] | None = None
 
     def __init__(self, engine: Engine, number: int) -> None:
         # Not the base's, which makes all that only few futures of many need: it costs more than the task.
@@ -87,11 +90,7 @@ class TaskFuture(Future[Any]):
 
     def cancel(self) -> bool:
         """Take the task back, if no worker has it yet; True if it is cancelled."""
-        if not self._engine.withdraw(self):
-            return self.cancelled()
-        self._invoke_callbacks()  # type: ignore[attr-defined] # typeshed leaves it out
-        self.set_running_or_notify_cancel()
-        return True
+        return self._engine.withdraw(self) or self.cancelled()
 
     def running(self) -> bool:
         """Whether a worker has the task."""
@@ -108,24 +107,20 @@ class TaskFuture(Future[Any]):
         if get_ident() == self._engine.main:
             # As below, in half of the time.
             with self._guard:
-                self._note(kind, payload)
+                self._note((kind, payload), FINISHED)
         else:
-            self._guarded(partial(self._note, kind, payload))
-
-    def _note(self, kind: int, payload: Any) -> None:
-        if self._state in _DONE:
-            return
-        if self._waiter_list or self._callback_list:
-            self._engine.announce_later(self, tuple(self._waiters))
-        self._answer = kind, payload
-        self._state = FINISHED
-        if self._bell is not None:
-            self._bell.come()
+            self._guarded(partial(self._note, (kind, payload), FINISHED))
 
     def withdraw(self) -> None:
-        """It was taken back. May be called again, as `arrive`."""
+        """It was taken back."""
+        self._guarded(partial(self._note, None, CANCELLED_AND_NOTIFIED))
+
+    def _note(self, answer: tuple[int, Any] | None, state: str) -> None:
         if self._state not in _DONE:
-            self._state = CANCELLED
+            if self._waiter_list or self._callback_list:
+                self._engine.announce_later(self, tuple(self._waiters))
+            self._answer = answer
+            self._state = state
         if self._bell is not None:
             self._bell.come()
 
@@ -143,19 +138,25 @@ class TaskFuture(Future[Any]):
 
     def announce(self, waiters: tuple[Any, ...]) -> None:
         """Tell those who waited when the answer came, and the callbacks."""
-        if not self._guarded(lambda: self._state == FINISHED):
+        if not self._guarded(self.is_ready):
             # Whoever brought the answer was interrupted; it comes again.
             return
+        # It may have come again before this.
+        before, self._told = self._told, (*(self._told or ()), *waiters)
         try:
             self._unpack()
         except BaseException as error:  # noqa: BLE001 (no Ctrl-C comes to this thread: the result's own code raised it)
             self._answer, self._exception = None, messages.cannot_unpickle(error)
         for waiter in waiters:
-            if self._exception is None:
+            if before is not None and waiter in before:
+                continue
+            if self._state != FINISHED:
+                waiter.add_cancelled(self)
+            elif self._exception is None:
                 waiter.add_result(self)
             else:
                 waiter.add_exception(self)
-        for callback in self._done_callbacks:
+        for callback in self._done_callbacks if before is None else ():
             try:
                 callback(self)
             except BaseException:  # noqa: BLE001 (also SystemExit: the thread is needed for what comes next)
