@@ -128,7 +128,7 @@ class Ways:
                     distributed.destroy_process_group(group)
 
     def renew_courier(self) -> None:
-        """Leave the courier to what it waits for, and have another one."""
+        """Leave the courier to what it waits for, and have another one. Not while it may still post messages."""
         if self.courier is not None:
             self.courier.close()
             self.courier = Courier()

@@ -218,6 +218,9 @@ class Member:
                     self._ways.renew_courier()
                     raise self._lose(name, "was killed or has ended")
                 if time.monotonic() > deadline and not patient:
+                    if callable(rank) and name is not None and self._ways is not None:
+                        # All of the round is under way, and what is said next does not wait for whoever is late.
+                        self._ways.renew_courier()
                     seconds = self._timeout.total_seconds()
                     raise TimedOutError(
                         f"scatter: {'another rank' if name is None else f'rank {name}'} did not come within "

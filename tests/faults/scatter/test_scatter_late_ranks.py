@@ -173,3 +173,27 @@ def test_a_receiver_of_another_node_is_named_and_may_come_after_the_timeout(
         assert job.hear(0) == ("gave up",)
         job.tell(1)
         job.expect_end()
+
+
+def news_beside_a_late_one(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    a_round(rank, 0)
+    if rank == 1:
+        line.hear()
+    elif rank == 0:
+        kind, text, _ = outcome(lambda: a_round(0, 1))
+        assert kind == "TimedOutError" and "rank 1 did not come within 2 s" in text, text
+    if rank != 0:
+        a_round(rank, 1)
+    kind, _, _ = outcome(lambda: td.scatter_batch([] if rank == 0 else None))
+    line.say(kind)
+    a_round(rank, 3)
+
+
+def test_what_the_source_fails_with_is_known_though_a_rank_of_another_node_is_late(tmp_path: Path) -> None:
+    with Job(news_beside_a_late_one, 3, tmp_path, seconds=2.0) as job:
+        assert job.hear(2) == ("PeerFailedError",)
+        job.tell(1)
+        assert job.hear(0) == ("InvalidInputError",)
+        assert job.hear(1) == ("PeerFailedError",)
+        job.expect_end()
