@@ -334,3 +334,21 @@ def test_a_batch_goes_to_another_node_once(tmp_path: Path) -> None:
         {"gloo": [0], "shared memory": [3]},
         {"shared memory": [2]},
     ]
+
+
+def replicas_along_two_dimensions(rank: int, line: Line) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "pipeline", "tensor"))
+    both = mesh["pipeline", "tensor"]
+    kind, text, _ = outcome(lambda: td.scatter_batch(None, group=mesh["data"], replicate=both))
+    assert kind == "InvalidInputError" and "_flatten()" in text, text
+    for number in range(2):
+        given = [{"x": torch.full((70_000,), 10 * number + row)} for row in range(2)] if rank == 0 else None
+        mine = td.scatter_batch(given, group=mesh["data"], replicate=both._flatten())
+        assert (mine["x"] == 10 * number + rank // 4).all()
+
+
+def test_ranks_along_two_more_dimensions_get_the_same_batch(tmp_path: Path) -> None:
+    with Job(replicas_along_two_dimensions, 8, tmp_path) as job:
+        job.expect_end()

@@ -39,7 +39,8 @@ def scatter_batch(
         src: the source's rank within the group.
         group: a process group or a `DeviceMesh` of one dimension (None: all ranks). All members make the call, one
             thread at a time, in the same order.
-        replicate: a process group, or a dimension of the mesh that `group` is one of, whose ranks get the same batch.
+        replicate: a process group, or a dimension of the mesh that `group` is one of, whose ranks get the same batch;
+            several dimensions as one, `mesh["pipeline", "tensor"]._flatten()`.
             Then the ranks of all their groups make the call; the source is rank `src` of the group in which the first
             ranks of `replicate` are.
         device: to which the tensors go (None: they are in host memory).

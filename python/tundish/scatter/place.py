@@ -52,8 +52,9 @@ def process_group(group: Any, what: str = "group") -> Any:
     if group.ndim != 1:
         names = group.mesh_dim_names or ()
         example = f'mesh["{names[0]}"]' if names else 'mesh["data"], of a mesh with mesh_dim_names'
+        several = "; for several of them together give mesh[…]._flatten()" if what == "replicate" else ""
         raise InvalidInputError(
-            f"{what} is a DeviceMesh of {group.ndim} dimensions: give one, as in {example}"
+            f"{what} is a DeviceMesh of {group.ndim} dimensions: give one, as in {example}{several}"
         )
     return group.get_group()
 
