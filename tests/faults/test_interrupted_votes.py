@@ -8,11 +8,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
-from ctrl_c import at_every_moment
+from ctrl_c import CtrlC, at_every_moment
 from rank_processes import Job, Line, outcome
 
 from tundish import waiting
-from tundish.distributed import Voter, channel
+from tundish.distributed import Voter, channel, voter
 
 
 def interrupted(rank: int, line: Line) -> None:
@@ -48,3 +48,54 @@ def test_an_interrupted_vote_holds_up_nobody(tmp_path: Path) -> None:
         assert set(kinds) <= {"", "PeerFailedError"}
         # Not the timeout.
         assert slowest < 30
+
+
+def a_block_is_let_go_of(rank: int, line: Line) -> None:
+    with Voter(timeout=60) as own:
+        if rank == 0:
+            block = own.agreed("a block", timeout=60)
+            block.__enter__()
+            # As with the error of a Ctrl-C that came as the block was entered or left, which somebody kept so long.
+            del block
+        line.say(outcome(lambda: own.vote(what="the next step", timeout=60)))
+
+
+def test_a_block_that_was_never_left_votes_no_later(tmp_path: Path) -> None:
+    with Job(a_block_is_let_go_of, 2, tmp_path) as job:
+        assert job.hear_all() == [(("", "", None),)] * 2
+        job.expect_end()
+
+
+def interrupted_in_close(rank: int, line: Line) -> None:
+    # Each at another moment, while the other rank looks on.
+    for number in range(MOMENTS):
+        own = Voter(timeout=60)
+        if rank == 0:
+            with CtrlC(number, channel, voter, is_suppressed=True) as ctrl_c:
+                own.close()
+            # As whoever was interrupted does.
+            own.close()
+            line.say(ctrl_c.came)
+            line.hear()
+        else:
+            began = time.monotonic()
+            kind, _, _ = outcome(lambda: own.vote(what="a vote without it", timeout=60))  # noqa: B023 (called here)
+            line.say(kind, time.monotonic() - began < 30)
+            own.close()
+            line.hear()
+
+
+# A few more than there are in `close`.
+MOMENTS = 12
+
+
+def test_a_voter_whose_end_was_interrupted_ends_at_the_second_try(tmp_path: Path) -> None:
+    with Job(interrupted_in_close, 2, tmp_path) as job:
+        came = []
+        for _ in range(MOMENTS):
+            came.append(job.hear(0)[0])
+            assert job.hear(1) == ("PeerFailedError", True)
+            job.tell(0)
+            job.tell(1)
+        assert came[0] and not came[-1]
+        job.expect_end()

@@ -61,7 +61,8 @@ class Channel:
         self._last: Round | None = None
         self._turn = threading.Lock()
         self._protocol = Protocol(member, node, f"votes/{self._name}")
-        self._protocol_lock = threading.Lock()
+        # Re-entrant: a second `close` does what Ctrl-C kept the first from.
+        self._protocol_lock = threading.RLock()
 
     @property
     def mates(self) -> tuple[int, ...]:

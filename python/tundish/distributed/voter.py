@@ -243,6 +243,9 @@ class Voter:
         error: BaseException | None = None
         try:
             yield
+        except GeneratorExit:
+            # Ctrl-C came as the block was entered or left, and this is let go of some time after: no time for a vote.
+            raise
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         self.vote(error, what=what, same=same, timeout=timeout)

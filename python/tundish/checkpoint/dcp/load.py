@@ -87,6 +87,9 @@ def _voted(voter: Voter, what: str, timeout: float) -> Iterator[Callable[[str], 
     same = [what]
     try:
         yield same.append
+    except GeneratorExit:
+        # As of `Voter.agreed`.
+        raise
     except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
         error = caught
     voter.vote(error, what=what, same=", ".join(same), timeout=timeout)
