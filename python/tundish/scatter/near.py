@@ -268,7 +268,11 @@ class NearEnd:
         self._parcels = _native.Parcels()
         # By identity, of memory that others have too.
         self._shared: dict[int, int] = {}
-        [(_, _, descriptor)] = self._hear()
+        # What was heard on the line and not yet seen to: identities, whether others have it too, and descriptors.
+        self._heard: list[tuple[int, bool, int]] = []
+        self._hear()
+        [(_, _, descriptor)] = self._heard
+        self._heard.clear()
         try:
             self._board = _native.TaskBoard.open(descriptor)
         finally:
@@ -292,6 +296,16 @@ class NearEnd:
         ticket, _, message = self._taken[0]
         try:
             head = Head.unpack(message)
+            said: bytes = message[HEAD_BYTES:]
+            if len(said) < head.said and self._said is not None:
+                said, self._said = self._said, None
+            schema: Schema | Exception | None = None
+            if head.kind == BATCH:
+                # First: later messages may refer to it, whatever becomes of the memory; and to that likewise.
+                try:
+                    schema = self._known.hear(head, said)
+                except Exception as error:  # noqa: BLE001 (raised below)
+                    schema = error
             try:
                 memory = None if head.reference == NOWHERE else self._open(head)
             except SegmentGoneError:
@@ -300,12 +314,11 @@ class NearEnd:
             if head.kind == SAID:
                 self._said = b"" if memory is None else memory.tobytes()
                 return None
-            said: bytes = message[HEAD_BYTES:]
-            if len(said) < head.said and self._said is not None:
-                said, self._said = self._said, None
-            if head.kind != BATCH:
+            if isinstance(schema, Exception):
+                raise schema
+            if schema is None:
                 return head, said.decode(errors="replace")
-            return head, Arrival(self._known.hear(head, said), memory)
+            return head, Arrival(schema, memory)
         finally:
             self._board.finish(ticket, 0, b"")
             self._taken.clear()
@@ -314,14 +327,19 @@ class NearEnd:
         self._line.close()
         while self._shared:
             os.close(self._shared.popitem()[1])
+        while self._heard:
+            os.close(self._heard.pop()[2])
 
     def _open(self, head: Head) -> NDArray[np.uint8]:
         if head.flags & FRESH:
-            for identity, is_shared, descriptor in self._hear():
-                if is_shared:
-                    self._keep(identity, descriptor)
-                else:
-                    self._parcels.adopt(descriptor, self._source)
+            self._hear()
+        # Also of messages that are yet to come: where one fails, the others are seen to with the next message.
+        while self._heard:
+            identity, is_shared, descriptor = self._heard.pop(0)
+            if is_shared:
+                self._keep(identity, descriptor)
+            else:
+                self._parcels.adopt(descriptor, self._source)
         if head.flags & SHARED:
             return own_pages(head.reference, self._shared.get(head.reference[2]))
         memory = bytes_of(self._parcels.open(head.reference))
@@ -332,16 +350,16 @@ class NearEnd:
             os.close(self._shared.pop(next(iter(self._shared))))
         self._shared[identity] = descriptor
 
-    def _hear(self) -> list[tuple[int, bool, int]]:
-        """The descriptors that are on the line by now, each with what was said of it."""
-        found = []
+    def _hear(self) -> None:
+        """Take the descriptors that are on the line by now off it, each with what was said of it."""
         room, flags = socket.CMSG_SPACE(_DESCRIPTOR), socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         with contextlib.suppress(BlockingIOError):
             while (heard := self._line.recvmsg(_MARK.size, room, flags))[0]:
                 identity, is_shared = _MARK.unpack(heard[0])
                 for _, _, content in heard[1]:
-                    found += [(identity, is_shared, descriptor) for descriptor in array.array("i", content)]
-        return found
+                    self._heard += [
+                        (identity, is_shared, descriptor) for descriptor in array.array("i", content)
+                    ]
 
 
 def own_pages(reference: Reference, inherited: int | None = None) -> NDArray[np.uint8]:
