@@ -10,7 +10,9 @@ connection it was given. What always holds:
 2. Only the process itself holds its sockets: they are closed on exec, and in children made by fork, which
    would otherwise keep a killed parent looking alive (workers of a DataLoader outlive their parent by
    seconds).
-3. Abstract sockets belong to a network namespace: peers must share one (`node_identity` says so).
+3. A peer is taken for gone by what the kernel says alone. Others on the machine can find a socket and fill its queue:
+   a peer that does not get in watches nothing, and its deadlines have to do.
+4. Abstract sockets belong to a network namespace: peers must share one (`node_identity` says so).
 
 On systems without abstract sockets (all but Linux) nothing is watched, and only deadlines tell.
 """

@@ -1,0 +1,47 @@
+"""What a process sees of another one that it watches."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tundish.distributed import watch
+from tundish.distributed.watch import PeerWatch
+
+
+@contextlib.contextmanager
+def filled(address: str) -> Iterator[None]:
+    """A queue that has no room for anybody else."""
+    with contextlib.ExitStack() as strangers:
+        while True:
+            stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            stranger.setblocking(False)
+            try:
+                stranger.connect(f"\0{address}")
+            except BlockingIOError:
+                break
+        yield
+
+
+def test_who_does_not_get_in_for_strangers_waits_for_nothing_and_takes_nobody_for_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "_BACKLOG", 2)
+    peer, own, other = PeerWatch(), PeerWatch(), PeerWatch()
+    own.connect({1: peer.address})
+    with filled(peer.address):
+        began = time.monotonic()
+        other.connect({1: peer.address})
+        assert time.monotonic() - began < watch._CONNECT_SECONDS
+        assert other.vanished() == own.vanished() == frozenset()
+        peer.close()
+        # Whoever was in before them sees it.
+        own.wait(30)
+        assert own.vanished() == {1}
+        assert other.vanished() == frozenset()
+    for one in (own, other):
+        one.close()
