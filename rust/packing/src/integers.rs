@@ -56,12 +56,23 @@ unsafe impl Send for Integers<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Integers<'_> {}
 
-/// Integers that a column can be read into: widened to 64 bits with their sign, or cut to 32.
+/// Integers that a column can be read into: widened to 64 bits with their sign, or cut to 32 or 16.
 pub trait Word: Copy + Default + Ord + Send + Sync + 'static {
     /// The low bits of a sign-extended value.
     fn truncate(value: u64) -> Self;
     /// The value with zeros above.
     fn widen(self) -> u64;
+}
+
+impl Word for u16 {
+    #[inline(always)]
+    fn truncate(value: u64) -> Self {
+        value as u16
+    }
+    #[inline(always)]
+    fn widen(self) -> u64 {
+        u64::from(self)
+    }
 }
 
 impl Word for u32 {

@@ -4,7 +4,7 @@
 #![allow(unsafe_code)]
 
 use std::alloc::Layout;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU16, AtomicU64};
 
 use crate::error::PackError;
 
@@ -14,6 +14,7 @@ impl Zero for u32 {}
 impl Zero for u64 {}
 impl Zero for i32 {}
 impl Zero for i64 {}
+impl Zero for AtomicU16 {}
 impl Zero for AtomicU64 {}
 
 /// Arrays from this size on are backed by huge pages: fewer faults while filling them, fewer

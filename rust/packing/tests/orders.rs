@@ -30,6 +30,8 @@ fn named(error: &PackError) -> (usize, bool) {
 #[test]
 fn the_first_wrong_entry_is_named_and_nothing_is_written() {
     let mut lengths = vec![10u16; SAMPLES];
+    // Enough samples that several threads share a copy of their lengths.
+    let more = SAMPLES + 400_000;
     // Named twice, these alone have more tokens than all samples together should have.
     for sample in [1, 3, 5, 7] {
         lengths[sample] = 60_000;
@@ -44,12 +46,15 @@ fn the_first_wrong_entry_is_named_and_nothing_is_written() {
         ([(100_000, 5), (130_000, 5)], (100_000, false)),
     ];
     for (faults, expected) in cases {
-        let mut order: Vec<i64> = (0..SAMPLES as i64).collect();
+        let mut order: Vec<i64> = (0..more as i64).collect();
         for (position, value) in faults {
             order[position] = value;
         }
-        // The whole of the samples, and a part.
-        for (order, lengths) in [(&order[..], &lengths[..]), (&order[..], &[&lengths[..], &[1]].concat()[..])] {
+        let (few, many) = (&lengths[..], &[&lengths[..], &vec![10; more - SAMPLES]].concat()[..]);
+        // The whole of the samples, a part, and the whole of more.
+        for (order, lengths) in
+            [(&order[..SAMPLES], few), (&order[..SAMPLES], &[few, &[1]].concat()[..]), (&order[..], many)]
+        {
             for threads in 1..5 {
                 let request = Request {
                     lengths: vec![Integers::from(lengths)],

@@ -8,6 +8,7 @@ use super::kernel::{self, Written};
 use super::marks::Marks;
 use super::order::Order;
 use super::scan::Dataset;
+use super::table::Table;
 use super::{Packer, Stream, packs_a_chunk};
 use crate::cell::Cell;
 use crate::error::PackError;
@@ -25,7 +26,8 @@ pub(super) struct Chunk<C: Cell> {
     pub(super) lengths: Vec<C::Word>,
     /// Tokens of all samples.
     pub(super) tokens: u64,
-    /// Whether every index is one of a sample that was not marked before. The lengths are complete only if so.
+    /// Whether every index is one of a sample that was not marked before. The lengths are complete only if so. (What a
+    /// table finds, it tells at the end.)
     pub(super) sound: bool,
     /// Hashes of the indices, where the order is hashed.
     pub(super) leaves: Vec<u128>,
@@ -33,7 +35,9 @@ pub(super) struct Chunk<C: Cell> {
 
 /// What is done with an order while it is read.
 pub(super) struct Checks {
-    /// Where its samples are marked, to find one that is named twice.
+    /// A copy of the lengths to take them from, which tells in the end whether a sample was named twice.
+    pub(super) table: Option<Table>,
+    /// Where its samples are marked otherwise, to find one that is named twice.
     pub(super) marks: Option<Marks>,
     /// Whether it is hashed.
     pub(super) hashing: bool,
@@ -73,10 +77,11 @@ impl<C: Cell> Chunk<C> {
                 self.sound = false;
                 return Ok(());
             }
-            let (seen, distinct) = match (order, &checks.marks) {
-                (Order::Natural(_), _) => (dataset.read(start, lengths), true),
-                (_, Some(marks)) => marks.gather(thread, dataset, indices, lengths),
-                (_, None) => (dataset.gather(indices, lengths), true),
+            let (seen, distinct) = match (order, &checks.table, &checks.marks) {
+                (Order::Natural(_), ..) => (dataset.read(start, lengths), true),
+                (_, Some(table), _) => (table.take(indices, lengths), true),
+                (_, None, Some(marks)) => marks.gather(thread, dataset, indices, lengths),
+                (_, None, None) => (dataset.gather(indices, lengths), true),
             };
             if seen > C::LARGEST {
                 return Err(PackError::InputChanged);

@@ -12,7 +12,7 @@
 //! chunks of the window (`parallel`).
 //!
 //! Working memory beyond inputs and outputs: at most 8 MiB a thread and 16 MiB, and with a given order one bit a
-//! sample and 32 MiB (`marks`), or with a seed one index a sample.
+//! sample and 32 MiB (`marks`, or a `table` of the lengths), or with a seed one index a sample.
 #![allow(unsafe_code)]
 
 mod chunk;
@@ -21,6 +21,7 @@ mod marks;
 mod order;
 mod parallel;
 mod scan;
+mod table;
 
 use std::path::Path;
 
@@ -41,6 +42,7 @@ use marks::Marks;
 use order::Order;
 pub(crate) use scan::Dataset;
 use scan::Scan;
+use table::Table;
 
 /// Packs that one chunk may close: bounds the scratch memory of file output, in bytes.
 const fn packs_a_chunk<C>() -> u64 {
@@ -292,7 +294,7 @@ impl<'a> Prepared<'a> {
                     Order::Drawn(&shuffled)
                 }
             };
-            let (stream_tokens, start) = packer.stream(stream, scan.tokens, order, request.drop_last)?;
+            let (stream_tokens, start) = packer.stream(stream, scan, order, request.drop_last)?;
             tokens += stream_tokens;
             tail_start.push(start);
         }
@@ -369,27 +371,32 @@ impl<C: Cell> Packer<'_, C> {
     fn stream(
         &mut self,
         dataset: &Dataset<'_>,
-        tokens: u64,
+        scan: &Scan,
         order: Order<'_, C>,
         drop_last: bool,
     ) -> Result<(u64, u64), PackError> {
         let mut stream = Stream::<C> {
             cut: Cut::default(),
             tokens: 0,
-            limit: tokens,
+            limit: scan.tokens,
             empty_run: 0,
             last_length: C::Word::default(),
             id: dataset.id(),
         };
         let packs_before = self.totals.packs;
         let in_parallel = self.crew.threads() > 1 && order.len() > parallel::WORTHWHILE_SAMPLES;
+        let table = match order {
+            Order::Given(order) => Table::new(dataset, scan, order.len(), self.crew, self.watch)?,
+            // Neither needs a check, and a drawn order takes memory enough.
+            Order::Natural(_) | Order::Drawn(_) => None,
+        };
         let marks = match order {
-            Order::Given(_) if !self.order_checked => {
+            Order::Given(_) if !self.order_checked && table.is_none() => {
                 Some(Marks::new(dataset.len(), if in_parallel { self.crew.threads() } else { 1 })?)
             }
             _ => None,
         };
-        let checks = Checks { marks, hashing: self.order_hash.is_some() };
+        let checks = Checks { table, marks, hashing: self.order_hash.is_some() };
         let cut = if in_parallel {
             self.cut_in_parallel(dataset, order, &mut stream, &checks)
         } else {
@@ -402,7 +409,9 @@ impl<C: Cell> Packer<'_, C> {
             cut => cut?,
         };
         if let Order::Given(given) = order
-            && !(distinct && checks.marks.is_none_or(Marks::are_disjoint))
+            && !(distinct
+                && checks.marks.is_none_or(Marks::are_disjoint)
+                && checks.table.is_none_or(|table| self.order_checked || table.taken(self.crew) == given.len()))
         {
             return Err(order::first_fault(&given, dataset.len(), self.watch));
         }
