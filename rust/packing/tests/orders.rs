@@ -44,6 +44,8 @@ fn the_first_wrong_entry_is_named_and_nothing_is_written() {
         ([(150_000, i64::MAX), (150_001, 3)], (150_000, true)),
         ([(199_998, 1), (199_999, i64::MIN)], (199_998, false)),
         ([(100_000, 5), (130_000, 5)], (100_000, false)),
+        // Tokens tell nothing where the part that is left out has more.
+        ([(100_000, 11), (130_000, 11)], (100_000, false)),
     ];
     for (faults, expected) in cases {
         let mut order: Vec<i64> = (0..more as i64).collect();
@@ -53,7 +55,7 @@ fn the_first_wrong_entry_is_named_and_nothing_is_written() {
         let (few, many) = (&lengths[..], &[&lengths[..], &vec![10; more - SAMPLES]].concat()[..]);
         // The whole of the samples, a part, and the whole of more.
         for (order, lengths) in
-            [(&order[..SAMPLES], few), (&order[..SAMPLES], &[few, &[1]].concat()[..]), (&order[..], many)]
+            [(&order[..SAMPLES], few), (&order[..SAMPLES], &[few, &[60_000; 3]].concat()[..]), (&order[..], many)]
         {
             for threads in 1..5 {
                 let request = Request {

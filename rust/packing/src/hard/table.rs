@@ -70,7 +70,7 @@ impl Table {
             watch.tick("packing", 0, taken as u64)?;
             let mut runs: Vec<(&mut [u16], bool)> = part.chunks_mut(RUN).map(|run| (run, true)).collect();
             crew.each(&mut runs, |_, number, (run, is_good)| {
-                let seen = dataset.read(begin + number * RUN, *run);
+                let seen = dataset.read(begin + number * RUN, run);
                 *is_good =
                     seen <= u64::from(TAKEN) && widest(|| run.iter().fold(0, |most, &one| one.max(most))) < TAKEN;
             });
