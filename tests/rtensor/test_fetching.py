@@ -87,6 +87,25 @@ def test_what_a_consumer_writes_nobody_else_sees(processes: tuple[Peer, Peer]) -
 
 
 @pytest.mark.usefixtures("way")
+def test_memory_that_is_used_again_shows_what_its_owner_put_there(processes: tuple[Peer, Peer]) -> None:
+    owner, _ = processes
+    for step in range(8):
+        handles = owner.call(told.make, 5, 100_003, 10 * step)
+        for _ in range(2):
+            back = rtensor.localize(handles)
+            for number, tensor in enumerate(back):
+                assert bool((tensor == 10 * step + number).all())
+                # All of one, and a little of others: somewhere else in each step.
+                place = 7001 * step + 511
+                tensor[: 100_003 if number == step % 5 else 0] = -1
+                tensor[place : place + 1500 * number] = -2
+            del back, tensor
+            rtensor.clear_fetch_buffer(rtensor.flatten_shard_ids(handles))
+        assert sum(owner.call(told.sums, handles)) == 100_003 * sum(10 * step + number for number in range(5))
+        assert owner.call(told.remove, rtensor.flatten_shard_ids(handles)) == 5
+
+
+@pytest.mark.usefixtures("way")
 def test_each_shard_is_fetched_once_however_often_it_is_named(processes: tuple[Peer, Peer]) -> None:
     owner, _ = processes
     handles = owner.call(told.make, 3, 10)

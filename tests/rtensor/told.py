@@ -89,6 +89,10 @@ def stats() -> tuple[dict[str, Any], dict[str, Any]]:
     return rtensor.storage_stats(), rtensor.fetch_buffer_stats()
 
 
+def remove(shard_ids: list[str]) -> int:
+    return rtensor.remove(shard_ids)
+
+
 def clear() -> None:
     let_go()
     rtensor.clear_fetch_buffer()

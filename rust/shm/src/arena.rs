@@ -165,7 +165,9 @@ impl Arena {
 
     fn make(&self, len: usize, huge: bool, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
         let (capacity, writers) = match self.purpose {
-            Use::Arrays | Use::Slabs => (len, Writers::Present),
+            Use::Arrays => (len, Writers::Present),
+            // Not for others to write to: the kernel empties no segment that is sealed against that.
+            Use::Slabs => (len, Writers::All),
             Use::Messages => (rounded(len), Writers::All),
         };
         let made = Segment::create(capacity, writers, huge, go_on);
@@ -177,6 +179,7 @@ impl Arena {
             made => made?,
         };
         if self.purpose == Use::Messages {
+            segment.seal()?;
             segment.populate(segment.capacity());
         }
         Ok(segment)

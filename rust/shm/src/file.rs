@@ -78,6 +78,16 @@ pub(crate) fn reserve(file: BorrowedFd<'_>, len: usize, go_on: GoOn<'_>) -> Resu
     Ok(())
 }
 
+/// Gives the memory of `file` from byte `start` to `end` back to the system, whoever has it mapped; left out where a seal
+/// or the system does not allow it.
+pub(crate) fn empty(file: BorrowedFd<'_>, start: usize, end: usize) {
+    #[cfg(target_os = "linux")]
+    let _ = retry_on_intr(|| {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(file, flags, start as u64, (end - start) as u64)
+    });
+}
+
 /// From here on the file keeps its length, for all who have it.
 ///
 /// # Errors

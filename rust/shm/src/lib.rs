@@ -29,6 +29,7 @@ mod memory;
 #[cfg(target_os = "linux")]
 pub mod named;
 pub mod owner;
+mod pages;
 mod parcel;
 mod parcels;
 mod per_process;
@@ -36,6 +37,7 @@ pub mod registry;
 mod segment;
 #[cfg(target_os = "linux")]
 pub mod sweep;
+pub mod warm;
 mod watcher;
 
 pub use error::ShmError;

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
+use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::AtomicU64;
 
@@ -108,6 +109,18 @@ impl Mapping {
         #[cfg(target_os = "linux")]
         // SAFETY: within the range; no byte changes.
         let _ = unsafe { madvise(self.start.as_ptr().add(start).cast(), len, Advice::LinuxPopulateWrite) };
+    }
+
+    /// Drops this process's own pages of a private mapping within `bytes`, whole pages: what is there is the file's again.
+    /// `false` where the kernel does not, as with memory that is locked.
+    pub(crate) fn drop_pages(&self, bytes: Range<usize>) -> bool {
+        assert!(bytes.start <= bytes.end && bytes.end <= self.len, "{bytes:?} of {}", self.len);
+        #[cfg(target_os = "linux")]
+        // SAFETY: within the range, of which nobody has a reference: who gives pages up is its one user.
+        return unsafe { madvise(self.start.as_ptr().add(bytes.start).cast(), bytes.len(), Advice::LinuxDontNeed) }
+            .is_ok();
+        #[cfg(not(target_os = "linux"))]
+        false
     }
 }
 

@@ -29,7 +29,7 @@ static REGISTRY: LazyLock<Mutex<HashMap<u64, Weak<Attachment>>>> = LazyLock::new
 /// Entries from which on those that lead to nothing are looked for when one is added.
 const CROWDED: usize = 64;
 
-const GIVEN_BACK: &str = "its owner has given it back; keep the owner open as long as handles are in use";
+pub(crate) const GIVEN_BACK: &str = "its owner has given it back; keep the owner open as long as handles are in use";
 
 /// A segment that this process reads.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    fn into_error(self) -> ShmError {
+    pub(crate) fn into_error(self) -> ShmError {
         match self {
             Refusal::Other(error) | Refusal::GivenBack(error) => error,
         }
@@ -134,11 +134,6 @@ pub struct PrivateCopy {
 }
 
 impl PrivateCopy {
-    /// A copy of what `file` is open on, the first `len` bytes of it, by a description of its own that has a lease.
-    pub(crate) fn over(file: &OwnedFd, len: usize) -> Result<Self, ShmError> {
-        Ok(PrivateCopy { map: Mapping::new(file, len, Access::Private)?, _keeper: None })
-    }
-
     /// The first byte of data.
     pub fn data(&self) -> *mut u8 {
         self.map.start().wrapping_add(DATA_START)
@@ -154,22 +149,26 @@ pub fn attach(address: &Address, inherited: Option<i32>) -> Result<Arc<Attachmen
     if let Some(attachment) = find(address)? {
         return Ok(attachment);
     }
-    open(address, inherited).map(add)
+    reach(address, inherited, |file| Attachment::new(file, Some(address), true, None)).map(add)
 }
 
-/// Attaches as [`attach`], and tells the registry nothing: for threads that may be at it when another one forks.
+/// What `attach` makes of a descriptor of the segment at `address`: of `inherited`, of this process, or of that one.
 ///
 /// # Errors
-/// As of `attach`.
-pub fn open(address: &Address, inherited: Option<i32>) -> Result<Attachment, ShmError> {
+/// As of [`attach`](self::attach).
+pub(crate) fn reach<T>(
+    address: &Address,
+    inherited: Option<i32>,
+    attach: impl Fn(OwnedFd) -> Result<T, Refusal>,
+) -> Result<T, ShmError> {
     let mut tried = Vec::new();
     let own = process::id();
     // A relative has the owner's descriptor under its own number.
     let routes = [inherited.map(|descriptor| (own, descriptor)), Some((own, address.descriptor))];
     for (process, descriptor) in routes.into_iter().flatten().chain([(address.process, address.descriptor)]) {
         let opened = file::open_of(process, descriptor, OFlags::RDONLY).map_err(Refusal::Other);
-        match opened.and_then(|file| Attachment::new(file, Some(address), true, None)) {
-            Ok(attachment) => return Ok(attachment),
+        match opened.and_then(&attach) {
+            Ok(attached) => return Ok(attached),
             Err(Refusal::GivenBack(error)) => return Err(error),
             Err(Refusal::Other(error)) => tried.push(error.to_string()),
         }
@@ -184,14 +183,6 @@ pub fn open(address: &Address, inherited: Option<i32>) -> Result<Attachment, Shm
 /// As of [`attach`].
 pub fn attach_file(address: &Address, file: OwnedFd, is_sealed: bool) -> Result<Arc<Attachment>, ShmError> {
     Attachment::new(file, Some(address), is_sealed, None).map(add).map_err(Refusal::into_error)
-}
-
-/// Attaches as [`attach_file`], to what has no name, and tells the registry nothing.
-///
-/// # Errors
-/// As of [`attach`].
-pub fn open_file(address: &Address, file: OwnedFd) -> Result<Attachment, ShmError> {
-    Attachment::new(file, Some(address), true, None).map_err(Refusal::into_error)
 }
 
 /// Attaches to a segment of this process that has, or is to have, a name, which `keeper` keeps.
@@ -295,7 +286,7 @@ fn find(address: &Address) -> Result<Option<Arc<Attachment>>, ShmError> {
     Err(ShmError::Gone { segment: describe(address), reason: GIVEN_BACK.to_owned() })
 }
 
-fn describe(address: &Address) -> String {
+pub(crate) fn describe(address: &Address) -> String {
     format!("the segment with descriptor {} of process {}", address.descriptor, address.process)
 }
 

@@ -8,7 +8,6 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::process;
 
-use rustix::fs::OFlags;
 use rustix::io::{Errno, retry_on_intr};
 use rustix::rand::{GetRandomFlags, getrandom};
 
@@ -20,7 +19,7 @@ use crate::mapping::{Access, Mapping};
 use crate::memory;
 use crate::owner::Owner;
 use crate::per_process::PerProcess;
-use crate::registry::PrivateCopy;
+use crate::warm;
 
 /// Bytes that are copied between two looks at whether to go on: some milliseconds.
 const STRIDE: usize = 32 << 20;
@@ -80,9 +79,6 @@ impl Segment {
         segment.is_huge = huge;
         if huge && !is_huge {
             segment.map.advise_huge();
-        }
-        if writers == Writers::All {
-            segment.seal()?;
         }
         Ok(segment)
     }
@@ -155,6 +151,11 @@ impl Segment {
     /// Whether huge pages were asked for.
     pub(crate) fn is_huge(&self) -> bool {
         self.is_huge
+    }
+
+    /// Whether it was published before, so that its pages are not fresh.
+    pub fn is_used(&self) -> bool {
+        self.is_sealed
     }
 
     /// The process that made it; a child that inherited it is not.
@@ -299,7 +300,11 @@ impl Segment {
         if self.is_sealed || !self.can_be_sealed { Ok(()) } else { self.seal() }
     }
 
-    fn seal(&mut self) -> Result<(), ShmError> {
+    /// From here on it keeps its length. Its pages count as used: what is written to it is written in place.
+    ///
+    /// # Errors
+    /// [`ShmError::Io`] where the kernel cannot seal.
+    pub(crate) fn seal(&mut self) -> Result<(), ShmError> {
         file::seal(self.file.as_fd(), self.writers)?;
         self.is_sealed = true;
         Ok(())
@@ -317,27 +322,6 @@ impl Segment {
         })
     }
 
-    /// A mapping of the first `len` bytes of data that may be written, and what is written stays there. It is a lease,
-    /// too, and keeps no descriptor.
-    ///
-    /// # Errors
-    /// As of [`lease`](Segment::lease), and [`ShmError::Io`] where the address space has no room.
-    ///
-    /// # Panics
-    /// When the segment has no room for them.
-    pub fn private(&self, len: usize) -> Result<PrivateCopy, ShmError> {
-        assert!(len <= self.capacity(), "{len} bytes of a segment of {}", self.capacity());
-        let own = file::reopen(self.file.as_fd(), OFlags::RDONLY)?;
-        if !file::lock_shared(own.as_fd())? {
-            return Err(ShmError::Gone {
-                segment: "a segment".to_owned(),
-                reason: "another process has taken its lock".to_owned(),
-            });
-        }
-        let page = file::page_of(self.file.as_fd());
-        PrivateCopy::over(&own, (DATA_START + len).next_multiple_of(page))
-    }
-
     /// Somebody was told where it is, and will come for it.
     pub(crate) fn send(&mut self) {
         self.is_sent = true;
@@ -350,6 +334,11 @@ impl Segment {
 
     /// Makes the segment one that nobody knows; `false` when a view of it lives in some process.
     pub(crate) fn reclaim(&mut self) -> bool {
+        self.take_alone() && file::unlock(self.file.as_fd()).is_ok()
+    }
+
+    /// As [`reclaim`](Self::reclaim), and keeps the exclusive lock.
+    fn take_alone(&mut self) -> bool {
         // Whatever the kernel says instead, the segment is not used again.
         if !self.is_own() || !matches!(file::lock_exclusive(self.file.as_fd()), Ok(true)) {
             return false;
@@ -357,7 +346,7 @@ impl Segment {
         self.generation += 1;
         self.is_sent = false;
         header::set_generation(&self.map, self.generation);
-        file::unlock(self.file.as_fd()).is_ok()
+        true
     }
 
     /// Has every page of the first `len` bytes of data mapped, so that writing finds none by a fault.
@@ -383,7 +372,14 @@ pub(crate) fn size_for(len: usize) -> Result<usize, ShmError> {
 impl Drop for Segment {
     fn drop(&mut self) {
         if self.is_own() {
-            header::retire(&self.map, if self.is_sent { self.generation } else { 0 });
+            let is_sent = self.is_sent;
+            // First: who gives his lease up before it is looked for then lets go of what he would keep.
+            header::retire(&self.map, if is_sent { self.generation } else { 0 });
+            // Where nobody has a lease nobody gets one any more, nor sees that it is emptied.
+            if self.writers == Writers::All && !is_sent && self.take_alone() {
+                file::empty(self.file.as_fd(), DATA_START, self.map.len());
+            }
+            warm::forget(self.identity);
         }
     }
 }

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use tundish_shm::lend::{self, Borrowed, Copied};
-use tundish_shm::registry::{self, Attachment};
+use tundish_shm::warm::{self, Loan};
 use tundish_shm::{Address, ShmError};
 
 use crate::error::StoreError;
@@ -20,7 +20,7 @@ const CROWDED: usize = 64;
 /// A segment of another process.
 #[derive(Debug)]
 pub(crate) enum Attached {
-    Mapped(Attachment),
+    Mapped(Loan),
     /// Nothing of it could be mapped.
     Copied(Copied),
 }
@@ -28,7 +28,7 @@ pub(crate) enum Attached {
 impl Attached {
     fn len(&self) -> u64 {
         let facts = match self {
-            Attached::Mapped(attachment) => attachment.facts(),
+            Attached::Mapped(loan) => loan.facts(),
             Attached::Copied(copied) => copied.facts(),
         };
         facts.data_len as u64
@@ -36,7 +36,7 @@ impl Attached {
 
     fn start(&self) -> *const u8 {
         match self {
-            Attached::Mapped(attachment) => attachment.data(),
+            Attached::Mapped(loan) => loan.data(),
             Attached::Copied(copied) => copied.data(),
         }
     }
@@ -105,8 +105,8 @@ impl Attachments {
 
 /// By a descriptor of the other process, else from its socket.
 fn attach(address: &Address, socket_name: Option<&str>, patience: &mut Patience<'_>) -> Result<Attached, StoreError> {
-    let unreached = match registry::open(address, None) {
-        Ok(attachment) => return Ok(Attached::Mapped(attachment)),
+    let unreached = match warm::open(address) {
+        Ok(loan) => return Ok(Attached::Mapped(loan)),
         Err(error) => error,
     };
     let (Some(socket_name), ShmError::Unreached { .. }) = (socket_name, &unreached) else {
@@ -122,7 +122,7 @@ fn attach(address: &Address, socket_name: Option<&str>, patience: &mut Patience<
     };
     let borrowed = lend::borrow(socket_name, address, &mut go_on);
     let attached = borrowed.and_then(|borrowed| match borrowed {
-        Borrowed::Descriptor(file) => registry::open_file(address, file).map(Attached::Mapped),
+        Borrowed::Descriptor(file) => warm::open_file(address, &file).map(Attached::Mapped),
         Borrowed::Copy(copied) => Ok(Attached::Copied(copied)),
     });
     attached.map_err(|error| said.unwrap_or_else(|| error.into()))

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::rand::{GetRandomFlags, getrandom};
-use tundish_shm::{PerProcess, Segment, ShmError, arena};
+use tundish_shm::{PerProcess, Segment, ShmError, arena, warm};
 
 use crate::attached::Attachments;
 use crate::buffer::Buffer;
@@ -73,6 +73,7 @@ impl Node {
 
     /// Lets go of what the parent's store kept at the fork, and would keep alive here. For a child.
     pub fn forget_inherited() {
+        warm::forget_inherited();
         if let Some(inherited) = OF_PROCESS.inherited() {
             inherited.storage.forget();
             inherited.buffer.forget();
@@ -139,6 +140,7 @@ impl Node {
             self.storage_pool.let_idle_go();
             self.buffer_pool.let_idle_go();
         }
+        warm::let_go();
         removed
     }
 
@@ -286,7 +288,11 @@ impl Service for Node {
                 self.reaper.let_go(fetched, count);
                 count
             }
-            None => self.flush_buffer(),
+            None => {
+                let count = self.flush_buffer();
+                warm::let_go();
+                count
+            }
         }
     }
 

@@ -6,10 +6,11 @@
 #![allow(unsafe_code)]
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
-use tundish_shm::registry::PrivateCopy;
+use tundish_shm::warm::{self, WarmCopy};
 use tundish_shm::{Address, Segment, ShmError};
 
 use crate::error::StoreError;
@@ -53,8 +54,8 @@ impl Slab {
         self.segment().address()
     }
 
-    pub(crate) fn private(&self, len: u64) -> Result<PrivateCopy, ShmError> {
-        self.segment().private(len as usize)
+    pub(crate) fn copy(&self, bytes: Range<usize>) -> Result<WarmCopy, ShmError> {
+        warm::copy_of(self.segment(), bytes)
     }
 
     /// Gives out the next `len` bytes; `None` where so many are not left.

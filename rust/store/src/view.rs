@@ -6,11 +6,12 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use tundish_shm::registry::PrivateCopy;
+use tundish_shm::warm::WarmCopy;
 
 use crate::attached::Attached;
 use crate::meta::Meta;
@@ -55,19 +56,20 @@ struct Block {
     _bytes: [u8; ALIGNMENT as usize],
 }
 
-/// A private mapping, which is counted. Its pages are found when they are read, sixteen by a fault: to have all of them
-/// mapped beforehand takes longer.
+/// A private mapping, which is counted. Of a fresh one the pages are found when they are read, sixteen by a fault: to have all
+/// of them mapped beforehand takes longer.
 #[derive(Debug)]
-struct Mapping(PrivateCopy);
+struct Mapping(WarmCopy);
 
 impl Mapping {
     /// `None` where there are too many, or the system has no room for it: a copy will do.
-    fn new(location: &Location, end: u64) -> Option<Self> {
+    fn new(location: &Location, range: Range<u64>) -> Option<Self> {
         if MAPPINGS.fetch_add(1, Ordering::Relaxed) < MOST_MAPPINGS {
+            let bytes = range.start as usize..range.end as usize;
             let copy = match location {
-                Location::Here(place) => place.slab.private(end).ok(),
+                Location::Here(place) => place.slab.copy(bytes).ok(),
                 Location::Lent(lent) => match &*lent.segment {
-                    Attached::Mapped(attachment) => attachment.private().ok(),
+                    Attached::Mapped(loan) => loan.copy(bytes).ok(),
                     Attached::Copied(_) => None,
                 },
                 Location::Nowhere => None,
@@ -136,7 +138,7 @@ impl Drop for View {
 struct Span {
     members: Vec<usize>,
     bytes: u64,
-    end: u64,
+    range: Range<u64>,
 }
 
 /// Views of these, in order. Those that lie in one slab share a mapping.
@@ -148,14 +150,14 @@ pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<View> {
             Location::Here(place) => (Arc::as_ptr(&place.slab).cast(), place.offset, place.len),
             Location::Lent(lent) => (Arc::as_ptr(&lent.segment).cast(), lent.offset, lent.len),
         };
-        let span = spans.entry(slab).or_insert(Span { members: Vec::new(), bytes: 0, end: 0 });
+        let span = spans.entry(slab).or_insert(Span { members: Vec::new(), bytes: 0, range: offset..offset });
         span.members.push(index);
         span.bytes += len;
-        span.end = span.end.max(offset + len);
+        span.range = span.range.start.min(offset)..span.range.end.max(offset + len);
     }
     let mut mappings: Vec<Option<Arc<Mapping>>> = tensors.iter().map(|_| None).collect();
     for span in spans.into_values().filter(|span| span.bytes >= COPIED_BELOW) {
-        let Some(mapping) = Mapping::new(&tensors[span.members[0]].location, span.end) else { continue };
+        let Some(mapping) = Mapping::new(&tensors[span.members[0]].location, span.range) else { continue };
         let mapping = Arc::new(mapping);
         span.members.into_iter().for_each(|index| mappings[index] = Some(Arc::clone(&mapping)));
     }

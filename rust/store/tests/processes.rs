@@ -4,11 +4,13 @@
 
 mod common;
 
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, Way, bytes_meta, fetch, overwrite, pattern, put, whole, within};
+use tundish_shm::Address;
 use tundish_store::{Node, Patience, Receiver, Reference, Selection, Service, ShardId, StoreError, Transport, View};
 
 const OWNER: &str = "owner";
@@ -106,8 +108,8 @@ fn a_child_starts_empty_and_its_parent_notices_nothing() {
     let child = Child::start(|| {
         assert!(held().1 >= held_by_owner.1 + 2);
         Node::forget_inherited();
-        // Of the process's own store a mapping is left, that of what was handed out.
-        assert_eq!(held(), (held_by_owner.0 + 1, held_by_owner.1));
+        // Of the process's own store two mappings are left, that of what was handed out and its lease.
+        assert_eq!(held(), (held_by_owner.0 + 2, held_by_owner.1));
     });
     assert_eq!(child.join(), 0);
     node.end_epoch(1);
@@ -194,6 +196,182 @@ fn a_consumer_that_is_killed_holds_nothing_any_more() {
     assert!(owner.stats().storage.memory.idle_bytes >= 2 * LEN as u64);
 }
 
+/// Two processes that wait for each other: a byte each way.
+struct Line([i32; 2]);
+
+impl Line {
+    /// The two ends.
+    fn new() -> (Self, Self) {
+        let (mut there, mut back) = ([0; 2], [0; 2]);
+        // SAFETY: arrays of two.
+        assert_eq!(unsafe { libc::pipe(there.as_mut_ptr()) + libc::pipe(back.as_mut_ptr()) }, 0);
+        (Line([there[0], back[1]]), Line([back[0], there[1]]))
+    }
+
+    fn say(&self, words: &[u64]) {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        // SAFETY: as many bytes as live; less than a pipe holds.
+        assert_eq!(unsafe { libc::write(self.0[1], bytes.as_ptr().cast(), bytes.len()) }, bytes.len() as isize);
+    }
+
+    fn hear<const N: usize>(&self) -> [u64; N] {
+        let mut words = [0u64; N];
+        // SAFETY: room for as many bytes.
+        assert_eq!(unsafe { libc::read(self.0[0], words.as_mut_ptr().cast(), 8 * N) }, 8 * N as isize);
+        words
+    }
+}
+
+fn say_where(line: &Line, reference: &Reference) {
+    let Address { process, descriptor, identity, generation } = reference.address;
+    line.say(&[u64::from(process), descriptor as u64, identity, generation, reference.offset, reference.len]);
+}
+
+fn hear_where(line: &Line) -> Answer {
+    let [process, descriptor, identity, generation, offset, len] = line.hear();
+    let address = Address { process: process as u32, descriptor: descriptor as i32, identity, generation };
+    Answer(vec![Reference { address, offset, len }])
+}
+
+#[test]
+fn what_a_consumer_keeps_for_the_next_time_holds_up_nobody_and_shows_what_comes_next() {
+    let owner = Node::new(LIMITS);
+    let (ours, theirs) = Line::new();
+    let named: ShardId = "a".parse().unwrap();
+    let child = Child::start(|| {
+        let consumer = Node::new(LIMITS);
+        for round in 0.. {
+            let views = fetch_by(&consumer, std::slice::from_ref(&named), &hear_where(&theirs)).unwrap();
+            assert_eq!(views[0].bytes(), pattern(round, LEN));
+            // Somewhere else each time, over the bounds of pages.
+            let start = (round as usize * 77_777) % (LEN - 10_000);
+            // SAFETY: within the view.
+            unsafe { views[0].data().add(start).write_bytes(0xee, 10_000) };
+            consumer.clear_buffer(Some(std::slice::from_ref(&named)));
+            drop(views);
+            theirs.say(&[held().0 as u64]);
+        }
+    });
+    let mut segments = std::collections::HashSet::new();
+    for round in 0..20 {
+        let ids = put(&owner, &[pattern(round, LEN)]).unwrap();
+        let reference = references(&owner, &ids).0[0];
+        segments.insert(reference.address.identity);
+        say_where(&ours, &reference);
+        let [kept] = ours.hear();
+        assert!(kept > 0, "what was fetched is still mapped");
+        owner.remove(&ids);
+        let memory = owner.stats().storage.memory;
+        assert!(memory.escaped_bytes == 0 && memory.idle_bytes >= LEN as u64, "round {round}: {memory:?}");
+    }
+    assert_eq!(segments.len(), 1, "the same memory each time");
+    drop(child);
+    let ids = put(&owner, &[pattern(99, LEN)]).unwrap();
+    assert_eq!(references(&owner, &ids).0[0].address.identity, *segments.iter().next().unwrap());
+}
+
+/// Mappings that this process has of a segment that it reaches.
+fn mappings_of(reference: &Reference) -> impl Fn() -> usize + use<> {
+    let Address { process, descriptor, .. } = reference.address;
+    let inode = std::fs::metadata(format!("/proc/{process}/fd/{descriptor}")).unwrap().ino().to_string();
+    move || {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        maps.lines().filter(|line| line.split_ascii_whitespace().nth(4) == Some(&inode)).count()
+    }
+}
+
+#[test]
+fn what_was_kept_of_an_owner_that_was_killed_is_let_go_of() {
+    let (ours, theirs) = Line::new();
+    let named: ShardId = "a".parse().unwrap();
+    let child = Child::start(|| {
+        let owner = Node::new(LIMITS);
+        let ids = put(&owner, &[pattern(1, LEN)]).unwrap();
+        say_where(&theirs, &references(&owner, &ids).0[0]);
+        theirs.hear::<1>();
+    });
+    let consumer = Node::new(LIMITS);
+    let answer = hear_where(&ours);
+    let mappings = mappings_of(&answer.0[0]);
+    let views = fetch_by(&consumer, std::slice::from_ref(&named), &answer).unwrap();
+    drop(child);
+    // What is in use is good, though its owner is dead.
+    assert_eq!(views[0].bytes(), pattern(1, LEN));
+    consumer.clear_buffer(Some(&[named]));
+    drop(views);
+    let begin = Instant::now();
+    while mappings() > 0 {
+        assert!(begin.elapsed() < Duration::from_secs(30), "{}", mappings());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn views_at_a_fork_are_good_on_both_sides_and_both_sides_hold_them() {
+    let owner = Node::new(LIMITS);
+    let consumer = Node::new(LIMITS);
+    let (ours, theirs) = Line::new();
+    let ids = put(&owner, &[pattern(1, LEN)]).unwrap();
+    let view = fetch_by(&consumer, &ids, &references(&owner, &ids)).unwrap().remove(0);
+    consumer.clear_buffer(Some(&ids));
+    overwrite(&view, 7);
+    let mut view = Some(view);
+    let child = Child::start(|| {
+        theirs.hear::<1>();
+        let view = view.take().unwrap();
+        assert_eq!(view.bytes(), vec![7; LEN]);
+        overwrite(&view, 8);
+        theirs.say(&[1]);
+        theirs.hear::<1>();
+        assert_eq!(view.bytes(), vec![8; LEN]);
+        drop(view);
+        theirs.say(&[2]);
+        theirs.hear::<1>();
+    });
+    // Here it is kept, and there in use.
+    drop(view.take());
+    owner.remove(&ids);
+    assert!(owner.stats().storage.memory.escaped_bytes >= LEN as u64, "the child has it");
+    ours.say(&[0]);
+    ours.hear::<1>();
+    let others = put(&owner, &[pattern(2, LEN)]).unwrap();
+    let again = fetch_by(&consumer, &others, &references(&owner, &others)).unwrap();
+    assert_eq!(again[0].bytes(), pattern(2, LEN));
+    ours.say(&[0]);
+    ours.hear::<1>();
+    wait_for_the_last_view(&owner);
+    // Now the first memory is used again, and what was kept of it shows that.
+    drop(again);
+    owner.remove(&others);
+    let both = put(&owner, &[pattern(3, LEN), pattern(4, LEN)]).unwrap();
+    let views = fetch_by(&consumer, &both, &references(&owner, &both)).unwrap();
+    assert_eq!((views[0].bytes(), views[1].bytes()), (&pattern(3, LEN)[..], &pattern(4, LEN)[..]));
+    ours.say(&[0]);
+    assert_eq!(child.join(), 0);
+}
+
+#[test]
+fn a_child_lets_go_of_what_its_parent_kept() {
+    let (owner, consumer) = (Node::new(LIMITS), Node::new(LIMITS));
+    let ids = put(&owner, &[pattern(1, LEN)]).unwrap();
+    let answer = references(&owner, &ids);
+    let mappings = mappings_of(&answer.0[0]);
+    let begin = Instant::now();
+    // Another test may have all that is kept let go of.
+    while mappings() == 1 {
+        assert!(begin.elapsed() < Duration::from_secs(30), "nothing is kept");
+        drop(fetch_by(&consumer, &ids, &answer).unwrap());
+        consumer.clear_buffer(Some(&ids));
+    }
+    let child = Child::start(|| {
+        Node::forget_inherited();
+        assert_eq!(mappings(), 1, "the owner's");
+    });
+    assert_eq!(child.join(), 0);
+    consumer.clear_buffer(None);
+    assert_eq!(mappings(), 1);
+}
+
 #[test]
 fn a_reference_that_is_old_or_wrong_leads_to_nothing() {
     let owner = Node::new(LIMITS);
@@ -205,14 +383,15 @@ fn a_reference_that_is_old_or_wrong_leads_to_nothing() {
         assert!(matches!(error, StoreError::Memory(_) | StoreError::Corrupt { .. }), "{error}");
         assert_eq!(consumer.stats().buffer.num_entries, 0);
     };
+    // As long as nothing is known of the segment. Later it is found, and is what was meant.
+    let mut elsewhere = good;
+    elsewhere.address.descriptor = 0;
+    refused(elsewhere);
     refused(Reference { offset: 1 << 40, ..good });
     refused(Reference { offset: u64::MAX - 5, ..good });
     refused(Reference { len: LEN as u64 + 1, ..good });
-    let mut elsewhere = good;
-    elsewhere.address.identity += 1;
-    refused(elsewhere);
     elsewhere = good;
-    elsewhere.address.descriptor = 0;
+    elsewhere.address.identity += 1;
     refused(elsewhere);
     drop(fetch_by(&consumer, &ids, &Answer(vec![good])).unwrap());
     consumer.clear_buffer(None);
