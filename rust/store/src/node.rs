@@ -3,9 +3,11 @@
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 use std::time::Duration;
 
 use rustix::rand::{GetRandomFlags, getrandom};
+use tundish_commit::staging;
 use tundish_shm::{PerProcess, Segment, ShmError, arena, warm};
 
 use crate::attached::Attachments;
@@ -37,6 +39,15 @@ pub struct Node {
     pub(crate) owners: Mutex<HashSet<Arc<str>>>,
     reaper: Reaper,
 }
+
+/// So much is copied past the caches, by several threads: whoever reads it does not find it there anyway.
+const PAST_CACHES: usize = 32 << 20;
+
+/// Threads of one such copy: more do not make memory faster.
+const MOST_THREADS: usize = 4;
+
+/// Bytes that are copied between two looks at whether to go on: some ten milliseconds.
+const STRIDE: usize = 128 << 20;
 
 /// How long whoever clears a node waits for what is freed in the background.
 const SETTLING: Duration = Duration::from_secs(5);
@@ -227,21 +238,38 @@ fn fill<'a>(
     members: impl Iterator<Item = (&'a Source<'a>, u64)>,
     mut patience: Option<&mut Patience<'_>>,
 ) -> Result<(), StoreError> {
-    for (source, offset) in members {
-        let mut said = None;
-        let mut go_on = || {
-            let look = patience.as_deref_mut().map_or(Ok(()), Patience::look);
-            look.map_err(|error| {
-                said = Some(error);
-                ShmError::Interrupted
-            })
-        };
-        // SAFETY: who made the source says so.
-        let filled =
-            unsafe { segment.fill_at(offset as usize, source.start, source.meta.nbytes() as usize, &mut go_on) };
-        filled.map_err(|error| said.unwrap_or_else(|| error.into()))?;
+    let copies: Vec<_> = members
+        .map(|(source, offset)| staging::Copy {
+            source: source.start,
+            target: segment.data().wrapping_add(offset as usize),
+            length: source.meta.nbytes() as usize,
+        })
+        .collect();
+    let (mut look, mut said) = (|| patience.as_deref_mut().map_or(Ok(()), Patience::look), None);
+    let total: usize = copies.iter().map(|copy| copy.length).sum();
+    if segment.is_used() && total >= PAST_CACHES {
+        segment.populate(segment.capacity());
+        let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MOST_THREADS));
+        for start in (0..total).step_by(STRIDE) {
+            // SAFETY: who made the sources says so; the offsets lie within the segment, which nobody else has, and it is
+            // nobody's source.
+            unsafe { staging::copy(&copies, start..(start + STRIDE).min(total), threads) };
+            look()?;
+        }
+        return Ok(());
     }
-    Ok(())
+    let mut go_on = || {
+        look().map_err(|error| {
+            said = Some(error);
+            ShmError::Interrupted
+        })
+    };
+    let filled = copies.iter().try_for_each(|copy| {
+        let offset = copy.target.addr() - segment.data().addr();
+        // SAFETY: who made the source says so.
+        unsafe { segment.fill_at(offset, copy.source, copy.length, &mut go_on) }
+    });
+    filled.map_err(|error| said.unwrap_or_else(|| error.into()))
 }
 
 impl Service for Node {

@@ -456,3 +456,20 @@ fn an_answer_that_lacks_what_was_asked_for_is_an_error() {
     assert!(matches!(error, Err(StoreError::Corrupt { .. })));
     assert_eq!(consumer.stats().buffer.in_flight, 0);
 }
+
+#[test]
+fn what_is_stored_in_large_pieces_of_used_memory_is_whole() {
+    let (node, between) = (Node::new(LIMITS), Between::new(Way::Reference));
+    between.add(OWNER, &node);
+    // Past the caches, by several threads; odd lengths, so that nothing ends where a thread or a page does.
+    let sizes = [(33 << 20) + 7, (40 << 20) + 4095, 70_001];
+    for round in 0..3 {
+        let tensors: Vec<_> = sizes.iter().zip(3 * round..).map(|(size, seed)| pattern(seed, *size)).collect();
+        let ids = put(&node, &tensors).unwrap();
+        let wanted: Vec<_> = ids.iter().zip(sizes).map(|(id, size)| whole(OWNER, id, size as u64)).collect();
+        let views = fetch(&node, &wanted, &between).unwrap();
+        assert!(views.iter().zip(&tensors).all(|(view, tensor)| view.bytes() == tensor), "round {round}");
+        drop(views);
+        node.remove(&ids);
+    }
+}
