@@ -1,15 +1,15 @@
 //! What torch says of its tensors by the functions that it has for other libraries: DLPack's exchange API, which torch has
 //! from 2.10 on.
 //!
-//! What always holds: those functions are called with the GIL held, and with objects of exactly the type that they were found
-//! at; what is read through a pointer of theirs is read before anything else happens.
+//! What always holds: those functions, and those behind the type's own attributes, are called with the GIL held, and with
+//! objects of exactly the type that they were found at; what is read through a pointer of theirs is read before anything else happens.
 #![allow(unsafe_code)]
 
+use std::ffi::CStr;
 use std::mem::MaybeUninit;
 use std::ptr;
 
 use pyo3::ffi::{self, PyTypeObject};
-use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyCapsule, PyList, PyType};
 
@@ -21,8 +21,9 @@ use super::spans::none_overlap;
 #[pyclass(frozen)]
 pub(crate) struct TensorExchange {
     kind: Py<PyType>,
-    /// The type's method of that name.
-    is_neg: Py<PyAny>,
+    /// What is behind the type's attributes of these names: to look them up takes longer than to call them.
+    requires_grad: ffi::getter,
+    is_neg: ffi::PyCFunction,
     read: Read,
     make: Make,
 }
@@ -44,8 +45,13 @@ impl TensorExchange {
         }
         // SAFETY: it is of the version that is written down here.
         let functions = unsafe { functions.as_ref() };
-        let is_neg = kind.getattr("is_neg").ok()?.unbind();
-        Some(TensorExchange { kind: kind.clone().unbind(), is_neg, read: functions.read?, make: functions.make? })
+        Some(TensorExchange {
+            kind: kind.clone().unbind(),
+            requires_grad: getter_of(kind, c"requires_grad")?,
+            is_neg: method_of(kind, c"is_neg")?,
+            read: functions.read?,
+            make: functions.make?,
+        })
     }
 
     /// Dtypes and shapes of `tensors`, as `tundish.tree.layout` reads them, and their addresses, as native 64-bit integers; None
@@ -105,18 +111,57 @@ impl TensorExchange {
 
     /// What the exchange API does not tell.
     fn is_more_than_values(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let py = tensor.py();
-        if !tensor.getattr(intern!(py, "requires_grad"))?.is(PyBool::new(py, false)) {
-            return Ok(true);
-        }
-        // SAFETY: a call with the arguments that come before the null.
-        let is_neg = unsafe {
-            let null = ptr::null_mut::<ffi::PyObject>();
-            let answer = ffi::PyObject_CallFunctionObjArgs(self.is_neg.as_ptr(), tensor.as_ptr(), null);
-            Bound::from_owned_ptr_or_err(py, answer)?
+        let is_false = |answer: *mut ffi::PyObject| {
+            // SAFETY: what a function of Python's returned: a reference, or null where it raised.
+            let answer = unsafe { Bound::from_owned_ptr_or_err(tensor.py(), answer)? };
+            Ok::<_, PyErr>(answer.is(PyBool::new(tensor.py(), false)))
         };
-        Ok(!is_neg.is(PyBool::new(py, false)))
+        // SAFETY: called as Python does, with an object of their type: neither has a closure or takes an argument.
+        unsafe {
+            Ok(!is_false((self.requires_grad)(tensor.as_ptr(), ptr::null_mut()))?
+                || !is_false((self.is_neg)(tensor.as_ptr(), ptr::null_mut()))?)
+        }
     }
+}
+
+/// The type whose own attribute of this name, of the kind `descriptor`, the type `kind` has.
+fn home_of<'py>(kind: &Bound<'py, PyType>, name: &CStr, descriptor: &str) -> Option<Bound<'py, PyType>> {
+    let found = kind.getattr(name.to_str().ok()?).ok()?;
+    let is_such = found.get_type().name().is_ok_and(|name| name == descriptor);
+    found.getattr("__objclass__").ok()?.cast_into().ok().filter(|_| is_such)
+}
+
+/// What reads the attribute of this name; None where that is not compiled, or has a closure.
+fn getter_of(kind: &Bound<'_, PyType>, name: &CStr) -> Option<ffi::getter> {
+    let home = home_of(kind, name, "getset_descriptor")?;
+    // SAFETY: the slot of a type is null or an array whose last name is null, and lasts as long as the type, which lasts as
+    // long as the one that is made of it.
+    unsafe {
+        let mut found = ffi::PyType_GetSlot(home.as_type_ptr(), ffi::Py_tp_getset).cast::<ffi::PyGetSetDef>();
+        while !found.is_null() && !(*found).name.is_null() {
+            if CStr::from_ptr((*found).name) == name {
+                return (*found).get.filter(|_| (*found).closure.is_null());
+            }
+            found = found.add(1);
+        }
+    }
+    None
+}
+
+/// The method of this name; None where it is not compiled, or takes arguments.
+fn method_of(kind: &Bound<'_, PyType>, name: &CStr) -> Option<ffi::PyCFunction> {
+    let home = home_of(kind, name, "method_descriptor")?;
+    // SAFETY: as above.
+    unsafe {
+        let mut found = ffi::PyType_GetSlot(home.as_type_ptr(), ffi::Py_tp_methods).cast::<ffi::PyMethodDef>();
+        while !found.is_null() && !(*found).ml_name.is_null() {
+            if CStr::from_ptr((*found).ml_name) == name {
+                return ((*found).ml_flags == ffi::METH_NOARGS).then(|| (*found).ml_meth.PyCFunction);
+            }
+            found = found.add(1);
+        }
+    }
+    None
 }
 
 impl Tensor {
