@@ -24,6 +24,8 @@ _NAMES = {
 }
 # They take up to a hundred times as long as the others.
 _SLOW = ("objects", "accelerate", "accelerate split", "tensordict")
+# Batches that are sooner copied past the caches and by several threads: for them the limit's plain copy is none.
+_PAST_CACHES = ("VLM",)
 # What the method of the seed has to be over scatter_object_list, to be worth a comparison.
 _SEED_OVER_OBJECTS = {"text": 1.2, "VLM": 5.0}
 _NOTE = (
@@ -63,7 +65,8 @@ class Comparison:
 _COMPARISONS = {
     "local": Comparison(
         title="Ranks of one node, through shared memory",
-        note=_NOTE,
+        note=f"{_NOTE} The limit, in our column: a plain copy of a batch's bytes into shared memory, and its "
+        "receiver woken, who has tensors over them already and reads these as all do.",
         ours="ours",
         others=("seed", "objects"),
         targets={"seed": {"text": 8.0, "VLM": 8.0, "many": 10.0, "nested": 6.0}},
@@ -100,6 +103,8 @@ def measure(name: str, plan: Plan) -> Sequence[Section]:
     comparison = _COMPARISONS[name]
     section = Section(title=comparison.title, note=comparison.note)
     ways = (comparison.ours, *(comparison.others if plan.others is None else plan.others))
+    if name == "local":
+        ways += ("least",)
     for world in plan.worlds:
         for kind, seconds in scatter_by(ways, plan, rank_environments(world)).items():
             case = f"{kind}, {world} ranks"
@@ -108,7 +113,10 @@ def measure(name: str, plan: Plan) -> Sequence[Section]:
                 for way, asked in comparison.targets.items()
                 if plan.judges and kind in asked and way in seconds
             }
+            least = seconds.pop("least", None)
             section.rows += compare(case, comparison.ours, seconds, targets)
+            if least is not None and "seed" in seconds and kind not in _PAST_CACHES:
+                section.rows.append(_limit(case, least, seconds["seed"]))
             if name == "gloo" and kind in _SEED_OVER_OBJECTS:
                 section.rows.append(_worth(case, kind, seconds, judges=plan.judges))
     return [section]
@@ -147,6 +155,18 @@ def compare(case: str, ours: str, seconds: Mapping[str, float], targets: Mapping
             )
         )
     return rows
+
+
+def _limit(case: str, least: float, seed: float) -> Row:
+    return Row(
+        case=f"{case}: the limit",
+        ours=duration(least),
+        peer=_NAMES["seed"],
+        peers=duration(seed),
+        figure=f"{seed / least:.3g}×",
+        target="–",
+        met=None,
+    )
 
 
 def _worth(case: str, kind: str, seconds: Mapping[str, float], *, judges: bool) -> Row:

@@ -87,6 +87,13 @@ def objects(batches: list[Any] | None) -> Any:
     return got[0]
 
 
+def least() -> Scatter:
+    # Imported where it is asked for, as it is of one node only.
+    from scatter.least import Least
+
+    return Least()
+
+
 def dispatcher(split_batches: bool) -> Scatter:
     # Imported where it is asked for: not every environment has it.
     from scatter.accelerate_dispatcher import Dispatcher
@@ -106,6 +113,7 @@ WAYS: dict[str, Callable[[], Scatter]] = {
     "network": lambda: ours(shared_memory=False),
     "seed": lambda: seed,
     "objects": lambda: objects,
+    "least": least,
     "accelerate": lambda: dispatcher(split_batches=False),
     "accelerate split": lambda: dispatcher(split_batches=True),
     "tensordict": initialising,

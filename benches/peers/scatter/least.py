@@ -1,0 +1,128 @@
+"""What any way takes that writes a batch once for its receiver, wakes it, and has it read: the limit of a scatter.
+
+Owns memory that all ranks map, and a pipe for each receiver. What always holds: whatever could be done beforehand is,
+though a scatter cannot count on it: the bytes of a batch lie one after the other, its receiver has tensors over the
+memory that they come to, and no other batch comes there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from scatter.batches import tensors_of
+
+__all__ = ["Least"]
+
+# Bytes: of which a tensor begins at a multiple, and between what one rank and another look at.
+_LINE = 64
+# What a round is: one as before, or, as whoever is told so has to get ready, with batches of another kind.
+_AGAIN, _NEW = 1, 2
+
+
+class Least:
+    """Collective over all ranks; rank 0 has the batches."""
+
+    def __init__(self) -> None:
+        self._rank, world = dist.get_rank(), dist.get_world_size()
+        # Who has a processor to itself looks for its batch until it is there; others sleep.
+        self._is_awake = len(os.sched_getaffinity(0)) >= world
+        with tempfile.TemporaryDirectory(prefix="tundish-least-", dir="/dev/shm") as own:
+            folder = Path(_agreed(own))
+            self._words = _shared(folder / "words", world * _LINE).view(np.uint64).reshape(world, -1)
+            if self._rank == 0:
+                for rank in range(1, world):
+                    os.mkfifo(folder / str(rank))
+            dist.barrier()
+            ranks = [self._rank] if self._rank else range(1, world)
+            # For both directions, so that nobody waits for whoever has the other.
+            self._pipes = {rank: os.open(folder / str(rank), os.O_RDWR) for rank in ranks}
+            dist.barrier()
+        self._seen = 0
+        self._batches: list[Any] | None = None
+        # Of each receiver, what its batch has and where that goes.
+        self._copies: dict[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]] = {}
+        self._mine: list[torch.Tensor] = []
+
+    def __call__(self, batches: list[Any] | None) -> Any:
+        if batches is None:
+            if self._hear() == _NEW:
+                self._prepare(None)
+                self._hear()
+            return self._mine
+        if batches is not self._batches:
+            self._batches = batches
+            for rank in self._pipes:
+                self._tell(rank, _NEW)
+            self._prepare(batches)
+        for rank, (contents, place) in self._copies.items():
+            np.copyto(place, contents)
+            self._tell(rank, _AGAIN)
+        return batches[0]
+
+    def _tell(self, rank: int, what: int) -> None:
+        if self._is_awake:
+            # Not twice the same in a row.
+            self._words[rank, 0] = (int(self._words[rank, 0]) // 4 + 1) * 4 + what
+        else:
+            os.write(self._pipes[rank], bytes([what]))
+
+    def _hear(self) -> int:
+        if not self._is_awake:
+            return os.read(self._pipes[self._rank], 1)[0]
+        words, seen = self._words[self._rank], self._seen
+        while (heard := int(words[0])) == seen:
+            os.sched_yield()
+        self._seen = heard
+        return heard % 4
+
+    def _prepare(self, batches: list[Any] | None) -> None:
+        forms = None if batches is None else [_form(batch) for batch in batches]
+        forms = _agreed(forms)
+        with tempfile.TemporaryDirectory(prefix="tundish-least-", dir="/dev/shm") as own:
+            folder = Path(_agreed(own))
+            for rank in self._pipes:
+                size, places = forms[rank]
+                memory = _shared(folder / str(rank), size)
+                if batches is None:
+                    self._mine = [
+                        torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
+                        for dtype, count, start in places
+                    ]
+                    continue
+                contents = np.zeros(size, np.uint8)
+                for tensor, (_, _, start) in zip(tensors_of(batches[rank]), places, strict=True):
+                    values = tensor.reshape(-1).view(torch.uint8).numpy()
+                    contents[start : start + values.size] = values
+                self._copies[rank] = contents, memory
+            dist.barrier()
+
+
+def _form(batch: Any) -> tuple[int, list[tuple[torch.dtype, int, int]]]:
+    """Bytes of a batch one after the other; of each tensor its dtype, how many values, and its first byte."""
+    end, places = 0, []
+    for tensor in tensors_of(batch):
+        places.append((tensor.dtype, tensor.numel(), end))
+        end += -(-tensor.nbytes // _LINE) * _LINE
+    return end, places
+
+
+def _agreed(thing: Any) -> Any:
+    """What rank 0 has."""
+    told = [thing]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _shared(path: Path, size: int) -> NDArray[np.uint8]:
+    """Memory of all who name the same file, from this process's first write on without a fault."""
+    memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8).numpy()
+    memory |= 0
+    return memory
