@@ -26,6 +26,7 @@ from tundish.distributed.jobstore import distributed_module
 from tundish.distributed.watch import PeerWatch
 from tundish.errors import PeerFailedError
 from tundish.scatter.calling import Calls, call, greeted
+from tundish.scatter.departure import processors
 from tundish.scatter.direct import Direct
 from tundish.scatter.far import Courier, FarEnd, FarLane
 from tundish.scatter.near import NearEnd, NearLane
@@ -68,6 +69,8 @@ def feeders_of(nodes: list[tuple[int, ...]], place: Place) -> dict[int, int]:
 class Ways:
     """The ways by which batches come to this rank, and go from it. Collective over the members of `voter`.
 
+    `awake`: whether a receiver of the source's node may keep a processor busy for short waits, where it has one.
+
     Attributes:
         near: the lanes to ranks of this node that this rank feeds.
         far: on the source, those to ranks of other nodes.
@@ -86,6 +89,7 @@ class Ways:
         shared_memory: bool,
         timeout: timedelta,
         direct: tuple[str, str] | None,
+        awake: bool,
     ) -> None:
         self.near: list[NearLane] = []
         self.far: list[FarLane] = []
@@ -93,6 +97,7 @@ class Ways:
         self.courier: Courier | None = None
         self.direct: Direct | None = None
         self._direct = direct
+        self._awake = awake
         self.feeder = place.source
         self.watch = PeerWatch()
         self._place = place
@@ -175,7 +180,8 @@ class Ways:
                     self.watch.adopt(rank, caller)
             with voter.agreed(what, timeout=timeout):
                 if place.rank in feeders:
-                    self._listen(near[2])
+                    beside = sum(feeder == self.feeder for feeder in feeders.values())
+                    self._listen(near[2], awake=self._awake and processors() > beside)
                 if line is not None and greeted(line, invitation):
                     self.watch.adopt(place.source, line)
                 if far and (is_source or place.rank in far):
@@ -221,10 +227,10 @@ class Ways:
             self.near.append(lane)
             lane.introduce()
 
-    def _listen(self, process: int) -> None:
+    def _listen(self, process: int, *, awake: bool) -> None:
         line = self._lines.pop(self.feeder)
         try:
-            self.end = NearEnd(line, process)
+            self.end = NearEnd(line, process, awake=awake)
         except BaseException:
             line.close()
             raise

@@ -98,7 +98,15 @@ class Member:
         self._threads = 1
         self._announces = False
         if voter is not None and len(place.ranks) > 1:
-            self._ways = Ways(voter, place, shared_memory=shared_memory, timeout=timeout, direct=direct)
+            # Whoever is ahead of its caller has time enough.
+            self._ways = Ways(
+                voter,
+                place,
+                shared_memory=shared_memory,
+                timeout=timeout,
+                direct=direct,
+                awake=not in_loop,
+            )
             receivers = len(self._ways.near)
             self._threads = threads_of(receivers)
             # Whoever is ahead of its caller has time enough, and who has no processor to itself takes the source's.

@@ -49,10 +49,16 @@ impl TaskBoard {
         Ok(Self { face: Face::Parent(board) })
     }
 
-    /// The board of a parent's `fd`, which is not needed afterwards.
+    /// The board of a parent's `fd`, which is not needed afterwards. `awake`: what waits are over within so many seconds
+    /// are spent awake, unless the last ones took longer; some ten microseconds where nobody says it.
     #[staticmethod]
-    fn open(fd: RawFd) -> PyResult<Self> {
+    #[pyo3(signature = (fd, awake=None))]
+    fn open(fd: RawFd, awake: Option<f64>) -> PyResult<Self> {
         let board = WorkerBoard::open(descriptor::borrow(fd)?).map_err(BindingError::from)?;
+        let board = match awake.map(seconds).transpose()?.flatten() {
+            Some(longest) => board.awake_for(longest),
+            None => board,
+        };
         Ok(Self { face: Face::Worker(board) })
     }
 

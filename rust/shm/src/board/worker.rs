@@ -1,5 +1,7 @@
 //! The board as a worker has it.
 
+use std::time::Duration;
+
 use rustix::fd::BorrowedFd;
 
 use super::mapped::Mapped;
@@ -25,6 +27,12 @@ impl WorkerBoard {
         // One processor is the parent's.
         let most_awake = (processors() / 2) as u64;
         Ok(Self { worker: Worker::new(Mapped::open(memory)?, most_awake) })
+    }
+
+    /// The same for a worker that spends awake what waits are over within `longest`, unless the last ones took longer.
+    #[must_use]
+    pub fn awake_for(self, longest: Duration) -> Self {
+        Self { worker: self.worker.awake_for(longest) }
     }
 
     /// The largest payload.

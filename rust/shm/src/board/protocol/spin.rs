@@ -7,7 +7,7 @@
 use core::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// A wait that is over sooner is spent awake.
+/// A wait that is over sooner is spent awake, where nobody says another time.
 const LONGEST: Duration = Duration::from_micros(50);
 /// Looks between two times that the processor is offered to others: whoever is waited for may need this one.
 const LOOKS: usize = 32;
@@ -15,15 +15,26 @@ const LOOKS: usize = 32;
 const HABIT: u32 = 2;
 
 /// What the last waits of one side were like.
-#[derive(Default)]
 pub(super) struct Spin {
+    longest: Duration,
     long_waits: AtomicU32,
+}
+
+impl Default for Spin {
+    fn default() -> Self {
+        Spin::of(LONGEST)
+    }
 }
 
 /// A wait that has begun.
 pub(super) struct Begun(Instant);
 
 impl Spin {
+    /// A wait that is over within `longest` is spent awake.
+    pub(super) fn of(longest: Duration) -> Self {
+        Spin { longest, long_waits: AtomicU32::new(0) }
+    }
+
     pub(super) fn begin(&self) -> Begun {
         Begun(Instant::now())
     }
@@ -33,7 +44,7 @@ impl Spin {
         if self.long_waits.load(Ordering::Relaxed) >= HABIT {
             return;
         }
-        while begun.0.elapsed() < LONGEST {
+        while begun.0.elapsed() < self.longest {
             for _ in 0..LOOKS {
                 if is_over() {
                     return;
@@ -46,7 +57,7 @@ impl Spin {
 
     /// Learn from a wait that is over.
     pub(super) fn end(&self, begun: &Begun) {
-        let is_long = begun.0.elapsed() >= LONGEST;
+        let is_long = begun.0.elapsed() >= self.longest;
         let waits = if is_long { self.long_waits.load(Ordering::Relaxed).saturating_add(1) } else { 0 };
         self.long_waits.store(waits, Ordering::Relaxed);
     }

@@ -1,5 +1,7 @@
 //! A worker's side: take a task, leave its result.
 
+use std::time::Duration;
+
 use super::super::atomic::{Acquire, Relaxed, Release};
 use super::patience::Patience;
 use super::spin::Spin;
@@ -30,6 +32,11 @@ pub(crate) struct Worker<W> {
 impl<W: Words> Worker<W> {
     pub(crate) fn new(words: W, most_awake: u64) -> Self {
         Self { words, most_awake, spin: Spin::default() }
+    }
+
+    /// The same that spends awake what waits are over within `longest`.
+    pub(crate) fn awake_for(self, longest: Duration) -> Self {
+        Self { spin: Spin::of(longest), ..self }
     }
 
     pub(crate) fn words(&self) -> &W {
