@@ -308,3 +308,13 @@ def test_ctrl_c_ends_every_wait(wait):
         assert child.stdout.readline() == "interrupted\n"
         assert time.monotonic() - begin < 0.5
         assert child.wait() == 0
+
+
+def test_a_worker_is_awake_for_as_long_as_it_was_told():
+    board = TaskBoard(8, 1024)
+    mine = TaskBoard.open(board.fd, 0.2)
+    begin = time.monotonic()
+    with pytest.raises(TimedOutError):
+        mine.take(0, 0.0)
+    # It looked at no time meanwhile; one that was told nothing, or that slept, is back at once.
+    assert time.monotonic() - begin >= 0.2

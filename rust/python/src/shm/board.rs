@@ -50,7 +50,8 @@ impl TaskBoard {
     }
 
     /// The board of a parent's `fd`, which is not needed afterwards. `awake`: what waits are over within so many seconds
-    /// are spent awake, unless the last ones took longer; some ten microseconds where nobody says it.
+    /// are spent awake, however short the timeout, unless the last ones took longer; fifty microseconds where
+    /// nobody says it.
     #[staticmethod]
     #[pyo3(signature = (fd, awake=None))]
     fn open(fd: RawFd, awake: Option<f64>) -> PyResult<Self> {
