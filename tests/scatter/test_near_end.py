@@ -37,7 +37,7 @@ def test_memory_that_cannot_be_had_takes_none_of_the_next_messages_along() -> No
     near, far = socket.socketpair()
     lane = NearLane(1, near, 1 << 30)
     lane.introduce()
-    end = NearEnd(far, os.getpid())
+    end = NearEnd(far, os.getpid(), awake=False)
     end._parcels = Failing(end._parcels)  # type: ignore[assignment]
     for number in range(3):
         batch = torch.full((1 << 18,), float(number))

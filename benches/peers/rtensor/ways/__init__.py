@@ -25,6 +25,7 @@ _MODULES = {
     "gRPC": "grpc_unary",
     "gRPC, one stream": "grpc_stream",
     "sockets": "bare_sockets",
+    "reading": "own_memory",
 }
 
 
