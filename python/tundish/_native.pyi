@@ -29,6 +29,7 @@ __all__ = [
     "TensorExchange",
     "TensorPlan",
     "are_apart",
+    "available_processors",
     "checksum_file",
     "default_arena_limit",
     "dump_handles",
@@ -268,6 +269,7 @@ class TaskBoard:
     def finish_plain(self, ticket: int, kind: int, value: object) -> bool: ...
 
 def is_plain(value: object, room: int) -> bool: ...
+def available_processors() -> int: ...
 def end_with(fd: int, pid: int) -> None: ...
 
 # The process that has a segment open, its descriptor there, what tells the segment from any other, which use is meant.

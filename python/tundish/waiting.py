@@ -39,6 +39,7 @@ __all__ = [
     "taken",
     "to_its_end",
     "wait_for",
+    "was_let_go",
 ]
 
 _LONGEST_SECONDS = 0.5
@@ -284,3 +285,13 @@ def _begin(run: Callable[[], None]) -> None:
     except RuntimeError:
         # No more threads: here, where a signal may interrupt it.
         run()
+
+
+def was_let_go(caught: BaseException) -> bool:
+    """Whether `caught`, at the `yield` of a context manager, only says that nobody has it any more.
+
+    Ctrl-C that comes as such a block is entered or left leaves it suspended, and some time after, wherever its error's
+    traceback is freed, the generator is closed. What comes out of the block's body has been in other frames.
+    """
+    traceback = caught.__traceback__
+    return isinstance(caught, GeneratorExit) and (traceback is None or traceback.tb_next is None)

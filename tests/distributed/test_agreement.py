@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,31 @@ def statuses(rank: int, line: Line) -> None:
         line.say(*outcome(lambda: vote(what="not ours", group=distributed.GroupMember.NON_GROUP_MEMBER)))
     # The last vote of a job: whoever hosts the store may be gone right after it.
     vote(what="the end")
+
+
+def batches_in_a_block(rank: int, line: Line) -> None:
+    def batches() -> Iterator[int]:
+        with agreed("reading", timeout=60):
+            yield 0
+            yield 1
+
+    def read() -> None:
+        some = batches()
+        assert next(some) == 0
+        if rank == 1:
+            some.close()
+        else:
+            list(some)
+
+    line.say(*outcome(read))
+    vote(what="the end")
+
+
+def test_who_breaks_off_a_generator_within_a_block_fails_it_for_all(tmp_path: Path) -> None:
+    with Job(batches_in_a_block, 2, tmp_path) as job:
+        (kind, text, named), (closed, *_) = job.hear_all()
+        assert (kind, named, closed) == ("PeerFailedError", 1, "")
+        assert "reading: rank 1 failed with GeneratorExit" in text
 
 
 @pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])

@@ -30,12 +30,12 @@ _NAMES = {
     "Arrow Flight": "Arrow Flight",
     "gRPC": "gRPC, a call a tensor",
     "gRPC, one stream": "gRPC, one stream",
-    "sockets": "bare sockets, nothing more",
+    "sockets": "a plain connection, nothing more",
     "reading": "reading alone",
 }
 _FLOOR = (
-    "As many bytes through a bare connection, from warm memory into warm memory, and read, are timed beside it: no way "
-    "over a connection takes less."
+    "As many bytes through one plain connection, from warm memory into warm memory, and read, are timed beside it: "
+    "where a target asks for less than that, one connection cannot meet it."
 )
 
 

@@ -63,6 +63,8 @@ class Channel:
         self._protocol = Protocol(member, node, f"votes/{self._name}")
         # Re-entrant: a second `close` does what Ctrl-C kept the first from.
         self._protocol_lock = threading.RLock()
+        # A finaliser may come in the middle of a round, on its own thread.
+        self._is_in_round = False
 
     @property
     def mates(self) -> tuple[int, ...]:
@@ -180,7 +182,8 @@ class Channel:
         # A round in progress holds the lock; its thread comes here when it ends.
         if self._closed and self._protocol_lock.acquire(blocking=False):
             try:
-                self._protocol.close()
+                if not self._is_in_round:
+                    self._protocol.close()
             finally:
                 self._protocol_lock.release()
 
@@ -206,9 +209,11 @@ class Channel:
                 if self._lost is not None:
                     raise self._lost
                 if not self._closed:
+                    self._is_in_round = True
                     self._protocol.go_through(current)
         except Exception as trouble:  # noqa: BLE001 (the caller has to hear of whatever ended the round)
             self._lost = current.trouble = trouble
         finally:
+            self._is_in_round = False
             current.done.come()
             self._release_if_closed()

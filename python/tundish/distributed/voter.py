@@ -23,6 +23,7 @@ from tundish.distributed.jobstore import distributed_module
 from tundish.distributed.verdict import Outcome
 from tundish.distributed.watch import node_identity
 from tundish.errors import InvalidInputError, InvalidTypeError, TundishError
+from tundish.waiting import was_let_go
 
 __all__ = ["DEFAULT_TIMEOUT", "Voter", "agreed", "build_once_per_node", "vote", "voter_of"]
 
@@ -243,10 +244,10 @@ class Voter:
         error: BaseException | None = None
         try:
             yield
-        except GeneratorExit:
-            # Ctrl-C came as the block was entered or left, and this is let go of some time after: no time for a vote.
-            raise
-        except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+        except BaseException as caught:
+            if was_let_go(caught):
+                # It is no time for a vote: the caller is at something else by now.
+                raise
             error = caught
         self.vote(error, what=what, same=same, timeout=timeout)
 

@@ -7,7 +7,6 @@ refused in time; it is written as its layout says, whatever its tensors look lik
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from tundish import _native
 from tundish.tree.describing import describe
 
-__all__ = ["Departure", "processors", "threads_of"]
+__all__ = ["Departure", "threads_of"]
 
 _get_is_cpu = operator.attrgetter("is_cpu")
 # As these tensors of any dtype are copied: of some torch knows no more than how wide they are.
@@ -86,9 +85,4 @@ def _copy(place: torch.Tensor, tensor: torch.Tensor) -> None:
 
 def threads_of(receivers: int) -> int:
     """How many threads copy for so many ranks of this node, which have work of their own."""
-    return max(1, min(_MOST_THREADS, processors() // (receivers + 1)))
-
-
-def processors() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST_THREADS, _native.available_processors() // (receivers + 1)))

@@ -20,13 +20,14 @@ from datetime import timedelta
 from typing import Any
 
 from tundish import _native
+from tundish._native import available_processors
 from tundish.distributed import Voter, nodes_of
 from tundish.distributed.groups import make_group, membership, unused_name
 from tundish.distributed.jobstore import distributed_module
+from tundish.distributed.ranks import number_of_variable
 from tundish.distributed.watch import PeerWatch
 from tundish.errors import PeerFailedError
 from tundish.scatter.calling import Calls, call, greeted
-from tundish.scatter.departure import processors
 from tundish.scatter.direct import Direct
 from tundish.scatter.far import Courier, FarEnd, FarLane
 from tundish.scatter.near import NearEnd, NearLane
@@ -135,8 +136,9 @@ class Ways:
     def renew_courier(self) -> None:
         """Leave the courier to what it waits for, and have another one. Not while it may still post messages."""
         if self.courier is not None:
-            self.courier.close()
-            self.courier = Courier()
+            # In this order: what Ctrl-C interrupts leaves one that works.
+            left, self.courier = self.courier, Courier()
+            left.close()
 
     def _meet(self, voter: Voter, shared_memory: bool) -> None:
         place, timeout = self._place, self._timeout
@@ -181,7 +183,9 @@ class Ways:
             with voter.agreed(what, timeout=timeout):
                 if place.rank in feeders:
                     beside = sum(feeder == self.feeder for feeder in feeders.values())
-                    self._listen(near[2], awake=self._awake and processors() > beside)
+                    # Ranks of the node that are no part of this scatter want their processors, too.
+                    beside = max(beside, (number_of_variable("LOCAL_WORLD_SIZE", 1) or 1) - 1)
+                    self._listen(near[2], awake=self._awake and available_processors() > beside)
                 if line is not None and greeted(line, invitation):
                     self.watch.adopt(place.source, line)
                 if far and (is_source or place.rank in far):

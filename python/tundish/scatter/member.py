@@ -18,9 +18,10 @@ from typing import TypedDict
 
 from torch import Tensor
 
+from tundish._native import available_processors
 from tundish.distributed import Voter
 from tundish.errors import InvalidInputError, PeerFailedError, TimedOutError
-from tundish.scatter.departure import processors, threads_of
+from tundish.scatter.departure import threads_of
 from tundish.scatter.far import FarEnd, FarLane, send
 from tundish.scatter.meeting import Ways
 from tundish.scatter.messages import FAILED, LOST
@@ -110,7 +111,7 @@ class Member:
             receivers = len(self._ways.near)
             self._threads = threads_of(receivers)
             # Whoever is ahead of its caller has time enough, and who has no processor to itself takes the source's.
-            self._announces = not in_loop and processors() > receivers
+            self._announces = not in_loop and available_processors() > receivers
 
     @property
     def is_source(self) -> bool:

@@ -55,7 +55,7 @@ mod _native {
     #[pymodule_export]
     use super::shm::arena::{Parcel, ParcelView, Parcels, SegmentArena, default_arena_limit};
     #[pymodule_export]
-    use super::shm::board::{TaskBoard, end_with};
+    use super::shm::board::{TaskBoard, available_processors, end_with};
     #[pymodule_export]
     use super::shm::content::is_plain;
     #[pymodule_export]

@@ -47,6 +47,12 @@ pub(crate) fn give_back(map: &Mapping, bytes: Range<usize>) -> bool {
     is_told() && written(map, bytes).is_some_and(|runs| runs.into_iter().all(|run| map.drop_pages(run)))
 }
 
+/// Whether the first page of a private mapping, which nobody writes to, is the file's own. `mlockall` makes every page that can be
+/// written to the process's own, wherever it is, this one among them; nothing else does.
+pub(crate) fn is_left_alone(map: &Mapping) -> bool {
+    is_told() && written(map, 0..rustix::param::page_size()).is_some_and(|runs| runs.is_empty())
+}
+
 /// Those of these bytes of the mapping whose pages were written to, in whole pages; `None` where that is not known, or they lie in too
 /// many places.
 #[cfg(target_os = "linux")]
@@ -200,6 +206,19 @@ mod tests {
         let map = Mapping::new(numbered(400), 400 * PAGE, Access::Private).unwrap();
         (0..=MOST_RUNS).for_each(|number| write(&map, 2 * number * PAGE..2 * number * PAGE + 1, 1));
         assert!(!give_back(&map, 0..map.len()));
+    }
+
+    #[test]
+    fn a_process_that_locks_all_its_memory_has_left_no_mapping_alone() {
+        let map = Mapping::new(numbered(4), 4 * PAGE, Access::Private).unwrap();
+        assert!(is_left_alone(&map) && bytes(&map)[3 * PAGE] == 3);
+        assert!(is_left_alone(&map));
+        // As `mlockall` does, of this mapping alone.
+        // SAFETY: the mapping's own range; no byte changes.
+        let done = unsafe {
+            libc::mlock(map.start().cast(), map.len()) == 0 && libc::munlock(map.start().cast(), map.len()) == 0
+        };
+        assert!(done && !is_left_alone(&map));
     }
 
     #[test]

@@ -132,8 +132,10 @@ impl Source {
         lease: Arc<Lease>,
         bytes: Range<usize>,
     ) -> Result<WarmCopy, ShmError> {
-        let used = (DATA_START + bytes.start) / self.page * self.page
-            ..(DATA_START + bytes.end).next_multiple_of(self.page).min(self.map.len());
+        // Where the page of the header has data, too, nothing tells whether it alone was written to.
+        let first = if self.page > DATA_START { 0 } else { (DATA_START + bytes.start) / self.page * self.page };
+        let last = if self.page > DATA_START { usize::MAX } else { DATA_START + bytes.end };
+        let used = first..last.checked_next_multiple_of(self.page).unwrap_or(last).min(self.map.len());
         let map = match home.take(self.identity) {
             Some(map) => map,
             None => Mapping::new(&self.file, self.map.len(), Access::Private)?,
@@ -191,6 +193,7 @@ impl Drop for WarmCopy {
             self.process == process::id()
                 && source.page == rustix::param::page_size()
                 && pages::give_back(&map, self.used.clone())
+                && pages::is_left_alone(&map)
         });
         // Before the look at whether the owner gave the segment up: it empties what has no lease.
         drop(self.lease.take());
@@ -292,7 +295,9 @@ impl Warm {
     }
 
     fn take(&self, identity: u64) -> Option<Mapping> {
-        self.lock().kept.iter_mut().find(|kept| kept.source.identity == identity)?.idle.pop()
+        let map = self.lock().kept.iter_mut().find(|kept| kept.source.identity == identity)?.idle.pop()?;
+        // The process may have locked all its memory since it was kept.
+        Some(map).filter(pages::is_left_alone)
     }
 
     /// Keeps a source for the next time; who comes second gets what is there already.

@@ -1,7 +1,7 @@
-"""What no way over sockets can do without: the bytes of a case through one connection, and nothing else.
+"""As many bytes as a case has through one plain connection, and nothing else.
 
 They lie one behind the other in memory that was used before, on both sides; a byte asks for them. What is received
-into is used again for the next fetch, so that it is nobody's to keep: this is a floor, not a way to fetch tensors.
+into is used again for the next fetch, so that it is nobody's to keep: this is a limit, not a way to fetch tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rtensor.tensors import CASES, make
 __all__ = ["Consumer", "Owner"]
 
 # Small enough that what was sent is received from the processor's cache: of 0.2 to 4 MiB, and of what the system
-# chooses itself, the fastest for every case.
+# chooses itself, the fastest for some megabytes.
 _BUFFER = 1 << 20
 # So that the kernel does not hold the connection for long.
 _STRIDE = 256 << 10

@@ -28,6 +28,7 @@ from tundish.checkpoint.reading import MANIFEST, Damaged, ReadOnlyRoot, held
 from tundish.checkpoint.retention import Checkpoint
 from tundish.distributed import Voter
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, StateMismatchError
+from tundish.waiting import was_let_go
 
 __all__ = ["load_from", "newest_whole", "read_lock"]
 
@@ -87,10 +88,9 @@ def _voted(voter: Voter, what: str, timeout: float) -> Iterator[Callable[[str], 
     same = [what]
     try:
         yield same.append
-    except GeneratorExit:
-        # As of `Voter.agreed`.
-        raise
-    except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+    except BaseException as caught:
+        if was_let_go(caught):
+            raise
         error = caught
     voter.vote(error, what=what, same=", ".join(same), timeout=timeout)
 

@@ -411,7 +411,7 @@ impl<C: Cell> Packer<'_, C> {
         if let Order::Given(given) = order
             && !(distinct
                 && checks.marks.is_none_or(Marks::are_disjoint)
-                && checks.table.is_none_or(|table| self.order_checked || table.taken(self.crew) == given.len()))
+                && checks.table.is_none_or(|table| table.taken(self.crew) == given.len()))
         {
             return Err(order::first_fault(&given, dataset.len(), self.watch));
         }

@@ -246,6 +246,12 @@ impl TaskBoard {
     }
 }
 
+/// How many processors this process may use at once, by its affinity and by the quota of its group.
+#[pyfunction]
+pub(crate) fn available_processors() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// End this process, with status 1, as soon as something comes from `fd`, or its writing end is closed everywhere, or
 /// the process `pid` ends; at once if that is over. A copy of `fd` is watched by a thread that needs no interpreter.
 #[pyfunction]

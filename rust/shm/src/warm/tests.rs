@@ -245,3 +245,24 @@ fn what_the_file_says_of_itself_is_compared() {
     // What was refused before is no better now that the segment is known.
     assert!(home.open(&Address { generation: good.generation + 1, ..good }).is_err());
 }
+
+#[test]
+fn what_the_process_locked_in_memory_meanwhile_is_not_used_again() {
+    let (home, segment) = (warm(1 << 30), filled(&slabs(), 50_000, 1));
+    drop(home.copy_of(&segment, 0..50_000).unwrap());
+    {
+        let state = home.lock();
+        let idle = &state.kept[0].idle[0];
+        // As `mlockall` and `munlockall` do it: every page of it is the process's own from here on.
+        // SAFETY: the mapping's own range; no byte changes.
+        let is_done = unsafe {
+            libc::mlock(idle.start().cast(), idle.len()) == 0 && libc::munlock(idle.start().cast(), idle.len()) == 0
+        };
+        assert!(is_done);
+    }
+    // SAFETY: within the data; nobody reads them meanwhile.
+    unsafe { segment.data().write_bytes(0x77, 50_000) };
+    let copy = home.copy_of(&segment, 0..50_000).unwrap();
+    // SAFETY: within the data of the copy, which lives.
+    assert!(unsafe { std::slice::from_raw_parts(copy.data(), 50_000) }.iter().all(|byte| *byte == 0x77));
+}
