@@ -1,6 +1,7 @@
 """The task board's binding, between real processes."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -310,11 +311,29 @@ def test_ctrl_c_ends_every_wait(wait):
         assert child.wait() == 0
 
 
-def test_a_worker_is_awake_for_as_long_as_it_was_told():
+def sleeps_of_a_wait(awake: float | None) -> int:
+    """How often a worker gives its processor up in a wait of a twentieth of a second, at least, in five of them."""
     board = TaskBoard(8, 1024)
-    mine = TaskBoard.open(board.fd, 0.2)
+    mine = TaskBoard.open(board.fd, awake)
+    found = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        with pytest.raises(TimedOutError):
+            mine.take(0, 0.05)
+        found.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
+    return min(found)
+
+
+def test_a_worker_is_awake_for_as_long_as_it_was_told():
+    assert sleeps_of_a_wait(None) > 0
+    assert sleeps_of_a_wait(0.06) == 0
+
+
+def test_a_worker_that_looks_in_does_not_wait():
+    board = TaskBoard(8, 1024)
+    mine = TaskBoard.open(board.fd, 5.0)
     begin = time.monotonic()
     with pytest.raises(TimedOutError):
         mine.take(0, 0.0)
-    # It looked at no time meanwhile; one that was told nothing, or that slept, is back at once.
-    assert time.monotonic() - begin >= 0.2
+    # A second is long for a look, and short for a wait.
+    assert time.monotonic() - begin < 1
