@@ -337,3 +337,12 @@ def test_a_worker_that_looks_in_does_not_wait():
         mine.take(0, 0.0)
     # A second is long for a look, and short for a wait.
     assert time.monotonic() - begin < 1
+
+
+def test_a_worker_is_awake_for_no_longer_than_it_waits():
+    board = TaskBoard(8, 1024)
+    mine = TaskBoard.open(board.fd, 5.0)
+    begin = time.monotonic()
+    with pytest.raises(TimedOutError):
+        mine.take(0, 0.05)
+    assert time.monotonic() - begin < 1

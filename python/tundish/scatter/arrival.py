@@ -60,6 +60,7 @@ class Arrival(NamedTuple):
         parcel: what they lie in, where others are to get it from this rank.
         on_device: the bytes, where they came to a device.
         tensors: over the bytes, where they were made while these were still being written.
+        made: the object of them, where it was made then too.
     """
 
     schema: Schema
@@ -67,10 +68,18 @@ class Arrival(NamedTuple):
     parcel: _native.Parcel | None = None
     on_device: Tensor | None = None
     tensors: list[Tensor] | None = None
+    made: Any = None
 
-    def prepared(self) -> Arrival:
-        """The same with its tensors made; whatever they hold is not looked at."""
-        return self._replace(tensors=_host_tensors(self.schema.layout, self.memory))
+    def prepared(self, device: torch.device | None) -> Arrival:
+        """The same with what can be made of it before its bytes are there, which nothing looks at."""
+        schema = self.schema
+        tensors = _host_tensors(schema.layout, self.memory)
+        is_light = device is None and schema.layout.recipes is None and schema.structure.is_light
+        return self._replace(tensors=tensors, made=rebuild(schema, tensors) if is_light else None)
+
+    def filled(self, schema: Schema) -> Arrival:
+        """The same, its bytes there, with the batch's own schema, of the same form."""
+        return self if schema is self.schema else self._replace(schema=schema, made=None)
 
     def staged(self, device: torch.device) -> Arrival:
         """The same in memory that `device` reads by itself, where it has such."""
@@ -81,7 +90,9 @@ class Arrival(NamedTuple):
         )
 
     def build(self, device: torch.device | None) -> Any:
-        """The object, its tensors in `memory` or on `device`."""
+        """The object, its tensors in `memory` or on `device`; once, as it is the caller's."""
+        if self.made is not None and device is None:
+            return self.made
         layout = self.schema.layout
         if self.on_device is not None:
             return self._build_there(self.on_device, device)

@@ -75,7 +75,7 @@ def scatter_batch(
             return own
         tensors, schema, _ = describe(own)
         return on_device(schema, tensors, target)
-    arrival = scatterer.take()
+    arrival = scatterer.take(target)
     return arrival.build(target) if isinstance(arrival, Arrival) else None
 
 

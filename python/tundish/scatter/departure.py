@@ -6,7 +6,6 @@ refused in time; it is written as its layout says, whatever its tensors look lik
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +16,12 @@ from tundish.tree.describing import describe
 
 __all__ = ["Departure", "threads_of"]
 
-_get_is_cpu = operator.attrgetter("is_cpu")
 # As these tensors of any dtype are copied: of some torch knows no more than how wide they are.
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # More of them do not make a copy faster.
 _MOST_THREADS = 4
+# Bytes of an address, a size or an offset.
+_WORD = 8
 
 
 class Departure:
@@ -41,31 +41,25 @@ class Departure:
         self.tensors, self.schema, self._addresses = describe(batch, f"rank {rank}'s batch")
         self.size = self.schema.layout.total
         self.threads = threads
-        # Where one has gaps between its values, or none, it has no address.
-        self.is_plain = all(map(_get_is_cpu, self.tensors)) and (
-            0 not in self._addresses
-            or all(map(operator.or_, self._addresses, map(operator.not_, self.schema.layout.sizes)))
-        )
+        self.is_plain = bool(self._addresses) or not self.tensors
 
     def write(self, parcel: _native.Parcel) -> None:
         """Write the tensors where the layout says, into a parcel of at least `size` bytes."""
         layout = self.schema.layout
         if self.is_plain:
-            parcel.fill(self._addresses, layout.sizes, layout.offsets, self.threads)
+            parcel.fill(self._addresses, layout.size_bytes, layout.offset_bytes, 0, self.threads)
             return
         buffer = torch.frombuffer(parcel, dtype=torch.uint8)
         for place, tensor in zip(layout.tensors_in(buffer), self.tensors, strict=True):
             _copy(place, tensor)
 
     def write_some(self, parcel: _native.Parcel, numbers: Sequence[int], start: int) -> None:
-        """Write these tensors as `write` does, into a parcel whose first byte is the one at `start`."""
+        """Write these tensors, and none but empty ones between them, into a parcel whose first byte is that at `start`."""
         layout = self.schema.layout
         if self.is_plain:
+            one = slice(numbers[0] * _WORD, (numbers[-1] + 1) * _WORD)
             parcel.fill(
-                [self._addresses[number] for number in numbers],
-                [layout.sizes[number] for number in numbers],
-                [layout.offsets[number] - start for number in numbers],
-                self.threads,
+                self._addresses[one], layout.size_bytes[one], layout.offset_bytes[one], start, self.threads
             )
             return
         buffer = torch.frombuffer(parcel, dtype=torch.uint8)

@@ -37,7 +37,8 @@ __all__ = [
 
 # A batch; none for this rank; the source failed in this round; a rank is lost, in this round and all later ones; what
 # the next message says, where that is too long for it; a text in place of the batches of a round; that the batch of
-# this round, which was said to be on its way, is there.
+# this round, which was said to be on its way, is there; where that was said before the batch was looked at, with what
+# is then known of its schema.
 BATCH: Final = 1
 NOTHING: Final = 2
 FAILED: Final = 3
@@ -89,6 +90,11 @@ class Head(NamedTuple):
     said: int = 0
     size: int = 0
     reference: Reference = NOWHERE
+
+    @property
+    def tells(self) -> int:
+        """How a schema is told with it; 0 where none is."""
+        return self.flags & ~(FRESH | SHARED | DIRECT | FILLING)
 
     def pack(self) -> bytes:
         process, descriptor, identity, generation, room = self.reference
@@ -142,6 +148,11 @@ class Told:
             return _SAME, place, b""
         return _VALUES | (_PICKLED if schema.pickled else 0), place, schema.values
 
+    def again(self, schema: Schema) -> tuple[int, int] | None:
+        """Flags and place, where `schema` is what was told last of its place; nothing has to be said then."""
+        place = self._places.get((id(schema.structure), id(schema.layout)))
+        return None if place is None or self._table[place] is not schema else (_SAME, place)
+
     def forget(self) -> None:
         """What was told last may not have come: everything is told anew."""
         self._places.clear()
@@ -157,7 +168,7 @@ class Known:
 
     def hear(self, head: Head, said: bytes | bytearray) -> Schema:
         """The schema that a message tells. Raises `NotPicklableError` where a type that it names is not found here."""
-        flags = head.flags & ~(FRESH | SHARED | DIRECT | FILLING)
+        flags = head.tells
         if flags == _WHOLE:
             try:
                 schema = Schema.decode(said)

@@ -8,7 +8,7 @@ A `NearLane` is the source's end, a `NearEnd` the receiver's. What always holds:
 2. The descriptor of memory that a receiver does not know is on the line before the message that refers to it. What a
    source gave is there for its receivers though the source has ended.
 3. Memory that a message refers to holds the batch, or the message says that it is on its way and another one follows:
-   that it is there, or why it will not be.
+   that it is there, or why it will not be, or what there is in its place.
 4. A source is at most `_ROUNDS` rounds ahead of a receiver, and `limit` bytes, or one batch where that is larger. What
    it fails with has a place even so.
 """
@@ -21,9 +21,9 @@ import itertools
 import os
 import socket
 import struct
-import weakref
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,8 @@ MOST_HELD: Final = 128
 _ROUNDS = 4
 _SPARE = 2
 _SLOTS = 2 * _ROUNDS + 1 + _SPARE
+# So many batches in a row with the same form make it likely that the next one has it too.
+_HABIT = 2
 # Room for a message; what is longer goes into the parcel.
 _MESSAGE_BYTES = 32 * 1024
 # A receiver with a processor to itself spends awake what waits are over sooner: to be woken takes it a tenth of what a
@@ -95,7 +97,28 @@ class Shipment:
     def __init__(self, parcel: _native.Parcel) -> None:
         self.parcel = parcel
         self.reference = parcel.reference()
-        weakref.finalize(self, parcel.revoke).atexit = False
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # What was given is there for its receivers though the interpreter comes to its end.
+        if not is_finalizing():
+            self.parcel.revoke()
+
+
+class Announcement(NamedTuple):
+    """A batch that its receiver was told of before it is written.
+
+    Attributes:
+        shipment: to be written to.
+        schema: that was told.
+    """
+
+    shipment: Shipment
+    schema: Schema
+
+
+def _have_one_form(one: Schema, other: Schema) -> bool:
+    """Whether the tensors of two batches lie in memory alike, and go to the same places."""
+    return one.layout is other.layout and one.structure is other.structure
 
 
 class NearLane:
@@ -116,6 +139,9 @@ class NearLane:
         self._finished: list[list[tuple[int, int, Any]]] = []
         # Segments whose descriptors it was sent.
         self._known: dict[bytes, None] = {}
+        # Of the last batch that was announced, and how many before it had the same form.
+        self._last: Schema | None = None
+        self._alike = 0
 
     def introduce(self) -> None:
         """Send the receiver the board, over the line."""
@@ -133,30 +159,62 @@ class NearLane:
         except BaseException:
             self._told.forget()
             raise
+        self._last = None
         return departure.size
 
-    def announce(self, number: int, departure: Departure, wait: Waiter) -> Shipment:
+    def announce(self, number: int, departure: Departure, wait: Waiter) -> Announcement:
         """Send the head of a batch that `fill` is to follow: the receiver gets ready meanwhile."""
-        parcel = None
+        schema, last = departure.schema, self._last
         try:
-            head, said = self._head(number, departure.schema, departure.size, wait)
+            head, said = self._head(number, schema, departure.size, wait)
             self._make_room(departure.size, wait)
-            parcel = self.arena.take(departure.size)
-            shipment = Shipment(parcel)
-            head = head._replace(flags=head.flags | FILLING, reference=shipment.reference)
-            self._put(self._announced(head, parcel).pack() + said, departure.size, shipment)
+            announcement = self._announce(head, said, schema)
         except BaseException:
             self._told.forget()
-            if parcel is not None:
-                parcel.revoke()
             raise
-        return shipment
+        is_alike = last is not None and _have_one_form(schema, last)
+        self._last, self._alike = schema, self._alike + 1 if is_alike else 0
+        return announcement
 
-    def fill(self, number: int, departure: Departure, shipment: Shipment) -> int:
+    def foretell(self, number: int) -> Announcement | None:
+        """Announce a batch that nobody has looked at yet, as one of the form that the last ones had.
+
+        None where they had several, or the receiver has other messages to look at. `fill` is to follow where it `fits`
+        the batch, else whatever the batch wants: then the announcement means nothing.
+        """
+        schema = self._last
+        if schema is None or self._alike < _HABIT:
+            return None
+        if self._ahead:
+            self._collect()
+        again = None if self._ahead else self._told.again(schema)
+        if again is None:
+            return None
+        return self._announce(Head(number, BATCH, *again, size=schema.layout.total), b"", schema)
+
+    def fits(self, announcement: Announcement, departure: Departure) -> bool:
+        """Whether `fill` can send a batch as what was announced."""
+        return (
+            _have_one_form(announcement.schema, departure.schema)
+            and HEAD_BYTES + len(departure.schema.values) <= self._board.capacity
+        )
+
+    def fill(self, number: int, departure: Departure, announcement: Announcement) -> int:
         """Write what was announced and say so; the bytes that were copied."""
-        departure.write(shipment.parcel)
-        if self._board.put(0, Head(number, FILLED).pack()) is None:
-            raise RuntimeError("a board has no room where fewer messages than it holds are on it")
+        departure.write(announcement.shipment.parcel)
+        head, said, schema = Head(number, FILLED), b"", departure.schema
+        try:
+            if schema is not announcement.schema:
+                flags, place, said = self._told.tell(schema)
+                head = head._replace(flags=flags, place=place, said=len(said))
+                self._last = schema
+            if self._board.put(0, head.pack() + said) is None:
+                raise RuntimeError("a board has no room where fewer messages than it holds are on it")
+        except BaseException:
+            self._told.forget()
+            raise
+        # Now that the receiver has its batch rather than before the next one goes.
+        self._collect()
         return departure.size
 
     def load(self, departure: Departure) -> Shipment:
@@ -177,6 +235,7 @@ class NearLane:
         except BaseException:
             self._told.forget()
             raise
+        self._last = None
 
     def say(self, number: int, kind: int, text: str, wait: Waiter) -> None:
         """Send a message without a batch; `text` is cut to the room for it."""
@@ -210,6 +269,17 @@ class NearLane:
         self._send(Head(number, SAID, size=length), b"", length, write)
         self._make_room(0, wait)
         return head, b""
+
+    def _announce(self, head: Head, said: bytes, schema: Schema) -> Announcement:
+        parcel = self.arena.take(head.size)
+        try:
+            shipment = Shipment(parcel)
+            head = head._replace(flags=head.flags | FILLING, reference=shipment.reference)
+            self._put(self._announced(head, parcel).pack() + said, head.size, shipment)
+        except BaseException:
+            parcel.revoke()
+            raise
+        return Announcement(shipment, schema)
 
     def _send(self, head: Head, said: bytes, size: int, write: Callable[[_native.Parcel], None]) -> None:
         """Send what `write` puts into a parcel that the receiver alone has."""
@@ -306,7 +376,7 @@ class NearEnd:
             if len(said) < head.said and self._said is not None:
                 said, self._said = self._said, None
             schema: Schema | Exception | None = None
-            if head.kind == BATCH:
+            if head.tells:
                 # First: later messages may refer to it, whatever becomes of the memory; and to that likewise.
                 try:
                     schema = self._known.hear(head, said)

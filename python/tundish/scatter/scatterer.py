@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -25,13 +26,14 @@ from tundish.scatter.direct import Direct
 from tundish.scatter.far import FarLane, send
 from tundish.scatter.member import Member
 from tundish.scatter.messages import DIRECT, FAILED, FILLED, FILLING, LOST, NOTE, NOTHING, Head
-from tundish.scatter.near import HungUpError, NearEnd, NearLane, Shipment, own_pages
+from tundish.scatter.near import Announcement, HungUpError, NearEnd, NearLane, Shipment, own_pages
 from tundish.tree.describing import describe
 
 __all__ = ["Note", "Scatterer"]
 
-# A smaller batch is there sooner than its receiver could make use of hearing that it comes.
+# A batch of less bytes and fewer tensors is there sooner than its receiver could make use of hearing that it comes.
 _WORTH_ANNOUNCING = 128 << 10
+_MANY = 64
 
 # Of a round without a batch: what it is, and what is said of it.
 _Word = tuple[int, str]
@@ -77,11 +79,12 @@ class Scatterer(Member):
             if device is not None:
                 # What cannot be brought there is refused before any rank has been sent anything.
                 describe(own, f"rank {self._place.rank}'s batch")
+            foretold = self._foretold(listed)
             departures = self._departures(listed, untold)
             loaded = self._loaded(departures, device)
             sizes = (one.size for one in departures.values() if isinstance(one, Departure))
             self._largest = max(sizes, default=0)
-            self._send(departures, untold, loaded)
+            self._send(departures, untold, loaded, foretold)
         except BaseException as error:
             self._tell(error, untold)
             raise
@@ -117,15 +120,33 @@ class Scatterer(Member):
         count = self._place.batches
         if batches is None:
             return [None] * count
-        wanted = f"one batch for each rank, {count} in all"
-        if isinstance(batches, (str, bytes, Mapping, Tensor)) or not isinstance(batches, Iterable):
-            raise InvalidTypeError(f"scatter takes {wanted}, not a {type(batches).__qualname__}")
+        if type(batches) is not list and (
+            isinstance(batches, (str, bytes, Mapping, Tensor)) or not isinstance(batches, Iterable)
+        ):
+            raise InvalidTypeError(
+                f"scatter takes one batch for each rank, {count} in all, not a {type(batches).__qualname__}"
+            )
         listed = list(batches)
         if len(listed) != count:
             raise InvalidInputError(
-                f"scatter takes {wanted}, and {len(listed)} came: None stands for a rank that gets nothing"
+                f"scatter takes one batch for each rank, {count} in all, and {len(listed)} came: None stands for a rank "
+                "that gets nothing"
             )
         return listed
+
+    def _foretold(self, listed: list[Any]) -> dict[int, Announcement]:
+        """Batches that those who are likely to get them were told of, by rank: they get ready already."""
+        foretold: dict[int, Announcement] = {}
+        if self._announces and self._ways is not None:
+            try:
+                for lane in self._ways.near:
+                    if listed[self._place.batch(lane.rank)] is not None:
+                        announcement = lane.foretell(self._number)
+                        if announcement is not None:
+                            foretold[lane.rank] = announcement
+            except HungUpError as error:
+                raise self._lose(error.rank, "was killed or has ended") from error
+        return foretold
 
     def _departures(self, listed: list[Any], receivers: Iterable[int]) -> dict[int, Departure | _Word]:
         """What is to be sent to each receiver; a batch that several get is taken apart once."""
@@ -159,6 +180,7 @@ class Scatterer(Member):
         departures: dict[int, Departure | _Word],
         untold: dict[int, NearLane | FarLane],
         loaded: _Loaded | None = None,
+        foretold: Mapping[int, Announcement] = MappingProxyType({}),
     ) -> None:
         ways, number = self._ways, self._number
         if ways is None:
@@ -171,7 +193,7 @@ class Scatterer(Member):
             for far in ways.far:
                 del untold[far.rank]
             job = ways.courier.do(lambda: send(messages, reached))
-        self._send_near(ways.near, departures, untold)
+        self._send_near(ways.near, departures, untold, foretold)
         self._batches += sum(isinstance(departure, Departure) for departure in departures.values())
         if job is not None:
             self._wait(job.wait, lambda: reached[-1] if reached else None)
@@ -190,11 +212,12 @@ class Scatterer(Member):
         lanes: list[NearLane],
         departures: dict[int, Departure | _Word],
         untold: dict[int, NearLane | FarLane],
+        foretold: Mapping[int, Announcement],
     ) -> None:
         number = self._number
         readers = Counter(id(departures[lane.rank]) for lane in lanes)
         shipments: dict[int, Shipment] = {}
-        announced: list[tuple[NearLane, Departure, Shipment]] = []
+        announced: list[tuple[NearLane, Departure, Announcement]] = []
         try:
             for lane in lanes:
                 departure, wait = departures[lane.rank], self._waiter(lane.rank)
@@ -208,23 +231,30 @@ class Scatterer(Member):
                         shipment = shipments[id(departure)] = lane.load(departure)
                         self._sent_bytes += departure.size
                     lane.share(number, departure.schema, departure.size, shipment, wait)
-                elif self._announces and departure.size >= _WORTH_ANNOUNCING:
-                    announced.append((lane, departure, lane.announce(number, departure, wait)))
+                elif self._announces and (
+                    departure.size >= _WORTH_ANNOUNCING or len(departure.tensors) >= _MANY
+                ):
+                    announcement = foretold.get(lane.rank)
+                    if announcement is None or not lane.fits(announcement, departure):
+                        announcement = lane.announce(number, departure, wait)
+                    announced.append((lane, departure, announcement))
                     continue
                 else:
                     self._sent_bytes += lane.give(number, departure, wait)
                 del untold[lane.rank]
             while announced:
-                lane, departure, shipment = announced[0]
-                self._sent_bytes += lane.fill(number, departure, shipment)
+                lane, departure, announcement = announced[0]
+                self._sent_bytes += lane.fill(number, departure, announcement)
                 del untold[lane.rank], announced[0]
         except HungUpError as error:
             raise self._lose(error.rank, "was killed or has ended") from error
 
     # On a receiver.
 
-    def take(self) -> Arrival | Note | None:
+    def take(self, device: torch.device | None = None) -> Arrival | Note | None:
         """The next round, on a receiver: what the source gave this rank, None if nothing.
+
+        `device`: to which it is to go.
 
         Raises:
             PeerFailedError: the source failed in this round, with its traceback in the message, or a rank was lost.
@@ -247,7 +277,7 @@ class Scatterer(Member):
                 if not head.flags & FILLING:
                     break
                 if isinstance(content, Arrival):
-                    ready = content.prepared()
+                    ready = content.prepared(device)
                 continue
             # One of an earlier round is of one that this rank left.
             if head.number > self._number:
@@ -260,8 +290,8 @@ class Scatterer(Member):
         if head.kind == FAILED:
             rank, _, text = str(content).partition("\n")
             raise PeerFailedError(f"scatter: rank {rank}, the source, {text}", int(rank))
-        if head.kind == FILLED:
-            content = ready
+        if head.kind == FILLED and isinstance(ready, Arrival):
+            content = ready.filled(content.schema) if isinstance(content, Arrival) else ready
         if isinstance(content, Arrival):
             self._batches += 1
             return content

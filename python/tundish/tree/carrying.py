@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import operator
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,6 +28,7 @@ _MAY_BE_MORE = frozenset({torch.complex32, torch.complex64, torch.complex128, *Q
 _WIDEST = 16
 
 _get_dtype = operator.attrgetter("dtype")
+_get_is_cpu = operator.attrgetter("is_cpu")
 _get_requires_grad = operator.attrgetter("requires_grad")
 _get_shape = operator.attrgetter("shape")
 
@@ -36,10 +36,11 @@ _get_shape = operator.attrgetter("shape")
 EXCHANGE: Final = _native.TensorExchange.of(Tensor)
 
 
-def as_they_are(leaves: list[Tensor]) -> tuple[Layout, Sequence[int]] | None:
+def as_they_are(leaves: list[Tensor]) -> tuple[Layout, bytes] | None:
     """The layout and the addresses in which leaves, of exactly the type `torch.Tensor`, are carried as they are.
 
-    None if they cannot be: unless all are plain and contiguous, and no two have a byte in common or begin at the same.
+    Addresses are native 64-bit integers, none where not all leaves are in host memory. None if leaves cannot be carried
+    so: unless all are plain and contiguous, and no two have a byte in common or begin at the same.
     """
     try:
         return _as_each_says(leaves) if EXCHANGE is None else _as_said_together(leaves, EXCHANGE)
@@ -48,9 +49,7 @@ def as_they_are(leaves: list[Tensor]) -> tuple[Layout, Sequence[int]] | None:
         return None
 
 
-def _as_said_together(
-    leaves: list[Tensor], exchange: _native.TensorExchange
-) -> tuple[Layout, Sequence[int]] | None:
+def _as_said_together(leaves: list[Tensor], exchange: _native.TensorExchange) -> tuple[Layout, bytes] | None:
     read = exchange.read(leaves)
     if read is None:
         return None
@@ -59,21 +58,26 @@ def _as_said_together(
     # torch says the same of several dtypes of one byte, as of uint4 and uint8.
     if layout is None or (layout.has_bytes and tuple(map(_get_dtype, leaves)) != layout.dtypes):
         return None
-    return layout, array("Q", addresses)
+    return layout, addresses
 
 
-def _as_each_says(leaves: list[Tensor]) -> tuple[Layout, Sequence[int]] | None:
+def _as_each_says(leaves: list[Tensor]) -> tuple[Layout, bytes] | None:
     if any(map(_get_requires_grad, leaves)) or any(map(Tensor.is_neg, leaves)):
         return None
     dtypes, addresses = tuple(map(_get_dtype, leaves)), list(map(Tensor.data_ptr, leaves))
     if 0 in addresses or not _MAY_BE_MORE.isdisjoint(dtypes) or not all(map(Tensor.is_contiguous, leaves)):
         return None
     layout = layout_of(dtypes, tuple(map(_get_shape, leaves)), None)
-    return (layout, addresses) if _native.are_apart(addresses, layout.size_bytes) else None
+    if not _native.are_apart(addresses, layout.size_bytes):
+        return None
+    return layout, array("Q", addresses).tobytes() if all(map(_get_is_cpu, leaves)) else b""
 
 
-def carry(leaves: list[Tensor]) -> tuple[list[Tensor], Layout, list[int]]:
-    """The tensors to carry for plain `leaves`, with their layout and their addresses (0: it has gaps)."""
+def carry(leaves: list[Tensor]) -> tuple[list[Tensor], Layout, bytes]:
+    """The tensors to carry for plain `leaves`, with their layout and their addresses.
+
+    The latter as `as_they_are`, none also where one of them has gaps.
+    """
     tensors: list[Tensor] = []
     recipes: list[Recipe] = [0] * len(leaves)
     leaves = [leaf if leaf.data_ptr() % leaf.itemsize == 0 else leaf.clone() for leaf in leaves]
@@ -90,7 +94,9 @@ def carry(leaves: list[Tensor]) -> tuple[list[Tensor], Layout, list[int]]:
         tuple(map(_get_shape, tensors)),
         None if as_they_are else tuple(recipes),
     )
-    return tensors, layout, [tensor.data_ptr() if tensor.is_contiguous() else 0 for tensor in tensors]
+    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
+        return tensors, layout, b""
+    return tensors, layout, array("Q", map(Tensor.data_ptr, tensors)).tobytes()
 
 
 def _regions(leaves: list[Tensor]) -> list[_Region]:

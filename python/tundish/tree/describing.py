@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -50,13 +49,15 @@ def flatten(obj: Any) -> tuple[list[Tensor], Schema]:
         tensor([1., 1.])
     """
     tensors, schema, _ = describe(obj)
-    return list(tensors), schema
+    return tensors, schema
 
 
-def describe(obj: Any, name: str = "batch") -> tuple[list[Tensor], Schema, Sequence[int]]:
-    """As `flatten`, with the address of each tensor; `name` stands for `obj` in messages."""
+def describe(obj: Any, name: str = "batch") -> tuple[list[Tensor], Schema, bytes]:
+    """As `flatten`, with the addresses of the tensors, native 64-bit integers; `name` stands for `obj` in messages.
+
+    No addresses where not all tensors are in host memory, each one's values one after the other.
+    """
     walk = quick_walk(obj) or Walk(obj, name, careful=False)
-    addresses: Sequence[int]
     tensors, known = walk.leaves, as_they_are(walk.leaves)
     if known is not None:
         layout, addresses = known

@@ -90,6 +90,11 @@ class Layout:
         return array("Q", self.sizes).tobytes()
 
     @cached_property
+    def offset_bytes(self) -> bytes:
+        """The offsets as native 64-bit integers."""
+        return array("Q", self.offsets).tobytes()
+
+    @cached_property
     def total(self) -> int:
         """Bytes of that buffer."""
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in self.sizes)

@@ -22,7 +22,7 @@ from typing import Any
 
 from tundish.errors import InvalidInputError, NotPicklableError
 from tundish.tree.layout import Layout
-from tundish.tree.parts import HOST, Token
+from tundish.tree.parts import AGAIN, CONSTANT, HOST, KEYS, LIST, TUPLE, WHOLE, Token
 
 __all__ = [
     "MARSHALLED",
@@ -39,6 +39,8 @@ MARSHALLED = 2
 _HEADER = struct.Struct("<4sBQQQ")
 _MAGIC = b"tree"
 _MOST_STRUCTURES = 256
+# The builders of what only holds its parts.
+_LIGHT = frozenset({AGAIN, CONSTANT, KEYS, LIST, TUPLE, WHOLE})
 
 _structures: dict[Any, Structure] = {}
 
@@ -69,6 +71,13 @@ class Structure:
             elif type(token) is range:
                 others.update(token)
         return frozenset(found - others)
+
+    @cached_property
+    def is_light(self) -> bool:
+        """Whether nothing is made but Python's own containers and namedtuples: whatever tensors hold is not looked at."""
+        tokens = (step[1] for step in self.program if type(step) is tuple)
+        # A tuple with a state may have a way of its own to take it.
+        return all(token[0] in _LIGHT or (token[0] == "tuple" and not token[2]) for token in tokens)
 
     @staticmethod
     def decode(encoded: bytes) -> Structure:

@@ -16,11 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tundish as td
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "scatter"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
+from batches import same
 from rank_processes import Job, Line, outcome
 
 # The promise: a failure, or a rank that was killed, is known within so many seconds.
@@ -32,7 +35,8 @@ LARGE = 100_000
 def with_processors() -> None:
     import tundish.scatter.member as member
 
-    member.processors = lambda: 64  # type: ignore[attr-defined]
+    assert callable(member.available_processors)
+    member.available_processors = lambda: 64
 
 
 def on_write(act: Callable[[int], None]) -> None:
@@ -91,6 +95,84 @@ def many_rounds(rank: int, line: Line) -> None:
 
 def test_batches_of_all_sizes_come_whole_and_stay(tmp_path: Path) -> None:
     with Job(many_rounds, 3, tmp_path) as job:
+        job.expect_end()
+
+
+def alike_and_others(rank: int, line: Line) -> None:
+    with_processors()
+    kept = []
+    for number in range(60):
+        # Rows in which only what the tensors hold changes, or values beside them as well, up to texts that no message
+        # holds; and in between what is of another form, too small to be announced, nothing, or many small tensors.
+        row, place = divmod(number, 10)
+        size = LARGE + row * (place > 7)
+        mine: Any = {"x": [torch.full((size,), 10 * number + rank, dtype=torch.int32)], "of": (row, None)}
+        if row in (1, 3):
+            mine = {**mine, "number": number, "text": "x" * (number * 1000)}
+        elif row in (4, 5):
+            mine = [torch.full((row,), 10.0 * number + rank) for _ in range(100)]
+        if place == 5 and row % 2:
+            mine = None if row == 3 else {"x": torch.tensor(number + rank)}
+        others = [None if mine is None else shifted(mine, other - rank) for other in range(3)]
+        got = td.scatter_batch(others if rank == 0 else None)
+        assert same(got, mine), (number, got)
+        kept.append((got, mine))
+        for tensor in td.tree.parts_of(torch.Tensor, got):
+            tensor += rank
+        dist.barrier()
+    for got, mine in kept:
+        assert same(got, mine if mine is None else shifted(mine, rank))
+
+
+def shifted(batch: Any, by: int) -> Any:
+    return td.tree.map_only(torch.Tensor, lambda tensor: tensor + by, batch)
+
+
+def test_batches_of_a_form_that_was_foretold_and_of_others_come_as_they_are(tmp_path: Path) -> None:
+    with Job(alike_and_others, 3, tmp_path) as job:
+        job.expect_end()
+
+
+def fails_when_foretold(rank: int, line: Line) -> None:
+    with_processors()
+    foretold = foretelling()
+    for _ in range(6):
+        a_round(rank, 1)
+        # Whoever has other messages to look at is not told.
+        dist.barrier()
+    assert foretold == ([1, 2] * 3 if rank == 0 else [])
+    given = [batch(1, other) for other in range(3)]
+    given[2]["rest"].append(threading.Lock())
+    begin = time.monotonic()
+    kind, text, lost = outcome(lambda: td.scatter_batch(given if rank == 0 else None))
+    assert time.monotonic() - begin < KNOWN
+    if rank == 0:
+        assert kind == "NotPicklableError" and 'rank 2\'s batch["rest"][1]' in text, text
+    else:
+        assert (kind, lost) == ("PeerFailedError", 0) and "NotPicklableError" in text, text
+    assert foretold == ([1, 2] * 4 if rank == 0 else [])
+    for number in range(8):
+        a_round(rank, number)
+
+
+def foretelling() -> list[int]:
+    """The ranks that are told of batches that nobody has looked at yet, as it goes on."""
+    from tundish.scatter.near import NearLane
+
+    foretell, found = NearLane.foretell, []
+
+    def telling(lane: NearLane, number: int) -> Any:
+        announcement = foretell(lane, number)
+        if announcement is not None:
+            found.append(lane.rank)
+        return announcement
+
+    NearLane.foretell = telling  # type: ignore[method-assign]
+    return found
+
+
+def test_a_batch_that_was_foretold_and_cannot_be_sent_is_refused_on_all(tmp_path: Path) -> None:
+    with Job(fails_when_foretold, 3, tmp_path) as job:
         job.expect_end()
 
 

@@ -111,7 +111,8 @@ def opens_nothing(rank: int, line: Line) -> None:
         import tundish.scatter.member as member
 
         # Whoever has no processor to itself is not told of a batch before it is written.
-        member.processors = lambda: 64  # type: ignore[attr-defined]
+        assert callable(member.available_processors)
+        member.available_processors = lambda: 64
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def a_round(number: int) -> Any:

@@ -153,38 +153,39 @@ impl Parcel {
         self.end(End::Revoked);
     }
 
-    /// Copies `sizes[i]` bytes at each address into the parcel at `offsets[i]`, on up to `threads` threads. Places are in
-    /// order and do not overlap; the memory at the addresses is the caller's, who holds it until this returns.
+    /// Copies pieces of memory into the parcel, on up to `threads` threads: `sizes[i]` bytes at `addresses[i]` to where
+    /// `offsets[i] - start` is, all of them native 64-bit integers. Places are in order and do not overlap; the memory
+    /// at the addresses is the caller's, who holds it until this returns.
     fn fill(
         slf: &Bound<'_, Self>,
-        addresses: Vec<usize>,
-        sizes: Vec<usize>,
-        offsets: Vec<usize>,
+        addresses: &[u8],
+        sizes: &[u8],
+        offsets: &[u8],
+        start: usize,
         threads: usize,
     ) -> PyResult<()> {
         // An export, so that nobody gives the parcel back meanwhile.
         let target = PyBuffer::<u8>::get(slf.as_any())?;
+        let (addresses, sizes, offsets) = (words(addresses), words(sizes), words(offsets));
         if addresses.len() != sizes.len() || addresses.len() != offsets.len() {
             return Err(BindingError::Value("addresses, sizes and offsets are as many".to_owned()).into());
         }
-        let mut end = 0;
-        for (&offset, &size) in offsets.iter().zip(&sizes) {
-            let next = offset.checked_add(size).filter(|&next| offset >= end && next <= target.len_bytes());
+        let to = target.buf_ptr().cast::<u8>();
+        let mut copies = Vec::with_capacity(sizes.len());
+        let (mut end, mut total) = (0, 0);
+        for ((address, length), offset) in addresses.zip(sizes).zip(offsets).filter(|((_, size), _)| *size > 0) {
+            let place = offset.checked_sub(start).filter(|&place| place >= end);
+            let next = place.and_then(|place| place.checked_add(length)).filter(|&next| next <= target.len_bytes());
             end = next.ok_or_else(|| {
                 let room = target.len_bytes();
-                BindingError::Value(format!("{size} bytes at {offset}, after {end}, do not fit into {room}"))
+                BindingError::Value(format!(
+                    "{length} bytes at {offset}, less {start}, after {end}, do not fit into {room}"
+                ))
             })?;
+            total += length;
+            let source = std::ptr::with_exposed_provenance(address);
+            copies.push(staging::Copy { source, target: to.wrapping_add(end - length), length });
         }
-        let to = target.buf_ptr().cast::<u8>();
-        let copies: Vec<_> = (addresses.iter().zip(&sizes).zip(&offsets))
-            .filter(|((_, size), _)| **size > 0)
-            .map(|((&address, &length), &offset)| staging::Copy {
-                source: std::ptr::with_exposed_provenance(address),
-                target: to.wrapping_add(offset),
-                length,
-            })
-            .collect();
-        let total = copies.iter().map(|copy| copy.length).sum();
         if total < WORTH_LETTING_GO {
             copy_through_caches(&copies);
             return Ok(());
@@ -241,6 +242,11 @@ impl Parcel {
         drop(state);
         drop(ended);
     }
+}
+
+/// Native 64-bit integers; a rest that is none is left out.
+fn words(bytes: &[u8]) -> impl ExactSizeIterator<Item = usize> {
+    bytes.as_chunks().0.iter().map(|word| u64::from_ne_bytes(*word) as usize)
 }
 
 /// So that a receiver who comes soon finds it in a cache that both have.

@@ -50,7 +50,7 @@ impl TaskBoard {
     }
 
     /// The board of a parent's `fd`, which is not needed afterwards. `awake`: what waits are over within so many seconds
-    /// are spent awake, however short the timeout, unless the last ones took longer; fifty microseconds where
+    /// are spent awake, until the timeout, unless the last ones took longer; fifty microseconds where
     /// nobody says it.
     #[staticmethod]
     #[pyo3(signature = (fd, awake=None))]

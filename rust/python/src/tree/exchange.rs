@@ -13,7 +13,7 @@ use pyo3::ffi::{self, PyTypeObject};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyCapsule, PyList, PyType};
 
-use super::dlpack::{ATTRIBUTE, CAPSULE, Dtype, Functions, MAJOR_VERSION, Make, Read, Tensor};
+use super::dlpack::{ATTRIBUTE, CAPSULE, CPU, Dtype, Functions, MAJOR_VERSION, Make, Read, Tensor};
 use super::loans::{self, Geometry, TensorPlan};
 use super::spans::none_overlap;
 
@@ -28,7 +28,7 @@ pub(crate) struct TensorExchange {
     make: Make,
 }
 
-/// Dtypes and shapes of tensors, and their addresses.
+/// Dtypes and shapes of tensors, and their addresses where all are in host memory, else none.
 type Facts<'py> = (Bound<'py, PyBytes>, Bound<'py, PyBytes>);
 
 #[pymethods]
@@ -54,8 +54,9 @@ impl TensorExchange {
         })
     }
 
-    /// Dtypes and shapes of `tensors`, as `tundish.tree.layout` reads them, and their addresses, as native 64-bit integers; None
-    /// unless all are of the type, have memory and no gradient, are dense and not negated lazily, and no two have a byte in common.
+    /// Dtypes and shapes of `tensors`, as `tundish.tree.layout` reads them, and their addresses, as native 64-bit integers, or
+    /// nothing where not all are in host memory; None unless all are of the type, have memory and no gradient, are dense and not
+    /// negated lazily, and no two have a byte in common.
     ///
     /// Whether complex values are conjugated lazily is not told.
     fn read<'py>(&self, tensors: &Bound<'py, PyList>) -> PyResult<Option<Facts<'py>>> {
@@ -63,6 +64,7 @@ impl TensorExchange {
         let kind = self.kind.as_ptr().cast::<PyTypeObject>();
         let mut said = Said::default();
         let mut pieces = Vec::with_capacity(tensors.len());
+        let mut are_near = true;
         for tensor in tensors.iter() {
             if tensor.get_type_ptr() != kind || self.is_more_than_values(&tensor)? {
                 return Ok(None);
@@ -77,9 +79,10 @@ impl TensorExchange {
             // SAFETY: it said that it filled in all of it.
             let out = unsafe { out.assume_init() };
             let Some(piece) = out.piece().filter(|_| said.add(&out)) else { return Ok(None) };
+            are_near &= out.device.kind == CPU;
             pieces.push(piece);
         }
-        let addresses: Vec<_> = pieces.iter().map(|(address, _)| address.to_ne_bytes()).collect();
+        let addresses: Vec<_> = pieces.iter().map(|(address, _)| address.to_ne_bytes()).filter(|_| are_near).collect();
         if !none_overlap(&mut pieces) {
             return Ok(None);
         }

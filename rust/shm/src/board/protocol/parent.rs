@@ -149,7 +149,7 @@ impl<W: Words> Parent<W> {
         results::enter(&self.words);
         let begun = self.spin.begin();
         if self.is_awake {
-            self.spin.look(&begun, || results::is_ready(&self.words));
+            self.spin.look(&begun, patience, || results::is_ready(&self.words));
         }
         let waited = self.listen(role, patience);
         self.spin.end(&begun);

@@ -7,6 +7,8 @@
 use core::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use super::patience::Patience;
+
 /// A wait that is over sooner is spent awake, where nobody says another time.
 const LONGEST: Duration = Duration::from_micros(50);
 /// Looks between two times that the processor is offered to others: whoever is waited for may need this one.
@@ -39,12 +41,12 @@ impl Spin {
         Begun(Instant::now())
     }
 
-    /// Look until `is_over` or it is time to sleep.
-    pub(super) fn look(&self, begun: &Begun, is_over: impl Fn() -> bool) {
+    /// Look until `is_over` or it is time to sleep, or to go.
+    pub(super) fn look(&self, begun: &Begun, patience: &Patience<'_>, is_over: impl Fn() -> bool) {
         if self.long_waits.load(Ordering::Relaxed) >= HABIT {
             return;
         }
-        while begun.0.elapsed() < self.longest {
+        while begun.0.elapsed() < self.longest && !patience.is_over() {
             for _ in 0..LOOKS {
                 if is_over() {
                     return;

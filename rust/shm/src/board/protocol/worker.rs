@@ -81,9 +81,8 @@ impl<W: Words> Worker<W> {
     fn seek(&self, worker: u16, patience: &mut Patience<'_>) -> Taken<Ticket> {
         let begun = self.spin.begin();
         loop {
-            // Who only looks in does not wait for what comes next.
-            if !patience.is_over() && roster::seekers(&self.words) <= self.most_awake {
-                self.spin.look(&begun, || queue::backlog(&self.words) > 0 || self.is_stopped());
+            if roster::seekers(&self.words) <= self.most_awake {
+                self.spin.look(&begun, patience, || queue::backlog(&self.words) > 0 || self.is_stopped());
             }
             // Before the queue is looked at: what was put before the stop is done before it.
             let is_stopped = self.is_stopped();
