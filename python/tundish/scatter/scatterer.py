@@ -129,8 +129,8 @@ class Scatterer(Member):
         listed = list(batches)
         if len(listed) != count:
             raise InvalidInputError(
-                f"scatter takes one batch for each rank, {count} in all, and {len(listed)} came: None stands for a rank "
-                "that gets nothing"
+                f"scatter takes one batch for each rank, {count} in all, and {len(listed)} came: "
+                "None stands for a rank that gets nothing"
             )
         return listed
 
