@@ -133,12 +133,13 @@ class Ways:
                 if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
                     distributed.destroy_process_group(group)
 
-    def renew_courier(self) -> None:
+    def renew_courier(self) -> Courier:
         """Leave the courier to what it waits for, and have another one. Not while it may still post messages."""
-        if self.courier is not None:
-            # In this order: what Ctrl-C interrupts leaves one that works.
-            left, self.courier = self.courier, Courier()
+        # In this order: what Ctrl-C interrupts leaves one that works.
+        left, self.courier = self.courier, Courier()
+        if left is not None:
             left.close()
+        return self.courier
 
     def _meet(self, voter: Voter, shared_memory: bool) -> None:
         place, timeout = self._place, self._timeout

@@ -22,7 +22,7 @@ from tundish._native import available_processors
 from tundish.distributed import Voter
 from tundish.errors import InvalidInputError, PeerFailedError, TimedOutError
 from tundish.scatter.departure import threads_of
-from tundish.scatter.far import FarEnd, FarLane, send
+from tundish.scatter.far import Courier, FarEnd, FarLane, Job, send
 from tundish.scatter.meeting import Ways
 from tundish.scatter.messages import FAILED, LOST
 from tundish.scatter.near import NearEnd, NearLane
@@ -37,6 +37,8 @@ _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
 # How long a source that ends waits for ranks of other nodes to hear why.
 _FAREWELL_SECONDS = 0.5
+# How often a source looks whether messages are under way.
+_POSTING_SECONDS = 0.01
 # How long what a rank of another node has sent may be on its way when that is known to be gone.
 _AFTER_DEATH_SECONDS = 0.5
 _AFTER_CLOSE_SECONDS = 5.0
@@ -95,6 +97,8 @@ class Member:
         self._told = 0
         self._batches = self._sent_bytes = self._largest = 0
         self._waited = 0.0
+        # What was sent last to ranks of other nodes, and whom of them it waits for, once all of it is under way.
+        self._under_way: tuple[Job[dict[int, Exception]], list[int]] | None = None
         self._ways: Ways | None = None
         self._threads = 1
         self._announces = False
@@ -223,13 +227,8 @@ class Member:
                     # What it gave before stays, and comes from far away behind the news of its end.
                     if wait(self._patience_after(name)):
                         return
-                    # A courier may wait for it without end, and the others are to be told.
-                    self._ways.renew_courier()
                     raise self._lose(name, "was killed or has ended")
                 if time.monotonic() > deadline and not patient:
-                    if callable(rank) and name is not None and self._ways is not None:
-                        # All of the round is under way, and what is said next does not wait for whoever is late.
-                        self._ways.renew_courier()
                     seconds = self._timeout.total_seconds()
                     raise TimedOutError(
                         f"scatter: {'another rank' if name is None else f'rank {name}'} did not come within "
@@ -272,8 +271,26 @@ class Member:
             except Exception as another:  # noqa: BLE001 (the first one is raised)
                 error.add_note(f"rank {lane.rank} could not be told of it: {another}")
         if far and ways.courier is not None:
-            job = ways.courier.do(lambda: send(far, []))
+            job = self._dispatch(ways, ways.courier, far, [])
             wait_for(job.wait, _FAREWELL_SECONDS if is_lost else self._timeout.total_seconds())
+
+    def _dispatch(
+        self, ways: Ways, courier: Courier, messages: list[tuple[FarLane, list[Tensor]]], reached: list[int]
+    ) -> Job[dict[int, Exception]]:
+        """As `send`, by the courier; by another one where that still waits for somebody who is late, perhaps for ever.
+
+        What it sent is under way by then, so that the order is kept.
+        """
+        if self._under_way is not None:
+            job, begun = self._under_way
+            deadline = time.monotonic() + _FAREWELL_SECONDS
+            while not begun and not job.wait(_POSTING_SECONDS) and time.monotonic() < deadline:
+                pass
+            if begun and not job.wait(0.0):
+                courier = ways.renew_courier()
+        job = courier.do(lambda: send(messages, reached))
+        self._under_way = job, reached
+        return job
 
 
 def _described(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.departure import Departure
 from tundish.scatter.direct import Direct
-from tundish.scatter.far import FarLane, send
+from tundish.scatter.far import FarLane
 from tundish.scatter.member import Member
 from tundish.scatter.messages import DIRECT, FAILED, FILLED, FILLING, LOST, NOTE, NOTHING, Head
 from tundish.scatter.near import Announcement, HungUpError, NearEnd, NearLane, Shipment, own_pages
@@ -192,7 +192,7 @@ class Scatterer(Member):
             # Before they have it, as Ctrl-C may come in between: who is told of the next round in this one hears of it.
             for far in ways.far:
                 del untold[far.rank]
-            job = ways.courier.do(lambda: send(messages, reached))
+            job = self._dispatch(ways, ways.courier, messages, reached)
         self._send_near(ways.near, departures, untold, foretold)
         self._batches += sum(isinstance(departure, Departure) for departure in departures.values())
         if job is not None:

@@ -175,6 +175,38 @@ def test_a_receiver_of_another_node_is_named_and_may_come_after_the_timeout(
         job.expect_end()
 
 
+def news_before_the_timeout(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    a_round(rank, 0)
+    if rank == 1:
+        line.hear()
+    elif rank == 0:
+        line.say("giving")
+        assert outcome(lambda: a_round(0, 1))[0] == "KeyboardInterrupt"
+    if rank != 0:
+        a_round(rank, 1)
+        line.say("has its batch")
+    kind, _, _ = outcome(lambda: td.scatter_batch([] if rank == 0 else None))
+    line.say(kind)
+    a_round(rank, 3)
+
+
+def test_what_the_source_fails_with_does_not_wait_behind_a_batch_for_a_late_rank(tmp_path: Path) -> None:
+    with Job(news_before_the_timeout, 3, tmp_path) as job:
+        assert job.hear(0) == ("giving",)
+        assert job.hear(2) == ("has its batch",)
+        # Now the source waits for rank 1, which is far from its timeout.
+        begin = time.monotonic()
+        job.signal(0, signal.SIGINT)
+        assert job.hear(2) == ("PeerFailedError",)
+        assert time.monotonic() - begin < KNOWN
+        job.tell(1)
+        assert job.hear(1) == ("has its batch",)
+        assert job.hear(1) == ("PeerFailedError",)
+        assert job.hear(0) == ("InvalidInputError",)
+        job.expect_end()
+
+
 def news_beside_a_late_one(rank: int, line: Line) -> None:
     on_nodes(rank, 1)
     a_round(rank, 0)
