@@ -85,9 +85,8 @@ class Arrival(NamedTuple):
         """The same in memory that `device` reads by itself, where it has such."""
         if device.type != "cuda" or self.memory is None:
             return self
-        return self._replace(
-            memory=_pinned(torch.from_numpy(self.memory[: self.schema.layout.total])).numpy()
-        )
+        pinned = _pinned(torch.from_numpy(self.memory[: self.schema.layout.total]))
+        return self._replace(memory=pinned.numpy(), tensors=None, made=None)
 
     def build(self, device: torch.device | None) -> Any:
         """The object, its tensors in `memory` or on `device`; once, as it is the caller's."""

@@ -54,7 +54,7 @@ class Departure:
             _copy(place, tensor)
 
     def write_some(self, parcel: _native.Parcel, numbers: Sequence[int], start: int) -> None:
-        """Write these tensors, and none but empty ones between them, into a parcel that begins with the byte `start`."""
+        """Write these tensors, and at most empty ones between them, into a parcel that begins with byte `start`."""
         layout = self.schema.layout
         if self.is_plain:
             one = slice(numbers[0] * _WORD, (numbers[-1] + 1) * _WORD)

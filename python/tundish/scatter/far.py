@@ -247,14 +247,19 @@ class FarEnd:
         memory = np.empty(head.size, np.uint8) if parcel is None else bytes_of(parcel)
         try:
             whole = torch.from_numpy(memory)
-            for work in [self._get(whole[piece.start : piece.stop]) for piece in _pieces(schema.layout)]:
+            works = [self._get(whole[piece.start : piece.stop]) for piece in _pieces(schema.layout)]
+            arrival = Arrival(schema, memory, parcel if self._passes_on else None)
+            if not self._passes_on:
+                # While the bytes are on their way.
+                arrival = arrival.prepared(None)
+            for work in works:
                 work.wait(_ENDLESS)
         finally:
             if parcel is not None and not self._passes_on:
                 # Used again when nothing of the batch is left, which is when nobody has the export any more.
                 parcel.release()
                 self._kept.append(weakref.ref(memory.base))
-        return head, Arrival(schema, memory, parcel if self._passes_on else None)
+        return head, arrival
 
     def _may_share(self) -> bool:
         """Whether there may be one more batch in memory that is used again."""
