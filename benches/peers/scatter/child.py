@@ -44,6 +44,9 @@ def main() -> None:
         make = KINDS[kind]
         batches = [make(other) for other in range(world)] if rank == 0 else None
         expected = total(make(rank))
+        for scatter in ways.values():
+            if (prepare := getattr(scatter, "prepare", None)) is not None:
+                prepare(batches)
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, scatter in ways.items():

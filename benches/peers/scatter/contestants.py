@@ -94,6 +94,12 @@ def least() -> Scatter:
     return Least()
 
 
+def least_far() -> Scatter:
+    from scatter.least import LeastFar
+
+    return LeastFar()
+
+
 def dispatcher(split_batches: bool) -> Scatter:
     # Imported where it is asked for: not every environment has it.
     from scatter.accelerate_dispatcher import Dispatcher
@@ -114,6 +120,7 @@ WAYS: dict[str, Callable[[], Scatter]] = {
     "seed": lambda: seed,
     "objects": lambda: objects,
     "least": least,
+    "least far": least_far,
     "accelerate": lambda: dispatcher(split_batches=False),
     "accelerate split": lambda: dispatcher(split_batches=True),
     "tensordict": initialising,

@@ -1,6 +1,7 @@
-"""What any way takes that writes a batch once for its receiver, wakes it, and has it read: the limit of a scatter.
+"""What any way takes that brings a batch's bytes to its receiver once, and has them read: the limits of a scatter.
 
-Owns memory that all ranks map, and a pipe for each receiver. What always holds: whatever could be done beforehand is,
+`Least` writes them into shared memory and wakes the receiver; `LeastFar` sends them as one message of gloo. Owns memory
+that all ranks map, and a pipe for each receiver. What always holds: whatever could be done beforehand is,
 though a scatter cannot count on it: the bytes of a batch lie one after the other, its receiver has tensors over the
 memory that they come to, and no other batch comes there.
 """
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from scatter.batches import tensors_of
 
-__all__ = ["Least"]
+__all__ = ["Least", "LeastFar"]
 
 # Bytes: of which a tensor begins at a multiple, and between what one rank and another look at.
 _LINE = 64
@@ -92,21 +93,62 @@ class Least:
                 size, places = forms[rank]
                 memory = _shared(folder / str(rank), size)
                 if batches is None:
-                    self._mine = [
-                        torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
-                        for dtype, count, start in places
-                    ]
-                    continue
-                contents = np.zeros(size, np.uint8)
-                for tensor, (_, _, start) in zip(tensors_of(batches[rank]), places, strict=True):
-                    values = tensor.reshape(-1).view(torch.uint8).numpy()
-                    contents[start : start + values.size] = values
-                self._copies[rank] = contents, memory
+                    self._mine = _tensors(memory, places)
+                else:
+                    self._copies[rank] = _contents(batches[rank], size, places), memory
             dist.barrier()
 
 
-def _form(batch: Any) -> tuple[int, list[tuple[torch.dtype, int, int]]]:
-    """Bytes of a batch one after the other; of each tensor its dtype, how many values, and its first byte."""
+class LeastFar:
+    """Collective over all ranks; rank 0 has the batches, of which `prepare` is told beforehand."""
+
+    def __init__(self) -> None:
+        self._contents: dict[int, torch.Tensor] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._mine: list[torch.Tensor] = []
+
+    def prepare(self, batches: list[Any] | None) -> None:
+        """Collective: batches like these are what comes next."""
+        forms = _agreed(None if batches is None else [_form(batch) for batch in batches])
+        if batches is None:
+            size, places = forms[dist.get_rank()]
+            self._memory = torch.zeros(size, dtype=torch.uint8)
+            self._mine = _tensors(self._memory.numpy(), places)
+            return
+        for rank in range(1, dist.get_world_size()):
+            self._contents[rank] = torch.from_numpy(_contents(batches[rank], *forms[rank]))
+
+    def __call__(self, batches: list[Any] | None) -> Any:
+        if batches is None:
+            dist.recv(self._memory, src=0)
+            return self._mine
+        for send in [dist.isend(contents, dst=rank) for rank, contents in self._contents.items()]:
+            send.wait()
+        return batches[0]
+
+
+# Of each tensor its dtype, how many values, and its first byte.
+_Places = list[tuple[torch.dtype, int, int]]
+
+
+def _contents(batch: Any, size: int, places: _Places) -> NDArray[np.uint8]:
+    """The bytes of a batch, one after the other."""
+    contents = np.zeros(size, np.uint8)
+    for tensor, (_, _, start) in zip(tensors_of(batch), places, strict=True):
+        values = tensor.reshape(-1).view(torch.uint8).numpy()
+        contents[start : start + values.size] = values
+    return contents
+
+
+def _tensors(memory: NDArray[np.uint8], places: _Places) -> list[torch.Tensor]:
+    """Those of a batch whose bytes are in `memory`."""
+    return [
+        torch.frombuffer(memory, dtype=dtype, count=count, offset=start) for dtype, count, start in places
+    ]
+
+
+def _form(batch: Any) -> tuple[int, _Places]:
+    """How many bytes a batch has, one tensor after the other, and where each is."""
     end, places = 0, []
     for tensor in tensors_of(batch):
         places.append((tensor.dtype, tensor.numel(), end))
