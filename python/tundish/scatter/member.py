@@ -101,7 +101,8 @@ class Member:
         self._under_way: tuple[Job[dict[int, Exception]], list[int]] | None = None
         self._ways: Ways | None = None
         self._threads = 1
-        self._announces = False
+        # Batches of many tensors, and all that are large.
+        self._announces = self._announces_large = False
         if voter is not None and len(place.ranks) > 1:
             # Whoever is ahead of its caller has time enough.
             self._ways = Ways(
@@ -114,8 +115,10 @@ class Member:
             )
             receivers = len(self._ways.near)
             self._threads = threads_of(receivers)
-            # Whoever is ahead of its caller has time enough, and who has no processor to itself takes the source's.
-            self._announces = not in_loop and available_processors() > receivers
+            # Whoever is ahead of its caller has time enough, and who has no processor to itself takes the source's,
+            # which pays only where there is much to get ready.
+            self._announces = not in_loop and available_processors() > 1
+            self._announces_large = self._announces and available_processors() > receivers
 
     @property
     def is_source(self) -> bool:

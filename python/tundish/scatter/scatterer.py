@@ -32,7 +32,7 @@ from tundish.tree.describing import describe
 __all__ = ["Note", "Scatterer"]
 
 # A batch of less bytes and fewer tensors is there sooner than its receiver could make use of hearing that it comes.
-_WORTH_ANNOUNCING = 128 << 10
+_LARGE = 128 << 10
 _MANY = 64
 
 # Of a round without a batch: what it is, and what is said of it.
@@ -231,8 +231,8 @@ class Scatterer(Member):
                         shipment = shipments[id(departure)] = lane.load(departure)
                         self._sent_bytes += departure.size
                     lane.share(number, departure.schema, departure.size, shipment, wait)
-                elif self._announces and (
-                    departure.size >= _WORTH_ANNOUNCING or len(departure.tensors) >= _MANY
+                elif (self._announces_large and departure.size >= _LARGE) or (
+                    self._announces and len(departure.tensors) >= _MANY
                 ):
                     announcement = foretold.get(lane.rank)
                     if announcement is None or not lane.fits(announcement, departure):
