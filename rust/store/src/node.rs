@@ -46,9 +46,6 @@ const PAST_CACHES: usize = 32 << 20;
 /// Threads of one such copy: more do not make memory faster.
 const MOST_THREADS: usize = 4;
 
-/// Bytes that are copied between two looks at whether to go on: some ten milliseconds.
-const STRIDE: usize = 128 << 20;
-
 /// How long whoever clears a node waits for what is freed in the background.
 const SETTLING: Duration = Duration::from_secs(5);
 
@@ -250,13 +247,9 @@ fn fill<'a>(
     if segment.is_used() && total >= PAST_CACHES {
         segment.populate(segment.capacity());
         let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MOST_THREADS));
-        for start in (0..total).step_by(STRIDE) {
-            // SAFETY: who made the sources says so; the offsets lie within the segment, which nobody else has, and it is
-            // nobody's source.
-            unsafe { staging::copy(&copies, start..(start + STRIDE).min(total), threads) };
-            look()?;
-        }
-        return Ok(());
+        // SAFETY: who made the sources says so; the offsets lie within the segment, which nobody else has, and it is
+        // nobody's source.
+        return unsafe { staging::copy(&copies, threads, |_| look()) };
     }
     let mut go_on = || {
         look().map_err(|error| {

@@ -9,10 +9,18 @@
 #![allow(unsafe_code)]
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 /// Bytes that are worth a thread of their own, which takes some 50 µs to start.
-const WORTH_A_THREAD: usize = 16 << 20;
+const WORTH_A_THREAD: usize = 8 << 20;
+
+/// What a thread takes at a time. Threads that were given their shares at the beginning would all wait for the one
+/// whose processor somebody else wants, too.
+const PIECE: usize = 1 << 20;
+
+/// Pieces of a thread between two looks at whether to go on: some milliseconds, ten times that where memory is fresh.
+const LOOK_AROUND: usize = 32;
 
 /// `length` bytes from `source` to `target`.
 #[derive(Clone, Copy, Debug)]
@@ -30,39 +38,77 @@ unsafe impl Send for Copy {}
 // SAFETY: as above.
 unsafe impl Sync for Copy {}
 
-/// Copies those of `bytes`, counted through all copies one after the other, on up to `threads` threads, the
-/// caller's among them.
+/// Copies all of `copies` on up to `threads` threads, the caller's among them. That one asks `go_on` now and then, with
+/// the bytes that were begun; at an error nothing more is begun, and it is returned.
 ///
 /// # Safety
 /// All sources can be read and all targets written until this returns; no target overlaps another or a source, and
 /// nobody else looks at a target. Who changes a source meanwhile gets some of the old bytes and some of the new.
-pub unsafe fn copy(copies: &[Copy], bytes: Range<usize>, threads: usize) {
-    let shares = threads.clamp(1, (bytes.len() / WORTH_A_THREAD).max(1));
-    let each = bytes.len().div_ceil(shares);
-    let share_of = |share: usize| {
-        let start = bytes.start + share * each;
-        start.min(bytes.end)..(start + each).min(bytes.end)
-    };
+pub unsafe fn copy<E>(copies: &[Copy], threads: usize, mut go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
+    let pieces = Pieces::of(copies);
     thread::scope(|scope| {
-        for share in 1..shares {
-            let bytes = share_of(share);
-            let own = bytes.clone();
-            if thread::Builder::new().spawn_scoped(scope, move || copy_share(copies, own)).is_err() {
-                copy_share(copies, bytes);
+        for _ in 1..threads.min(pieces.total / WORTH_A_THREAD) {
+            let copied = thread::Builder::new().spawn_scoped(scope, || while pieces.copy_next().is_some() {});
+            if copied.is_err() {
+                // What another thread would copy, this one does.
+                break;
             }
         }
-        copy_share(copies, share_of(0));
-    });
+        let mut own = 0;
+        while let Some(begun) = pieces.copy_next() {
+            own += 1;
+            if own % LOOK_AROUND == 0 {
+                go_on(begun).inspect_err(|_| pieces.stop())?;
+            }
+        }
+        Ok(())
+    })
 }
 
-fn copy_share(copies: &[Copy], bytes: Range<usize>) {
-    let mut at = 0;
-    for copy in copies {
-        let within = |place: usize| place.clamp(at, at + copy.length) - at;
-        let (first, last) = (within(bytes.start), within(bytes.end));
-        // SAFETY: within the copy, which the caller of `copy` answers for.
-        unsafe { copy_one(copy.source.add(first), copy.target.add(first), last - first) };
-        at += copy.length;
+/// All copies, counted through one after the other and cut into pieces, which threads take in turn.
+struct Pieces<'a> {
+    copies: &'a [Copy],
+    /// Where each copy ends.
+    ends: Vec<usize>,
+    total: usize,
+    /// The first byte that no thread has taken.
+    next: AtomicUsize,
+}
+
+impl<'a> Pieces<'a> {
+    fn of(copies: &'a [Copy]) -> Self {
+        let mut total = 0;
+        let end_of = |copy: &Copy| {
+            total += copy.length;
+            total
+        };
+        let ends = copies.iter().map(end_of).collect();
+        Pieces { copies, ends, total, next: AtomicUsize::new(0) }
+    }
+
+    /// Copies the next piece; where it ends, or nothing where all are taken.
+    fn copy_next(&self) -> Option<usize> {
+        let start = self.next.fetch_add(PIECE, Ordering::Relaxed);
+        let end = (start < self.total).then(|| self.total.min(start + PIECE))?;
+        self.copy_bytes(start..end);
+        Some(end)
+    }
+
+    fn stop(&self) {
+        self.next.store(self.total, Ordering::Relaxed);
+    }
+
+    fn copy_bytes(&self, bytes: Range<usize>) {
+        let first = self.ends.partition_point(|&end| end <= bytes.start);
+        for (copy, end) in self.copies[first..].iter().zip(&self.ends[first..]) {
+            let begin = end - copy.length;
+            if begin >= bytes.end {
+                break;
+            }
+            let (from, to) = (bytes.start.max(begin) - begin, bytes.end.min(*end) - begin);
+            // SAFETY: within the copy, which the caller of `copy` answers for.
+            unsafe { copy_one(copy.source.add(from), copy.target.add(from), to - from) };
+        }
     }
 }
 
@@ -160,10 +206,10 @@ mod tests {
                 copies.push(Copy { source, target, length: *length });
                 at += length + gap;
             }
-            let total: usize = copies.iter().map(|copy| copy.length).sum();
-            let each = total.div_ceil(shares);
-            for share in 0..shares {
-                copy_share(&copies, share * each..((share + 1) * each).min(total));
+            let pieces = Pieces::of(&copies);
+            let each = pieces.total.div_ceil(shares).max(1);
+            for start in (0..pieces.total).step_by(each) {
+                pieces.copy_bytes(start..(start + each).min(pieces.total));
             }
             prop_assert!(target == expected);
         }
@@ -180,18 +226,44 @@ mod tests {
                 target: target[start..].as_mut_ptr(),
                 length: stop - start,
             });
+            let mut begun = 0;
             // SAFETY: both lie within their vectors, which nobody else looks at.
-            unsafe {
-                copy(&copies, 0..40, threads);
-                copy(&copies, 40..source.len(), threads);
-            }
+            let copied: Result<(), ()> = unsafe {
+                copy(&copies, threads, |bytes| {
+                    assert!(begun < bytes && bytes <= source.len());
+                    begun = bytes;
+                    Ok(())
+                })
+            };
+            assert_eq!(copied, Ok(()));
             assert!(target == source, "{threads} threads");
+        }
+    }
+
+    #[test]
+    fn who_is_told_to_stop_begins_nothing_more() {
+        let source = vec![1u8; 4 * LOOK_AROUND * PIECE];
+        for threads in [1, 2] {
+            let mut target = vec![0u8; source.len()];
+            let copies = [Copy { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() }];
+            let mut asked = 0;
+            // SAFETY: both are vectors, which nobody else looks at.
+            let copied = unsafe {
+                copy(&copies, threads, |_| {
+                    asked += 1;
+                    Err("stop")
+                })
+            };
+            // Another thread may have taken so much that this one was not yet to ask.
+            assert!(copied.is_err() == (asked == 1) && (threads > 1 || asked == 1));
+            assert!(threads > 1 || target.iter().filter(|&&byte| byte == 1).count() == LOOK_AROUND * PIECE);
         }
     }
 
     #[test]
     fn nothing_is_copied_of_nothing() {
         // SAFETY: nothing is read or written.
-        unsafe { copy(&[], 0..0, 3) };
+        let copied = unsafe { copy(&[], 3, |_| Err(())) };
+        assert_eq!(copied, Ok(()));
     }
 }

@@ -25,9 +25,6 @@ use crate::error::BindingError;
 /// More than this is copied past the caches: its receiver would not find it there anyway.
 const PAST_CACHES: usize = 8 << 20;
 
-/// Bytes that are copied between two looks at signals: some ten milliseconds.
-const STRIDE: usize = 128 << 20;
-
 /// Less is copied sooner than the GIL is let go of and taken again.
 const WORTH_LETTING_GO: usize = 128 << 10;
 
@@ -195,14 +192,9 @@ impl Parcel {
                 copy_through_caches(&copies);
                 return Ok(());
             }
-            for start in (0..total).step_by(STRIDE) {
-                let bytes = start..(start + STRIDE).min(total);
-                // SAFETY: targets lie in the parcel, which is exported and therefore stays, one after the other; sources
-                // in memory that the caller holds. Whoever frees that meanwhile would have torch's own copy read it, too.
-                unsafe { staging::copy(&copies, bytes, threads) };
-                look(door)?;
-            }
-            Ok(())
+            // SAFETY: targets lie in the parcel, which is exported and therefore stays, one after the other; sources
+            // in memory that the caller holds. Whoever frees that meanwhile would have torch's own copy read it, too.
+            Ok(unsafe { staging::copy(&copies, threads, |_| look(door)) }?)
         })
     }
 
