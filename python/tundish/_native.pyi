@@ -27,7 +27,9 @@ __all__ = [
     "SharedSegment",
     "TaskBoard",
     "TensorExchange",
+    "TensorLook",
     "TensorPlan",
+    "TensorReader",
     "are_apart",
     "available_processors",
     "checksum_file",
@@ -128,7 +130,11 @@ class Image:
     @property
     def address(self) -> int: ...
     def fill(
-        self, places: Sequence[tuple[int, int, Any, Any]], tensors: Sequence[Any], threads: int
+        self,
+        places: Sequence[tuple[int, int, Any, Any]],
+        tensors: Sequence[Any],
+        threads: int,
+        reader: TensorReader | None = None,
     ) -> list[int]: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
@@ -396,6 +402,15 @@ class TensorExchange:
     def of(kind: type) -> TensorExchange | None: ...
     def read(self, tensors: list[Any]) -> tuple[bytes, bytes] | None: ...
     def plan(self, places: Sequence[tuple[int, int, Sequence[int], int]]) -> TensorPlan: ...
+
+@final
+class TensorLook: ...
+
+@final
+class TensorReader:
+    @staticmethod
+    def of(kinds: list[type], storage: type) -> TensorReader | None: ...
+    def look(self, tensors: list[Any]) -> TensorLook | None: ...
 
 @final
 class TensorPlan:

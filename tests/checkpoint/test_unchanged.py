@@ -18,8 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from exporting import export
 
+from tundish.checkpoint import staging
+from tundish.checkpoint.hf import drawing, unchanged
 from tundish.checkpoint.hf.plan import plan_hf
 from tundish.checkpoint.hf.unchanged import facts_if_unchanged, remember
+from tundish.checkpoint.tensors import READER
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 POOL = torch.arange(64, dtype=torch.float32)
@@ -27,6 +30,15 @@ POOL = torch.arange(64, dtype=torch.float32)
 
 def made() -> dict[str, torch.Tensor]:
     return {name: torch.arange(start, start + 16.0).view(4, 4) for start, name in enumerate("abc")}
+
+
+@pytest.fixture(autouse=True, params=[READER, None], ids=["read together", "asked one by one"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what newer versions of torch have, and as with an older one."""
+    for module in (staging, unchanged):
+        monkeypatch.setattr(module, "READER", request.param)
+    for kept in (unchanged._facts, drawing._drawn):
+        monkeypatch.setattr(kept, "_kept", type(kept._kept)())
 
 
 def known(tensors: dict[str, torch.Tensor]) -> bool:
@@ -150,3 +162,68 @@ def test_no_tensor_is_kept_alive() -> None:
     tensors.clear()
     gc.collect()
     assert [watch() for watch in watched] == [None] * 3
+
+
+def test_what_did_not_change_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = made()
+    plan_hf(tensors).release()
+
+    def draw(*_: Any) -> None:
+        raise AssertionError("drawn again")
+
+    monkeypatch.setattr(drawing, "_draw", draw)
+    plan_hf(dict(tensors)).release()
+    for change in ({"dtype": torch.float16}, {"shard_bytes": 64}, {"to_hf": lambda name, one: [(name, one)]}):
+        with pytest.raises(AssertionError, match="drawn again"):
+            plan_hf(tensors, **change)
+    tensors["a"].data = tensors["a"] + 1
+    with pytest.raises(AssertionError, match="drawn again"):
+        plan_hf(tensors)
+
+
+def test_arguments_that_change_between_saves_are_followed(tmp_path: Path) -> None:
+    tensors = made()
+    for number, dtype in enumerate([None, torch.float16, torch.float16, None, torch.float64]):
+        export(tmp_path / str(number), tensors, dtype=dtype)
+        for name, one in load_file(tmp_path / str(number) / "model.safetensors").items():
+            assert one.dtype == (dtype or torch.float32)
+            assert one.equal(tensors[name].to(one.dtype))
+
+
+def test_only_the_last_few_names_are_kept() -> None:
+    given = [{f"{number}.w": torch.ones(2)} for number in range(6)]
+    for tensors in given:
+        plan_hf(tensors).release()
+    assert [known(tensors) for tensors in given] == [False] * 2 + [True] * 4
+    # What is saved again is one of the last.
+    plan_hf(given[2]).release()
+    remember(given[2], ())
+    remember(given[0], ())
+    assert [known(tensors) for tensors in given] == [True, False, True, False, True, True]
+
+
+VIEWS: dict[str, Callable[[], torch.Tensor]] = {
+    "negated": lambda: torch._neg_view(torch.ones(3)),
+    "conjugated": lambda: torch.full((3,), 1 + 2j, dtype=torch.complex64).conj(),
+    "complex": lambda: torch.full((3,), 1 + 2j, dtype=torch.complex64),
+    "strided": lambda: torch.arange(12.0).view(3, 4).t(),
+    "a parameter": lambda: nn.Parameter(torch.ones(3)),
+    "of a computation": lambda: nn.Parameter(torch.ones(3)) * 2,
+    "without memory": lambda: torch._efficientzerotensor((3,)),
+    "a number": lambda: torch.tensor(3.0),
+    "empty": lambda: torch.empty(0, 4),
+    "packed": lambda: torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+    "flags": lambda: torch.tensor([True, False]),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+def test_values_are_saved_however_torch_keeps_them(view: Any, tmp_path: Path) -> None:
+    tensors = {"first": torch.arange(5.0), "w": view()}
+    for number in range(2):
+        export(tmp_path / str(number), tensors)
+        loaded = load_file(tmp_path / str(number) / "model.safetensors")
+        for name, tensor in tensors.items():
+            expected = tensor.detach().clone().resolve_conj().resolve_neg().contiguous()
+            assert loaded[name].dtype == expected.dtype and loaded[name].shape == expected.shape
+            assert loaded[name].reshape(-1).view(torch.uint8).equal(expected.reshape(-1).view(torch.uint8))

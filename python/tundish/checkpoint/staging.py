@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from tundish.checkpoint.buffers import Buffer, Place
-from tundish.checkpoint.tensors import check_memory, locals_of
+from tundish.checkpoint.tensors import READER, any_on_cuda, check_memory, locals_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.waiting import Moment, Thread, to_its_end, wait_for
 
@@ -35,8 +35,6 @@ _WORTH_THREADS_BYTES = 16 << 20
 _PIECE_BYTES = 16 << 20
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
-
-_is_cuda = operator.attrgetter("is_cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +71,9 @@ class Copies:
             {
                 source.device
                 for block in blocks
-                for source in itertools.compress(block.sources, map(_is_cuda, block.sources))
+                if any_on_cuda(block.sources)
+                for source in block.sources
+                if source.is_cuda
             },
             key=lambda device: device.index,
         )
@@ -394,7 +394,7 @@ def _check_memory_of(block: Block, number: int) -> None:
 
 def _copy_on_host(block: Block) -> None:
     """What is not on a CUDA device: bytes as they are, and what is to be converted or rearranged by torch."""
-    left = block.buffer.image.fill(block.places, block.sources, torch.get_num_threads())
+    left = block.buffer.image.fill(block.places, block.sources, torch.get_num_threads(), READER)
     left = [number for number in left if not block.sources[number].is_cuda]
     for number in left:
         _check_memory_of(block, number)

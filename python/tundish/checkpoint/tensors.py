@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from tundish._native import TensorReader
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
     "DTYPES",
+    "READER",
     "Facts",
+    "any_on_cuda",
     "are_of_torch",
     "check_tensor",
     "check_tensors",
@@ -66,14 +69,22 @@ DTYPES: dict[torch.dtype, str] = {
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
+# Of torch from 2.10 on; None of an older one, whose tensors are asked one by one.
+READER = TensorReader.of(list(_PLAIN), torch.UntypedStorage)
+
 # For `map`, which asks thousands of tensors the same in half of the time that a loop takes.
 _dtype, _itemsize, _nbytes, _shape = map(attrgetter, ("dtype", "itemsize", "nbytes", "shape"))
-_is_meta, _is_nested = map(attrgetter, ("is_meta", "is_nested"))
+_is_cuda, _is_meta, _is_nested = map(attrgetter, ("is_cuda", "is_meta", "is_nested"))
 
 
 def are_of_torch(values: Iterable[object]) -> bool:
     """Whether all are tensors, and of no type but torch's own; the cheapest of all looks at thousands of them."""
     return set(map(type, values)).issubset(_PLAIN)
+
+
+def any_on_cuda(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a tensor is on a CUDA device; where torch has not turned to any, none has to be asked."""
+    return torch.cuda.is_initialized() and any(map(_is_cuda, tensors))
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

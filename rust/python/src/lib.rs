@@ -16,6 +16,7 @@ mod packing;
 mod shards;
 mod shm;
 mod store;
+mod tensors;
 mod tree;
 
 use pyo3::prelude::*;
@@ -74,6 +75,8 @@ mod _native {
     use super::store::view::{ShardView, tensors_over};
     #[pymodule_export]
     use super::store::wire::{ShardServer, trust_owner};
+    #[pymodule_export]
+    use super::tensors::{TensorLook, TensorReader};
     #[pymodule_export]
     use super::tree::exchange::TensorExchange;
     #[pymodule_export]

@@ -23,9 +23,7 @@ use tundish_packing::Watch;
 
 use crate::enter::{Door, enter};
 use crate::error::BindingError;
-
-/// Bytes that are copied between two looks at signals: some milliseconds, less than a hundred where memory is fresh.
-const FILL: usize = 64 << 20;
+use crate::tensors::{KnownDtypes, TensorReader};
 
 /// Between two looks at signals while a writer is waited for.
 const PATIENCE: Duration = Duration::from_millis(30);
@@ -62,19 +60,20 @@ impl Image {
     /// Copy `tensors`, each to its place: a tuple that begins with its first byte, the one past its last, and its dtype.
     ///
     /// Places are in order and do not overlap. Returns the numbers of those that were not copied, because the tensor
-    /// is of another dtype, or its values do not lie in host memory as they will lie on the disk.
+    /// is of another dtype, or its values do not lie in host memory as they will lie on the disk. `reader`: asked first.
+    #[pyo3(signature = (places, tensors, threads, reader=None))]
     fn fill(
         &self,
         py: Python<'_>,
         places: &Bound<'_, PySequence>,
         tensors: &Bound<'_, PySequence>,
         threads: usize,
+        reader: Option<&TensorReader>,
     ) -> PyResult<Vec<usize>> {
         let mut copies = Vec::with_capacity(tensors.len()?);
         let mut left = Vec::new();
         let mut end = 0;
-        // Of thousands of tensors one after the other has the same.
-        let mut known: Option<Dtype<'_>> = None;
+        let mut known = KnownDtypes::default();
         for (number, (place, tensor)) in places.try_iter()?.zip(tensors.try_iter()?).enumerate() {
             let (place, tensor) = (place?.cast_into::<PyTuple>()?, tensor?);
             let (start, stop): (usize, usize) = (place.get_item(0)?.extract()?, place.get_item(1)?.extract()?);
@@ -82,43 +81,26 @@ impl Image {
                 return Err(PyValueError::new_err(format!("place {number} is {start}..{stop}, after {end}")));
             }
             end = stop;
-            let asked = place.get_item(2)?;
-            let dtype = match known.take() {
-                Some(dtype) if dtype.dtype.is(&asked) => dtype,
-                _ => Dtype::of(asked)?,
+            let dtype = place.get_item(2)?;
+            let read = reader.map(|reader| reader.plain(&tensor, &dtype, &mut known)).transpose()?.flatten();
+            let Some((address, length)) = read.map_or_else(|| plain(&tensor, &dtype), |read| Ok(Some(read)))? else {
+                left.push(number);
+                continue;
             };
-            let is_plain = is_plain(&tensor, &dtype)?;
-            known = Some(dtype);
-            if !is_plain {
-                left.push(number);
-                continue;
-            }
-            let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-            if address == 0 && start < stop {
-                // Zeros that torch keeps no memory for.
-                left.push(number);
-                continue;
-            }
-            if tensor.getattr(intern!(py, "nbytes"))?.extract::<usize>()? != stop - start {
+            if length != stop - start {
                 return Err(PyValueError::new_err(format!("place {number} is not as large as its tensor")));
             }
             copies.push(staging::Copy {
                 source: ptr::with_exposed_provenance(address),
                 target: self.image.as_ptr().wrapping_add(start),
-                length: stop - start,
+                length,
             });
         }
-        let total: usize = copies.iter().map(|copy| copy.length).sum();
         enter(py, None, move |door| {
-            for start in (0..total).step_by(FILL) {
-                let bytes = start..(start + FILL).min(total);
-                // SAFETY: targets lie in the image, one after the other, and sources in the memory of tensors that the
-                // caller holds and that are dense; whoever frees that memory meanwhile would have torch's own copy
-                // read it, too.
-                unsafe { staging::copy(&copies, bytes, threads) };
-                door.tick("stage", start as u64, total as u64)?;
-            }
-            Ok(())
+            // SAFETY: targets lie in the image, one after the other, and sources in the memory of tensors that the
+            // caller holds and that are dense; whoever frees that memory meanwhile would have torch's own copy
+            // read it, too.
+            Ok(unsafe { staging::copy(&copies, threads, |begun| door.tick("stage", begun as u64, 0)) }?)
         })?;
         Ok(left)
     }
@@ -141,29 +123,24 @@ impl Image {
     }
 }
 
-/// A dtype of torch.
-struct Dtype<'py> {
-    dtype: Bound<'py, PyAny>,
-    is_complex: bool,
-}
-
-impl<'py> Dtype<'py> {
-    fn of(dtype: Bound<'py, PyAny>) -> PyResult<Self> {
-        let is_complex = dtype.getattr(intern!(dtype.py(), "is_complex"))?.is_truthy()?;
-        Ok(Dtype { dtype, is_complex })
-    }
-}
-
-/// Whether the values of a tensor of torch lie in host memory one after the other, as they are and as `dtype`.
-fn is_plain(tensor: &Bound<'_, PyAny>, dtype: &Dtype<'_>) -> PyResult<bool> {
+/// Address and bytes of the values of a tensor of torch, where they lie in host memory one after the other, as they are
+/// and as `dtype`.
+fn plain(tensor: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Option<(usize, usize)>> {
     let py = tensor.py();
     let says = |method| tensor.call_method0(method)?.is_truthy();
-    Ok(tensor.getattr(intern!(py, "dtype"))?.is(&dtype.dtype)
+    let is_plain = tensor.getattr(intern!(py, "dtype"))?.is(dtype)
         && tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?
         && says(intern!(py, "is_contiguous"))?
-        // Values that torch negates or conjugates when they are looked at; only complex ones can be conjugated.
+        // Values that torch negates or conjugates when they are looked at.
         && !says(intern!(py, "is_neg"))?
-        && !(dtype.is_complex && says(intern!(py, "is_conj"))?))
+        && !says(intern!(py, "is_conj"))?;
+    if !is_plain {
+        return Ok(None);
+    }
+    let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    let size: usize = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
+    // Zeros may be what torch keeps no memory for.
+    Ok((address > 0 || size == 0).then_some((address, size)))
 }
 
 /// Bytes of staging memory of this process: in images, kept for the next ones, and the most that both ever were together.

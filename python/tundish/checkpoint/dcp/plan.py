@@ -27,7 +27,7 @@ from tundish.checkpoint.dcp.values import to_json
 from tundish.checkpoint.dcp.writer import ImageWriter, Spread, StagedPlanner, file_name, save_together
 from tundish.checkpoint.saves import News, PlannedFile, WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
-from tundish.checkpoint.tensors import is_dtensor, local_of
+from tundish.checkpoint.tensors import any_on_cuda, is_dtensor, local_of
 from tundish.distributed.groups import Meeting
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -118,7 +118,7 @@ class DcpPlan:
     def reserve(self) -> None:
         """Take the memory for the image of this rank's file."""
         if self._layout.size > 0:
-            is_pinned = any(source.is_cuda for source in self._sources)
+            is_pinned = any_on_cuda(self._sources)
             self._buffer = Buffer(self._layout.size, is_pinned=is_pinned)
 
     def stage(self) -> StagedState:

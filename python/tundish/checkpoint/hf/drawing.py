@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from tundish.checkpoint.hf import pretrained
 from tundish.checkpoint.hf.conversion import Conversion, ToHf, as_they_are, by_function, cast, together
 from tundish.checkpoint.hf.shards import Layout, assign, lay_out
-from tundish.checkpoint.hf.unchanged import facts_if_unchanged, remember
+from tundish.checkpoint.hf.unchanged import Unchanged, facts_if_unchanged, remember
 from tundish.checkpoint.names import Part, parts_of
 from tundish.checkpoint.placements import check_placement, shares_for
 from tundish.checkpoint.tensors import (
@@ -38,6 +38,10 @@ __all__ = ["Drawing", "draw"]
 _logger = logging.getLogger("tundish.checkpoint")
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+# What was drawn of tensors that were given by name, without them. A training loop saves the same ones again and again.
+_drawn: Unchanged[Drawing] = Unchanged()
 
 
 class Origins(NamedTuple):
@@ -82,6 +86,29 @@ def draw(
         InvalidInputError: for names, layouts and numbers that cannot be used.
     """
     _check_arguments(dtype, shard_bytes, to_hf)
+    writers = tuple(_by_node(member.ranks))
+    if to_hf is not None or type(model_or_tensors) is not dict:
+        return _draw(model_or_tensors, dtype, shard_bytes, to_hf, writers, member.rank)
+    # One look at the tensors tells that nothing has to be judged again.
+    key = dtype, shard_bytes, writers, member.rank
+    drawing = _drawn.find(model_or_tensors, key)
+    if drawing is not None:
+        return replace(drawing, tensors=tuple(model_or_tensors.values()))
+    drawing = _draw(model_or_tensors, dtype, shard_bytes, to_hf, writers, member.rank)
+    if len(drawing.tensors) == len(model_or_tensors):
+        _drawn.keep(model_or_tensors, replace(drawing, tensors=()), key)
+    return drawing
+
+
+def _draw(
+    model_or_tensors: Any,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    to_hf: ToHf | None,
+    ranks: Sequence[int],
+    rank: int,
+) -> Drawing:
+    """As `draw`. `ranks`: in the order in which they are given files; `rank`: this one."""
     parts = parts_of(model_or_tensors)
     model = parts[0].module if len(parts) == 1 and pretrained.is_pretrained(parts[0].module) else None
     metadata = {"format": "pt"}
@@ -119,10 +146,10 @@ def draw(
         products=products,
         layout=layout,
         origins=origins,
-        writers=tuple(assign([file.size for file in layout.files], _by_node(member.ranks))),
+        writers=tuple(assign([file.size for file in layout.files], ranks)),
         model=model,
     )
-    _check_parts_at_hand(drawing, member.rank)
+    _check_parts_at_hand(drawing, rank)
     return drawing
 
 

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import math
-import operator
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,14 +31,12 @@ from tundish.checkpoint.hf.wire import NO_WIRE, Wire, wire_between_devices, wire
 from tundish.checkpoint.owngroup import OwnGroup
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, News, PlannedFile, Staging, WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
-from tundish.checkpoint.tensors import locals_of
+from tundish.checkpoint.tensors import any_on_cuda, locals_of
 from tundish.distributed.groups import Meeting, Membership, membership
 from tundish.errors import InvalidInputError
 from tundish.waiting import to_its_end
 
 __all__ = ["HfPlan", "plan_hf"]
-
-_is_cuda = operator.attrgetter("is_cuda")
 
 
 def plan_hf(
@@ -169,7 +166,7 @@ class HfPlan:
 
     def reserve(self) -> None:
         """Take the memory for this rank's files, and for what it sends later."""
-        is_pinned = any(map(_is_cuda, self._local))
+        is_pinned = any_on_cuda(self._local)
         for file in self._turns.files_of(self._member.rank):
             self._images.append(FileImage(file, is_pinned=is_pinned))
         size = sum(room_for(*known) for known in self._snapshots.values())

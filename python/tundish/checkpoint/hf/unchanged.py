@@ -7,16 +7,19 @@ have got another shape, dtype or memory and still be the same object.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
-from operator import attrgetter, eq
-from typing import Any
+import collections
+from collections.abc import Callable, Hashable, Mapping
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from tundish.checkpoint.tensors import Facts, are_of_torch
+from tundish._native import TensorLook
+from tundish.checkpoint.tensors import READER, Facts, are_of_torch
 
-__all__ = ["facts_if_unchanged", "remember"]
+__all__ = ["Unchanged", "facts_if_unchanged", "remember"]
+
+T = TypeVar("T")
 
 # What decides whether a tensor can be saved, and whether it is tied to another; that all are contiguous besides.
 _ASKED: tuple[Callable[[Any], Any], ...] = (
@@ -26,44 +29,64 @@ _ASKED: tuple[Callable[[Any], Any], ...] = (
     torch.Tensor.storage_offset,
 )
 
+# What was seen of tensors; equal where nothing of it changed.
+_Look = TensorLook | list[list[Any]]
+
+# Of how many names something is kept.
+_MOST = 4
+
+
+class Unchanged(Generic[T]):
+    """What followed from the names of tensors, from what was seen of them, and from a key; of the last few names."""
+
+    def __init__(self) -> None:
+        self._kept: collections.OrderedDict[tuple[str, ...], tuple[_Look, Hashable, T]] = (
+            collections.OrderedDict()
+        )
+
+    def find(self, tensors: Mapping[str, torch.Tensor], key: Hashable = None) -> T | None:
+        """What was kept of these; None where anything is not as it was."""
+        kept = self._kept.get(tuple(tensors))
+        if kept is None or kept[1] != key or kept[0] != _look(list(tensors.values())):
+            return None
+        return kept[2]
+
+    def keep(self, tensors: Mapping[str, torch.Tensor], what: T, key: Hashable = None) -> None:
+        """Keep `what`, where what is seen of the tensors tells all."""
+        look = _look(list(tensors.values()))
+        if look is None:
+            return
+        names = tuple(tensors)
+        self._kept[names] = (look, key, what)
+        self._kept.move_to_end(names)
+        if len(self._kept) > _MOST:
+            self._kept.popitem(last=False)
+
+
+_facts: Unchanged[tuple[Facts, ...]] = Unchanged()
+
 
 def facts_if_unchanged(tensors: Mapping[str, torch.Tensor]) -> tuple[Facts, ...] | None:
     """What `remember` was told of them; None where something about one of them is not as it was."""
-    values = tensors.values()
-    for facts, before in _last(tuple(tensors)):
-        try:
-            if _are_simple(values) and all(
-                all(map(eq, then, now)) for then, now in zip(before, _looks(values), strict=True)
-            ):
-                return facts
-        except RuntimeError:
-            # One has no address: its layout is another now.
-            return None
-    return None
+    return _facts.find(tensors)
 
 
 def remember(tensors: Mapping[str, torch.Tensor], facts: tuple[Facts, ...]) -> None:
     """Take note of `tensors`: they can be saved, no two of them are tied, and `facts` are theirs."""
-    values = tensors.values()
-    if not _are_simple(values):
-        return
-    before = list(map(list, _looks(values)))
+    _facts.keep(tensors, facts)
+
+
+def _look(tensors: list[torch.Tensor]) -> _Look | None:
+    """None where what is asked does not tell all."""
+    if READER is not None:
+        return READER.look(tensors)
+    if not are_of_torch(tensors) or not all(map(torch.Tensor.is_contiguous, tensors)):
+        return None
+    try:
+        looks = [list(map(asked, tensors)) for asked in _ASKED]
+        looks.append(list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors))))
+    except RuntimeError:
+        # One has no address: its layout is another now.
+        return None
     # What is empty has no address, wherever it is.
-    if all(before[0]):
-        _last(tuple(tensors))[:] = [(facts, before)]
-
-
-def _are_simple(tensors: Collection[torch.Tensor]) -> bool:
-    return are_of_torch(tensors) and all(map(torch.Tensor.is_contiguous, tensors))
-
-
-def _looks(tensors: Collection[torch.Tensor]) -> Iterator[Iterator[Any]]:
-    for asked in _ASKED:
-        yield map(asked, tensors)
-    yield map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors))
-
-
-@functools.lru_cache(maxsize=4)
-def _last(names: tuple[str, ...]) -> list[tuple[tuple[Facts, ...], list[list[Any]]]]:  # noqa: ARG001 (the key)
-    """The last that was remembered under these names, if anything was."""
-    return []
+    return looks if all(looks[0]) else None

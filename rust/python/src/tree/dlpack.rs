@@ -3,74 +3,77 @@
 use std::ffi::{CStr, c_int, c_void};
 
 /// The attribute of a type of tensors that has the functions, and the name of the capsule that they are in.
-pub(super) const ATTRIBUTE: &str = "__dlpack_c_exchange_api__";
-pub(super) const CAPSULE: &CStr = c"dlpack_exchange_api";
+pub(crate) const ATTRIBUTE: &str = "__dlpack_c_exchange_api__";
+pub(crate) const CAPSULE: &CStr = c"dlpack_exchange_api";
 
 /// A library with another version may have other structures.
-pub(super) const MAJOR_VERSION: u32 = 1;
+pub(crate) const MAJOR_VERSION: u32 = 1;
+
+/// `DLDataTypeCode` of complex numbers.
+pub(crate) const COMPLEX: u8 = 5;
 
 /// Host memory.
-pub(super) const CPU: i32 = 1;
+pub(crate) const CPU: i32 = 1;
 
 /// `DLPackVersion`.
 #[repr(C)]
-pub(super) struct Version {
-    pub(super) major: u32,
-    pub(super) minor: u32,
+pub(crate) struct Version {
+    pub(crate) major: u32,
+    pub(crate) minor: u32,
 }
 
 /// `DLDevice`.
 #[repr(C)]
-pub(super) struct Device {
-    pub(super) kind: i32,
-    pub(super) number: i32,
+pub(crate) struct Device {
+    pub(crate) kind: i32,
+    pub(crate) number: i32,
 }
 
 /// `DLDataType`.
 #[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct Dtype {
-    pub(super) code: u8,
-    pub(super) bits: u8,
-    pub(super) lanes: u16,
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Dtype {
+    pub(crate) code: u8,
+    pub(crate) bits: u8,
+    pub(crate) lanes: u16,
 }
 
 /// `DLTensor`.
 #[repr(C)]
-pub(super) struct Tensor {
-    pub(super) data: *mut c_void,
-    pub(super) device: Device,
-    pub(super) dimensions: i32,
-    pub(super) dtype: Dtype,
-    pub(super) shape: *const i64,
-    pub(super) strides: *const i64,
-    pub(super) byte_offset: u64,
+pub(crate) struct Tensor {
+    pub(crate) data: *mut c_void,
+    pub(crate) device: Device,
+    pub(crate) dimensions: i32,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: *const i64,
+    pub(crate) strides: *const i64,
+    pub(crate) byte_offset: u64,
 }
 
 /// `DLManagedTensorVersioned`.
 #[repr(C)]
-pub(super) struct Managed {
-    pub(super) version: Version,
-    pub(super) context: *mut c_void,
-    pub(super) delete: Option<unsafe extern "C" fn(*mut Managed)>,
-    pub(super) flags: u64,
-    pub(super) tensor: Tensor,
+pub(crate) struct Managed {
+    pub(crate) version: Version,
+    pub(crate) context: *mut c_void,
+    pub(crate) delete: Option<unsafe extern "C" fn(*mut Managed)>,
+    pub(crate) flags: u64,
+    pub(crate) tensor: Tensor,
 }
 
 /// Fills in a tensor that lasts as long as the object is not changed; not 0 where it raised.
-pub(super) type Read = unsafe extern "C" fn(object: *mut c_void, out: *mut Tensor) -> c_int;
+pub(crate) type Read = unsafe extern "C" fn(object: *mut c_void, out: *mut Tensor) -> c_int;
 
 /// Makes an object of a tensor, which it takes over; not 0 where it raised.
-pub(super) type Make = unsafe extern "C" fn(tensor: *mut Managed, out: *mut *mut c_void) -> c_int;
+pub(crate) type Make = unsafe extern "C" fn(tensor: *mut Managed, out: *mut *mut c_void) -> c_int;
 
 /// `DLPackExchangeAPI`. What is not called here is a pointer only.
 #[repr(C)]
-pub(super) struct Functions {
-    pub(super) version: Version,
+pub(crate) struct Functions {
+    pub(crate) version: Version,
     _previous: *const c_void,
     _allocate: *const c_void,
     _export: *const c_void,
-    pub(super) make: Option<Make>,
-    pub(super) read: Option<Read>,
+    pub(crate) make: Option<Make>,
+    pub(crate) read: Option<Read>,
     _current_stream: *const c_void,
 }

@@ -36,15 +36,7 @@ impl TensorExchange {
     /// Those of the type `kind`; None where it has none, or none that are known here.
     #[staticmethod]
     fn of(kind: &Bound<'_, PyType>) -> Option<Self> {
-        let found = kind.getattr(ATTRIBUTE).ok()?;
-        let capsule = found.cast::<PyCapsule>().ok()?;
-        let functions = capsule.pointer_checked(Some(CAPSULE)).ok()?.cast::<Functions>();
-        // SAFETY: what a capsule of this name has begins with a version in all versions, and lasts as long as the process.
-        if unsafe { (&raw const (*functions.as_ptr()).version).read() }.major != MAJOR_VERSION {
-            return None;
-        }
-        // SAFETY: it is of the version that is written down here.
-        let functions = unsafe { functions.as_ref() };
+        let functions = functions_of(kind)?;
         Some(TensorExchange {
             kind: kind.clone().unbind(),
             requires_grad: getter_of(kind, c"requires_grad")?,
@@ -127,6 +119,19 @@ impl TensorExchange {
     }
 }
 
+/// The exchange API of the type `kind`; None where it has none, or none that is known here.
+pub(crate) fn functions_of(kind: &Bound<'_, PyType>) -> Option<&'static Functions> {
+    let found = kind.getattr(ATTRIBUTE).ok()?;
+    let capsule = found.cast::<PyCapsule>().ok()?;
+    let functions = capsule.pointer_checked(Some(CAPSULE)).ok()?.cast::<Functions>();
+    // SAFETY: what a capsule of this name has begins with a version in all versions, and lasts as long as the process.
+    if unsafe { (&raw const (*functions.as_ptr()).version).read() }.major != MAJOR_VERSION {
+        return None;
+    }
+    // SAFETY: it is of the version that is written down here.
+    Some(unsafe { functions.as_ref() })
+}
+
 /// The type whose own attribute of this name, of the kind `descriptor`, the type `kind` has.
 fn home_of<'py>(kind: &Bound<'py, PyType>, name: &CStr, descriptor: &str) -> Option<Bound<'py, PyType>> {
     let found = kind.getattr(name.to_str().ok()?).ok()?;
@@ -152,7 +157,7 @@ fn getter_of(kind: &Bound<'_, PyType>, name: &CStr) -> Option<ffi::getter> {
 }
 
 /// The method of this name; None where it is not compiled, or takes arguments.
-fn method_of(kind: &Bound<'_, PyType>, name: &CStr) -> Option<ffi::PyCFunction> {
+pub(crate) fn method_of(kind: &Bound<'_, PyType>, name: &CStr) -> Option<ffi::PyCFunction> {
     let home = home_of(kind, name, "method_descriptor")?;
     // SAFETY: as above.
     unsafe {
@@ -169,7 +174,7 @@ fn method_of(kind: &Bound<'_, PyType>, name: &CStr) -> Option<ffi::PyCFunction> 
 
 impl Tensor {
     /// Address and bytes; None where it has no memory, or its values do not lie in it one after the other, each in whole bytes.
-    fn piece(&self) -> Option<(u64, u64)> {
+    pub(crate) fn piece(&self) -> Option<(u64, u64)> {
         let Dtype { bits, lanes: 1, .. } = self.dtype else { return None };
         if !bits.is_multiple_of(8) || self.data.is_null() {
             return None;
@@ -188,7 +193,7 @@ impl Tensor {
     }
 
     /// As many numbers as it has dimensions.
-    fn lengths(&self, first: *const i64) -> Option<&[i64]> {
+    pub(crate) fn lengths(&self, first: *const i64) -> Option<&[i64]> {
         let dimensions = usize::try_from(self.dimensions).ok()?;
         if dimensions == 0 {
             return Some(&[]);
