@@ -62,11 +62,12 @@ class Copies:
     """Copies that are started together. Made on the caller's thread; holds its sources until they are over.
 
     On CUDA they run on a side stream, after what the caller's stream was given before this was made; a target must be
-    pinned for that to be unobtrusive.
+    pinned for that to be unobtrusive. On the host they take `threads`; None: as many as torch does.
     """
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[Block], threads: int | None = None) -> None:
         self._blocks = blocks
+        self._threads = torch.get_num_threads() if threads is None else threads
         self._devices = sorted(
             {
                 source.device
@@ -98,7 +99,7 @@ class Copies:
                         side.synchronize()
                         raise
             for block in self._blocks:
-                _copy_on_host(block)
+                _copy_on_host(block, self._threads)
         if not self._devices:
             self._blocks = ()
 
@@ -139,7 +140,8 @@ class BackgroundCopy:
     """
 
     def __init__(self, blocks: Sequence[Block], optimizers: Sequence[Any]) -> None:
-        self._copies = Copies(blocks)
+        # The caller goes on meanwhile, and is not to wait for a processor.
+        self._copies = Copies(blocks, max(1, torch.get_num_threads() - 1))
         # Without their buffer, which is given back before the sources are let go of.
         self._watched = [(block.names, block.sources, _versions(block.sources)) for block in blocks]
         self._lock = threading.Lock()
@@ -392,16 +394,15 @@ def _check_memory_of(block: Block, number: int) -> None:
     check_memory(block.names[number] if block.names else f"tensor {number}", block.sources[number])
 
 
-def _copy_on_host(block: Block) -> None:
+def _copy_on_host(block: Block, threads: int) -> None:
     """What is not on a CUDA device: bytes as they are, and what is to be converted or rearranged by torch."""
-    left = block.buffer.image.fill(block.places, block.sources, torch.get_num_threads(), READER)
+    left = block.buffer.image.fill(block.places, block.sources, threads, READER)
     left = [number for number in left if not block.sources[number].is_cuda]
     for number in left:
         _check_memory_of(block, number)
     pairs = [(block.buffer.view(block.places[number]), block.sources[number]) for number in left]
     small = [pair for pair in pairs if pair[1].numel() <= _GRAIN]
     _copy_in_turn([pair for pair in pairs if pair[1].numel() > _GRAIN])
-    threads = torch.get_num_threads()
     if threads == 1 or sum(target.nbytes for target, _ in small) < _WORTH_THREADS_BYTES:
         _copy_in_turn(small)
         return
