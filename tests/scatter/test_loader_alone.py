@@ -422,3 +422,16 @@ def test_an_error_of_the_loader_is_raised_in_its_round_and_the_next_pass_works(p
 def test_tensors_go_to_the_device() -> None:
     with td.DispatchLoader(Counting(3), device="meta") as loader:
         assert [batch["x"].device.type for batch in loader] == ["meta"] * 3
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_a_block_that_ctrl_c_left_suspended_ends_no_pass_later(prefetch: int) -> None:
+    with td.DispatchLoader(Counting(9), prefetch=prefetch) as loader:
+        batches = iter(loader)
+        first = next(batches)["n"]
+        sending: Any = loader._pass
+        block = sending._told_to_all()
+        block.__enter__()
+        # As with the error of that Ctrl-C, which somebody kept until now.
+        del block
+        assert [first, *(batch["n"] for batch in batches)] == list(range(9))

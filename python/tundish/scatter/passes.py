@@ -26,6 +26,7 @@ from tundish.scatter.reading import Reading
 from tundish.scatter.scatterer import Note, Scatterer
 from tundish.scatter.stops import Stops, StopWatch
 from tundish.tree.describing import describe
+from tundish.waiting import was_let_go
 
 __all__ = ["Pass", "ReceiverPass", "Round", "SourcePass", "Start"]
 
@@ -240,6 +241,9 @@ class SourcePass:
         try:
             yield
         except BaseException as error:
+            if was_let_go(error):
+                # Whoever was interrupted has left the pass, and there may be another by now.
+                raise
             self._end()
             # An error that a loader raises may be of any kind.
             if self._ends_after is None:

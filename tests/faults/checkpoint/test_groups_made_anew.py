@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
+from ctrl_c import CtrlC
 from rank_processes import Job, Line, outcome
 
 from tundish.checkpoint import open_readonly
@@ -96,6 +97,25 @@ class Saving:
 
         HfPlan._snapshots_in = press  # type: ignore[method-assign]
         return self.save(step, **arguments)
+
+    def let_go(self) -> bool:
+        """A block of a comparison that Ctrl-C left suspended, and whose error somebody kept until now."""
+        ranks = self._checkpointer._opened.dcp._ranks
+        block = ranks._together()
+        block.__enter__()
+        del block
+        return ranks._callers.is_broken
+
+    def press_while_told(self, number: int) -> Any:
+        """Ctrl-C at one of the moments of `tell` on the last rank: whether it came, and what came of it."""
+        from tundish.checkpoint.dcp.ranks import Ranks
+
+        ranks = self._checkpointer._opened.dcp._ranks
+        ranks.renew(f"told {number}")
+        places = [Ranks.tell, Ranks._together.__wrapped__] if self._rank else []
+        with CtrlC(number, *places) as ctrl_c:
+            kind = outcome(lambda: ranks.tell(1))[0]
+        return kind, ctrl_c.came
 
     def lose_sight(self, step: int, **arguments: Any) -> Any:
         """A lazy save whose staging vote succeeds, of which this rank does not hear."""
@@ -183,3 +203,37 @@ def test_no_rank_waits_and_the_next_save_succeeds(
     assert [one.step for one in readonly.list()] == saved
     for one in readonly.list():
         readonly.verify(one.path)
+
+
+def test_what_was_begun_and_never_left_breaks_off_nothing_later(tmp_path: Path) -> None:
+    with Job(saving, 2, tmp_path) as job:
+        for rank in (0, 1):
+            job.tell(rank, (tmp_path / "root", "dcp"))
+        assert each(job, "save", 0) == [FINE, FINE]
+        assert each(job, "let_go") == [False, False]
+        assert each(job, "save", 1) == [FINE, FINE]
+        each(job, "close")
+        for rank in (0, 1):
+            job.tell(rank)
+        job.expect_end()
+
+
+# A few more than there are in `tell`.
+MOMENTS = 12
+
+
+def test_whoever_is_interrupted_while_it_tells_holds_up_nobody(tmp_path: Path) -> None:
+    with Job(saving, 2, tmp_path) as job:
+        for rank in (0, 1):
+            job.tell(rank, (tmp_path / "root", "dcp"))
+        came = []
+        for number in range(MOMENTS):
+            (there, _), (here, has_come) = each(job, "press_while_told", number)
+            came.append(has_come)
+            assert here == ("KeyboardInterrupt" if has_come else "")
+            assert there in (("", "PeerFailedError") if has_come else ("",))
+        assert came[0] and not came[-1]
+        each(job, "close")
+        for rank in (0, 1):
+            job.tell(rank)
+        job.expect_end()

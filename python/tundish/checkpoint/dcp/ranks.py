@@ -41,7 +41,7 @@ from tundish.checkpoint.owngroup import OwnGroup
 from tundish.checkpoint.saves import News
 from tundish.distributed.groups import membership
 from tundish.errors import PeerFailedError
-from tundish.waiting import to_its_end
+from tundish.waiting import to_its_end, was_let_go
 
 __all__ = ["Exchange", "Ranks", "Share"]
 
@@ -186,6 +186,9 @@ class Ranks:
             yield
             return
         except BaseException as error:
+            if was_let_go(error):
+                # The group may be another by now, in which nobody waits; whoever was interrupted sees to its own.
+                raise
             # What it holds on to would keep the group.
             traceback.clear_frames(error.__traceback__)
             self.break_off()
@@ -199,8 +202,14 @@ class Ranks:
 
     def tell(self, number: int) -> int:
         """Collective: the greatest `number` of all ranks."""
-        with self._together():
-            return self._greatest(number=number)["number"]
+        generation = self.generation
+        try:
+            with self._together():
+                return self._greatest(number=number)["number"]
+        except BaseException:
+            # Ctrl-C may have come where the block begins or ends, which then does nothing.
+            self.break_off(generation)
+            raise
 
     def close(self) -> None:
         """Let go of the groups; not collective."""
