@@ -84,7 +84,8 @@ def are_of_torch(values: Iterable[object]) -> bool:
 
 def any_on_cuda(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a tensor is on a CUDA device; where torch has not turned to any, none has to be asked."""
-    return torch.cuda.is_initialized() and any(map(_is_cuda, tensors))
+    is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it so
+    return is_used and any(map(_is_cuda, tensors))
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
