@@ -31,6 +31,7 @@ mod pool;
 mod reaper;
 mod shard;
 mod slab;
+mod slice;
 mod stats;
 mod storage;
 mod sync;

@@ -3,7 +3,6 @@
 //! A [`Reaper`] owns a thread, which starts when it is first needed and ends with the reaper, after all that was left to
 //! it. What always holds: what is left to it is let go of, if need be by the caller; and when it is told of work it does
 //! not take the processor from who told it.
-#![allow(unsafe_code)]
 
 use std::any::Any;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -12,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::pool::Pool;
+use crate::slice;
 
 /// So few entries are let go of at once, that the memory is there for the next use.
 const FEW: u64 = 1000;
@@ -80,7 +80,7 @@ impl Reaper {
 }
 
 fn work(garbage: &Receiver<Garbage>, left: &Left, pools: &[Weak<Pool>], quiet: Duration) {
-    be_patient();
+    slice::be_patient();
     loop {
         match garbage.recv_timeout(quiet) {
             Ok(garbage) => {
@@ -98,22 +98,3 @@ fn work(garbage: &Receiver<Garbage>, left: &Left, pools: &[Weak<Pool>], quiet: D
         }
     }
 }
-
-/// As the kernel has it for threads that wake up for long work: it lets them wait for the end of what runs. And where it
-/// can (Linux 6.12), it lets others wait for the end of a short slice of them only, not of a whole one.
-#[cfg(target_os = "linux")]
-fn be_patient() {
-    const SLICE: Duration = Duration::from_micros(100);
-
-    // SAFETY: all zero is a valid one.
-    let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
-    attributes.size = size_of::<libc::sched_attr>() as u32;
-    attributes.sched_policy = libc::SCHED_BATCH as u32;
-    attributes.sched_runtime = SLICE.as_nanos() as u64;
-    // SAFETY: the call reads them and changes this thread alone. Refused, nothing is lost but some time of somebody's.
-    unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
-}
-
-/// Elsewhere there is no such policy.
-#[cfg(not(target_os = "linux"))]
-fn be_patient() {}

@@ -22,6 +22,7 @@ use crate::error::StoreError;
 use crate::http::descriptors::{NoFork, Socket};
 use crate::http::head::AnswerHead;
 use crate::patience::Patience;
+use crate::slice::ShortSlices;
 
 /// Between two looks at whether to go on.
 const TURN: Duration = Duration::from_millis(50);
@@ -34,6 +35,13 @@ const SILENCE: Duration = Duration::from_secs(3);
 
 /// Bytes that are received at once, so that they are summed before they leave the processor's cache.
 const STRIDE: usize = 256 << 10;
+
+/// Bytes that are received before other threads that want the processor have theirs: some hundred microseconds. They would
+/// have it at the next tick of its clock only, some milliseconds later.
+const PROCESSOR_TURN: usize = 1 << 20;
+
+/// What takes longer to receive than to have one's turn shortened.
+const LARGE: usize = 8 << 20;
 
 /// Bytes that are received beyond those of a shard: the header of the next one.
 const AHEAD: usize = 64;
@@ -187,12 +195,15 @@ impl Connection {
 
     /// Fills `target` with the next bytes, and returns their checksum. Of the answer `rest` bytes follow them.
     pub(super) fn fill(&mut self, target: &mut [u8], rest: u64, patience: &mut Patience<'_>) -> Result<u64, Trouble> {
+        // Other threads that fetch, and the owner where it is on this machine, are woken meanwhile.
+        let _slices = (target.len() >= LARGE).then(ShortSlices::begin);
         let mut checksum = Checksum::new();
         let here = &self.inbox[self.taken..];
         let mut filled = here.len().min(target.len());
         target[..filled].copy_from_slice(&here[..filled]);
         self.taken += filled;
         checksum.update(&target[..filled]);
+        let mut turn = 0;
         let ahead = AHEAD.min(usize::try_from(rest).unwrap_or(AHEAD));
         while filled < target.len() {
             // Everything that had come was taken, or this would be full.
@@ -212,6 +223,11 @@ impl Connection {
                     if received > wanted {
                         self.inbox.truncate(received - wanted);
                         self.taken = 0;
+                    }
+                    turn += of_target;
+                    if turn >= PROCESSOR_TURN {
+                        turn = 0;
+                        std::thread::yield_now();
                     }
                     if filled < target.len() {
                         patience.glance()?;

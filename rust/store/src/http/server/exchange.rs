@@ -7,12 +7,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use tokio::task::yield_now;
 use tokio::time::sleep;
 
 use super::answer::Answer;
 use super::body::Body;
-use super::connection::{Connection, TURN, Trouble, Whole};
+use super::connection::{Connection, TURN, Trouble, Whole, end_turn};
 use super::metrics;
 use super::rooms::{self, Aside};
 use super::threads::beside;
@@ -350,7 +349,7 @@ async fn checksum(shard: &Outgoing) -> u64 {
     let mut checksum = Checksum::new();
     for (place, some) in shard.bytes().chunks(TURN).enumerate() {
         if place > 0 {
-            yield_now().await;
+            end_turn().await;
         }
         checksum.update(some);
     }

@@ -47,6 +47,7 @@ use crate::http::head::RequestHead;
 use crate::http::refusal::Refusal;
 use crate::http::route::Route;
 use crate::http::token::Token;
+use crate::slice;
 use crate::transport::Service;
 
 /// Threads that serve: one for what is large and one for what is small beside it.
@@ -133,6 +134,8 @@ fn runtime() -> io::Result<Runtime> {
         Builder::new_multi_thread()
             .worker_threads(THREADS)
             .thread_name("tundish-serve")
+            // A small request is not to wait until one that sends much has used its time.
+            .on_thread_start(slice::share)
             .enable_io()
             .enable_time()
             .build()
