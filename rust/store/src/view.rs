@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -19,8 +20,8 @@ use crate::parts::Viewed;
 use crate::slab::ALIGNMENT;
 use crate::tensor::{Location, Tensor};
 
-/// To copy less than this out of a slab is faster than to map the slab, and keeps none of it.
-const COPIED_BELOW: u64 = 16 << 10;
+/// To copy so much out of a slab is faster than to map the slab, and keeps none of it.
+const MOST_COPIED: u64 = 64 << 10;
 
 /// The kernel lets a process have 65530 mappings, and ends it in the oddest places when it has more.
 const MOST_MAPPINGS: usize = 16 << 10;
@@ -46,7 +47,7 @@ unsafe impl Sync for View {}
 enum Memory {
     Empty,
     Mapped { _mapping: Arc<Mapping> },
-    Copied { _blocks: Arc<[Block]> },
+    Copied { _blocks: Arc<[MaybeUninit<Block>]> },
 }
 
 /// As much as tensors are aligned to.
@@ -119,8 +120,7 @@ impl View {
             let dangling = std::ptr::without_provenance_mut(ALIGNMENT as usize);
             return View::new(tensor.meta, dangling, Memory::Empty, viewed);
         }
-        let zeros = Block { _bytes: [0; ALIGNMENT as usize] };
-        let mut blocks: Arc<[Block]> = std::iter::repeat_n(zeros, bytes.len().div_ceil(size_of::<Block>())).collect();
+        let mut blocks: Arc<[MaybeUninit<Block>]> = Arc::new_uninit_slice(bytes.len().div_ceil(size_of::<Block>()));
         let start = Arc::get_mut(&mut blocks).expect("nobody else has it").as_mut_ptr().cast::<u8>();
         // SAFETY: as many blocks as the bytes need; what lies in other memory than theirs was just made.
         unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
@@ -156,7 +156,7 @@ pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<View> {
         span.range = span.range.start.min(offset)..span.range.end.max(offset + len);
     }
     let mut mappings: Vec<Option<Arc<Mapping>>> = tensors.iter().map(|_| None).collect();
-    for span in spans.into_values().filter(|span| span.bytes >= COPIED_BELOW) {
+    for span in spans.into_values().filter(|span| span.bytes > MOST_COPIED) {
         let Some(mapping) = Mapping::new(&tensors[span.members[0]].location, span.range) else { continue };
         let mapping = Arc::new(mapping);
         span.members.into_iter().for_each(|index| mappings[index] = Some(Arc::clone(&mapping)));
@@ -184,8 +184,8 @@ mod tests {
     #[test]
     fn mappings_that_have_ended_count_no_longer() {
         let pool = Pool::new("storage", 1 << 20);
-        let room: Room = rooms(&pool, &[COPIED_BELOW], None, &mut |_, _, _, _| Ok(())).unwrap().remove(0);
-        let meta = Meta::new(Dtype::from_name("uint8").unwrap(), [COPIED_BELOW].as_slice()).unwrap();
+        let room: Room = rooms(&pool, &[MOST_COPIED + 1], None, &mut |_, _, _, _| Ok(())).unwrap().remove(0);
+        let meta = Meta::new(Dtype::from_name("uint8").unwrap(), [MOST_COPIED + 1].as_slice()).unwrap();
         let tensor = Tensor::fetched(meta, Location::Here(room.into_place()));
         let viewed = Viewed::default();
         for _ in 0..=MOST_MAPPINGS {
