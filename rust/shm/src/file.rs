@@ -9,6 +9,7 @@ use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::{Errno, retry_on_intr};
 
 use crate::error::ShmError;
+use crate::warm::or_without_kept;
 
 /// Where a segment's data begin: behind the page of its header. Thereby aligned to 64 bytes and more.
 pub const DATA_START: usize = 4096;
@@ -42,10 +43,10 @@ pub(crate) fn create(huge: bool) -> Result<OwnedFd, ShmError> {
     let kind = if huge { MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB } else { MemfdFlags::empty() };
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind;
     // Kernels before 6.3 do not know the flag, and later ones may insist on it.
-    let made = match memfd_create("tundish", flags | MemfdFlags::NOEXEC_SEAL) {
+    let made = or_without_kept(|| match memfd_create("tundish", flags | MemfdFlags::NOEXEC_SEAL) {
         Err(Errno::INVAL) => memfd_create("tundish", flags),
         made => made,
-    };
+    });
     let file = made.map_err(|errno| ShmError::io("create", "an anonymous segment", errno))?;
     fchmod(&file, Mode::RUSR | Mode::WUSR)
         .map_err(|errno| ShmError::io("set the mode of", "an anonymous segment", errno))?;
@@ -127,8 +128,11 @@ pub(crate) fn keeps_its_length(_file: BorrowedFd<'_>) -> bool {
 /// [`ShmError::Io`] where the process may open no more files, or has no `/proc`.
 pub(crate) fn reopen(file: BorrowedFd<'_>, flags: OFlags) -> Result<OwnedFd, ShmError> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    retry_on_intr(|| rustix::fs::open(path.as_str(), flags | OFlags::CLOEXEC, Mode::empty()))
-        .map_err(|errno| ShmError::io("open", path, errno))
+    open(&path, flags).map_err(|errno| ShmError::io("open", path, errno))
+}
+
+fn open(path: &str, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    or_without_kept(|| retry_on_intr(|| rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty())))
 }
 
 /// An open file description of its own for the descriptor of another process, or of this one.
@@ -138,8 +142,7 @@ pub(crate) fn reopen(file: BorrowedFd<'_>, flags: OFlags) -> Result<OwnedFd, Shm
 /// [`ShmError::NotASegment`] where it is not a plain file: to open a pipe could wait for ever.
 pub(crate) fn open_of(process: u32, descriptor: i32, flags: OFlags) -> Result<OwnedFd, ShmError> {
     let path = format!("/proc/{process}/fd/{descriptor}");
-    let found = retry_on_intr(|| rustix::fs::open(path.as_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty()))
-        .map_err(|errno| ShmError::io("open", path.as_str(), errno))?;
+    let found = open(&path, OFlags::PATH).map_err(|errno| ShmError::io("open", path.as_str(), errno))?;
     if rustix::fs::FileType::from_raw_mode(status(found.as_fd())?.st_mode) != rustix::fs::FileType::RegularFile {
         return Err(ShmError::NotASegment { segment: path, reason: "it is not a plain file".to_owned() });
     }

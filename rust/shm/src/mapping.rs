@@ -14,6 +14,7 @@ use rustix::fd::AsFd;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use crate::error::ShmError;
+use crate::warm::or_without_kept;
 
 /// Bytes whose page tables are filled at once, whole pages: meanwhile no other thread of the process maps or unmaps
 /// anything, some hundred microseconds.
@@ -56,7 +57,7 @@ impl Mapping {
             Access::Private => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE),
         };
         // SAFETY: a new mapping at a place that the kernel chooses; it takes nothing from anybody.
-        let start = unsafe { mmap(ptr::null_mut(), len, protection, flags, file, 0) };
+        let start = or_without_kept(|| unsafe { mmap(ptr::null_mut(), len, protection, flags, &file, 0) });
         Self::at(start, len)
     }
 
@@ -75,7 +76,7 @@ impl Mapping {
     pub(crate) fn anonymous(len: usize) -> Result<Self, ShmError> {
         let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
         // SAFETY: a new mapping at a place that the kernel chooses; it takes nothing from anybody.
-        let start = unsafe { mmap_anonymous(ptr::null_mut(), len, protection, flags) };
+        let start = or_without_kept(|| unsafe { mmap_anonymous(ptr::null_mut(), len, protection, flags) });
         Self::at(start, len)
     }
 

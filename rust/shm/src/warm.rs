@@ -20,6 +20,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::fs::OFlags;
+use rustix::io::Errno;
 
 use crate::arena::default_limit;
 use crate::error::ShmError;
@@ -231,10 +232,22 @@ pub fn copy_of(segment: &Segment, bytes: Range<usize>) -> Result<WarmCopy, ShmEr
     WARM.get().copy_of(segment, bytes)
 }
 
-/// Lets go of all that is kept.
-pub fn let_go() {
+/// Lets go of all that is kept; whether that was anything.
+pub fn let_go() -> bool {
     let kept = std::mem::take(&mut WARM.get().lock().kept);
-    drop(kept);
+    !kept.is_empty()
+}
+
+/// What `attempt` opens or maps. Where descriptors, mappings or addresses of the process have run out: once more without
+/// what is kept, which takes of all of them. For who holds no lock that what is kept could need.
+///
+/// # Errors
+/// The kernel's.
+pub fn or_without_kept<T>(mut attempt: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
+    match attempt() {
+        Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM) if let_go() => attempt(),
+        made => made,
+    }
 }
 
 /// Lets go of what is kept of a segment, which its owner gives up.
