@@ -2,9 +2,10 @@
 //!
 //! It owns a listening socket, two threads, and the connections. What always holds: what a request makes it allocate grows
 //! with what comes of it, except that the room for a shard, which the store's limit counts, is taken whole when its header
-//! has come, and kept only from who goes on sending; whoever is silent or slow loses the connection and nothing else,
+//! has come, for a part of the limit at a time, and kept only from who goes on sending; whoever is silent or slow loses the connection and nothing else,
 //! sooner where others wait for its place; no thread of it takes signals, which are for those of the process's own.
 
+mod announced;
 mod answer;
 mod body;
 mod connection;
@@ -35,6 +36,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::time::sleep;
 use tundish_shm::without_signals;
 
+use self::announced::Announced;
 use self::answer::Answer;
 use self::connection::{Connection, Trouble};
 use self::exchange::{Claims, Exchange};
@@ -72,6 +74,7 @@ struct Common {
     timing: Timing,
     traffic: Arc<Traffic>,
     table: Arc<Table>,
+    announced: Arc<Announced>,
 }
 
 impl Server {
@@ -102,7 +105,8 @@ impl Server {
         let address = listener.local_addr().map_err(|error| failed("listen on", &error))?;
         let runtime = without_signals(runtime).map_err(|error| failed("start threads to serve", &error))?;
         let (traffic, table) = (Arc::default(), Arc::new(Table::new(timing.crowded)));
-        let common = Arc::new(Common { service, token, timing, traffic, table });
+        let announced = Arc::default();
+        let common = Arc::new(Common { service, token, timing, traffic, table, announced });
         let entered = runtime.enter();
         let listener = listener.into_form(tokio::net::TcpListener::from_std);
         drop(entered);
@@ -207,6 +211,7 @@ async fn serve(stream: Arc<Socket<TcpStream>>, seat: table::Seat, common: &Commo
             claims: &mut claims,
             timing,
             traffic,
+            announced: &common.announced,
             aside: None,
         };
         let answer = match exchange.answer().await {
