@@ -112,3 +112,11 @@ def test_containers_in_themselves_and_too_deep_ones_are_refused() -> None:
         deep = [deep]
     with pytest.raises(InvalidInputError, match="is too deep"):
         td.tree.map_only(Tensor, shape_of, deep)
+
+
+def test_tensors_of_no_wanted_kind_are_left_as_they_are() -> None:
+    tensors = [torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.ones(2).to_sparse()]
+    found = td.tree.map_only(int, lambda number: number + 1, [*tensors, 3])
+    assert all(one is other for one, other in zip(found, tensors, strict=False)) and found[-1] == 4
+    parameters = td.tree.parts_of(torch.nn.Parameter, tensors)
+    assert len(parameters) == 1 and parameters[0] is tensors[1]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from tundish.errors import InvalidInputError
 from tundish.tree.building import build
@@ -36,7 +37,8 @@ def map_only(
         kinds: parts of these classes, or subclasses of them, are replaced; they are not walked through.
         function: called for each time that such a part is named, in the order in which they are met. It may raise
             `Refusal`, which becomes its error with the path.
-        obj: anything that `flatten` takes. What that would pickle is left as it is, and so are arrays.
+        obj: anything that `flatten` takes. What that would pickle is left as it is, and so are arrays, and tensors that
+            are of none of the kinds.
         enter: called with each container; what it returns is walked through in its place.
         name: stands for `obj` in messages.
 
@@ -72,7 +74,9 @@ class _Mapping:
         enter: Callable[[Any], Any] | None,
     ) -> None:
         self._kinds = kinds
-        self._exact = frozenset(kinds) - _PLAIN
+        self._exact = frozenset(kinds)
+        # What is left as it is without another look.
+        self._plain = frozenset(kind for kind in _PLAIN if not issubclass(kind, kinds))
         self._function = function
         self._enter = enter
         # By identity of a container, what became of it; and what keeps identities from being others'.
@@ -81,14 +85,14 @@ class _Mapping:
 
     def of(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in self._plain:
             return value
         if isinstance(value, self._kinds):
             try:
                 return self._function(value)
             except Refusal as refusal:
                 raise _Misplaced(refusal) from refusal
-        if isinstance(value, np.ndarray):
+        if isinstance(value, (np.ndarray, Tensor)):
             return value
         identity = id(value)
         done = self._done.get(identity, self)
