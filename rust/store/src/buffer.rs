@@ -122,6 +122,11 @@ impl<P: Clone> Buffer<P> {
         Ok(wanted.iter().map(|key| state.ask(ticket.epoch, token, key, is_first)).collect())
     }
 
+    /// Whether it is here, in whichever step.
+    pub(crate) fn has(&self, key: &Key) -> bool {
+        self.state.lock().find(key).is_some()
+    }
+
     /// What is here of some, with the rows that it has; nobody is asked for the rest.
     ///
     /// # Errors

@@ -289,8 +289,9 @@ fn send_all<R: Request>(
     let first_error: Mutex<Option<StoreError>> = Mutex::new(None);
     let queue = Mutex::new(requests.into_iter());
     let fail = |error| {
-        is_off.store(true, Ordering::Relaxed);
+        // First, so that it is not taken for one of those that it ends.
         first_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        is_off.store(true, Ordering::Relaxed);
     };
     let work = |patience: &mut Patience<'_>| {
         while !is_off.load(Ordering::Relaxed) {
@@ -314,7 +315,14 @@ fn send_all<R: Request>(
             });
         }
         drop(done);
-        work(patience);
+        {
+            // Whose own owner may be silent until the time is over.
+            let mut go_on = || {
+                patience.look()?;
+                if is_off.load(Ordering::Relaxed) { Err(StoreError::Interrupted) } else { Ok(()) }
+            };
+            work(&mut Patience::new(deadline, &mut go_on));
+        }
         while let Err(mpsc::RecvTimeoutError::Timeout) = all_done.recv_timeout(BETWEEN_LOOKS) {
             if let Err(error) = patience.look() {
                 fail(error);

@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -11,14 +11,14 @@ use tundish_commit::staging;
 use tundish_shm::{PerProcess, Segment, ShmError, arena, warm};
 
 use crate::attached::Attachments;
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Key};
 use crate::error::StoreError;
 use crate::meta::Meta;
 use crate::passage::{Incoming, Outgoing, Source};
 use crate::patience::Patience;
 use crate::pool::Pool;
-use crate::reaper::Reaper;
-use crate::shard::{Selection, ShardId};
+use crate::reaper::{Last, Reaper};
+use crate::shard::{Rows, Selection, ShardId};
 use crate::slab::{Room, rooms};
 use crate::stats::{BufferStats, Claimed, EpochLedger, Limits, Removed, Stats, StorageStats};
 use crate::storage::Storage;
@@ -48,6 +48,9 @@ const MOST_THREADS: usize = 4;
 
 /// How long whoever clears a node waits for what is freed in the background.
 const SETTLING: Duration = Duration::from_secs(5);
+
+/// Whoever keeps something of shards beside the nodes of this process.
+static LISTENER: OnceLock<fn()> = OnceLock::new();
 
 static OF_PROCESS: PerProcess<Arc<Node>> = PerProcess::new(|| Node::new(Limits::default()));
 
@@ -101,6 +104,26 @@ impl Node {
         self.owners.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
     }
 
+    /// Whether a shard is stored here, of an owner that was announced, or these rows of another's are in the buffer.
+    pub fn has(&self, owner: &Arc<str>, id: &ShardId, rows: Option<&Rows>) -> bool {
+        if self.owners.lock().unwrap_or_else(PoisonError::into_inner).contains(owner) {
+            return self.storage.has(id);
+        }
+        self.buffer.has(&Key { id: id.clone(), owner: Arc::clone(owner), rows: rows.cloned() })
+    }
+
+    /// Has `listener` called, by a thread of the node's and soon, after each drain or removal from here on: for who keeps
+    /// something as long as the node [`has`](Node::has) the shard that it is of. There is one a process.
+    pub fn after_drains(listener: fn()) {
+        let _ = LISTENER.set(listener);
+    }
+
+    fn tell_of_drain(&self) {
+        if let Some(listener) = LISTENER.get() {
+            self.reaper.let_go(Last(*listener), u64::MAX);
+        }
+    }
+
     /// The number that begins the names of this node's shards.
     pub fn nonce(&self) -> u64 {
         self.storage.nonce()
@@ -143,6 +166,7 @@ impl Node {
         let (removed, stored) = self.storage.flush();
         self.reaper.let_go(stored, removed.num_tensors);
         self.flush_buffer();
+        self.tell_of_drain();
         // Nothing is to be used again soon: what nobody has any more goes back to the system.
         if self.reaper.settle(SETTLING) {
             self.storage_pool.let_idle_go();
@@ -307,7 +331,7 @@ impl Service for Node {
     }
 
     fn clear_buffer(&self, ids: Option<&[ShardId]>) -> u64 {
-        match ids {
+        let count = match ids {
             Some(ids) => {
                 let (count, fetched) = self.buffer.remove(ids);
                 self.reaper.let_go(fetched, count);
@@ -318,7 +342,9 @@ impl Service for Node {
                 warm::let_go();
                 count
             }
-        }
+        };
+        self.tell_of_drain();
+        count
     }
 
     fn begin_epoch(&self, epoch: Epoch, claimant: Claimant) -> Result<(), StoreError> {
@@ -337,6 +363,7 @@ impl Service for Node {
             (stored.as_ref().map(|part| part.tally.num_entries), fetched.as_ref().map(|part| part.tally.num_entries));
         self.reaper.let_go(stored, entries(claims));
         self.reaper.let_go(fetched, entries(fetches));
+        self.tell_of_drain();
         let ended = EpochLedger { epoch, has_ended: true, ..EpochLedger::default() };
         self.ledger(epoch).unwrap_or(ended)
     }

@@ -21,6 +21,15 @@ const QUIET: Duration = Duration::from_secs(60);
 
 type Garbage = Box<dyn Any + Send>;
 
+/// Something to be done when what was left to a reaper before is gone.
+pub(crate) struct Last(pub(crate) fn());
+
+impl Drop for Last {
+    fn drop(&mut self) {
+        self.0();
+    }
+}
+
 /// Lets go of what would take its owner long.
 pub(crate) struct Reaper {
     sender: Mutex<Option<Sender<Garbage>>>,

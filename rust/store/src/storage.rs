@@ -116,6 +116,11 @@ impl<P: Clone> Storage<P> {
         if missing.is_empty() { Ok(found) } else { Err(missing) }
     }
 
+    /// Whether something is stored under this name.
+    pub(crate) fn has(&self, id: &ShardId) -> bool {
+        self.state.lock().find(id).is_some()
+    }
+
     /// A name that this storage gave.
     fn was_here(&self, state: &State<P>, id: &ShardId) -> bool {
         id.as_numbered().is_some_and(|(nonce, counter)| nonce == self.nonce && counter < state.next_counter)

@@ -15,6 +15,7 @@ use tundish_store::handles::{Handle, Kind, Writer};
 use tundish_store::{Meta, ShardId, Wanted};
 
 use super::dtypes::{meta_of, object_of};
+use super::locals::Local;
 use crate::error::BindingError;
 
 static SHARD: PyOnceLock<Py<PyType>> = PyOnceLock::new();
@@ -37,8 +38,8 @@ pub(crate) struct RTensor {
 struct Extra {
     /// What the backend needs beside the address, such as an `ObjectRef` of Ray.
     reference: Option<Py<PyAny>>,
-    /// The tensor, if it was fetched.
-    local: Option<Py<PyAny>>,
+    /// The tensor, if it is there.
+    local: Option<Local>,
 }
 
 impl RTensor {
@@ -66,10 +67,11 @@ impl RTensor {
     }
 
     fn local_of(&self, py: Python<'_>) -> Option<Py<PyAny>> {
-        self.lock().as_ref()?.local.as_ref().map(|one| one.clone_ref(py))
+        let local = self.lock().as_ref()?.local.as_ref()?.another(py);
+        local.tensor(py)
     }
 
-    fn with(handle: Handle, reference: Option<Py<PyAny>>, local: Option<Py<PyAny>>) -> Self {
+    fn with(handle: Handle, reference: Option<Py<PyAny>>, local: Option<Local>) -> Self {
         let is_plain = reference.is_none() && local.is_none();
         let extra = (!is_plain).then(|| Box::new(Extra { reference, local }));
         RTensor { handle, extra: Mutex::new(extra) }
@@ -106,7 +108,7 @@ impl RTensor {
         let is_meta: bool = data.getattr(intern!(py, "is_meta"))?.extract()?;
         let kind = Arc::new(Kind { owner, meta: Arc::new(meta_of(data)?) });
         let reference = (!reference.is_none()).then(|| reference.unbind());
-        let local = (!is_meta).then(|| data.clone().unbind());
+        let local = (!is_meta).then(|| Local::Given(data.clone().unbind()));
         Ok(RTensor::with(Handle { id, kind, rows: None }, reference, local))
     }
 
@@ -154,7 +156,8 @@ impl RTensor {
         py.import("torch")?.call_method("empty", (self.size(py)?,), Some(&options))
     }
 
-    /// The tensor, fetched if it was not yet, which the caller may write to.
+    /// The tensor, fetched if it was not yet, which the caller may write to. The handle keeps it until the shard is drained
+    /// or removed, or what was fetched of it is dropped here.
     ///
     /// Raises what `localize` raises.
     fn to_local<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
@@ -163,7 +166,9 @@ impl RTensor {
             return Ok(local.into_bound(py));
         }
         let tensor = py.import("tundish.rtensor.localizing")?.call_method1("localize", (slf,))?;
-        slf.get().lock().get_or_insert_default().local = Some(tensor.clone().unbind());
+        let local = Local::fetched(&slf.get().handle, tensor.clone().unbind());
+        let before = slf.get().lock().get_or_insert_default().local.replace(local);
+        drop(before);
         Ok(tensor)
     }
 

@@ -4,6 +4,7 @@ mod collector;
 mod dtypes;
 pub(crate) mod encoding;
 pub(crate) mod handle;
+mod locals;
 pub(crate) mod node;
 mod through;
 pub(crate) mod view;

@@ -20,6 +20,7 @@ use tundish_store::{
 use super::collector::untracked;
 use super::dtypes::meta_of;
 use super::handle::RTensor;
+use super::locals::forget_few;
 use super::through::Through;
 use super::view::ShardView;
 use super::wire::transport;
@@ -27,7 +28,7 @@ use crate::enter::{Door, enter};
 use crate::error::BindingError;
 
 /// The owner of what another store holds: no process serves there, and it is not this one.
-const ELSEWHERE: &str = "elsewhere";
+pub(super) const ELSEWHERE: &str = "elsewhere";
 
 /// A tensor's memory, to be read or written while the GIL is released.
 #[derive(Clone, Copy)]
@@ -234,13 +235,17 @@ impl ShardStore {
     #[staticmethod]
     fn remove(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<(u64, u64, u64)> {
         let ids = ids_of(shard_ids)?;
-        Ok(as_tuple(py.detach(|| Node::of_process().remove(&ids))))
+        let removed = py.detach(|| Node::of_process().remove(&ids));
+        forget_few();
+        Ok(as_tuple(removed))
     }
 
     /// Removes all that is here, on both sides: what the storage held, as of `remove`.
     #[staticmethod]
     fn clear(py: Python<'_>) -> (u64, u64, u64) {
-        as_tuple(py.detach(|| Node::of_process().clear_node()))
+        let removed = py.detach(|| Node::of_process().clear_node());
+        forget_few();
+        as_tuple(removed)
     }
 
     /// Those of these names that nothing is stored under here.
@@ -259,7 +264,9 @@ impl ShardStore {
     #[pyo3(signature = (shard_ids=None))]
     fn clear_buffer(py: Python<'_>, shard_ids: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
         let ids = shard_ids.map(ids_of).transpose()?;
-        Ok(py.detach(|| Node::of_process().clear_buffer(ids.as_deref())))
+        let dropped = py.detach(|| Node::of_process().clear_buffer(ids.as_deref()));
+        forget_few();
+        Ok(dropped)
     }
 
     /// From here on what is fetched belongs to this step.
@@ -286,12 +293,19 @@ impl ShardStore {
     #[staticmethod]
     fn give_up(py: Python<'_>, claimant: u64) {
         py.detach(|| Node::of_process().give_up(claimant));
+        forget_few();
     }
 
     /// Drops what the step claimed and fetched: its account, in JSON.
     #[staticmethod]
     fn end_epoch(py: Python<'_>, epoch: u64) -> PyResult<String> {
-        as_json(&py.detach(|| Node::of_process().end_epoch(epoch)))
+        let mut ledger = py.detach(|| Node::of_process().end_epoch(epoch));
+        if ledger.viewed_bytes > 0 {
+            // What handles alone kept has not escaped.
+            forget_few();
+            ledger = py.detach(|| Node::of_process().end_epoch(epoch));
+        }
+        as_json(&ledger)
     }
 
     /// Has these shards, stored or fetched here, outlive their step: how many entries that were.
@@ -334,8 +348,9 @@ pub(super) fn look(door: &mut Door) -> Result<(), StoreError> {
 }
 
 pub(super) fn deadline_of(timeout: f64) -> PyResult<Instant> {
-    // A century is as good as for ever, and can be added to any instant.
-    let seconds = Duration::try_from_secs_f64(timeout.min(3.2e9));
+    // A century is as good as for ever, and can be added to any instant. What is no number is no shorter than that.
+    let longest = if timeout.is_nan() { timeout } else { timeout.min(3.2e9) };
+    let seconds = Duration::try_from_secs_f64(longest);
     let seconds = seconds.map_err(|_| BindingError::Value(format!("timeout is {timeout}, not seconds to wait")))?;
     Ok(Instant::now() + seconds)
 }

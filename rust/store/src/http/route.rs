@@ -5,6 +5,9 @@ use super::refusal::Refusal;
 use crate::Epoch;
 use crate::shard::ShardId;
 
+/// The largest number of a step that is taken: all readers of JSON have it exactly, and who counts on from it has room.
+const LAST_EPOCH: Epoch = (1 << 53) - 1;
+
 /// What is asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Route {
@@ -84,8 +87,8 @@ fn not_allowed(allowed: &'static str) -> Refusal {
 
 fn epoch(number: &str) -> Result<Epoch, Refusal> {
     let digits = number.bytes().all(|byte| byte.is_ascii_digit()).then_some(number);
-    let epoch = digits.and_then(|digits| digits.parse().ok());
-    epoch.ok_or_else(|| Refusal::new(400, "a step has a number, from 0 to 18446744073709551615"))
+    let epoch = digits.and_then(|digits| digits.parse().ok()).filter(|epoch| *epoch <= LAST_EPOCH);
+    epoch.ok_or_else(|| Refusal::new(400, format!("a step has a number, from 0 to {LAST_EPOCH}")))
 }
 
 fn shard_id(encoded: &str) -> Result<ShardId, Refusal> {
@@ -130,7 +133,7 @@ mod tests {
             (Delete, "/buffer/clear", Route::ClearBuffer),
             (Post, "/keep", Route::Keep),
             (Get, "/buffer/stats", Route::BufferStats),
-            (Post, "/epoch/18446744073709551615/end", Route::End(u64::MAX)),
+            (Post, "/epoch/9007199254740991/end", Route::End(LAST_EPOCH)),
             (Post, "/epoch/0/begin", Route::Begin(0)),
             (Post, "/epoch/7/claim", Route::Claim(7)),
             (Get, "/stats", Route::Stats),
@@ -164,6 +167,8 @@ mod tests {
             (Post, "/epoch/-1/end", 400),
             (Post, "/epoch/+1/end", 400),
             (Post, "/epoch//end", 400),
+            (Post, "/epoch/9007199254740992/end", 400),
+            (Post, "/epoch/18446744073709551615/begin", 400),
             (Post, "/epoch/18446744073709551616/end", 400),
             (Post, "/epoch/1/end/2", 404),
             (Post, "/epoch/1/stop", 404),

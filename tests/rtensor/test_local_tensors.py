@@ -1,0 +1,123 @@
+"""Tensors that handles keep: until their shard is drained, by whatever way, and no longer."""
+
+from __future__ import annotations
+
+import gc
+import http.client
+import json
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import told
+import torch
+from peers import Peer
+
+import tundish as td
+from tundish._native import ShardStore
+from tundish.errors import ShardGoneError
+from tundish.rtensor import Controller, RTensor, Worker
+
+
+def in_step(handle: RTensor) -> None:
+    with td.rtensor.step(claim=handle):
+        pass
+
+
+def in_step_of_controller(handle: RTensor) -> None:
+    with (
+        Controller([Worker(handle.node_addr)]) as controller,
+        controller.step(claim=td.rtensor.loads(td.rtensor.dumps(handle))),
+    ):
+        pass
+
+
+def request(method: str, path: str, content: Any) -> None:
+    """What a controller elsewhere says to this process."""
+    connection = http.client.HTTPConnection(td.rtensor.serve().addr, timeout=60)
+    connection.request(method, path, json.dumps(content))
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "drain",
+    [
+        in_step,
+        in_step_of_controller,
+        lambda handle: td.rtensor.remove(handle.shard_id),
+        lambda _: td.rtensor.clear_node(),
+        lambda handle: request("DELETE", "/data/clear", {"shard_ids": [handle.shard_id]}),
+    ],
+    ids=["step", "controller", "remove", "clear_node", "request"],
+)
+def test_what_is_stored_here_is_forgotten_with_its_shard(drain: Callable[[RTensor], Any]) -> None:
+    td.rtensor.serve()
+    handle = td.rtensor.remotize(torch.arange(3.0))
+    other = td.rtensor.loads(td.rtensor.dumps(handle))
+    seen = [weakref.ref(one.to_local()) for one in (handle, other)]
+    assert handle.to_local() is seen[0]() and handle.data.tolist() == [0, 1, 2]
+    drain(handle)
+    for one in (handle, other):
+        assert one.data.is_meta
+        with pytest.raises(ShardGoneError):
+            one.to_local()
+    wait_for(seen)
+
+
+def wait_for(tensors: list[weakref.ref[Any]]) -> None:
+    """Until they are gone: a thread lets go of what a request drains."""
+    deadline = time.monotonic() + 60
+    while any(one() is not None for one in tensors):
+        assert time.monotonic() < deadline, "a drained handle keeps its tensor"
+        gc.collect()
+        time.sleep(0.001)
+
+
+def test_what_was_fetched_is_forgotten_with_its_step() -> None:
+    td.rtensor.serve()
+    with Peer() as owner:
+        forgotten_with_its_step(owner)
+
+
+def forgotten_with_its_step(owner: Peer) -> None:
+    handle = owner.call(told.make, 1, 3)[0]
+    ways: list[Callable[[], Any]] = [
+        lambda: in_step([]),  # type: ignore[arg-type]
+        td.rtensor.clear_fetch_buffer,
+        lambda: request("DELETE", "/buffer/clear", {"shard_ids": [handle.shard_id]}),
+        lambda: ShardStore.end_epoch(1 << 20),
+        lambda: ShardStore.give_up(5),
+    ]
+    for number, drain in enumerate(ways):
+        if number > 2:
+            td.rtensor.clear_fetch_buffer()
+            ShardStore.begin_epoch((1 << 20) + number - 3, 5)
+        seen = [weakref.ref(handle.to_local()), weakref.ref(handle[1:].to_local())]
+        drain()
+        # What nobody looks at is let go of, too.
+        wait_for(seen)
+        assert handle.data.is_meta
+        # The shard is there still, so it is fetched again.
+        assert handle.to_local().tolist() == [0, 0, 0]
+    owner.call(told.remove, [handle.shard_id])
+    td.rtensor.clear_fetch_buffer()
+    with pytest.raises(ShardGoneError):
+        handle.to_local()
+
+
+def test_what_a_handle_alone_kept_has_not_escaped(caplog: pytest.LogCaptureFixture) -> None:
+    td.rtensor.serve()
+    handle = td.rtensor.remotize(torch.ones(3))
+    with td.rtensor.step(claim=handle):
+        handle.to_local()
+    assert "escaped" not in caplog.text
+
+
+def test_what_a_handle_was_made_with_is_its_own() -> None:
+    info = td.rtensor.TensorShardInfo("given", "127.0.0.1:1")
+    handle = td.rtensor.RTensor(info, torch.ones(3))
+    td.rtensor.clear_node()
+    assert handle.to_local().tolist() == [1, 1, 1]
