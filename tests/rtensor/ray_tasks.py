@@ -6,6 +6,7 @@ Ray leaves threads and descriptors in a process that it was in, which later test
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +16,15 @@ import torch
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 from tundish import rtensor
-from tundish.errors import InvalidInputError, InvalidTypeError, ShardGoneError, ShardMismatchError
+from tundish.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    ShardGoneError,
+    ShardMismatchError,
+    StoreFullError,
+    TimedOutError,
+    TransferError,
+)
 from tundish.rtensor import Controller, Worker
 
 
@@ -144,3 +153,64 @@ def batches_are_cleared_by_name() -> None:
     assert stats["num_tensors"] == 1 and rtensor.fetch_buffer_stats()["num_entries"] == 1
     assert rtensor.remove(handles[1].shard_id) == 1
     assert rtensor.storage_stats()["total_bytes"] == 0
+
+
+def the_limit_holds_for_what_is_put() -> None:
+    rtensor.set_backend(None)
+    rtensor.serve().close()
+    rtensor.serve(limit_bytes=1 << 20)
+    rtensor.set_backend(rtensor.RayBackend())
+    try:
+        first = rtensor.remotize(torch.zeros(3 << 18, dtype=torch.uint8))
+        stats = rtensor.storage_stats()
+        assert stats["total_bytes"] >= 3 << 18 and stats["memory"]["used_bytes"] >= 3 << 18
+        for count in (1 << 19, 1 << 21):
+            with pytest.raises(StoreFullError, match=f"{count} bytes do not fit"):
+                rtensor.remotize(torch.zeros(count, dtype=torch.uint8), timeout=0.1)
+        rtensor.remove(first.shard_id)
+        # What was removed has made room, and what failed takes none.
+        rtensor.store("name", torch.zeros(1 << 19, dtype=torch.uint8))
+    finally:
+        rtensor.clear_node()
+        rtensor.serve(limit_bytes=1 << 20).close()
+        rtensor.serve()
+
+
+def failures_of_ray_have_the_names_of_the_guide() -> None:
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Owner:
+        def put(self) -> list[Any]:
+            return [ray.put(("torch.uint8", (3,), torch.zeros(3, dtype=torch.uint8).numpy()))]
+
+    def handle_of(reference: Any) -> rtensor.RTensor:
+        info = rtensor.TensorShardInfo(f"x{len(made)}", "127.0.0.1:1", reference)
+        made.append(rtensor.RTensor(info, torch.empty(3, dtype=torch.uint8, device="meta")))
+        return made[-1]
+
+    made: list[rtensor.RTensor] = []
+    for reference, kind in (
+        (3, InvalidTypeError),
+        (ray.put(7), ShardMismatchError),
+        (ray.put((1, 2)), ShardMismatchError),
+    ):
+        with pytest.raises(kind, match="the ref of shard x"):
+            rtensor.localize(handle_of(reference))
+    never = ray.remote(num_cpus=1000)(lambda: None).remote()
+    with pytest.raises(TimedOutError, match="waited in vain for shard"):
+        rtensor.localize(handle_of(never), timeout=0.1)
+    owner = Owner.remote()
+    (reference,) = ray.get(owner.put.remote())
+    assert rtensor.localize(handle_of(reference)).tolist() == [0, 0, 0]
+    rtensor.clear_fetch_buffer()
+    ray.kill(owner)
+    deadline = time.monotonic() + 60
+    while True:
+        # Ray learns after a while that it is dead.
+        assert time.monotonic() < deadline
+        rtensor.clear_fetch_buffer()
+        try:
+            rtensor.localize(handle_of(reference), timeout=30)
+        except TransferError:
+            break

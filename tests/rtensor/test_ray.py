@@ -40,3 +40,11 @@ def test_drained_objects_leave_rays_store(driver: Peer) -> None:
 
 def test_batches_are_cleared_by_name(driver: Peer) -> None:
     driver.call(ray_tasks.batches_are_cleared_by_name)
+
+
+def test_the_limit_holds_for_what_is_put(driver: Peer) -> None:
+    driver.call(ray_tasks.the_limit_holds_for_what_is_put)
+
+
+def test_failures_of_ray_have_the_names_of_the_guide(driver: Peer) -> None:
+    driver.call(ray_tasks.failures_of_ray_have_the_names_of_the_guide)

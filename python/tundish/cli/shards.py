@@ -11,7 +11,7 @@ from typing import Any
 
 from tundish.cli.arguments import add_command
 from tundish.cli.output import printable
-from tundish.errors import NotAuthorizedError, TransferError
+from tundish.errors import InvalidInputError, NotAuthorizedError, TransferError
 
 __all__ = ["add_rtensor_commands"]
 
@@ -56,11 +56,7 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish rtensor stats`."""
     from tundish.rtensor.lines import Lines, Request, Worker
 
-    token = (
-        options.token_file.read_text(encoding="utf-8").partition("\n")[0].strip()
-        if options.token_file
-        else None
-    )
+    token = _token(options.token_file) if options.token_file else None
     workers = [Worker(addr) for addr in dict.fromkeys(options.addresses)]
     lines = Lines(lambda _: token, _SECONDS)
     try:
@@ -71,9 +67,16 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
         if isinstance(answer, Exception) and not isinstance(answer, (TransferError, NotAuthorizedError)):
             raise answer
     told = {worker.addr: answer for worker, answer in zip(workers, answers, strict=True)}
-    found = {addr: answer for addr, answer in told.items() if isinstance(answer, dict)}
     failed = {addr: str(answer) for addr, answer in told.items() if isinstance(answer, Exception)}
-    rows = [_HEADINGS, *(_row(addr, stats) for addr, stats in found.items())]
+    found, rows = {}, [_HEADINGS]
+    for addr, stats in told.items():
+        if addr in failed:
+            continue
+        try:
+            rows.append(_row(addr, stats))
+            found[addr] = stats
+        except (KeyError, TypeError, ValueError, OverflowError):
+            failed[addr] = f"{addr} does not answer as a process of tundish does: something else serves there"
     if len(found) > 1:
         rows.append(_total(rows[1:]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
@@ -93,22 +96,36 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _token(path: Path) -> str:
+    """The first line of a file."""
+    from tundish.rtensor.checks import check_token
+
+    try:
+        token = path.read_bytes().partition(b"\n")[0].decode().strip()
+        check_token(token)
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path}: its first line is no text, and so no token") from error
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{path}: {error}") from error
+    return token
+
+
 def _row(addr: str, stats: dict[str, Any]) -> tuple[str, ...]:
     storage, buffer = stats["storage"], stats["buffer"]
     escaped = storage["memory"]["escaped_bytes"] + buffer["memory"]["escaped_bytes"]
     step = stats["current_epoch"]
     return (
         printable(addr),
-        str(storage["num_entries"]),
+        _number(storage["num_entries"]),
         _mebibytes(storage["total_bytes"]),
-        str(storage["unclaimed_entries"]),
-        f"{storage['oldest_unclaimed_seconds']:.0f}",
-        str(buffer["num_entries"]),
+        _number(storage["unclaimed_entries"]),
+        _number(round(storage["oldest_unclaimed_seconds"])),
+        _number(buffer["num_entries"]),
         _mebibytes(buffer["total_bytes"]),
         _mebibytes(buffer["high_water_bytes"]),
-        str(buffer["late_inserts_refused"]),
+        _number(buffer["late_inserts_refused"]),
         _mebibytes(escaped),
-        "" if step is None else str(step),
+        "" if step is None else _number(step),
     )
 
 
@@ -122,6 +139,13 @@ def _total(rows: list[tuple[str, ...]]) -> tuple[str, ...]:
         for heading, column in zip(_HEADINGS[1:-1], columns, strict=True)
     ]
     return ("all", *sums, "")
+
+
+def _number(count: Any) -> str:
+    """Raises `TypeError` for what is none: it is not shown, whatever it is."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{count!r} is no number")
+    return str(count)
 
 
 def _mebibytes(count: int) -> str:

@@ -7,16 +7,18 @@ that failed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tundish.errors import DrainError, ShardGoneError, TransferError, counted
+from tundish.errors import DrainError, ShardGoneError, counted
 from tundish.rtensor.lines import Worker
 
-__all__ = ["check_claim", "failures_of", "hook_answer", "look_at_ledger", "refuse", "total"]
+__all__ = ["check_claim", "failures_of", "last_number", "look_at_ledger", "refuse", "total"]
 
 _log = logging.getLogger("tundish.rtensor")
 _NAMED = 8
+# Steps of controllers that count from 1 do not get there; what somebody has begun beyond is nothing to count on from.
+_MOST_STEPS = 1 << 48
 
 
 def refuse(what: str, answers: dict[Worker, Any]) -> None:
@@ -38,12 +40,13 @@ def check_claim(worker: Worker, answer: dict[str, Any]) -> None:
 
 
 def look_at_ledger(worker: Worker, number: int, ledger: dict[str, Any]) -> None:
-    if ledger.get("held_bytes"):
-        _log.warning("%s still holds %d bytes of step %d after its end", worker, ledger["held_bytes"], number)
-    elif ledger.get("has_ended") and ledger.get("viewed_bytes"):
+    held, viewed = _count(ledger, "held_bytes"), _count(ledger, "viewed_bytes")
+    if held:
+        _log.warning("%s still holds %d bytes of step %d after its end", worker, held, number)
+    elif ledger.get("has_ended") and viewed:
         _log.warning(
             "%d bytes of step %d escaped on %s: tensors that were handed out in the step are still in use there",
-            ledger["viewed_bytes"],
+            viewed,
             number,
             worker,
         )
@@ -54,16 +57,20 @@ def failures_of(answers: dict[Worker, Any]) -> dict[Worker, Exception]:
 
 
 def total(answers: dict[Worker, Any], key: str) -> int:
-    return sum(int(answer.get(key, 0)) for answer in answers.values() if isinstance(answer, dict))
+    return sum(_count(answer, key) for answer in answers.values() if isinstance(answer, dict))
 
 
-def hook_answer(worker: Worker, answer: Any) -> Any:
-    """What a function that drains came to, as of a worker that serves."""
-    if not isinstance(answer, Exception):
-        return {}
-    error = TransferError(f"{worker} fails: {type(answer).__name__}: {answer}")
-    error.__cause__ = answer
-    return error
+def last_number(stats: Iterable[Any]) -> int:
+    """The largest number of a step that is told of, or 0; what is no such number counts for nothing."""
+    told = (one.get("epochs") for one in stats if isinstance(one, dict))
+    steps = [one for epochs in told if isinstance(epochs, list) for one in epochs if isinstance(one, dict)]
+    numbers = [_count(step, "epoch") for step in steps]
+    return max((number for number in numbers if number <= _MOST_STEPS), default=0)
+
+
+def _count(answer: dict[str, Any], key: str) -> int:
+    found = answer.get(key, 0)
+    return found if isinstance(found, int) else 0
 
 
 def _described(what: str, failures: dict[Worker, Exception]) -> str:

@@ -17,15 +17,16 @@ import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from tundish._native import ShardStore, shard_ids
-from tundish.errors import InvalidInputError, InvalidTypeError, ShardGoneError, TundishError
-from tundish.rtensor.answers import check_claim, failures_of, hook_answer, look_at_ledger, refuse, total
+from tundish.errors import InvalidInputError, ShardGoneError, TundishError
+from tundish.rtensor.answers import check_claim, failures_of, last_number, look_at_ledger, refuse, total
+from tundish.rtensor.checks import check_claim_of_handles, check_seconds, check_token
 from tundish.rtensor.handle import collect_shards, flatten_shard_ids, handles_of
-from tundish.rtensor.lines import Lines, Request, StepTakenError, Worker, split_address
+from tundish.rtensor.hooks import Hooks
+from tundish.rtensor.lines import Lines, Request, StepTakenError, Worker, worker_of
 from tundish.rtensor.process import state
 
 __all__ = ["Controller", "Drained", "Step"]
@@ -88,12 +89,19 @@ class Controller:
     Args:
         workers: a `Worker(addr, role, rank)` each.
         token: what they were served with; they alone are shown it.
-        timeout: seconds until a worker has to have answered.
+        timeout: seconds until a worker has to have answered, or its `drain` to have ended.
+
+    Raises `InvalidInputError` and `InvalidTypeError` for arguments that cannot be used, and when it is used after
+    it was closed.
 
     Calls come from one thread at a time. Closed, or when its process ends, the workers give up what it claimed.
     """
 
     def __init__(self, workers: Iterable[Worker], *, token: str | None = None, timeout: float = 30.0) -> None:
+        check_token(token)
+        check_seconds(timeout, may_be_zero=False)
+        self._hooks = Hooks(timeout)
+        self._is_closed = False
         self._lines = Lines(lambda addr: token if self._is_worker(addr) else None, timeout)
         self._lock = threading.RLock()
         # What began and did not succeed: it failed, or was interrupted.
@@ -136,15 +144,10 @@ class Controller:
 
         What could not be drained of others is let go: those processes are gone.
         """
-        given = [worker if isinstance(worker, Worker) else Worker(*worker) for worker in workers]
+        self._check_open()
+        given = [worker_of(one) for one in workers]
         seen: set[str] = set()
         for worker in given:
-            if worker.drain is None:
-                split_address(worker.addr)
-            elif not callable(worker.drain):
-                raise InvalidTypeError(
-                    f"drain of {worker} is a {type(worker.drain).__qualname__}, not a function"
-                )
             if worker.addr in seen:
                 raise InvalidInputError(
                     f"two workers serve at {worker.addr}: every process has an address of its own"
@@ -161,6 +164,9 @@ class Controller:
 
         Raises `DrainError` where that has failed before.
         """
+        self._check_open()
+        for target in targets:
+            check_claim_of_handles(target, "clear_batches")
         with self._lock:
             self._catch_up()
             handles = handles_of(targets)
@@ -197,6 +203,8 @@ class Controller:
             ShardGoneError: a claimed shard is not there, or another step's. Nothing is drained then.
             DrainError: a worker does not begin the step, or could not be drained now and in the step before.
         """
+        self._check_open()
+        check_claim_of_handles(claim, "step")
         handles = handles_of(claim)
         owners = collect_shards(handles)
         with self._lock:
@@ -229,6 +237,8 @@ class Controller:
 
         Its shards are unclaimed again, and what was fetched of them stays until a later step claims or drains them.
         """
+        self._check_open()
+        check_claim_of_handles(obj, "keep")
         ids = flatten_shard_ids(obj)
         kept = ShardStore.keep(ids)
         answers = self._tell(
@@ -242,12 +252,14 @@ class Controller:
 
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
         """What every worker holds, or why it does not say."""
+        self._check_open()
         asked = [worker for worker in self._workers if worker.drain is None]
         answers = self._lines.ask_all([(worker, Request("GET", "/stats")) for worker in asked])
         return dict(zip(asked, answers, strict=True))
 
     def close(self) -> None:
         """Let go of the workers. Done twice is done once."""
+        self._is_closed = True
         self._lines.close()
         # As the workers do, which find the end of their lines.
         ShardStore.give_up(self._claimant)
@@ -264,10 +276,7 @@ class Controller:
     def _next_number(self, *, is_contested: bool = False) -> int:
         if self._number is None or is_contested:
             # One that went before this controller has counted too.
-            known = [answer for answer in self.stats().values() if isinstance(answer, dict)]
-            known.append(json.loads(ShardStore.stats()))
-            numbers = (one["epoch"] for answer in known for one in answer.get("epochs", ()))
-            self._number = max(numbers, default=0)
+            self._number = last_number([*self.stats().values(), json.loads(ShardStore.stats())])
         # Two that ask at the same time do not meet again.
         self._number += 1 + (secrets.randbelow(_NUMBERS) if is_contested else 0)
         return self._number
@@ -408,15 +417,9 @@ class Controller:
     def _carry_out(self, errands: Sequence[_Errand]) -> dict[Worker, Any]:
         """The answers; what fails is warned of, and stays noted."""
         answers = self._ask((one.worker, one.request) for one in errands if one.worker.drain is None)
-        hooked = [
-            (one.worker, partial(one.worker.drain, one.ids))
-            for one in errands
-            if one.worker.drain is not None
-        ]
-        outcomes = self._lines.call_all([call for _, call in hooked])
-        answers |= {
-            worker: hook_answer(worker, answer) for (worker, _), answer in zip(hooked, outcomes, strict=True)
-        }
+        answers |= self._hooks.call(
+            [(one.worker, one.ids) for one in errands if one.worker.drain is not None]
+        )
         for answer in answers.values():
             if isinstance(answer, Exception):
                 _log.warning("a worker could not be drained, which is tried again: %s", answer)
@@ -462,9 +465,13 @@ class Controller:
                     )
                 else:
                     _log.debug("%s is drained", worker)
-            except (TypeError, KeyError, ValueError, TundishError) as error:
+            except (TypeError, KeyError, ValueError, OverflowError, TundishError) as error:
                 _log.debug("%s does not say what is left in its fetch buffer: %s", worker, answer or error)
         return left
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InvalidInputError("this controller is closed: make another one")
 
     def _is_worker(self, addr: str) -> bool:
         return any(worker.addr == addr for worker in self._workers)

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from tundish.errors import InvalidInputError, NotAuthorizedError, TransferError
+from tundish.errors import InvalidTypeError, NotAuthorizedError, TransferError
+from tundish.rtensor.checks import split_address
+from tundish.rtensor.exchange import Connection
 
-__all__ = ["Lines", "Request", "Worker", "split_address"]
+__all__ = ["Lines", "Request", "StepTakenError", "Worker", "worker_of"]
 
 _MOST_AT_ONCE = 32
-_LONGEST_ANSWER = 64 << 20
-_PIECE = 1 << 20
 # Of ids in a request: some megabytes, which no worker refuses.
 _MOST_IDS = 1 << 16
 _TURN_SECONDS = 0.25
@@ -49,7 +49,8 @@ class Worker(NamedTuple):
         role: what it is, for messages: actor, critic, ref.
         rank: which of these.
         drain: for a process that does not serve, such as one of an inference server: called with the ids of the
-            shards that it is to drop, and for the end of a step with those that the step claimed.
+            shards that it is to drop, and for the end of a step with those that the step claimed. By a thread that
+            is not waited for longer than the controller's `timeout`: then it has failed, though it may go on.
     """
 
     addr: str
@@ -149,7 +150,7 @@ class _Line:
         self.made: int | None = None
         self._lock = threading.Lock()
         self._timeout = timeout
-        self._connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        self._connection = Connection(host, port)
         _of_process.add(self)
 
     def ask(self, worker: Worker, request: Request, token: str | None) -> Any:
@@ -169,7 +170,8 @@ class _Line:
                     if not is_kept:
                         raise
                     status, text = self._exchange(request, content, headers, deadline)
-            except (OSError, http.client.HTTPException) as error:
+            # A name that cannot be one of a host, too.
+            except (OSError, http.client.HTTPException, UnicodeError) as error:
                 self._connection.close()
                 reason = str(error) or type(error).__name__
                 raise TransferError(
@@ -186,24 +188,12 @@ class _Line:
         self, request: Request, content: bytes | None, headers: dict[str, str], deadline: float
     ) -> tuple[int, bytes]:
         connection = self._connection
-        connection.timeout = max(0.001, deadline - time.monotonic())
-        if connection.sock is not None:
-            connection.sock.settimeout(connection.timeout)
-        else:
-            connection.connect()
-            self.made = next(_made)
-        connection.request(request.method, request.path, content, headers)
-        response = connection.getresponse()
-        text = bytearray()
-        # In pieces: the timeout of a socket is that of each of them.
-        while piece := response.read1(_PIECE):
-            text += piece
-            if len(text) > _LONGEST_ANSWER:
-                raise http.client.HTTPException(f"the answer is longer than {_LONGEST_ANSWER} bytes")
-            if time.monotonic() > deadline:
-                raise TimeoutError("timed out in the middle of the answer")
-        response.read()
-        return response.status, bytes(text)
+        is_new = connection.sock is None
+        try:
+            return connection.exchange(request.method, request.path, content, headers, deadline)
+        finally:
+            if is_new:
+                self.made = next(_made)
 
     def close(self) -> None:
         with self._lock:
@@ -236,6 +226,21 @@ class StepTakenError(TransferError):
     """A step of that number has ended there, or is another controller's."""
 
 
+def worker_of(given: Any) -> Worker:
+    """A worker that was given as one, or as what makes one. Raises `InvalidTypeError` and `InvalidInputError`."""
+    if isinstance(given, Worker):
+        worker = given
+    elif isinstance(given, (tuple, list)) and 1 <= len(given) <= len(Worker._fields):
+        worker = Worker(*given)
+    else:
+        raise InvalidTypeError(f"{given!r} is no worker: Worker(addr, role, rank)")
+    if worker.drain is None:
+        split_address(worker.addr)
+    elif not callable(worker.drain):
+        raise InvalidTypeError(f"drain of {worker} is a {type(worker.drain).__qualname__}, not a function")
+    return worker
+
+
 def _with_ids(content: Mapping[str, Any], ids: Sequence[str], start: int) -> Mapping[str, Any] | None:
     """What is sent of a long list of ids in one request."""
     return {**content, "shard_ids": ids[start : start + _MOST_IDS]} if ids else content or None
@@ -246,18 +251,11 @@ def _joined(one: Any, other: Any) -> Any:
     return one + other if isinstance(one, (int, list)) else other
 
 
-def split_address(addr: str) -> tuple[str, int]:
-    """Host and port. Raises `InvalidInputError`."""
-    host, colon, port = addr.rpartition(":") if isinstance(addr, str) else ("", "", "")
-    if not host or not colon or not (port.isascii() and port.isdigit()) or int(port) >= 2**16:
-        raise InvalidInputError(f"{addr!r} is no address of a process: host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
 def _read(worker: Worker, request: Request, status: int, text: bytes) -> Any:
     try:
         answer = json.loads(text) if text else {}
-    except ValueError:
+    # What lies in a thousand lists is none of theirs.
+    except (ValueError, RecursionError):
         answer = None
     if status in (_UNAUTHORIZED, _FORBIDDEN):
         raise NotAuthorizedError(
@@ -268,6 +266,11 @@ def _read(worker: Worker, request: Request, status: int, text: bytes) -> Any:
         kind = StepTakenError if status == _CONFLICT else TransferError
         raise kind(
             f"{worker} refuses {request.method} {request.path} ({status}): {str(reason)[:_LONGEST_REASON]}"
+        )
+    if not isinstance(answer, dict):
+        raise TransferError(
+            f"{worker} answers {request.method} {request.path} with a {type(answer).__name__}: what serves there is no "
+            "process of tundish"
         )
     return answer
 

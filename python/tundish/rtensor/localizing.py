@@ -15,6 +15,7 @@ from torch import Tensor
 from tundish._native import RTensor
 from tundish.errors import InvalidInputError, InvalidTypeError, counted
 from tundish.rtensor.backends import backend
+from tundish.rtensor.checks import check_seconds
 from tundish.rtensor.handle import handles_of
 from tundish.rtensor.memory import tensors_over
 from tundish.rtensor.storing import DEFAULT_TIMEOUT
@@ -47,6 +48,7 @@ def localize(
         StoreFullError: the buffer is at its limit, and was until the time was over.
         TimedOutError: it took too long.
     """
+    check_seconds(timeout)
     handles = handles_of(obj)
     if not handles:
         if out is not None and not isinstance(out, Tensor) and not len(out):
@@ -82,6 +84,10 @@ def _rooms(handles: list[RTensor], rooms: list[Tensor]) -> list[Tensor]:
             )
         if room.requires_grad:
             raise InvalidInputError(f"out[{number}] requires a gradient: give its detach()")
+        if room.layout is torch.strided and any(
+            length > 1 and not stride for length, stride in zip(room.shape, room.stride(), strict=True)
+        ):
+            raise InvalidInputError(f"out[{number}] is expanded: several of its elements lie in one place")
     return rooms
 
 

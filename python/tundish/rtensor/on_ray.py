@@ -8,9 +8,12 @@ gone: that of its owner, and those in handles.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
+import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +21,16 @@ import torch
 from torch import Tensor
 
 from tundish._native import RTensor, ShardStore, ShardView
-from tundish.errors import InvalidInputError, ShardGoneError, ShardMismatchError, missing_extra
+from tundish.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    ShardGoneError,
+    ShardMismatchError,
+    StoreFullError,
+    TimedOutError,
+    TransferError,
+    missing_extra,
+)
 from tundish.rtensor.backends import Removed, StoreBackend
 from tundish.rtensor.handle import TensorShardInfo
 from tundish.rtensor.serving import address
@@ -27,13 +39,15 @@ __all__ = ["RayBackend"]
 
 # How soon a reference is let go of after its shard.
 _REAPING_SECONDS: Final = 0.2
+# Between two looks for room.
+_TURN_SECONDS: Final = 0.02
 
 
 class RayBackend(StoreBackend):
     """Tensors lie in the object store of the Ray cluster that this process is connected to (`ray.init`).
 
     Handles carry a reference, so they travel as arguments and results of Ray's functions and actors, not through
-    `dumps`.
+    `dumps`. `serve(limit_bytes=…)` bounds what this process puts there.
 
     Raises `MissingExtraError` without ray, `InvalidInputError` where this process is not connected.
     """
@@ -49,21 +63,28 @@ class RayBackend(StoreBackend):
         self._lock = threading.Lock()
         self._stored: dict[str, RTensor] = {}
         self._bytes: dict[str, int] = {}
+        # Of all of them, and of what is being put.
+        self._used = 0
         self._reaper: threading.Thread | None = None
 
     def address(self) -> str:
         return address()
 
     def store(self, tensors: Sequence[Tensor], timeout: float) -> list[RTensor]:
-        references = [self._put(tensor) for tensor in tensors]
-        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        places = ShardStore.put([nothing] * len(tensors), self.address(), timeout)
-        return [self._handle(*one) for one in zip(places, tensors, references, strict=True)]
+        address = self.address()
+        with self._room(sum(tensor.nbytes for tensor in tensors), timeout):
+            references = [self._put(tensor) for tensor in tensors]
+            nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+            places = ShardStore.put([nothing] * len(tensors), address, timeout)
+            return [self._handle(*one) for one in zip(places, tensors, references, strict=True)]
 
     def store_as(self, shard_id: str, tensor: Tensor, timeout: float) -> RTensor:
-        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        place = ShardStore.put_as(shard_id, nothing, self.address(), timeout)
-        return self._handle(place, tensor, self._put(tensor))
+        address = self.address()
+        with self._room(tensor.nbytes, timeout):
+            reference = self._put(tensor)
+            nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+            place = ShardStore.put_as(shard_id, nothing, address, timeout)
+            return self._handle(place, tensor, reference)
 
     def own(self, shard_id: str) -> RTensor:
         self.let_go()
@@ -99,6 +120,7 @@ class RayBackend(StoreBackend):
         found = super().stats()
         with self._lock:
             found["storage"]["total_bytes"] += sum(self._bytes.values())
+            found["storage"]["memory"]["used_bytes"] += self._used
         return found
 
     def let_go(self) -> int:
@@ -107,13 +129,44 @@ class RayBackend(StoreBackend):
             gone = ShardStore.absent(list(self._stored))
             dropped = [self._stored.pop(shard_id) for shard_id in gone]
             size = sum(self._bytes.pop(shard_id) for shard_id in gone)
+            self._used -= size
         for handle in dropped:
             handle.forget()
         return size
 
     def _put(self, tensor: Tensor) -> Any:
         values = tensor.reshape(-1).view(torch.uint8).numpy()
-        return self._ray.put((str(tensor.dtype), tuple(tensor.shape), values))
+        try:
+            return self._ray.put((str(tensor.dtype), tuple(tensor.shape), values))
+        except self._ray.exceptions.ObjectStoreFullError as error:
+            raise StoreFullError(
+                f"{tensor.nbytes} bytes do not fit in Ray's object store: drain what was consumed"
+            ) from error
+
+    @contextlib.contextmanager
+    def _room(self, size: int, timeout: float) -> Iterator[None]:
+        """Room for so many bytes within this process's limit. Raises `StoreFullError`."""
+        deadline = time.monotonic() + timeout
+        limit: int = json.loads(ShardStore.stats())["storage"]["memory"]["limit_bytes"]
+        while True:
+            self.let_go()
+            with self._lock:
+                used = self._used
+                if used + size <= limit:
+                    self._used += size
+                    break
+            if size > limit or time.monotonic() >= deadline:
+                raise StoreFullError(
+                    f"{size} bytes do not fit in the storage: {used} of its {limit} bytes are in use; drain what was "
+                    "consumed, or raise the limit"
+                )
+            time.sleep(_TURN_SECONDS)
+        try:
+            yield
+        finally:
+            # What was put is counted by its handle.
+            with self._lock:
+                self._used -= size
 
     def _handle(self, place: RTensor, tensor: Tensor, reference: Any) -> RTensor:
         shard = TensorShardInfo(place.shard_id, place.node_addr, reference)
@@ -122,6 +175,7 @@ class RayBackend(StoreBackend):
             # The caller may forget what its handle refers to; this process does not.
             self._stored[shard.shard_id] = handle.with_ref(reference)
             self._bytes[shard.shard_id] = tensor.nbytes
+            self._used += tensor.nbytes
             if self._reaper is None:
                 self._reaper = threading.Thread(
                     target=_reap, args=(weakref.ref(self),), name="tundish-rtensor-ray", daemon=True
@@ -140,19 +194,37 @@ class RayBackend(StoreBackend):
                     raise ShardGoneError(
                         f"shard {shard_id} was drained or removed: its handle refers to nothing any more"
                     )
+                if not isinstance(reference, self._ray.ObjectRef):
+                    raise InvalidTypeError(
+                        f"the ref of shard {shard_id} is a {type(reference).__qualname__}, not an ObjectRef of Ray"
+                    )
                 references.append(reference)
-            found = self._ray.get(references, timeout=timeout)
-            return [
-                _bytes_of(known[one[0]], one[1], *value) for one, value in zip(wanted, found, strict=True)
-            ]
+            first = known[wanted[0][0]]
+            try:
+                found = self._ray.get(references, timeout=timeout)
+            except self._ray.exceptions.GetTimeoutError as error:
+                raise TimedOutError(
+                    f"waited in vain for shard {first.shard_id} of {first.node_addr}: the time that was given is over"
+                ) from error
+            except self._ray.exceptions.RayError as error:
+                raise TransferError(
+                    f"cannot fetch shard {first.shard_id} from {first.node_addr}, of {len(references)}: {error}"
+                ) from error
+            return [_bytes_of(known[one[0]], one[1], value) for one, value in zip(wanted, found, strict=True)]
 
         return get
 
 
-def _bytes_of(
-    handle: RTensor, rows: tuple[int, int] | None, dtype: str, shape: tuple[int, ...], values: Any
-) -> Any:
-    """The bytes of the rows that a handle means, of the whole shard's `values`."""
+def _bytes_of(handle: RTensor, rows: tuple[int, int] | None, value: Any) -> Any:
+    """The bytes of the rows that a handle means, of what its reference leads to: dtype, shape and bytes."""
+    match value:
+        case (str(dtype), tuple(shape), np.ndarray() as values):
+            pass
+        case _:
+            raise ShardMismatchError(
+                f"the ref of shard {handle.shard_id} of {handle.node_addr} leads to a {type(value).__qualname__} that "
+                "is no shard"
+            )
     declared = tuple(handle.shape)
     if dtype != str(handle.dtype) or (shape if rows is None else (rows[1] - rows[0], *shape[1:])) != declared:
         raise ShardMismatchError(

@@ -14,6 +14,7 @@ from typing import Self
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.rtensor.checks import check_token, split_address
 from tundish.rtensor.process import state
 
 __all__ = ["Server", "address", "serve", "trust"]
@@ -88,15 +89,17 @@ def serve(
     """
     options = (host, port, token, limit_bytes, buffer_limit_bytes)
     _check(host, port, token, limit_bytes, buffer_limit_bytes)
+    others = _addresses(peers)
     mine = state()
     with mine.lock:
         if mine.server is None:
             default = 4 * _native.default_arena_limit()
+            native = _native.ShardServer(host.removeprefix("[").removesuffix("]"), port, token)
+            # Where nothing is served the limits are as they were.
             _native.ShardStore.set_limits(
                 default if limit_bytes is None else limit_bytes,
                 default if buffer_limit_bytes is None else buffer_limit_bytes,
             )
-            native = _native.ShardServer(host, port, token)
             addr = f"{_shown(host)}:{native.port}"
             _native.ShardStore.announce(addr)
             mine.server = Server(addr, token, native, options)
@@ -105,12 +108,18 @@ def serve(
                 f"this process serves at {mine.server.addr} already, with other arguments: a process serves once; "
                 "close that server first"
             )
-        trust(*peers, token=token)
+        trust(*others, token=token)
         return mine.server
 
 
 def trust(*addresses: str, token: str | None) -> None:
-    """Show `token` to the processes that serve at these addresses; to others none is shown."""
+    """Show `token` to the processes that serve at these addresses; to others none is shown.
+
+    Raises `InvalidInputError` for what is no address, and for what is no token.
+    """
+    check_token(token)
+    for one in addresses:
+        split_address(one)
     tokens = state().tokens
     for one in addresses:
         _native.trust_owner(one, token)
@@ -131,10 +140,7 @@ def _check(host: str, port: int, token: str | None, *limits: int | None) -> None
         raise InvalidTypeError(f"host is {host!r}, not a name or an address")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 2**16:
         raise InvalidInputError(f"port is {port!r}, not 0 to 65535")
-    if token is not None and (not isinstance(token, str) or not token.isascii() or not token.isprintable()):
-        raise InvalidInputError("token has to be a text of printable ASCII characters")
-    if token is not None and (not token or " " in token or len(token) > 1024):
-        raise InvalidInputError("token has 1 to 1024 characters, and no spaces")
+    check_token(token)
     for limit in limits:
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0):
             raise InvalidInputError(f"a limit is {limit!r}, not a number of bytes above 0")
@@ -169,3 +175,12 @@ def _shown(host: str) -> str:
                 return _LOOPBACK
             return str(probe.getsockname()[0])
     return f"[{numbers}]" if numbers.version == 6 else str(numbers)
+
+
+def _addresses(peers: Iterable[str]) -> list[str]:
+    if isinstance(peers, str) or not isinstance(peers, Iterable):
+        raise InvalidTypeError(f"peers is {peers!r}, not a list of addresses")
+    found = list(peers)
+    for one in found:
+        split_address(one)
+    return found

@@ -15,6 +15,8 @@ from typing import Any
 from tundish._native import ShardStore
 from tundish.distributed import Voter, voter_of
 from tundish.errors import InvalidInputError, ShardGoneError
+from tundish.rtensor.answers import last_number
+from tundish.rtensor.checks import check_claim_of_handles
 from tundish.rtensor.controller import Step
 from tundish.rtensor.handle import collect_shards, flatten_shard_ids
 from tundish.rtensor.lines import Lines, Request, Worker
@@ -41,6 +43,7 @@ def step(claim: Any = None) -> Iterator[Step]:
     """
     mine = state()
     with _alone(mine):
+        check_claim_of_handles(claim, "step")
         ids = flatten_shard_ids(claim) if claim is not None else []
         number = mine.epoch if mine.has_begun else _begin_next(mine)
         if ids:
@@ -76,6 +79,7 @@ def keep(obj: Any) -> int:
     It stays until it is removed or drained by its id, or a later step claims it. Returns the number of entries. See
     `Controller.keep` for shards of other processes.
     """
+    check_claim_of_handles(obj, "keep")
     mine = state()
     here = {"local", mine.server.addr if mine.server is not None else "local"}
     mine.kept |= {one for owner, ids in collect_shards(obj).items() if owner not in here for one in ids}
@@ -104,6 +108,7 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
             raise InvalidInputError(
                 "drain ends the step of all ranks, and this one is in a step() of its own"
             )
+        check_claim_of_handles(claim, "drain")
         by_owner = collect_shards(claim) if claim is not None else {}
         ended = mine.epoch if mine.has_begun else None
         # First, so that there is no time at which what other threads fetch belongs to no step.
@@ -170,8 +175,7 @@ def _alone(mine: State) -> Iterator[None]:
 
 def _begin_next(mine: State) -> int:
     """Begin the step after all that this process knows of."""
-    known = json.loads(ShardStore.stats())["epochs"]
-    mine.epoch = max([mine.epoch, *(one["epoch"] for one in known)]) + 1
+    mine.epoch = max(mine.epoch, last_number([json.loads(ShardStore.stats())])) + 1
     ShardStore.begin_epoch(mine.epoch, mine.claimant)
     mine.has_begun = True
     return mine.epoch

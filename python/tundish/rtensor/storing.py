@@ -17,6 +17,7 @@ from torch import Tensor
 from tundish._native import RTensor
 from tundish.errors import InvalidTypeError
 from tundish.rtensor.backends import Removed, backend
+from tundish.rtensor.checks import check_seconds
 from tundish.rtensor.memory import dense
 from tundish.tree import Refusal, map_only
 
@@ -43,6 +44,7 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
     Raises `StoreFullError` at the limit, `InvalidTypeError`, with the path, for a tensor that is more than values in
     memory, such as a sparse one.
     """
+    check_seconds(timeout)
     found: list[Tensor] = []
     places: dict[Any, int] = {}
     order: list[int] = []
@@ -110,6 +112,8 @@ def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) ->
 
     Raises `InvalidInputError` where a shard of that name is there, and what `remotize` raises.
     """
+    check_seconds(timeout)
+    _check_name(shard_id)
     if not isinstance(tensor, Tensor):
         raise InvalidTypeError(f"store takes a tensor, not a {type(tensor).__qualname__}")
     try:
@@ -124,8 +128,14 @@ def fetch(shard_id: str) -> Tensor:
 
     Raises `ShardGoneError`.
     """
+    _check_name(shard_id)
     found: Tensor = backend().own(shard_id).to_local()
     return found
+
+
+def _check_name(shard_id: str) -> None:
+    if not isinstance(shard_id, str):
+        raise InvalidTypeError(f"the name of a shard is a text, not a {type(shard_id).__qualname__}")
 
 
 def remove(shard_ids: str | Iterable[str]) -> int:

@@ -1,0 +1,58 @@
+"""Arguments that several calls of this part take, checked before work starts.
+
+torch is never imported: the command line checks what it is given here, too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+__all__ = ["check_claim_of_handles", "check_seconds", "check_token", "split_address"]
+
+
+def split_address(addr: str) -> tuple[str, int]:
+    """Host and port. Raises `InvalidInputError`."""
+    host, colon, port = addr.rpartition(":") if isinstance(addr, str) else ("", "", "")
+    is_name = host.isprintable() and " " not in host and "/" not in host
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 2**16
+    if not host or not colon or not is_name or not is_port:
+        raise InvalidInputError(f"{addr!r} is no address of a process: host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def check_token(token: Any) -> None:
+    """Raises `InvalidInputError` for what is no token, nor None."""
+    if token is not None and (not isinstance(token, str) or not token.isascii() or not token.isprintable()):
+        raise InvalidInputError("token has to be a text of printable ASCII characters")
+    if token is not None and (not token or " " in token or len(token) > 1024):
+        raise InvalidInputError("token has 1 to 1024 characters, and no spaces")
+
+
+def check_seconds(timeout: Any, *, may_be_zero: bool = True) -> float:
+    """A number of seconds to wait. Raises `InvalidTypeError` and `InvalidInputError`."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise InvalidTypeError(f"timeout is {timeout!r}, not a number of seconds")
+    if math.isnan(timeout) or timeout < 0 or (timeout == 0 and not may_be_zero):
+        least = "0 or more" if may_be_zero else "more than 0"
+        raise InvalidInputError(f"timeout is {timeout!r}, and has to be {least} seconds")
+    try:
+        return float(timeout)
+    except OverflowError:
+        return math.inf
+
+
+def check_claim_of_handles(targets: Any, what: str) -> None:
+    """Raises `InvalidTypeError` where names of shards stand in place of handles: nothing would come of them."""
+    texts = [targets] if isinstance(targets, str) else targets
+    if (
+        isinstance(texts, (list, tuple, set, frozenset))
+        and texts
+        and all(isinstance(one, str) for one in texts)
+    ):
+        raise InvalidTypeError(
+            f"{what} takes handles, and these are texts: names of shards do not say who owns them; give the handles, "
+            "or remove(names) on their owner and clear_fetch_buffer(names) where they were fetched"
+        )

@@ -1,0 +1,123 @@
+"""A connection on which a request and its answer together have a deadline, and a size that they do not pass.
+
+What always holds: no call of the system waits beyond the deadline, however little comes each time; of what comes no
+more is kept than an answer may have.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import socket
+import time
+from typing import Any
+
+__all__ = ["Connection"]
+
+LONGEST_ANSWER = 64 << 20
+# Of its head, with answers before it that only say that it follows.
+_LONGEST_HEAD = 1 << 20
+_PIECE = 1 << 20
+# What a call of the system can be given.
+_LONGEST_WAIT = 86400.0
+
+
+class Connection(http.client.HTTPConnection):
+    """As Python has it, with a deadline for what is done at the moment."""
+
+    deadline = 0.0
+    # Bytes that may come still.
+    room = 0
+
+    def exchange(
+        self, method: str, path: str, content: bytes | None, headers: dict[str, str], deadline: float
+    ) -> tuple[int, bytes]:
+        """Status and body of the answer. Raises `OSError` and `HTTPException`."""
+        self.deadline, self.room = deadline, _LONGEST_HEAD
+        if self.sock is None:
+            self.connect()
+        self.request(method, path, content, headers)
+        response = self.getresponse()
+        self.room += LONGEST_ANSWER
+        text = bytearray()
+        while piece := response.read(_PIECE):
+            text += piece
+            if len(text) > LONGEST_ANSWER:
+                raise http.client.HTTPException(f"the answer is longer than {LONGEST_ANSWER} bytes")
+        return response.status, bytes(text)
+
+    def connect(self) -> None:
+        """To the first of the host's addresses that answers before the deadline."""
+        failure: OSError = OSError(f"{self.host} has no address")
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            self.host, self.port, type=socket.SOCK_STREAM
+        ):
+            made = socket.socket(family, kind, protocol)
+            try:
+                made.settimeout(self.left())
+                made.connect(address)
+                made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except OSError as error:
+                failure = error
+                made.close()
+            except BaseException:
+                made.close()
+                raise
+            else:
+                # What a connection asks of its socket: to send all, to be read as a file, to be closed.
+                self.sock = _Socket(made, self)  # type: ignore[assignment]
+                return
+        raise failure
+
+    def left(self) -> float:
+        """Seconds until the deadline. Raises `TimeoutError`."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        return min(left, _LONGEST_WAIT)
+
+
+class _Socket:
+    """A socket whose every call ends at the deadline of its connection."""
+
+    def __init__(self, made: socket.socket, connection: Connection) -> None:
+        self._socket = made
+        self._connection = connection
+
+    def sendall(self, content: Any) -> None:
+        self._socket.settimeout(self._connection.left())
+        self._socket.sendall(content)
+
+    def makefile(self, *_: Any) -> io.BufferedReader:
+        # The file keeps the socket open until it is closed, too.
+        return io.BufferedReader(_Incoming(self._socket, self._connection))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def detach(self) -> int:
+        return self._socket.detach()
+
+
+class _Incoming(io.RawIOBase):
+    """What comes on a socket."""
+
+    def __init__(self, made: socket.socket, connection: Connection) -> None:
+        self._socket = made
+        self._file = made.makefile("rb", buffering=0)
+        self._connection = connection
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int | None:
+        self._socket.settimeout(self._connection.left())
+        come = self._file.readinto(room)
+        self._connection.room -= come or 0
+        if self._connection.room < 0:
+            raise http.client.HTTPException("more comes than an answer may have")
+        return come
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

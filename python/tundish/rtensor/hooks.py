@@ -1,0 +1,78 @@
+"""Functions that drain workers which do not serve.
+
+What always holds: nobody waits for one of them beyond the timeout, and of one worker no two run at once: what goes on
+after its time does so by a thread that the end of the process does not wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tundish.errors import TransferError
+from tundish.rtensor.lines import Worker
+
+__all__ = ["Hooks"]
+
+# In turns, each of which a signal ends.
+_TURN_SECONDS = 0.25
+
+
+class _Call:
+    """A call of one, under way or done."""
+
+    def __init__(self, worker: Worker, ids: list[str]) -> None:
+        self._worker = worker
+        self._ids = ids
+        self.answer: dict[str, Any] | Exception | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name="tundish-rtensor-drain", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            if self._worker.drain is not None:
+                self._worker.drain(self._ids)
+            self.answer = {}
+        except Exception as error:  # noqa: BLE001 (the controller's to judge, as what a worker answers)
+            self.answer = TransferError(f"{self._worker} fails: {type(error).__name__}: {error}")
+            self.answer.__cause__ = error
+        finally:
+            self._done.set()
+
+    def wait(self, deadline: float) -> bool:
+        while not self._done.is_set():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._done.wait(min(left, _TURN_SECONDS))
+        return True
+
+
+class Hooks:
+    """Calls them, each for `timeout` seconds."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        # Those that did not end in their time, by the addresses of their workers.
+        self._late: dict[str, _Call] = {}
+
+    def call(self, wanted: Sequence[tuple[Worker, list[str]]]) -> dict[Worker, Any]:
+        """What the calls came to, all at once: as of workers that serve."""
+        deadline = time.monotonic() + self._timeout
+        calls = {worker: _Call(worker, ids) for worker, ids in wanted if worker.addr not in self._late}
+        for worker, ids in wanted:
+            late = self._late.pop(worker.addr, None)
+            if late is not None:
+                calls[worker] = _Call(worker, ids) if late.wait(deadline) else late
+        answers: dict[Worker, Any] = {}
+        for worker, call in calls.items():
+            if call.wait(deadline):
+                answers[worker] = call.answer
+            else:
+                self._late[worker.addr] = call
+                answers[worker] = TransferError(
+                    f"{worker} fails: the function that drains it has not ended within {self._timeout:g} s"
+                )
+        return answers

@@ -1,0 +1,180 @@
+"""Workers that keep a controller waiting for ever, or say what no worker says: it waits no longer than it was told."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from false_worker import FalseWorker
+
+import tundish as td
+from tundish import cli
+from tundish.errors import DrainError, TransferError
+from tundish.rtensor import Controller, Worker
+
+# The control says 0.2 s; a machine that is busy with other tests takes longer, and for ever is longer still.
+_TIMEOUT = 0.2
+_SOON = 20.0
+
+
+@contextlib.contextmanager
+def dripping(first: bytes, drip: bytes) -> Iterator[str]:
+    """Where somebody answers everybody with `first`, and then with `drip` again and again. The address."""
+    over = threading.Event()
+
+    def serve(one: socket.socket) -> None:
+        with one, contextlib.suppress(OSError):
+            one.recv(1 << 16)
+            one.sendall(first)
+            while not over.wait(0.02):
+                one.sendall(drip)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                one, _ = listener.accept()
+                serving.append(threading.Thread(target=serve, args=(one,)))
+                serving[-1].start()
+
+    serving: list[threading.Thread] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            over.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            for thread in (accepting, *serving):
+                thread.join()
+
+
+@pytest.mark.parametrize(
+    ("first", "drip"),
+    [
+        (b"HTTP/1.1 200 OK\r\nX-Header: ", b"x"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"0"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n", b" "),
+    ],
+    ids=["header", "continue", "chunk", "body"],
+)
+def test_an_answer_that_drips_has_a_deadline(first: bytes, drip: bytes) -> None:
+    with dripping(first, drip) as addr, Controller([Worker(addr)], timeout=_TIMEOUT) as controller:
+        began = time.monotonic()
+        (answer,) = controller.stats().values()
+        assert isinstance(answer, TransferError) and "timed out" in str(answer)
+        assert time.monotonic() - began < _SOON
+
+
+def test_an_answer_has_a_largest_size() -> None:
+    head = b"HTTP/1.1 100 Continue\r\n\r\n" * 100_000
+    with dripping(head, b"") as addr, Controller([Worker(addr)], timeout=60) as controller:
+        (answer,) = controller.stats().values()
+        assert isinstance(answer, TransferError)
+        assert "more comes than an answer may have" in str(answer)
+
+
+def test_a_function_that_does_not_end_has_failed() -> None:
+    over = threading.Event()
+    calls: list[list[str]] = []
+
+    def drain(ids: list[str]) -> None:
+        calls.append(ids)
+        assert over.wait(60)
+
+    worker = Worker("inference", "server", 0, drain)
+    began = time.monotonic()
+    try:
+        with Controller([worker], timeout=_TIMEOUT) as controller:
+            with controller.step():
+                pass
+            with pytest.raises(DrainError, match=r"server 0 at inference.*not ended within 0\.2 s"):
+                controller.step().__enter__()
+            assert time.monotonic() - began < _SOON
+            # It is not called again as long as it is at it.
+            assert len(calls) == 1
+            over.set()
+            with controller.step():
+                pass
+            assert len(calls) == 3
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "stats"),
+    [
+        (
+            {"num_entries": float("inf"), "total_bytes": 1, "current_entries": 0, "current_bytes": 0},
+            {"epochs": [1]},
+        ),
+        ({"num_entries": "many"}, {"epochs": [{"epoch": "x"}, {"epoch": float("inf")}]}),
+        ([1], {"epochs": 3}),
+        ({}, [1]),
+    ],
+)
+def test_what_a_worker_says_of_itself_stops_no_training(buffer: Any, stats: Any) -> None:
+    told: dict[str, Any] = {"/buffer/stats": buffer, "/stats": stats}
+    steps = []
+    with (
+        FalseWorker(lambda path: told.get(path, {"held_bytes": "x", "viewed_bytes": "y"})) as worker,
+        Controller([Worker(worker.addr)], timeout=60) as controller,
+    ):
+        for _ in range(2):
+            with controller.step() as step:
+                steps.append(step.number)
+    assert steps == [steps[0], steps[0] + 1]
+
+
+def test_what_is_no_worker_is_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for answer in ({}, {"storage": 1, "buffer": {}}, [], "text"):
+        with FalseWorker(lambda _, answer=answer: answer) as other:  # type: ignore[misc]
+            assert cli.main(["rtensor", "stats", other.addr]) == 1
+        shown = capsys.readouterr()
+        assert other.addr in shown.out and "tundish" in shown.out and not shown.err
+    nested = b"[" * 100_000
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(nested)
+    with dripping(head + nested, b"") as addr:
+        assert cli.main(["rtensor", "stats", addr]) == 1
+    assert addr in capsys.readouterr().out
+
+
+def test_the_command_says_what_is_no_address_and_no_token(
+    capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    for addr in ("a b:1", "a/b:1", "[::1]:99999999999", "a\n:1"):
+        assert cli.main(["rtensor", "stats", addr]) == 2
+        assert "is no address of a process" in capsys.readouterr().err
+    assert cli.main(["rtensor", "stats", "a" * 80 + ":1"]) == 1
+    assert "does not answer" in capsys.readouterr().out
+    for content in (b"\xff\xfe\n", b"two words\n", b"\n", "€".encode()):
+        (tmp_path / "token").write_bytes(content)
+        assert cli.main(["rtensor", "stats", "127.0.0.1:1", "--token-file", str(tmp_path / "token")]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and str(tmp_path / "token") in lines[0]
+
+
+def test_the_first_failure_ends_a_call_whoever_else_is_silent() -> None:
+    import torch
+
+    meta = torch.empty(2, device="meta")
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            ports = [one.getsockname()[1] for one in (closed, *silent)]
+        handles = [
+            td.rtensor.RTensor(td.rtensor.TensorShardInfo(f"x{port}", f"127.0.0.1:{port}"), meta)
+            for port in ports
+        ]
+        began = time.monotonic()
+        # Which owner the calling thread asks itself is left to chance.
+        for _ in range(2):
+            with pytest.raises(TransferError, match=f"127.0.0.1:{ports[0]}"):
+                td.rtensor.localize(handles, timeout=60)
+        assert time.monotonic() - began < _SOON

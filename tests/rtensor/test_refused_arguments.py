@@ -1,0 +1,174 @@
+"""Arguments that cannot be used are refused by name, before anything is done."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peers import Peer
+
+import tundish as td
+from tundish._native import ShardStore
+from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, TundishError
+from tundish.rtensor import Controller, Worker, localize, remotize
+
+WORKER = Worker("127.0.0.1:9")
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def served() -> None:
+    td.rtensor.serve()
+
+
+@pytest.mark.parametrize("timeout", ["1", None, 0, -1, NAN, True])
+def test_a_controller_takes_seconds(timeout: Any) -> None:
+    with pytest.raises(TundishError, match=r"timeout is .*seconds"):
+        Controller([WORKER], timeout=timeout)
+
+
+def test_a_controller_takes_workers_and_a_token() -> None:
+    with pytest.raises(InvalidInputError, match="ASCII"):
+        Controller([WORKER], token="€")
+    for worker in ("127.0.0.1:1", 3, (), None):
+        with pytest.raises(InvalidTypeError, match="is no worker"):
+            Controller([worker])  # type: ignore[list-item]
+    with Controller([], timeout=1e300) as controller, controller.step():
+        pass
+
+
+def test_a_closed_controller_is_refused() -> None:
+    controller = Controller([Worker(td.rtensor.serve().addr)])
+    controller.close()
+    calls: list[Callable[[], Any]] = [
+        lambda: controller.step().__enter__(),
+        lambda: controller.clear_batches(remotize(torch.ones(1))),
+        lambda: controller.keep([]),
+        controller.stats,
+        lambda: controller.update([]),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidInputError, match="controller is closed"):
+            call()
+    controller.close()
+
+
+def test_names_in_place_of_handles_are_refused() -> None:
+    handle = remotize(torch.ones(1))
+    ids = td.rtensor.flatten_shard_ids(handle)
+    with Controller([Worker(td.rtensor.serve().addr)]) as controller:
+        calls: list[Callable[[Any], Any]] = [
+            controller.clear_batches,
+            lambda claim: controller.step(claim=claim).__enter__(),
+            controller.keep,
+            lambda claim: td.rtensor.step(claim=claim).__enter__(),
+            td.rtensor.keep,
+        ]
+        for call in calls:
+            for names in (ids, ids[0], set(ids)):
+                with pytest.raises(InvalidTypeError, match="takes handles, and these are texts"):
+                    call(names)
+        # Texts of a batch are its own.
+        assert controller.clear_batches({"prompts": ["a", "b"], "handle": handle}).shards == 1
+
+
+def test_tensors_stand_among_handles() -> None:
+    tensor, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    batch = {"handle": remotize(torch.zeros(2)), "tensor": tensor, "parameter": parameter}
+    found = localize(batch)
+    assert found["tensor"] is tensor and found["parameter"] is parameter
+    again = localize(found)
+    assert again["handle"] is found["handle"]
+    assert td.rtensor.flatten_shard_ids(tensor) == []
+    with Controller([Worker(td.rtensor.serve().addr)]) as controller:
+        assert controller.clear_batches(parameter).shards == 0
+        with controller.step(claim=batch):
+            pass
+    assert td.rtensor.storage_stats()["num_tensors"] == 0
+
+
+def test_a_server_takes_peers_and_changes_nothing_where_it_fails() -> None:
+    for peers in ("127.0.0.1:4000", 3):
+        with pytest.raises(InvalidTypeError, match="not a list of addresses"):
+            td.rtensor.serve(peers=peers)  # type: ignore[arg-type]
+    calls: list[Callable[[], Any]] = [
+        lambda: td.rtensor.serve(peers=["junk"]),
+        lambda: td.rtensor.trust("no address", token="x"),
+        lambda: td.rtensor.trust(3, token="x"),  # type: ignore[arg-type]
+        lambda: td.rtensor.trust("127.0.0.1:1", token="€"),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidInputError):
+            call()
+    td.rtensor.serve().close()
+    limit = td.rtensor.storage_stats()["memory"]["limit_bytes"]
+    td.rtensor.serve().close()
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StorageError):
+        td.rtensor.serve(port=taken.getsockname()[1], limit_bytes=12345)
+    assert td.rtensor.storage_stats()["memory"]["limit_bytes"] == limit
+
+
+def test_a_server_takes_an_address_in_brackets() -> None:
+    td.rtensor.serve().close()
+    if has_address("::1"):
+        with td.rtensor.serve("[::1]") as server:
+            assert server.addr.startswith("[::1]:")
+    else:
+        # It is found then, but not this machine's.
+        with pytest.raises(StorageError, match="listen"):
+            td.rtensor.serve("[::1]")
+
+
+def has_address(address: str) -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+        return True
+
+
+def test_other_calls_name_what_they_refuse() -> None:
+    handle = remotize(torch.ones(3))
+    calls: list[Callable[[], Any]] = [
+        lambda: td.rtensor.store(3, torch.ones(1)),  # type: ignore[arg-type]
+        lambda: td.rtensor.fetch(3),  # type: ignore[arg-type]
+        lambda: td.rtensor.store("x", torch.ones(1), timeout=NAN),
+        lambda: localize(handle, timeout=None),  # type: ignore[arg-type]
+        lambda: localize(handle, timeout=NAN),
+        lambda: remotize(torch.ones(1), timeout=NAN),
+        lambda: localize(handle, out=torch.ones(1).expand(3)),
+    ]
+    for call in calls:
+        with pytest.raises((InvalidTypeError, InvalidInputError)):
+            call()
+
+
+def test_a_number_that_leaves_no_room_for_steps_is_refused() -> None:
+    def begin(addr: str, number: int) -> int:
+        connection = http.client.HTTPConnection(addr, timeout=60)
+        connection.request("POST", f"/epoch/{number}/begin")
+        status = connection.getresponse().status
+        connection.close()
+        return status
+
+    with Peer() as peer:
+        for number in ((1 << 64) - 1, 1 << 53):
+            assert begin(peer.addr, number) == 400
+        assert begin(peer.addr, (1 << 53) - 1) == 200
+        with Controller([Worker(peer.addr)]) as controller:
+            for _ in range(2):
+                with controller.step() as step:
+                    assert step.number < 1 << 49
+    # And for a process alone.
+    ShardStore.begin_epoch((1 << 53) - 1, 7)
+    try:
+        for _ in range(2):
+            with td.rtensor.step() as alone:
+                assert alone.number < 1 << 49
+    finally:
+        ShardStore.give_up(7)
