@@ -300,9 +300,9 @@ impl ShardStore {
     #[staticmethod]
     fn end_epoch(py: Python<'_>, epoch: u64) -> PyResult<String> {
         let mut ledger = py.detach(|| Node::of_process().end_epoch(epoch));
+        forget_few();
         if ledger.viewed_bytes > 0 {
             // What handles alone kept has not escaped.
-            forget_few();
             ledger = py.detach(|| Node::of_process().end_epoch(epoch));
         }
         as_json(&ledger)
@@ -348,7 +348,7 @@ pub(super) fn look(door: &mut Door) -> Result<(), StoreError> {
 }
 
 pub(super) fn deadline_of(timeout: f64) -> PyResult<Instant> {
-    // A century is as good as for ever, and can be added to any instant. What is no number is no shorter than that.
+    // A century is as good as for ever, and can be added to any instant; NaN, which `min` would make one, is refused.
     let longest = if timeout.is_nan() { timeout } else { timeout.min(3.2e9) };
     let seconds = Duration::try_from_secs_f64(longest);
     let seconds = seconds.map_err(|_| BindingError::Value(format!("timeout is {timeout}, not seconds to wait")))?;
