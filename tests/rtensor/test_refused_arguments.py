@@ -70,7 +70,7 @@ def test_names_in_place_of_handles_are_refused() -> None:
         ]
         for call in calls:
             for names in (ids, ids[0], set(ids)):
-                with pytest.raises(InvalidTypeError, match="takes handles, and these are texts"):
+                with pytest.raises(InvalidTypeError, match="takes handles, and these are names"):
                     call(names)
         # Texts of a batch are its own.
         assert controller.clear_batches({"prompts": ["a", "b"], "handle": handle}).shards == 1

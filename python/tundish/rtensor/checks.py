@@ -6,11 +6,14 @@ torch is never imported: the command line checks what it is given here, too.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = ["check_claim_of_handles", "check_seconds", "check_token", "split_address"]
+
+_GIVEN_NAME = re.compile(r"[0-9a-f]{16}-[0-9]+")
 
 
 def split_address(addr: str) -> tuple[str, int]:
@@ -45,14 +48,15 @@ def check_seconds(timeout: Any, *, may_be_zero: bool = True) -> float:
 
 
 def check_claim_of_handles(targets: Any, what: str) -> None:
-    """Raises `InvalidTypeError` where names of shards stand in place of handles: nothing would come of them."""
+    """Raises `InvalidTypeError` where names of shards stand in place of handles: nothing would come of them.
+
+    Known by their form are the names that `remotize` gives; other texts are a batch's own.
+    """
     texts = [targets] if isinstance(targets, str) else targets
-    if (
-        isinstance(texts, (list, tuple, set, frozenset))
-        and texts
-        and all(isinstance(one, str) for one in texts)
+    if isinstance(texts, (list, tuple, set, frozenset)) and any(
+        isinstance(one, str) and _GIVEN_NAME.fullmatch(one) for one in texts
     ):
         raise InvalidTypeError(
-            f"{what} takes handles, and these are texts: names of shards do not say who owns them; give the handles, "
+            f"{what} takes handles, and these are names of shards, which do not say who owns them: give the handles, "
             "or remove(names) on their owner and clear_fetch_buffer(names) where they were fetched"
         )
