@@ -68,7 +68,8 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
             raise answer
     told = {worker.addr: answer for worker, answer in zip(workers, answers, strict=True)}
     failed = {addr: str(answer) for addr, answer in told.items() if isinstance(answer, Exception)}
-    found, rows = {}, [_HEADINGS]
+    found: dict[str, Any] = {}
+    rows: list[tuple[str, ...]] = [_HEADINGS]
     for addr, stats in told.items():
         if addr in failed:
             continue

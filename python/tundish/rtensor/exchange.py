@@ -65,7 +65,7 @@ class Connection(http.client.HTTPConnection):
                 raise
             else:
                 # What a connection asks of its socket: to send all, to be read as a file, to be closed.
-                self.sock = _Socket(made, self)  # type: ignore[assignment]
+                self.sock = _Socket(made, self)
                 return
         raise failure
 
