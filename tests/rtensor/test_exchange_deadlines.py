@@ -116,7 +116,6 @@ def test_a_function_that_does_not_end_has_failed() -> None:
         ),
         ({"num_entries": "many"}, {"epochs": [{"epoch": "x"}, {"epoch": float("inf")}]}),
         ([1], {"epochs": 3}),
-        ({}, [1]),
     ],
 )
 def test_what_a_worker_says_of_itself_stops_no_training(buffer: Any, stats: Any) -> None:
@@ -165,7 +164,7 @@ def test_the_first_failure_ends_a_call_whoever_else_is_silent() -> None:
 
     meta = torch.empty(2, device="meta")
     with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(9)]
         with socket.create_server(("127.0.0.1", 0)) as closed:
             ports = [one.getsockname()[1] for one in (closed, *silent)]
         handles = [
@@ -173,8 +172,7 @@ def test_the_first_failure_ends_a_call_whoever_else_is_silent() -> None:
             for port in ports
         ]
         began = time.monotonic()
-        # Which owner the calling thread asks itself is left to chance.
-        for _ in range(2):
-            with pytest.raises(TransferError, match=f"127.0.0.1:{ports[0]}"):
-                td.rtensor.localize(handles, timeout=60)
+        # Which owner the calling thread asks itself is left to chance: most are silent.
+        with pytest.raises(TransferError, match=f"127.0.0.1:{ports[0]}"):
+            td.rtensor.localize(handles, timeout=60)
         assert time.monotonic() - began < _SOON
