@@ -1,7 +1,10 @@
 """`scatter_batch`: the next batch of every rank.
 
-Owns the scatterers of this process, one for each group and source, which live as long as the group. What always
-holds: all ranks of a group that call with the same source make theirs in the same round.
+Owns the scatterers of this process, one for each group and source, which live as long as the group. What always holds:
+
+1. All ranks of a group that call with the same source make theirs in the same round.
+2. A call that is refused before it is known whose round it is leaves no scatter a round behind: it counts for the only
+   one of its group, and ends those of which any may be meant.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ import threading
 import weakref
 from typing import Any
 
+from tundish.distributed.groups import membership
 from tundish.distributed.jobstore import distributed_module
 from tundish.errors import InvalidInputError
 from tundish.scatter.arrival import Arrival, device_of, on_device
 from tundish.scatter.member import ScatterStats
 from tundish.scatter.opening import open_scatterer
-from tundish.scatter.place import process_group, source_number
+from tundish.scatter.place import count_refused, place_of, process_group, source_number
 from tundish.scatter.scatterer import Scatterer
 from tundish.tree.describing import describe
 
@@ -62,7 +66,7 @@ def scatter_batch(
         >>> td.scatter_batch([{"input_ids": torch.arange(3)}])
         {'input_ids': tensor([0, 1, 2])}
     """
-    scatterer = _scatterer_of(process_group(group), src, process_group(replicate, "replicate"))
+    scatterer = _scatterer_of(group, src, replicate)
     try:
         target = device_of(device)
         if batches is not None and not scatterer.is_source:
@@ -92,20 +96,54 @@ def stats(group: Any = None) -> list[ScatterStats]:
 
 def _scatterer_of(group: Any, src: Any, replicate: Any) -> Scatterer:
     distributed = distributed_module()
+    try:
+        group = process_group(group)
+        # Those who are not in a group have a number in its place, and no round of it.
+        if not (
+            group is None
+            or isinstance(group, distributed.ProcessGroup)
+            or group == distributed.GroupMember.NON_GROUP_MEMBER
+        ):
+            membership(group)
+    except Exception:
+        count_refused()
+        with _lock:
+            known = [scatterer for one in _scatterers.values() for scatterer in one.values()]
+        _end(known, "its group")
+        raise
     key = group
     if key is None and distributed.is_initialized():
         key = distributed.group.WORLD
-    others = None if replicate is None else str(getattr(replicate, "group_name", replicate))
-    number = source_number(src)
-    # Those who are not in a group have a number in its place.
-    if isinstance(key, distributed.ProcessGroup):
-        found = _scatterers.get(key, _NONE).get((number, others))
-        if found is not None:
-            return found
-    made = open_scatterer(group, number, replicate)
+    found = _scatterers.get(key, _NONE) if isinstance(key, distributed.ProcessGroup) else _NONE
+    try:
+        replicate = process_group(replicate, "replicate")
+        others = None if replicate is None else str(getattr(replicate, "group_name", replicate))
+        if found:
+            scatterer = found.get((source_number(src), others))
+            if scatterer is not None:
+                return scatterer
+            # The others may be at a round of one that is there, and not at a vote.
+            place_of(group, src)
+    except Exception as error:
+        if len(found) == 1:
+            next(iter(found.values())).fail(error)
+        if not found:
+            count_refused()
+        _end(list(found.values()), "its src or replicate")
+        raise
+    made = open_scatterer(group, src, replicate)
     if key is None:
         return made
     with _lock:
-        _scatterers.setdefault(key, {})[number, others] = made
+        _scatterers.setdefault(key, {})[source_number(src), others] = made
     weakref.finalize(key, made.close).atexit = False
     return made
+
+
+def _end(scatterers: list[Scatterer], refused: str) -> None:
+    """End what a call may have been a round of that was refused for what it was given."""
+    for scatterer in scatterers:
+        scatterer.end(
+            f"made a call that was refused for {refused}, so that nobody knows of which scatter it was a round: all "
+            "ranks make a new group for the rounds that follow"
+        )

@@ -31,7 +31,7 @@ from tundish.scatter.calling import Calls, call, greeted
 from tundish.scatter.direct import Direct
 from tundish.scatter.far import Courier, FarEnd, FarLane
 from tundish.scatter.near import NearEnd, NearLane
-from tundish.scatter.place import Place
+from tundish.scatter.place import Place, refused_calls
 
 __all__ = ["Ways", "limit_of"]
 
@@ -145,7 +145,10 @@ class Ways:
         place, timeout = self._place, self._timeout
         is_source = place.rank == place.source
         what = "meeting of a scatter"
-        voter.vote(what=what, same=f"{place.source} of {place.ranks} for {place.batch_of}", timeout=timeout)
+        same = f"{place.source} of {place.ranks} for {place.batch_of}"
+        if refused_calls():
+            same += f" after {refused_calls()} calls that were refused for their group"
+        voter.vote(what=what, same=same, timeout=timeout)
         # All members work out the same.
         feeders = (
             feeders_of(nodes_of(voter, timeout=timeout), place)

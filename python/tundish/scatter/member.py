@@ -149,6 +149,13 @@ class Member:
         """Let the next round be this one, where it is yet to come. What is sent of earlier ones is not read."""
         self._number = max(self._number, number - 1)
 
+    def end(self, why: str) -> None:
+        """Let there be no other round, because of what this rank did; the others see it leave."""
+        if self._lost is None:
+            self._lose(self._place.rank, why)
+            if self._ways is not None:
+                self._ways.watch.close()
+
     def close(self) -> None:
         """Let go of the ways to the others; not collective."""
         if self._ways is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tundish.distributed import DEFAULT_TIMEOUT, Voter, voter_of
 from tundish.distributed.jobstore import distributed_module
+from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.scatter.direct import direct_backend
 from tundish.scatter.place import Place, place_of, replicated_place_of
 from tundish.scatter.scatterer import Scatterer
@@ -27,8 +28,14 @@ def taking_part(group: Any, src: Any, replicate: Any) -> Iterator[tuple[Voter, P
     """
     timeout = timeout_of(group)
     if replicate is None:
-        place = place_of(group, src)
-        yield voter_of(group), place, timeout
+        voter = voter_of(group)
+        try:
+            place = place_of(group, src)
+        except (InvalidInputError, InvalidTypeError) as error:
+            # The others are at the first vote of the block.
+            voter.vote(error, what="finding the source", timeout=timeout)
+            raise
+        yield voter, place, timeout
         return
     place = replicated_place_of(group, src, replicate, timeout=timeout)
     with Voter.among(place.ranks, timeout=timeout) as voter:

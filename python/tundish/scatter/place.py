@@ -12,11 +12,21 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from tundish.distributed import voter_of
+from tundish.distributed import Voter, voter_of
 from tundish.distributed.groups import membership
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["Place", "place_of", "process_group", "replicated_place_of", "source_number"]
+__all__ = [
+    "Place",
+    "count_refused",
+    "place_of",
+    "process_group",
+    "refused_calls",
+    "replicated_place_of",
+    "source_number",
+]
+
+_refused = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +69,17 @@ def process_group(group: Any, what: str = "group") -> Any:
     return group.get_group()
 
 
+def count_refused() -> None:
+    """A call was refused of which nobody knows with whom it was made."""
+    global _refused
+    _refused += 1
+
+
+def refused_calls() -> int:
+    """How many such calls this process made. The calls of ranks that made different numbers of them may not meet."""
+    return _refused
+
+
 def source_number(src: Any) -> int:
     """`src` as a number, whatever kind of integer it is."""
     try:
@@ -69,9 +90,10 @@ def source_number(src: Any) -> int:
         raise InvalidTypeError(f"src is {src!r}: give the rank of the source within the group") from None
 
 
-def place_of(group: Any, src: int) -> Place:
+def place_of(group: Any, src: Any) -> Place:
     """The place of this process in `group`, whose rank `src` has the data."""
     member = membership(group)
+    src = source_number(src)
     size = len(member.ranks)
     if not 0 <= src < size:
         raise InvalidInputError(
@@ -85,38 +107,53 @@ def place_of(group: Any, src: int) -> Place:
     )
 
 
-def replicated_place_of(group: Any, src: int, replicate: Any, *, timeout: timedelta) -> Place:
+def replicated_place_of(group: Any, src: Any, replicate: Any, *, timeout: timedelta) -> Place:
     """Collective over `replicate`: the place of this process in `group`, with all that get the same as its ranks.
 
     The ranks of `replicate` are this one and those that get the same batch, each of which has a `group` of its own.
     The first of them is of the source's.
     """
-    own = place_of(group, src)
     voter = voter_of(replicate)
     what = "finding who gets the same batch"
-    mine = json.dumps((own.ranks, own.batch(own.rank)))
-    gathered = voter.gather(mine, what=what, timeout=timeout)
-    told = json.dumps([json.loads(one) for one in gathered]) if gathered else None
-    heard = json.loads(voter.pass_on(told, source=voter.ranks[0], what=what, timeout=timeout))
-    groups, positions = zip(*heard, strict=True)
-    ranks = tuple(rank for group in groups for rank in group)
+    place: Place | None = None
     error: Exception | None = None
-    if len(set(ranks)) != len(ranks) or any(len(group) != len(own.ranks) for group in groups):
-        error = InvalidInputError(
-            f"group and replicate do not make a grid: the ranks {list(voter.ranks)} that get the same batch are in "
-            f"the groups {list(groups)}; give two dimensions of one mesh"
-        )
-    elif len(set(positions)) > 1:
-        error = InvalidInputError(
-            f"the ranks {list(voter.ranks)} that are to get the same batch are the {list(positions)}-th of the groups "
-            f"{list(groups)}, which are in the order of ranks: give a mesh whose ranks rise along both dimensions"
-        )
+    try:
+        place = _replicated(voter, group, src, what=what, timeout=timeout)
+    except Exception as caught:  # noqa: BLE001 (raised once the others know)
+        error = caught
     # Over both, so that every rank of the grid hears of it.
     try:
         voter_of(group).vote(error, what=what, timeout=timeout)
     except Exception as told_by_group:  # noqa: BLE001 (raised once the others know)
         error = error or told_by_group
     voter.vote(error, what=what, timeout=timeout)
+    assert place is not None  # noqa: S101 (for the type checker)
+    return place
+
+
+def _replicated(voter: Voter, group: Any, src: Any, *, what: str, timeout: timedelta) -> Place:
+    error: Exception | None = None
+    mine = ""
+    try:
+        own = place_of(group, src)
+        mine = json.dumps((own.ranks, own.batch(own.rank)))
+    except (InvalidInputError, InvalidTypeError) as caught:
+        error = caught
+    gathered = voter.gather(mine, error, what=what, timeout=timeout)
+    told = json.dumps([json.loads(one) for one in gathered]) if gathered else None
+    heard = json.loads(voter.pass_on(told, source=voter.ranks[0], what=what, timeout=timeout))
+    groups, positions = zip(*heard, strict=True)
+    ranks = tuple(rank for group in groups for rank in group)
+    if len(set(ranks)) != len(ranks) or any(len(group) != len(own.ranks) for group in groups):
+        raise InvalidInputError(
+            f"group and replicate do not make a grid: the ranks {list(voter.ranks)} that get the same batch are in "
+            f"the groups {list(groups)}; give two dimensions of one mesh"
+        )
+    if len(set(positions)) > 1:
+        raise InvalidInputError(
+            f"the ranks {list(voter.ranks)} that are to get the same batch are the {list(positions)}-th of the groups "
+            f"{list(groups)}, which are in the order of ranks: give a mesh whose ranks rise along both dimensions"
+        )
     return Place(
         ranks=ranks,
         batch_of=own.batch_of * len(groups),

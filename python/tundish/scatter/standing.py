@@ -74,9 +74,11 @@ class Standing:
         if not isinstance(state, Mapping) or state.get("kind") != _KIND:
             what = repr(state.get("kind")) if isinstance(state, Mapping) else type(state).__name__
             raise StateMismatchError(f"this is no state of a DispatchLoader: {what}")
-        if state.get("version") != _VERSION:
+        version = state.get("version")
+        # True is one, too.
+        if isinstance(version, bool) or version != _VERSION:
             raise StateMismatchError(
-                f"the state has version {state.get('version')!r}, this release of tundish reads {_VERSION}: "
+                f"the state has version {version!r}, this release of tundish reads {_VERSION}: "
                 "load it with the release that saved it"
             )
         missing = [name for name in (*_COUNTED, "told_epoch", "loader") if name not in state]
