@@ -85,12 +85,18 @@ def refused_in_a_grid(rank: int, line: Line) -> None:
     options: dict[str, Any] = {"group": mesh["data"], "replicate": mesh["tensor"]}
     batches = ["first", "second"] if rank == 0 else None
     kind, text, _ = outcome(lambda: td.scatter_batch(batches, src=5 if rank == 3 else 0, **options))
-    assert kind == ("InvalidInputError" if rank == 3 else "PeerFailedError") and "src is 5" in text, (number, kind, text)
+    assert kind == ("InvalidInputError" if rank == 3 else "PeerFailedError") and "src is 5" in text, (
+        kind,
+        text,
+    )
     assert td.scatter_batch(batches, **options) == ("first", "second")[rank // 2]
     kind, text, _ = outcome(
         lambda: td.DispatchLoader(batches, src="0" if rank == 2 else 0, **options)  # type: ignore[arg-type]
     )
-    assert kind == ("InvalidTypeError" if rank == 2 else "PeerFailedError") and "src is '0'" in text, (number, kind, text)
+    assert kind == ("InvalidTypeError" if rank == 2 else "PeerFailedError") and "src is '0'" in text, (
+        kind,
+        text,
+    )
     with td.DispatchLoader(batches, **options) as loader:
         assert list(loader) == [("first", "second")[rank // 2]]
 
