@@ -5,7 +5,9 @@ What always holds:
 1. A pass is, for every receiver, a note that it begins, rounds, and one message that ends it: a note, or an error. All
    are read, also by a receiver whose caller has left.
 2. The last, incomplete round follows a note of how many of its batches are new.
-3. A source that hears of a rank that left ends the pass for all. From then on, and from any other end on, each rank
+3. A source whose caller leaves while its loader is being read says so at once, from a thread of its own; nobody else
+   uses the ways to the others meanwhile.
+4. A source that hears of a rank that left ends the pass for all. From then on, and from any other end on, each rank
    looks for itself, as long as its caller has rounds to take, whether another one has left after fewer.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -134,6 +137,10 @@ class SourcePass:
         # After how many rounds, once all were told so.
         self._ends_after: int | None = None
         self._spoke_at = time.monotonic()
+        self._lock = threading.Lock()
+        self._departed_after: int | None = None
+        self._is_reading = False
+        self._telling: threading.Thread | None = None
 
     def begin(self, start: Callable[[], Start], read: Callable[[Callable[[], None]], Reading]) -> None:
         """Tell the others where it begins, and begin to read.
@@ -167,13 +174,18 @@ class SourcePass:
             self._unwatch()
 
     def depart(self, rounds: int) -> None:
-        pass
+        self._departed_after = rounds
+        if not self._is_reading:
+            # It is seen before anything more is read.
+            return
+        # An interpreter that ends starts no threads any more; the others see it end.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=self._tell_aside, name="tundish-dispatch-leave", daemon=True).start()
 
     def leave(self, rounds: int, /) -> None:
         try:
             if not self._is_over:
-                self._end()
-                self._say(_STOPPED, self._scatterer.place.rank, rounds)
+                self._stop(rounds)
             elif self._stops is not None and self._ends_after is not None and rounds < self._ends_after:
                 # The others were told of more.
                 self._stops.announce(self._number, rounds)
@@ -209,10 +221,18 @@ class SourcePass:
         if reading is None:
             return None
         begin = time.monotonic()
+        with self._lock:
+            self._is_reading = True
         try:
-            drawn = reading.draw()
+            drawn = None if self._departed_after is not None else reading.draw()
         finally:
             self.reading_seconds += time.monotonic() - begin
+            with self._lock:
+                self._is_reading = False
+            if self._telling is not None:
+                self._telling.join()
+        if self._departed_after is not None:
+            return None
         if drawn is None:
             self._rounds_in_all = self._rounds
             return None
@@ -255,6 +275,19 @@ class SourcePass:
     def _end(self) -> None:
         self._is_over = True
         self._reading = None
+
+    def _stop(self, rounds: int) -> None:
+        self._end()
+        self._say(_STOPPED, self._scatterer.place.rank, rounds)
+        self._ends_after = rounds
+
+    def _tell_aside(self) -> None:
+        with self._lock:
+            if not self._is_reading or self._telling is not None or self._departed_after is None:
+                return
+            self._telling = threading.current_thread()
+        with contextlib.suppress(Exception):
+            self._stop(self._departed_after)
 
     def _unwatch(self) -> None:
         if self._watch is not None:

@@ -5,19 +5,20 @@ What always holds:
 1. No caller waits for the store; threads that nobody needs do, and one that it does not answer is left behind.
 2. What is told of one pass is not taken for another's. Of several who leave it, the one with the fewest rounds is told
    of, whoever was first to say so: the others go on without any of them.
-3. A connection is used for one pass after the other: the store may take seconds to accept one, and serves nobody
-   meanwhile, since it asks for the client's name.
+3. All loaders of a process share one connection, one request at a time: the store looks up the name of whoever
+   connects, which takes seconds where a name server does not answer, and serves nobody meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from tundish.distributed.jobstore import JobStore
+from tundish.distributed.jobstore import JobStore, distributed_module
 
 __all__ = ["StopWatch", "Stops", "wait_for_telling"]
 
@@ -36,25 +37,75 @@ def wait_for_telling(seconds: float) -> None:
         thread.join(seconds)
 
 
+class _Line:
+    """A process's connection to the job's store."""
+
+    def __init__(self, store: Any) -> None:
+        self.process = os.getpid()
+        self._lock = threading.Lock()
+        self._store = store
+        self._connection: JobStore | None = None
+
+    def tell(self, key: str, rank: int, rounds: int) -> None:
+        """Have `key` say that `rank` left after so many rounds, unless it says so of one who left after fewer."""
+        mine = f"{rank} {rounds}"
+        with self._connected() as store:
+            while _rounds_of(told := store.write_once(key, mine)) > rounds:
+                store.replace(key, told, mine)
+
+    def ask(self, key: str) -> tuple[int, int] | None:
+        """What `key` says: a rank, and after how many rounds it left."""
+        with self._connected() as store:
+            told = store.read(key)
+        if told is None:
+            return None
+        rank, rounds = map(int, told.split())
+        return rank, rounds
+
+    def forget(self, key: str) -> None:
+        """Have `key` say nothing."""
+        with self._connected() as store:
+            store.delete(key)
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[JobStore]:
+        """The connection, for the calling thread alone; kept if nothing goes wrong."""
+        with self._lock:
+            store, self._connection = self._connection, None
+            store = store or JobStore(self._store, "tundish-dispatch")
+            store.connect()
+            yield store
+            self._connection = store
+
+
+# By the default group, with which the job's store goes.
+_lines: weakref.WeakKeyDictionary[Any, _Line] = weakref.WeakKeyDictionary()
+
+
+def _line(store: Any) -> _Line:
+    world = distributed_module().group.WORLD
+    line = _lines.get(world)
+    # A connection that came over a fork is the parent's.
+    if line is None or line.process != os.getpid():
+        line = _lines[world] = _Line(store)
+    return line
+
+
 class Stops:
     """Of the passes of one loader. `store`: the job's; `name`: of the loader, the same on all ranks."""
 
     def __init__(self, store: Any, name: str, rank: int) -> None:
-        self._store = store
+        self._line = _line(store)
         self._name = name
         self._rank = rank
-        self._idle: list[JobStore] = []
-        self._is_closed = False
 
     def announce(self, number: int, rounds: int) -> None:
         """Tell that this rank leaves this pass after so many rounds."""
 
         def tell() -> None:
-            key, mine = str(number), f"{self._rank} {rounds}"
             # Where the store is gone the job ends, and the others notice it otherwise.
-            with contextlib.suppress(Exception), self._connected() as store:
-                while _rounds_of(told := store.write_once(key, mine)) > rounds:
-                    store.replace(key, told, mine)
+            with contextlib.suppress(Exception):
+                self._line.tell(f"{self._name}/{number}", self._rank, rounds)
 
         # An interpreter that ends starts no threads any more; the others see it end.
         with contextlib.suppress(RuntimeError):
@@ -64,34 +115,16 @@ class Stops:
 
     def watch(self, number: int) -> StopWatch:
         """Look from now on whether somebody leaves this pass."""
-        return StopWatch(self._connected(), number)
-
-    def close(self) -> None:
-        """Let go of the connections."""
-        self._is_closed = True
-        while self._idle:
-            self._idle.pop().close()
-
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[JobStore]:
-        """A connection for the calling thread alone; kept for the next one if nothing goes wrong."""
-        try:
-            store = self._idle.pop()
-        except IndexError:
-            store = JobStore(self._store, self._name)
-        store.connect()
-        yield store
-        self._idle.append(store)
-        if self._is_closed:
-            self.close()
+        return StopWatch(self._line, self._name, number)
 
 
 class StopWatch:
     """Looks whether somebody leaves a pass; `found` is the rank that did so after the fewest rounds, and how many."""
 
-    def __init__(self, connected: contextlib.AbstractContextManager[JobStore], number: int) -> None:
+    def __init__(self, line: _Line, name: str, number: int) -> None:
         self.found: tuple[int, int] | None = None
-        self._connected = connected
+        self._line = line
+        self._name = name
         self._number = number
         self._over = threading.Event()
         thread = threading.Thread(target=self._look, name="tundish-dispatch-watch", daemon=True)
@@ -103,14 +136,10 @@ class StopWatch:
         self._over.set()
 
     def _look(self) -> None:
-        key = str(self._number)
-        with contextlib.suppress(Exception), self._connected as store:
-            store.delete(str(self._number - _PASSES_KEPT))
+        with contextlib.suppress(Exception):
+            self._line.forget(f"{self._name}/{self._number - _PASSES_KEPT}")
             while not self._over.wait(_ASK_SECONDS):
-                told = store.read(key)
-                if told is not None:
-                    rank, rounds = map(int, told.split())
-                    self.found = rank, rounds
+                self.found = self._line.ask(f"{self._name}/{self._number}") or self.found
 
 
 def _rounds_of(told: str) -> int:

@@ -1,0 +1,79 @@
+"""The source leaves the loop while its loader is slow: the others hear of it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+from rank_processes import PATIENCE, Job, Line, on_nodes, outcome
+
+# The promise is about a tenth of a second; the rest is for a busy machine.
+KNOWN = 1.0
+
+
+class Slow:
+    """Ten batches, the fifth of which comes when it is let go of."""
+
+    def __init__(self) -> None:
+        self.is_reading = threading.Event()
+        self.may_go_on = threading.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(10):
+            if number == 4:
+                self.is_reading.set()
+                assert self.may_go_on.wait(PATIENCE)
+            yield number
+
+
+def leaving_a_slow_loader(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    slow = Slow()
+    with td.DispatchLoader(slow if rank == 0 else None) as loader:
+        for how in ("break", "Ctrl-C"):
+            batches = iter(loader)
+            assert [next(batches), next(batches)] == [rank, 2 + rank]
+            if rank == 1:
+                line.say(*outcome(lambda: next(batches)), time.monotonic())  # noqa: B023
+                continue
+            assert slow.is_reading.wait(PATIENCE)
+            left = time.monotonic()
+            if how == "break":
+                del batches
+            else:
+                threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+                assert outcome(lambda: next(batches))[0] == "KeyboardInterrupt"  # noqa: B023
+            line.say(left)
+            line.hear()
+            slow.may_go_on.set()
+            assert loader._rounds is not None and loader._rounds.join(PATIENCE)
+            slow.is_reading.clear()
+            slow.may_go_on.clear()
+        if rank == 0:
+            slow.may_go_on.set()
+        assert list(loader) == list(range(rank, 10, 2))
+
+
+@pytest.mark.parametrize("node", [2, 1])
+def test_a_source_that_leaves_while_it_reads_is_known_to_have_left(node: int, tmp_path: Path) -> None:
+    with Job(leaving_a_slow_loader, 2, tmp_path, seconds=5.0) as job:
+        job.tell(0, node)
+        job.tell(1, node)
+        for _ in range(2):
+            kind, text, leaver, at = job.hear(1)
+            assert (kind, leaver) == ("PeerStoppedError", 0), text
+            (left,) = job.hear(0)
+            assert at - left < KNOWN
+            job.tell(0)
+        job.expect_end()
