@@ -264,6 +264,7 @@ def test_the_epoch_of_a_state_goes_on_where_it_was_and_another_begins_anew() -> 
     [
         ({"kind": "PackedBatchSampler"}, "no state of a DispatchLoader"),
         ({"version": 7}, "version 7"),
+        ({"version": True}, "version True"),
         ({"batches": -1}, "batches is -1"),
         ({"batches": "3"}, "batches is '3'"),
         ({"epoch": True}, "epoch is True"),
@@ -294,6 +295,11 @@ def test_a_state_that_is_none_is_refused_whole(change: dict[str, Any], said: str
         ({"prefetch_bytes": -5}, "prefetch_bytes is -5"),
         ({"progress": "yes"}, "progress must be"),
         ({"src": 1}, "src is 1"),
+        ({"src": 0.0}, "src is 0.0"),
+        ({"device": "nowhere"}, "device is 'nowhere', which is none"),
+        ({"device": f"cuda:{torch.cuda.device_count()}"}, "device is 'cuda:.', which cannot be used here"),
+        ({"device": 1.5}, "device is 1.5: give a torch.device"),
+        ({"device": True}, "device is True: give a torch.device"),
         ({"dataloader": None}, "loader is None"),
         ({"dataloader": 5}, "loader is 5"),
     ],
@@ -317,13 +323,40 @@ def test_going_elsewhere_leaves_a_pass() -> None:
         state = loader.state_dict()
         next(batches)
         loader.load_state_dict(state)
-        assert list(batches) == []
+        with pytest.raises(InvalidInputError, match="no more rounds: load_state_dict was called"):
+            next(batches)
         assert numbers(loader) == list(range(1, 9))
         batches = iter(loader)
         next(batches)
         loader.set_epoch(7)
+        with pytest.raises(InvalidInputError, match="no more rounds: set_epoch was called"):
+            next(batches)
         assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (7, 0)
         assert numbers(loader) == list(range(9)) and loader.epoch == 8
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_second_iterator_does_not_pass_for_the_end_of_the_first(prefetch: int) -> None:
+    with td.DispatchLoader(Counting(3), prefetch=prefetch) as loader:
+        pairs = ((outer["n"], inner["n"]) for outer in loader for inner in loader)
+        assert [next(pairs) for _ in range(3)] == [(0, 0), (0, 1), (0, 2)]
+        with pytest.raises(InvalidInputError, match="no more rounds: another one was begun"):
+            next(pairs)
+        with pytest.raises(InvalidInputError, match="another one was begun"):
+            list(zip(loader, loader, strict=True))
+        first = iter(loader)
+        assert len(list(first)) == 3
+        # Its own end stays its end, whatever comes after it.
+        assert numbers(loader) == [0, 1, 2] and list(first) == []
+        first = iter(loader)
+        next(first)
+        state = loader.state_dict()
+        with pytest.raises(StateMismatchError):
+            loader.load_state_dict({**state, "batches": -1})
+        assert next(first)["n"] == 1
+        loader.close()
+        with pytest.raises(InvalidInputError, match="the DispatchLoader was closed"):
+            next(first)
 
 
 def test_a_loader_without_a_length_has_none() -> None:

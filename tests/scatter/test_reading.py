@@ -72,16 +72,18 @@ def drawn(reading: Reading) -> list[Drawn]:
     skip=st.integers(0, 30),
     kept=st.integers(0, 6),
     tail=st.sampled_from(["drop", "pad", "short"]),
+    has_length=st.booleans(),
 )
 def test_rounds_are_the_loaders_batches_in_order(
-    count: int, width: int, skip: int, kept: int, tail: Tail
+    count: int, width: int, skip: int, kept: int, tail: Tail, has_length: bool
 ) -> None:
     kept %= width
     if skip > count:
         with pytest.raises(InvalidInputError, match=rf"first {skip} .* has {count}"):
             Reading(list(range(count)), width=width, tail=tail, skip=skip)
         return
-    rounds = drawn(Reading(list(range(count)), width=width, tail=tail, kept=kept, skip=skip))
+    data = range(count) if has_length else iter(range(count))
+    rounds = drawn(Reading(data, width=width, tail=tail, kept=kept, skip=skip))
     left = list(range(skip, count))
     whole = len(left) // width
     for number, one in enumerate(rounds[:whole]):
@@ -91,14 +93,15 @@ def test_rounds_are_the_loaders_batches_in_order(
         assert len(rounds) == whole
         return
     (last,) = rounds[whole:]
+    first = skip + whole * width
     assert last.new == len(rest)
     assert last.batches[: last.new] == rest
     for position in range(last.new, width):
         if tail == "short":
             assert last.batches[position] is None
-        elif whole:
-            # What the same rank had a round before, unless that rank has it to itself.
-            before = left[(whole - 1) * width : whole * width]
+        elif first >= width:
+            # What the same rank had a round before, also of those left out, unless that rank has it to itself.
+            before = list(range(first - width, first))
             if position == kept:
                 assert last.batches[position] in before[:kept] + before[kept + 1 :]
             else:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tundish import _native
+from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.tree import Schema
 from tundish.tree.building import rebuild
 from tundish.tree.carrying import EXCHANGE
@@ -43,6 +44,9 @@ _NUMPY: dict[torch.dtype, type[np.generic]] = {
     torch.complex128: np.complex128,
 }
 _MOST_PLANS = 256
+
+# Devices other than host memory on which this process made a tensor.
+_usable: set[torch.device] = set()
 
 # Where the tensors of a layout lie: shape, dtype of numpy or None, offset, dtype, how many values.
 _Places = list[tuple[torch.Size, "type[np.generic] | None", int, torch.dtype, int]]
@@ -126,11 +130,35 @@ def bytes_of(memory: _native.Parcel | _native.ParcelView | _native.SegmentView) 
 
 
 def device_of(device: Any) -> torch.device | None:
-    """The device that is meant; None for host memory."""
+    """The device that is meant; None for host memory.
+
+    Raises `InvalidTypeError` and `InvalidInputError` for what is none, or one that this process cannot use.
+    """
     if device is None:
         return None
-    found = torch.device(device)
-    return None if found.type == "cpu" else found
+    try:
+        if isinstance(device, bool):
+            raise TypeError
+        found = torch.device(device)
+    except TypeError:
+        raise InvalidTypeError(f"device is {device!r}: give a torch.device, or the name of one") from None
+    except RuntimeError as error:
+        raise InvalidInputError(f"device is {device!r}, which is none: {_first_line(error)}") from None
+    if found.type == "cpu":
+        return None
+    if found not in _usable:
+        try:
+            torch.empty(0, device=found)
+        except Exception as error:
+            raise InvalidInputError(
+                f"device is {device!r}, which cannot be used here: {_first_line(error)}"
+            ) from error
+        _usable.add(found)
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def on_device(schema: Schema, tensors: list[Tensor], device: torch.device) -> Any:

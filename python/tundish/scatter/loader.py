@@ -89,7 +89,8 @@ class DispatchLoader(Generic[T_co]):
             memory, for all ranks of a node together). One round may have more.
         tail: what becomes of the last batches where they are fewer than the ranks: nobody gets them (`"drop"`), the
             other ranks get one of the round before once more, and `is_padding` says so (`"pad"`), or they get None
-            (`"short"`).
+            (`"short"`). Where there is no round before, or a loader with a state of its own goes on after it, it is
+            one of the last batches themselves.
         progress: whether batches that are left out are counted on standard error (None: on a terminal).
 
     Without `torch.distributed` it does the same in one process.
@@ -102,7 +103,7 @@ class DispatchLoader(Generic[T_co]):
 
     Iterating raises what `scatter_batch` raises, and also:
         PeerStoppedError: another rank left the loop before its end, and this one asked for more.
-        InvalidInputError: the loader is closed or another process's, or has fewer batches than are to be left out.
+        InvalidInputError: the loader is closed, another process's or has too few batches; an iterator is not its last.
         StateMismatchError: this rank loaded a state, and the source did not.
 
     What the loader raises is raised in its own round, on the source as it is and on the others as a `PeerFailedError`
@@ -174,7 +175,7 @@ class DispatchLoader(Generic[T_co]):
             self._length, name = json.loads(heard)
             self._scatterer = Scatterer(voter, place, timeout=timeout, in_loop=True)
         self._timeout = timeout.total_seconds()
-        self._stops = None if job.store is None else Stops(job.store, f"tundish-dispatch/{name}", place.rank)
+        self._stops = None if job.store is None else Stops(job.store, name, place.rank)
         self._is_closed = False
         _open.add(self)
 
@@ -227,13 +228,14 @@ class DispatchLoader(Generic[T_co]):
 
         On the source the loader, its dataset, its sampler and its batch sampler are told, as far as they have a
         `set_epoch`. Another epoch starts at its first batch; the one that the loader is at already goes on where it is,
-        so that a loop may call this right after `load_state_dict`. A pass that is under way is left.
+        so that a loop may call this right after `load_state_dict`. A pass that is under way is left: its iterator
+        raises `InvalidInputError` where it is asked for more.
 
         Raises `InvalidTypeError` and `InvalidInputError` for what is no number of an epoch, and on the source what a
         `set_epoch` raises.
         """
         epoch = as_count(epoch, "epoch")
-        self._leave()
+        self._leave("set_epoch was called since")
         self._standing.set_epoch(epoch)
         if self._is_source:
             tell_epoch(self._loader, epoch)
@@ -250,13 +252,14 @@ class DispatchLoader(Generic[T_co]):
         """Go on where `state` was taken, from the next pass on: call it on every rank, with the state of any.
 
         The source's loader goes on from its own state where the state has one; else it leaves out the batches that
-        were handed out. Where a batch sampler makes them, those are not even read. A pass that is under way is left.
+        were handed out. Where a batch sampler makes them, those are not even read. A pass that is under way is left, as
+        by `set_epoch`.
 
         Raises:
             StateMismatchError: it is no such state, or damaged; nothing changes.
         """
-        self._leave()
         self._standing.load_state_dict(state)
+        self._leave("load_state_dict was called since")
         if self._is_source and self._standing.told_epoch is not None:
             tell_epoch(self._loader, self._standing.told_epoch)
 
@@ -366,7 +369,7 @@ class DispatchLoader(Generic[T_co]):
 
     def _settle(self, before: Rounds | None) -> None:
         """Have the pass before end, where one is under way."""
-        self._leave()
+        self._leave("another one was begun since, and a DispatchLoader has one at a time")
         if before is not None and not before.join(self._timeout):
             raise TimedOutError(
                 f"the loop before was left, and another rank is still in it after {self._timeout:.4g} s"
@@ -375,10 +378,10 @@ class DispatchLoader(Generic[T_co]):
             self._reading_seconds += self._pass.reading_seconds
             self._pass = None
 
-    def _leave(self) -> None:
+    def _leave(self, why: str) -> None:
         passage = None if self._passage is None else self._passage()
         if passage is not None:
-            passage.close()
+            passage.close(why)
 
     def _take(self, source: Pass, rounds: Rounds) -> tuple[Any] | None:
         """The batch of the next round, on the caller's thread; None at the end."""
@@ -410,10 +413,10 @@ class DispatchLoader(Generic[T_co]):
         if self._is_closed or os.getpid() != self._process:
             return
         self._is_closed = True
-        self._leave()
+        self._leave("the DispatchLoader was closed")
         rounds = self._rounds
         if rounds is None:
-            _let_go(None, self._scatterer, self._stops)
+            self._scatterer.close()
             return
         # An interpreter that ends waits for these too.
         _leaving.add(rounds)
@@ -421,7 +424,7 @@ class DispatchLoader(Generic[T_co]):
             if seconds:
                 rounds.join(seconds)
         finally:
-            rounds.then(functools.partial(_let_go, rounds, self._scatterer, self._stops))
+            rounds.then(functools.partial(_let_go, rounds, self._scatterer))
 
 
 class _Passage(Iterator[T_co]):
@@ -433,11 +436,15 @@ class _Passage(Iterator[T_co]):
         self._rounds = rounds
         self._process = os.getpid()
         self._is_over = False
+        self._left_since: str | None = None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T_co:
+        if self._left_since is not None:
+            # There may be more, which would be missed without a word.
+            raise InvalidInputError(f"this iterator has no more rounds: {self._left_since}")
         if self._is_over:
             raise StopIteration
         if os.getpid() != self._process:
@@ -452,9 +459,10 @@ class _Passage(Iterator[T_co]):
         self._is_over = True
         raise StopIteration
 
-    def close(self) -> None:
-        """Leave the pass, where it is not over."""
+    def close(self, why: str | None = None) -> None:
+        """Leave the pass, where it is not over. `why`: if it is not its caller who leaves it."""
         if not self._is_over and os.getpid() == self._process:
+            self._left_since = why
             self._rounds.leave()
             self._is_over = True
 
@@ -477,12 +485,9 @@ def _enter_and_leave(scatterer: Scatterer, number: int, rounds: Rounds) -> None:
     rounds.leave()
 
 
-def _let_go(rounds: Rounds | None, scatterer: Scatterer, stops: Stops | None) -> None:
-    if rounds is not None:
-        _leaving.discard(rounds)
+def _let_go(rounds: Rounds, scatterer: Scatterer) -> None:
+    _leaving.discard(rounds)
     scatterer.close()
-    if stops is not None:
-        stops.close()
 
 
 @atexit.register

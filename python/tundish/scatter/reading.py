@@ -40,7 +40,8 @@ class Reading:
     """One pass through `loader`, `width` batches a round.
 
     `kept`: which of them stays with whoever reads, and may be changed there before the next round; `state`: the
-    loader's own, from which it goes on; else `skip` batches are left out. `show` is told of how many of them it was.
+    loader's own, from which it goes on; else `skip` batches are left out, but the last of them may be read to be
+    repeated. `show` is told of how many of them it was.
 
     Raises what the loader raises, and `InvalidInputError` where it has fewer batches than are to be left out.
     """
@@ -63,15 +64,22 @@ class Reading:
         self._keeps_state = keeps_state(loader)
         self._before: list[Any] = []
         self._is_over = False
+        # Of those left out, what the first round repeats where it is the last one and not whole.
+        again = 0
         if state is not None and self._keeps_state:
             loader.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
             self._batches = iter(loader)
         else:
-            self._batches = _without_first(loader, skip, show)
+            again = width if tail == "pad" and skip >= width and self._may_end_after(skip) else 0
+            self._batches = _without_first(loader, skip, again, show)
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
             # A sampler that shuffles takes its seed from torch's generator at its first draw. Whoever makes this
             # draws from there as well, in an order of its own.
             self._batches = _begun(self._batches)
+        if again:
+            self._before = list(itertools.islice(self._batches, again))
+            if len(self._before) < again:
+                raise _too_few(skip - again + len(self._before), skip)
 
     def draw(self) -> Drawn | None:
         """The next round; None at the end of the data."""
@@ -91,6 +99,11 @@ class Reading:
         has_state = self._keeps_state and not self._is_over
         state = copy.deepcopy(self._loader.state_dict()) if has_state else None  # type: ignore[attr-defined]
         return Drawn(batches, count, state)
+
+    def _may_end_after(self, skip: int) -> bool:
+        """Whether after `skip` batches there may be fewer than a round has."""
+        length = length_of(self._loader)
+        return length is None or length - skip < self._width
 
     def _repeated(self, batches: list[Any], missing: int) -> list[Any]:
         """What those get for whom the last `batches` are too few."""
@@ -138,36 +151,42 @@ def tell_epoch(loader: Any, epoch: int) -> None:
             set_epoch(epoch)
 
 
-def _without_first(loader: Iterable[Any], skip: int, show: Callable[[int, int], None]) -> Iterator[Any]:
-    """What follows the first `skip` batches."""
+def _without_first(
+    loader: Iterable[Any], skip: int, again: int, show: Callable[[int, int], None]
+) -> Iterator[Any]:
+    """What follows the first `skip` batches, and before that the last `again` of them."""
     # A subclass may do more than its sampler says.
     plain: DataLoader[Any] | None = loader if type(loader) is DataLoader else None
     sampler = None if plain is None or isinstance(plain.dataset, IterableDataset) else plain.batch_sampler
-    if skip and plain is not None and sampler is not None:
-        return iter(_with_sampler(plain, _Rest(sampler, skip, show)))
+    if skip > again and plain is not None and sampler is not None:
+        return iter(_with_sampler(plain, _Rest(sampler, skip, again, show)))
     batches = iter(loader)
-    for number in range(skip):
+    _leave_out(batches, skip, again, show)
+    return batches
+
+
+def _leave_out(batches: Iterator[Any], skip: int, again: int, show: Callable[[int, int], None]) -> None:
+    for number in range(skip - again):
         show(number, skip)
         if next(batches, _NOTHING_MORE) is _NOTHING_MORE:
             raise _too_few(number, skip)
-    return batches
 
 
 class _Rest:
     """A batch sampler without its first batches, of which nobody reads the data."""
 
-    def __init__(self, sampler: Iterable[Any], skip: int, show: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, sampler: Iterable[Any], skip: int, again: int, show: Callable[[int, int], None]
+    ) -> None:
         self._sampler = sampler
         self._skip = skip
+        self._again = again
         self._show = show
 
     def __iter__(self) -> Iterator[Any]:
         # Not before the first draw: a DataLoader with workers makes two iterators and draws from one.
         indices = iter(self._sampler)
-        for number in range(self._skip):
-            self._show(number, self._skip)
-            if next(indices, _NOTHING_MORE) is _NOTHING_MORE:
-                raise _too_few(number, self._skip)
+        _leave_out(indices, self._skip, self._again, self._show)
         yield from indices
 
 

@@ -199,7 +199,7 @@ def bad_arguments(rank: int, line: Line) -> None:
     a_round(rank, 2)
     device = "no such device" if rank == 0 else None
     kind, text, _ = outcome(lambda: td.scatter_batch(batches(3) if rank == 0 else None, device=device))
-    assert kind == ("RuntimeError" if rank == 0 else "PeerFailedError"), text
+    assert kind == ("InvalidInputError" if rank == 0 else "PeerFailedError"), text
     a_round(rank, 4)
 
 

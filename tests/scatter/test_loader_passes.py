@@ -1,0 +1,75 @@
+"""What one loader after the other costs the job's store, and what ranks are told when one is made or resumed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from rank_processes import Job, Line, outcome
+
+
+def one_after_the_other(rank: int, line: Line) -> None:
+    opened = 0
+    clone = dist.PrefixStore.clone
+
+    def counted(store: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        return clone(store)
+
+    dist.PrefixStore.clone = counted
+    for number in range(20):
+        with td.DispatchLoader(range(10) if rank == 0 else None) as loader:
+            assert list(loader) == list(range(rank, 10, 2)), number
+    # One for the votes, and one for whoever leaves early.
+    assert opened <= 2
+
+
+@pytest.mark.skipif(not hasattr(dist.PrefixStore, "clone"), reason="this torch opens them in another way")
+def test_loaders_use_the_connections_to_the_store_that_are_there(tmp_path: Path) -> None:
+    with Job(one_after_the_other, 2, tmp_path) as job:
+        job.expect_end()
+
+
+def no_such_device(rank: int, line: Line) -> None:
+    device = "nowhere" if rank == 1 else None
+    kind, text, _ = outcome(lambda: td.DispatchLoader([1, 2] if rank == 0 else None, device=device))
+    assert kind == ("InvalidInputError" if rank == 1 else "PeerFailedError"), text
+    assert "device is 'nowhere', which is none" in text
+
+
+def test_a_device_that_is_none_is_known_when_the_loader_is_made(tmp_path: Path) -> None:
+    with Job(no_such_device, 2, tmp_path) as job:
+        job.expect_end()
+
+
+def resumed_padding(rank: int, line: Line) -> None:
+    def rounds(loader: Any) -> list[tuple[int, bool]]:
+        return [(batch, loader.is_padding) for batch in loader]
+
+    def made(**options: Any) -> Any:
+        return td.DispatchLoader(range(11) if rank == 0 else None, tail="pad", **options)
+
+    with made() as loader:
+        whole = rounds(loader)
+        assert whole[-1] == ((10, False) if rank == 0 else (9, True))
+        states = [loader.state_dict() for _ in loader]
+    for done, state in enumerate(states[:-1], 1):
+        with made() as resumed:
+            resumed.load_state_dict(state)
+            assert rounds(resumed) == whole[done:], done
+        with made(skip_batches=done) as shorter:
+            assert rounds(shorter) == whole[done:], done
+
+
+def test_the_padding_of_the_last_round_is_the_same_after_resuming(tmp_path: Path) -> None:
+    with Job(resumed_padding, 2, tmp_path) as job:
+        job.expect_end()
