@@ -223,6 +223,31 @@ def test_a_first_start_has_nothing_to_resume(tmp_path: Path) -> None:
         trainer(tmp_path, steps=1).train(resume_from_checkpoint=True)
 
 
+def test_exports_alone_are_nothing_to_resume_from_and_both_refusals_say_so(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=2, save_only_model=True, save_total_limit=0)
+    # As many as there are, which is what 0 means to the Trainer.
+    run.train()
+    assert saved(tmp_path) == {"hf": [2], "dcp": []}
+    with pytest.raises(StepExistsError, match="save_only_model leaves nothing to resume from") as refusal:
+        trainer(tmp_path, steps=4, save_only_model=True).train()
+    assert "resume_from_checkpoint=True" not in str(refusal.value)
+    with pytest.raises(NotFoundError, match="exports alone"):
+        trainer(tmp_path, steps=4, save_only_model=True).train(resume_from_checkpoint=True)
+    assert saved(tmp_path) == {"hf": [2], "dcp": []}
+
+
+def test_the_link_to_the_newest_can_be_resumed_from(tmp_path: Path) -> None:
+    trainer(tmp_path, steps=2).train()
+    resumed = trainer(tmp_path, steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "dcp-latest"))
+    assert saved(tmp_path) == {"hf": [2, 4], "dcp": [2, 4]}
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(NotFoundError):
+        trainer(tmp_path / "elsewhere", steps=1).train(
+            resume_from_checkpoint=str(tmp_path / "elsewhere" / "dcp-latest")
+        )
+
+
 def test_as_many_are_kept_as_the_trainer_is_told(tmp_path: Path) -> None:
     trainer(tmp_path, steps=8, save_total_limit=2).train()
     readonly = open_readonly(tmp_path)

@@ -8,13 +8,14 @@ of its saves, and is never deleted for that. transformers is an extra: `pip inst
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
 import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.distributed import agreed
-from tundish.errors import InvalidInputError, StepExistsError, missing_extra
+from tundish.errors import InvalidInputError, NotFoundError, StepExistsError, missing_extra
 
 try:
     from transformers.trainer import TRAINER_STATE_NAME
@@ -76,7 +77,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         """The checkpointer of this run. Collective when it is first asked for."""
         if self._checkpointer is None:
             options: dict[str, Any] = {
-                "keep_last": self.args.save_total_limit,
+                "keep_last": self._most_kept(),
                 "keep": lambda checkpoint: checkpoint.step == self.state.best_global_step,
                 **self._checkpointer_options,
             }
@@ -84,11 +85,18 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             self._checkpointer = Checkpointer(self.args.output_dir, **options)
         return self._checkpointer
 
+    def _most_kept(self) -> int | None:
+        """How many checkpoints stay; no limit where the Trainer knows none either, which 0 is to it."""
+        limit = self.args.save_total_limit
+        return limit if limit is not None and limit > 0 else None
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`; all saves are published when it returns.
 
         `resume_from_checkpoint`: True resumes from the newest whole checkpoint, a path `…/dcp-<step>` of this
-        run's folder from that one. Without it, a folder that holds the checkpoints of an earlier run is refused
+        run's folder from that one, `…/dcp-latest` from the newest or not at all. Exports alone, which is all that
+        `save_only_model` leaves, are nothing to resume from (`NotFoundError`).
+        Without it, a folder that holds the checkpoints of an earlier run is refused
         with `StepExistsError`; exports that a run left which was killed before its first DCP checkpoint are set aside,
         one of step 0 is replaced.
         """
@@ -116,10 +124,15 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             # Damaged ones, too, are somebody's work: resuming says what is wrong with them.
             earlier = [one for ones in found for one in ones]
             if earlier:
+                # Exports alone are nothing to resume from.
+                can_resume = any(one.kind == "dcp" for one in earlier)
+                advice = (
+                    "give resume_from_checkpoint=True, or another output_dir"
+                    if can_resume
+                    else "give another output_dir, or move it away; save_only_model leaves nothing to resume from"
+                )
                 raise StepExistsError(
-                    errno.EEXIST,
-                    "is there from an earlier run: give resume_from_checkpoint=True, or another output_dir",
-                    str(earlier[-1].path),
+                    errno.EEXIST, f"is there from an earlier run: {advice}", str(earlier[-1].path)
                 )
         checkpointer.discard_after(0)
 
@@ -131,20 +144,39 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             kind, _, number = path.name.partition("-")
             if (
                 kind != "dcp"
-                or not number.isdecimal()
+                or not (number.isdecimal() or number == "latest")
                 or path.parent != Path(self.args.output_dir).absolute()
             ):
                 raise InvalidInputError(
                     f"resume_from_checkpoint is {os.fspath(path)!r}: give True, or a dcp-<step> under "
                     f"{self.args.output_dir!r}"
                 )
-            step = int(number)
-        extra, rank_extras = self.checkpointer.load_dcp({}, step)
+            # Opening mends the link, and it leads to the newest.
+            newest = self.checkpointer.latest("dcp") if number == "latest" else path
+            step = None if newest is None else int(newest.name.partition("-")[2])
+        with self._told_of_exports():
+            extra, rank_extras = self.checkpointer.load_dcp({}, step)
         self._resumed_step = extra["step"]
         # A rank that was not there has the states of the first, which are the same but for the random generators.
         self._resumed = rank_extras.get(self.args.process_index) or {**rank_extras[0], "random": None}
         # What the ranks' own logs say may differ by their clocks.
         self._resumed["trainer"] = rank_extras[0]["trainer"]
+
+    @contextlib.contextmanager
+    def _told_of_exports(self) -> Iterator[None]:
+        """Say of a folder with exports alone that they are nothing to resume from."""
+        try:
+            yield
+        except NotFoundError as error:
+            published = open_readonly(self.args.output_dir).list()
+            if not published or any(one.kind == "dcp" for one in published):
+                raise
+            raise NotFoundError(
+                errno.ENOENT,
+                "holds exports alone, which are nothing to resume from, as save_only_model=True leaves them: "
+                "train without resume_from_checkpoint into another output_dir",
+                str(Path(self.args.output_dir).absolute()),
+            ) from error
 
     # ---- What the Trainer calls ----
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -17,13 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
+from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly, verify
 from tundish.errors import (
     CallbackError,
+    CheckpointInUseError,
     InvalidInputError,
+    InvalidTypeError,
+    NotFoundError,
     RootInUseError,
     StepExistsError,
     StepOrderError,
+    StorageError,
+    TimedOutError,
 )
 
 
@@ -150,6 +156,41 @@ def test_overwrite_exchanges_a_whole_checkpoint(checkpointer: Checkpointer) -> N
     assert list(load(path)) == ["b"]
     assert [one.step for one in checkpointer.list()] == [3]
     checkpointer.verify(path)
+
+
+def test_an_overwriting_save_waits_in_the_background_for_who_reads_already(root: Path) -> None:
+    events: list[str] = []
+    staged = threading.Event()
+
+    def hear(event: str, *_: Any) -> None:
+        events.append(event)
+        if event == "voted":
+            staged.set()
+
+    with Checkpointer(root, on_failure="raise", on_event=hear) as checkpointer:
+        path = checkpointer.save_hf(104, {"weight": torch.zeros(3)}).result()
+        events.clear()
+        staged.clear()
+        with open_readonly(root).reading(104) as held:
+            save = checkpointer.save_hf(104, {"weight": torch.ones(3)}, overwrite=True)
+            # All is written, and what is read stays.
+            assert staged.wait(60)
+            assert load(held)["weight"].sum() == 0
+            assert not save.done()
+            assert "published" not in events
+        assert save.result(60) == path
+        assert load(path)["weight"].sum() == 3
+
+
+def test_a_reader_who_never_ends_fails_the_save_that_would_replace_it_in_time(root: Path) -> None:
+    with Checkpointer(root, on_failure=lambda _: None, timeout=1) as checkpointer:
+        checkpointer.save_hf(1, {"weight": torch.zeros(3)}, blocking=True)
+        with open_readonly(root).reading(1) as held:
+            save = checkpointer.save_hf(1, {"weight": torch.ones(3)}, overwrite=True)
+            with pytest.raises(CheckpointInUseError, match="being read"):
+                save.result(60)
+            assert load(held)["weight"].sum() == 0
+    assert [path.name for path in root.glob(".hf-*")] == []
 
 
 def test_old_checkpoints_go_and_named_ones_stay(root: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -325,6 +366,71 @@ def test_a_root_that_is_a_file_or_closed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="loop"):
         Checkpointer(tmp_path / "loop")
+
+
+def test_what_names_no_checkpoint_is_refused_in_the_librarys_own_words(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 300)
+    for call in (Checkpointer, open_readonly, verify):
+        with pytest.raises(StorageError, match="too long"):
+            call(long)
+        with pytest.raises(InvalidTypeError, match="None"):
+            call(None)  # type: ignore[arg-type]
+        with pytest.raises(InvalidInputError, match="names no folder"):
+            call("")
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        with pytest.raises(InvalidTypeError, match="path is 3"):
+            checkpointer.verify(3)  # type: ignore[arg-type]
+        with pytest.raises(NotFoundError, match="hf-7"):
+            checkpointer.verify("hf-7")
+
+
+@pytest.mark.usefixtures("tmp_path_of_all")
+def test_a_root_in_a_folder_that_may_not_be_looked_into_is_refused(tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    is_root = os.geteuid() == 0
+    for call in (Checkpointer, open_readonly, verify):
+        locked.chmod(0)
+        try:
+            if is_root:
+                os.seteuid(65534)
+            with pytest.raises(StorageError) as refused:
+                call(locked / "root")
+        finally:
+            if is_root:
+                os.seteuid(0)
+            locked.chmod(0o755)
+        assert refused.value.errno == errno.EACCES
+        assert str(locked) in str(refused.value)
+
+
+def test_what_is_waited_for_too_long_is_the_librarys_own_error(
+    root: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    go_on = threading.Event()
+    with Checkpointer(root, on_failure="raise", on_published=[lambda _: go_on.wait(60)]) as checkpointer:
+        checkpointer.save_hf(1, tensors)
+        with pytest.raises(TimedOutError, match=r"saves of steps \[1\]") as late:
+            checkpointer.wait(0.01)
+        assert isinstance(late.value, TimeoutError)
+        go_on.set()
+
+
+def test_a_root_is_no_source_of_an_export(root: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        checkpointer.save_hf(1, tensors, blocking=True)
+        with pytest.raises(InvalidInputError, match=r"source_dir is .*the root of the checkpoints"):
+            checkpointer.save_hf(2, tensors, source_dir=root)
+        # A folder that it lies in has files of its own, and an earlier export may be one.
+        (root.parent / "config.json").write_text("{}")
+        path = checkpointer.save_hf(2, tensors, source_dir=root.parent).result()
+        assert sorted(one.name for one in path.iterdir()) == [
+            "config.json",
+            "model.safetensors",
+            "tundish.json",
+        ]
+        again = checkpointer.save_hf(3, tensors, source_dir=path).result()
+        assert (again / "config.json").exists()
 
 
 def test_a_root_that_another_process_owns_is_refused_by_its_name(root: Path) -> None:

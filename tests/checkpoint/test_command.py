@@ -185,11 +185,15 @@ def test_a_root_in_use_is_left_to_its_owner(root: Path, capsys: pytest.CaptureFi
         answer(capsys, "checkpoint", "ls", root)
 
 
-@pytest.mark.parametrize("verb", ["ls", "verify", "repair"])
+@pytest.mark.parametrize("verb", ["ls", "verify", "prune", "repair"])
 def test_a_folder_that_is_not_there_is_not_made(
     tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer(capsys, "checkpoint", verb, tmp_path / "nowhere", code=2)
+    words = ["--keep-last", 1] if verb == "prune" else []
+    error = answer(capsys, "checkpoint", verb, tmp_path / "nowhere", *words, code=3)["error"]
+    assert (error["kind"], "nowhere" in error["message"]) == ("NotFoundError", True)
+    error = answer(capsys, "checkpoint", verb, "", *words, code=2)["error"]
+    assert "it is empty" in error["message"]
     assert list(tmp_path.iterdir()) == []
 
 

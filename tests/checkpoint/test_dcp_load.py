@@ -151,6 +151,11 @@ def test_stateful_objects_take_their_state(tmp_path: Path) -> None:
         ({"model": {"w": torch.zeros(4, 3)}}, "'model.w' has shape (4, 3) here and (3, 4) in it"),
         ({"model": {"w": 3}}, "'model.w' is no tensor here and a tensor in it"),
         ({"note": torch.zeros(1)}, "'note' is a tensor here and no tensor in it"),
+        (
+            {"model": {"w": torch.zeros(3, 4, dtype=torch.int64)}},
+            "'model.w' is torch.int64 here and torch.float32",
+        ),
+        ({"model": {"w": torch.zeros(3, 1).expand(3, 4)}}, "'model.w' is expanded here"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_untouched(
@@ -232,7 +237,7 @@ def test_without_a_verification_the_form_is_looked_at(saved: Path, damage: Calla
 
 
 class Meddler:
-    """Replaces what is being loaded, in the middle of it."""
+    """Takes away what is being loaded, in the middle of it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -241,7 +246,7 @@ class Meddler:
     def state_dict(self) -> dict[str, Any]:
         with contextlib.closing(CheckpointRoot(self.root, wait_seconds=0)) as owner:
             try:
-                owner.begin("dcp", 7, overwrite=True)
+                owner.discard_after(0)
             except CheckpointInUseError as error:
                 self.refusals.append(error)
         return {"value": torch.zeros(1)}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tundish import _native
+from tundish.checkpoint import Checkpointer
 from tundish.errors import (
     AlreadyExistsError,
     CheckpointInUseError,
@@ -222,10 +225,44 @@ def test_what_is_newest_or_read_stays(root: Root) -> None:
     with pytest.raises(NotFoundError):
         root.read_lock("hf", 2)
     newest = root.read_lock("hf", 3)
-    with pytest.raises(CheckpointInUseError):
-        root.begin("hf", 3, overwrite=True)
+    with pytest.raises(CheckpointInUseError, match="being read"):
+        save(root, "hf", 3, overwrite=True, mark="again")
     newest.close()
+    root.abandon("hf", 3)
     save(root, "hf", 3, overwrite=True, mark="again")
+
+
+def test_junk_of_any_length_in_the_owners_file_keeps_nobody_out(tmp_path: Path) -> None:
+    for length in (1, 100, 511, 512, 513, 600, 70_000):
+        (tmp_path / ".owner").write_bytes(b"x" * length)
+        for step in (1, 2):
+            root = Root(tmp_path, wait_seconds=0)
+            save(root, "hf", step, overwrite=True)
+            if step == 2:
+                root.remove("hf", 1)
+            root.close()
+            assert (tmp_path / ".owner").stat().st_size == 512
+        shutil.rmtree(tmp_path / "hf-2")
+
+
+def test_an_opening_removes_the_marks_of_killed_writers_and_of_no_living_one(tmp_path: Path) -> None:
+    status = tmp_path.stat()
+    dead, living, other = (
+        Path("/dev/shm", f"tundish-writer-{os.geteuid()}-{status.st_dev:x}-{number:x}-{slot}")
+        for number, slot in ((status.st_ino, 7), (status.st_ino, 8), (1 << 62, 0))
+    )
+    try:
+        with living.open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            dead.touch()
+            other.touch()
+            Checkpointer(tmp_path, on_failure="raise").close()
+            assert (dead.exists(), living.exists(), other.exists()) == (False, True, True)
+        _native.sweep_writer_slots(tmp_path)
+        assert not living.exists()
+    finally:
+        for path in (dead, living, other):
+            path.unlink(missing_ok=True)
 
 
 READER = """

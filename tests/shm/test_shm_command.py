@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from private_shm import folder as folder
 
 from tundish import cli
-from tundish.shm import SharedArray
+from tundish.shm import SharedArray, sweep
 
 LEAVE = """
 import os, signal, sys
@@ -43,7 +44,8 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 def test_a_folder_without_segments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, "ls") == {"segments": [], "failed": []}
-    assert answer(capsys, "sweep") == {"dry_run": False, "removed": [], "live": [], "failed": []}
+    nothing = {"removed": [], "live": [], "failed": [], "writer_slots": []}
+    assert answer(capsys, "sweep") == {"dry_run": False, **nothing}
     for words, line in ((["ls"], "no named segments\n"), (["sweep"], "nothing to remove\n")):
         assert cli.main(["shm", *words]) == 0
         assert capsys.readouterr().out == line
@@ -69,6 +71,20 @@ def test_living_and_dead(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert [one["name"] for one in swept["live"]] == ["living"]
         assert not Path(listed["dead"]["path"]).exists()
         assert answer(capsys, "sweep")["removed"] == []
+
+
+def test_marks_of_killed_checkpoint_writers_go_and_those_of_living_ones_stay(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    living, dead = (folder / f"tundish-writer-{os.geteuid()}-1-2-{slot}" for slot in (0, 1))
+    with living.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        dead.touch()
+        assert answer(capsys, "sweep", "--dry-run")["writer_slots"] == [str(dead)]
+        assert dead.exists()
+        assert answer(capsys, "sweep")["writer_slots"] == [str(dead)]
+        assert [path.name for path in folder.iterdir()] == [living.name]
+    assert sweep().writer_slots == (living,)
 
 
 def test_torch_is_not_imported(folder: Path) -> None:

@@ -12,6 +12,7 @@ always holds:
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import logging
@@ -30,7 +31,7 @@ from tundish.checkpoint.reading import Checkpoints, Kind, check_step, plain_step
 from tundish.checkpoint.retention import Checkpoint, Retention
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, Save, Staging
 from tundish.checkpoint.taking import Request, take
-from tundish.errors import InvalidInputError
+from tundish.errors import InvalidInputError, TimedOutError
 from tundish.waiting import Thread, to_its_end
 
 __all__ = ["Checkpointer"]
@@ -102,7 +103,7 @@ class Checkpointer:
         staging_limit_bytes: host memory of each rank for staging, the same on all; a save that exceeds what is
             free waits for the one before it; one that is larger is written while the caller waits, in as much, unless
             one tensor alone needs more. None does not bound it.
-        checksum: "crc64" records CRC-64/NVME of every file; None none.
+        checksum: "crc64" records CRC-64/NVME of every file; None none: nobody can tell later whether a byte changed.
         timeout: seconds that a step of a save waits for the other ranks.
         on_published: functions of a published path, called on this rank in the background. One that fails, fails the
             save's future and nothing else; so does `keep`.
@@ -110,7 +111,8 @@ class Checkpointer:
             who watch the order of things.
 
     Raises:
-        InvalidInputError: an argument that cannot be used.
+        InvalidInputError: an argument that cannot be used, or that is another one on another rank. The ranks may
+            differ in `on_failure`, `on_published`, `on_event` and what `keep` does, and in nothing else.
         StorageError: a root that is a file, is not writable, or is another folder on another rank.
         RootInUseError: another job saves there.
     """
@@ -190,7 +192,8 @@ class Checkpointer:
             tokenizer: tokenizer or processor, likewise.
             dtype: convert floating-point tensors to this.
             shard_bytes: no file holds more, unless one tensor does.
-            source_dir: take everything but the weights from this folder, where there is no `config`.
+            source_dir: take everything but the weights from this folder, which is not the root; where both it and the
+                model, `config` or `tokenizer` have a file of one name, that of the latter.
             to_hf: converts names and tensors, one at a time, of models whose training layout differs:
                 called with a name and its tensor, gives pairs of them.
             staging: "eager" copies before it returns; "lazy" returns at once, copies during the next forward and
@@ -198,7 +201,8 @@ class Checkpointer:
                 save, but for those through `.data`, which torch does not count.
             optimizer: of a lazy staging.
             tag: a name for retention ("snapshot").
-            overwrite: exchange a published checkpoint of this step.
+            overwrite: exchange a published checkpoint of this step. Whoever reads that is waited for in the background,
+                up to half of `timeout`; then the save fails with `CheckpointInUseError`.
             blocking: return when the checkpoint is published.
 
         Returns a future of the published path.
@@ -215,6 +219,7 @@ class Checkpointer:
             dtype=dtype,
             shard_bytes=shard_bytes,
             source_dir=source_dir,
+            root=self.path,
             to_hf=to_hf,
             staging=staging,
             optimizer=optimizer,
@@ -286,10 +291,10 @@ class Checkpointer:
         self._opened.failure.raise_pending()
         return self._opened.view.latest(kind)
 
-    def verify(self, path: str | os.PathLike[str]) -> None:
+    def verify(self, path: str | os.PathLike[str]) -> builtins.list[str]:
         """Read every byte of a checkpoint again, as `tundish.checkpoint.verify`. Not collective."""
         self._opened.failure.raise_pending()
-        self._opened.view.verify(path)
+        return self._opened.view.verify(path)
 
     def reading(self, step: int, kind: Kind = "hf") -> contextlib.AbstractContextManager[Path]:
         """Keep the checkpoint of `step` from being pruned while the block reads it. Not collective."""
@@ -297,12 +302,17 @@ class Checkpointer:
         return self._opened.view.reading(step, kind)
 
     def protect(self, step: int) -> None:
-        """Keep the checkpoints of `step`, whatever retention says, as long as this checkpointer lives."""
+        """Keep the checkpoints of `step`, whatever retention says, as long as this checkpointer lives. Not collective.
+
+        Any rank may say it, of a step that is yet to come too. The first rank, which removes what is old, knows at once
+        what it says itself, and hears what another one says with the next save that begins after it.
+        """
         self._check_open("protect")
         self._opened.failure.raise_pending()
         step = check_step(plain_step(step))
+        self._opened.protected.add(step)
         if self._opened.owner is not None:
-            self._opened.owner.protect(step)
+            self._opened.owner.protect([step])
 
     def discard_after(self, step: int) -> None:
         """Collective: set all checkpoints above `step` aside, after a rollback to it.
@@ -337,7 +347,8 @@ class Checkpointer:
             state_dict: as it was saved, or parts of it, with the tensors to load into; empty for `extra` alone.
             step: the checkpoint, the same on all ranks; None takes the newest whole one: where the newest is damaged,
                 the one before it, with an error in the log. A step that is named raises instead.
-            verify: read all bytes first and compare their checksums.
+            verify: read all bytes first and compare their checksums; of files that were saved without one only the
+                sizes, with a warning in the log. Floating-point values are converted to the dtype that they find.
 
         Returns `extra` and the `rank_extra` of every rank that saved, by rank.
 
@@ -360,12 +371,12 @@ class Checkpointer:
     def wait(self, timeout: float | None = None) -> None:
         """Block until no save is under way. Not collective.
 
-        Raises `TimeoutError`; with `on_failure="raise"` what a save failed with.
+        Raises `TimedOutError`; with `on_failure="raise"` what a save failed with.
         """
         self._refuse_in_callback("wait")
         for lane in self._opened.lanes.values():
             if not lane.wait(timeout):
-                raise TimeoutError(
+                raise TimedOutError(
                     f"saves of steps {lane.steps_under_way()} were not over within {timeout} s"
                 )
         self._opened.failure.raise_pending()

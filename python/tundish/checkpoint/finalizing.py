@@ -13,7 +13,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +42,7 @@ class Publisher(Protocol):
 
     def publish(self, job: Job, manifest: str) -> Path: ...
     def abandon(self, kind: str, step: int) -> None: ...
+    def protect(self, steps: Iterable[int]) -> None: ...
     def prune(self, kind: str) -> None: ...
 
 
@@ -85,6 +86,7 @@ class Finalizer:
         checksum: whether checksums are recorded.
         announce: called with an event's name, the kind and the step.
         on_published: called with a published path.
+        protected: steps that this rank was told to keep; the first rank hears of them with every save.
         timeout: seconds that a vote waits for the other ranks.
     """
 
@@ -99,6 +101,7 @@ class Finalizer:
         checksum: bool,
         announce: Callable[[str, str, int], None],
         on_published: Sequence[Callable[[Path], Any]],
+        protected: Collection[int],
         timeout: float,
     ) -> None:
         self.kind = kind
@@ -109,6 +112,7 @@ class Finalizer:
         self._checksum = checksum
         self._announce = announce
         self._on_published = on_published
+        self._protected = protected
         self._timeout = timeout
         self._saves = 0
 
@@ -211,7 +215,7 @@ class Finalizer:
         return job.staged, [] if self._publisher is None else job.staged.prewrite(job.folder)
 
     def _write(self, job: Job, staged: Staged) -> list[_native.FileFacts]:
-        """Write this rank's files; on the first rank the facts of all ranks' files."""
+        """Write this rank's files; on the first rank the facts of all ranks' files, and what they protect."""
         error: BaseException | None = None
         own: list[_native.FileFacts] = []
         try:
@@ -219,11 +223,20 @@ class Finalizer:
             self._announce("written", self.kind, job.save.step)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        told = json.dumps([[facts.name, facts.size, facts.checksum] for facts in own])
+        told = json.dumps(
+            {
+                "files": [[facts.name, facts.size, facts.checksum] for facts in own],
+                # Copied at once: the caller's thread may add to it.
+                "protected": list(self._protected),
+            }
+        )
         what = f"{job.what}: writing"
         gathered = self._voter.gather(told, error, what=what, timeout=self._timeout)
         self._announce("voted", self.kind, job.save.step)
-        return [_native.FileFacts(*facts) for text in gathered for facts in json.loads(text)]
+        heard = [json.loads(text) for text in gathered]
+        if self._publisher is not None:
+            self._publisher.protect(step for one in heard for step in one["protected"])
+        return [_native.FileFacts(*facts) for one in heard for facts in one["files"]]
 
     def _manifest(self, job: Job, facts: list[_native.FileFacts]) -> str:
         manifest = {

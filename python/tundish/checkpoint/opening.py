@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import tempfile
@@ -25,7 +26,7 @@ from tundish.checkpoint.finalizing import Finalizer
 from tundish.checkpoint.lane import Lane
 from tundish.checkpoint.owner import WAIT_SECONDS, Owner
 from tundish.checkpoint.owngroup import OwnGroup
-from tundish.checkpoint.reading import KINDS, Kind, ReadOnlyRoot
+from tundish.checkpoint.reading import KINDS, Kind, ReadOnlyRoot, path_of
 from tundish.checkpoint.retention import Retention
 from tundish.distributed import Voter
 from tundish.distributed.groups import membership, seconds_of
@@ -57,8 +58,8 @@ class Opened:
     """An open root as one rank holds it.
 
     `index`: of this rank in the group. `owner`: on the first rank alone. `voter`: of the callers' threads.
-    `background_group`: for tensors that travel in host memory; None in a world of one. `resources`: closes
-    everything, once the lanes are closed.
+    `background_group`: for tensors that travel in host memory; None in a world of one. `protected`: the steps that this
+    rank was told to keep. `resources`: closes everything, once the lanes are closed.
     """
 
     path: Path
@@ -74,6 +75,7 @@ class Opened:
     background_group: OwnGroup | None
     dcp: DcpSaver
     lanes: Mapping[Kind, Lane]
+    protected: set[int]
     resources: contextlib.ExitStack
 
     def voted(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -94,7 +96,7 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
         voter = stack.enter_context(Voter(group, timeout=seconds))
         # The first rank waits for an owner that is dying, and the others for the first rank.
         with voter.agreed("opening", same="opening", timeout=seconds + WAIT_SECONDS):
-            path = _path_of(arguments.root)
+            path = path_of(arguments.root, "root")
             retention = arguments.retention()
             budget = StagingBudget(arguments.staging_limit_bytes)
             failure = FailurePolicy(arguments.on_failure, member.rank)
@@ -106,7 +108,18 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
                 owner = Owner(path, retention)
                 stack.callback(owner.close)
                 owner.tell_recovered()
-        _meet(path, voter, seconds, is_first=index == 0, same=f"staging_limit_bytes {budget.limit}")
+        told = {
+            "keep_last": retention.keep_last,
+            "keep_every": retention.keep_every,
+            "keep": None if retention.keep is None else "a function",
+            "keep_tagged": dict(sorted(retention.keep_tagged.items())),
+            # Not what the environment says: nodes may be of different sizes.
+            "writers_per_node": arguments.writers_per_node,
+            "staging_limit_bytes": budget.limit,
+            "checksum": arguments.checksum,
+            "timeout": seconds,
+        }
+        _meet(path, voter, seconds, is_first=index == 0, told=told)
         background_group = None
         if world_size > 1:
             background_group = OwnGroup(member.ranks, seconds, f"{voter.meeting.name}-tensors")
@@ -114,6 +127,7 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
         dcp = DcpSaver(group, timeout=seconds, name=voter.meeting.name)
         stack.callback(dcp.close)
         lanes: dict[Kind, Lane] = {}
+        protected: set[int] = set()
         for kind in KINDS:
             finalizer = Finalizer(
                 kind=kind,
@@ -124,6 +138,7 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
                 checksum=arguments.checksum is not None,
                 announce=_announcing(arguments.on_event),
                 on_published=tuple(arguments.on_published),
+                protected=protected,
                 timeout=seconds,
             )
             lanes[kind] = Lane(finalizer, failure.act)
@@ -141,40 +156,54 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
             background_group=background_group,
             dcp=dcp,
             lanes=lanes,
+            protected=protected,
             resources=stack.pop_all(),
         )
 
 
-def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, same: str) -> None:
-    """Make sure that all ranks see the same folder and may write to it, and were given the `same`."""
+def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, told: Mapping[str, Any]) -> None:
+    """Make sure that all ranks see the same folder and may write to it, and were `told` the same arguments."""
     nonce = path / _NONCE
-    with voter.agreed("opening", same="opening", timeout=timeout):
-        if is_first:
-            _native.replace_file(nonce, uuid.uuid4().hex.encode())
-    seen, error = "", None
+    shown = json.dumps({name: repr(value) for name, value in told.items()})
     try:
-        with tempfile.TemporaryFile(dir=path):
-            seen = nonce.read_text()
-    except OSError as caught:
-        error = StorageError(
-            caught.errno or errno.EIO,
-            "is not the same writable folder on this rank as on the first: give a root that all ranks share",
-            str(path),
-        )
-    try:
-        voter.vote(error, what=f"opening {path}", same=f"{same}, nonce {seen}", timeout=timeout)
+        error: BaseException | None = None
+        try:
+            if is_first:
+                _native.replace_file(nonce, uuid.uuid4().hex.encode())
+        except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+            error = caught
+        gathered = voter.gather(shown, error, what=f"opening {path}", timeout=timeout)
+        seen = ""
+        try:
+            _compare(gathered, voter.ranks)
+            with tempfile.TemporaryFile(dir=path):
+                seen = nonce.read_text()
+        except InvalidInputError as caught:
+            error = caught
+        except OSError as caught:
+            error = StorageError(
+                caught.errno or errno.EIO,
+                "is not the same writable folder on this rank as on the first: give a root that all ranks share",
+                str(path),
+            )
+        voter.vote(error, what=f"opening {path}", same=f"nonce {seen}", timeout=timeout)
     finally:
         if is_first:
             nonce.unlink(missing_ok=True)
 
 
-def _path_of(root: Any) -> Path:
-    if not isinstance(root, str | os.PathLike) or not isinstance(os.fspath(root), str):
-        raise InvalidTypeError(f"root is {root!r}: give the path of a folder, as text")
-    text = os.fspath(root)
-    if not text or "\0" in text:
-        raise InvalidInputError(f"root is {text!r}, which names no folder: '.' is the current one")
-    return Path(root).absolute()
+def _compare(gathered: Sequence[str], ranks: Sequence[int]) -> None:
+    """Refuse arguments that are not the same on all ranks. `gathered`: of each, as the first rank has it; else none."""
+    given = [json.loads(text) for text in gathered]
+    problems = []
+    for name in given[0] if given else ():
+        other = next((at for at, one in enumerate(given) if one[name] != given[0][name]), None)
+        if other is not None:
+            problems.append(
+                f"{name} is {given[0][name]} on rank {ranks[0]} and {given[other][name]} on rank {ranks[other]}"
+            )
+    if problems:
+        raise InvalidInputError(f"{'; '.join(problems)}: give all ranks the same")
 
 
 def _check_functions(arguments: Arguments) -> None:

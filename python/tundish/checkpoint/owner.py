@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,8 @@ class Owner:
         self._lock = threading.Lock()
         wait = WAIT_SECONDS if wait_seconds is None else wait_seconds
         self._root = _native.CheckpointRoot(path, wait_seconds=wait)
+        # The marks by which writers of this root take turns, of those that were killed. They hold nothing.
+        _native.sweep_writer_slots(path)
 
     @property
     def recovered(self) -> dict[str, Any]:
@@ -131,10 +134,10 @@ class Owner:
             one for one in published if one.step in surplus
         ]
 
-    def protect(self, step: int) -> None:
-        """Keep the checkpoints of `step`."""
+    def protect(self, steps: Iterable[int]) -> None:
+        """Keep the checkpoints of `steps`."""
         with self._lock:
-            self._retention.protected.add(step)
+            self._retention.protected.update(steps)
 
     def discard_after(self, step: int) -> None:
         """Set the checkpoints above `step` aside, and say where they are."""

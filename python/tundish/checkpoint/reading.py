@@ -7,10 +7,11 @@ replacing one while it is being read; where the file system has no locks, whoeve
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,7 +20,7 @@ import numpy as np
 
 from tundish import _native
 from tundish.checkpoint.retention import Checkpoint
-from tundish.errors import InvalidInputError, NotFoundError
+from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, counted
 
 __all__ = [
     "KINDS",
@@ -55,6 +56,7 @@ class Damaged:
 
 
 _Damaged = list[Damaged]
+_Names = list[str]
 
 
 class _Listing(Protocol):
@@ -113,12 +115,35 @@ def plain_step(step: Any) -> Any:
     return int(step) if isinstance(step, np.integer) else step
 
 
+def path_of(given: Any, name: str) -> Path:
+    """What the argument `name` was `given` as, an absolute path."""
+    if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
+        raise InvalidTypeError(f"{name} is {given!r}: give the path of a folder, as text")
+    text = os.fspath(given)
+    if not text or "\0" in text:
+        raise InvalidInputError(f"{name} is {text!r}, which names no folder: '.' is the current one")
+    return Path(given).absolute()
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there.
+
+    Raises `StorageError` where it cannot be told: in a folder that may not be looked into, under too long a name.
+    """
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise StorageError(
+            error.errno or errno.EIO, f"cannot be looked at ({error.strerror})", str(path)
+        ) from None
+
+
 def check_root(path: Path) -> None:
     """Refuse a folder that is itself a checkpoint: what a root needs in it would be foreign to that.
 
     Raises `InvalidInputError` that names the root which it lies in.
     """
-    if (path / MANIFEST).is_file():
+    if is_file(path / MANIFEST):
         folder = path.resolve()
         raise InvalidInputError(
             f"{path} is itself a checkpoint: give {folder.parent}, the root that {folder.name} lies in"
@@ -134,25 +159,44 @@ def check_step(step: object) -> int:
 
 def verify(
     path: str | os.PathLike[str], *, progress: Callable[[str, int, int], object] | None = None
-) -> None:
+) -> list[str]:
     """Read every byte of a checkpoint again and compare it with what was recorded when it was saved.
 
     Until it has returned, the checkpoint is neither removed nor replaced.
 
+    Returns the names of the files that were saved without a checksum (`checksum=None`), with a warning in the log: of
+    those only the size was compared, and nobody can tell whether a byte of them changed.
+
     Raises `CorruptCheckpointError` that names all files which are missing, changed, cut short or too many;
     `NotFoundError` where there is no checkpoint (any more).
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise NotFoundError(2, "there is no checkpoint", os.fspath(folder))
-    _native.verify_folder(folder, progress=progress)
+    folder = path_of(path, "path")
+    unsummed = verify_quietly(folder, progress=progress)
+    tell_unsummed(folder, unsummed)
+    return unsummed
+
+
+def verify_quietly(folder: Path, *, progress: Callable[[str, int, int], object] | None = None) -> list[str]:
+    """As `verify`, for who tells of files without a checksum himself."""
+    return _native.verify_folder(folder, progress=progress)
+
+
+def tell_unsummed(folder: Path, unsummed: Sequence[str]) -> None:
+    """Warn of the files that a verification could not compare."""
+    if unsummed:
+        _logger.warning(
+            "%s: of %s no checksum was recorded (they were saved with checksum=None): only the sizes were compared, "
+            "and a byte that changed would not be seen",
+            folder,
+            counted(len(unsummed), "file"),
+        )
 
 
 class ReadOnlyRoot:
     """The checkpoints under a root, for watchers and evaluators. Made by `open_readonly`."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.path = Path(root).absolute()
+        self.path = path_of(root, "root")
         check_root(self.path)
         self._root = _native.open_checkpoints_readonly(self.path)
 
@@ -173,9 +217,11 @@ class ReadOnlyRoot:
         published = self.list(kind)
         return published[-1].path if published else None
 
-    def verify(self, path: str | os.PathLike[str]) -> None:
+    def verify(self, path: str | os.PathLike[str]) -> _Names:
         """As `tundish.checkpoint.verify`; a relative path is one under the root."""
-        verify(self.path / path)
+        # Whether it is one, before it is joined to the root.
+        path_of(path, "path")
+        return verify(self.path / path)
 
     @contextlib.contextmanager
     def reading(self, step: int, kind: Kind = "hf") -> Iterator[Path]:

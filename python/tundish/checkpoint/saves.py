@@ -16,6 +16,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from tundish import _native
 from tundish.distributed.groups import Meeting
+from tundish.errors import TimedOutError
 from tundish.waiting import Moment, SteadyFuture, wait_for
 
 __all__ = [
@@ -63,7 +64,7 @@ class Staged(Protocol):
     """A save whose tensors are in host memory, or on their way there."""
 
     def wait_staged(self, timeout: float | None) -> None:
-        """Block until host memory holds everything; raises what went wrong on the way, `TimeoutError`."""
+        """Block until host memory holds everything; raises what went wrong on the way, `TimedOutError`."""
 
     def settle(self) -> None:
         """After `wait_staged`, on a thread that is told of it: from here on it may change what was staged."""
@@ -177,10 +178,10 @@ class Save(SteadyFuture[Path]):
     def staged(self, timeout: float | None = None) -> None:
         """Block until host memory holds everything that this rank saves.
 
-        Raises `TimeoutError`; where staging failed, what it failed with.
+        Raises `TimedOutError`; where staging failed, what it failed with.
         """
         if not wait_for(self._is_staged.wait, timeout):
-            raise TimeoutError(f"step {self.step} ({self.kind}) was not staged within {timeout} s")
+            raise TimedOutError(f"step {self.step} ({self.kind}) was not staged within {timeout} s")
         if not self._was_staged:
             self.result()
         self._settle()

@@ -22,7 +22,7 @@ import torch
 
 from tundish.checkpoint.buffers import Buffer, Place
 from tundish.checkpoint.tensors import READER, any_on_cuda, check_memory, locals_of
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 from tundish.waiting import Moment, Thread, to_its_end, wait_for
 
 __all__ = ["BackgroundCopy", "Block", "Copies", "begin_copies", "optimizers_of"]
@@ -109,11 +109,11 @@ class Copies:
             torch.cuda.current_stream(device).wait_event(over)
 
     def wait(self, deadline: float | None) -> None:
-        """Block until all is copied; raises `TimeoutError` at `deadline`, a time of `time.monotonic`."""
+        """Block until all is copied; raises `TimedOutError` at `deadline`, a time of `time.monotonic`."""
         for over in self._over:
             while not over.query():  # type: ignore[no-untyped-call]  # torch leaves it so
                 if deadline is not None and time.monotonic() > deadline:
-                    raise TimeoutError("the device has not copied everything into host memory yet")
+                    raise TimedOutError("the device has not copied everything into host memory yet")
                 time.sleep(0.001)
         self._blocks = ()
 
@@ -183,11 +183,11 @@ class BackgroundCopy:
     def wait(self, deadline: float | None) -> None:
         """Block until all is copied.
 
-        Raises what went wrong, and `TimeoutError` at `deadline`, a time of `time.monotonic`.
+        Raises what went wrong, and `TimedOutError` at `deadline`, a time of `time.monotonic`.
         """
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not wait_for(self._issued.wait, left):
-            raise TimeoutError("not everything is copied into host memory yet")
+            raise TimedOutError("not everything is copied into host memory yet")
         self._copies.wait(deadline)
         self._judge(for_good=False)
         if self._error is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tundish.cli.arguments import add_command, progress_of
 from tundish.cli.output import printable, readable
-from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundError
+from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundError, counted
 
 if TYPE_CHECKING:
     from tundish.checkpoint.owner import Owner
@@ -57,7 +57,8 @@ def add_checkpoint_commands(commands: Any) -> None:
         "prune",
         summary="remove old checkpoints",
         description="Remove old checkpoints of a root where nobody saves: untagged ones, never the newest of a kind. "
-        "Every byte of what is kept is read first; where one is wrong, nothing is removed.",
+        "Every byte of what is kept is read first; where one is wrong, nothing is removed. What was saved without "
+        "checksums is told apart by its sizes alone.",
     )
     _add_root(prune)
     prune.add_argument(
@@ -117,13 +118,12 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
         for one in broken
         if options.step in (None, one.step)
     ]
-    verified = []
+    verified: list[tuple[Checkpoint, list[str]]] = []
     for one in whole:
         if options.step not in (None, one.step):
             continue
         try:
-            _verify(one, options)
-            verified.append(one)
+            verified.append((one, _verify(one, options)))
         except NotFoundError:
             # It was removed meanwhile.
             continue
@@ -135,9 +135,20 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
         step = "" if options.step is None else f" of step {options.step}"
         raise NotFoundError(_NO_ENTRY, f"there is no checkpoint{step} to verify", str(options.root))
     return {
-        "json": {"verified": [_described(one) for one in verified]},
-        "text": "\n".join(f"{one.path}: every byte holds" for one in verified),
+        "json": {
+            "verified": [{**_described(one), "without_checksum": unsummed} for one, unsummed in verified]
+        },
+        "text": "\n".join(f"{one.path}: {_said(unsummed)}" for one, unsummed in verified),
     }
+
+
+def _said(unsummed: list[str]) -> str:
+    if not unsummed:
+        return "every byte holds"
+    return (
+        f"{counted(len(unsummed), 'file')} without a checksum, of which only the sizes were compared: whether a "
+        "byte of them changed cannot be told; all else holds"
+    )
 
 
 def run_prune(options: argparse.Namespace) -> dict[str, Any]:
@@ -211,15 +222,19 @@ def _as_owner(root: Path, retention: Any, work: Callable[[Owner], object]) -> No
 
 
 def _add_root(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("root", type=Path, metavar="ROOT", help="the folder of all checkpoints")
+    parser.add_argument("root", type=_path, metavar="ROOT", help="the folder of all checkpoints")
+
+
+def _path(word: str) -> Path:
+    if not word:
+        raise argparse.ArgumentTypeError("it is empty: '.' is the current folder")
+    return Path(word)
 
 
 def _survey(root: Path) -> tuple[Checkpoints, list[Damaged]]:
     from tundish.checkpoint.reading import open_readonly
 
-    if not root.is_dir():
-        # Before anything could make it.
-        raise InvalidInputError(f"{root}: no folder of checkpoints is there")
+    # It is not made where it is not there.
     return open_readonly(root).survey()
 
 
@@ -230,12 +245,13 @@ def _check_is_ours(root: Path) -> None:
         raise InvalidInputError(f"{root}: no checkpoints were saved here; give the folder that they lie in")
 
 
-def _verify(one: Checkpoint, options: argparse.Namespace) -> None:
-    from tundish.checkpoint.reading import verify
+def _verify(one: Checkpoint, options: argparse.Namespace) -> list[str]:
+    """The files of which only the sizes could be compared."""
+    from tundish.checkpoint.reading import verify_quietly
     from tundish.progress import ProgressLine
 
     with ProgressLine(one.path.name, progress_of(options)) as line:
-        verify(one.path, progress=line.callback)
+        return verify_quietly(one.path, progress=line.callback)
 
 
 def _all_of(damaged: list[CorruptCheckpointError]) -> CorruptCheckpointError:

@@ -34,7 +34,8 @@ def add_shm_commands(commands: Any) -> None:
         verbs,
         "sweep",
         summary="remove what killed processes left",
-        description="Remove the named segments of this user that no process has any more. What a process holds or "
+        description="Remove the named segments of this user that no process has any more, and the marks of checkpoint "
+        "writers that were killed. What a process holds or "
         "maps, what another user made and what is no segment of tundish is left alone.",
     )
     sweep.add_argument("--dry-run", action="store_true", help="only say what would be removed")
@@ -65,6 +66,7 @@ def run_sweep(options: argparse.Namespace) -> dict[str, Any]:
     report = sweep(dry_run=options.dry_run)
     verb = "would remove" if options.dry_run else "removed"
     lines = [f"{verb} {one.name}: {readable('bytes', one.size)}" for one in report.removed]
+    lines += [f"{verb} {path}: the mark of a killed checkpoint writer" for path in report.writer_slots]
     lines += [f"not swept: {printable(reason)}" for reason in report.failed]
     return {
         "json": {
@@ -72,6 +74,7 @@ def run_sweep(options: argparse.Namespace) -> dict[str, Any]:
             "removed": [_described(one) for one in report.removed],
             "live": [_described(one) for one in report.live],
             "failed": list(report.failed),
+            "writer_slots": [str(path) for path in report.writer_slots],
         },
         "text": "\n".join(lines) or "nothing to remove",
     }

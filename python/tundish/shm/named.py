@@ -44,13 +44,15 @@ class SweepReport:
     live: tuple[NamedSegment, ...]
     #: What could not be looked at or removed, a sentence each. The next sweep tries again.
     failed: tuple[str, ...]
+    #: Empty files by which writers of checkpoints take turns, of killed ones; removed as those in `removed`.
+    writer_slots: tuple[Path, ...]
 
 
 def sweep(dry_run: bool = False) -> SweepReport:
-    """Remove the named segments that killed processes of this user left, and nothing else.
+    """Remove the named segments that killed processes of this user left, and the marks of killed checkpoint writers.
 
-    The first named segment that a process makes does this too. `dry_run` only looks. Any number of processes may
-    sweep at once, and make and attach segments meanwhile.
+    The first named segment that a process makes does this too, and the opening of a checkpoint root for its marks.
+    `dry_run` only looks. Any number of processes may sweep at once, and make and attach segments meanwhile.
 
     Raises `StorageError` where the folder of named segments cannot be read.
     """
@@ -59,6 +61,7 @@ def sweep(dry_run: bool = False) -> SweepReport:
         removed=tuple(map(_segment, found["dead"])),
         live=tuple(map(_segment, found["live"])),
         failed=tuple(found["failed"]),
+        writer_slots=tuple(_native.sweep_writer_slots(dry_run=dry_run)),
     )
 
 

@@ -290,11 +290,19 @@ pub(crate) fn checksum_file(py: Python<'_>, path: PathBuf) -> PyResult<FileFacts
 /// Raises `CorruptCheckpointError`, whose `paths` are all files that are missing, changed, cut off or in no manifest.
 #[pyfunction]
 #[pyo3(signature = (folder, *, progress=None))]
-pub(crate) fn verify_folder(py: Python<'_>, folder: PathBuf, progress: Option<Py<PyAny>>) -> PyResult<()> {
+pub(crate) fn verify_folder(py: Python<'_>, folder: PathBuf, progress: Option<Py<PyAny>>) -> PyResult<Vec<String>> {
     enter(py, progress, move |door| {
         let mut go_on = |read, total| look(door, "verify", read, total);
         Ok(tundish_commit::root::verify_folder(folder, &mut go_on)?)
     })
+}
+
+/// Remove what killed writers of this user left of their turns to write, unless `dry_run`; what it was. `root`: only of those
+/// who wrote under that folder.
+#[pyfunction]
+#[pyo3(signature = (root = None, *, dry_run = false))]
+pub(crate) fn sweep_writer_slots(py: Python<'_>, root: Option<PathBuf>, dry_run: bool) -> PyResult<Vec<PathBuf>> {
+    enter(py, None, |_| Ok(shards::sweep_slots(root.as_deref(), dry_run)))
 }
 
 /// A manifest with the checksum of itself, as it is published; `manifest` is a JSON object.

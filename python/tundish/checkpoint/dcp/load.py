@@ -19,12 +19,13 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from tundish._native import CheckpointReadLock, verify_folder
 from tundish.checkpoint.dcp.leaves import Leaves, is_stateful, leaves_of, plain_state
 from tundish.checkpoint.dcp.plan import rank_extra_name
 from tundish.checkpoint.dcp.values import from_json
-from tundish.checkpoint.reading import MANIFEST, Damaged, ReadOnlyRoot, held
+from tundish.checkpoint.reading import MANIFEST, Damaged, ReadOnlyRoot, held, is_file, tell_unsummed
 from tundish.checkpoint.retention import Checkpoint
 from tundish.distributed import Voter
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, StateMismatchError
@@ -192,6 +193,8 @@ def _check_fit(leaves: Leaves, metadata: Metadata, path: Path) -> None:
             problems.append(f"{name!r} is {kinds[0]} here and {kinds[1]} in it")
         elif isinstance(there, TensorStorageMetadata) and tuple(there.size) != tuple(value.shape):
             problems.append(f"{name!r} has shape {tuple(value.shape)} here and {tuple(there.size)} in it")
+        elif isinstance(there, TensorStorageMetadata):
+            problems.extend(f"{name!r} {problem}" for problem in _misfits(value, there.properties.dtype))
     if problems:
         more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
         raise StateMismatchError(
@@ -200,13 +203,28 @@ def _check_fit(leaves: Leaves, metadata: Metadata, path: Path) -> None:
         )
 
 
+def _misfits(tensor: torch.Tensor, saved: torch.dtype) -> Iterator[str]:
+    """Why values of the dtype `saved` cannot be copied into `tensor`, or would lose what they are."""
+    if _sort(saved) > _sort(tensor.dtype):
+        yield f"is {tensor.dtype} here and {saved} in it, which it cannot hold"
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)):
+        yield "is expanded here, so that its elements share memory: give a clone() of it"
+
+
+def _sort(dtype: torch.dtype) -> int:
+    """Truth values, integers, floating-point numbers, complex ones: each holds those before it, but for rounding."""
+    if dtype is torch.bool:
+        return 0
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 1
+
+
 def read_lock(path: Path) -> CheckpointReadLock:
     """A lock on the checkpoint at `path`.
 
     Raises `NotFoundError` where none is, or where it is only being written.
     """
-    is_hidden = path.name.startswith(".") or path.is_symlink()
-    if is_hidden or not (path / MANIFEST).is_file():
+    if path.name.startswith(".") or path.is_symlink() or not is_file(path / MANIFEST):
         raise NotFoundError(
             errno.ENOENT,
             f"no whole checkpoint is here: what a save under way or cut short leaves has no {MANIFEST}, and "
@@ -242,7 +260,7 @@ def _verify(path: Path) -> None:
     Raises `CorruptCheckpointError` where one of its own files is not as it was saved.
     """
     try:
-        verify_folder(path)
+        tell_unsummed(path, verify_folder(path))
     except CorruptCheckpointError as error:
         # A manifest that is damaged is found before all else, and then alone.
         if MANIFEST in error.paths or not _recorded(path).isdisjoint(error.paths):

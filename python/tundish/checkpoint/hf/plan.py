@@ -47,6 +47,7 @@ def plan_hf(
     dtype: torch.dtype | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     source_dir: str | os.PathLike[str] | None = None,
+    root: Path | None = None,
     to_hf: ToHf | None = None,
     staging: Staging = "eager",
     optimizer: Any = None,
@@ -58,6 +59,7 @@ def plan_hf(
     Args:
         model_or_tensors, config, tokenizer, dtype, shard_bytes, source_dir, to_hf, staging, optimizer: as
             `Checkpointer.save_hf` takes them.
+        root: where the export goes, which is no source.
         group: the ranks that save together (None: all ranks of the job). Tensors of a CUDA device travel through
             it, on the caller's thread.
         background_group: of the same ranks, for all other exchanges; None where no tensor is spread.
@@ -81,6 +83,7 @@ def plan_hf(
             config=config,
             tokenizer=tokenizer,
             source_dir=source_dir,
+            root=root,
             dtype=dtype,
             index=drawing.layout.index,
         )

@@ -131,17 +131,19 @@ def gather_sidecars(
     config: Any,
     tokenizer: Any,
     source_dir: str | os.PathLike[str] | None,
+    root: Path | None = None,
     dtype: torch.dtype | None,
     index: bytes | None,
 ) -> Sidecars:
     """Take down what is to be written beside the weights, so that later changes change nothing of it.
 
-    `model`: a model of transformers, or None. `config`: instead of the model's own. What it returns has to be released.
+    `model`: a model of transformers, or None. `config`: instead of the model's own. `root`: the folder of all
+    checkpoints, of which nothing is taken where it lies in `source_dir`. What it returns has to be released.
 
     Raises:
         InvalidTypeError: `config` or `tokenizer` cannot be saved; `source_dir` is no path.
         NotFoundError: `source_dir` is no folder.
-        InvalidInputError: `source_dir` holds links that lead in a circle, or names that are no text.
+        InvalidInputError: `source_dir` is the root, or holds links that lead in a circle, or names that are no text.
         StorageError: something in `source_dir` cannot be read.
         Whatever the `save_pretrained` of a config raises.
     """
@@ -155,7 +157,7 @@ def gather_sidecars(
             own.dtype = str(dtype).removeprefix("torch.")
     settings = (own, generation)
     _check_settings([one for one in settings if one is not None])
-    source = () if source_dir is None else _opened(source_dir)
+    source = () if source_dir is None else _opened(source_dir, root)
     return Sidecars(
         source=source,
         size=sum(os.fstat(file.fileno()).st_size for _, file in source),
@@ -185,7 +187,7 @@ def _check_settings(settings: list[Any]) -> None:
     _good.append(said)
 
 
-def _opened(source_dir: Any) -> tuple[tuple[str, BinaryIO], ...]:
+def _opened(source_dir: Any, root: Path | None) -> tuple[tuple[str, BinaryIO], ...]:
     """Names of everything in a folder that is to be copied, in order, and the files, open."""
     if not isinstance(source_dir, str | os.PathLike):
         raise InvalidTypeError(f"source_dir is {source_dir!r}: give the path of a folder")
@@ -194,8 +196,14 @@ def _opened(source_dir: Any) -> tuple[tuple[str, BinaryIO], ...]:
         raise NotFoundError(errno.ENOENT, "source_dir is not a folder", str(folder))
     with contextlib.ExitStack() as stack:
         try:
+            own = None if root is None else _identity(root)
+            if _identity(folder) == own:
+                raise InvalidInputError(
+                    f"source_dir is {str(folder)!r}, the root of the checkpoints: give the folder of one model"
+                )
             opened = [
-                (_name_of(path, folder), stack.enter_context(path.open("rb"))) for path in _walk(folder, ())
+                (_name_of(path, folder), stack.enter_context(path.open("rb")))
+                for path in _walk(folder, (), own)
             ]
         except OSError as error:
             raise StorageError(
@@ -218,9 +226,17 @@ def _name_of(path: Path, folder: Path) -> str:
     return name
 
 
-def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
+def _identity(folder: Path) -> tuple[int, int]:
     status = folder.stat()
-    here = (status.st_dev, status.st_ino)
+    return status.st_dev, status.st_ino
+
+
+def _walk(
+    folder: Path, above: tuple[tuple[int, int], ...], left_out: tuple[int, int] | None
+) -> Iterator[Path]:
+    here = _identity(folder)
+    if here == left_out:
+        return
     if here in above:
         raise InvalidInputError(
             f"{folder} links to a folder that it lies in: take the link out of source_dir"
@@ -239,6 +255,6 @@ def _walk(folder: Path, above: tuple[tuple[int, int], ...]) -> Iterator[Path]:
                 ) from None
             raise
         if stat.S_ISDIR(mode):
-            yield from _walk(path, (*above, here))
+            yield from _walk(path, (*above, here), left_out)
         elif stat.S_ISREG(mode):
             yield path

@@ -20,9 +20,9 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// Begins a checkpoint: makes the hidden folder that its files are to be written in, and returns its path.
     ///
     /// # Errors
-    /// [`CommitError::StepExists`], [`CommitError::StepOrder`]; [`CommitError::CheckpointInUse`] and
-    /// [`CommitError::ExchangeUnsupported`] for one that cannot be overwritten; [`CommitError::InvalidName`] for a step beyond
-    /// 2⁶³ − 1.
+    /// [`CommitError::StepExists`], [`CommitError::StepOrder`]; [`CommitError::ExchangeUnsupported`] for one that cannot be
+    /// overwritten; [`CommitError::InvalidName`] for a step beyond 2⁶³ − 1. Whoever reads what is to be overwritten is in the
+    /// way of [`publish`](Root::publish) alone.
     pub fn begin(&self, kind: Kind, step: u64, overwrite: bool) -> Result<PathBuf, CommitError> {
         let path = self.checkpoint_path((kind, step));
         if step > layout::MAX_STEP {
@@ -37,7 +37,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
             let reason = "is there, but its name may be lost with the power: open the root again".to_owned();
             return Err(CommitError::StepExists { path, reason });
         }
-        let replaces = self.look_at_target((kind, step), overwrite)?.is_some();
+        let replaces = self.has_target((kind, step), overwrite)?;
         let name = layout::attempt(kind, step);
         self.clear_attempt((kind, step))?;
         let folder = self.root.create_folder(&name)?;
@@ -55,12 +55,12 @@ impl<D: Disk + Clone + 'static> Root<D> {
         Ok(path)
     }
 
-    /// What there is to overwrite, kept from readers.
-    fn look_at_target(&self, (kind, step): Key, overwrite: bool) -> Result<Option<Kept<D>>, CommitError> {
+    /// Whether there is something to overwrite.
+    fn has_target(&self, (kind, step): Key, overwrite: bool) -> Result<bool, CommitError> {
         let name = layout::checkpoint(kind, step);
         let path = self.root.path.join(&name);
         let Some(status) = self.root.look_at(&name)? else {
-            return Ok(None);
+            return Ok(false);
         };
         if status.kind != EntryKind::Folder {
             return Err(CommitError::NameTaken { path, needed_for: "the checkpoint" });
@@ -69,7 +69,15 @@ impl<D: Disk + Clone + 'static> Root<D> {
             let reason = "is there already: save another step, or overwrite it".to_owned();
             return Err(CommitError::StepExists { path, reason });
         }
-        keep_from_readers(&self.root, &name).map(Some)
+        Ok(true)
+    }
+
+    /// What there is to overwrite, kept from readers.
+    fn keep_target(&self, (kind, step): Key, overwrite: bool) -> Result<Option<Kept<D>>, CommitError> {
+        if !self.has_target((kind, step), overwrite)? {
+            return Ok(None);
+        }
+        keep_from_readers(&self.root, &layout::checkpoint(kind, step)).map(Some)
     }
 
     /// Takes what an earlier attempt at a step left out of the way.
@@ -156,7 +164,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         // What cannot be sealed is no manifest, and refused as such.
         let text = &seal(text).unwrap_or_else(|| text.to_owned());
         let manifest = self.check_publishable(state, key, text)?;
-        let target = self.look_at_target(key, overwrite)?;
+        let target = self.keep_target(key, overwrite)?;
         let folder = &state.attempts[&key].folder;
         folder.create_file(OsStr::new(manifest::FILE_NAME), text.as_bytes())?;
         folder.sync_all()?;

@@ -58,7 +58,7 @@ impl<D: Disk + Clone> ReadLock<D> {
     ///
     /// # Errors
     /// As [`verify_folder`].
-    pub fn verify(&self, go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>) -> Result<(), CommitError> {
+    pub fn verify(&self, go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>) -> Result<Vec<String>, CommitError> {
         verify::verify(&self.folder, go_on)
     }
 
@@ -73,6 +73,9 @@ impl<D: Disk + Clone> ReadLock<D> {
 /// Reads every file of the checkpoint in `folder`, kept from being removed or replaced meanwhile, and compares it with
 /// the manifest. `go_on` is asked now and then, with how many bytes were read and how many there are.
 ///
+/// Returns the names of the files that were saved without a checksum: there is nothing to compare their bytes with, and only
+/// their sizes were.
+///
 /// # Errors
 /// [`CommitError::Corrupt`], with the names of all files that are missing, changed, cut off or in no manifest;
 /// [`CommitError::NoSuchCheckpoint`] where there is no folder or it is being removed; [`CommitError::NotADirectory`],
@@ -80,7 +83,7 @@ impl<D: Disk + Clone> ReadLock<D> {
 pub fn verify_folder(
     folder: impl AsRef<Path>,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
-) -> Result<(), CommitError> {
+) -> Result<Vec<String>, CommitError> {
     hold_at(&RealDisk, folder.as_ref())?.verify(go_on)
 }
 

@@ -14,11 +14,11 @@ use crate::manifest::{self, Manifest, ManifestFile};
 use crate::reading::{self, Source, Unread};
 
 /// Reads every file of the checkpoint in `folder` and compares it with the manifest. Who verifies a checkpoint that others
-/// may remove keeps it.
+/// may remove keeps it. Returns the names of the files that were saved without a checksum: of them only the size is known.
 pub(super) fn verify<D: Disk + Clone>(
     folder: &Directory<D>,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
-) -> Result<(), CommitError> {
+) -> Result<Vec<String>, CommitError> {
     let (manifest, _) = read_manifest(folder).map_err(|reason| CommitError::Corrupt {
         path: folder.path.clone(),
         reason,
@@ -28,7 +28,8 @@ pub(super) fn verify<D: Disk + Clone>(
     let bad: BTreeSet<String> = damaged.iter().map(|damage| damage.name.clone()).collect();
     let readable = manifest.files.iter().filter(|file| !bad.contains(&file.name));
     damaged.extend(compare_bytes(folder, readable, go_on)?);
-    refuse(folder, damaged)
+    refuse(folder, damaged)?;
+    Ok(manifest.files.into_iter().filter(|file| file.checksum.is_none()).map(|file| file.name).collect())
 }
 
 /// What is missing, of another size, or in no manifest.

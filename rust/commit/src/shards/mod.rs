@@ -28,4 +28,5 @@ mod worker;
 mod writer;
 
 pub(crate) use progress::Progress;
+pub use slot::sweep_slots;
 pub use writer::{ShardWriter, WriterOptions};

@@ -5,7 +5,7 @@
 //! always holds:
 //!
 //! 1. A lock counts only where its name still leads to the file that is locked: a holder removes the name before it
-//!    unlocks, so two writers never both believe in one slot.
+//!    unlocks, and who sweeps removes it with the lock held, so two writers never both believe in one slot.
 //! 2. Nobody waits without bound. A holder dates its file with each piece that it has written; one that was not
 //!    dated for [`STALLED`] belongs to a stopped process, or to a child that inherited it from a dead one, and who
 //!    waits takes its name away. The limit spares the disk; a save is worth more.
@@ -13,16 +13,21 @@
 //!
 //! The files are no data, and no disk holds them: they do not go through [`Disk`](crate::disk::Disk).
 
+use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, OFlags, Stat, Timespec, Timestamps, UTIME_NOW};
+use rustix::fs::{AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat, Timespec, Timestamps, UTIME_NOW};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::process::geteuid;
 
 /// After which time without a written piece (of 8 MiB) a holder is not waited for any longer.
 const STALLED: Duration = Duration::from_secs(15);
+
+/// What the names of all slots begin with.
+const PREFIX: &str = "tundish-writer";
 
 /// Where the node's memory is a file system.
 const SHARED_MEMORY: &str = "/dev/shm";
@@ -59,17 +64,80 @@ enum Try {
     Gone,
 }
 
+/// Removes the files of slots that writers of this user left who were killed; returns them, sorted. `root`: only of those
+/// who wrote under this folder. `dry_run` only looks. A file that anybody has locked is left alone, and what
+/// cannot be looked at too: who waits for a slot takes it from the dead by itself.
+pub fn sweep_slots(root: Option<&Path>, dry_run: bool) -> Vec<PathBuf> {
+    sweep_in(&place(), root.map(of_root), dry_run)
+}
+
+fn sweep_in(place: &Path, root: Option<Option<(u64, u64)>>, dry_run: bool) -> Vec<PathBuf> {
+    let prefix = match root {
+        None => format!("{PREFIX}-{}-", geteuid().as_raw()),
+        Some(Some(root)) => prefix_of(root),
+        // It is not there: nobody writes under it.
+        Some(None) => return Vec::new(),
+    };
+    let Ok(folder) = rustix::fs::open(place, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) else {
+        return Vec::new();
+    };
+    let Ok(entries) = rustix::fs::Dir::new(folder) else {
+        return Vec::new();
+    };
+    let names = entries.flatten().map(|entry| place.join(OsStr::from_bytes(entry.file_name().to_bytes())));
+    let ours = names.filter(|path| path.file_name().is_some_and(|name| name.as_bytes().starts_with(prefix.as_bytes())));
+    let mut dead: Vec<_> = ours.filter(|path| sweep_one(path, dry_run).unwrap_or(false)).collect();
+    dead.sort();
+    dead
+}
+
+/// Whether it is a slot's file that nobody has locked; then it is removed, unless `dry_run`.
+fn sweep_one(path: &Path, dry_run: bool) -> Result<bool, Errno> {
+    // Not to wait for the other end of a pipe that somebody put there.
+    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = retry_on_intr(|| rustix::fs::openat(CWD, path, flags, Mode::empty()))?;
+    let open = rustix::fs::fstat(&file)?;
+    // What is no empty file of this user is none of a writer.
+    if open.st_uid != geteuid().as_raw() || !FileType::from_raw_mode(open.st_mode).is_file() || open.st_size != 0 {
+        return Ok(false);
+    }
+    match retry_on_intr(|| rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)) {
+        Err(Errno::WOULDBLOCK) => return Ok(false),
+        outcome => outcome?,
+    }
+    let is_there = leads_to(path, &open)?;
+    if is_there && !dry_run {
+        // Under the lock: a writer that has opened it meanwhile sees that the name leads elsewhere, and makes another.
+        rustix::fs::unlinkat(CWD, path, AtFlags::empty())?;
+    }
+    // Not left to closing it: as where a slot is given back.
+    let _ = rustix::fs::flock(&file, FlockOperation::Unlock);
+    Ok(is_there)
+}
+
+/// Device and number of a folder.
+fn of_root(root: &Path) -> Option<(u64, u64)> {
+    rustix::fs::stat(root).ok().map(|status| (status.st_dev, status.st_ino))
+}
+
+fn place() -> PathBuf {
+    let memory = Path::new(SHARED_MEMORY);
+    if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() }
+}
+
+fn prefix_of((device, number): (u64, u64)) -> String {
+    format!("{PREFIX}-{}-{device:x}-{number:x}-", geteuid().as_raw())
+}
+
 impl Slots {
     /// `count` slots for all writers to the folder whose device and number are `root`.
     pub(super) fn new(count: usize, root: (u64, u64)) -> Self {
-        let memory = Path::new(SHARED_MEMORY);
-        let place = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
-        Self::in_place(&place, count, root, STALLED)
+        Self::in_place(&place(), count, root, STALLED)
     }
 
-    fn in_place(place: &Path, count: usize, (device, number): (u64, u64), stalled: Duration) -> Self {
-        let user = geteuid().as_raw();
-        let name = |slot| place.join(format!("tundish-writer-{user}-{device:x}-{number:x}-{slot}"));
+    fn in_place(place: &Path, count: usize, root: (u64, u64), stalled: Duration) -> Self {
+        let prefix = prefix_of(root);
+        let name = |slot| place.join(format!("{prefix}{slot}"));
         Slots { names: (0..count).map(name).collect(), stalled }
     }
 
@@ -233,6 +301,28 @@ mod tests {
         assert!(slots.wait().try_take().is_none());
         drop(taken);
         assert_eq!(files(&place), 0);
+    }
+
+    #[test]
+    fn a_sweep_removes_what_dead_writers_left_and_nothing_else() {
+        let place = tempfile::tempdir().unwrap();
+        let held = slots(&place, 2).wait().try_take().unwrap();
+        let name = |slot| slots(&place, 2).names[slot].clone();
+        let other = Slots::in_place(place.path(), 1, (7, 12), FOREVER).names[0].clone();
+        let full = Slots::in_place(place.path(), 1, (7, 13), FOREVER).names[0].clone();
+        std::fs::File::create(name(1)).unwrap();
+        std::fs::File::create(&other).unwrap();
+        std::fs::write(&full, "somebody's").unwrap();
+        std::fs::write(place.path().join("tundish-other"), "").unwrap();
+        assert_eq!(sweep_in(place.path(), Some(None), false), [] as [PathBuf; 0]);
+        assert_eq!(sweep_in(place.path(), Some(Some(ROOT)), true), [name(1)]);
+        assert_eq!(sweep_in(place.path(), Some(Some(ROOT)), false), [name(1)]);
+        assert_eq!(sweep_in(place.path(), None, false), [other]);
+        assert_eq!(sweep_in(place.path(), None, false), [] as [PathBuf; 0]);
+        // The writer that lives still has its slot.
+        assert!(slots(&place, 1).wait().try_take().is_none());
+        assert!(name(0).exists() && full.exists());
+        drop(held);
     }
 
     #[test]

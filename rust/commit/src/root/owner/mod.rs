@@ -237,6 +237,10 @@ fn take<D: Disk + Clone>(
     let is_shared = !root.disk.is_local(&root.folder);
     let claim = Claim { disk: root.disk.clone(), file, path, own, is_shared, timing };
     claim.write(&claim.own)?;
+    if claim.disk.file_status(&claim.file, &claim.path)?.size > record::LENGTH as u64 {
+        // What was no record and longer than one: its end would spoil every record that is written over its beginning.
+        claim.disk.truncate(&claim.file, record::LENGTH as u64, &claim.path)?;
+    }
     if claim.disk.lock_file_for_process(&claim.file, &claim.path)? != Lock::Taken || is_shared {
         // Two that could not lock each other out: the one whose record was written over gives way.
         std::thread::sleep(timing.beat);

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::identity::Identity;
 
 /// Bytes of a record. Longer than any: the longest name of a host has 64.
-const LENGTH: usize = 512;
+pub(super) const LENGTH: usize = 512;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
