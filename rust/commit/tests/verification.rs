@@ -148,7 +148,10 @@ fn a_file_without_a_checksum_is_judged_by_its_size() {
     fs::write(folder.join("file"), b"12345").unwrap();
     let manifest = r#"{"format_version": 1, "kind": "dcp", "step": 1, "files": [{"name": "file", "size": 5}]}"#;
     fs::write(folder.join("tundish.json"), seal(manifest).unwrap()).unwrap();
-    verify(&folder).unwrap();
+    // And whoever verifies it is told.
+    assert_eq!(verify(&folder).unwrap(), ["file"]);
+    fs::write(folder.join("file"), b"12354").unwrap();
+    assert_eq!(verify(&folder).unwrap(), ["file"]);
     fs::write(folder.join("file"), b"123456").unwrap();
     assert_eq!(damage(&folder), ["file"]);
 }

@@ -208,7 +208,10 @@ def _misfits(tensor: torch.Tensor, saved: torch.dtype) -> Iterator[str]:
     if _sort(saved) > _sort(tensor.dtype):
         yield f"is {tensor.dtype} here and {saved} in it, which it cannot hold"
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)):
+    is_dense = local.layout is torch.strided
+    if is_dense and any(
+        step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True)
+    ):
         yield "is expanded here, so that its elements share memory: give a clone() of it"
 
 
