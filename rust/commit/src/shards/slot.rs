@@ -307,7 +307,7 @@ mod tests {
     fn a_sweep_removes_what_dead_writers_left_and_nothing_else() {
         let place = tempfile::tempdir().unwrap();
         let held = slots(&place, 2).wait().try_take().unwrap();
-        let name = |slot| slots(&place, 2).names[slot].clone();
+        let name = |slot: usize| slots(&place, 2).names[slot].clone();
         let other = Slots::in_place(place.path(), 1, (7, 12), FOREVER).names[0].clone();
         let full = Slots::in_place(place.path(), 1, (7, 13), FOREVER).names[0].clone();
         std::fs::File::create(name(1)).unwrap();
