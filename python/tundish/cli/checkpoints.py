@@ -234,7 +234,9 @@ def _path(word: str) -> Path:
 def _survey(root: Path) -> tuple[Checkpoints, list[Damaged]]:
     from tundish.checkpoint.reading import open_readonly
 
-    # It is not made where it is not there.
+    # Where nothing is there, opening it says so, and does not make it.
+    if root.exists() and not root.is_dir():
+        raise InvalidInputError(f"{root}: is no folder of checkpoints")
     return open_readonly(root).survey()
 
 
