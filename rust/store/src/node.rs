@@ -306,10 +306,6 @@ impl Service for Node {
         cut.collect()
     }
 
-    fn storage_limit(&self) -> u64 {
-        self.storage_pool.limit()
-    }
-
     fn receive(&self, id: ShardId, meta: Meta) -> Result<Incoming, StoreError> {
         self.storage.check_new(&id)?;
         let mut room: Option<Room> = None;

@@ -164,10 +164,6 @@ impl Pool {
         self.freed.notify_all();
     }
 
-    pub(crate) fn limit(&self) -> u64 {
-        self.lock().limit
-    }
-
     pub(crate) fn account(&self) -> Account {
         let arena = self.arena.stats();
         let state = self.lock();

@@ -21,9 +21,6 @@ pub trait Service: Send + Sync + 'static {
     /// [`StoreError::Missing`] with all that are not there, [`StoreError::Invalid`] for rows that a shard has not got.
     fn look_up(&self, wanted: &[Selection]) -> Result<Vec<Outgoing>, StoreError>;
 
-    /// Bytes that the storage may have.
-    fn storage_limit(&self) -> u64;
-
     /// Room to receive a shard into; [`Incoming::commit`] stores it. Making memory takes milliseconds a hundred megabytes.
     ///
     /// # Errors

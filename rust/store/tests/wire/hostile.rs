@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use tundish_store::http::{Server, Timing};
-use tundish_store::{Node, Patience, Service, Source, StoreError};
+use tundish_store::{Node, Service, StoreError};
 
 use crate::common::{LIMITS, pattern};
 use crate::raw::{Owner, Raw, STUCK, meta, shard, until};
@@ -226,33 +226,6 @@ fn who_has_room_and_sends_nothing_loses_it_to_who_waits_for_it() {
     until("it has its room", || owner.node.stats().storage.memory.used_bytes > 0);
     let answer = owner.ask("PUT", "/data/a", "", &body);
     assert_eq!(answer.status, 200, "{}", answer.text());
-}
-
-#[test]
-fn many_that_announce_much_and_send_nothing_leave_most_of_the_store() {
-    let owner = Owner::with(None, Timing { silence: STUCK, room: 2 * STUCK, ..Timing::default() });
-    owner.node.set_limits(tundish_store::Limits { storage_bytes: 64 << 20, buffer_bytes: 8 << 20 });
-    let used = || owner.node.stats().storage.memory.used_bytes;
-    let silent: Vec<Raw> = (0..40)
-        .map(|number| {
-            let body = shard(&meta("uint8", &[4 << 20]), &pattern(6, 4 << 20));
-            let mut raw = owner.connect();
-            let length = body.len();
-            let head = format!("PUT /data/s{number} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n");
-            raw.send(&[head.as_bytes(), &body[..100]].concat());
-            raw
-        })
-        .collect();
-    until("those that may have their room", || used() > 12 << 20);
-    let (mut go_on, bytes) = (|| Ok(()), pattern(7, 40 << 20));
-    let patience = &mut Patience::new(Instant::now() + STUCK, &mut go_on);
-    let stored = owner.node.put(&[Source::new(meta("uint8", &[40 << 20]), &bytes).unwrap()], patience);
-    assert!(stored.is_ok(), "{stored:?}");
-    assert!(used() < 60 << 20, "{}", used());
-    drop(silent);
-    until("their room is given back", || used() < 42 << 20);
-    let body = shard(&meta("uint8", &[4 << 20]), &pattern(8, 4 << 20));
-    assert_eq!(owner.ask("PUT", "/data/b", "", &body).status, 200);
 }
 
 #[test]

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tokio::time::sleep;
 
-use super::announced::{Announced, Awaited};
 use super::answer::Answer;
 use super::body::Body;
 use super::connection::{Connection, TURN, Trouble, Whole, end_turn};
@@ -84,7 +83,6 @@ pub(super) struct Exchange<'a> {
     pub(super) claims: &'a mut Claims,
     pub(super) timing: Timing,
     pub(super) traffic: &'a Traffic,
-    pub(super) announced: &'a Arc<Announced>,
     /// Memory that was set aside for the answer and what leads to it.
     pub(super) aside: Option<Aside>,
 }
@@ -215,7 +213,7 @@ impl Exchange<'_> {
         if self.head.content == Form::Json {
             let body = self.connection.whole_body().await?;
             let (meta, bytes) = json::read_tensor(&body.bytes).map_err(Refusal::from)?;
-            let mut incoming = self.room(&id, meta, Instant::now() + self.timing.room).await?;
+            let mut incoming = self.room(&id, meta).await?;
             incoming.room().copy_from_slice(&bytes);
             return stored(&id, incoming.commit(Checksum::of(&bytes)));
         }
@@ -235,32 +233,16 @@ impl Exchange<'_> {
                 Refusal::new(400, format!("the bytes of a {meta:?} follow its header, and these are {has}")).into()
             );
         }
-        let end = Instant::now() + self.timing.room;
-        let awaited = self.awaited(header.meta.nbytes(), end).await?;
-        let mut incoming = self.room(&id, header.meta, end).await?;
+        let mut incoming = self.room(&id, header.meta).await?;
         if self.connection.fill(incoming.room()).await? != checksum {
             return Err(Refusal::new(422, format!("shard {id} arrived damaged: its checksum is another one")).into());
         }
-        drop(awaited);
         stored(&id, incoming.commit(checksum))
     }
 
-    /// Leave to take room for bytes that are still to come.
-    async fn awaited(&self, bytes: u64, end: Instant) -> Result<Awaited, Trouble> {
-        loop {
-            if let Some(awaited) = self.announced.add(bytes, self.service.storage_limit()) {
-                return Ok(awaited);
-            }
-            if Instant::now() >= end {
-                let reason = "others have announced as much as is waited for, and have not sent it; ask again";
-                return Err(Refusal::new(507, reason).into());
-            }
-            sleep(BETWEEN_TRIES).await;
-        }
-    }
-
     /// Room for a shard, in a store that may be at its limit.
-    async fn room(&self, id: &ShardId, meta: Meta, end: Instant) -> Result<Incoming, Trouble> {
+    async fn room(&self, id: &ShardId, meta: Meta) -> Result<Incoming, Trouble> {
+        let end = Instant::now() + self.timing.room;
         loop {
             let (id, meta) = (id.clone(), meta.clone());
             let received = if meta.nbytes() <= TURN as u64 {

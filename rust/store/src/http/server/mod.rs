@@ -2,10 +2,9 @@
 //!
 //! It owns a listening socket, two threads, and the connections. What always holds: what a request makes it allocate grows
 //! with what comes of it, except that the room for a shard, which the store's limit counts, is taken whole when its header
-//! has come, for a part of the limit at a time, and kept only from who goes on sending; whoever is silent or slow loses the connection and nothing else,
+//! has come, and kept only from who goes on sending; whoever is silent or slow loses the connection and nothing else,
 //! sooner where others wait for its place; no thread of it takes signals, which are for those of the process's own.
 
-mod announced;
 mod answer;
 mod body;
 mod connection;
@@ -36,7 +35,6 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::time::sleep;
 use tundish_shm::without_signals;
 
-use self::announced::Announced;
 use self::answer::Answer;
 use self::connection::{Connection, Trouble};
 use self::exchange::{Claims, Exchange};
@@ -74,7 +72,6 @@ struct Common {
     timing: Timing,
     traffic: Arc<Traffic>,
     table: Arc<Table>,
-    announced: Arc<Announced>,
 }
 
 impl Server {
@@ -105,8 +102,7 @@ impl Server {
         let address = listener.local_addr().map_err(|error| failed("listen on", &error))?;
         let runtime = without_signals(runtime).map_err(|error| failed("start threads to serve", &error))?;
         let (traffic, table) = (Arc::default(), Arc::new(Table::new(timing.crowded)));
-        let announced = Arc::default();
-        let common = Arc::new(Common { service, token, timing, traffic, table, announced });
+        let common = Arc::new(Common { service, token, timing, traffic, table });
         let entered = runtime.enter();
         let listener = listener.into_form(tokio::net::TcpListener::from_std);
         drop(entered);
@@ -211,7 +207,6 @@ async fn serve(stream: Arc<Socket<TcpStream>>, seat: table::Seat, common: &Commo
             claims: &mut claims,
             timing,
             traffic,
-            announced: &common.announced,
             aside: None,
         };
         let answer = match exchange.answer().await {
