@@ -117,6 +117,18 @@ def test_what_became_unfit_since_the_last_save_is_refused(change: Any, kind: Any
             plan_hf(tensors)
 
 
+def test_integers_of_fewer_bits_are_told_from_bytes() -> None:
+    values = torch.arange(16, dtype=torch.uint8)
+    tensors = {"other": values + 1, "w": values}
+    for _ in range(2):
+        plan_hf(tensors).release()
+        tensors["w"] = values.view(torch.uint4)
+        for _ in range(2):
+            with pytest.raises(InvalidTypeError, match=r"'w' is torch\.uint4"):
+                plan_hf(tensors)
+        tensors["w"] = values
+
+
 @pytest.mark.parametrize(("start", "count"), [(0, 512), (16, 1008)], ids=["cut", "moved"])
 def test_other_memory_at_the_same_address_is_seen(start: int, count: int) -> None:
     # As when memory is freed and other memory taken at the same place.

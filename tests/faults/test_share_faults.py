@@ -23,7 +23,7 @@ LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)
 
 def share(folder: Path, **options: object) -> td.PackPlan:
     options = {"lengths": LENGTHS, "max_length": 256, "seed": 4, "cache_dir": folder / "cache", **options}
-    return td.pack(share=True, progress=False, **options)  # type: ignore[arg-type]
+    return td.pack(share=True, **{"progress": False, **options})  # type: ignore[arg-type]
 
 
 def good_and_bad_calls(rank: int, line: Line) -> None:
@@ -32,6 +32,7 @@ def good_and_bad_calls(rank: int, line: Line) -> None:
     line.say("shared", plan.fingerprint, str(plan.path), plan.stats()["packs"])
     line.say(*outcome(lambda: share(folder, lengths=LENGTHS if rank else -LENGTHS)))
     line.say(*outcome(lambda: share(folder, order=[0.5] if rank == 1 else None)))
+    line.say(*outcome(lambda: share(folder, progress="yes" if rank == 1 else None)))
     line.say(*outcome(lambda: share(folder, seed=5 + rank)))
     for seed in (7, 8):
         share(folder, seed=seed)
@@ -72,6 +73,13 @@ def test_all_ranks_map_one_plan_or_raise_one_error(tmp_path: Path) -> None:
             "PeerFailedError",
         ]
         assert all("order" in message[1] for message in floats)
+        progress = job.hear_all()
+        assert [message[0] for message in progress] == [
+            "PeerFailedError",
+            "InvalidTypeError",
+            "PeerFailedError",
+        ]
+        assert all("progress" in message[1] for message in progress)
         for _ in ("none of the plans is there", "all of them are"):
             different = job.hear_all()
             assert [message[0] for message in different] == ["PeerFailedError"] * 3

@@ -150,7 +150,7 @@ def test_arrays_are_not_copied() -> None:
         (pa.array(["a"]), InvalidTypeError, "lengths"),
         (torch.tensor([1.0]), InvalidTypeError, "float32"),
         (torch.tensor([1.0], dtype=torch.bfloat16), InvalidTypeError, "lengths"),
-        (iter([1, 2]), InvalidInputError, "one dimension"),
+        (iter([1, 2]), InvalidTypeError, "list_iterator"),
     ],
 )
 def test_bad_lengths_are_refused(lengths: object, error: type[Exception], says: str) -> None:
@@ -183,11 +183,18 @@ def test_bad_lengths_are_refused(lengths: object, error: type[Exception], says: 
         ({"order": np.array([2**64 - 1], dtype=np.uint64)}, InvalidInputError, r"order\[0\]"),
         ({"out": "a", "cache_dir": "b"}, InvalidInputError, "not both"),
         ({"group": object()}, InvalidInputError, "share"),
+        ({"progress": 1}, InvalidTypeError, "progress"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, object], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         td.pack([5, 6, 7], **{"max_length": 4, **arguments})
+
+
+@pytest.mark.parametrize("lengths", [{1: 2}, {3}, iter([3]), "123", b"123", bytearray(b"123"), None])
+def test_what_is_no_column_is_refused_by_its_type(lengths: object) -> None:
+    with pytest.raises(InvalidTypeError, match=f"lengths is of type {type(lengths).__name__}"):
+        td.pack(lengths, 8)
 
 
 @pytest.mark.parametrize("lengths", [[], np.array([]), [0, 0, 0], [3], np.zeros(0, dtype=np.uint8)])

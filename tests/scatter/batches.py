@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from transformers import BatchEncoding, BatchFeature
@@ -200,3 +201,15 @@ def _same_tensors(one: Tensor, other: Tensor) -> bool:
         # By their bits: of some dtypes torch knows no more than how wide they are.
         width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
         return torch.equal(one.view(width), other.view(width))
+
+
+class Summed:
+    """Looks at its tensor when it is made, and refuses a negative one on all ranks but the first."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values, self.copy = values, values.clone()
+        if dist.get_rank() and bool(values[0] < 0):
+            raise ValueError("cannot be made here")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Summed, (self.values,)

@@ -155,6 +155,7 @@ def describe(plan: PackPlan, path: Path) -> dict[str, Any]:
         "plan": str(path),
         "mode": plan.mode,
         "max_length": plan.max_length,
+        "order": plan.facts["order"],
         "seed": plan.seed,
         "drop_last": plan.drop_last,
         "global_pack": plan.global_pack,

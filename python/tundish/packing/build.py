@@ -12,6 +12,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -233,9 +234,9 @@ class _Place:
 
 
 def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
+    if place.share:
+        return _shared(checked, place)
     with ProgressLine("pack", place.progress) as line:
-        if place.share:
-            return _shared(checked, place, line)
         place.check()
         job = checked()
         if place.is_memory:
@@ -248,13 +249,14 @@ def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
         return _mapped(job, place, expected, line)
 
 
-def _shared(checked: Callable[[], _native.Job], place: _Place, line: ProgressLine) -> PackPlan:
+def _shared(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
     from tundish.distributed import Voter
 
     # Ranks watch one another from here on; so this comes before any work, which may be killed.
-    with Voter(place.group) as voter:
+    with ExitStack() as lines, Voter(place.group) as voter:
         # Arguments are checked within a vote too: a rank that got bad ones must not leave the others waiting.
         with voter.agreed("checking what to pack", timeout=PATIENCE):
+            line = lines.enter_context(ProgressLine("pack", place.progress))
             place.check()
             job = checked()
             expected = _native.fingerprint(job, line.callback)

@@ -27,6 +27,8 @@ MOST_THREADS = 512
 
 IntegerArray = NDArray[np.integer[Any]]
 
+_NEEDED = "give an array or a sequence of integers, one a sample"
+
 
 def as_integer_column(values: Any, name: str) -> IntegerArray:
     """`values` as a 1-D numpy array of integers, shape (n,).
@@ -49,12 +51,19 @@ def as_integer_column(values: Any, name: str) -> IntegerArray:
         values = _from_arrow(values, name)
     elif isinstance(values, np.ma.MaskedArray):
         raise InvalidTypeError(f"{name} is a masked array; fill or drop the masked entries first")
+    elif isinstance(values, bytes | bytearray):
+        raise InvalidTypeError(
+            f"{name} is of type {type(values).__name__}, whose bytes are no numbers of tokens; {_NEEDED}"
+        )
     try:
         # A memory map stays one, and so does an array of `node_shared`, to be pickled as what they are.
         array: IntegerArray = np.asanyarray(values)
     except (TypeError, ValueError, OverflowError) as error:
         _check_entries(values, name)
         raise InvalidTypeError(f"{name} cannot be read as an array of integers: {error}") from error
+    if array.ndim == 0 and array.dtype.kind not in "biufc":
+        # What numpy takes for one object: a mapping, a set, a generator, a text, None.
+        raise InvalidTypeError(f"{name} is of type {type(values).__name__}; {_NEEDED}")
     if array.ndim != 1:
         raise InvalidInputError(
             f"{name} must have one dimension; it is a {type(values).__name__} of shape {array.shape}"

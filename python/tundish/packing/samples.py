@@ -108,17 +108,26 @@ def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSour
     """
     several = isinstance(datasets, list | tuple) and not _holds_samples(datasets, num_samples)
     found: tuple[Any, ...] = tuple(datasets) if several else (datasets,)
+    # Samples that are none look like datasets, of which there are then as many as the plan has samples.
+    hint = ""
+    if several and num_samples == (len(found),):
+        first = found[0]
+        entry = f", of {type(first[0]).__name__}" if isinstance(first, list | tuple) and first else ""
+        hint = (
+            f"; or, if these are the samples of one dataset: a sample is a dict or one-dimensional token ids, which "
+            f"are integers, and the first is of type {type(first).__name__}{entry}"
+        )
     for number, dataset in enumerate(found):
         usable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if not usable or isinstance(dataset, Mapping | str | bytes) or _is_row(dataset):
             raise InvalidTypeError(
                 f"dataset {number} is of type {type(dataset).__name__}: a dataset has a length and gives "
-                "samples by their numbers; several datasets are a list"
+                f"samples by their numbers; several datasets are a list{hint}"
             )
     if len(found) != len(num_samples):
         raise PlanMismatchError(
             f"the plan was made for {counted(len(num_samples), 'dataset')}, and {counted(len(found), 'dataset')} "
-            f"{'was' if len(found) == 1 else 'were'} given: pass those that were planned, in their order"
+            f"{'was' if len(found) == 1 else 'were'} given: pass those that were planned, in their order{hint}"
         )
     for number, (dataset, expected) in enumerate(zip(found, num_samples, strict=True)):
         if len(dataset) != expected:

@@ -75,11 +75,19 @@ class Arrival(NamedTuple):
     made: Any = None
 
     def prepared(self, device: torch.device | None) -> Arrival:
-        """The same with what can be made of it before its bytes are there, which nothing looks at."""
+        """The same with what can be made of it before its bytes are there, which nothing looks at.
+
+        Objects that were pickled are made later: classes may look at their tensors when they are. Never raises: what
+        cannot be made now is told of when the batch is built.
+        """
         schema = self.schema
-        tensors = _host_tensors(schema.layout, self.memory)
-        is_light = device is None and schema.layout.recipes is None and schema.structure.is_light
-        return self._replace(tensors=tensors, made=rebuild(schema, tensors) if is_light else None)
+        is_light = schema.layout.recipes is None and not schema.pickled and schema.structure.is_light
+        try:
+            tensors = _host_tensors(schema.layout, self.memory)
+            made = rebuild(schema, tensors) if is_light and device is None else None
+        except Exception:  # noqa: BLE001 (it is raised again, where nothing is under way)
+            return self
+        return self._replace(tensors=tensors, made=made)
 
     def filled(self, schema: Schema) -> Arrival:
         """The same, its bytes there, with the batch's own schema, of the same form."""

@@ -74,7 +74,10 @@ class Structure:
 
     @cached_property
     def is_light(self) -> bool:
-        """Whether only Python's own containers and namedtuples are made: nothing looks at what tensors hold."""
+        """Whether only Python's own containers and namedtuples are made, which do not look at what tensors hold.
+
+        Of the values among them, those that were pickled may.
+        """
         tokens = (step[1] for step in self.program if type(step) is tuple)
         # A tuple with a state may have a way of its own to take it.
         return all(token[0] in _LIGHT or (token[0] == "tuple" and not token[2]) for token in tokens)

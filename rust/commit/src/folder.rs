@@ -171,6 +171,16 @@ impl Folder {
     }
 }
 
+/// Bytes that are free where a folder is to appear as `target`; None where the file system tells of none.
+///
+/// # Errors
+/// [`CommitError::ParentMissing`], [`CommitError::NotADirectory`], [`CommitError::InvalidName`] and [`CommitError::Io`].
+pub fn free_space(target: impl AsRef<Path>) -> Result<Option<u64>, CommitError> {
+    let (parent_path, _) = name::split_target(target.as_ref())?;
+    let parent = RealDisk.open_path(&parent_path)?;
+    RealDisk.free_space(&parent, &parent_path)
+}
+
 /// Writes `bytes` as the file `target`, whose parent must exist, in one step: readers find the whole new file or what
 /// was there before, also after a crash of the machine.
 ///

@@ -60,7 +60,7 @@ pub use checksum::{Checksum, NotAChecksum};
 pub use error::CommitError;
 pub use facts::FileFacts;
 pub use file::FolderFile;
-pub use folder::{Folder, replace_file};
+pub use folder::{Folder, free_space, replace_file};
 pub use manifest::{Kind, Manifest};
 pub use seal::seal;
 pub use sidecar::{checksum_file, write_sidecar};

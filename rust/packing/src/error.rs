@@ -63,6 +63,21 @@ pub enum PackError {
         /// Physical memory, in bytes.
         available: u64,
     },
+    /// More bytes than the file system has left.
+    #[error(
+        "the plan takes {needed} bytes or more ({packs} packs), and the file system of {} has {free} bytes free; raise max_length, or write it elsewhere",
+        path.display()
+    )]
+    NoRoom {
+        /// Where the plan was to appear.
+        path: PathBuf,
+        /// Bytes of its files at least.
+        needed: u128,
+        /// Packs of the plan.
+        packs: u64,
+        /// Bytes that are free.
+        free: u64,
+    },
     /// The arrays given were written to while they were read.
     #[error("lengths or order changed while they were being packed; give pack arrays that nobody writes to")]
     InputChanged,

@@ -49,6 +49,18 @@ fn plan(lengths: &[i64], max_length: u64) -> Plan {
 }
 
 #[test]
+fn packing_samples_of_many_packs() {
+    // Each sample makes thousands of packs, or one makes them all.
+    for lengths in [vec![5_000i64; 4000], vec![20_000_000]] {
+        for threads in [1, 2] {
+            let request = Request { threads, ..request(&lengths, 1) };
+            let prepared = Prepared::new(request, &mut Silent).unwrap();
+            ends_at_any_tick(20_000_000 / (1 << 20), |watch| prepared.pack(watch).map(drop));
+        }
+    }
+}
+
+#[test]
 fn looking_up_many_packs() {
     let lengths = vec![3i64; 40_000];
     let plan = plan(&lengths, 2);

@@ -342,3 +342,25 @@ fn bad_orders_and_lengths_are_refused() {
         Err(PackError::TooLarge { .. })
     ));
 }
+
+#[test]
+fn a_plan_that_no_disk_has_room_for_is_refused_before_it_is_made() {
+    let folder = tempfile::tempdir().unwrap();
+    let lengths = [1i64 << 60];
+    let request = Request {
+        lengths: vec![Integers::from(&lengths[..])],
+        order: OrderSource::Natural,
+        max_length: 1,
+        drop_last: true,
+        global_pack: false,
+        threads: 1,
+    };
+    let target = folder.path().join("plan");
+    match Prepared::new(request, &mut Silent).unwrap().write(&target, &mut Silent) {
+        Err(PackError::NoRoom { path, needed, packs, .. }) => {
+            assert_eq!((path, needed, packs), (target, 24 << 60, 1 << 60));
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}

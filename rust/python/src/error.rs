@@ -90,6 +90,7 @@ fn pack_error(error: &PackError) -> PyErr {
         PackError::Io { path, source } => {
             raise_os("StorageError", source.raw_os_error().unwrap_or(EIO), &system_message(source), path)
         }
+        PackError::NoRoom { path, .. } => raise_os("StorageError", ENOSPC, &message, path),
         PackError::Commit(error) => commit_error(error),
         _ => raise("InvalidInputError", &message),
     }

@@ -13,7 +13,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyList, PyType};
 
-use crate::tree::dlpack::{COMPLEX, CPU, Dtype, Read, Tensor};
+use crate::tree::dlpack::{COMPLEX, CPU, Dtype, INT, Read, Tensor, UINT};
 use crate::tree::exchange::{functions_of, method_of};
 
 /// Functions of torch's own types of tensors.
@@ -67,6 +67,10 @@ impl TensorReader {
             let (Some((address, _)), Some(shape)) = (seen.piece(), seen.lengths(seen.shape)) else { return Ok(None) };
             let Dtype { code, bits, lanes } = seen.dtype;
             words.push(u64::from(code) << 24 | u64::from(bits) << 16 | u64::from(lanes));
+            if is_ambiguous(seen.dtype) {
+                // As long as torch is there, so is each of its dtypes.
+                words.push(tensor.getattr(intern!(py, "dtype"))?.as_ptr().addr() as u64);
+            }
             words.push(
                 u64::from(seen.device.kind.cast_unsigned()) << 32 | u64::from(seen.device.number.cast_unsigned()),
             );
@@ -127,15 +131,20 @@ impl TensorReader {
 impl<'py> KnownDtypes<'py> {
     /// Whether a tensor, which the exchange API says to be of `seen`, is of `asked`.
     fn is(&mut self, tensor: &Bound<'py, PyAny>, seen: Dtype, asked: &Bound<'py, PyAny>) -> PyResult<bool> {
-        if self.0.iter().any(|(dtype, known)| *known == seen && dtype.is(asked)) {
+        if !is_ambiguous(seen) && self.0.iter().any(|(dtype, known)| *known == seen && dtype.is(asked)) {
             return Ok(true);
         }
         let is_same = tensor.getattr(intern!(tensor.py(), "dtype"))?.is(asked);
-        if is_same {
+        if is_same && !is_ambiguous(seen) {
             self.0.push((asked.clone(), seen));
         }
         Ok(is_same)
     }
+}
+
+/// Whether the exchange API says the same of several dtypes: of torch's integers of fewer bits as of those of eight.
+fn is_ambiguous(seen: Dtype) -> bool {
+    seen.bits == 8 && [INT, UINT].contains(&seen.code)
 }
 
 /// What a method without arguments returns.

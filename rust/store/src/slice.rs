@@ -110,11 +110,13 @@ mod tests {
     #[test]
     fn a_thread_stays_as_nice_as_it_was() {
         // SAFETY: it changes this thread alone.
-        let was_set = std::thread::spawn(|| unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 5) == 0 && {
-            be_patient();
-            share();
-            get().is_none_or(|now| now.sched_nice == 5)
-        }});
+        let was_set = std::thread::spawn(|| unsafe {
+            libc::setpriority(libc::PRIO_PROCESS, 0, 5) == 0 && {
+                be_patient();
+                share();
+                get().is_none_or(|now| now.sched_nice == 5)
+            }
+        });
         assert!(was_set.join().unwrap());
     }
 }

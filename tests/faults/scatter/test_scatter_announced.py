@@ -23,8 +23,8 @@ import tundish as td
 sys.path.insert(0, str(Path(__file__).parents[2] / "scatter"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
-from batches import same
-from rank_processes import Job, Line, outcome
+from batches import Summed, same
+from rank_processes import Job, Line, on_nodes, outcome
 
 # The promise: a failure, or a rank that was killed, is known within so many seconds.
 KNOWN = 1.0
@@ -130,6 +130,39 @@ def shifted(batch: Any, by: int) -> Any:
 
 def test_batches_of_a_form_that_was_foretold_and_of_others_come_as_they_are(tmp_path: Path) -> None:
     with Job(alike_and_others, 3, tmp_path) as job:
+        job.expect_end()
+
+
+def objects_that_look(rank: int, line: Line) -> None:
+    with_processors()
+    if line.hear():
+        on_nodes(rank, 1)
+    for number in range(1, 9):
+        value = -1 if number == 6 else number
+
+        def take(value: int = value) -> Any:
+            def one(other: int) -> Any:
+                return {"x": torch.full((LARGE,), other), "o": [Summed(torch.full((LARGE,), value))]}
+
+            return td.scatter_batch([one(0), one(1)] if rank == 0 else None)
+
+        if rank and number == 6:
+            kind, text, *_ = outcome(take)
+            assert kind and "cannot be made here" in text, (kind, text)
+            continue
+        got = take()
+        assert bool((got["x"] == rank).all())
+        for values in (got["o"][0].values, got["o"][0].copy):
+            assert bool((values == value).all()), number
+
+
+@pytest.mark.parametrize("are_apart", [False, True], ids=["one node", "two nodes"])
+def test_objects_that_look_at_their_tensors_are_made_when_these_are_there(
+    tmp_path: Path, are_apart: bool
+) -> None:
+    with Job(objects_that_look, 2, tmp_path) as job:
+        for rank in range(2):
+            job.tell(rank, are_apart)
         job.expect_end()
 
 

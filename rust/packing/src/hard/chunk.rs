@@ -17,8 +17,9 @@ use crate::integers::Word;
 
 /// Samples a chunk: one leaf of the fingerprint; indices and lengths lie in the second-level cache together.
 const CHUNK: usize = LEAF;
-/// Chunks between two looks at the watch: a few milliseconds.
-const CHUNKS_A_TICK: usize = 64;
+
+/// Samples and packs between two looks at the watch: a few milliseconds.
+const ENTRIES_A_TICK: usize = 64 * CHUNK;
 
 /// A run of ordered samples.
 pub(super) struct Chunk<C: Cell> {
@@ -126,10 +127,8 @@ impl<C: Cell> Packer<'_, C> {
     ) -> Result<bool, PackError> {
         let len = order.len();
         let mut chunk = Chunk::new(CHUNK.min(len));
-        for (number, start) in (0..len).step_by(CHUNK).enumerate() {
-            if number.is_multiple_of(CHUNKS_A_TICK) {
-                self.watch.tick("packing", start as u64, len as u64)?;
-            }
+        for start in (0..len).step_by(CHUNK) {
+            self.reached = (start as u64, len as u64);
             chunk.load(0, dataset, order, checks, start, CHUNK.min(len - start))?;
             if !chunk.sound {
                 return Ok(false);
@@ -186,11 +185,25 @@ impl<C: Cell> Packer<'_, C> {
         closed: usize,
         stream: &mut Stream<C>,
     ) -> Result<(), PackError> {
+        self.look_after(indices.len() + closed)?;
         let mut room = self.sink.room(indices.len() + closed, closed)?;
         let pieces = self.totals.pieces;
         let written = kernel::merge(indices, lengths, self.max_length, &mut stream.cut, pieces, closed, &mut room);
         // SAFETY: the merge has just written them.
         unsafe { self.keep(written, stream) }
+    }
+
+    /// Look at the watch where it is time for that once so many samples and packs more will be done.
+    ///
+    /// Packs count as samples do: one sample may make millions of them.
+    fn look_after(&mut self, entries: usize) -> Result<(), PackError> {
+        self.since_look += entries;
+        if self.since_look < ENTRIES_A_TICK {
+            return Ok(());
+        }
+        self.since_look = 0;
+        let (position, len) = self.reached;
+        self.watch.tick("packing", position, len)
     }
 
     /// Record what was written into the room asked for last.
@@ -221,7 +234,7 @@ impl<C: Cell> Packer<'_, C> {
             if packs == 0 {
                 break;
             }
-            self.watch.tick("packing", self.totals.packs as u64, 0)?;
+            self.look_after(packs)?;
             let mut room = self.sink.room(packs, packs)?;
             let written = kernel::repeat(index, taken, self.max_length, packs, self.totals.pieces, &mut room);
             // SAFETY: just written.

@@ -31,7 +31,7 @@ use crate::error::PackError;
 use crate::fingerprint::{ColumnHash, Fingerprint, LEAF, ParameterHash};
 use crate::folder::FileSink;
 use crate::integers::{Integers, Word};
-use crate::plan::{FORMAT_VERSION, Facts, OrderKind, Plan};
+use crate::plan::{FORMAT_VERSION, Facts, Field, OrderKind, Plan};
 use crate::shuffle::RandomState;
 use crate::sink::{Measure, MemorySink, Sink};
 use crate::watch::Watch;
@@ -228,11 +228,30 @@ impl<'a> Prepared<'a> {
         }
     }
 
+    /// Refuse a plan that the file system has no room for, where so much is known before any work.
+    fn check_room(&self, target: &Path) -> Result<(), PackError> {
+        // An order that leaves samples out makes fewer packs, which only the computation counts.
+        let samples = self.streams.iter().map(Dataset::len).sum::<usize>();
+        if matches!(self.request.order, OrderSource::Given(order) if order.len() < samples) {
+            return Ok(());
+        }
+        // Every pack has a piece, and every entry takes four bytes or more.
+        let (packs, _) = self.bounds();
+        let needed = u128::from(packs) * 4 * Field::ALL.len() as u128;
+        match tundish_commit::free_space(target)? {
+            Some(free) if u128::from(free) < needed => {
+                Err(PackError::NoRoom { path: target.to_owned(), needed, packs, free })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Compute the plan straight into a folder that is published when it is complete and durable.
     ///
     /// # Errors
     /// As `pack`; `PackError::Commit` when the folder cannot be written or `target` is taken.
     pub fn write(&self, target: &Path, watch: &mut dyn Watch) -> Result<Facts, PackError> {
+        self.check_room(target)?;
         if self.is_narrow() {
             // A bad order is refused before anything is written.
             if let (OrderSource::Given(order), [stream]) = (self.request.order, &self.streams[..]) {
@@ -273,6 +292,8 @@ impl<'a> Prepared<'a> {
             crew: &self.crew,
             sink,
             watch,
+            reached: (0, 0),
+            since_look: 0,
             totals: Totals::default(),
             order_hash: match request.order {
                 // Hashed while it is read, if it was not before.
@@ -347,6 +368,10 @@ struct Packer<'r, C: Cell> {
     crew: &'r Crew,
     sink: &'r mut dyn Sink<C>,
     watch: &'r mut dyn Watch,
+    /// Position in the order, and its length, as the watch is told.
+    reached: (u64, u64),
+    /// Samples and packs since the last look at the watch.
+    since_look: usize,
     totals: Totals,
     order_hash: Option<ColumnHash>,
     /// Whether a given order is known to be one.

@@ -135,6 +135,7 @@ impl<C: Cell> Packer<'_, C> {
         let window = size * in_all;
         let mut slots: Vec<Slot<C>> = (0..in_all).map(|_| Slot::new(size)).collect();
         for begin in (0..len).step_by(window) {
+            self.reached = (begin as u64, len as u64);
             self.watch.tick("packing", begin as u64, len as u64)?;
             let used = (len - begin).min(window).div_ceil(size);
             let slots = &mut slots[..used];

@@ -10,6 +10,8 @@ pub(crate) const CAPSULE: &CStr = c"dlpack_exchange_api";
 pub(crate) const MAJOR_VERSION: u32 = 1;
 
 /// `DLDataTypeCode` of complex numbers.
+pub(crate) const INT: u8 = 0;
+pub(crate) const UINT: u8 = 1;
 pub(crate) const COMPLEX: u8 = 5;
 
 /// Host memory.
