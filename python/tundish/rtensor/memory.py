@@ -17,24 +17,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tundish import _native
 from tundish.errors import InvalidTypeError
 from tundish.tree import Refusal
+from tundish.tree.arrays import NUMPY_TYPES
 from tundish.tree.carrying import EXCHANGE
 
 __all__ = ["dense", "tensors_over"]
-
-# What numpy knows too, over whose arrays torch makes tensors in half the time.
-_NUMPY: dict[torch.dtype, type[np.generic]] = {
-    torch.bool: np.bool_,
-    torch.uint8: np.uint8,
-    torch.int8: np.int8,
-    torch.int16: np.int16,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
-    torch.float16: np.float16,
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.complex64: np.complex64,
-    torch.complex128: np.complex128,
-}
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -76,7 +62,7 @@ def tensors_over(views: Sequence[_native.ShardView], handles: Sequence[_native.R
 def _tensor_over(view: _native.ShardView, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     if not len(view):
         return torch.empty(shape, dtype=dtype, device="cpu")
-    known = _NUMPY.get(dtype)
+    known = NUMPY_TYPES.get(dtype)
     if known is not None:
         # What the annotations of numpy leave out: anything that has a buffer.
         memory: Any = view

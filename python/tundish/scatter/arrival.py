@@ -17,6 +17,7 @@ from torch import Tensor
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.tree import Schema
+from tundish.tree.arrays import NUMPY_TYPES
 from tundish.tree.building import rebuild
 from tundish.tree.carrying import EXCHANGE
 from tundish.tree.layout import DTYPES, Layout
@@ -28,20 +29,6 @@ _CODES: dict[torch.dtype, tuple[int, int]] = {
     **{dtype: code for code, dtype in DTYPES.items()},
     torch.complex64: (5, 64),
     torch.complex128: (5, 128),
-}
-# What numpy knows too, over whose arrays torch makes tensors in half the time.
-_NUMPY: dict[torch.dtype, type[np.generic]] = {
-    torch.bool: np.bool_,
-    torch.uint8: np.uint8,
-    torch.int8: np.int8,
-    torch.int16: np.int16,
-    torch.int32: np.int32,
-    torch.int64: np.int64,
-    torch.float16: np.float16,
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.complex64: np.complex64,
-    torch.complex128: np.complex128,
 }
 _MOST_PLANS = 256
 
@@ -220,7 +207,7 @@ def _plan(layout: Layout) -> tuple[Layout, _Places, _native.TensorPlan | None]:
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
     places = [
-        (shape, _NUMPY.get(dtype), offset, dtype, shape.numel())
+        (shape, NUMPY_TYPES.get(dtype), offset, dtype, shape.numel())
         for dtype, shape, offset in zip(layout.dtypes, layout.shapes, layout.offsets, strict=True)
     ]
     plan = None

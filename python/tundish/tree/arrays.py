@@ -15,7 +15,22 @@ from numpy.typing import NDArray
 
 from tundish.tree.parts import Parts
 
-__all__ = ["array_of", "array_parts", "array_subclass_parts", "pickles_as_array"]
+__all__ = ["NUMPY_TYPES", "array_of", "array_parts", "array_subclass_parts", "pickles_as_array"]
+
+# Dtypes that numpy has too and every torch can make tensors of: over numpy's arrays that takes half the time.
+NUMPY_TYPES: dict[torch.dtype, type[np.generic]] = {
+    torch.bool: np.bool_,
+    torch.uint8: np.uint8,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float16: np.float16,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.complex64: np.complex64,
+    torch.complex128: np.complex128,
+}
 
 # Codes of dtypes that torch has too; of the two for an integer of one width it knows one only.
 _KINDS = frozenset("?bhBHefdFD").union(
