@@ -27,6 +27,8 @@ class _Call:
         self._worker = worker
         self._ids = ids
         self.answer: dict[str, Any] | Exception | None = None
+        # What is no failure of the worker: it ends the caller's step, as if the function had been called there.
+        self.escaped: BaseException | None = None
         self._done = threading.Event()
         threading.Thread(target=self._run, name="tundish-rtensor-drain", daemon=True).start()
 
@@ -38,6 +40,8 @@ class _Call:
         except Exception as error:  # noqa: BLE001 (the controller's to judge, as what a worker answers)
             self.answer = TransferError(f"{self._worker} fails: {type(error).__name__}: {error}")
             self.answer.__cause__ = error
+        except BaseException as error:  # noqa: BLE001 (raised again where it is waited for)
+            self.escaped = error
         finally:
             self._done.set()
 
@@ -69,6 +73,8 @@ class Hooks:
         answers: dict[Worker, Any] = {}
         for worker, call in calls.items():
             if call.wait(deadline):
+                if call.escaped is not None:
+                    raise call.escaped
                 answers[worker] = call.answer
             else:
                 self._late[worker.addr] = call

@@ -146,9 +146,13 @@ def test_saving_a_step_again_never_mixes_two_saves(
             path = save(checkpointer, kind, 1, first).result(60)
             old = os.open(path, os.O_DIRECTORY)
             names = set(os.listdir(path))
-            with checkpointer.reading(1, kind), pytest.raises(OSError, match="being read"):  # type: ignore[arg-type]
-                save(checkpointer, kind, 1, second, overwrite=True)
-            path = save(checkpointer, kind, 1, second, overwrite=True).result(60)
+            with checkpointer.reading(1, kind):  # type: ignore[arg-type]
+                overwriting = save(checkpointer, kind, 1, second, overwrite=True)
+                # Readers are waited for, in the background.
+                with pytest.raises(TimeoutError):
+                    overwriting.result(0.5)
+                assert set(os.listdir(path)) == names
+            path = overwriting.result(60)
             assert path.name == f"{kind}-1"
             # Who had opened the old folder finds files of the old save there, or none.
             assert set(os.listdir(old)) <= names
