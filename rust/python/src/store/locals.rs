@@ -4,7 +4,10 @@
 //! by whatever way that is drained or removed.
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use tundish_shm::PerProcess;
@@ -18,6 +21,12 @@ const FEW: usize = 1024;
 
 /// All that were fetched in this process and may be there still.
 static KNOWN: PerProcess<Mutex<Vec<Weak<Kept>>>> = PerProcess::new(Mutex::default);
+
+/// Threads that let go of tensors at the moment.
+static UNDER_WAY: PerProcess<AtomicUsize> = PerProcess::new(AtomicUsize::default);
+
+/// How long one waits for the others at most: a class of somebody's may do anything when an object of it ends.
+const PATIENCE: Duration = Duration::from_millis(100);
 
 static LISTENING: Once = Once::new();
 
@@ -98,25 +107,35 @@ fn known() -> MutexGuard<'static, Vec<Weak<Kept>>> {
     KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Has handles forget the tensors of shards that were drained, where that takes no time to speak of.
-pub(super) fn forget_few() {
-    if known().len() <= FEW {
-        forget_drained();
+/// Has handles forget the tensors of shards that were drained, where that takes no time to speak of: afterwards none of them
+/// is in use.
+pub(super) fn forget_few(py: Python<'_>) {
+    if known().len() > FEW {
+        return;
+    }
+    forget_drained();
+    // The node's thread may be at some of them: torch gives up the GIL while it frees a tensor.
+    let begin = Instant::now();
+    while UNDER_WAY.get().load(Ordering::Acquire) > 0 && begin.elapsed() < PATIENCE {
+        py.detach(|| thread::sleep(Duration::from_micros(20)));
     }
 }
 
 /// Has handles forget the tensors of shards that were drained.
 fn forget_drained() {
-    // Looked at without the lock, and let go of without it: the GIL may change hands meanwhile.
+    // Looked at without the lock, as are tensors let go of: the GIL may change hands meanwhile.
     let looked_at: Vec<Arc<Kept>> = known().iter().filter_map(Weak::upgrade).collect();
-    let gone: Vec<_> = looked_at.iter().filter(|kept| !kept.is_alive()).collect();
-    if !gone.is_empty() {
-        let places: HashSet<_> = gone.iter().map(|kept| Arc::as_ptr(kept)).collect();
-        known().retain(|one| !places.contains(&one.as_ptr()));
-    }
-    let tensors: Vec<_> = gone.iter().filter_map(|kept| kept.lock().take()).collect();
+    let gone: Vec<_> = looked_at.iter().filter(|kept| !kept.is_alive()).cloned().collect();
     if !looked_at.is_empty() {
+        let under_way = UNDER_WAY.get();
+        under_way.fetch_add(1, Ordering::Relaxed);
+        let tensors: Vec<_> = gone.iter().filter_map(|kept| kept.lock().take()).collect();
         // Where the interpreter is ending, PyO3 knows what to do with them.
         Python::try_attach(|_| drop((tensors, looked_at)));
+        under_way.fetch_sub(1, Ordering::Release);
+    }
+    if !gone.is_empty() {
+        let places: HashSet<_> = gone.iter().map(Arc::as_ptr).collect();
+        known().retain(|one| !places.contains(&one.as_ptr()));
     }
 }

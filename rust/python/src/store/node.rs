@@ -236,7 +236,7 @@ impl ShardStore {
     fn remove(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<(u64, u64, u64)> {
         let ids = ids_of(shard_ids)?;
         let removed = py.detach(|| Node::of_process().remove(&ids));
-        forget_few();
+        forget_few(py);
         Ok(as_tuple(removed))
     }
 
@@ -244,7 +244,7 @@ impl ShardStore {
     #[staticmethod]
     fn clear(py: Python<'_>) -> (u64, u64, u64) {
         let removed = py.detach(|| Node::of_process().clear_node());
-        forget_few();
+        forget_few(py);
         as_tuple(removed)
     }
 
@@ -265,7 +265,7 @@ impl ShardStore {
     fn clear_buffer(py: Python<'_>, shard_ids: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
         let ids = shard_ids.map(ids_of).transpose()?;
         let dropped = py.detach(|| Node::of_process().clear_buffer(ids.as_deref()));
-        forget_few();
+        forget_few(py);
         Ok(dropped)
     }
 
@@ -293,14 +293,14 @@ impl ShardStore {
     #[staticmethod]
     fn give_up(py: Python<'_>, claimant: u64) {
         py.detach(|| Node::of_process().give_up(claimant));
-        forget_few();
+        forget_few(py);
     }
 
     /// Drops what the step claimed and fetched: its account, in JSON.
     #[staticmethod]
     fn end_epoch(py: Python<'_>, epoch: u64) -> PyResult<String> {
         let mut ledger = py.detach(|| Node::of_process().end_epoch(epoch));
-        forget_few();
+        forget_few(py);
         if ledger.viewed_bytes > 0 {
             // What handles alone kept has not escaped.
             ledger = py.detach(|| Node::of_process().end_epoch(epoch));
