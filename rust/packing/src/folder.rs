@@ -10,6 +10,7 @@ use std::io::{ErrorKind, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::thread;
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
@@ -82,6 +83,16 @@ impl Writer {
         Ok(())
     }
 
+    /// Remove what was written, as `drop` does, and return before the room of large files is given back: the kernel
+    /// does that when they are closed, and takes half a second a gigabyte.
+    fn abandon(self) {
+        let Self { folder, files } = self;
+        // With it go the names, so that nothing is to be seen of the files from here on.
+        drop(folder);
+        // Where no thread can be had, they are closed here.
+        drop(thread::Builder::new().name("tundish-close".into()).spawn(move || drop(files)));
+    }
+
     fn publish(self, facts: &Facts, watch: &mut dyn Watch) -> Result<(), PackError> {
         let total = self.files.len() as u64;
         for (number, (mut file, wide, len)) in self.files.into_iter().enumerate() {
@@ -130,6 +141,11 @@ impl<C: Cell> FileSink<C> {
     pub(crate) fn publish(mut self, facts: &Facts, watch: &mut dyn Watch) -> Result<(), PackError> {
         self.flush()?;
         self.writer.publish(facts, watch)
+    }
+
+    /// Remove what was written, without a wait: see `Writer::abandon`.
+    pub(crate) fn abandon(self) {
+        self.writer.abandon();
     }
 
     fn flush(&mut self) -> Result<(), PackError> {
@@ -181,6 +197,17 @@ impl<C: Cell> Sink<C> for FileSink<C> {
 pub fn save(views: &Views<'_>, facts: &Facts, target: &Path, watch: &mut dyn Watch) -> Result<(), PackError> {
     let wide = Field::ALL.map(|field| views.column(field).kind() == IntegerKind::I64);
     let mut writer = Writer::create(target, wide)?;
+    match append_all(&mut writer, views, watch) {
+        Ok(()) => writer.publish(facts, watch),
+        Err(PackError::Interrupted) => {
+            writer.abandon();
+            Err(PackError::Interrupted)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+fn append_all(writer: &mut Writer, views: &Views<'_>, watch: &mut dyn Watch) -> Result<(), PackError> {
     let mut scratch = vec![0u64; STEP_BYTES / 8];
     let mut narrow = Vec::<i32>::new();
     let mut long = Vec::<i64>::new();
@@ -190,7 +217,7 @@ pub fn save(views: &Views<'_>, facts: &Facts, target: &Path, watch: &mut dyn Wat
             watch.tick("saving", start as u64, column.len() as u64)?;
             let values = &mut scratch[..(column.len() - start).min(STEP_BYTES / 8)];
             column.read(start, values);
-            if wide[field as usize] {
+            if column.kind() == IntegerKind::I64 {
                 long.clear();
                 long.extend(values.iter().map(|&value| value as i64));
                 writer.append(field, &long)?;
@@ -201,7 +228,7 @@ pub fn save(views: &Views<'_>, facts: &Facts, target: &Path, watch: &mut dyn Wat
             }
         }
     }
-    writer.publish(facts, watch)
+    Ok(())
 }
 
 /// Check a plan folder and map its columns, in the order of `Field::ALL`.

@@ -257,10 +257,7 @@ impl<'a> Prepared<'a> {
             if let (OrderSource::Given(order), [stream]) = (self.request.order, &self.streams[..]) {
                 order::check::<i32>(&order, stream.len(), &self.crew, watch)?;
             }
-            let mut sink = FileSink::<i32>::create(target, [false; 6])?;
-            let facts = self.run(&mut sink, true, watch)?;
-            sink.publish(&facts, watch)?;
-            Ok(facts)
+            self.write_files::<i32>(target, [false; 6], watch)
         } else {
             // Which columns need 64 bits is known only at the end, so a first pass finds out, and checks the order.
             // Only plans beyond 2³¹ samples, pieces or tokens a sample come here.
@@ -269,10 +266,20 @@ impl<'a> Prepared<'a> {
             let wide = measure.needs_64_bits();
             // Its room is as large as that of the files.
             drop(measure);
-            let mut sink = FileSink::<i64>::create(target, wide)?;
-            let facts = self.run(&mut sink, true, watch)?;
-            sink.publish(&facts, watch)?;
-            Ok(facts)
+            self.write_files::<i64>(target, wide, watch)
+        }
+    }
+
+    /// `wide` tells which columns have 8 bytes a value. The order, if one was given, was checked.
+    fn write_files<C: Cell>(&self, target: &Path, wide: [bool; 6], watch: &mut dyn Watch) -> Result<Facts, PackError> {
+        let mut sink = FileSink::<C>::create(target, wide)?;
+        match self.run(&mut sink, true, watch) {
+            Ok(facts) => sink.publish(&facts, watch).map(|()| facts),
+            Err(PackError::Interrupted) => {
+                sink.abandon();
+                Err(PackError::Interrupted)
+            }
+            Err(error) => Err(error),
         }
     }
 
