@@ -44,6 +44,33 @@ impl RandomState {
         Self { key, tempered: [0; STATE_WORDS], position: STATE_WORDS }
     }
 
+    /// The generator that `numpy.random.RandomState([first, second])` holds.
+    #[must_use]
+    pub fn of_pair(first: u32, second: u32) -> Self {
+        let mut state = Self::new(19_650_218);
+        let key = &mut state.key;
+        let mixed = |before: u32, factor: u32| (before ^ (before >> 30)).wrapping_mul(factor);
+        let mut index = 1usize;
+        let advance = |key: &mut [u32; STATE_WORDS], index: usize| {
+            if index + 1 < STATE_WORDS {
+                return index + 1;
+            }
+            key[0] = key[STATE_WORDS - 1];
+            1
+        };
+        // Each word of the seed is added together with its number.
+        for word in [first, second.wrapping_add(1)].into_iter().cycle().take(STATE_WORDS) {
+            key[index] = (key[index] ^ mixed(key[index - 1], 1_664_525)).wrapping_add(word);
+            index = advance(key, index);
+        }
+        for _ in 1..STATE_WORDS {
+            key[index] = (key[index] ^ mixed(key[index - 1], 1_566_083_941)).wrapping_sub(index as u32);
+            index = advance(key, index);
+        }
+        key[0] = 1 << 31;
+        state
+    }
+
     /// The next 32 random bits.
     #[inline]
     pub fn next_u32(&mut self) -> u32 {

@@ -172,17 +172,22 @@ pub(crate) fn sample_index<'py>(
     })
 }
 
-/// The order that numpy's `RandomState(seed).shuffle(arange(samples))` gives.
+/// The order that numpy's `RandomState(seed).shuffle(arange(samples))` gives, or, with an epoch, that of
+/// `RandomState([seed, epoch])`.
 #[pyfunction]
-#[pyo3(signature = (samples, seed, progress=None))]
+#[pyo3(signature = (samples, seed, epoch=None, progress=None))]
 pub(crate) fn shuffled_indices<'py>(
     py: Python<'py>,
     samples: usize,
     seed: u32,
+    epoch: Option<u32>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let column = enter(py, progress, move |door| {
-        let mut random = RandomState::new(seed);
+        let mut random = match epoch {
+            None => RandomState::new(seed),
+            Some(epoch) => RandomState::of_pair(seed, epoch),
+        };
         Ok(if samples <= 1 << 31 {
             PlanColumn::I32(random.shuffled(samples, door)?.into())
         } else {
