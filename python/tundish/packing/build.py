@@ -102,7 +102,8 @@ def pack(
         AlreadyExistsError: `out`, or the plan's place in `cache_dir`, holds something else than this plan.
         PlanFormatError: the plan that lies there is damaged; the message names the file.
         NotFoundError: the parent of `out` does not exist, or the plan that lies there lacks a file.
-        StorageError: the file system refused.
+        StorageError: the file system refused, or has less room than the plan takes, which is seen before any work
+            where no sample is left out.
         PeerFailedError: with `share`, another rank failed, and the message carries its error; or ranks ask for
             different plans.
         KeyboardInterrupt: on Ctrl-C, within 100 ms; nothing half-written stays.
@@ -302,12 +303,14 @@ def _shared_in_memory(job: _native.Job, expected: str, place: _Place, line: Prog
 
 def _publish(job: _native.Job, target: Path, line: ProgressLine) -> str:
     """Publish the plan as `target`, unless there is a plan already; the fingerprint that it should have."""
-    try:
-        return str(json.loads(_native.write(job, target, line.callback))["fingerprint"])
-    except AlreadyExistsError:
-        if not is_there(target / "plan.json"):
-            raise
-        return _native.fingerprint(job, line.callback)
+    # Looked at first: a plan that is there needs no room on its disk.
+    if not is_there(target / "plan.json"):
+        try:
+            return str(json.loads(_native.write(job, target, line.callback))["fingerprint"])
+        except AlreadyExistsError:
+            if not is_there(target / "plan.json"):
+                raise
+    return _native.fingerprint(job, line.callback)
 
 
 def _mapped(job: _native.Job, place: _Place, expected: str, line: ProgressLine) -> PackPlan:
