@@ -119,6 +119,27 @@ def test_ctrl_c_ends_the_work_within_100_ms(lengths_file: Path, tmp_path: Path, 
     assert sorted(waits)[len(waits) // 2] < 0.1, waits
 
 
+def test_ctrl_c_does_not_wait_for_the_room_of_large_files(tmp_path: Path) -> None:
+    """They are removed when the call ends; to give their room back takes the kernel longer than that."""
+    place = tmp_path / "plan"
+    waits = []
+    for _ in range(3):
+        waits.append(wait_after_interrupt(0.4, lambda: td.pack([10**8], 1, out=place)))
+        assert list(tmp_path.iterdir()) == []
+    assert sorted(waits)[1] < 0.1, waits
+
+
+def test_ctrl_c_ends_the_order_of_an_epoch_within_100_ms() -> None:
+    sampler = td.PackedBatchSampler(td.pack([30_000_000], 1), 1, 0, 1)
+    waits = []
+    for _ in range(3):
+        # Counted from when the interrupt is due: it is not sent while other code keeps the interpreter to itself.
+        due = time.monotonic() + 0.05
+        wait_after_interrupt(0.05, lambda: next(iter(sampler)))
+        waits.append(time.monotonic() - due)
+    assert sorted(waits)[1] < 0.1, waits
+
+
 def test_ctrl_c_ends_a_look_up_and_a_check_within_100_ms() -> None:
     many = np.broadcast_to(np.int64(0), 40_000_000)
     one = td.pack([8], 8)
@@ -192,6 +213,21 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
                 write()
             assert caught.value.errno == 28
             assert list(disk.iterdir()) == []
+
+
+def test_a_plan_that_the_disk_has_no_room_for_is_refused_before_any_work(tmp_path: Path) -> None:
+    for place in ({"out": tmp_path / "plan"}, {"cache_dir": tmp_path}):
+        with pytest.raises(StorageError, match=r"takes \d+ bytes or more .* has \d+ bytes free") as caught:
+            td.pack([2**50], 1, **place)
+        assert caught.value.errno == 28
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_that_is_there_needs_no_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=1m") as disk:
+        # No plan is kept, as its files are mapped.
+        first, again = (td.pack([25_000], 1, out=disk / "plan").fingerprint for _ in range(2))
+        assert first == again
 
 
 def test_a_read_only_disk_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,126 @@
+"""What `PackedDataset` refuses: samples, datasets and arguments that it cannot use, and how it names them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from rows import BatchedRows, Rows
+
+import tundish as td
+from tundish.errors import InvalidInputError, InvalidTypeError, NoSuchPackError, PlanMismatchError
+
+
+def test_labels_of_another_length_are_refused_and_the_sample_named() -> None:
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3, 4], "labels": [3]}]
+    with pytest.raises(InvalidInputError, match="sample 1 of dataset 0 has 2 input_ids but 1 labels"):
+        td.PackedDataset(rows, td.pack([2, 2], 4))[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"tokens": [1, 2]}, "sample 1 of dataset 0 has no input_ids; its keys are ['tokens']"),
+        ([1.0, 2.0], "sample 1 of dataset 0 must be integers"),
+        ({"input_ids": [True, False]}, "input_ids of sample 1 of dataset 0 must be integers"),
+        ({"input_ids": [[1, 2]]}, "input_ids of sample 1 of dataset 0 must be one-dimensional"),
+        ({"input_ids": [1, 2], "labels": [1.0, 2.0]}, "labels of sample 1 of dataset 0 must be integers"),
+        ([[1], [2, 3]], "sample 1 of dataset 0 cannot be read"),
+        ("ab", "sample 1 of dataset 0 must be one-dimensional"),
+        (None, "sample 1 of dataset 0 must be one-dimensional"),
+    ],
+)
+def test_samples_of_something_else_are_refused(row: Any, message: str) -> None:
+    dataset = td.PackedDataset(Rows([[1, 2], row]), td.pack([2, 2], 4))
+    with pytest.raises(InvalidTypeError, match=re.escape(message)):
+        dataset[0]
+
+
+@pytest.mark.parametrize(
+    ("datasets", "kind", "message"),
+    [
+        ([[1, 2], [3]], PlanMismatchError, "dataset 0 has 2 samples, the plan was made for 3"),
+        ([[1], [2], [3], [4]], PlanMismatchError, "dataset 0 has 4 samples, the plan was made for 3"),
+        ([Rows([[1]] * 3)] * 2, PlanMismatchError, "made for 1 dataset, and 2 datasets were given"),
+        ({"train": [[1], [2], [3]]}, InvalidTypeError, "dataset 0 is of type dict"),
+        ("samples", InvalidTypeError, "dataset 0 is of type str"),
+        (np.arange(3), InvalidTypeError, "dataset 0 is of type ndarray"),
+        ((n for n in range(3)), InvalidTypeError, "dataset 0 is of type generator"),
+        ([iter([[1]])], InvalidTypeError, "dataset 0 is of type list_iterator"),
+        (None, InvalidTypeError, "dataset 0 is of type NoneType"),
+        # What were to be samples are none.
+        (
+            [[1.0], [2.0], [3.0]],
+            PlanMismatchError,
+            "a sample is .* integers, .* first is of type list, of float",
+        ),
+        (
+            [[[1]], [[2]], [[3]]],
+            PlanMismatchError,
+            "a sample is .* integers, .* first is of type list, of list",
+        ),
+        ([None] * 3, InvalidTypeError, "a sample is .* integers, and the first is of type NoneType"),
+        (["a"] * 3, InvalidTypeError, "a sample is .* integers, and the first is of type str"),
+    ],
+)
+def test_datasets_that_do_not_fit_are_refused(datasets: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        td.PackedDataset(datasets, td.pack([1, 1, 1], 1))
+
+
+def test_other_arguments_are_checked() -> None:
+    with pytest.raises(InvalidTypeError, match="plan must be a PackPlan"):
+        td.PackedDataset([[1]], [0])  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match="mask_first_token"):
+        td.PackedDataset([[1]], td.pack([1], 1), mask_first_token=1)  # type: ignore[arg-type]
+
+
+def test_a_dataset_that_gives_too_few_rows_is_refused() -> None:
+    class Short(BatchedRows):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return super().__getitems__(indices)[:-1]
+
+    with pytest.raises(InvalidTypeError, match="__getitems__ of dataset 0 gave 1 samples for 2 indices"):
+        td.PackedDataset(Short([[1], [2]]), td.pack([1, 1], 2))[0]
+
+
+def test_an_index_error_of_a_dataset_is_raised_and_ends_no_loop() -> None:
+    class Broken(Rows):
+        def __getitem__(self, index: int) -> Any:
+            return [super().__getitem__(index)][index]
+
+    with pytest.raises(IndexError, match="list index"):
+        list(td.PackedDataset(Broken([[1], [2], [3]]), td.pack([1, 1, 1], 1)))
+
+
+@pytest.mark.parametrize("key", ["input_ids", "labels"])
+@pytest.mark.parametrize("dtype", ["<u8", ">u8"])
+def test_an_id_that_int64_does_not_hold_is_refused(key: str, dtype: str) -> None:
+    rows = [{"input_ids": np.arange(6, dtype=np.uint64)} for _ in range(4)]
+    values = np.arange(6, dtype=dtype)
+    values[[4, 5]] = 2**63, 2**64 - 1
+    rows[2] = {"input_ids": np.arange(6), "labels": np.arange(6)} | {key: values}
+    plan = td.pack_datasets([[6, 6], [6, 6]], 2)
+    dataset = td.PackedDataset([rows[:2], rows[2:]], plan)
+    # Only what a pack takes is looked at.
+    for pack in (6, 7, 9, 11):
+        first = 2 * (pack % 3)
+        assert dataset[pack]["input_ids"].tolist() == [first, first + 1]
+    with pytest.raises(
+        InvalidInputError,
+        match=f"{key} of sample 0 of dataset 1 hold 9223372036854775808 at position 4: .*2.*63",
+    ):
+        dataset[8]
+
+
+@pytest.mark.parametrize("number", [3, -4, 2**63, 10**5000], ids=["behind", "before", "64 bits", "digits"])
+def test_a_pack_that_does_not_exist_is_named(number: int) -> None:
+    dataset = td.PackedDataset([[1, 2, 3]], td.pack([3], 1))
+    with pytest.raises(
+        NoSuchPackError, match=r"pack (\S+|an integer of 16610 bits) does not exist: .* 3 packs"
+    ):
+        dataset[number]
+    with pytest.raises(IndexError):
+        dataset[number]
