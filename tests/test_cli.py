@@ -110,6 +110,7 @@ def test_order_threads_and_several_datasets(
         capsys=capsys,
     )
     assert ordered["fingerprint"] == td.pack(array, 512, order=order).fingerprint
+    assert (ordered["order"], ordered["seed"]) == ("given", None)
     verify = ("plan", "verify", tmp_path / "ordered", lengths)
     assert answer(*verify, "--order", tmp_path / "order.npy", capsys=capsys)["verified"] is True
     assert "order" in answer(*verify, code=2, capsys=capsys)["error"]["message"]
