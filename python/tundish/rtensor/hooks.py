@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from tundish.errors import TransferError
@@ -59,25 +59,31 @@ class Hooks:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        # Those that did not end in their time, by the addresses of their workers.
-        self._late: dict[str, _Call] = {}
+        # Those that nobody saw end: they took too long, or who waited for them was interrupted.
+        self._under_way: dict[Worker, _Call] = {}
 
-    def call(self, wanted: Sequence[tuple[Worker, list[str]]]) -> dict[Worker, Any]:
+    def call(self, wanted: Iterable[tuple[Worker, list[str]]]) -> dict[Worker, Any]:
         """What the calls came to, all at once: as of workers that serve."""
         deadline = time.monotonic() + self._timeout
-        calls = {worker: _Call(worker, ids) for worker, ids in wanted if worker.addr not in self._late}
+        ids_of: dict[Worker, list[str]] = {}
         for worker, ids in wanted:
-            late = self._late.pop(worker.addr, None)
-            if late is not None:
-                calls[worker] = _Call(worker, ids) if late.wait(deadline) else late
+            ids_of.setdefault(worker, []).extend(ids)
+        before = self._under_way.keys() & ids_of.keys()
+        for worker, ids in ids_of.items():
+            if worker not in before:
+                self._under_way[worker] = _Call(worker, ids)
+        for worker in before:
+            if self._under_way[worker].wait(deadline):
+                self._under_way[worker] = _Call(worker, ids_of[worker])
         answers: dict[Worker, Any] = {}
-        for worker, call in calls.items():
+        for worker in ids_of:
+            call = self._under_way[worker]
             if call.wait(deadline):
+                del self._under_way[worker]
                 if call.escaped is not None:
                     raise call.escaped
                 answers[worker] = call.answer
             else:
-                self._late[worker.addr] = call
                 answers[worker] = TransferError(
                     f"{worker} fails: the function that drains it has not ended within {self._timeout:g} s"
                 )

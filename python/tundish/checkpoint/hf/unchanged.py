@@ -21,7 +21,8 @@ __all__ = ["Unchanged", "facts_if_unchanged", "remember"]
 
 T = TypeVar("T")
 
-# What decides whether a tensor can be saved, and whether it is tied to another; that all are contiguous besides.
+# Where torch has no words for many tensors at once: what decides whether one can be saved, and whether it is tied to
+# another; that all are contiguous besides.
 _ASKED: tuple[Callable[[Any], Any], ...] = (
     torch.Tensor.data_ptr,
     attrgetter("dtype"),
