@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import pickle
 from array import array
 from typing import Any
@@ -143,9 +144,6 @@ def test_tensors_that_only_look_alike_are_not_taken_for_each_other() -> None:
 
 
 def test_equal_batches_have_one_structure_and_one_layout() -> None:
-    # As in a process that begins: what is kept of others goes when there is too much of it.
-    schema._structures.clear()
-    layouts._layouts.clear()
     first = {length: td.tree.flatten(batch(length=length))[1] for length in (5, 6, 7)}
     for step in range(3):
         for length in (7, 5, 6):
@@ -153,10 +151,21 @@ def test_equal_batches_have_one_structure_and_one_layout() -> None:
             assert again.structure is first[length].structure and again.layout is first[length].layout
 
 
-def test_what_is_held_on_to_is_bounded() -> None:
-    for number in range(600):
+def test_what_is_held_on_to_is_bounded_and_what_is_used_stays() -> None:
+    def held() -> int:
+        gc.collect()
+        return sum(isinstance(one, schema.Structure | layouts.Layout) for one in gc.get_objects())
+
+    first = td.tree.flatten(batch())[1]
+    for number in range(1000):
         td.tree.flatten({f"key{number}": torch.zeros(number)})
-    assert len(schema._structures) <= 256 and len(layouts._layouts) <= 256
+        if number % 50 == 0:
+            again = td.tree.flatten(batch(number))[1]
+            assert again.structure is first.structure and again.layout is first.layout
+    before = held()
+    for number in range(1000, 2000):
+        td.tree.flatten({f"key{number}": torch.zeros(number)})
+    assert held() <= before + 512
 
 
 def test_a_layout_says_where_tensors_lie() -> None:

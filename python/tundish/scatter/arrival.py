@@ -21,6 +21,7 @@ from tundish.tree.arrays import NUMPY_TYPES
 from tundish.tree.building import rebuild
 from tundish.tree.carrying import EXCHANGE
 from tundish.tree.layout import DTYPES, Layout
+from tundish.tree.recent import Recent
 
 __all__ = ["Arrival", "bytes_of", "device_of", "on_device"]
 
@@ -30,7 +31,6 @@ _CODES: dict[torch.dtype, tuple[int, int]] = {
     torch.complex64: (5, 64),
     torch.complex128: (5, 128),
 }
-_MOST_PLANS = 256
 
 # Devices other than host memory on which this process made a tensor.
 _usable: set[torch.device] = set()
@@ -39,7 +39,7 @@ _usable: set[torch.device] = set()
 _Places = list[tuple[torch.Size, "type[np.generic] | None", int, torch.dtype, int]]
 
 # By identity of the layout, which is held on to; with what makes all of them at once, where there is such.
-_plans: dict[int, tuple[Layout, _Places, _native.TensorPlan | None]] = {}
+_plans: Recent[int, tuple[Layout, _Places, _native.TensorPlan | None]] = Recent(256)
 
 
 class Arrival(NamedTuple):
@@ -180,7 +180,7 @@ def _pinned(buffer: Tensor) -> Tensor:
 
 
 def _host_tensors(layout: Layout, memory: NDArray[np.uint8] | None) -> list[Tensor]:
-    _, places, plan = _plans.get(id(layout)) or _plan(layout)
+    _, places, plan = _plans[id(layout)] or _plan(layout)
     if memory is None:
         return [torch.empty(shape, dtype=dtype, device="cpu") for shape, _, _, dtype, _ in places]
     if plan is not None:
@@ -204,8 +204,6 @@ def _tensor(
 
 
 def _plan(layout: Layout) -> tuple[Layout, _Places, _native.TensorPlan | None]:
-    if len(_plans) >= _MOST_PLANS:
-        _plans.clear()
     places = [
         (shape, NUMPY_TYPES.get(dtype), offset, dtype, shape.numel())
         for dtype, shape, offset in zip(layout.dtypes, layout.shapes, layout.offsets, strict=True)
@@ -213,5 +211,6 @@ def _plan(layout: Layout) -> tuple[Layout, _Places, _native.TensorPlan | None]:
     plan = None
     if EXCHANGE is not None and all(dtype in _CODES and count for _, _, _, dtype, count in places):
         plan = EXCHANGE.plan([(*_CODES[dtype], list(shape), offset) for shape, _, offset, dtype, _ in places])
-    _plans[id(layout)] = found = layout, places, plan
+    found = layout, places, plan
+    _plans.keep(id(layout), found)
     return found

@@ -22,19 +22,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from tundish.tree.recent import Recent
+
 __all__ = ["ALIGNMENT", "DTYPES", "Layout", "Recipe", "contiguous_strides", "layout_of", "layout_said"]
 
 # Bytes. In a buffer of several tensors each begins at a multiple of it: enough for every dtype, vector unit and DMA.
 ALIGNMENT: Final = 64
-# Layouts kept; a job has a few, and shapes that never come again shall not fill memory.
-_MOST_LAYOUTS = 256
 
 # How a leaf is made of carried tensors: the number of one that is the leaf itself, or
 # (number, dtype or None, size, stride, offset): a view of it, offset in bytes, dtype where it is another.
 View = tuple[int, torch.dtype | None, tuple[int, ...], tuple[int, ...], int]
 Recipe = int | View
 
-_layouts: dict[Any, Layout] = {}
+_layouts: Recent[Any, Layout] = Recent(256)
 
 # By DLPack's code and bits: those of which each value is its bytes. Complex ones may be conjugated lazily.
 DTYPES: dict[tuple[int, int], torch.dtype] = {
@@ -111,7 +111,7 @@ class Layout:
     @staticmethod
     def decode(encoded: bytes) -> Layout:
         """The layout that `encoded` tells."""
-        layout = _layouts.get(encoded)
+        layout = _layouts[encoded]
         if layout is None:
             names, shapes, recipes = pickle.loads(encoded)  # noqa: S301 (from a rank of the same job)
             layout = Layout(
@@ -123,7 +123,7 @@ class Layout:
                     for one in recipes
                 ),
             )
-            _keep(encoded, layout)
+            _layouts.keep(encoded, layout)
         return layout
 
     def __eq__(self, other: object) -> bool:
@@ -163,10 +163,10 @@ def layout_of(
 ) -> Layout:
     """The layout that says this."""
     key = dtypes, shapes, recipes
-    layout = _layouts.get(key)
+    layout = _layouts[key]
     if layout is None:
         layout = Layout(dtypes, shapes, recipes)
-        _keep(key, layout)
+        _layouts.keep(key, layout)
     return layout
 
 
@@ -174,7 +174,7 @@ def layout_said(said: bytes) -> Layout | None:
     """The layout of leaves that are carried as they are, as `TensorExchange.read` tells it; None: of other dtypes."""
     # In a tuple, so that none is what a layout is encoded in.
     key = (said,)
-    layout = _layouts.get(key)
+    layout = _layouts[key]
     if layout is None:
         dtypes: list[torch.dtype] = []
         shapes: list[torch.Size] = []
@@ -186,14 +186,8 @@ def layout_said(said: bytes) -> Layout | None:
             dtypes += [dtype] * count
             shapes += [torch.Size(islice(told, word & 0xFF))] * count
         layout = layout_of(tuple(dtypes), tuple(shapes), None)
-        _keep(key, layout)
+        _layouts.keep(key, layout)
     return layout
-
-
-def _keep(key: Any, layout: Layout) -> None:
-    if len(_layouts) >= _MOST_LAYOUTS:
-        _layouts.clear()
-    _layouts[key] = layout
 
 
 def _view(tensors: Sequence[Tensor], recipe: View) -> Tensor:

@@ -23,6 +23,7 @@ from typing import Any
 from tundish.errors import InvalidInputError, NotPicklableError
 from tundish.tree.layout import Layout
 from tundish.tree.parts import AGAIN, CONSTANT, HOST, KEYS, LIST, TUPLE, WHOLE, Token
+from tundish.tree.recent import Recent
 
 __all__ = [
     "MARSHALLED",
@@ -38,11 +39,10 @@ __all__ = [
 MARSHALLED = 2
 _HEADER = struct.Struct("<4sBQQQ")
 _MAGIC = b"tree"
-_MOST_STRUCTURES = 256
 # The builders of what only holds its parts.
 _LIGHT = frozenset({AGAIN, CONSTANT, KEYS, LIST, TUPLE, WHOLE})
 
-_structures: dict[Any, Structure] = {}
+_structures: Recent[Any, Structure] = Recent(256)
 
 
 class Structure:
@@ -85,7 +85,7 @@ class Structure:
     @staticmethod
     def decode(encoded: bytes) -> Structure:
         """The structure that `encoded` tells."""
-        structure = _structures.get(encoded)
+        structure = _structures[encoded]
         if structure is None:
             program = pickle.loads(encoded)  # noqa: S301 (from a rank of the same job)
             structure = structure_of(program, lambda _: encoded)
@@ -95,12 +95,12 @@ class Structure:
 
 def known_structure(key: Any) -> Structure | None:
     """The structure that is kept by this key, if it is a recent one."""
-    return _structures.get(key)
+    return _structures[key]
 
 
 def structure_of(program: tuple[Any, ...], encode: Callable[[tuple[Any, ...]], bytes]) -> Structure:
     """The structure with this program; `encode` is called if it is new."""
-    structure = _structures.get(program)
+    structure = _structures[program]
     if structure is None:
         structure = Structure(program, encode(program))
         keep_structure(program, structure)
@@ -109,9 +109,7 @@ def structure_of(program: tuple[Any, ...], encode: Callable[[tuple[Any, ...]], b
 
 def keep_structure(key: Any, structure: Structure) -> None:
     """Keep a structure by a key, beside those by their programs and their bytes."""
-    if len(_structures) >= _MOST_STRUCTURES:
-        _structures.clear()
-    _structures[key] = structure
+    _structures.keep(key, structure)
 
 
 class Schema:
