@@ -131,8 +131,8 @@ def test_a_failing_save_ends_a_loop_that_goes_on(tmp_path: Path) -> None:
     checkpointer = td.Checkpointer(root)
     checkpointer.save_hf(1, tensors, blocking=True)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, resource.RLIM_INFINITY))
-    checkpointer.save_hf(2, tensors)
     print("saving", flush=True)
+    checkpointer.save_hf(2, tensors)
     time.sleep(600)
     """
     with started(program, root) as process:
