@@ -6,18 +6,15 @@ after its time does so by a thread that the end of the process does not wait for
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from tundish.errors import TransferError
 from tundish.rtensor.lines import Worker
+from tundish.waiting import Moment, Thread, to_its_end, wait_for
 
 __all__ = ["Hooks"]
-
-# In turns, each of which a signal ends.
-_TURN_SECONDS = 0.25
 
 
 class _Call:
@@ -29,8 +26,8 @@ class _Call:
         self.answer: dict[str, Any] | Exception | None = None
         # What is no failure of the worker: it ends the caller's step, as if the function had been called there.
         self.escaped: BaseException | None = None
-        self._done = threading.Event()
-        threading.Thread(target=self._run, name="tundish-rtensor-drain", daemon=True).start()
+        self._over = Moment()
+        Thread(self._run, "tundish-rtensor-drain").start()
 
     def _run(self) -> None:
         try:
@@ -43,15 +40,10 @@ class _Call:
         except BaseException as error:  # noqa: BLE001 (raised again where it is waited for)
             self.escaped = error
         finally:
-            self._done.set()
+            self._over.come()
 
     def wait(self, deadline: float) -> bool:
-        while not self._done.is_set():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            self._done.wait(min(left, _TURN_SECONDS))
-        return True
+        return wait_for(self._over.wait, deadline - time.monotonic())
 
 
 class Hooks:
@@ -69,12 +61,8 @@ class Hooks:
         for worker, ids in wanted:
             ids_of.setdefault(worker, []).extend(ids)
         before = self._under_way.keys() & ids_of.keys()
-        for worker, ids in ids_of.items():
-            if worker not in before:
-                self._under_way[worker] = _Call(worker, ids)
-        for worker in before:
-            if self._under_way[worker].wait(deadline):
-                self._under_way[worker] = _Call(worker, ids_of[worker])
+        self._begin(ids_of, ids_of.keys() - before)
+        self._begin(ids_of, {worker for worker in before if self._under_way[worker].wait(deadline)})
         answers: dict[Worker, Any] = {}
         for worker in ids_of:
             call = self._under_way[worker]
@@ -88,3 +76,12 @@ class Hooks:
                     f"{worker} fails: the function that drains it has not ended within {self._timeout:g} s"
                 )
         return answers
+
+    def _begin(self, ids_of: dict[Worker, list[str]], workers: Set[Worker]) -> None:
+        def begin() -> None:
+            for worker in workers:
+                self._under_way[worker] = _Call(worker, ids_of[worker])
+
+        if workers:
+            # None begins that is not noted, though Ctrl-C comes.
+            to_its_end(begin)
