@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +26,10 @@ from tundish._native import FileFacts, seal_manifest
 from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.saves import WriteOptions
 from tundish.distributed.groups import Meeting, membership, unused_name
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from rank_processes import Job
 
 OPTIONS = WriteOptions(checksum=True, writers_per_node=1, progress=lambda ask: None)
 
@@ -163,3 +169,21 @@ def gathered(value: Any) -> list[Any]:
 def barrier() -> None:
     if distributed.is_initialized():
         distributed.barrier()
+
+
+def read(folder: Path) -> Any:
+    """What torch makes of a checkpoint, whole and in one process."""
+    target = folder.with_name(f"{folder.name}.pt")
+    dcp_to_torch_save(folder, target)
+    return torch.load(target, weights_only=False)
+
+
+def run(scenario: Any, size: int, folder: Path, *told: Any) -> list[Any]:
+    """Run a scenario whose ranks meet in a folder and are told the rest; what each of them said last."""
+    folder.mkdir(exist_ok=True)
+    with Job(scenario, size, folder) as job:
+        for rank in range(size):
+            job.tell(rank, told)
+        said = job.hear_all()
+        job.expect_end()
+    return said

@@ -28,8 +28,8 @@ from tundish.errors import (
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from dcp_worlds import World, assert_same, new_saver, save, whole
-from rank_processes import Job, Line, outcome
+from dcp_worlds import World, assert_same, new_saver, run, save, whole
+from rank_processes import Line, outcome
 
 
 @pytest.fixture
@@ -40,16 +40,6 @@ def saved(tmp_path: Path) -> Path:
     save(saver, state, tmp_path / "saved", extra={"step": 7}, rank_extra={"seen": (1, 2)})
     saver.close()
     return tmp_path / "saved"
-
-
-def run(scenario: Any, size: int, folder: Path, *told: Any) -> list[Any]:
-    folder.mkdir(exist_ok=True)
-    with Job(scenario, size, folder) as job:
-        for rank in range(size):
-            job.tell(rank, told)
-        said = job.hear_all()
-        job.expect_end()
-    return said
 
 
 def trained(layout: str, seed: int = 0) -> World:

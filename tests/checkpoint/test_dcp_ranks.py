@@ -25,18 +25,8 @@ from tundish.checkpoint.dcp.writer import StagedPlanner
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from dcp_worlds import World, assert_same, whole
-from rank_processes import Job, Line, outcome
-
-
-def run(scenario: Any, size: int, folder: Path, *told: Any) -> list[Any]:
-    folder.mkdir(exist_ok=True)
-    with Job(scenario, size, folder) as job:
-        for rank in range(size):
-            job.tell(rank, told)
-        said = job.hear_all()
-        job.expect_end()
-    return said
+from dcp_worlds import World, assert_same, run, whole
+from rank_processes import Line, outcome
 
 
 def train_and_save(rank: int, line: Line) -> None:

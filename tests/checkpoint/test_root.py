@@ -1,18 +1,12 @@
-"""The owner of a root, as Python sees it: what exists, what goes, and who may say so."""
+"""A root of checkpoints, as Python sees it: what exists, what goes, and who may say so."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
-import shutil
-import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,42 +19,14 @@ from tundish.errors import (
     CorruptCheckpointError,
     InvalidInputError,
     NotFoundError,
-    RootInUseError,
     StepExistsError,
     StepOrderError,
     StorageError,
 )
 
-Root = _native.CheckpointRoot
+sys.path.insert(0, str(Path(__file__).parent))
 
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Root]:
-    # Only the root itself is made.
-    with pytest.raises(NotFoundError, match=r"run does not exist"):
-        Root(tmp_path / "run" / "checkpoints", wait_seconds=0)
-    (tmp_path / "run").mkdir()
-    opened = Root(tmp_path / "run" / "checkpoints", wait_seconds=0)
-    yield opened
-    opened.close()
-
-
-def manifest(kind: str, step: int, sizes: dict[str, int], **more: object) -> str:
-    files = [{"name": name, "size": size, "checksum": None} for name, size in sizes.items()]
-    fields = {"format_version": 1, "kind": kind, "step": step, "world_size": 1, "tag": None, "files": files}
-    return json.dumps(fields | more)
-
-
-def save(
-    root: Root, kind: str, step: int, *, overwrite: bool = False, mark: str = "", **more: object
-) -> Path:
-    folder = root.begin(kind, step, overwrite=overwrite)
-    files = {"weights": f"{kind} {step} {mark}", "inner/rest": "rest"}
-    for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
-    sizes = {name: len(text) for name, text in files.items()}
-    return root.publish(kind, step, manifest(kind, step, sizes, **more), overwrite=overwrite)
+from roots import Root, manifest, save, started
 
 
 def names(folder: Path) -> list[str]:
@@ -230,19 +196,6 @@ def test_what_is_newest_or_read_stays(root: Root) -> None:
     newest.close()
     root.abandon("hf", 3)
     save(root, "hf", 3, overwrite=True, mark="again")
-
-
-def test_junk_of_any_length_in_the_owners_file_keeps_nobody_out(tmp_path: Path) -> None:
-    for length in (1, 100, 511, 512, 513, 600, 70_000):
-        (tmp_path / ".owner").write_bytes(b"x" * length)
-        for step in (1, 2):
-            root = Root(tmp_path, wait_seconds=0)
-            save(root, "hf", step, overwrite=True)
-            if step == 2:
-                root.remove("hf", 1)
-            root.close()
-            assert (tmp_path / ".owner").stat().st_size == 512
-        shutil.rmtree(tmp_path / "hf-2")
 
 
 def test_an_opening_removes_the_marks_of_killed_writers_and_of_no_living_one(tmp_path: Path) -> None:
@@ -430,158 +383,3 @@ def test_a_root_that_is_moved_or_replaced_is_not_written_to(root: Root) -> None:
 
 
 # ---- Who owns it ----
-
-OWNER = """
-import sys
-from tundish import _native
-root = _native.CheckpointRoot(sys.argv[1], wait_seconds=0)
-root.begin("hf", 1, overwrite=False)
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def started(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_a_root_has_one_owner(root: Root) -> None:
-    with pytest.raises(RootInUseError, match="this very process") as caught:
-        Root(root.path, wait_seconds=30)
-    assert isinstance(caught.value, BlockingIOError)
-    # Looking at the lock did not lose it.
-    refused = f"""
-import sys
-from tundish import _native
-from tundish.errors import RootInUseError
-try:
-    _native.CheckpointRoot(sys.argv[1], wait_seconds=0.2)
-except RootInUseError as error:
-    print("ready", flush=True)
-    assert f"process {os.getpid()} on host {os.uname().nodename}" in str(error), error
-"""
-    with started(refused, root.path) as other:
-        other.communicate()
-        assert other.returncode == 0
-    save(root, "hf", 1)
-
-
-def test_the_root_of_a_killed_owner_is_taken_over_at_once(tmp_path: Path) -> None:
-    with started(OWNER, tmp_path) as owner:
-        with pytest.raises(RootInUseError, match=f"process {owner.pid} on host"):
-            Root(tmp_path, wait_seconds=0)
-        owner.kill()
-        owner.wait()
-        begun = time.monotonic()
-        root = Root(tmp_path, wait_seconds=5)
-        assert time.monotonic() - begun < 2
-    assert root.recovered["removed"] == [str(root.path / ".hf-1.incomplete")]
-    root.close()
-
-
-def test_a_dying_owner_is_waited_for(tmp_path: Path) -> None:
-    with started(OWNER, tmp_path) as owner:
-        timer = threading.Timer(1.0, owner.kill)
-        timer.start()
-        begun = time.monotonic()
-        root = Root(tmp_path, wait_seconds=60)
-        assert 0.9 < time.monotonic() - begun < 20
-        timer.join()
-    root.close()
-
-
-def test_an_owner_that_copies_its_root_away_keeps_it(tmp_path: Path) -> None:
-    """Closing any descriptor of a file costs a process its lock on it; the record still names a process that lives."""
-    copying = "import shutil\nshutil.copytree(sys.argv[1], sys.argv[2])\n"
-    with started(
-        OWNER.replace("print(", copying + "print(", 1), tmp_path / "root", tmp_path / "copy"
-    ) as owner:
-        with pytest.raises(RootInUseError, match=f"process {owner.pid} "):
-            Root(tmp_path / "root", wait_seconds=0)
-        # The copy is nobody's to keep: its owner is none of it.
-        owner.kill()
-        owner.wait()
-    Root(tmp_path / "copy", wait_seconds=0).close()
-
-
-def test_an_orphan_of_a_killed_owner_does_not_keep_the_root(tmp_path: Path) -> None:
-    """A data worker made by `fork` outlives a rank that is killed."""
-    forking = """
-import os, time
-if os.fork() == 0:
-    with open(sys.argv[2], "w") as file:
-        file.write(f"{os.getpid()}.")
-    time.sleep(60)
-"""
-    pid_file = tmp_path / "pid"
-    with started(OWNER.replace("print(", forking + "print(", 1), tmp_path / "root", pid_file) as owner:
-        while not pid_file.exists() or not pid_file.read_text().endswith("."):
-            time.sleep(0.01)
-        orphan = int(pid_file.read_text().rstrip("."))
-        try:
-            owner.kill()
-            # Its output is kept open by the orphan.
-            os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
-            root = Root(tmp_path / "root", wait_seconds=5)
-            # The orphan still holds the folder of the dead attempt, which nobody can tell from a live writer.
-            assert root.recovered["live"] == [str(root.path / ".hf-1.incomplete")]
-            save(root, "hf", 1)
-            root.close()
-        finally:
-            os.kill(orphan, signal.SIGKILL)
-
-
-def test_a_forked_child_leaves_its_parent_s_root_alone(tmp_path: Path) -> None:
-    forking = """
-import os
-from tundish.errors import StorageError
-child = os.fork()
-if child == 0:
-    code = 1
-    try:
-        root.close()
-        root.begin("hf", 2, overwrite=False)
-    except StorageError as error:
-        code = 0 if "forked" in str(error) else 2
-    finally:
-        del root
-        os._exit(code)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-root.abandon("hf", 1)
-root.begin("hf", 3, overwrite=False)
-"""
-    with (
-        started(OWNER.replace("print(", forking + "print(", 1), tmp_path),
-        pytest.raises(RootInUseError),
-    ):
-        Root(tmp_path, wait_seconds=0)
-
-
-def test_waiting_lets_other_threads_and_ctrl_c_through(tmp_path: Path) -> None:
-    waiting = """
-import sys, threading, time
-from tundish import _native
-ticks = []
-threading.Thread(target=lambda: [ticks.append(time.sleep(0.01)) for _ in range(10**6)], daemon=True).start()
-threading.Timer(0.3, lambda: print("ready", flush=True)).start()
-try:
-    _native.CheckpointRoot(sys.argv[1], wait_seconds=60)
-except KeyboardInterrupt:
-    assert len(ticks) > 10, ticks
-    print("interrupted", flush=True)
-"""
-    with started(OWNER, tmp_path), started(waiting, tmp_path) as other:
-        begun = time.monotonic()
-        other.send_signal(signal.SIGINT)
-        assert other.stdout is not None
-        assert other.stdout.readline() == "interrupted\n"
-        assert time.monotonic() - begun < 2

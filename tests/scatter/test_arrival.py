@@ -19,6 +19,7 @@ from tundish.errors import InvalidInputError
 from tundish.scatter import arrival
 from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.tree.carrying import EXCHANGE
+from tundish.tree.recent import Recent
 
 DTYPES = sorted(
     {
@@ -66,7 +67,7 @@ def test_every_dtype(dtype: torch.dtype, together: bool, line: Line, monkeypatch
     if not together:
         # As before torch 2.10.
         monkeypatch.setattr(arrival, "EXCHANGE", None)
-    monkeypatch.setattr(arrival, "_plans", {})
+    monkeypatch.setattr(arrival, "_plans", Recent(8))
     raw = torch.arange(1, 49, dtype=torch.uint8)
     if dtype is torch.bool:
         raw %= 2

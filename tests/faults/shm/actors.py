@@ -14,7 +14,8 @@ from typing import Any
 STAGE = """
 import json, sys
 replies, sys.stdout = sys.stdout, sys.stderr
-for line in sys.stdin:
+# Unbuffered: what is told later stays in the pipe, where a script that waits for it looks.
+for line in open(0, "rb", buffering=0, closefd=False):
     answer = None
     try:
         exec(json.loads(line), globals())

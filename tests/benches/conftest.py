@@ -1,0 +1,50 @@
+"""The bench's modules as they lie, without the peers that come from the package index.
+
+Reference forms have to be right, agree with tundish, and be timed and compared as the bench says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+PEERS = Path(__file__).resolve().parents[2] / "benches" / "peers"
+MODULES = {
+    "measure": "measure",
+    "report": "report",
+    "distributions": "packing.distributions",
+    "numpy_forms": "packing.numpy_forms",
+    "processes": "checkpoint.processes",
+    "state": "checkpoint.state",
+    "contestants": "shm.contestants",
+    "pools": "shm.processes",
+    "rtensor_actors": "rtensor.actors",
+    "rtensor_tensors": "rtensor.tensors",
+    "scatter_batches": "scatter.batches",
+    "scatter_cases": "scatter.cases",
+    "scatter_network": "scatter.network",
+    "scatter_nodes": "scatter.nodes_case",
+    "scatter_overlap": "scatter.overlap_case",
+    "scatter_tree": "scatter.tree_case",
+    "timing": "shm.timing",
+    "two_queues": "shm.contestants.two_queues",
+    "two_queue_pool": "shm.two_queue_pool",
+}
+ROOMS = ("checkpoint", "measure", "packing", "report", "rtensor", "scatter", "shm")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    """The bench's modules that need no peer; their plain names leave sys.modules again."""
+    sys.path.insert(0, str(PEERS))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(path) for name, path in MODULES.items()})
+    finally:
+        sys.path.remove(str(PEERS))
+        for name in [name for name in sys.modules if name.partition(".")[0] in ROOMS]:
+            del sys.modules[name]

@@ -1,0 +1,80 @@
+"""Ways of saving are timed, weighed and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+# Each kind of them; the others begin as one of these does, and a bench that cannot run one says so.
+WAYS = [
+    ("writes", 2, True),
+    ("hf", 1, False),
+    ("hf lazy", 1, False),
+    ("safetensors", 1, False),
+    ("torch thread", 1, False),
+    ("hf", 2, False),
+    ("dcp", 2, True),
+]
+
+
+@pytest.mark.parametrize(("way", "world", "sharded"), WAYS)
+def test_a_way_of_saving_is_timed_and_compared(
+    bench: SimpleNamespace, tmp_path: Path, way: str, world: int, sharded: bool
+) -> None:
+    reply = bench.processes.run_ranks(saving(tmp_path, way, world, sharded), threads=1)
+    assert reply["differing"] == []
+    assert len(reply["stall"]) == len(reply["durable"]) == 2
+    for stall, durable in zip(reply["stall"], reply["durable"], strict=True):
+        assert 0 < stall <= durable
+    assert reply["memory"] < 64 * 2**20
+    # Of what was saved nothing is left.
+    assert not list((tmp_path / "saves").rglob("*.safetensors"))
+
+
+def test_time_lost_beside_training_is_measured(bench: SimpleNamespace, tmp_path: Path) -> None:
+    loops = ["matrix products", "400 tiny operations"]
+    reply = bench.processes.run_ranks(saving(tmp_path, "hf", 1, False) | {"loops": loops}, threads=1)
+    for loop in loops:
+        assert len(reply["lost"][loop]) == 2
+        for lost in reply["lost"][loop]:
+            assert lost["base"] > 0
+            # What a save of a few kilobytes costs is less than a few steps.
+            assert abs(lost["lost"]) < 5
+            assert lost["worst"] > 0
+
+
+def test_a_rank_that_fails_is_told_of(bench: SimpleNamespace, tmp_path: Path) -> None:
+    # Where the way wants to make a folder is a file.
+    request = saving(tmp_path, "safetensors", 1, False)
+    (tmp_path / "saves").write_text("")
+    with pytest.raises(RuntimeError, match=r"(?s)safetensors: it ended with 1.*FileExistsError"):
+        bench.processes.run_ranks(request, threads=1)
+
+
+def test_a_save_that_is_no_copy_is_found_out(bench: SimpleNamespace) -> None:
+    state = bench.state.make_state(bench.state.WORKLOADS["tiny"])
+    assert bench.state.differing(state, bench.state.make_state(bench.state.WORKLOADS["tiny"])) == []
+    saved = {name: tensor.clone() for name, tensor in state.items()}
+    changes = bench.state.Changes(state)
+    changes.toggle()
+    assert bench.state.differing(saved, state) == sorted(state)
+    changes.toggle()
+    assert bench.state.differing(saved, state) == []
+    del saved["layers.1.weight"]
+    assert bench.state.differing(saved, state) == ["layers.1.weight"]
+
+
+def saving(folder: Path, way: str, world: int, sharded: bool) -> dict[str, Any]:
+    return {
+        "way": way,
+        "workload": "tiny",
+        "world": world,
+        "sharded": sharded,
+        "root": str(folder / "saves"),
+        "rounds": 2,
+        "compare": True,
+        "loops": [],
+    }

@@ -1,0 +1,44 @@
+"""Ways to fetch tensors are timed, weighed and compared."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+
+def test_tensors_to_be_fetched_are_told_apart_and_read_whole(bench: SimpleNamespace) -> None:
+    found = {case: bench.rtensor_tensors.make(case) for case in ("64 KB", "4 MB", "256 × 64 KB")}
+    digests = {case: bench.rtensor_tensors.digest(tensors) for case, tensors in found.items()}
+    assert len(set(digests.values())) == 3
+    for tensors in found.values():
+        bench.rtensor_tensors.read(tensors)
+    many = found["256 × 64 KB"]
+    assert bench.rtensor_tensors.digest([*many[1:], many[0]]) != digests["256 × 64 KB"]
+    many[255].view(torch.uint8)[-1] = 0xFF
+    with pytest.raises(RuntimeError, match="a byte that was not in it"):
+        bench.rtensor_tensors.read(many)
+
+
+def test_a_fetch_is_timed_compared_and_weighed(bench: SimpleNamespace) -> None:
+    with bench.rtensor_actors.pair("ours", ["64 KB", "4 MB"]) as (owner, consumer):
+        consumer.ask("fetch", "64 KB")
+        with bench.rtensor_actors.peaks_of([owner, consumer]) as peaks:
+            seconds, digest = consumer.ask("fetch", "4 MB")
+        assert 0 < seconds < 60
+        assert digest == bench.rtensor_tensors.digest(bench.rtensor_tensors.make("4 MB"))
+        # The consumer has it now, and the owner no more of it than before.
+        assert 0 <= peaks[0] < 2**20 < 0.9 * 2**22 < peaks[1] < 2 * 2**22
+        assert len(consumer.ask("beside", "4 MB", "64 KB", 5, 60.0)) == 5
+        with pytest.raises(RuntimeError, match=r"(?s)no answer to fetch.*KeyError"):
+            consumer.ask("fetch", "256 MB")
+
+
+@pytest.mark.parametrize("way", ["sockets", "reading"])
+def test_what_no_way_can_do_without_is_of_the_same_tensors(bench: SimpleNamespace, way: str) -> None:
+    with bench.rtensor_actors.pair(way, ["64 KB", "256 × 64 KB"]) as (_, consumer):
+        for case in ("64 KB", "256 × 64 KB"):
+            for _ in range(2):
+                _, digest = consumer.ask("fetch", case)
+                assert digest == bench.rtensor_tensors.digest(bench.rtensor_tensors.make(case))

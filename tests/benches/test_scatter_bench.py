@@ -1,0 +1,107 @@
+"""Ways to scatter are timed and compared, on one node and on two."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("local", ["seed", "objects"]),
+        ("gloo", ["seed", "objects"]),
+        ("peers", ["accelerate", "accelerate split"]),
+        ("worlds", ["seed"]),
+    ],
+)
+def test_ways_to_scatter_are_timed_and_agree(bench: SimpleNamespace, name: str, others: list[str]) -> None:
+    kinds = ["text", "nested"] if name in ("local", "gloo") else ["text"]
+    plan = bench.scatter_cases.Plan(
+        worlds=(2,), rounds=dict.fromkeys(kinds, 1), judges=False, others=tuple(others)
+    )
+    [section] = bench.scatter_cases.measure(name, plan)
+    cases = [row.case for row in section.rows if "itself" not in row.case]
+    limits = ["", ": the limit"] if name in ("local", "gloo") else [""]
+    assert sorted(set(cases)) == sorted(f"{kind}, 2 ranks{limit}" for kind in kinds for limit in limits)
+    assert [case for case in cases if "limit" not in case] == [
+        f"{kind}, 2 ranks" for kind in kinds for _ in others
+    ]
+    assert {row.met for row in section.rows} == {None}
+
+
+def test_the_kinds_of_batches_are_as_large_as_they_say(bench: SimpleNamespace) -> None:
+    sizes = {name: bench.scatter_batches.size(make(1)) for name, make in bench.scatter_batches.KINDS.items()}
+    counts = {
+        name: len(list(bench.scatter_batches.tensors_of(make(1))))
+        for name, make in bench.scatter_batches.KINDS.items()
+    }
+    assert sizes["text"] == 4 * 8 * 4096 * 8
+    assert sizes["VLM"] == 106_000_000 + 40 * 8 * 8 and counts["VLM"] == 41
+    assert sizes["many"] == sizes["deep"] == 500 * 1024 and counts["many"] == counts["deep"] == 500
+    assert counts["nested"] == 194
+
+
+def test_trees_are_timed_and_agree(bench: SimpleNamespace) -> None:
+    plan = bench.scatter_cases.Plan(rounds={"deep": 1, "nested": 1}, repeats=1, judges=False)
+    section = bench.scatter_tree.tree(plan)
+    assert [row.case.partition(",")[0] for row in section.rows] == ["deep", "deep", "nested", "nested"]
+
+
+def test_waits_beside_a_step_are_measured(bench: SimpleNamespace) -> None:
+    plan = bench.scatter_cases.Plan(worlds=(2,), rounds={"nested": 1}, repeats=3, judges=False)
+    waits, products = bench.scatter_overlap.overlap(plan).rows
+    assert waits.figure.endswith("% of the step")
+    assert 0.5 < float(products.figure.removesuffix("×")) < 50
+
+
+def test_two_nodes_are_joined_by_a_slow_link_or_left_out(
+    bench: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = bench.scatter_cases.Plan(worlds=(2,), rounds={"text": 1}, repeats=1, judges=False)
+    section = bench.scatter_nodes.nodes(plan)
+    said = capsys.readouterr().err
+    if "left out" in said:
+        assert not section.rows
+        assert section.note.removeprefix("Left out: ").removesuffix(".") in said
+        assert section.title in bench.report.render("scatter", [section], [("a", "b")], "")
+        return
+    names = ["the seed's method", "scatter_object_list", "the link's limit"]
+    assert [row.peer for row in section.rows] == names
+    # What is faster than the link does not go over it.
+    assert 0 < float(section.rows[-1].figure.removesuffix("%")) <= 100
+    assert not nodes_left()
+
+
+def nodes_left() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return [line for line in listed.stdout.splitlines() if f"tundish-bench-{os.getpid()}-" in line]
+
+
+def test_nodes_are_named_and_joined_by_commands_of_their_own(bench: SimpleNamespace) -> None:
+    commands = bench.scatter_network.setting_up("first", "second")
+    # Each of them says in which namespace it is meant: nothing is done to the machine's own.
+    assert all({"first", "second"} & set(command) for command in commands)
+    shaped = [command for command in commands if command[0] == "tc"]
+    assert [command[2] for command in shaped] == ["first", "second"]
+    assert all(command[command.index("rate") + 1] == "1gbit" for command in shaped)
+    environments = bench.scatter_network.environments_of(2)
+    assert [one["RANK"] for one in environments] == ["0", "1", "2", "3"]
+    assert [one["LOCAL_RANK"] for one in environments] == ["0", "1", "0", "1"]
+    assert [one["GROUP_RANK"] for one in environments] == ["0", "0", "1", "1"]
+    assert {one["WORLD_SIZE"] for one in environments} == {"4"}
+
+
+def test_nodes_that_cannot_be_made_are_told_of_and_leave_nothing(
+    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(bench.scatter_network.NoNodes, match="root"), bench.scatter_network.two_nodes():
+        pass
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(bench.scatter_network.NoNodes, match="iproute2"), bench.scatter_network.two_nodes():
+        pass

@@ -1,0 +1,36 @@
+"""What several tests of checkpoints are given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tundish.checkpoint.dcp.saver import DcpSaver
+from tundish.errors import NotFoundError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from dcp_worlds import new_saver
+from roots import Root
+
+
+@pytest.fixture
+def saver() -> Iterator[DcpSaver]:
+    made = new_saver()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Root]:
+    # Only the root itself is made.
+    with pytest.raises(NotFoundError, match=r"run does not exist"):
+        Root(tmp_path / "run" / "checkpoints", wait_seconds=0)
+    (tmp_path / "run").mkdir()
+    opened = Root(tmp_path / "run" / "checkpoints", wait_seconds=0)
+    yield opened
+    opened.close()

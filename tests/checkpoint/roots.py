@@ -1,0 +1,45 @@
+"""Roots of checkpoints without a checkpointer: how tests save to one, and processes that have one open."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tundish import _native
+
+Root = _native.CheckpointRoot
+
+
+def manifest(kind: str, step: int, sizes: dict[str, int], **more: object) -> str:
+    files = [{"name": name, "size": size, "checksum": None} for name, size in sizes.items()]
+    fields = {"format_version": 1, "kind": kind, "step": step, "world_size": 1, "tag": None, "files": files}
+    return json.dumps(fields | more)
+
+
+def save(
+    root: Root, kind: str, step: int, *, overwrite: bool = False, mark: str = "", **more: object
+) -> Path:
+    folder = root.begin(kind, step, overwrite=overwrite)
+    files = {"weights": f"{kind} {step} {mark}", "inner/rest": "rest"}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    sizes = {name: len(text) for name, text in files.items()}
+    return root.publish(kind, step, manifest(kind, step, sizes, **more), overwrite=overwrite)
+
+
+@contextlib.contextmanager
+def started(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,90 @@
+"""Plans of DCP saves: made once a form, with the names that torch gives, and holding on to nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from tundish._native import staging_stats
+from tundish.checkpoint.dcp.leaves import leaves_of
+from tundish.checkpoint.dcp.saver import DcpSaver
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from dcp_worlds import assert_same, read, save
+
+
+def test_plans_of_other_facts_have_other_fingerprints(saver: DcpSaver) -> None:
+    state = {"w": torch.ones(1)}
+    same = [
+        saver.plan(state, extra={"a": 1, "b": 2}),
+        saver.plan(state, extra={"b": 2, "a": 1}, rank_extra=3),
+    ]
+    assert same[0].fingerprint == same[1].fingerprint
+    assert saver.plan(state, extra={"a": 2, "b": 2}).fingerprint != same[0].fingerprint
+    assert saver.plan(state).fingerprint != same[0].fingerprint
+
+
+def test_a_plan_that_is_not_staged_gives_its_memory_back(saver: DcpSaver) -> None:
+    before = staging_stats()["in_use"]
+    plan = saver.plan({"w": torch.ones(1 << 20)})
+    plan.reserve()
+    assert staging_stats()["in_use"] >= before + (1 << 22)
+    plan.release()
+    assert staging_stats()["in_use"] == before
+
+
+def test_a_save_of_the_same_form_is_planned_once(
+    saver: DcpSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tundish.checkpoint.dcp.writer import StagedPlanner
+
+    planned: list[int] = []
+    create = StagedPlanner.create_local_plan
+    monkeypatch.setattr(StagedPlanner, "create_local_plan", lambda self: (planned.append(1), create(self))[1])
+    for number in range(3):
+        save(saver, {"w": torch.full((3,), float(number))}, tmp_path / str(number))
+    assert len(planned) == 1
+    assert_same(read(tmp_path / "2"), {"w": torch.full((3,), 2.0)})
+    save(saver, {"v": torch.zeros(3)}, tmp_path / "other")
+    assert len(planned) == 2
+
+
+def test_nothing_of_a_state_is_kept_alive(saver: DcpSaver, tmp_path: Path) -> None:
+    import gc
+    import weakref
+
+    tensor = torch.ones(1000)
+    gone = weakref.ref(tensor)
+    save(saver, {"w": tensor}, tmp_path / "saved")
+    del tensor
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"b": torch.ones(2), "a.b": torch.ones(3), "a": torch.ones(())},
+        {"b": torch.ones(2), "a": {"b": torch.ones(3), "c": {7: torch.ones(1)}}},
+        {"b": torch.ones(2), "list": [torch.ones(1), {"x": 1}], "numbers": [1, 2], "step": 3},
+    ],
+    ids=["flat", "nested", "mixed"],
+)
+def test_names_and_paths_are_those_of_torchs_planner(state: dict[str, Any]) -> None:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    first = leaves_of(state)
+    assert first.form.paths == planner.mappings
+    assert [name for name, _ in first] == list(planner.state_dict)
+    assert all(value is planner.state_dict[name] for name, value in first)
+    assert leaves_of(state, first.form).form is first.form
+    # The same names and values on other paths are another form.
+    moved = {name: value for name, value in state.items() if name != "b"} | {"b": {"b": state["b"]}}
+    assert leaves_of(moved, first.form).form is not first.form
