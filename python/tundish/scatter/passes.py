@@ -90,7 +90,7 @@ class Pass(Protocol):
         """The next round; None at the end. Raises what ends it otherwise."""
 
     def finish(self) -> None:
-        """The caller has gone through all rounds."""
+        """The caller has gone through all rounds, unless it has departed."""
 
     def depart(self, rounds: int) -> None:
         """The caller wants no more after so many rounds."""
@@ -166,6 +166,9 @@ class SourcePass:
             return self._next()
 
     def finish(self) -> None:
+        if self._rounds_in_all is None:
+            # That there are no more rounds is since the caller has left, as `leave` tells: it is no end of the data.
+            return
         with self._told_to_all():
             self._look()
             self._say(_END)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
+from tundish.scatter.passes import SourcePass
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
@@ -243,4 +245,45 @@ def test_whoever_goes_on_is_told_of_the_leaver_with_the_fewest_rounds(plan: str,
                 assert found == (max(fewest, came[rank]), "PeerStoppedError", stopped_by), rank
         for rank in range(4):
             job.tell(rank, None)
+        job.expect_end()
+
+
+def leaving_as_a_round_begins(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    has_departed = threading.Event()
+    step, depart = SourcePass.step, SourcePass.depart
+
+    def late_step(self: SourcePass) -> Any:
+        if self._rounds == 2:
+            assert has_departed.wait(PATIENCE)
+        return step(self)
+
+    def slow_depart(self: SourcePass, rounds: int) -> None:
+        depart(self, rounds)
+        has_departed.set()
+        # Longer than whoever makes the rounds takes to see it.
+        time.sleep(0.3)
+
+    with pytest.MonkeyPatch.context() as patch, td.DispatchLoader(range(10) if rank == 0 else None) as loader:
+        patch.setattr(SourcePass, "step", late_step)
+        patch.setattr(SourcePass, "depart", slow_depart)
+        batches = iter(loader)
+        assert [next(batches), next(batches)] == [rank, 2 + rank]
+        if rank == 0:
+            del batches
+        else:
+            line.say(*outcome(lambda: next(batches)))
+        line.hear()
+        assert list(loader) == list(range(rank, 10, 2))
+
+
+@pytest.mark.parametrize("node", [2, 1])
+def test_a_source_that_leaves_as_it_begins_a_round_does_not_end_the_data(node: int, tmp_path: Path) -> None:
+    with Job(leaving_as_a_round_begins, 2, tmp_path) as job:
+        job.tell(0, node)
+        job.tell(1, node)
+        kind, text, leaver = job.hear(1)
+        assert (kind, leaver) == ("PeerStoppedError", 0), text
+        job.tell(0)
+        job.tell(1)
         job.expect_end()
