@@ -21,7 +21,7 @@ from rank_processes import Job
 from soak import IS_SOAK
 from training import check, train
 
-KILLS = 300 if IS_SOAK else 20
+KILLS = 300 if IS_SOAK else 30
 # About what a start takes here, and then many steps.
 STARTING, TRAINING = 0.5, 0.6
 
