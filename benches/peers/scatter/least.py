@@ -1,9 +1,9 @@
 """What any way takes that brings a batch's bytes to its receiver once, and has them read: the limits of a scatter.
 
-`Least` writes them into shared memory and wakes the receiver; `LeastFar` sends them as one message of gloo. Owns memory
-that all ranks map, and a pipe for each receiver. What always holds: whatever could be done beforehand is,
-though a scatter cannot count on it: the bytes of a batch lie one after the other, its receiver has tensors over the
-memory that they come to, and no other batch comes there.
+`Least` writes them into shared memory, unless they are very many, and wakes the receiver; `LeastFar` sends them as one
+message of gloo. Owns memory that all ranks map, and a pipe for each receiver. What always holds: whatever could be done
+beforehand is, though a scatter cannot count on it: the bytes of a batch lie one after the other, its receiver has
+tensors over the memory that they come to, and no other batch comes there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ __all__ = ["Least", "LeastFar"]
 _LINE = 64
 # What a round is: one as before, or, as whoever is told so has to get ready, with batches of another kind.
 _AGAIN, _NEW = 1, 2
+# Bytes. Larger batches are sooner copied past the caches and by several threads than by a plain copy, which is no limit
+# of theirs: what they cannot do without is that their receiver reads them.
+_LARGE = 1 << 25
 
 
 class Least:
@@ -64,7 +67,8 @@ class Least:
                 self._tell(rank, _NEW)
             self._prepare(batches)
         for rank, (contents, place) in self._copies.items():
-            np.copyto(place, contents)
+            if contents.size < _LARGE:
+                np.copyto(place, contents)
             self._tell(rank, _AGAIN)
         return batches[0]
 
@@ -96,6 +100,7 @@ class Least:
                     self._mine = _tensors(memory, places)
                 else:
                     self._copies[rank] = _contents(batches[rank], size, places), memory
+                    np.copyto(memory, self._copies[rank][0])
             dist.barrier()
 
 
