@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -53,3 +54,120 @@ def test_memory_that_cannot_be_had_takes_none_of_the_next_messages_along() -> No
         del message
     end.close()
     lane.close()
+
+
+@pytest.fixture
+def line() -> Iterator[tuple[NearLane, NearEnd]]:
+    near, far = socket.socketpair()
+    lane = NearLane(1, near, 1 << 30)
+    lane.introduce()
+    end = NearEnd(far, os.getpid(), awake=False)
+    yield lane, end
+    end.close()
+    lane.close()
+
+
+def give(lane: NearLane, number: int, batch: Any) -> None:
+    lane.give(number, Departure(batch, 1, 1), lambda wait: pytest.fail("it waits for room"))
+
+
+def read(end: NearEnd) -> Any:
+    """The next batch."""
+    while True:
+        assert end.wait(20)
+        message = end.read()
+        if message is not None:
+            assert isinstance(message[1], Arrival)
+            return message[1].build(None)
+
+
+def interrupted_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, before: bool) -> None:
+    """Have Ctrl-C come before the next call of a method begins, or as it has ended."""
+    method = getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        monkeypatch.setattr(owner, name, method)
+        if not before:
+            method(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def batch_of(epoch: int) -> dict[str, Any]:
+    return {"x": torch.full((4,), float(epoch)), "epoch": epoch}
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("changed", [0, 1], ids=["a new form", "new values"])
+def test_what_ctrl_c_keeps_from_being_read_is_known_all_the_same(
+    line: tuple[NearLane, NearEnd], monkeypatch: pytest.MonkeyPatch, changed: int, before: bool
+) -> None:
+    lane, end = line
+    if changed:
+        give(lane, 0, batch_of(0))
+        assert read(end)["epoch"] == 0
+    give(lane, 1, batch_of(changed))
+    interrupted_once(monkeypatch, end._known, "hear", before=before)
+    with pytest.raises(KeyboardInterrupt):
+        read(end)
+    # The scatterer leaves the one of an earlier round out.
+    assert read(end)["epoch"] == changed
+    for number in (2, 3):
+        give(lane, number, batch_of(changed))
+        assert read(end)["epoch"] == changed
+
+
+def test_what_was_finished_as_ctrl_c_came_is_read_once(
+    line: tuple[NearLane, NearEnd], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, end = line
+    give(lane, 1, batch_of(1))
+    interrupted_once(monkeypatch, end, "_finish", before=False)
+    with pytest.raises(KeyboardInterrupt):
+        read(end)
+    for number in (2, 3):
+        give(lane, number, batch_of(number))
+        assert read(end)["epoch"] == number
+
+
+class Refusing:
+    """What `parcels` does, but that nothing can be opened."""
+
+    def __init__(self, parcels: Any) -> None:
+        self._parcels = parcels
+
+    def open(self, reference: Any) -> None:
+        raise OutOfMemoryError("there is no room for it")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parcels, name)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_long_schema_that_cannot_be_had_is_not_taken_for_another(
+    line: tuple[NearLane, NearEnd], is_known: bool
+) -> None:
+    lane, end = line
+
+    def captioned(number: int) -> dict[str, Any]:
+        return {"x": torch.ones(3), "caption": f"{number}" * 100_000}
+
+    if is_known:
+        give(lane, 0, captioned(0))
+        assert read(end)["caption"] == "0" * 100_000
+    parcels = end._parcels
+    end._parcels = Refusing(parcels)  # type: ignore[assignment]
+    give(lane, 1, captioned(1))
+    with pytest.raises(OutOfMemoryError):
+        read(end)
+    end._parcels = parcels
+    with pytest.raises(LookupError, match="did not come"):
+        read(end)
+    # What is equal refers to what did not come.
+    give(lane, 2, captioned(1))
+    with pytest.raises(LookupError, match="did not come"):
+        read(end)
+    if is_known:
+        give(lane, 3, captioned(3))
+        assert read(end)["caption"] == "3" * 100_000

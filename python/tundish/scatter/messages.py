@@ -11,7 +11,7 @@ Owns the form of a message's head and the tables of schemas that both ends keep.
 from __future__ import annotations
 
 import struct
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, NoReturn
 
 from tundish.errors import NotPicklableError
 from tundish.tree import Schema
@@ -165,6 +165,15 @@ class Known:
     def __init__(self) -> None:
         # Where one could not be read, why.
         self._table: list[Schema | NotPicklableError | None] = [None] * _KNOWN
+        # Places of which what was said last did not come.
+        self._missed: set[int] = set()
+
+    def miss(self, head: Head) -> NoReturn:
+        """What a message says of its schema could not be received: refuse it, and what refers to it."""
+        self._missed.add(head.place)
+        if head.tells == _WHOLE:
+            self._table[head.place] = None
+        raise LookupError(f"what was told of the schema under the number {head.place} did not come")
 
     def hear(self, head: Head, said: bytes | bytearray) -> Schema:
         """The schema that a message tells. Raises `NotPicklableError` where a type that it names is not found here."""
@@ -179,10 +188,13 @@ class Known:
             known = self._table[head.place]
             if isinstance(known, NotPicklableError):
                 raise known
+            if head.place in self._missed and (flags == _SAME or known is None):
+                self.miss(head)
             if known is None:
                 raise LookupError(f"no schema is known under the number {head.place}")
             if flags == _SAME:
                 return known
             schema = Schema(known.structure, known.layout, bytes(said), bool(flags & _PICKLED))
         self._table[head.place] = schema
+        self._missed.discard(head.place)
         return schema

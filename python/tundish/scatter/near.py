@@ -353,12 +353,17 @@ class NearEnd:
             self._board = _native.TaskBoard.open(descriptor, _AWAKE_SECONDS if awake else None)
         finally:
             os.close(descriptor)
-        # What was taken off the board and not yet looked at: Ctrl-C may come between.
+        # What was taken off the board and is looked at, and whether the board was told that it has been: Ctrl-C may
+        # come between any two steps, and what it interrupts is looked at once more.
         self._taken: list[Any] = []
+        self._over: list[None] = []
         self._said: bytes | None = None
 
     def wait(self, seconds: float) -> bool:
         """Whether a message is there within so many seconds."""
+        if self._over:
+            self._taken.clear()
+            self._over.clear()
         if not self._taken:
             with contextlib.suppress(TimedOutError):
                 self._taken.extend(map(self._board.take, (0,), (seconds,)))
@@ -367,37 +372,53 @@ class NearEnd:
     def read(self) -> tuple[Head, Arrival | str] | None:
         """The message that is there, with its batch or its text; None where another one belongs to it, or follows it.
 
-        Where that fails it is gone.
+        Where that fails it is gone, unless it was interrupted.
         """
         ticket, _, message = self._taken[0]
         try:
-            head = Head.unpack(message)
-            said: bytes = message[HEAD_BYTES:]
-            if len(said) < head.said and self._said is not None:
-                said, self._said = self._said, None
-            schema: Schema | Exception | None = None
-            if head.tells:
-                # First: later messages may refer to it, whatever becomes of the memory; and to that likewise.
-                try:
-                    schema = self._known.hear(head, said)
-                except Exception as error:  # noqa: BLE001 (raised below)
-                    schema = error
+            found = self._look_at(Head.unpack(message), message[HEAD_BYTES:])
+        except Exception:
+            self._finish(ticket)
+            raise
+        self._finish(ticket)
+        if found is not None:
+            self._said = None
+        return found
+
+    def _look_at(self, head: Head, said: bytes) -> tuple[Head, Arrival | str] | None:
+        if head.kind == SAID:
+            # Where it cannot be opened, what it belongs to is not to take an earlier one for it.
+            self._said = None
+            with contextlib.suppress(SegmentGoneError):
+                self._said = self._open(head).tobytes()
+            return None
+        is_elsewhere = len(said) < head.said
+        missing = is_elsewhere and self._said is None
+        if missing and not head.tells:
+            raise LookupError("what was said in this round did not come")
+        if is_elsewhere and self._said is not None:
+            said = self._said
+        schema: Schema | Exception | None = None
+        if head.tells:
+            # First: later messages may refer to it, whatever becomes of the memory; and to that likewise.
             try:
-                memory = None if head.reference == NOWHERE else self._open(head)
-            except SegmentGoneError:
-                # The source was interrupted right after this message and took it back; it says so in another one.
-                return None
-            if head.kind == SAID:
-                self._said = b"" if memory is None else memory.tobytes()
-                return None
-            if isinstance(schema, Exception):
-                raise schema
-            if schema is None:
-                return head, said.decode(errors="replace")
-            return head, Arrival(schema, memory)
-        finally:
-            self._board.finish(ticket, 0, b"")
-            self._taken.clear()
+                schema = self._known.miss(head) if missing else self._known.hear(head, said)
+            except Exception as error:  # noqa: BLE001 (raised below)
+                schema = error
+        try:
+            memory = None if head.reference == NOWHERE else self._open(head)
+        except SegmentGoneError:
+            # The source was interrupted right after this message and took it back; it says so in another one.
+            return None
+        if isinstance(schema, Exception):
+            raise schema
+        if schema is None:
+            return head, said.decode(errors="replace")
+        return head, Arrival(schema, memory)
+
+    def _finish(self, ticket: int) -> None:
+        # In one step for Ctrl-C.
+        self._over.extend(itertools.starmap(self._board.finish, ((ticket, 0, b""),)))
 
     def close(self) -> None:
         self._line.close()
