@@ -187,7 +187,12 @@ class SourcePass:
 
     def leave(self, rounds: int, /) -> None:
         try:
-            if not self._is_over:
+            if not self._is_over and rounds == self._rounds_in_all:
+                # Nothing was left out.
+                self._say(_END)
+                self._end()
+                self._ends_after = rounds
+            elif not self._is_over:
                 self._stop(rounds)
             elif self._stops is not None and self._ends_after is not None and rounds < self._ends_after:
                 # The others were told of more.
@@ -268,10 +273,11 @@ class SourcePass:
                 # Whoever was interrupted has left the pass, and there may be another by now.
                 raise
             self._end()
+            has_told = self._scatterer.has_told(error)
             # An error that a loader raises may be of any kind.
             if self._ends_after is None:
                 self._ends_after = 0 if error is self._scatterer.lost else self._rounds
-                if not self._scatterer.has_told(error):
+                if not has_told:
                     self._scatterer.fail(error)
             raise
 

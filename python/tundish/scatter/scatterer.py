@@ -114,6 +114,8 @@ class Scatterer(Member):
         self._begin()
         if self.is_source:
             self._tell(error, {lane.rank: lane for lane in self._lanes()})
+            # A loader may raise the same one again, in another pass.
+            self._told = 0
         raise error
 
     def _listed(self, batches: Iterable[Any] | None) -> list[Any]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import tundish as td
 from tundish.scatter.passes import SourcePass
+from tundish.scatter.shelf import Shelf
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
@@ -286,4 +287,78 @@ def test_a_source_that_leaves_as_it_begins_a_round_does_not_end_the_data(node: i
         assert (kind, leaver) == ("PeerStoppedError", 0), text
         job.tell(0)
         job.tell(1)
+        job.expect_end()
+
+
+def leaving_after_the_last_round(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    wait_for_end = Shelf.wait_for_end
+
+    def slow_wait(self: Shelf[Any], seconds: float) -> bool:
+        found = wait_for_end(self, seconds)
+        # As long as whoever took the last one needs to leave.
+        time.sleep(0.3 * found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, td.DispatchLoader(range(6) if rank == 0 else None) as loader:
+        if rank == 0:
+            patch.setattr(Shelf, "wait_for_end", slow_wait)
+        batches = iter(loader)
+        came = [next(batches) for _ in range(3)]
+        if rank == 0:
+            # Whoever makes the rounds has seen that there are no more.
+            assert loader._pass is not None
+            while loader._pass._rounds_in_all is None:
+                time.sleep(0.01)
+            del batches
+            line.say("", came)
+        else:
+            kind, _, _ = outcome(lambda: next(batches))
+            line.say(kind, came)
+        line.hear()
+
+
+@pytest.mark.parametrize("node", [2, 1])
+def test_a_source_that_leaves_when_it_knows_that_all_was_read_ends_the_data(
+    node: int, tmp_path: Path
+) -> None:
+    with Job(leaving_after_the_last_round, 2, tmp_path) as job:
+        job.tell(0, node)
+        job.tell(1, node)
+        assert job.hear_all() == [("", [0, 2, 4]), ("StopIteration", [1, 3, 5])]
+        job.tell(0)
+        job.tell(1)
+        job.expect_end()
+
+
+class Broken:
+    """Raises one and the same error in each pass."""
+
+    def __init__(self) -> None:
+        self.error = OSError("the shard is damaged")
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(4)
+        raise self.error
+
+
+def failing_alike(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
+    with td.DispatchLoader(Broken() if rank == 0 else None) as loader:
+        for _ in range(3):
+            begun = time.monotonic()
+            kind, text, _ = outcome(lambda: list(loader))
+            line.say(kind, "the shard is damaged" in text, time.monotonic() - begun < KNOWN)
+            line.hear()
+
+
+@pytest.mark.parametrize("node", [2, 1])
+def test_an_error_that_comes_again_is_told_again(node: int, tmp_path: Path) -> None:
+    with Job(failing_alike, 2, tmp_path) as job:
+        job.tell(0, node)
+        job.tell(1, node)
+        for _ in range(3):
+            assert job.hear_all() == [("OSError", True, True), ("PeerFailedError", True, True)]
+            job.tell(0)
+            job.tell(1)
         job.expect_end()
