@@ -35,6 +35,7 @@ from tundish.scatter.arrival import device_of
 from tundish.scatter.meeting import limit_of
 from tundish.scatter.member import ScatterStats
 from tundish.scatter.opening import taking_part
+from tundish.scatter.passage import FORKED, Passage
 from tundish.scatter.passes import Pass, ReceiverPass, SourcePass, Start
 from tundish.scatter.place import process_group
 from tundish.scatter.reading import Reading, Tail, length_of, rounds_of, tell_epoch
@@ -53,7 +54,6 @@ _ROUND_BITS = 32
 # Rounds that a receiver has here beyond those that it asked for, so that what comes after them is heard of in time.
 _MORE_ROUNDS = 2
 _FAREWELL_SECONDS = 1.0
-_FORKED = "this DispatchLoader was made before a fork: make one in the process that uses it"
 
 
 class LoaderStats(ScatterStats):
@@ -136,7 +136,7 @@ class DispatchLoader(Generic[T_co]):
         self._process = os.getpid()
         self._rounds: Rounds | None = None
         self._pass: Pass | None = None
-        self._passage: weakref.ref[_Passage[T_co]] | None = None
+        self._passage: weakref.ref[Passage[T_co]] | None = None
         self._passes = 0
         self._reading_seconds = self._next_seconds = 0.0
         self._handed_out = 0
@@ -184,7 +184,7 @@ class DispatchLoader(Generic[T_co]):
         if self._is_closed:
             raise InvalidInputError("this DispatchLoader is closed")
         if os.getpid() != self._process:
-            raise InvalidInputError(_FORKED)
+            raise InvalidInputError(FORKED)
         before, number = self._rounds, self._passes + 1
         made, rounds, begin = self._sending(number) if self._is_source else self._receiving(number)
         has_entered = False
@@ -197,7 +197,7 @@ class DispatchLoader(Generic[T_co]):
             has_entered = True
             begin()
             rounds.start()
-            passage = _Passage(self, made, rounds)
+            passage: Passage[T_co] = Passage(functools.partial(self._take, made, rounds), rounds)
             self._passage = weakref.ref(passage)
         except BaseException:
             leave = rounds.leave
@@ -383,13 +383,17 @@ class DispatchLoader(Generic[T_co]):
         if passage is not None:
             passage.close(why)
 
-    def _take(self, source: Pass, rounds: Rounds) -> tuple[Any] | None:
-        """The batch of the next round, on the caller's thread; None at the end."""
+    def _take(self, source: Pass, rounds: Rounds, check: Callable[[], None]) -> tuple[Any] | None:
+        """The batch of the next round, on the caller's thread; None at the end.
+
+        `check` raises where the pass was left meanwhile: by a signal's handler, say.
+        """
         begin = time.monotonic()
         try:
             found = rounds.take()
         finally:
             self._next_seconds += time.monotonic() - begin
+        check()
         standing, start = self._standing, source.start
         if start is not None and not self._is_source:
             if standing.loaded not in (None, (start.epoch, start.done)):
@@ -425,53 +429,6 @@ class DispatchLoader(Generic[T_co]):
                 rounds.join(seconds)
         finally:
             rounds.then(functools.partial(_let_go, rounds, self._scatterer))
-
-
-class _Passage(Iterator[T_co]):
-    """One pass, as its caller sees it. Letting go of it leaves the pass."""
-
-    def __init__(self, loader: DispatchLoader[T_co], source: Pass, rounds: Rounds) -> None:
-        self._loader = loader
-        self._pass = source
-        self._rounds = rounds
-        self._process = os.getpid()
-        self._is_over = False
-        self._left_since: str | None = None
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> T_co:
-        if self._left_since is not None:
-            # There may be more, which would be missed without a word.
-            raise InvalidInputError(f"this iterator has no more rounds: {self._left_since}")
-        if self._is_over:
-            raise StopIteration
-        if os.getpid() != self._process:
-            raise InvalidInputError(_FORKED)
-        try:
-            taken = self._loader._take(self._pass, self._rounds)
-        except BaseException:
-            self.close()
-            raise
-        if taken is not None:
-            return taken[0]  # type: ignore[no-any-return]
-        self._is_over = True
-        raise StopIteration
-
-    def close(self, why: str | None = None) -> None:
-        """Leave the pass, where it is not over. `why`: if it is not its caller who leaves it."""
-        if not self._is_over and os.getpid() == self._process:
-            self._left_since = why
-            self._rounds.leave()
-            self._is_over = True
-
-    def __del__(self) -> None:
-        # When the interpreter ends, what this module has imported may be gone before.
-        try:  # noqa: SIM105
-            self.close()
-        except Exception:  # noqa: BLE001, S110
-            pass
 
 
 _open: weakref.WeakSet[DispatchLoader[Any]] = weakref.WeakSet()
