@@ -144,14 +144,21 @@ def test_columns_that_no_row_uses_are_left_out() -> None:
     assert rtensor.remotize({"attention_mask": torch.zeros(3), "x": torch.rand(3, 3)})["x"].shape == (3, 3)
 
 
-def test_rows_alone_are_had_of_a_handle() -> None:
-    tensor = torch.rand(10, 3)
+@pytest.mark.parametrize("columns", [3, 100_000])
+def test_rows_alone_are_had_of_a_handle(columns: int) -> None:
+    tensor = torch.rand(10, columns)
     handle = rtensor.remotize(tensor)
     parts = rtensor.localize([handle[2:5], handle[9:], handle[4:4], handle[2:9][1:3]])
     for part, meant in zip(parts, (tensor[2:5], tensor[9:], tensor[4:4], tensor[3:5]), strict=True):
         assert torch.equal(part, meant)
         part.fill_(0)
     assert torch.equal(handle.to_local(), tensor)
+    # Whichever come together: nobody writes into another one's.
+    parts = rtensor.localize([handle[:], handle[3:5], handle, handle[4:9], handle[2:5]])
+    meant = [tensor, tensor[3:5], tensor, tensor[4:9], tensor[2:5]]
+    for part, expected in zip(parts, meant, strict=True):
+        assert torch.equal(part, expected)
+        part.fill_(0)
 
 
 def test_into_tensors_of_the_callers() -> None:

@@ -134,32 +134,45 @@ impl Drop for View {
     }
 }
 
-/// The tensors of one slab among those that are wanted.
-struct Span {
-    members: Vec<usize>,
-    bytes: u64,
+/// One tensor of a slab among those that are wanted: where it lies in it, and which it is.
+struct Member {
     range: Range<u64>,
+    index: usize,
 }
 
-/// Views of these, in order. Those that lie in one slab share a mapping.
+/// Views of these, in order. Those that lie in one slab share a mapping, but for those that overlap: each has bytes of
+/// its own.
 pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<View> {
-    let mut spans: HashMap<*const (), Span> = HashMap::new();
+    let mut slabs: HashMap<*const (), Vec<Member>> = HashMap::new();
     for (index, tensor) in tensors.iter().enumerate() {
         let (slab, offset, len) = match &tensor.location {
             Location::Nowhere => continue,
             Location::Here(place) => (Arc::as_ptr(&place.slab).cast(), place.offset, place.len),
             Location::Lent(lent) => (Arc::as_ptr(&lent.segment).cast(), lent.offset, lent.len),
         };
-        let span = spans.entry(slab).or_insert(Span { members: Vec::new(), bytes: 0, range: offset..offset });
-        span.members.push(index);
-        span.bytes += len;
-        span.range = span.range.start.min(offset)..span.range.end.max(offset + len);
+        slabs.entry(slab).or_default().push(Member { range: offset..offset + len, index });
     }
     let mut mappings: Vec<Option<Arc<Mapping>>> = tensors.iter().map(|_| None).collect();
-    for span in spans.into_values().filter(|span| span.bytes > MOST_COPIED) {
-        let Some(mapping) = Mapping::new(&tensors[span.members[0]].location, span.range) else { continue };
-        let mapping = Arc::new(mapping);
-        span.members.into_iter().for_each(|index| mappings[index] = Some(Arc::clone(&mapping)));
+    for mut members in slabs.into_values() {
+        members.sort_unstable_by_key(|member| member.range.start);
+        let mut end = 0;
+        let (together, apart): (Vec<_>, Vec<_>) = members.into_iter().partition(|member| {
+            let is_free = member.range.start >= end;
+            if is_free {
+                end = member.range.end;
+            }
+            is_free
+        });
+        for group in std::iter::once(together.as_slice()).chain(apart.chunks(1)) {
+            let bytes: u64 = group.iter().map(|member| member.range.end - member.range.start).sum();
+            if bytes <= MOST_COPIED {
+                continue;
+            }
+            let range = group[0].range.start..group[group.len() - 1].range.end;
+            let Some(mapping) = Mapping::new(&tensors[group[0].index].location, range) else { continue };
+            let mapping = Arc::new(mapping);
+            group.iter().for_each(|member| mappings[member.index] = Some(Arc::clone(&mapping)));
+        }
     }
     let seen = tensors.into_iter().zip(mappings).map(|(tensor, mapping)| {
         let offset = match (&tensor.location, &mapping) {
