@@ -121,3 +121,13 @@ def test_what_a_handle_was_made_with_is_its_own() -> None:
     handle = td.rtensor.RTensor(info, torch.ones(3))
     td.rtensor.clear_node()
     assert handle.to_local().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("count", [10, 1 << 20])
+def test_a_handle_goes_with_the_tensor_that_it_alone_keeps(count: int) -> None:
+    """torch gives up the GIL while it frees the tensor, and what it calls then is in the middle of a call from here."""
+    handle = td.rtensor.remotize(torch.ones(count))
+    tensor = weakref.ref(handle.to_local())
+    del handle
+    gc.collect()
+    assert tensor() is None

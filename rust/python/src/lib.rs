@@ -10,6 +10,7 @@ mod columns;
 mod commit;
 mod enter;
 mod error;
+mod held;
 mod lent;
 mod mapped;
 mod packing;

@@ -4,7 +4,7 @@
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 
-use pyo3::prelude::*;
+use crate::held::held;
 
 /// A value of Python's that is dropped without the GIL.
 pub(crate) struct Unheld<T: Send>(ManuallyDrop<T>);
@@ -33,6 +33,8 @@ impl<T: Send> Drop for Unheld<T> {
     fn drop(&mut self) {
         // SAFETY: taken once, and nobody looks at it again.
         let value = unsafe { ManuallyDrop::take(&mut self.0) };
-        Python::attach(|py| py.detach(|| drop(value)));
+        if let Err(without) = held(move |py| py.detach(move || drop(value))) {
+            drop(without);
+        }
     }
 }

@@ -5,8 +5,8 @@
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
-use std::ptr;
 use std::sync::Arc;
+use std::{mem, ptr};
 
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
@@ -14,6 +14,7 @@ use pyo3::types::PyList;
 
 use super::dlpack::{CPU, Device, Dtype, MAJOR_VERSION, Make, Managed, Tensor, Version};
 use crate::error::BindingError;
+use crate::held::held;
 
 /// Where the tensors of a batch lie in its memory.
 #[pyclass(frozen)]
@@ -195,7 +196,12 @@ fn loaned(loan: &Arc<Loan>, number: usize, data: *mut u8) -> Box<Managed> {
 unsafe extern "C" fn give_back(managed: *mut Managed) {
     // SAFETY: made by `loaned`, and nobody uses it any more.
     let managed = unsafe { Box::from_raw(managed) };
-    // SAFETY: the reference that was put there; the last one ends the export, for which it waits for the GIL, unless the
-    // interpreter is at its end: then the memory stays.
-    drop(unsafe { Arc::from_raw(managed.context.cast_const().cast::<Loan>()) });
+    // SAFETY: the reference that was put there.
+    let loan = unsafe { Arc::from_raw(managed.context.cast_const().cast::<Loan>()) };
+    // The last one ends the export, with the GIL; unless the interpreter is at its end: then the memory stays.
+    if let Some(last) = Arc::into_inner(loan)
+        && let Err(without) = held(move |_| drop(last))
+    {
+        mem::forget(without);
+    }
 }
