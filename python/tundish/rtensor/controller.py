@@ -15,8 +15,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -24,10 +23,12 @@ from tundish._native import ShardStore, shard_ids
 from tundish.errors import InvalidInputError, ShardGoneError, TundishError
 from tundish.rtensor.answers import check_claim, failures_of, last_number, look_at_ledger, refuse, total
 from tundish.rtensor.checks import check_claim_of_handles, check_seconds, check_token
-from tundish.rtensor.handle import collect_shards, flatten_shard_ids, handles_of
+from tundish.rtensor.errands import Errand, Errands
+from tundish.rtensor.handle import RTensor, collect_shards, flatten_shard_ids, handles_of
 from tundish.rtensor.hooks import Hooks
 from tundish.rtensor.lines import Lines, Request, StepTakenError, Worker, worker_of
 from tundish.rtensor.process import state
+from tundish.waiting import to_its_end
 
 __all__ = ["Controller", "Drained", "Step"]
 
@@ -63,24 +64,24 @@ class Step(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Errand:
-    """Something that a worker is to be told, until it was."""
+class _Begun(NamedTuple):
+    """A step that has begun: its number, and by owner the line on which its shards are claimed."""
 
-    worker: Worker
-    request: Request
-    ids: list[str]
+    number: int
+    claimed: dict[str, int | None]
 
 
 class _Ending(NamedTuple):
     """What is to be done at the end of a step."""
 
     here: list[int]
-    contested: list[_Errand]
-    consumers: list[_Errand]
-    owners: list[_Errand]
+    contested: list[Errand]
+    consumers: list[Errand]
+    owners: list[Errand]
     # For owners that have given up their claims.
-    removals: list[_Errand]
+    removals: list[Errand]
+    # For all, of what some were told to keep, and not every one.
+    half_kept: list[Errand]
 
 
 class Controller:
@@ -100,17 +101,17 @@ class Controller:
     def __init__(self, workers: Iterable[Worker], *, token: str | None = None, timeout: float = 30.0) -> None:
         check_token(token)
         check_seconds(timeout, may_be_zero=False)
-        self._hooks = Hooks(timeout)
         self._is_closed = False
         self._lines = Lines(lambda addr: token if self._is_worker(addr) else None, timeout)
+        self._errands = Errands(self._lines, Hooks(timeout))
         self._lock = threading.RLock()
-        # What began and did not succeed: it failed, or was interrupted.
-        self._undone: list[_Errand] = []
         # By which this process knows the steps of this controller.
         self._claimant = secrets.randbits(63)
         # What is not to end with the current step; and what did not end with one before, by which it is not dropped.
         self._kept: set[str] = set()
         self._carried: set[str] = set()
+        # What some workers keep and others do not, since `keep` failed: it ends with the current step after all.
+        self._half_kept: set[str] = set()
         # By which connections the current step was begun.
         self._begun_by: dict[str, int | None] = {}
         self._number: int | None = None
@@ -154,7 +155,7 @@ class Controller:
                 )
             seen.add(worker.addr)
         self._lines.forget_all_but(seen)
-        self._undone = [one for one in self._undone if one.worker.addr in seen]
+        self._errands.let_go_of_all_but(seen)
         self._workers = tuple(given)
 
     def clear_batches(self, *targets: Any) -> Drained:
@@ -168,18 +169,20 @@ class Controller:
         for target in targets:
             check_claim_of_handles(target, "clear_batches")
         with self._lock:
-            self._catch_up()
+            self._errands.catch_up()
             handles = handles_of(targets)
             ids = shard_ids(handles)
             if not ids:
                 return Drained(0, 0, 0, {}, {})
             by_owner = collect_shards(handles)
             drop = Request("DELETE", "/buffer/clear", {"shard_ids": ids})
-            drops = self._note((worker, drop, ids) for worker in self._workers)
-            removals = self._note(self._removals(by_owner))
+            drops = self._errands.note((worker, drop, ids) for worker in self._workers)
+            removals = self._errands.note(self._removals(by_owner))
             ShardStore.clear_buffer(ids)
-            dropped = self._carry_out(drops)
-            removed = self._carry_out(removals)
+            dropped = self._errands.carry_out(drops)
+            removed = self._errands.carry_out(removals)
+            self._carried.difference_update(ids)
+            self._kept.difference_update(ids)
             for handle in handles:
                 handle.forget()
             return Drained(
@@ -207,30 +210,41 @@ class Controller:
         check_claim_of_handles(claim, "step")
         handles = handles_of(claim)
         owners = collect_shards(handles)
-        with self._lock:
-            if self._current is not None:
-                raise InvalidInputError(f"this controller is in step {self._current}: end that one first")
-            self._catch_up()
-            number, claimed = self._begin(owners)
-            self._current = number
+        begun: list[_Begun] = []
         try:
-            yield Step(number)
-        finally:
             with self._lock:
+                if self._current is not None:
+                    raise InvalidInputError(f"this controller is in step {self._current}: end that one first")
+                self._errands.catch_up()
+                self._begin(owners, begun)
+            yield Step(begun[0].number)
+        finally:
+            if begun:
+                self._finish(begun[0], owners, handles)
+
+    def _finish(self, begun: _Begun, owners: dict[str, list[str]], handles: list[RTensor]) -> None:
+        """End a step that has begun, and begin the next one."""
+        with self._lock:
+            kept, self._kept = self._kept, set()
+            drained = {owner: [one for one in ids if one not in kept] for owner, ids in owners.items()}
+            noted: list[_Ending] = []
+
+            def note() -> None:
                 self._current = None
-                kept, self._kept = self._kept, set()
-                drained = {owner: [one for one in ids if one not in kept] for owner, ids in owners.items()}
-                self._carried |= kept
-                ending = self._note_end(number, drained)
+                self._carried.update(kept)
+                noted.append(self._note_end(begun.number, drained))
                 self._contested = []
-                try:
-                    # First, so that there is no time at which what is fetched belongs to no step.
-                    self._begin_ahead()
-                finally:
-                    self._end(number, ending, drained, claimed)
-            for handle in handles:
-                if handle.shard_id not in kept:
-                    handle.forget()
+                self._half_kept.clear()
+
+            to_its_end(note)
+            try:
+                # First, so that there is no time at which what is fetched belongs to no step.
+                self._begin_ahead()
+            finally:
+                self._end(begun, noted[0], drained)
+        for handle in handles:
+            if handle.shard_id not in kept:
+                handle.forget()
 
     def keep(self, obj: Any) -> int:
         """Carry over what handles in `obj` lead to: it does not end with the current step; how many entries that were.
@@ -240,14 +254,16 @@ class Controller:
         self._check_open()
         check_claim_of_handles(obj, "keep")
         ids = flatten_shard_ids(obj)
+        self._half_kept.update(ids)
         kept = ShardStore.keep(ids)
-        answers = self._tell(
+        answers = self._errands.tell(
             (worker, Request("POST", "/keep", {"shard_ids": ids}), ids)
             for worker in self._workers
             if worker.drain is None
         )
         refuse("could not be told what to keep", answers)
         self._kept.update(ids)
+        self._half_kept.difference_update(ids)
         return kept + total(answers, "kept_count")
 
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
@@ -301,13 +317,12 @@ class Controller:
                 answers[_HERE] = {}
             except ShardGoneError as error:
                 answers[_HERE] = StepTakenError(str(error))
-        return answers | self._ask((worker, begin) for worker in self._workers if worker.drain is None)
+        return answers | self._errands.ask(
+            (worker, begin) for worker in self._workers if worker.drain is None
+        )
 
-    def _begin(self, owners: dict[str, list[str]]) -> tuple[int, dict[str, int | None]]:
-        """Have every worker begin the next step, and the owners claim.
-
-        Returns its number, and by which connection each of the owners claimed.
-        """
+    def _begin(self, owners: dict[str, list[str]], noted: list[_Begun]) -> None:
+        """Have every worker begin the next step, and the owners claim; `noted` gets it."""
         number = self._next_number() if self._ahead is None else self._ahead
         try:
             begun = self._begin_everywhere(number)
@@ -320,7 +335,7 @@ class Controller:
                 number = self._next_number(is_contested=True)
                 begun = self._begin_everywhere(number)
             refuse(f"did not begin step {number}", begun)
-            claims = self._ask(
+            claims = self._errands.ask(
                 (
                     self._worker_at(owner),
                     Request("POST", f"/epoch/{number}/claim", {"shard_ids": ids}),
@@ -330,7 +345,13 @@ class Controller:
             refuse(f"did not claim shards for step {number}", claims)
             for worker, answer in claims.items():
                 check_claim(worker, answer)
+            made = self._lines.made
+            self._begun_by = {one.addr: made(one.addr) for one in self._workers if one.drain is None}
+            self._current = number
+            noted.append(_Begun(number, {owner: made(owner) for owner in owners}))
         except BaseException:
+            noted.clear()
+            self._current = None
             # Without a line to it a worker gives up what was claimed: the shards are as they were.
             self._lines.forget([worker.addr for worker in self._workers] + list(owners))
             self._contested = []
@@ -338,8 +359,6 @@ class Controller:
             raise
         finally:
             self._ahead = None
-        self._begun_by = {one.addr: self._lines.made(one.addr) for one in self._workers if one.drain is None}
-        return number, {owner: self._lines.made(owner) for owner in owners}
 
     def _note_end(self, number: int, owners: dict[str, list[str]]) -> _Ending:
         """What the end of the step comes to, noted before any of it is done."""
@@ -347,29 +366,47 @@ class Controller:
         end = Request("POST", f"/epoch/{number}/end")
         return _Ending(
             [contested for contested, workers in self._contested if _HERE in workers] + [number],
-            self._note(
+            self._errands.note(
                 (worker, Request("POST", f"/epoch/{contested}/end"), [])
                 for contested, workers in self._contested
                 for worker in workers
                 if self._is_worker(worker.addr)
             ),
-            self._note((worker, end, claims) for worker in self._workers if worker.addr not in owners),
-            self._note((self._worker_at(owner), end, claims) for owner in owners),
-            self._note(self._removals(owners)),
+            self._errands.note(
+                (worker, end, claims) for worker in self._workers if worker.addr not in owners
+            ),
+            self._errands.note((self._worker_at(owner), end, claims) for owner in owners),
+            self._errands.note(self._removals(owners)),
+            self._errands.note(self._drops_of_half_kept(owners)),
         )
 
-    def _end(
-        self, number: int, ending: _Ending, owners: dict[str, list[str]], claimed: dict[str, int | None]
-    ) -> None:
+    def _drops_of_half_kept(
+        self, owners: dict[str, list[str]]
+    ) -> Iterator[tuple[Worker, Request, list[str]]]:
+        half = {owner: [one for one in ids if one in self._half_kept] for owner, ids in owners.items()}
+        ids = [one for some in half.values() for one in some]
+        if ids:
+            drop = Request("DELETE", "/buffer/clear", {"shard_ids": ids})
+            yield from ((worker, drop, ids) for worker in self._workers if worker.drain is None)
+            yield from self._removals({owner: some for owner, some in half.items() if some})
+
+    def _end(self, begun: _Begun, ending: _Ending, owners: dict[str, list[str]]) -> None:
         """Drain the step everywhere, consumers first."""
+        number, claimed = begun
         claims = [one for ids in owners.values() for one in ids]
-        ShardStore.clear_buffer(claims)
-        for one in ending.here:
-            ShardStore.end_epoch(one)
+
+        def end_here() -> None:
+            try:
+                ShardStore.clear_buffer(claims)
+            finally:
+                for one in ending.here:
+                    ShardStore.end_epoch(one)
+
+        to_its_end(end_here)
         for errand in ending.contested:
-            self._carry_out([errand])
-        answers = self._carry_out(ending.consumers)
-        answers |= self._carry_out(ending.owners)
+            self._errands.carry_out([errand])
+        answers = self._errands.carry_out(ending.consumers)
+        answers |= self._errands.carry_out(ending.owners)
         for worker, answer in answers.items():
             if isinstance(answer, dict):
                 look_at_ledger(worker, number, answer)
@@ -379,14 +416,16 @@ class Controller:
                 continue
             if self._lines.made(errand.worker.addr) != claimed[errand.worker.addr]:
                 # It lost the line, has given up the claim, and has the shards still.
-                self._carry_out([errand])
+                self._errands.carry_out([errand])
             else:
-                self._forget([errand])
+                self._errands.forget([errand])
+        for errand in ending.half_kept:
+            self._errands.carry_out([errand])
         carried = [one for one in claims if one in self._carried]
         self._drop_what_is_of_no_step()
         if carried:
             drop = Request("DELETE", "/buffer/clear", {"shard_ids": carried})
-            self._tell((worker, drop, carried) for worker in self._workers if worker.drain is None)
+            self._errands.tell((worker, drop, carried) for worker in self._workers if worker.drain is None)
             self._carried.difference_update(carried)
         self._look_at_buffers(is_step_over=True)
 
@@ -399,49 +438,13 @@ class Controller:
             if worker.addr in self._begun_by and self._lines.made(worker.addr) != self._begun_by[worker.addr]
         ]
         if lost and not self._carried:
-            self._ask((worker, flush) for worker in lost)
-
-    def _tell(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> dict[Worker, Any]:
-        return self._carry_out(self._note(requests))
-
-    def _note(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> list[_Errand]:
-        """Errands that are tried again at the next step, unless they are carried out before."""
-        errands = [_Errand(*one) for one in requests]
-        self._undone += errands
-        return errands
-
-    def _forget(self, errands: Iterable[_Errand]) -> None:
-        done = set(errands)
-        self._undone = [one for one in self._undone if one not in done]
-
-    def _carry_out(self, errands: Sequence[_Errand]) -> dict[Worker, Any]:
-        """The answers; what fails is warned of, and stays noted."""
-        answers = self._ask((one.worker, one.request) for one in errands if one.worker.drain is None)
-        answers |= self._hooks.call(
-            [(one.worker, one.ids) for one in errands if one.worker.drain is not None]
-        )
-        for answer in answers.values():
-            if isinstance(answer, Exception):
-                _log.warning("a worker could not be drained, which is tried again: %s", answer)
-        self._forget(one for one in errands if not isinstance(answers[one.worker], Exception))
-        return answers
-
-    def _ask(self, requests: Iterable[tuple[Worker, Request]]) -> dict[Worker, Any]:
-        wanted = list(requests)
-        return dict(zip([worker for worker, _ in wanted], self._lines.ask_all(wanted), strict=True))
-
-    def _catch_up(self) -> None:
-        """Drain what could not be drained before. Raises `DrainError`."""
-        failures: dict[Worker, Exception] = {}
-        for errand in list(self._undone):
-            failures |= failures_of(self._carry_out([errand]))
-        refuse("could not be drained, now and before (leave out with update() what is gone)", failures)
+            self._errands.ask((worker, flush) for worker in lost)
 
     def _look_at_buffers(self, *, is_step_over: bool) -> dict[Worker, int]:
         """Warn of what is left in any buffer; by worker."""
         left: dict[Worker, int] = {}
         asked = [worker for worker in self._workers if worker.drain is None]
-        answers = self._ask((worker, Request("GET", "/buffer/stats")) for worker in asked)
+        answers = self._errands.ask((worker, Request("GET", "/buffer/stats")) for worker in asked)
         for worker, answer in answers.items():
             try:
                 entries, size = int(answer["num_entries"]), int(answer["total_bytes"])

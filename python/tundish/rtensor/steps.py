@@ -22,6 +22,7 @@ from tundish.rtensor.handle import collect_shards, flatten_shard_ids
 from tundish.rtensor.lines import Lines, Request, Worker
 from tundish.rtensor.process import State, state
 from tundish.rtensor.serving import address, trust
+from tundish.waiting import to_its_end
 
 __all__ = ["drain", "keep", "ranks_of", "step"]
 
@@ -51,11 +52,22 @@ def step(claim: Any = None) -> Iterator[Step]:
         try:
             yield Step(number)
         finally:
-            # First, so that there is no time at which what other threads fetch belongs to no step.
-            _begin_next(mine)
+            # Whatever comes in between, Ctrl-C too.
+            to_its_end(lambda: _finish(number, mine, ids))
+
+
+def _finish(number: int | None, mine: State, claims: list[str] | None) -> None:
+    """End a step, where one has begun, and begin the next one. `claims`: what is dropped beside; None: everything."""
+    try:
+        # First, so that there is no time at which what other threads fetch belongs to no step.
+        _begin_next(mine)
+    finally:
+        try:
             # Also what was fetched of them before the step.
-            ShardStore.clear_buffer(ids)
-            _end(number, mine)
+            ShardStore.clear_buffer(claims)
+        finally:
+            if number is not None:
+                _end(number, mine)
 
 
 def _claim(number: int, mine: State, ids: list[str]) -> None:
@@ -63,8 +75,9 @@ def _claim(number: int, mine: State, ids: list[str]) -> None:
     _, missing, taken = ShardStore.claim(number, mine.claimant, ids)
     if not missing and not taken:
         return
-    others = set(taken)
-    # Unclaimed again: nothing of it is to end with what is fetched before the next try.
+    others = {*missing, *taken}
+    # Unclaimed again: nothing of it is to end with what is fetched before the next try. What was fetched of shards of
+    # other processes ends with its step as ever.
     ShardStore.keep([one for one in ids if one not in others])
     names = ", ".join([*missing, *taken][:8])
     raise ShardGoneError(
@@ -111,12 +124,9 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
         check_claim_of_handles(claim, "drain")
         by_owner = collect_shards(claim) if claim is not None else {}
         ended = mine.epoch if mine.has_begun else None
-        # First, so that there is no time at which what other threads fetch belongs to no step.
-        _begin_next(mine)
         # What was fetched before there was a step belongs to the first.
-        ShardStore.clear_buffer(None if ended is None else [one for ids in by_owner.values() for one in ids])
-        if ended is not None:
-            _end(ended, mine)
+        claims = None if ended is None else [one for ids in by_owner.values() for one in ids]
+        to_its_end(lambda: _finish(ended, mine, claims))
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
     if voter.vote(problem, what="drop what was fetched", note=bool(mine.kept)):

@@ -1,0 +1,78 @@
+"""What a controller has its workers do, noted before it begins and until it is done.
+
+What always holds: what fails or is interrupted stays noted, and is tried again when the controller catches up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from tundish.rtensor.answers import failures_of, refuse
+from tundish.rtensor.hooks import Hooks
+from tundish.rtensor.lines import Lines, Request, Worker
+
+__all__ = ["Errand", "Errands"]
+
+_log = logging.getLogger("tundish.rtensor")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Errand:
+    """Something that a worker is to be told, until it was."""
+
+    worker: Worker
+    request: Request
+    ids: list[str]
+
+
+class Errands:
+    """Those of one controller, which go through its `lines`, or by `hooks` to workers that do not serve."""
+
+    def __init__(self, lines: Lines, hooks: Hooks) -> None:
+        self._lines = lines
+        self._hooks = hooks
+        # What began and did not succeed: it failed, or was interrupted.
+        self._undone: list[Errand] = []
+
+    def tell(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> dict[Worker, Any]:
+        return self.carry_out(self.note(requests))
+
+    def note(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> list[Errand]:
+        """Errands that are tried again at the next step, unless they are carried out before."""
+        errands = [Errand(*one) for one in requests]
+        self._undone += errands
+        return errands
+
+    def forget(self, errands: Iterable[Errand]) -> None:
+        done = set(errands)
+        self._undone = [one for one in self._undone if one not in done]
+
+    def carry_out(self, errands: Sequence[Errand]) -> dict[Worker, Any]:
+        """The answers; what fails is warned of, and stays noted."""
+        answers = self.ask((one.worker, one.request) for one in errands if one.worker.drain is None)
+        answers |= self._hooks.call(
+            [(one.worker, one.ids) for one in errands if one.worker.drain is not None]
+        )
+        for answer in answers.values():
+            if isinstance(answer, Exception):
+                _log.warning("a worker could not be drained, which is tried again: %s", answer)
+        self.forget(one for one in errands if not isinstance(answers[one.worker], Exception))
+        return answers
+
+    def ask(self, requests: Iterable[tuple[Worker, Request]]) -> dict[Worker, Any]:
+        wanted = list(requests)
+        return dict(zip([worker for worker, _ in wanted], self._lines.ask_all(wanted), strict=True))
+
+    def catch_up(self) -> None:
+        """Drain what could not be drained before. Raises `DrainError`."""
+        failures: dict[Worker, Exception] = {}
+        for errand in list(self._undone):
+            failures |= failures_of(self.carry_out([errand]))
+        refuse("could not be drained, now and before (leave out with update() what is gone)", failures)
+
+    def let_go_of_all_but(self, addresses: Set[str]) -> None:
+        """What is to be done elsewhere is not any more."""
+        self._undone = [one for one in self._undone if one.worker.addr in addresses]

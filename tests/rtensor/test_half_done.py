@@ -1,0 +1,133 @@
+"""Claims, keeps and ends of steps that fail or are interrupted half-way: nothing stays, and nobody loses anything."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+import pytest
+import told
+from peers import Peer
+
+from tundish import rtensor
+from tundish._native import ShardStore
+from tundish.errors import DrainError, ShardGoneError, TransferError
+from tundish.rtensor import Controller, steps
+
+pytestmark = pytest.mark.usefixtures("emptied")
+
+
+def held(process: Peer) -> tuple[int, int]:
+    """How many tensors a process stores, and how many it has fetched."""
+    storage, buffer = process.call(told.stats)
+    return storage["num_tensors"], buffer["num_entries"]
+
+
+def test_what_was_kept_by_some_alone_ends_with_its_step(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    ask_all = controller._lines.ask_all
+
+    def ask_all_but_one(requests: Any) -> list[Any]:
+        wanted = list(requests)
+        if wanted and wanted[0][1].path == "/keep":
+            silent = [worker.addr == consumers[1].addr for worker, _ in wanted]
+            assert any(silent)
+            answers = iter(
+                ask_all([one for one, is_silent in zip(wanted, silent, strict=True) if not is_silent])
+            )
+            return [TransferError("it is silent") if is_silent else next(answers) for is_silent in silent]
+        return ask_all(wanted)
+
+    with controller.step(claim=handles):
+        for consumer in consumers:
+            consumer.call(told.sums, handles)
+        with monkeypatch.context() as patch:
+            patch.setattr(controller._lines, "ask_all", ask_all_but_one)
+            with pytest.raises(DrainError, match="what to keep"):
+                controller.keep(handles)
+    assert [held(one) for one in (*owners, *consumers)] == [(0, 0)] * len([*owners, *consumers])
+
+
+def claim_what_is_elsewhere(handles: Any) -> int:
+    rtensor.localize(handles)
+    with pytest.raises(ShardGoneError), rtensor.step(claim=handles):
+        pass
+    with rtensor.step():
+        pass
+    return int(rtensor.fetch_buffer_stats()["num_entries"])
+
+
+def test_what_could_not_be_claimed_ends_with_the_step_that_it_was_fetched_in(
+    owners: list[Peer], consumers: list[Peer]
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    assert consumers[0].call(claim_what_is_elsewhere, handles) == 0
+
+
+def test_what_was_kept_and_is_drained_hides_nothing_that_is_left(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = owners[0].call(told.make, 2, 10)
+    with controller.step(claim=kept):
+        consumers[1].call(told.sums, kept)
+        controller.keep(kept)
+    controller.clear_batches(kept)
+    left = owners[0].call(told.make, 2, 10)
+    with controller.step():
+        consumers[1].call(told.sums_in_step_of_its_own, left, 123_456)
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "2 entries" in record.getMessage()
+    consumers[1].call(told.end, 123_456)
+
+
+class Interrupted:
+    """What `ShardStore` does, but that the next call of one method is interrupted."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            self._method = ""
+            raise KeyboardInterrupt
+        return getattr(ShardStore, name)
+
+
+def interrupted_at(method: str, handles: Any) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        own = rtensor.remotize(rtensor.localize(handles))
+        with contextlib.suppress(KeyboardInterrupt), rtensor.step(claim=own):
+            rtensor.localize(handles)
+            patch.setattr(steps, "ShardStore", Interrupted(method))
+    with rtensor.step():
+        pass
+    return rtensor.storage_stats()["num_tensors"], rtensor.fetch_buffer_stats()["num_entries"]
+
+
+@pytest.mark.parametrize("method", ["begin_epoch", "clear_buffer"])
+def test_a_step_whose_end_is_interrupted_ends(method: str, owners: list[Peer], consumers: list[Peer]) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    assert consumers[0].call(interrupted_at, method, handles) == (0, 0)
+
+
+def test_a_step_that_is_interrupted_as_it_begins_is_none(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(controller._lines, "made", interrupted)
+        with pytest.raises(KeyboardInterrupt), controller.step(claim=handles):
+            pytest.fail("it began")
+    # Others may claim it, and so may this one.
+    with Controller(controller.workers) as other, other.step(claim=handles[:1]):
+        pass
+    with controller.step(claim=handles[1:]):
+        consumers[0].call(told.sums, handles[1:])
+    assert held(owners[0]) == held(consumers[0]) == (0, 0)
