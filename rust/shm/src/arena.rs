@@ -102,6 +102,8 @@ impl Drop for Counted {
 #[derive(Debug, Default)]
 struct State {
     limit: usize,
+    /// Whether what has escaped is let go of where too many segments are kept.
+    forgets_escaped: bool,
     /// Nobody uses them; the one that was used last is at the end.
     idle: VecDeque<Segment>,
     /// Given back by their owner, with a reader to come.
@@ -114,7 +116,9 @@ struct State {
 impl Arena {
     /// An arena that keeps up to `limit` bytes.
     pub fn new(purpose: Use, limit: usize) -> Self {
-        let state = State { limit, ..State::default() };
+        // Bytes that others still look at count against the limits of whoever has slabs: none of those is forgotten.
+        let forgets_escaped = purpose != Use::Slabs;
+        let state = State { limit, forgets_escaped, ..State::default() };
         Arena { purpose, process: process::id(), state: Mutex::new(state) }
     }
 
@@ -330,7 +334,9 @@ impl State {
     /// What has to go so that no more is kept than may be: first what alone is too large, then the oldest.
     fn release_surplus(&mut self) -> Vec<Segment> {
         let mut released = Vec::new();
-        while self.stats.cached + self.stats.escaped > self.limit || self.idle.len() + self.escaped.len() > MOST_KEPT {
+        while self.stats.cached + self.stats.escaped > self.limit
+            || self.idle.len() + if self.forgets_escaped { self.escaped.len() } else { 0 } > MOST_KEPT
+        {
             let Some((segment, bytes)) = self.least_wanted() else { break };
             *bytes -= segment.size();
             released.push(segment);

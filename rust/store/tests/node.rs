@@ -379,6 +379,29 @@ fn escaped_bytes_count_against_the_limit_until_their_views_end() {
 }
 
 #[test]
+fn however_many_tensors_escape_their_bytes_count_against_the_limit() {
+    const LEN: usize = 300_000;
+    let (owner, _, between) = pair(Way::Bytes);
+    let consumer = Node::new(Limits { buffer_bytes: 50 << 20, ..LIMITS });
+    let mut kept = Vec::new();
+    let error = loop {
+        let ids = put(&owner, &[vec![1; LEN]]).unwrap();
+        let wanted = [whole(OWNER, &ids[0], LEN as u64)];
+        match within(0.1, |patience| consumer.fetch(&wanted, &between, patience)) {
+            Ok(views) => kept.push(views),
+            Err(error) => break error,
+        }
+        consumer.clear_buffer(None);
+        owner.remove(&ids);
+        assert!(kept.len() * LEN <= 50 << 20, "more than there may be");
+    };
+    assert!(matches!(error, StoreError::Full { used: 0, .. }), "{error}");
+    assert!(kept.len() > 150, "{}", kept.len());
+    kept.clear();
+    assert_eq!(consumer.stats().buffer.memory.escaped_bytes, 0);
+}
+
+#[test]
 fn the_age_of_what_nobody_claimed_is_that_of_the_oldest() {
     let owner = Node::new(LIMITS);
     let age = || owner.stats().storage.oldest_unclaimed_seconds;
