@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import tundish as td
 from tundish.scatter.arrival import Arrival
+from tundish.scatter.direct import Direct
 from tundish.scatter.place import place_of
 from tundish.scatter.scatterer import Scatterer
 
@@ -110,6 +111,62 @@ def test_a_batch_goes_to_a_gpu(tmp_path: Path) -> None:
         job.tell(0, "cuda")
         job.tell(1, "cuda")
         job.expect_end()
+
+
+def one_round_goes_wrong(rank: int, line: Line) -> None:
+    """Between devices, as below; `whose` of the two calls of a round fails as it begins."""
+    whose = line.hear()
+    with td.distributed.Voter() as voter:
+        scatterer = Scatterer(
+            voter,
+            place_of(None, 0),
+            timeout=timedelta(seconds=20),
+            shared_memory=False,
+            direct=("cpu", "gloo"),
+        )
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of the device's memory")
+
+    host = torch.device("cpu")
+
+    def go_through(number: int, given: list[Any]) -> None:
+        if rank == 0:
+            scatterer.give(given, host)
+            return
+        arrival = scatterer.take()
+        assert isinstance(arrival, Arrival)
+        check(arrival.build(host), number, "cpu")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for number in range(4):
+            if number == 1 and rank == (whose == "receive"):
+                patch.setattr(Direct, whose, fail)
+            else:
+                patch.undo()
+            # All of one form and size.
+            given = [make(number), make(number)]
+            kind, _, _ = outcome(lambda: go_through(number, given))  # noqa: B023
+            line.say(kind)
+            line.hear()
+
+
+@pytest.mark.parametrize("whose", ["receive", "send"])
+def test_tensors_of_a_round_that_went_wrong_are_not_taken_for_the_next_ones(
+    whose: str, tmp_path: Path
+) -> None:
+    with Job(one_round_goes_wrong, 2, tmp_path) as job:
+        for rank in (0, 1):
+            job.tell(rank, whose)
+        assert job.hear_all() == [("",), ("",)]
+        fails = int(whose == "receive")
+        for rank in (0, 1):
+            job.tell(rank)
+        assert job.hear(fails) == ("RuntimeError",)
+        job.tell(fails)
+        for _ in range(2):
+            assert job.hear(fails) == ("PeerFailedError",)
+            job.tell(fails)
 
 
 def from_device_to_device(rank: int, line: Line) -> None:

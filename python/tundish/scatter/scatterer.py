@@ -23,7 +23,7 @@ from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.departure import Departure
 from tundish.scatter.direct import Direct
-from tundish.scatter.far import FarLane
+from tundish.scatter.far import FarLane, Job
 from tundish.scatter.member import Member
 from tundish.scatter.messages import DIRECT, FAILED, FILLED, FILLING, LOST, NOTE, NOTHING, Head
 from tundish.scatter.near import Announcement, HungUpError, NearEnd, NearLane, Shipment, own_pages
@@ -195,19 +195,35 @@ class Scatterer(Member):
             for far in ways.far:
                 del untold[far.rank]
             job = self._dispatch(ways, ways.courier, messages, reached)
-        self._send_near(ways.near, departures, untold, foretold)
-        self._batches += sum(isinstance(departure, Departure) for departure in departures.values())
-        if job is not None:
-            self._wait(job.wait, lambda: reached[-1] if reached else None)
-            for sent in (departures[far.rank] for far in ways.far):
-                self._sent_bytes += sent.size if isinstance(sent, Departure) else 0
-            errors = job.result()
-            if loaded is not None:
+        try:
+            self._send_near(ways.near, departures, untold, foretold)
+            errors = {} if job is None else self._sent_far(job, reached, departures)
+            if job is not None and loaded is not None:
                 # Those who heard of it wait for it, whoever did not.
                 told = {rank: buffer for rank, buffer in loaded.buffers.items() if rank not in errors}
                 loaded.direct.send(told, loaded.device)
-            for rank, error in errors.items():
-                raise self._lose(rank, f"could not be sent its batch ({error})") from error
+        except BaseException:
+            if loaded is not None:
+                # They would take the tensors of the next one for those of this one.
+                self.end("could not send an earlier batch")
+            raise
+        self._batches += sum(isinstance(departure, Departure) for departure in departures.values())
+        for rank, error in errors.items():
+            raise self._lose(rank, f"could not be sent its batch ({error})") from error
+
+    def _sent_far(
+        self,
+        job: Job[dict[int, Exception]],
+        reached: list[int],
+        departures: Mapping[int, Departure | _Word],
+    ) -> dict[int, Exception]:
+        """Wait until ranks of other nodes have theirs; by rank, what went wrong."""
+        self._wait(job.wait, lambda: reached[-1] if reached else None)
+        errors = job.result()
+        for rank in reached:
+            sent = departures[rank]
+            self._sent_bytes += sent.size if isinstance(sent, Departure) else 0
+        return errors
 
     def _send_near(
         self,
@@ -325,7 +341,12 @@ class Scatterer(Member):
             return None
         head, content = message
         if head.flags & DIRECT and ways.direct is not None:
-            content = self._fetched(ways.direct, head, content)
+            try:
+                content = self._fetched(ways.direct, head, content)
+            except BaseException:
+                # Its tensors are on their way, and would be taken for those of the next one.
+                self.end("could not take an earlier batch")
+                raise
         if ways.near:
             content = self._pass_on(ways.near, head, content)
         if head.kind == LOST:
