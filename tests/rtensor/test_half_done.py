@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -24,8 +26,13 @@ def held(process: Peer) -> tuple[int, int]:
     return storage["num_tensors"], buffer["num_entries"]
 
 
+@pytest.mark.parametrize("is_claimed", [True, False], ids=["claimed", "fetched"])
 def test_what_was_kept_by_some_alone_ends_with_its_step(
-    owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+    is_claimed: bool,
+    owners: list[Peer],
+    consumers: list[Peer],
+    controller: Controller,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handles = owners[0].call(told.make, 2, 10)
     ask_all = controller._lines.ask_all
@@ -41,14 +48,16 @@ def test_what_was_kept_by_some_alone_ends_with_its_step(
             return [TransferError("it is silent") if is_silent else next(answers) for is_silent in silent]
         return ask_all(wanted)
 
-    with controller.step(claim=handles):
+    with controller.step(claim=handles if is_claimed else None):
         for consumer in consumers:
             consumer.call(told.sums, handles)
         with monkeypatch.context() as patch:
             patch.setattr(controller._lines, "ask_all", ask_all_but_one)
             with pytest.raises(DrainError, match="what to keep"):
                 controller.keep(handles)
-    assert [held(one) for one in (*owners, *consumers)] == [(0, 0)] * len([*owners, *consumers])
+    assert [held(one) for one in consumers] == [(0, 0)] * len(consumers)
+    assert held(owners[0]) == ((0 if is_claimed else 2), 0)
+    controller.clear_batches(handles)
 
 
 def claim_what_is_elsewhere(handles: Any) -> int:
@@ -111,6 +120,29 @@ def interrupted_at(method: str, handles: Any) -> tuple[int, int]:
 def test_a_step_whose_end_is_interrupted_ends(method: str, owners: list[Peer], consumers: list[Peer]) -> None:
     handles = owners[0].call(told.make, 2, 10)
     assert consumers[0].call(interrupted_at, method, handles) == (0, 0)
+
+
+def test_a_step_that_is_interrupted_as_its_end_is_noted_ends(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    note = controller._errands.note
+
+    def interrupted(errands: Any) -> Any:
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGINT)
+        return note(errands)
+
+    def step() -> None:
+        with controller.step(claim=handles):
+            consumers[0].call(told.sums, handles)
+            rtensor.localize(handles)
+            monkeypatch.setattr(controller._errands, "note", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert rtensor.fetch_buffer_stats()["num_entries"] == 0
+    assert held(owners[0]) == held(consumers[0]) == (0, 0)
 
 
 def test_a_step_that_is_interrupted_as_it_begins_is_none(

@@ -74,6 +74,8 @@ class _Begun(NamedTuple):
 class _Ending(NamedTuple):
     """What is to be done at the end of a step."""
 
+    # By owner, what the step claimed and did not keep.
+    drained: dict[str, list[str]]
     here: list[int]
     contested: list[Errand]
     consumers: list[Errand]
@@ -224,26 +226,18 @@ class Controller:
 
     def _finish(self, begun: _Begun, owners: dict[str, list[str]], handles: list[RTensor]) -> None:
         """End a step that has begun, and begin the next one."""
+        noted: list[_Ending] = []
         with self._lock:
-            kept, self._kept = self._kept, set()
-            drained = {owner: [one for one in ids if one not in kept] for owner, ids in owners.items()}
-            noted: list[_Ending] = []
-
-            def note() -> None:
-                self._current = None
-                self._carried.update(kept)
-                noted.append(self._note_end(begun.number, drained))
-                self._contested = []
-                self._half_kept.clear()
-
-            to_its_end(note)
             try:
+                to_its_end(lambda: noted.append(self._note_end(begun.number, owners)))
                 # First, so that there is no time at which what is fetched belongs to no step.
                 self._begin_ahead()
             finally:
-                self._end(begun, noted[0], drained)
+                if noted:
+                    self._end(begun, noted[0])
+        ended = {one for ids in noted[0].drained.values() for one in ids}
         for handle in handles:
-            if handle.shard_id not in kept:
+            if handle.shard_id in ended:
                 handle.forget()
 
     def keep(self, obj: Any) -> int:
@@ -362,38 +356,45 @@ class Controller:
 
     def _note_end(self, number: int, owners: dict[str, list[str]]) -> _Ending:
         """What the end of the step comes to, noted before any of it is done."""
-        claims = [one for ids in owners.values() for one in ids]
+        self._carried |= self._kept
+        drained = {owner: [one for one in ids if one not in self._kept] for owner, ids in owners.items()}
+        claims = [one for ids in drained.values() for one in ids]
         end = Request("POST", f"/epoch/{number}/end")
-        return _Ending(
+        note = self._errands.note
+        ending = _Ending(
+            drained,
             [contested for contested, workers in self._contested if _HERE in workers] + [number],
-            self._errands.note(
+            note(
                 (worker, Request("POST", f"/epoch/{contested}/end"), [])
                 for contested, workers in self._contested
                 for worker in workers
                 if self._is_worker(worker.addr)
             ),
-            self._errands.note(
-                (worker, end, claims) for worker in self._workers if worker.addr not in owners
-            ),
-            self._errands.note((self._worker_at(owner), end, claims) for owner in owners),
-            self._errands.note(self._removals(owners)),
-            self._errands.note(self._drops_of_half_kept(owners)),
+            note((worker, end, claims) for worker in self._workers if worker.addr not in drained),
+            note((self._worker_at(owner), end, claims) for owner in drained),
+            note(self._removals(drained)),
+            note(self._drops_of_half_kept(drained)),
         )
+        self._kept.clear()
+        self._half_kept.clear()
+        self._contested = []
+        self._current = None
+        return ending
 
     def _drops_of_half_kept(
-        self, owners: dict[str, list[str]]
+        self, drained: dict[str, list[str]]
     ) -> Iterator[tuple[Worker, Request, list[str]]]:
-        half = {owner: [one for one in ids if one in self._half_kept] for owner, ids in owners.items()}
-        ids = [one for some in half.values() for one in some]
-        if ids:
-            drop = Request("DELETE", "/buffer/clear", {"shard_ids": ids})
-            yield from ((worker, drop, ids) for worker in self._workers if worker.drain is None)
-            yield from self._removals({owner: some for owner, some in half.items() if some})
+        half = self._half_kept - self._carried
+        if half:
+            drop = Request("DELETE", "/buffer/clear", {"shard_ids": sorted(half)})
+            yield from ((worker, drop, sorted(half)) for worker in self._workers if worker.drain is None)
+            claimed = {owner: [one for one in ids if one in half] for owner, ids in drained.items()}
+            yield from self._removals({owner: ids for owner, ids in claimed.items() if ids})
 
-    def _end(self, begun: _Begun, ending: _Ending, owners: dict[str, list[str]]) -> None:
+    def _end(self, begun: _Begun, ending: _Ending) -> None:
         """Drain the step everywhere, consumers first."""
         number, claimed = begun
-        claims = [one for ids in owners.values() for one in ids]
+        claims = [one for ids in ending.drained.values() for one in ids]
 
         def end_here() -> None:
             try:
