@@ -2,7 +2,7 @@
 //!
 //! A [`Mapping`] owns its range and unmaps it. What always holds: the range stays where it is and can be read as long as
 //! the mapping lives, in a child made by `fork` too; the open file description that it was made from lives as long, and
-//! with it the lock on that.
+//! with it the lock on that. What has room for a huge page begins where one may.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -14,6 +14,7 @@ use rustix::fd::AsFd;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use crate::error::ShmError;
+use crate::file::HUGE_PAGE;
 use crate::warm::or_without_kept;
 
 /// Bytes whose page tables are filled at once, whole pages: meanwhile no other thread of the process maps or unmaps
@@ -56,8 +57,16 @@ impl Mapping {
             // Without it the kernel would count all of it against what may be promised, though little is ever copied.
             Access::Private => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE),
         };
-        // SAFETY: a new mapping at a place that the kernel chooses; it takes nothing from anybody.
-        let start = or_without_kept(|| unsafe { mmap(ptr::null_mut(), len, protection, flags, &file, 0) });
+        let start = or_without_kept(|| {
+            if let Some(place) = Place::for_huge_pages(len) {
+                // SAFETY: over a range that is ours, of which nobody knows.
+                let start = unsafe { mmap(place.start(), len, protection, flags | MapFlags::FIXED, &file, 0) }?;
+                place.leave(len);
+                return Ok(start);
+            }
+            // SAFETY: a new mapping at a place that the kernel chooses; it takes nothing from anybody.
+            unsafe { mmap(ptr::null_mut(), len, protection, flags, &file, 0) }
+        });
         Self::at(start, len)
     }
 
@@ -120,8 +129,21 @@ impl Mapping {
         }
     }
 
-    /// Drops this process's own pages of a private mapping within `bytes`, whole pages: what is there is the file's again.
-    /// `false` where the kernel does not, as with memory that is locked.
+    /// Puts a part, which begins and ends where huge pages do, on a huge page each; its file has a page of each there
+    /// already. `false` where the kernel makes none.
+    pub(crate) fn put_on_huge_pages(&self, bytes: Range<usize>) -> bool {
+        assert!(bytes.start <= bytes.end && bytes.end <= self.len, "{bytes:?} of {}", self.len);
+        #[cfg(target_os = "linux")]
+        // SAFETY: within the range; no byte changes.
+        return unsafe {
+            libc::madvise(self.start.as_ptr().add(bytes.start).cast(), bytes.len(), libc::MADV_COLLAPSE) == 0
+        };
+        #[cfg(not(target_os = "linux"))]
+        false
+    }
+
+    /// Drops what this process found of `bytes`, whole pages: of a private mapping its own pages, so that what is there is the
+    /// file's again; of a shared one no byte changes. `false` where the kernel does not, as with memory that is locked.
     pub(crate) fn drop_pages(&self, bytes: Range<usize>) -> bool {
         assert!(bytes.start <= bytes.end && bytes.end <= self.len, "{bytes:?} of {}", self.len);
         #[cfg(target_os = "linux")]
@@ -138,5 +160,43 @@ impl Drop for Mapping {
         // SAFETY: mapped by `new`, and nobody has it any more. It can fail only where splitting a range exceeds the
         // kernel's number of them; the memory then stays mapped and unused.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+    }
+}
+
+/// Addresses set aside, from the first at which a huge page may begin; given back unless they are left to somebody.
+struct Place {
+    all: Mapping,
+}
+
+impl Place {
+    /// Room for `len` bytes; `None` where they have no room for a huge page, or there are no more addresses.
+    fn for_huge_pages(len: usize) -> Option<Self> {
+        if !cfg!(target_os = "linux") || len < HUGE_PAGE {
+            return None;
+        }
+        let all = len.checked_next_multiple_of(rustix::param::page_size())?.checked_add(HUGE_PAGE)?;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new mapping at a place that the kernel chooses; it takes nothing from anybody.
+        let start = unsafe { mmap_anonymous(ptr::null_mut(), all, ProtFlags::empty(), flags) };
+        Mapping::at(start, all).ok().map(|all| Place { all })
+    }
+
+    fn start(&self) -> *mut c_void {
+        let start = self.all.start();
+        start.wrapping_add(start.align_offset(HUGE_PAGE)).cast()
+    }
+
+    /// Gives back what lies before and behind the first `len` bytes of the place.
+    fn leave(self, len: usize) {
+        let (first, start) = (self.all.start(), self.start().cast::<u8>());
+        let end = start.wrapping_add(len.next_multiple_of(rustix::param::page_size()));
+        let behind = first.wrapping_add(self.all.len());
+        std::mem::forget(self);
+        for (from, to) in [(first, start), (end, behind)] {
+            if from < to {
+                // SAFETY: of the range, and nothing is mapped there but the place.
+                let _ = unsafe { munmap(from.cast(), to as usize - from as usize) };
+            }
+        }
     }
 }

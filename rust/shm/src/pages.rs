@@ -10,6 +10,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use crate::file::HUGE_PAGE;
 use crate::mapping::Mapping;
 
 /// An entry's bits: the page is in memory; it is swapped out, or on its way; it is a file's.
@@ -44,7 +45,16 @@ fn is_told() -> bool {
 ///
 /// `false` where that was not done, or not for all of them: the mapping is then good for nothing but to be unmapped.
 pub(crate) fn give_back(map: &Mapping, bytes: Range<usize>) -> bool {
-    is_told() && written(map, bytes).is_some_and(|runs| runs.into_iter().all(|run| map.drop_pages(run)))
+    is_told() && written(map, bytes).is_some_and(|runs| runs.into_iter().all(|run| map.drop_pages(around(map, run))))
+}
+
+/// A run of pages, with all of the huge page that the file may have there: that one was taken to pieces in the mapping when
+/// a part of it was written to, and is found whole again only where nothing of it is left.
+fn around(map: &Mapping, run: Range<usize>) -> Range<usize> {
+    if map.len() < HUGE_PAGE {
+        return run;
+    }
+    run.start / HUGE_PAGE * HUGE_PAGE..run.end.next_multiple_of(HUGE_PAGE).min(map.len())
 }
 
 /// Whether the first page of a private mapping, which nobody writes to, is the file's own. `mlockall` makes every page that can be

@@ -48,6 +48,8 @@ pub struct Segment {
     generation: u64,
     writers: Writers,
     is_huge: bool,
+    /// Bytes of the file, from its first on, that the kernel has cleared already: all that lies on huge pages.
+    cleared: usize,
     is_sealed: bool,
     /// The kernel seals only what has no name.
     can_be_sealed: bool,
@@ -66,30 +68,33 @@ impl Segment {
     pub(crate) fn create(len: usize, writers: Writers, huge: bool, go_on: GoOn<'_>) -> Result<Self, ShmError> {
         let size = size_for(len)?;
         memory::check(size as u64)?;
-        let (file, size, is_huge) = match if huge { Self::on_huge_pages(size, go_on)? } else { None } {
-            Some((file, size)) => (file, size, true),
+        let (file, size, cleared) = match if huge { Self::on_huge_pages(size, go_on)? } else { None } {
+            Some((file, size)) => (file, size, size),
             None => {
                 let size = size.next_multiple_of(rustix::param::page_size());
                 let file = file::create(false)?;
-                file::reserve(file.as_fd(), size, go_on)?;
-                (file, size, false)
+                let cleared = file::reserve(file.as_fd(), size, go_on)?;
+                (file, size, cleared)
             }
         };
         let mut segment = Self::over(file, size, writers)?;
         segment.is_huge = huge;
-        if huge && !is_huge {
+        segment.cleared = cleared;
+        if huge && cleared < size {
             segment.map.advise_huge();
         }
         Ok(segment)
     }
 
-    /// Memory in `file`, which is to get a name: of `size` bytes in whole pages, all of them reserved.
+    /// Memory in `file`, which is to get a name: of `size` bytes in whole pages, all of them reserved, and the first
+    /// `cleared` bytes cleared.
     ///
     /// # Errors
     /// [`ShmError::Io`] where it cannot be mapped.
-    pub(crate) fn in_file(file: OwnedFd, size: usize, huge: bool) -> Result<Self, ShmError> {
+    pub(crate) fn in_file(file: OwnedFd, size: usize, cleared: usize, huge: bool) -> Result<Self, ShmError> {
         let mut segment = Self::over(file, size, Writers::Present)?;
         segment.can_be_sealed = false;
+        segment.cleared = cleared;
         if huge {
             segment.map.advise_huge();
         }
@@ -101,7 +106,7 @@ impl Segment {
         let size = size.next_multiple_of(HUGE_PAGE);
         let Ok(file) = file::create(true) else { return Ok(None) };
         match file::reserve(file.as_fd(), size, go_on) {
-            Ok(()) => Ok(Some((file, size))),
+            Ok(_) => Ok(Some((file, size))),
             Err(ShmError::Io { .. }) => Ok(None),
             Err(error) => Err(error),
         }
@@ -124,6 +129,7 @@ impl Segment {
             generation: 1,
             writers,
             is_huge: false,
+            cleared: 0,
             is_sealed: false,
             can_be_sealed: true,
             populated: 0,
@@ -180,8 +186,8 @@ impl Segment {
 
     /// Copies `len` bytes of data into the segment, from its first on.
     ///
-    /// Into fresh pages they are written as into a file: the kernel then does not clear them first, and no page is found
-    /// by a fault.
+    /// Into fresh small pages they are written as into a file: the kernel then does not clear them first, and no page is
+    /// found by a fault.
     ///
     /// # Errors
     /// [`ShmError::Io`] where the kernel cannot read the source, and what `go_on` says.
@@ -216,10 +222,13 @@ impl Segment {
     ) -> Result<(), ShmError> {
         let fits = at.checked_add(len).is_some_and(|end| end <= self.capacity());
         assert!(fits, "{len} bytes from {at} on for a segment of {}", self.capacity());
-        let is_fresh = !self.is_sealed && !self.is_huge;
+        // A page that is fresh is cleared when it is first found, unless it is written as a file's.
+        let cleared = if self.is_sealed { usize::MAX } else { self.cleared };
         let mut start = 0;
         while start < len {
-            let stride = STRIDE.min(len - start);
+            let place = DATA_START + at + start;
+            let is_fresh = place >= cleared;
+            let stride = STRIDE.min(len - start).min(if is_fresh { usize::MAX } else { cleared - place });
             // SAFETY: within the source, by the caller's promise, and within the segment.
             start += unsafe {
                 let from = source.add(start);
@@ -297,7 +306,14 @@ impl Segment {
             layout: layout.to_vec(),
         };
         facts.write(&self.map);
-        if self.is_sealed || !self.can_be_sealed { Ok(()) } else { self.seal() }
+        if !self.is_sealed && self.can_be_sealed {
+            self.seal()?;
+        }
+        if self.writers == Writers::Present && self.cleared > 0 && self.map.drop_pages(0..self.cleared) {
+            // Who looks at what this process has in memory would see the data twice: here, and where it is read.
+            self.populated = 0;
+        }
+        Ok(())
     }
 
     /// From here on it keeps its length. Its pages count as used: what is written to it is written in place.
@@ -383,3 +399,6 @@ impl Drop for Segment {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

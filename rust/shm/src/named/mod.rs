@@ -68,29 +68,30 @@ impl Claim {
     /// be told. [`ShmError::NoHeadroom`], and what `go_on` says.
     pub fn make_segment(&self, len: usize, huge: bool, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
         let size = size_for(len)?.next_multiple_of(rustix::param::page_size());
-        Segment::in_file(self.make_file(size, go_on)?, size, huge)
+        let (file, on_huge_pages) = self.make_file(size, go_on)?;
+        Segment::in_file(file, size, on_huge_pages, huge)
     }
 
-    /// A file of `size` bytes, every page of it there. Its descriptor carries the hold, and so do the maps that are made
-    /// of it.
-    fn make_file(&self, size: usize, go_on: GoOn<'_>) -> Result<OwnedFd, ShmError> {
+    /// A file of `size` bytes, every page of it there; and how many bytes of it lie on huge ones. Its descriptor carries
+    /// the hold, and so do the maps that are made of it.
+    fn make_file(&self, size: usize, go_on: GoOn<'_>) -> Result<(OwnedFd, usize), ShmError> {
         let full = |free| ShmError::NoSpace { path: self.directory.path_of(&self.name), asked: size as u64, free };
         match self.directory.free()? {
             Some(free) if free < size as u64 => return Err(full(free)),
             _ => memory::check(size as u64)?,
         }
         let file = self.directory.make()?;
-        match file::reserve(file.as_fd(), size, go_on) {
+        let on_huge_pages = match file::reserve(file.as_fd(), size, go_on) {
             // Another took the room meanwhile. What was reserved so far comes back when the file is closed.
             Err(ShmError::Io { source, .. }) if source.kind() == ErrorKind::StorageFull => {
                 let reserved = file::status(file.as_fd())?.st_blocks.unsigned_abs() * 512;
                 return Err(full(reserved + self.directory.free()?.unwrap_or_default()));
             }
             outcome => outcome?,
-        }
+        };
         // Nobody else knows the file.
         file::lock_shared(file.as_fd())?;
-        Ok(file)
+        Ok((file, on_huge_pages))
     }
 
     /// Gives the name to the segment in `file`, whose header and data are written.

@@ -35,7 +35,7 @@ impl Yard {
 
     fn draft(&self, name: &str) -> Result<(OwnedFd, Claim), ShmError> {
         let claim = Claim::new(self.directory.clone(), named(name), &mut || Ok(()))?;
-        let file = claim.make_file(BYTES, &mut || Ok(()))?;
+        let (file, _) = claim.make_file(BYTES, &mut || Ok(()))?;
         let map = Mapping::new(&file, BYTES, Access::Write)?;
         static MADE: AtomicU64 = AtomicU64::new(1);
         let (identity, owner) = (MADE.fetch_add(1, Ordering::Relaxed), Owner::current());

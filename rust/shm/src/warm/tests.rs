@@ -116,10 +116,19 @@ fn the_next_use_of_a_segment_is_read_without_a_fault() {
         let before = minor_faults();
         let sum: u64 = bytes(&copy, LEN).iter().step_by(PAGE).map(|byte| u64::from(*byte)).sum();
         let faults = minor_faults() - before;
-        assert!(if mark == 0 { faults >= 100 } else { faults < 20 }, "{faults} faults, {sum}");
+        let expected = match mark {
+            // One a huge page, at least.
+            0 => 4..i64::MAX,
+            1 | 2 => 0..4,
+            // Of sixteen pages at once, in two huge ones, where these were taken to pieces.
+            _ => 1..80,
+        };
+        assert!(expected.contains(&faults), "{faults} faults, {sum}");
         assert!(bytes(&copy, LEN) == pattern(LEN, mark));
-        // Some are written to: these alone are found anew.
-        (0..5).for_each(|number| write(&copy, number * 1_000_000..number * 1_000_000 + 1));
+        if mark == 2 {
+            // What is near them, in whole huge pages, alone is found anew.
+            (0..4).for_each(|number| write(&copy, number * 1_000_000..number * 1_000_000 + 1));
+        }
         drop((copy, loan));
         arena.give_back(segment);
     }
