@@ -232,9 +232,12 @@ class Controller:
                 to_its_end(lambda: noted.append(self._note_end(begun.number, owners)))
                 # First, so that there is no time at which what is fetched belongs to no step.
                 self._begin_ahead()
-            finally:
+            except BaseException:
+                # Who does not answer at once now is told by the next step.
                 if noted:
-                    self._end(begun, noted[0])
+                    self._errands.hurried(lambda: self._end(begun, noted[0]))
+                raise
+            self._end(begun, noted[0])
         ended = {one for ids in noted[0].drained.values() for one in ids}
         for handle in handles:
             if handle.shard_id in ended:

@@ -6,7 +6,7 @@ What always holds: what fails or is interrupted stays noted, and is tried again 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from tundish.rtensor.lines import Lines, Request, Worker
 __all__ = ["Errand", "Errands"]
 
 _log = logging.getLogger("tundish.rtensor")
+# Seconds for each message.
+_HURRIED = 1.0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -36,6 +38,15 @@ class Errands:
         self._hooks = hooks
         # What began and did not succeed: it failed, or was interrupted.
         self._undone: list[Errand] = []
+
+    def hurried(self, work: Callable[[], object]) -> None:
+        """Do `work` in which nobody is waited for longer than a second."""
+        lines, hooks = self._lines.timeout, self._hooks.timeout
+        try:
+            self._lines.timeout, self._hooks.timeout = min(_HURRIED, lines), min(_HURRIED, hooks)
+            work()
+        finally:
+            self._lines.timeout, self._hooks.timeout = lines, hooks
 
     def tell(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> dict[Worker, Any]:
         return self.carry_out(self.note(requests))

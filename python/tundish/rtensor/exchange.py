@@ -1,13 +1,18 @@
 """A connection on which a request and its answer together have a deadline, and a size that they do not pass.
 
-What always holds: no call of the system waits beyond the deadline, however little comes each time; of what comes no
-more is kept than an answer may have.
+What always holds: no call of the system waits beyond the deadline, however little comes each time, nor for long after
+another thread has ended the connection, but for the look-up of a name; of what comes no more is kept than an answer may
+have.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import http.client
 import io
+import os
+import select
 import socket
 import time
 from typing import Any
@@ -18,8 +23,8 @@ LONGEST_ANSWER = 64 << 20
 # Of its head, with answers before it that only say that it follows.
 _LONGEST_HEAD = 1 << 20
 _PIECE = 1 << 20
-# What a call of the system can be given.
-_LONGEST_WAIT = 86400.0
+# Between two looks at whether the connection was ended.
+_TURN_SECONDS = 0.25
 
 
 class Connection(http.client.HTTPConnection):
@@ -28,6 +33,8 @@ class Connection(http.client.HTTPConnection):
     deadline = 0.0
     # Bytes that may come still.
     room = 0
+    # By another thread, perhaps: from then on nothing is exchanged.
+    is_ended = False
 
     def exchange(
         self, method: str, path: str, content: bytes | None, headers: dict[str, str], deadline: float
@@ -54,8 +61,13 @@ class Connection(http.client.HTTPConnection):
         ):
             made = socket.socket(family, kind, protocol)
             try:
-                made.settimeout(self.left())
-                made.connect(address)
+                made.setblocking(False)
+                failed = made.connect_ex(address)
+                if failed in (errno.EINPROGRESS, errno.EINTR):
+                    self.wait(made, select.POLLOUT)
+                    failed = made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if failed:
+                    raise OSError(failed, os.strerror(failed))
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             except OSError as error:
                 failure = error
@@ -69,12 +81,18 @@ class Connection(http.client.HTTPConnection):
                 return
         raise failure
 
-    def left(self) -> float:
-        """Seconds until the deadline. Raises `TimeoutError`."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        return min(left, _LONGEST_WAIT)
+    def wait(self, made: socket.socket, event: int) -> None:
+        """Until there is something to be done on a socket. Raises `TimeoutError` and `ConnectionAbortedError`."""
+        poll = select.poll()
+        poll.register(made, event)
+        while True:
+            if self.is_ended:
+                raise ConnectionAbortedError("the connection was closed here")
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            if poll.poll(min(left, _TURN_SECONDS) * 1000):
+                return
 
 
 class _Socket:
@@ -85,8 +103,11 @@ class _Socket:
         self._connection = connection
 
     def sendall(self, content: Any) -> None:
-        self._socket.settimeout(self._connection.left())
-        self._socket.sendall(content)
+        left = memoryview(content)
+        while left:
+            self._connection.wait(self._socket, select.POLLOUT)
+            with contextlib.suppress(BlockingIOError):
+                left = left[self._socket.send(left) :]
 
     def makefile(self, *_: Any) -> io.BufferedReader:
         # The file keeps the socket open until it is closed, too.
@@ -111,9 +132,11 @@ class _Incoming(io.RawIOBase):
         return True
 
     def readinto(self, room: Any) -> int | None:
-        self._socket.settimeout(self._connection.left())
-        come = self._file.readinto(room)
-        self._connection.room -= come or 0
+        come = None
+        while come is None:
+            self._connection.wait(self._socket, select.POLLIN)
+            come = self._file.readinto(room)
+        self._connection.room -= come
         if self._connection.room < 0:
             raise http.client.HTTPException("more comes than an answer may have")
         return come

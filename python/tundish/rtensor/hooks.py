@@ -47,16 +47,20 @@ class _Call:
 
 
 class Hooks:
-    """Calls them, each for `timeout` seconds."""
+    """Calls them.
+
+    Attributes:
+        timeout: seconds that each may take.
+    """
 
     def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
+        self.timeout = timeout
         # Those that nobody saw end: they took too long, or who waited for them was interrupted.
         self._under_way: dict[Worker, _Call] = {}
 
     def call(self, wanted: Iterable[tuple[Worker, list[str]]]) -> dict[Worker, Any]:
         """What the calls came to, all at once: as of workers that serve."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         ids_of: dict[Worker, list[str]] = {}
         for worker, ids in wanted:
             ids_of.setdefault(worker, []).extend(ids)
@@ -73,7 +77,7 @@ class Hooks:
                 answers[worker] = call.answer
             else:
                 answers[worker] = TransferError(
-                    f"{worker} fails: the function that drains it has not ended within {self._timeout:g} s"
+                    f"{worker} fails: the function that drains it has not ended within {self.timeout:g} s"
                 )
         return answers
 

@@ -1,13 +1,12 @@
 """What a controller says to its workers: small requests over a connection each.
 
 What always holds: a connection is kept as long as its `Lines`, since a worker gives up what was claimed through one
-that ends; every request has a deadline; a token goes to the addresses that it is for, not to others that come from
-handles; a child made by `fork` keeps no connection open.
+that ends, unless a request on it is interrupted; every request has a deadline; a token goes to the addresses that it is
+for, not to others that come from handles; a child made by `fork` keeps no connection open.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import http.client
 import itertools
 import json
@@ -17,18 +16,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from tundish.errors import InvalidTypeError, NotAuthorizedError, TransferError
 from tundish.rtensor.checks import split_address
+from tundish.rtensor.crew import Crew, Round
 from tundish.rtensor.exchange import Connection
 
 __all__ = ["Lines", "Request", "StepTakenError", "Worker", "worker_of"]
 
-_MOST_AT_ONCE = 32
 # Of ids in a request: some megabytes, which no worker refuses.
 _MOST_IDS = 1 << 16
-_TURN_SECONDS = 0.25
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
 _CONFLICT = 409
@@ -37,8 +35,6 @@ _LONGEST_REASON = 1000
 
 # What connections are known by.
 _made = itertools.count()
-
-T = TypeVar("T")
 
 
 class Worker(NamedTuple):
@@ -71,48 +67,54 @@ class Request(NamedTuple):
 
 
 class Lines:
-    """Connections to workers, one each. `token_for`: what is shown to the one at an address, if anything."""
+    """Connections to workers, one each.
+
+    Attributes:
+        timeout: seconds that each request may take.
+
+    `token_for`: what is shown to the one at an address, if anything.
+    """
 
     def __init__(self, token_for: Callable[[str], str | None], timeout: float) -> None:
         self._token_for = token_for
-        self._timeout = timeout
-        self._pid = os.getpid()
+        self.timeout = timeout
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
-        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self._crew = Crew()
 
     def ask_all(self, requests: Iterable[tuple[Worker, Request]]) -> list[Any]:
-        """The answers of all workers, in order: what came as JSON, or the exception that it came to."""
-        return self.call_all([partial(self.ask, worker, request) for worker, request in requests])
+        """The answers of all workers, in order: what came as JSON, or the exception that it came to.
 
-    def ask(self, worker: Worker, request: Request) -> Any:
-        """The answer of one worker. Raises `TransferError`, `StepTakenError` and `NotAuthorizedError`."""
+        These are `TransferError`, `StepTakenError` and `NotAuthorizedError`.
+        """
+        wanted = list(requests)
+        made = Round([partial(self._ask, worker, request) for worker, request in wanted])
+        try:
+            self._crew.work(made)
+        except BaseException:
+            # What comes next on those lines would be the answers to these.
+            with self._lock:
+                made.is_given_up = True
+            self.forget(wanted[number][0].addr for number in made.undone())
+            raise
+        return made.outcomes
+
+    def _ask(self, worker: Worker, request: Request, made: Round) -> Any:
         token = self._token_for(worker.addr)
         with self._lock:
+            if made.is_given_up:
+                raise TransferError(f"{worker} was not asked: that was interrupted")
             line = self._lines.get(worker.addr)
             if line is None:
-                line = self._lines[worker.addr] = _Line(worker.addr, self._timeout)
+                line = self._lines[worker.addr] = _Line(worker.addr)
         content = request.content or {}
         ids: Sequence[str] = content.get("shard_ids") or ()
-        answer = line.ask(worker, request._replace(content=_with_ids(content, ids, 0)), token)
+        timeout = self.timeout
+        answer = line.ask(worker, request._replace(content=_with_ids(content, ids, 0)), token, timeout)
         for start in range(_MOST_IDS, len(ids), _MOST_IDS):
-            more = line.ask(worker, request._replace(content=_with_ids(content, ids, start)), token)
+            more = line.ask(worker, request._replace(content=_with_ids(content, ids, start)), token, timeout)
             answer = {key: _joined(value, more[key]) for key, value in answer.items()}
         return answer
-
-    def call_all(self, calls: Sequence[Callable[[], T]]) -> list[T | Exception]:
-        """What the calls came to, in order; several at once."""
-        if not calls:
-            return []
-        if len(calls) == 1:
-            return [_outcome(calls[0])]
-        if self._threads is None:
-            self._threads = concurrent.futures.ThreadPoolExecutor(_MOST_AT_ONCE, "tundish-rtensor")
-        futures = [self._threads.submit(_outcome, call) for call in calls]
-        # In turns, each of which a signal ends.
-        while concurrent.futures.wait(futures, _TURN_SECONDS).not_done:
-            pass
-        return [future.result() for future in futures]
 
     def made(self, addr: str) -> int | None:
         """A number that tells the connection to `addr` from all others, also from one that it was made again as."""
@@ -121,7 +123,7 @@ class Lines:
         return None if line is None else line.made
 
     def forget(self, addresses: Iterable[str]) -> None:
-        """Close the lines to these addresses."""
+        """Close the lines to these addresses; what is asked on one of them fails."""
         with self._lock:
             gone = [self._lines.pop(one, None) for one in list(addresses)]
         for line in gone:
@@ -136,53 +138,64 @@ class Lines:
 
     def close(self) -> None:
         """Close all of them; the workers give up what was claimed through them."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=self._pid == os.getpid())
-            self._threads = None
-        self.forget(self._lines)
+        self.forget(list(self._lines))
+        self._crew.end()
 
 
 class _Line:
     """One connection, which is made when it is first used, and again where it was lost."""
 
-    def __init__(self, addr: str, timeout: float) -> None:
+    def __init__(self, addr: str) -> None:
         host, port = split_address(addr)
         self.made: int | None = None
         self._lock = threading.Lock()
-        self._timeout = timeout
         self._connection = Connection(host, port)
         _of_process.add(self)
 
-    def ask(self, worker: Worker, request: Request, token: str | None) -> Any:
+    def ask(self, worker: Worker, request: Request, token: str | None, timeout: float) -> Any:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
         content = None if request.content is None else json.dumps(request.content).encode()
-        deadline = time.monotonic() + self._timeout
-        with self._lock:
-            is_kept = self._connection.sock is not None
-            try:
-                try:
-                    status, text = self._exchange(request, content, headers, deadline)
-                except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                    self._connection.close()
-                    # A connection that was kept may have been closed since; what these requests do can be done twice.
-                    if not is_kept:
-                        raise
-                    status, text = self._exchange(request, content, headers, deadline)
-            # A name that cannot be one of a host, too.
-            except (OSError, http.client.HTTPException, UnicodeError) as error:
-                self._connection.close()
-                reason = str(error) or type(error).__name__
-                raise TransferError(
-                    f"{worker} does not answer ({request.method} {request.path}): {reason}; does that process still "
-                    "run?"
-                ) from error
-            except BaseException:
-                # Interrupted in the middle: what comes next on it would be the answer to this.
-                self._connection.close()
-                raise
+        deadline = time.monotonic() + timeout
+        try:
+            with self._lock:
+                status, text = self._exchange_again(worker, request, content, headers, deadline)
+        finally:
+            if self._connection.is_ended:
+                self._let_go()
         return _read(worker, request, status, text)
+
+    def _exchange_again(
+        self,
+        worker: Worker,
+        request: Request,
+        content: bytes | None,
+        headers: dict[str, str],
+        deadline: float,
+    ) -> tuple[int, bytes]:
+        """The answer on the connection as it is, or on a new one where that was lost."""
+        is_kept = self._connection.sock is not None
+        try:
+            try:
+                return self._exchange(request, content, headers, deadline)
+            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+                self._connection.close()
+                # A connection that was kept may have been closed since; what these requests do can be done twice.
+                if not is_kept:
+                    raise
+                return self._exchange(request, content, headers, deadline)
+        # A name that cannot be one of a host, too.
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            self._connection.close()
+            reason = str(error) or type(error).__name__
+            raise TransferError(
+                f"{worker} does not answer ({request.method} {request.path}): {reason}; does that process still run?"
+            ) from error
+        except BaseException:
+            # Interrupted in the middle: what comes next on it would be the answer to this.
+            self._connection.close()
+            raise
 
     def _exchange(
         self, request: Request, content: bytes | None, headers: dict[str, str], deadline: float
@@ -196,8 +209,17 @@ class _Line:
                 self.made = next(_made)
 
     def close(self) -> None:
-        with self._lock:
-            self._connection.close()
+        """Now, or as soon as who asks on it has found that out."""
+        self._connection.is_ended = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # Who has the lock comes here when he gives it back.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._connection.close()
+            finally:
+                self._lock.release()
 
     def leave_to_parent(self) -> None:
         """In a child made by `fork`, whose only thread this is: let go of the copy of the parent's connection."""
@@ -273,10 +295,3 @@ def _read(worker: Worker, request: Request, status: int, text: bytes) -> Any:
             "process of tundish"
         )
     return answer
-
-
-def _outcome(call: Callable[[], T]) -> T | Exception:
-    try:
-        return call()
-    except Exception as error:  # noqa: BLE001 (the caller's to judge, beside those of the other workers)
-        return error

@@ -87,6 +87,46 @@ def test_an_interrupted_request_leaves_nothing_for_the_next_one(peers: tuple[Pee
             pass
 
 
+@pytest.mark.parametrize("is_at_the_end", [False, True], ids=["begin", "end"])
+def test_ctrl_c_does_not_wait_for_a_worker_that_stands_still(
+    is_at_the_end: bool, peers: tuple[Peer, Peer]
+) -> None:
+    owner, consumer = peers
+    handles = owner.call(told.make, 2, 10)
+    with Controller(workers_of(peers), timeout=60) as controller:
+        with controller.step():
+            pass
+        before = threading.active_count()
+
+        def stand_still() -> None:
+            consumer.signal(signal.SIGSTOP)
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        def step() -> None:
+            if not is_at_the_end:
+                stand_still()
+            with controller.step(claim=handles):
+                consumer.call(told.sums, handles)
+                stand_still()
+
+        began = time.monotonic()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                step()
+            with Controller(workers_of(peers), timeout=60) as other:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+                with pytest.raises(KeyboardInterrupt):
+                    other.stats()
+            assert time.monotonic() - began < 5
+        finally:
+            consumer.signal(signal.SIGCONT)
+        # What was under way has come to its end, and is made up for.
+        until(lambda: threading.active_count() <= before, "threads of the other one stay")
+        with controller.step(claim=None if is_at_the_end else handles):
+            pass
+        assert consumer.call(told.stats)[1]["num_entries"] == owner.call(told.stats)[0]["num_tensors"] == 0
+
+
 def test_a_line_that_breaks_between_two_steps_is_no_matter(peers: tuple[Peer, Peer]) -> None:
     owner, consumer = peers
     with Controller(workers_of(peers)) as controller:
