@@ -31,6 +31,21 @@ def test_what_is_left_is_warned_of(
     consumers[1].call(told.end, 123_456)
 
 
+def test_what_is_in_use_on_a_worker_has_escaped_and_what_handles_alone_keep_has_not(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    with controller.step(claim=handles):
+        consumers[0].call(told.hold_by_handles_while_busy, handles)
+    assert "escaped" not in caplog.text
+    consumers[0].call(told.let_go)
+    handles = owners[0].call(told.make, 2, 10)
+    with controller.step(claim=handles):
+        consumers[0].call(told.hold, handles)
+    assert f"escaped on {controller.workers[2]}" in caplog.text, caplog.text
+    consumers[0].call(told.let_go)
+
+
 def test_what_is_left_after_a_step_of_one_process_is_warned_of(
     owners: list[Peer], consumers: list[Peer]
 ) -> None:

@@ -108,11 +108,13 @@ def forgotten_with_its_step(owner: Peer) -> None:
         handle.to_local()
 
 
-def test_what_a_handle_alone_kept_has_not_escaped(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("count", [1, 1500])
+def test_what_handles_alone_kept_has_not_escaped(count: int, caplog: pytest.LogCaptureFixture) -> None:
     td.rtensor.serve()
-    handle = td.rtensor.remotize(torch.ones(3))
-    with td.rtensor.step(claim=handle):
-        handle.to_local()
+    handles = td.rtensor.remotize([torch.ones(3) for _ in range(count)])
+    with td.rtensor.step(claim=handles):
+        for handle in handles:
+            handle.to_local()
     assert "escaped" not in caplog.text
 
 

@@ -49,6 +49,9 @@ const MOST_THREADS: usize = 4;
 /// How long whoever clears a node waits for what is freed in the background.
 const SETTLING: Duration = Duration::from_secs(5);
 
+/// How long who ends a step waits for who keeps something of its shards to hear of that: some turns of an interpreter.
+const HEARING: Duration = Duration::from_millis(200);
+
 /// Whoever keeps something of shards beside the nodes of this process.
 static LISTENER: OnceLock<fn()> = OnceLock::new();
 
@@ -361,7 +364,12 @@ impl Service for Node {
         self.reaper.let_go(fetched, entries(fetches));
         self.tell_of_drain();
         let ended = EpochLedger { epoch, has_ended: true, ..EpochLedger::default() };
-        self.ledger(epoch).unwrap_or(ended)
+        let ledger = self.ledger(epoch).unwrap_or(ended);
+        // What is in use only by who is about to hear of the drain has not escaped.
+        if ledger.viewed_bytes > 0 && LISTENER.get().is_some() && self.reaper.settle(HEARING) {
+            return self.ledger(epoch).unwrap_or(ended);
+        }
+        ledger
     }
 
     fn give_up(&self, claimant: Claimant) {
