@@ -138,13 +138,22 @@ fn prepare(path: &Path) {
 
 #[test]
 fn child() {
-    let Some((_, path, _)) = common::role() else {
+    let Some((role, path, _)) = common::role() else {
         return;
     };
     let root = match open(&path) {
         Ok(root) => root,
-        Err(error) => return println!("failed=open: {error}"),
+        Err(error) => {
+            println!("failed=open: {error}");
+            if role == "root-twice" {
+                println!("again={:?}", open(&path).map(drop));
+            }
+            return;
+        }
     };
+    if role == "root-twice" {
+        return;
+    }
     println!("reached=0");
     for failed in &root.recovered().failed {
         println!("left={failed}");
@@ -186,11 +195,15 @@ struct Run {
 
 impl Run {
     fn new(fault: Option<&str>) -> Self {
+        Self::of("root", fault)
+    }
+
+    fn of(role: &str, fault: Option<&str>) -> Self {
         let folder = scratch();
         let path = folder.path().join("root");
         prepare(&path);
         let trace = folder.path().join("trace");
-        let mut command = common::child("root", &path, 0);
+        let mut command = common::child(role, &path, 0);
         command.env("TUNDISH_FAILPOINT_TRACE", &trace);
         if let Some(fault) = fault {
             command.env("TUNDISH_FAILPOINT", fault);
@@ -399,4 +412,24 @@ fn a_disk_that_is_full_at_any_call_costs_nothing() {
 #[test]
 fn a_call_that_fails_after_it_was_made_costs_nothing() {
     fail_at_every_call("fail-after", EIO);
+}
+
+/// Else it would find itself to be the owner, until it ends.
+#[test]
+fn whose_opening_failed_may_try_again() {
+    let calls = Run::of("root-twice", None).trace;
+    let mut failures = 0;
+    for (number, (operation, path, _)) in calls.iter().enumerate() {
+        for mode in ["fail", "fail-after"] {
+            let run = Run::of("root-twice", Some(&format!("{mode} {number} {EIO}")));
+            let again = run.printed("again");
+            failures += again.len();
+            assert!(
+                again.iter().all(|outcome| outcome == "Ok(())"),
+                "{mode} {operation} {}: {again:?}",
+                path.display()
+            );
+        }
+    }
+    assert!(failures > calls.len() / 2);
 }

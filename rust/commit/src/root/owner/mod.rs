@@ -97,8 +97,8 @@ impl<D: Disk + Clone + 'static> Owner<D> {
                 Attempt::Free(file) => match take(root, file, identity.clone(), timing)? {
                     Ok(claim) => {
                         let claim = Arc::new(claim);
-                        let heart = Some(Heart::start(Arc::clone(&claim))?);
-                        return Ok(Self { claim, heart, process: std::process::id() });
+                        let heart = Heart::start(Arc::clone(&claim)).inspect_err(|_| claim.release())?;
+                        return Ok(Self { claim, heart: Some(heart), process: std::process::id() });
                     }
                     Err(found) => found,
                 },
@@ -143,10 +143,7 @@ impl<D: Disk + Clone + 'static> Drop for Owner<D> {
         }
         // First the heart: it must not beat after the release.
         self.heart = None;
-        // Best effort: who comes next sees that the process is gone, or that the heart stands still.
-        if matches!(self.claim.read_again(), Ok(Some(record)) if record.nonce == self.claim.own.nonce) {
-            let _ = self.claim.write(&self.claim.own.release());
-        }
+        self.claim.release();
     }
 }
 
@@ -163,6 +160,13 @@ impl<D: Disk> Claim<D> {
         write_all(&self.disk, &self.file, 0, &bytes, &self.path, bytes.len(), |_| Ok(()))?;
         // For its way to the server, not to the disk: nobody needs a heartbeat after a crash.
         if self.is_shared { self.disk.fsync(&self.file, &self.path) } else { Ok(()) }
+    }
+
+    /// Lets go, if it is held. Best effort: who comes next sees that the process is gone, or that the heart stands still.
+    fn release(&self) {
+        if matches!(self.read_again(), Ok(Some(record)) if record.nonce == self.own.nonce) {
+            let _ = self.write(&self.own.release());
+        }
     }
 
     /// One beat; `false` when the root is another's.
@@ -236,17 +240,23 @@ fn take<D: Disk + Clone>(
     let own = Record::new(owner, nonce(&path)?);
     let is_shared = !root.disk.is_local(&root.folder);
     let claim = Claim { disk: root.disk.clone(), file, path, own, is_shared, timing };
+    // What failed may have been written all the same.
+    let found = write_and_look(&claim).inspect_err(|_| claim.release())?;
+    if found.as_ref().is_some_and(|record| record.nonce == claim.own.nonce) { Ok(Ok(claim)) } else { Ok(Err(found)) }
+}
+
+/// Whose record is there after the own was written.
+fn write_and_look<D: Disk>(claim: &Claim<D>) -> Result<Option<Record>, CommitError> {
     claim.write(&claim.own)?;
     if claim.disk.file_status(&claim.file, &claim.path)?.size > record::LENGTH as u64 {
         // What was no record and longer than one: its end would spoil every record that is written over its beginning.
         claim.disk.truncate(&claim.file, record::LENGTH as u64, &claim.path)?;
     }
-    if claim.disk.lock_file_for_process(&claim.file, &claim.path)? != Lock::Taken || is_shared {
+    if claim.disk.lock_file_for_process(&claim.file, &claim.path)? != Lock::Taken || claim.is_shared {
         // Two that could not lock each other out: the one whose record was written over gives way.
-        std::thread::sleep(timing.beat);
+        std::thread::sleep(claim.timing.beat);
     }
-    let found = claim.read_again()?;
-    if found.as_ref().is_some_and(|record| record.nonce == claim.own.nonce) { Ok(Ok(claim)) } else { Ok(Err(found)) }
+    claim.read_again()
 }
 
 fn nonce(path: &Path) -> Result<String, CommitError> {
