@@ -37,7 +37,7 @@ def model() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def trainer(folder: Path, steps: int, **arguments: Any) -> Any:
+def trainer(folder: Path, steps: int, kind: type[Trainer] = Trainer, **arguments: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(64, (16,), generator=generator) for _ in range(64)]
     settings = {
@@ -56,10 +56,12 @@ def trainer(folder: Path, steps: int, **arguments: Any) -> Any:
             control.should_training_stop = state.global_step >= steps
             return control
 
-    return Trainer(
+    samples = [{"input_ids": row, "labels": row} for row in rows]
+    return kind(
         model(),
         transformers.TrainingArguments(str(folder), **settings),
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        train_dataset=samples,
+        eval_dataset=samples[:2],
         callbacks=[Stop()],
         checkpointer_options={"on_failure": "raise"},
     )
@@ -254,3 +256,21 @@ def test_as_many_are_kept_as_the_trainer_is_told(tmp_path: Path) -> None:
     assert [one.step for one in readonly.list("hf")] == [6, 8]
     assert [one.step for one in readonly.list("dcp")] == [6, 8]
     assert not (tmp_path / "checkpoint-8").exists()
+
+
+def test_the_best_that_was_saved_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
+    losses = {1: 9.0, 2: 4.0, 3: 6.0, 4: 7.0, 5: 3.0, 6: 8.0}
+
+    class Evaluated(Trainer):
+        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+            return {"eval_loss": losses[self.state.global_step]}
+
+    kinds = {"save_steps": 2, "eval_steps": 1, "eval_strategy": "steps", "max_steps": 6}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
+    run = trainer(tmp_path, steps=6, kind=Evaluated, **kinds, **best)
+    run.train()
+    # Of step 5, whose loss is less, nothing was ever saved.
+    assert run.state.best_model_checkpoint == str(tmp_path / "hf-2")
+    assert saved(tmp_path) == {"hf": [2, 6], "dcp": [2, 6]}
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf-2")
+    assert_same(weights(run), dict(exported.state_dict()))

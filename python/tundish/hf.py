@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tundish.checkpoint import Checkpointer, open_readonly
+from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
 from tundish.distributed import agreed
 from tundish.errors import InvalidInputError, NotFoundError, StepExistsError, missing_extra
 
@@ -78,7 +78,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         if self._checkpointer is None:
             options: dict[str, Any] = {
                 "keep_last": self._most_kept(),
-                "keep": lambda checkpoint: checkpoint.step == self.state.best_global_step,
+                "keep": self._is_best,
                 **self._checkpointer_options,
             }
             Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -89,6 +89,12 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         """How many checkpoints stay; no limit where the Trainer knows none either, which 0 is to it."""
         limit = self.args.save_total_limit
         return limit if limit is not None and limit > 0 else None
+
+    def _is_best(self, checkpoint: Checkpoint) -> bool:
+        """Whether `checkpoint` is of the best step, or of the best that was saved: evaluations may be more often."""
+        saved = self.state.best_model_checkpoint
+        is_saved = saved is not None and Path(saved).name == f"hf-{checkpoint.step}"
+        return is_saved or checkpoint.step == self.state.best_global_step
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`; all saves are published when it returns.
@@ -185,10 +191,11 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             raise InvalidInputError("TundishTrainerMixin does not save the trials of a hyperparameter search")
         self.store_flos()
         step = self.state.global_step
-        if self.state.best_global_step:
-            self.state.best_model_checkpoint = str(
-                self.checkpointer.path / f"hf-{self.state.best_global_step}"
-            )
+        best = self.state.best_global_step
+        export = self.checkpointer.path / f"hf-{best}"
+        # What is saved now is there later. Of a step that was evaluated alone there never is anything.
+        if best and (best == step or export.is_dir()):
+            self.state.best_model_checkpoint = str(export)
         # An export of step 0 without its DCP checkpoint is what a run left that was killed in between: no step is
         # below it, to which it could be set aside.
         self.checkpointer.save_hf(
