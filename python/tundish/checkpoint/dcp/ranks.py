@@ -218,15 +218,15 @@ class Ranks:
 
     def _greatest(self, **numbers: int) -> dict[str, int]:
         """The greatest of each number on all ranks, in one reduction."""
-        told = torch.tensor([int(number) for number in numbers.values()])
+        told = _numbers(*map(int, numbers.values()))
         if self._callers is not None:
             distributed.all_reduce(told, distributed.ReduceOp.MAX, group=self._group)
         return dict(zip(numbers, told.tolist(), strict=True))
 
     def _take_census(self, share: Share) -> Census:
         """Each distinct outline, told by the lowest rank that has it."""
-        digests = [torch.zeros(1, dtype=torch.int64) for _ in self.members]
-        distributed.all_gather(digests, torch.tensor([share.digest]), group=self._group)
+        digests = [_numbers(0) for _ in self.members]
+        distributed.all_gather(digests, _numbers(share.digest), group=self._group)
         ranks_of: dict[int, list[int]] = {}
         for rank, digest in zip(self.members, digests, strict=True):
             ranks_of.setdefault(int(digest.item()), []).append(rank)
@@ -239,9 +239,9 @@ class Ranks:
         return tuple(census)
 
     def _broadcast(self, text: bytes, teller: int) -> bytes:
-        length = torch.tensor([len(text)])
+        length = _numbers(len(text))
         distributed.broadcast(length, teller, group=self._group)
-        told = torch.zeros(int(length.item()), dtype=torch.uint8)
+        told = torch.zeros(int(length.item()), dtype=torch.uint8, device="cpu")
         if self.rank == teller:
             told = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         distributed.broadcast(told, teller, group=self._group)
@@ -309,17 +309,22 @@ class Exchange:
 
     def _bring(self, group: Any, sent: bytes) -> list[bytes]:
         """What all ranks sent, on the first one; nothing on the others."""
-        own = torch.tensor([len(sent)])
+        own = _numbers(len(sent))
         lengths = [torch.zeros_like(own) for _ in self._members]
         group.allgather([lengths], [own]).wait()
         counts = [int(length.item()) for length in lengths]
-        given = torch.zeros(max(1, *counts), dtype=torch.uint8)
+        given = torch.zeros(max(1, *counts), dtype=torch.uint8, device="cpu")
         given[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else given[:0]
         brought = [torch.empty_like(given) for _ in self._members] if self.is_coordinator else []
         options = distributed.GatherOptions()
         options.rootRank = 0
         group.gather([brought] if brought else [], [given], options).wait()
         return [piece[:count].numpy().tobytes() for piece, count in zip(brought, counts, strict=False)]
+
+
+def _numbers(*numbers: int) -> torch.Tensor:
+    """In host memory, wherever the script has torch make its tensors."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _callers_name(name: str) -> str:

@@ -102,7 +102,7 @@ def _tensor(dtype: str, shape: list[int], text: str) -> torch.Tensor:
     kind = getattr(torch, dtype)
     data = bytearray(_data(text))
     if not data:
-        return torch.empty(shape, dtype=kind)
+        return torch.empty(shape, dtype=kind, device="cpu")
     return torch.frombuffer(data, dtype=torch.uint8).view(kind).reshape(shape)
 
 

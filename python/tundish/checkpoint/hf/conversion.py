@@ -233,7 +233,7 @@ def _trial(
     try:
         return given, _pairs(to_hf, name, given)
     except Exception:  # noqa: BLE001 (whatever it is that has no answer without values, it is asked again)
-        given = torch.zeros(shape, dtype=dtype)
+        given = torch.zeros(shape, dtype=dtype, device="cpu")
         return given, _pairs(to_hf, name, given)
 
 
