@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from dcp_worlds import run
-from rank_processes import Line
+from rank_processes import Line, on_nodes, outcome
 
 
 def save_with_a_default_device(rank: int, line: Line) -> None:
@@ -39,3 +39,21 @@ def save_with_a_default_device(rank: int, line: Line) -> None:
 
 def test_the_default_device_of_a_script_changes_nothing(tmp_path: Path) -> None:
     assert run(save_with_a_default_device, 2, tmp_path, tmp_path / "root") == [(["cpu"] * 4,)] * 2
+
+
+def save_on_nodes_of_two_and_one(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    on_nodes(rank % 2, 1 if rank == 2 else 2)
+    weights = {f"layer {number}": torch.ones(100 * number) for number in range(1, 7)}
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        checkpointer.save_hf(1, weights, shard_bytes=1000, blocking=True)
+        mine = weights if rank < 2 else {"layer 1": torch.ones(7)}
+        line.say(outcome(lambda: checkpointer.save_hf(2, mine, shard_bytes=1000)))
+
+
+def test_nodes_may_be_of_different_sizes(tmp_path: Path) -> None:
+    for ((_, text, _),) in run(save_on_nodes_of_two_and_one, 3, tmp_path, tmp_path / "root"):
+        # Ranks that hold different models are told what people can read.
+        assert "6 tensors in 6 files of" in text
+        assert "1 tensor in 1 file of" in text
+    assert len(list((tmp_path / "root" / "hf-1").glob("*.safetensors"))) == 6

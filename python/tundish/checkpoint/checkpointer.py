@@ -225,6 +225,7 @@ class Checkpointer:
             optimizer=optimizer,
             group=self._opened.group,
             background_group=self._opened.background_group,
+            are_nodes_alike=self._opened.are_nodes_alike,
         )
         request = Request(
             kind="hf",

@@ -28,7 +28,7 @@ from tundish.checkpoint.owner import WAIT_SECONDS, Owner
 from tundish.checkpoint.owngroup import OwnGroup
 from tundish.checkpoint.reading import KINDS, Kind, ReadOnlyRoot, path_of
 from tundish.checkpoint.retention import Retention
-from tundish.distributed import Voter
+from tundish.distributed import Voter, local_world_size
 from tundish.distributed.groups import membership, seconds_of
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError
 
@@ -58,8 +58,9 @@ class Opened:
     """An open root as one rank holds it.
 
     `index`: of this rank in the group. `owner`: on the first rank alone. `voter`: of the callers' threads.
-    `background_group`: for tensors that travel in host memory; None in a world of one. `protected`: the steps that this
-    rank was told to keep. `resources`: closes everything, once the lanes are closed.
+    `background_group`: for tensors that travel in host memory; None in a world of one. `are_nodes_alike`: whether all
+    nodes have as many ranks. `protected`: the steps that this rank was told to keep. `resources`: closes everything,
+    once the lanes are closed.
     """
 
     path: Path
@@ -73,6 +74,7 @@ class Opened:
     owner: Owner | None
     view: ReadOnlyRoot
     background_group: OwnGroup | None
+    are_nodes_alike: bool
     dcp: DcpSaver
     lanes: Mapping[Kind, Lane]
     protected: set[int]
@@ -119,7 +121,7 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
             "checksum": arguments.checksum,
             "timeout": seconds,
         }
-        _meet(path, voter, seconds, is_first=index == 0, told=told)
+        are_nodes_alike = _meet(path, voter, seconds, is_first=index == 0, told=told)
         background_group = None
         if world_size > 1:
             background_group = OwnGroup(member.ranks, seconds, f"{voter.meeting.name}-tensors")
@@ -154,6 +156,7 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
             owner=owner,
             view=ReadOnlyRoot(path),
             background_group=background_group,
+            are_nodes_alike=are_nodes_alike,
             dcp=dcp,
             lanes=lanes,
             protected=protected,
@@ -161,12 +164,16 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
         )
 
 
-def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, told: Mapping[str, Any]) -> None:
-    """Make sure that all ranks see the same folder and may write to it, and were `told` the same arguments."""
+def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, told: Mapping[str, Any]) -> bool:
+    """Make sure that all ranks see the same folder and may write to it, and were `told` the same arguments.
+
+    Returns whether all nodes have as many ranks.
+    """
     nonce = path / _NONCE
-    shown = json.dumps({name: repr(value) for name, value in told.items()})
+    shown = json.dumps([_node_size(), {name: repr(value) for name, value in told.items()}])
     try:
         error: BaseException | None = None
+        given: list[Any] = []
         try:
             if is_first:
                 _native.replace_file(nonce, uuid.uuid4().hex.encode())
@@ -175,7 +182,8 @@ def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, told: Map
         gathered = voter.gather(shown, error, what=f"opening {path}", timeout=timeout)
         seen = ""
         try:
-            _compare(gathered, voter.ranks)
+            given = [json.loads(text) for text in gathered]
+            _compare([arguments for _, arguments in given], voter.ranks)
             with tempfile.TemporaryFile(dir=path):
                 seen = nonce.read_text()
         except InvalidInputError as caught:
@@ -186,15 +194,26 @@ def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, told: Map
                 "is not the same writable folder on this rank as on the first: give a root that all ranks share",
                 str(path),
             )
-        voter.vote(error, what=f"opening {path}", same=f"nonce {seen}", timeout=timeout)
+        # The first rank alone was told.
+        differ = len({size for size, _ in given}) > 1
+        return not voter.vote(
+            error, what=f"opening {path}", same=f"nonce {seen}", note=differ, timeout=timeout
+        )
     finally:
         if is_first:
             nonce.unlink(missing_ok=True)
 
 
-def _compare(gathered: Sequence[str], ranks: Sequence[int]) -> None:
-    """Refuse arguments that are not the same on all ranks. `gathered`: of each, as the first rank has it; else none."""
-    given = [json.loads(text) for text in gathered]
+def _node_size() -> int | None:
+    """How many ranks this node has; None where nobody says."""
+    try:
+        return local_world_size()
+    except InvalidInputError:
+        return None
+
+
+def _compare(given: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> None:
+    """Refuse arguments that are not the same on all ranks. `given`: of each, as the first rank has it; else none."""
     problems = []
     for name in given[0] if given else ():
         other = next((at for at, one in enumerate(given) if one[name] != given[0][name]), None)

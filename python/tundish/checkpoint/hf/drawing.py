@@ -77,8 +77,9 @@ def draw(
     shard_bytes: int,
     to_hf: ToHf | None,
     member: Membership,
+    are_nodes_alike: bool,
 ) -> Drawing:
-    """Decide what is saved and where it lies.
+    """Decide what is saved and where it lies. `are_nodes_alike`: whether all have as many ranks as this one.
 
     Raises:
         InvalidTypeError: for what is no tensor, or of a kind or dtype that cannot be saved; for arguments of other
@@ -86,7 +87,7 @@ def draw(
         InvalidInputError: for names, layouts and numbers that cannot be used.
     """
     _check_arguments(dtype, shard_bytes, to_hf)
-    writers = tuple(_by_node(member.ranks))
+    writers = tuple(_by_node(member.ranks)) if are_nodes_alike else member.ranks
     if to_hf is not None or type(model_or_tensors) is not dict:
         return _draw(model_or_tensors, dtype, shard_bytes, to_hf, writers, member.rank)
     # One look at the tensors tells that nothing has to be judged again.

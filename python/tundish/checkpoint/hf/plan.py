@@ -33,7 +33,7 @@ from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, News, PlannedFile, Sta
 from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
 from tundish.checkpoint.tensors import any_on_cuda, locals_of
 from tundish.distributed.groups import Meeting, Membership, membership
-from tundish.errors import InvalidInputError
+from tundish.errors import InvalidInputError, counted
 from tundish.waiting import to_its_end
 
 __all__ = ["HfPlan", "plan_hf"]
@@ -53,6 +53,7 @@ def plan_hf(
     optimizer: Any = None,
     group: Any = None,
     background_group: OwnGroup | None = None,
+    are_nodes_alike: bool = True,
 ) -> HfPlan:
     """Plan a Hugging Face export. On every rank of `group`; no collective, and without a side effect.
 
@@ -63,6 +64,7 @@ def plan_hf(
         group: the ranks that save together (None: all ranks of the job). Tensors of a CUDA device travel through
             it, on the caller's thread.
         background_group: of the same ranks, for all other exchanges; None where no tensor is spread.
+        are_nodes_alike: whether all nodes have as many ranks as this one; the same on all ranks.
 
     Raises:
         InvalidTypeError: for what is no tensor, or of a kind or dtype that cannot be saved; for arguments of other
@@ -75,7 +77,14 @@ def plan_hf(
         raise InvalidInputError(f'staging is {staging!r}: give "eager" or "lazy"')
     optimizers = optimizers_of(optimizer) if staging == "lazy" else ()
     member = membership(group)
-    drawing = draw(model_or_tensors, dtype=dtype, shard_bytes=shard_bytes, to_hf=to_hf, member=member)
+    drawing = draw(
+        model_or_tensors,
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+        to_hf=to_hf,
+        member=member,
+        are_nodes_alike=are_nodes_alike,
+    )
     sidecars = None
     if member.rank == member.ranks[0]:
         sidecars = gather_sidecars(
@@ -321,4 +330,7 @@ class HfPlan:
             digest.update(bytes(drawing.is_spread))
         if drawing.conversion.converts:
             digest.update(repr(drawing.conversion.sources).encode())
-        return digest.hexdigest()
+        # What people can make something of comes first.
+        tensors, files = counted(len(drawing.products), "tensor"), counted(len(self.files), "file")
+        size = sum(file.size for file in self.files)
+        return f"{tensors} in {files} of {size} bytes ({digest.hexdigest()})"
