@@ -202,6 +202,27 @@ fn on_a_full_disk_old_checkpoints_make_room() {
 }
 
 #[test]
+fn on_a_full_disk_what_is_newer_is_set_aside_at_the_next_start() {
+    let Some(mount) = Mount::new("tmpfs", "size=256k") else { return };
+    let root = open(&mount.path).unwrap();
+    (1..=4).for_each(|step| drop(save(&root, Kind::Hf, step).unwrap()));
+    let filler = fill(&mount);
+    let error = root.discard_after(2).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(ENOSPC), "{error}");
+    drop(root);
+    let root = open(&mount.path).unwrap();
+    assert_eq!(root.recovered().set_aside.len(), 2, "{:?}", root.recovered());
+    assert!(root.recovered().failed[0].contains("checkpoints.json"), "{:?}", root.recovered());
+    // Which makes the room that the registry needs.
+    root.remove(Kind::Hf, 1).unwrap();
+    fs::remove_file(filler).unwrap();
+    let left = [".owner", "checkpoints.json", "discarded-hf-3", "discarded-hf-4", "hf-2", "hf-latest"];
+    assert_eq!(entries(&mount.path), left);
+    assert_eq!(fs::read_link(mount.path.join("hf-latest")).unwrap(), Path::new("hf-2"));
+    assert!(!fs::read_to_string(mount.path.join("checkpoints.json")).unwrap().contains("hf-4"));
+}
+
+#[test]
 fn on_a_full_disk_what_a_dead_save_left_makes_room_at_the_start() {
     let Some(mount) = Mount::new("tmpfs", "size=256k") else { return };
     save(&open(&mount.path).unwrap(), Kind::Hf, 1).unwrap();

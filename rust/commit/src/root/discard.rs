@@ -3,7 +3,9 @@
 //! An empty file, `.discard-after-<step>`, is made durable before the first checkpoint is renamed and removed after the
 //! last. What always holds: before it is there nothing has changed, and once it is there the next start completes what was
 //! begun; so after a crash either none or all are set aside. An owner that failed on the way changes nothing more: the
-//! next start would set aside what it saved since.
+//! next start would set aside what it saved since. That start goes on without what a full disk has no room for, since a root
+//! has to be opened before it can be pruned: a pointer that cannot be changed is removed, a registry that cannot be written
+//! names what is gone.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -43,7 +45,12 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let intent = layout::intent(step);
         // Its name is durable before the first checkpoint loses its own: the registry is made durable in between.
         self.root.disk.create_file(&self.root.folder, &intent, &self.root.path.join(&intent))?;
-        let set_aside = complete(&self.root, &mut state.published, step)?;
+        state.published.retain(|(_, newer), _| *newer <= step);
+        for kind in Kind::ALL {
+            records::point(&self.root, &state.published, kind)?;
+        }
+        records::write_registry(&self.root, &state.published)?;
+        let set_aside = set_aside(&self.root, step)?;
         state.doubtful.retain(|(_, doubtful)| *doubtful <= step);
         state.is_discarding = false;
         Ok(set_aside)
@@ -67,7 +74,7 @@ fn is_folder<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<bool,
     Ok(root.look_at(name)?.is_some_and(|status| status.kind == EntryKind::Folder))
 }
 
-/// Does what an intent says, from wherever it was left.
+/// Does at a start what an intent says, from wherever it was left.
 pub(super) fn complete<D: Disk + Clone>(
     root: &Directory<D>,
     published: &mut BTreeMap<Key, Published>,
@@ -75,9 +82,17 @@ pub(super) fn complete<D: Disk + Clone>(
 ) -> Result<Vec<PathBuf>, CommitError> {
     published.retain(|(_, newer), _| *newer <= step);
     for kind in Kind::ALL {
-        records::point(root, published, kind)?;
+        records::point_or_not(root, published, kind)?;
     }
-    records::write_registry(root, published)?;
+    match records::write_registry(root, published) {
+        Err(error) if error.is_out_of_space() => {}
+        outcome => outcome?,
+    }
+    set_aside(root, step)
+}
+
+/// Renames what is above a step, which no pointer leads to any more, and removes the intent.
+fn set_aside<D: Disk + Clone>(root: &Directory<D>, step: u64) -> Result<Vec<PathBuf>, CommitError> {
     let mut set_aside = Vec::new();
     for (kind, step) in above(root, step)? {
         let to = root.free_name(|number| layout::set_aside(kind, step, number))?;

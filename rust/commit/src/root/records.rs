@@ -117,12 +117,29 @@ pub(super) fn point<D: Disk + Clone>(
     }
     match target {
         Some(target) => root.replace_link(&name, &target)?,
-        None => {
-            root.remove_file(&name)?;
-            root.sync()?;
-        }
+        None => remove_pointer(root, &name)?,
     }
     Ok(true)
+}
+
+/// As [`point`], but where there is no room to change a pointer it is removed.
+pub(super) fn point_or_not<D: Disk + Clone>(
+    root: &Directory<D>,
+    published: &BTreeMap<Key, Published>,
+    kind: Kind,
+) -> Result<(), CommitError> {
+    match point(root, published, kind) {
+        Err(error) if error.is_out_of_space() => {
+            let name = layout::pointer(kind);
+            if root.look_at(&name)?.is_some() { remove_pointer(root, &name) } else { Ok(()) }
+        }
+        outcome => outcome.map(drop),
+    }
+}
+
+fn remove_pointer<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<(), CommitError> {
+    root.remove_file(name)?;
+    root.sync()
 }
 
 /// Makes the pointer lead to the newest where it leads to a checkpoint that is to go, as when there was no room to change

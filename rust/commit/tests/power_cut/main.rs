@@ -190,8 +190,7 @@ fn a_full_disk_is_opened_and_makes_room() {
     let run = life();
     let world = run.disk.world().clone();
     let (mut removed, mut refused) = (0, 0);
-    // Where something is to be set aside, that has to be done first, and there is no room for it.
-    for call in run.calls.iter().filter(|call| ["publish", "remove", "make"].contains(&call.verb())) {
+    for call in run.calls.iter().filter(|call| ["publish", "remove", "make", "discard"].contains(&call.verb())) {
         for length in call.first + 1..=call.end {
             let context = format!("killed in {} after change {}", call.what, length - call.first);
             let disk = ModelDisk::new(world.at(length));
