@@ -96,6 +96,10 @@ impl Disk for FarDisk {
         Ok(self.lock)
     }
 
+    fn unlock_file(&self, file: &File) {
+        RealDisk.unlock_file(file);
+    }
+
     fn lock_file_for_process(&self, _file: &File, _path: &Path) -> Outcome<Lock> {
         Ok(self.lock)
     }

@@ -131,6 +131,8 @@ pub trait Disk: Send + Sync {
     fn lock_folder(&self, folder: &Self::Folder, sharing: Sharing, path: &Path) -> Result<Lock, CommitError>;
     /// Locks an open file in the same way.
     fn lock_file(&self, file: &Self::File, sharing: Sharing, path: &Path) -> Result<Lock, CommitError>;
+    /// Gives up what [`lock_file`](Disk::lock_file) took, for children made by `fork` too.
+    fn unlock_file(&self, file: &Self::File);
     /// Locks a file that is open for writing for this process alone: children do not inherit it. It is lost when this
     /// process closes any descriptor of that file; asking again when it is held changes nothing.
     fn lock_file_for_process(&self, file: &Self::File, path: &Path) -> Result<Lock, CommitError>;

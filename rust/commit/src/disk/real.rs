@@ -192,6 +192,11 @@ impl Disk for RealDisk {
         flock(file, sharing, path)
     }
 
+    fn unlock_file(&self, file: &File) {
+        // Where there are no locks there is none to give up.
+        let _ = rustix::fs::flock(file, FlockOperation::Unlock);
+    }
+
     fn lock_file_for_process(&self, file: &File, path: &Path) -> Result<Lock, CommitError> {
         let operation = FlockOperation::NonBlockingLockExclusive;
         answer(retry_on_intr(|| rustix::fs::fcntl_lock(file, operation)), path)

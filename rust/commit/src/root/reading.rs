@@ -1,14 +1,16 @@
 //! Reading a root without owning it, and keeping a checkpoint from going while it is read.
 //!
 //! A reader holds a shared lock on the checkpoint's manifest; who removes or replaces a checkpoint holds an exclusive one
-//! from before it loses its name until it is gone. What always holds: neither waits for the other; a reader believes in its
-//! lock only when the folder still has its name, seen with the lock held. Where the file system has no such
+//! from before it loses its name until it is gone. What always holds: who removes does not wait; a reader waits for what is
+//! being replaced, which there is all the time; a reader believes in its lock only when the folder still has its name, seen
+//! with the lock held; locks end where they are given up, whatever was forked meanwhile. Where the file system has no such
 //! locks a checkpoint is read without one, which the reader is told, and is in nobody's way.
 
 use std::ffi::OsStr;
 use std::fmt;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
@@ -20,11 +22,40 @@ use crate::disk::{Disk, EntryKind, Lock, RealDisk, Sharing};
 use crate::error::CommitError;
 use crate::manifest::{self, Kind};
 
+/// How long a reader waits for who has locked all readers out: to replace a checkpoint takes some fsyncs.
+const REPLACING: Duration = Duration::from_secs(5);
+
+/// Between two looks.
+const POLL: Duration = Duration::from_millis(2);
+
+/// A manifest that is locked, where it can be.
+struct Locked<D: Disk> {
+    disk: D,
+    file: D::File,
+    process: u32,
+}
+
+impl<D: Disk + Clone> Locked<D> {
+    fn new(disk: &D, file: D::File) -> Self {
+        Self { disk: disk.clone(), file, process: std::process::id() }
+    }
+}
+
+impl<D: Disk> Drop for Locked<D> {
+    fn drop(&mut self) {
+        // Not left to closing it: a child made by `fork` meanwhile has the file open too, and its copy of this gives
+        // nothing up.
+        if self.process == std::process::id() {
+            self.disk.unlock_file(&self.file);
+        }
+    }
+}
+
 /// Keeps a checkpoint from being removed or replaced until it is dropped, where the file system has locks.
 pub struct ReadLock<D: Disk + Clone> {
     folder: Directory<D>,
     /// `None` where there is no manifest, and so no checkpoint.
-    manifest: Option<D::File>,
+    manifest: Option<Locked<D>>,
     is_locked: bool,
 }
 
@@ -102,6 +133,7 @@ fn hold_at<D: Disk + Clone>(disk: &D, path: &Path) -> Result<ReadLock<D>, Commit
 /// Locks what `open` opens.
 fn hold<D: Disk + Clone>(open: &dyn Fn() -> Result<Directory<D>, CommitError>) -> Result<ReadLock<D>, CommitError> {
     let name = OsStr::new(manifest::FILE_NAME);
+    let until = Instant::now() + REPLACING;
     loop {
         let folder = open()?;
         let is_file = folder.look_at(name)?.is_some_and(|status| status.kind == EntryKind::File);
@@ -114,9 +146,14 @@ fn hold<D: Disk + Clone>(open: &dyn Fn() -> Result<Directory<D>, CommitError>) -
             None => Lock::Unknown,
         };
         if lock == Lock::HeldByAnother {
-            // It is being removed or replaced.
-            return Err(CommitError::NoSuchCheckpoint { path: folder.path });
+            // It is being removed or replaced, and soon gone or another.
+            if Instant::now() > until {
+                return Err(CommitError::NoSuchCheckpoint { path: folder.path });
+            }
+            std::thread::sleep(POLL);
+            continue;
         }
+        let manifest = manifest.map(|file| Locked::new(&folder.disk, file));
         // It may have been replaced before it was locked; then the new one is there.
         if open()?.status()?.is_same(&folder.status()?) {
             return Ok(ReadLock { folder, manifest, is_locked: lock == Lock::Taken });
@@ -126,7 +163,7 @@ fn hold<D: Disk + Clone>(open: &dyn Fn() -> Result<Directory<D>, CommitError>) -
 
 /// A checkpoint that nobody can begin to read under a lock as long as this lives.
 pub(super) struct Kept<D: Disk> {
-    _manifest: Option<D::File>,
+    _manifest: Option<Locked<D>>,
 }
 
 /// Locks readers out of what has that name.
@@ -150,7 +187,7 @@ pub(super) fn keep_from_readers<D: Disk + Clone>(root: &Directory<D>, name: &OsS
     }
     match lock {
         Lock::HeldByAnother => Err(CommitError::CheckpointInUse { path: folder.path, reason: "it is being read" }),
-        Lock::Taken | Lock::Unknown => Ok(Kept { _manifest: Some(file) }),
+        Lock::Taken | Lock::Unknown => Ok(Kept { _manifest: Some(Locked::new(&folder.disk, file)) }),
     }
 }
 

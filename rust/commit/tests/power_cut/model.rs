@@ -304,6 +304,8 @@ impl Disk for ModelDisk {
         Ok(Lock::Taken)
     }
 
+    fn unlock_file(&self, _file: &Number) {}
+
     fn lock_file_for_process(&self, _file: &Number, _path: &Path) -> Result<Lock, CommitError> {
         Ok(Lock::Taken)
     }
