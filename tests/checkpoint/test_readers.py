@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -69,3 +70,33 @@ def test_a_read_ends_where_its_block_does_whatever_was_forked_in_it(tmp_path: Pa
         os.close(theirs)
         os.waitpid(child, 0)
     assert left == [3]
+
+
+def test_who_writes_into_an_old_checkpoint_fails_no_save(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Checkpointer(root, on_failure="raise", keep_last=1) as checkpointer:
+        old = checkpointer.save_hf(1, weights(1)).result(60)
+        # To remove these takes longer than to write one more.
+        for number in range(1000):
+            (old / f"sample-{number}").touch()
+        folder = os.open(old, os.O_RDONLY)
+
+        def evaluate() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                for number in range(1 << 20):
+                    os.close(os.open(f"result-{number}", os.O_CREAT | os.O_WRONLY, dir_fd=folder))
+                    if is_over.is_set():
+                        return
+
+        is_over = threading.Event()
+        evaluator = threading.Thread(target=evaluate)
+        evaluator.start()
+        try:
+            checkpointer.save_hf(2, weights(2)).result(60)
+        finally:
+            is_over.set()
+            evaluator.join(60)
+            os.close(folder)
+        assert [one.step for one in checkpointer.list()] == [2]
+    Checkpointer(root).close()
+    assert sorted(os.listdir(root)) == [".owner", "checkpoints.json", "hf-2", "hf-latest"]

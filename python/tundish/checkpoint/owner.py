@@ -34,8 +34,9 @@ _SAID = {
     "failed": "could not be removed or written again",
 }
 
-# Another user's, a file that is fixed, or another file system mounted in it.
-_MAY_NOT = (errno.EACCES, errno.EPERM, errno.EBUSY)
+# Another user's, a file that is fixed, or another file system mounted in it; what somebody still writes into, or reads
+# where a network file system then keeps it under another name.
+_MAY_NOT = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.ENOTEMPTY)
 
 # How long a start waits for an owner that is dying.
 WAIT_SECONDS = 60.0
@@ -93,16 +94,17 @@ class Owner:
         self._root.abandon(kind, step)
 
     def prune(self, kind: str) -> None:
-        """Remove what retention does not keep; what cannot be removed is told, and goes with a later save."""
+        """Remove what retention does not keep; what cannot be removed is told, and goes with a later save or start."""
         for error in self.remove_surplus(check_kind(kind)):
             _logger.warning(
-                "retention does not keep it, but it cannot be removed; the next save tries again: %s", error
+                "retention does not keep it, but it cannot be removed; a later save or start tries again: %s",
+                error,
             )
 
     def remove_surplus(self, kind: Kind) -> list[StorageError]:
         """Remove what retention does not keep, except what somebody reads.
 
-        Returns the errors of what this user may not remove.
+        Returns the errors of what cannot be removed now.
         """
         refused = []
         with self._lock:
