@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tundish._native import FileFacts, seal_manifest
+from tundish.checkpoint.dcp.plan import DcpPlan
 from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.saves import WriteOptions
 from tundish.distributed.groups import Meeting, membership, unused_name
@@ -148,12 +149,20 @@ def new_saver(group: Any = None, *, timeout: float = 30) -> DcpSaver:
     return DcpSaver(group, timeout=timeout, name=unused_name("saver", membership(group).ranks))
 
 
+def compare(plan: DcpPlan) -> None:
+    """Find what is saved, and take the memory for it. Collective."""
+    if plan.compare():
+        plan.release()
+        plan.reserve()
+
+
 def save(saver: DcpSaver, state: Mapping[str, Any], folder: Path, **arguments: Any) -> list[FileFacts]:
     """Save and wait. Collective."""
     plan = saver.plan(state, **arguments)
     plan.reserve()
     members = membership(None).ranks
     plan.react_to(max(gathered(plan.news)), Meeting(unused_name("save", members), 0))
+    compare(plan)
     return write(plan.stage(), folder, arguments.get("extra"))
 
 

@@ -18,7 +18,7 @@ from tundish.checkpoint.dcp.saver import DcpSaver
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from dcp_worlds import World, assert_same, bits, gathered, new_saver, read, run, save, whole, write
+from dcp_worlds import World, assert_same, bits, compare, gathered, new_saver, read, run, save, whole, write
 from rank_processes import Line
 
 LAYOUTS = [
@@ -38,6 +38,7 @@ def train_and_save(rank: int, line: Line) -> None:
         expected = whole(state)
         plan = saver.plan(state)
         plan.reserve()
+        compare(plan)
         staged = plan.stage()
         # From here on the training goes on, and what was handed in changes in every way it can.
         state["run"]["seen"].append(7)
@@ -75,6 +76,7 @@ def save_replicas(rank: int, line: Line) -> None:
         plan = saver.plan(state)
         before = staging_stats()["in_use"]
         plan.reserve()
+        compare(plan)
         staged = plan.stage()
         used.append((plan.staged_bytes, staging_stats()["in_use"] - before))
         facts = write(staged, folder / str(number))
@@ -137,6 +139,7 @@ def hold_different_things_under_one_name(rank: int, line: Line) -> None:
     plan = saver.plan({"w": torch.zeros(2 + rank % 2)})
     plan.reserve()
     try:
+        compare(plan)
         plan.stage()
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
@@ -260,6 +263,7 @@ def test_other_objects_come_back_as_they_were(saver: DcpSaver, tmp_path: Path) -
     expected = whole(state)
     plan = saver.plan(state)
     plan.reserve()
+    compare(plan)
     staged = plan.stage()
     state["nested"]["list"].append(4)
     state["nested"]["tuple"][0].fill_(8)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import dcp_worlds
-from dcp_worlds import Net, assert_same, new_saver, read, run, save, whole, write
+from dcp_worlds import Net, assert_same, compare, new_saver, read, run, save, whole, write
 from rank_processes import Line
 
 
@@ -39,6 +39,7 @@ def test_a_lazy_save_holds_what_was_before_the_optimizers_step(saver: DcpSaver, 
         expected = whole(state)
         plan = saver.plan(state, staging="lazy", optimizer=optimizer)
         plan.reserve()
+        compare(plan)
         staged = plan.stage()
         with torch.no_grad():
             model.average.fill_(number + 1)
@@ -97,12 +98,14 @@ def save_through(rank: int, line: Line) -> None:
         target = folder / str(number)
         if rank == 0:
             target.mkdir()
+            plan.compare()
             staged = plan.write_through(target, dcp_worlds.OPTIONS, limit)
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     value.zero_()
         else:
             plan.reserve()
+            compare(plan)
             staged = plan.stage()
         write(staged, target)
         for name, value in expected.items():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+from tundish._native import staging_stats, trim_staging
 from tundish.checkpoint import Checkpointer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
@@ -57,3 +59,24 @@ def test_nodes_may_be_of_different_sizes(tmp_path: Path) -> None:
         assert "6 tensors in 6 files of" in text
         assert "1 tensor in 1 file of" in text
     assert len(list((tmp_path / "root" / "hf-1").glob("*.safetensors"))) == 6
+
+
+def save_stages_of_a_pipeline(rank: int, line: Line) -> None:
+    root, limit = line.hear()
+    state = {f"stage {rank}.{number}": torch.ones(1 << 16) for number in range(10)}
+    size = sum(tensor.nbytes for tensor in state.values())
+    trim_staging()
+    with Checkpointer(root, on_failure="raise", staging_limit_bytes=int(limit * size)) as checkpointer:
+        save = checkpointer.save_dcp(1, state)
+        save.result(60)
+        written, total = save.progress()
+        assert written == total >= size
+        line.say(staging_stats()["peak"] <= int(limit * size))
+
+
+@pytest.mark.parametrize("limit", [0.7, 1.2])
+def test_the_first_save_of_ranks_that_hold_different_things_keeps_the_limit(
+    tmp_path: Path, limit: float
+) -> None:
+    """Half as much is expected as long as each rank takes the others to hold the same."""
+    assert run(save_stages_of_a_pipeline, 2, tmp_path, tmp_path / "root", limit) == [(True,)] * 2

@@ -149,9 +149,15 @@ class HasNews(Protocol):
         """What the other ranks have to hear of this one."""
 
     def react_to(self, news: News, meeting: Meeting) -> None:
-        """Before staging, on all ranks alike: the greatest news of any. `stage` or `release` follows, on each.
+        """Before staging, on all ranks alike: the greatest news of any. `compare` or `release` follows, on each.
 
         `meeting`: of the vote that it was told in.
+        """
+
+    def compare(self) -> bool:
+        """Collective where some rank has news: whether this rank stages something else than it expected to.
+
+        Then its memory is to be reserved again. `stage` or `release` follows.
         """
 
 
@@ -191,6 +197,10 @@ class Save(SteadyFuture[Path]):
         return (self._total if self.done() and self.exception() is None else self._written()), self._total
 
     # For the checkpointer alone.
+
+    def note_total(self, total_bytes: int) -> None:
+        """What this rank will write is something else than it expected to."""
+        self._total = total_bytes
 
     def note_staged(self, settle: Callable[[], None]) -> None:
         """Everything is in host memory; `settle` is to be called by whoever is told."""

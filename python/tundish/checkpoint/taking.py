@@ -67,16 +67,21 @@ class _Reserved:
         self.plan = plan = request.make_plan()
         if opened.owner is not None:
             opened.owner.begin(request.kind, request.step, plan.written_bytes, overwrite=request.overwrite)
-        limit = opened.budget.limit
+        self.take_memory(plan)
+        return plan
+
+    def take_memory(self, plan: Plan) -> None:
+        """Take the memory that the save needs, in the place of what it has; local to this rank."""
+        self.claim.give_back()
+        limit = self._opened.budget.limit
         is_larger = limit is not None and plan.most_staged_bytes > limit
         self.through = plan if is_larger and isinstance(plan, WritesThrough) else None
         held = (
             plan.staged_bytes if self.through is None or limit is None else self.through.through_bytes(limit)
         )
-        self.claim.take(held, request.what)
+        self.claim.take(held, self._request.what)
         if self.through is None:
             plan.reserve()
-        return plan
 
     def give_back(self) -> None:
         """Give all of it back. May be called again, where Ctrl-C interrupted it."""
@@ -231,6 +236,10 @@ def _job_of(opened: Opened, request: Request, plan: Plan, reserved: _Reserved) -
 
 
 def _stage(opened: Opened, lane: Lane, job: Job, plan: Plan, reserved: _Reserved) -> Staged:
+    if isinstance(plan, HasNews) and plan.compare():
+        plan.release()
+        reserved.take_memory(plan)
+        job.save.note_total(plan.staged_bytes)
     limit = opened.budget.limit
     if reserved.through is None or limit is None:
         return plan.stage()

@@ -18,7 +18,7 @@ from tundish.checkpoint import Checkpointer
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "checkpoint"))
 
-from dcp_worlds import OPTIONS, new_saver, save
+from dcp_worlds import OPTIONS, compare, new_saver, save
 from rank_processes import Job, Line, outcome
 
 NOTICED = 1.0
@@ -41,6 +41,7 @@ def plan_beside_a_rank_that_is_stopped(rank: int, line: Line) -> None:
     save(saver, state_of(0), folder / "0")
     plan = saver.plan(state_of(1))
     plan.reserve()
+    compare(plan)
     staged = plan.stage()
     line.say("staged")
     line.hear()
@@ -79,6 +80,7 @@ def plan_beside_a_rank_that_is_killed(rank: int, line: Line) -> None:
     saver = new_saver(timeout=60)
     plan = saver.plan(state_of(1))
     plan.reserve()
+    compare(plan)
     staged = plan.stage()
     line.say("staged")
     line.hear()

@@ -77,6 +77,8 @@ class DcpPlan:
         self._news = News.OTHER_FORM
         # The generation of the group in which other ranks wait for this one to compare, if they do.
         self._awaited_in: int | None = None
+        # Once it compared.
+        self._exchange: Exchange | None = None
         self._share = ranks.expected_share(self._leaves)
         self._objects: dict[str, bytes] = {}
         self._layout = self._layout_of(self._share)
@@ -107,13 +109,23 @@ class DcpPlan:
         return self._ranks.news
 
     def react_to(self, news: News, meeting: Meeting) -> None:
-        """Compare with the other ranks before staging where one has news; collective where a group was broken off."""
+        """Know before comparing whether any rank has news; collective where a group was broken off."""
         self._news = news
         try:
             if news is News.BROKEN_GROUP:
                 self._ranks.renew(meeting.name)
         finally:
             self._awaited_in = self._ranks.generation if news > News.NONE else None
+
+    def compare(self) -> bool:
+        """Collective where some rank has news: find what this rank saves; whether that is not what it expected to."""
+        share, self._exchange = self._ranks.compare(self._leaves, is_known=self._news is News.NONE)
+        self._awaited_in = None
+        is_new = share is not self._share
+        if is_new:
+            self._share, self._layout = share, self._layout_of(share)
+            self._sources = self._sources_of(self._layout)
+        return is_new
 
     def reserve(self) -> None:
         """Take the memory for the image of this rank's file."""
@@ -122,21 +134,17 @@ class DcpPlan:
             self._buffer = Buffer(self._layout.size, is_pinned=is_pinned)
 
     def stage(self) -> StagedState:
-        """Find who saves what, and copy this rank's part."""
-        exchange, is_new = self._compare()
-        if is_new:
-            self.release()
-            self.reserve()
+        """Copy this rank's part; after `compare`."""
         buffer = self._buffer
         begin_copies([] if buffer is None else [self._block(buffer)], self._optimizers, self._copies)
-        return self._staged(exchange, buffer=buffer, copies=tuple(self._copies))
+        return self._staged(buffer=buffer, copies=tuple(self._copies))
 
     def write_through(self, folder: Path, options: WriteOptions, limit_bytes: int) -> StagedState:
         """Instead of `reserve` and `stage`: write while the tensors are taken, in up to `limit_bytes` of host memory.
 
-        On the caller's thread; a lazy save becomes an eager one. Returns when this rank's file is durable.
+        After `compare`, on the caller's thread; a lazy save becomes an eager one. Returns when this rank's file is
+        durable.
         """
-        exchange, _ = self._compare()
         written = write_in_windows(
             self._layout,
             self._sources,
@@ -146,7 +154,7 @@ class DcpPlan:
             options=options,
             limit_bytes=limit_bytes,
         )
-        return self._staged(exchange, written=written)
+        return self._staged(written=written)
 
     def release(self) -> None:
         """Give the memory back; no rank goes on waiting for this one."""
@@ -160,27 +168,18 @@ class DcpPlan:
             self._buffer.release()
             self._buffer = None
 
-    def _compare(self) -> tuple[Exchange, bool]:
-        """Collective: find what this rank saves for certain; whether it is something else than was expected."""
-        share, exchange = self._ranks.compare(self._leaves, is_known=self._news is News.NONE)
-        self._awaited_in = None
-        is_new = share is not self._share
-        if is_new:
-            self._share, self._layout = share, self._layout_of(share)
-            self._sources = self._sources_of(self._layout)
-        return exchange, is_new
-
     def _staged(
         self,
-        exchange: Exchange,
         *,
         buffer: Buffer | None = None,
         copies: Sequence[Copies | BackgroundCopy] = (),
         written: Sequence[FileFacts] = (),
     ) -> StagedState:
+        if self._exchange is None:
+            raise RuntimeError("staged before the ranks compared what they save")
         return StagedState(
             index=self._ranks.index,
-            exchange=exchange,
+            exchange=self._exchange,
             layout=self._layout,
             buffer=buffer,
             copies=copies,
