@@ -36,7 +36,9 @@ with td.Checkpointer(root, on_failure="raise") as checkpointer:
     before = peak()
     for step in (2, 3, 4):
         save(step, state, **options).result()
-print((peak() - before) / size, _native.staging_stats()["peak"] / size)
+stats = _native.staging_stats()
+print((peak() - before) / size, stats["peak"] / size)
+assert stats["in_use"] == stats["cached"] == 0, "kept with no checkpointer left to need it"
 """
 
 

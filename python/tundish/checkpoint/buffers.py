@@ -2,7 +2,7 @@
 
 Owns the buffers of one save, of either kind. What always holds: a buffer is given back once, whatever happened to
 it; buffers that a CUDA device copies into are pinned as long as they are kept, and pinned ones are kept for the next
-save, since pinning costs more than a copy.
+save, since pinning costs more than a copy. What is kept goes when `trim` is called.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tundish._native import Image
+from tundish._native import Image, trim_staging
 
-__all__ = ["Buffer", "Place"]
+__all__ = ["Buffer", "Place", "trim"]
 
 _PORTABLE = 1
 _pinned: list[Image] = []
@@ -64,10 +64,24 @@ def _take_pinned(size: int) -> Image:
             if image.size == size:
                 return _pinned.pop(place)
         # What is kept belongs to another layout, which is not saved any more.
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it so
-        while _pinned:
-            torch.cuda.check_error(runtime.cudaHostUnregister(_pinned[-1].address))
-            _pinned.pop()
+        _unpin()
     image = Image(size)
-    torch.cuda.check_error(runtime.cudaHostRegister(image.address, size, _PORTABLE))
+    torch.cuda.check_error(_runtime().cudaHostRegister(image.address, size, _PORTABLE))
     return image
+
+
+def trim() -> None:
+    """Give back to the system what is kept for the next save."""
+    with _pinned_lock:
+        _unpin()
+    trim_staging()
+
+
+def _unpin() -> None:
+    while _pinned:
+        torch.cuda.check_error(_runtime().cudaHostUnregister(_pinned[-1].address))
+        _pinned.pop()
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it so

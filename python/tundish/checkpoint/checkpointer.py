@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from tundish.checkpoint.buffers import trim
 from tundish.checkpoint.failure import OnFailure
 from tundish.checkpoint.hf.plan import plan_hf
 from tundish.checkpoint.opening import Arguments, Opened, open_root
@@ -68,6 +69,9 @@ class _Hold:
             lane.close()
         self.opened.resources.close()
         _held.discard(self)
+        if not _held:
+            # As much as a model and its optimizer, which nobody needs until a root is opened again.
+            trim()
 
     def drop(self) -> None:
         """Nobody has the checkpointer any more."""
