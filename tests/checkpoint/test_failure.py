@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -66,6 +67,41 @@ def test_a_process_that_ignores_the_request_is_killed() -> None:
     status, seconds, _ = run("deaf", leads=False)
     assert status == -signal.SIGKILL
     assert 0.5 <= seconds < 5
+
+
+FIRST_PROCESS = """
+    import os, signal, subprocess, sys, time
+    from tundish.checkpoint.failure import FailurePolicy
+
+    os.setsid()
+    # As one that was sent into the container from outside.
+    stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
+
+    def asked(*_):
+        print("asked", stranger.poll(), flush=True)
+        os._exit(7)
+
+    if sys.argv[1] == "asked":
+        signal.signal(signal.SIGTERM, asked)
+    assert os.getpid() == os.getpgrp() == 1
+    print(time.time(), flush=True)
+    FailurePolicy("terminate", 0).act(OSError(28, "full"), "save_hf of step 7")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("mode", "status", "said"), [("asked", 7, "asked None\n"), ("deaf", 1, "")])
+def test_the_first_process_of_a_container_ends_itself_alone(mode: str, status: int, said: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("making a process space takes root")
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    command = [*alone, sys.executable, "-c", textwrap.dedent(FIRST_PROCESS), mode]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        started = float(process.stdout.readline())
+        assert process.wait(30) == status
+        assert time.time() - started < 1
+        assert process.stdout.read() == said
 
 
 def test_raise_tells_once() -> None:

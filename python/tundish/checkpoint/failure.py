@@ -89,13 +89,16 @@ def _end_process(rank: int, what: str) -> None:
 
 
 def _insist(leads: bool) -> None:
-    time.sleep(GRACE_SECONDS)
+    # The first process of a container is sent no signal that it has no handler for.
+    if os.getpid() != 1 or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        time.sleep(GRACE_SECONDS)
     _signal(signal.SIGKILL, leads=leads)
     os._exit(1)
 
 
 def _signal(number: signal.Signals, *, leads: bool) -> None:
     if leads:
-        os.killpg(os.getpid(), number)
+        # Its own, not by number: to the system -1 is not the group of the process 1, but all processes there are.
+        os.killpg(0, number)
     else:
         os.kill(os.getpid(), number)
