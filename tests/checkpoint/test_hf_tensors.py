@@ -36,13 +36,18 @@ def tensors() -> dict[str, torch.Tensor]:
     """Of every shape and memory layout that a file can hold."""
     torch.manual_seed(0)
     square = torch.randn(6, 6)
+    turning = torch.randn(3, dtype=torch.complex64)
     return {
         "plain": torch.randn(3, 5),
         "transposed": square.t(),
         "every other": torch.arange(20)[::2],
         "expanded": torch.ones(1).expand(4, 3),
         "window": square[1:4, 2:5],
-        "flipped sign": torch.randn(3, dtype=torch.complex64).conj(),
+        # Other values in the same memory.
+        "turning": turning,
+        "turning back": turning.conj(),
+        "flipped sign": turning.conj().imag,
+        "sign": turning.imag,
         "nothing": torch.empty(0, 3),
         "scalar": torch.tensor(2.5, dtype=torch.float64),
         "mask": torch.tensor([[True, False, True]]),

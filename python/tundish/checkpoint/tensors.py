@@ -217,6 +217,9 @@ def _view(tensor: torch.Tensor) -> Hashable:
         tensor.shape,
         local.shape,
         local.stride(),
+        # What torch turns when it is looked at has other values in the same memory.
+        local.is_conj(),
+        local.is_neg(),
     )
 
 
