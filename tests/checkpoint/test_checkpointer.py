@@ -264,6 +264,16 @@ def test_what_may_not_be_removed_fails_no_save_and_goes_later(
         assert [one.step for one in checkpointer.list()] == [4]
 
 
+def test_a_file_system_that_does_not_tell_of_its_room_is_taken_at_its_word(
+    root: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As one in user space that has no such call.
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([512, 0, 0, 0, 0, 0, 0, 0, 0, 255]))
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        checkpointer.save_hf(1, tensors, blocking=True)
+        assert [one.step for one in checkpointer.list()] == [1]
+
+
 def test_a_rollback_sets_newer_steps_aside(
     checkpointer: Checkpointer, tensors: dict[str, torch.Tensor]
 ) -> None:

@@ -77,7 +77,8 @@ class Owner:
         """Make the folder of a step; refuses one that is published, below the newest, or too large for the disk."""
         status = os.statvfs(self.path)
         free = status.f_bavail * status.f_frsize
-        if written_bytes > free:
+        # A file system without blocks tells of no room at all.
+        if status.f_blocks > 0 and written_bytes > free:
             raise StorageError(
                 errno.ENOSPC,
                 f"step {step} ({kind}) takes {written_bytes} bytes, and {free} are free: make room, or keep fewer",
