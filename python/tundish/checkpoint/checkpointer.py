@@ -159,8 +159,9 @@ class Checkpointer:
             on_event=on_event,
         )
         # A notebook that runs a cell again opens the root that the cell had open before.
-        for hold in [hold for hold in _held if hold.was_dropped]:
-            hold.let_go()
+        for hold in list(_held):
+            if hold.was_dropped:
+                hold.let_go()
         self._opened = open_root(arguments, group, timeout)
         self.path = self._opened.path
         self._hold = _Hold(self._opened)
@@ -288,22 +289,22 @@ class Checkpointer:
 
     def list(self, kind: Kind | None = None) -> Checkpoints:
         """All published checkpoints, or those of one kind, by step. Not collective."""
-        self._opened.failure.raise_pending()
+        self._raise_pending()
         return self._opened.view.list(kind)
 
     def latest(self, kind: Kind = "hf") -> Path | None:
         """The newest published checkpoint of `kind`; None where there is none. Not collective."""
-        self._opened.failure.raise_pending()
+        self._raise_pending()
         return self._opened.view.latest(kind)
 
     def verify(self, path: str | os.PathLike[str]) -> builtins.list[str]:
         """Read every byte of a checkpoint again, as `tundish.checkpoint.verify`. Not collective."""
-        self._opened.failure.raise_pending()
+        self._raise_pending()
         return self._opened.view.verify(path)
 
     def reading(self, step: int, kind: Kind = "hf") -> contextlib.AbstractContextManager[Path]:
         """Keep the checkpoint of `step` from being pruned while the block reads it. Not collective."""
-        self._opened.failure.raise_pending()
+        self._raise_pending()
         return self._opened.view.reading(step, kind)
 
     def protect(self, step: int) -> None:
@@ -312,8 +313,8 @@ class Checkpointer:
         Any rank may say it, of a step that is yet to come too. The first rank, which removes what is old, knows at once
         what it says itself, and hears what another one says with the next save that begins after it.
         """
-        self._check_open("protect")
-        self._opened.failure.raise_pending()
+        self._check_open()
+        self._raise_pending()
         step = check_step(plain_step(step))
         self._opened.protected.add(step)
         if self._opened.owner is not None:
@@ -388,7 +389,7 @@ class Checkpointer:
 
     def stats(self) -> dict[str, Any]:
         """Bytes of host memory that staging uses, and steps under way, by kind."""
-        self._opened.failure.raise_pending()
+        self._raise_pending()
         return {
             "staging": self._opened.budget.stats(),
             "under_way": {kind: lane.steps_under_way() for kind, lane in self._opened.lanes.items()},
@@ -425,18 +426,24 @@ class Checkpointer:
                 raise
             _logger.exception("a save failed while another error ended the block")
 
-    def _check_open(self, call: str) -> None:
+    def _check_open(self) -> None:
         if os.getpid() != self._process:
             raise InvalidInputError(
                 "this checkpointer was made before a fork: use it in the process that made it"
             )
-        if self._closed:
+        # The functions of the saves that a close waits for come before it.
+        if self._closed and not self._is_in_callback():
             raise InvalidInputError("this checkpointer is closed")
-        self._refuse_in_callback(call)
+
+    def _raise_pending(self) -> None:
+        """Raise what a save failed with, to whoever trains; nobody else is to hear of it first."""
+        if not self._is_in_callback():
+            self._opened.failure.raise_pending()
 
     def _collective(self, call: str, work: Callable[[], T]) -> T:
         """What `work` returns, a call that all ranks make; no thread makes one inside another."""
-        self._check_open(call)
+        self._check_open()
+        self._refuse_in_callback(call)
         outer = getattr(self._inside, "call", None)
         if outer is not None:
             raise InvalidInputError(
@@ -451,10 +458,14 @@ class Checkpointer:
 
     def _refuse_in_callback(self, call: str) -> None:
         """Refuse what waits for saves, or for other ranks, on the thread of a save."""
-        if any(lane.is_own_thread() for lane in self._opened.lanes.values()):
+        if self._is_in_callback():
             raise InvalidInputError(
                 f"{call}() in a callback of a save would wait for that save itself: call it on the thread that trains"
             )
+
+    def _is_in_callback(self) -> bool:
+        """Whether a function of the user's is called, on the thread of a save."""
+        return any(lane.is_own_thread() for lane in self._opened.lanes.values())
 
 
 def _finish_saves() -> None:

@@ -52,7 +52,8 @@ class Owner:
         check_root(path)
         self.path = path
         self._retention = retention
-        self._lock = threading.Lock()
+        # Re-entrant for a `keep` that protects.
+        self._lock = threading.RLock()
         wait = WAIT_SECONDS if wait_seconds is None else wait_seconds
         self._root = _native.CheckpointRoot(path, wait_seconds=wait)
         # The marks by which writers of this root take turns, of those that were killed. They hold nothing.

@@ -1,0 +1,67 @@
+"""What functions that a save calls may ask of their checkpointer."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
+from tundish.errors import InvalidInputError
+
+TENSORS = {"weight": torch.ones(10)}
+
+
+def test_they_protect_also_while_the_checkpointer_is_closed(tmp_path: Path) -> None:
+    def keep(one: Checkpoint) -> bool:
+        checkpointer.protect(one.step)
+        return False
+
+    def on_published(path: Path) -> None:
+        closing.wait(60)
+        checkpointer.protect(int(path.name.removeprefix("hf-")))
+
+    closing = threading.Event()
+    root = tmp_path / "root"
+    checkpointer = Checkpointer(root, on_failure="raise", keep_last=1, keep=keep, on_published=[on_published])
+    saves = [checkpointer.save_hf(step, TENSORS) for step in (1, 2)]
+    closer = threading.Thread(target=checkpointer.close)
+    closer.start()
+    with contextlib.suppress(InvalidInputError):
+        while True:
+            checkpointer.protect(9)
+    closing.set()
+    assert [save.result(60).name for save in saves] == ["hf-1", "hf-2"]
+    closer.join(60)
+    assert [one.step for one in open_readonly(root).list()] == [1, 2]
+
+
+def test_they_leave_the_failure_of_another_save_to_who_trains(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    failed = threading.Event()
+
+    def on_event(event: str, kind: str, step: int) -> None:
+        if event == "staged" and kind == "dcp":
+            shutil.rmtree(root / f".dcp-{step}.incomplete")
+        elif event == "staged":
+            failed.wait(60)
+
+    def on_published(path: Path) -> None:
+        assert checkpointer.latest() == path
+        checkpointer.protect(5)
+
+    with Checkpointer(
+        root, on_failure="raise", on_event=on_event, on_published=[on_published]
+    ) as checkpointer:
+        exported = checkpointer.save_hf(5, TENSORS)
+        saved = checkpointer.save_dcp(5, TENSORS)
+        with pytest.raises(OSError, match="dcp-5"):
+            saved.result(60)
+        failed.set()
+        exported.result(60)
+        with pytest.raises(OSError, match="dcp-5"):
+            checkpointer.wait(60)
