@@ -76,7 +76,8 @@ def _checkpoints(entries: _native._Checkpoints, kind: Kind | None) -> Checkpoint
             path=Path(entry["path"]),
             tag=entry["tag"],
             size=entry["bytes"],
-            extra=entry["extra"] or {},
+            # Anything else is what no save gives it, which whoever loads it is told.
+            extra=entry["extra"] if isinstance(entry["extra"], dict) else {},
         )
         for entry in entries
         if kind is None or entry["kind"] == kind

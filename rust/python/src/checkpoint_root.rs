@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use pyo3::exceptions::{PyRecursionError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyString};
 use tundish_commit::disk::RealDisk;
 use tundish_commit::root::{Checkpoint, Opening, ReadLock, ReadonlyRoot, Recovery, Root, Survey, read_lock_at};
 use tundish_commit::{CommitError, Kind};
@@ -246,8 +247,16 @@ fn described_one<'py>(py: Python<'py>, checkpoint: &Checkpoint) -> PyResult<Boun
     entry.set_item("tag", &checkpoint.tag)?;
     entry.set_item("bytes", checkpoint.bytes)?;
     entry.set_item("world_size", checkpoint.world_size)?;
-    let loads = py.import("json")?.getattr("loads")?;
-    let extra = checkpoint.extra.as_ref().map(|extra| loads.call1((extra.get(),))).transpose()?;
-    entry.set_item("extra", extra)?;
+    entry.set_item("extra", checkpoint.extra.as_ref().map(|extra| read(py, extra.get())).transpose()?)?;
     Ok(entry)
+}
+
+/// JSON as Python has it; as text where Python cannot read it, nested without end or with numbers of thousands of digits.
+fn read<'py>(py: Python<'py>, json: &str) -> PyResult<Bound<'py, PyAny>> {
+    let is_unreadable =
+        |error: &PyErr| error.is_instance_of::<PyValueError>(py) || error.is_instance_of::<PyRecursionError>(py);
+    match py.import("json")?.getattr("loads")?.call1((json,)) {
+        Err(error) if is_unreadable(&error) => Ok(PyString::new(py, json).into_any()),
+        outcome => outcome,
+    }
 }

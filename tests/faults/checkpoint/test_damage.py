@@ -160,6 +160,22 @@ def test_what_a_rank_gave_is_read_only_where_the_manifest_lists_it(root: Path) -
         assert checkpointer.load_dcp({}, 3) == ({"step": 3}, {0: None})
 
 
+@pytest.mark.parametrize("extra", ['"text"', "[" * 5000 + "]" * 5000, '{"a": ' + "1" * 5000 + "}"])
+def test_facts_that_no_save_gives_are_in_nobodys_way(root: Path, extra: str) -> None:
+    manifest = json.loads((root / "dcp-3" / "tundish.json").read_text())
+    del manifest["checksum"]
+    manifest["extra"] = "@"
+    text = json.dumps(manifest).replace('"@"', extra)
+    (root / "dcp-3" / "tundish.json").write_text(seal_manifest(text))
+    with Checkpointer(root, on_failure="raise", keep_last=2) as checkpointer:
+        assert [dict(one.extra) for one in checkpointer.list("dcp")] == [{"step": 1}, {"step": 2}, {}]
+        with pytest.raises(CorruptCheckpointError, match="holds as extra what no save gives it"):
+            checkpointer.load_dcp({})
+        assert checkpointer.load_dcp({}, 2)[0] == {"step": 2}
+        checkpointer.save_dcp(4, {"w": torch.ones(3)}, blocking=True)
+        assert [one.step for one in checkpointer.list("dcp")] == [3, 4]
+
+
 def test_no_whole_checkpoint_is_an_error_and_no_fresh_start(root: Path) -> None:
     for step in (1, 2, 3):
         path = root / f"dcp-{step}" / "__0_0.distcp"
