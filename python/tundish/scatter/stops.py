@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tundish.distributed.jobstore import JobStore, distributed_module
+from tundish.waiting import Moment, Thread
 
 __all__ = ["StopWatch", "Stops", "wait_for_telling"]
 
@@ -109,7 +110,7 @@ class Stops:
 
         # An interpreter that ends starts no threads any more; the others see it end.
         with contextlib.suppress(RuntimeError):
-            thread = threading.Thread(target=tell, name="tundish-dispatch-stop", daemon=True)
+            thread = Thread(tell, "tundish-dispatch-stop")
             thread.start()
             _telling.add(thread)
 
@@ -119,27 +120,39 @@ class Stops:
 
 
 class StopWatch:
-    """Looks whether somebody leaves a pass; `found` is the rank that did so after the fewest rounds, and how many."""
+    """Looks whether somebody leaves a pass, until it is closed or nobody has it."""
 
     def __init__(self, line: _Line, name: str, number: int) -> None:
-        self.found: tuple[int, int] | None = None
-        self._line = line
-        self._name = name
-        self._number = number
-        self._over = threading.Event()
-        thread = threading.Thread(target=self._look, name="tundish-dispatch-watch", daemon=True)
+        self._seen = _Seen()
+        # Before there is a thread: Ctrl-C may come as soon as there is one.
+        self._end = weakref.finalize(self, self._seen.over.come)
+        thread = Thread(_look, "tundish-dispatch-watch", (self._seen, line, name, number))
         thread.start()
         _telling.add(thread)
 
+    @property
+    def found(self) -> tuple[int, int] | None:
+        """The rank that left after the fewest rounds, and how many."""
+        return self._seen.found
+
     def close(self) -> None:
         """Look no longer."""
-        self._over.set()
+        self._end()
 
-    def _look(self) -> None:
-        with contextlib.suppress(Exception):
-            self._line.forget(f"{self._name}/{self._number - _PASSES_KEPT}")
-            while not self._over.wait(_ASK_SECONDS):
-                self.found = self._line.ask(f"{self._name}/{self._number}") or self.found
+
+class _Seen:
+    """What a watch and its thread have in common."""
+
+    def __init__(self) -> None:
+        self.found: tuple[int, int] | None = None
+        self.over = Moment()
+
+
+def _look(seen: _Seen, line: _Line, name: str, number: int) -> None:
+    with contextlib.suppress(Exception):
+        line.forget(f"{name}/{number - _PASSES_KEPT}")
+        while not seen.over.wait(_ASK_SECONDS):
+            seen.found = line.ask(f"{name}/{number}") or seen.found
 
 
 def _rounds_of(told: str) -> int:
