@@ -26,12 +26,13 @@ const HUGE_STRIDE: usize = 16 * HUGE_PAGE;
 /// Microseconds that small pages in the place of a huge one take, with their tables.
 const USUAL: i64 = 1000;
 
-/// Microseconds that this process still spends on huge pages that take longer: where memory is in pieces the kernel puts
-/// some together first, and a virtual machine may have to ask its host for it. What is saved on others is earned.
-static PATIENCE: AtomicI64 = AtomicI64::new(MOST_PATIENCE);
+/// Microseconds that are spent on huge pages which take longer: where memory is in pieces the kernel puts some together
+/// first, and a virtual machine may have to ask its host for it. What is saved on others is earned.
+const MOST_PATIENCE: i64 = 10_000;
 
-/// Once a process, as long as it finds no memory that is faster.
-const MOST_PATIENCE: i64 = 2_000_000;
+/// The same for memory that is used again and again, which is worth it: once a process, unless it finds some that is faster.
+const MOST_PATIENCE_FOR_REUSE: i64 = 2_000_000;
+static PATIENCE_FOR_REUSE: AtomicI64 = AtomicI64::new(MOST_PATIENCE_FOR_REUSE);
 
 /// Huge pages of a size that x86-64 and arm64 have both.
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
@@ -42,9 +43,9 @@ pub type GoOn<'a> = &'a mut dyn FnMut() -> Result<(), ShmError>;
 /// Who may write to a segment once it is sealed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Writers {
-    /// Who has mapped it for writing before.
+    /// Who has mapped it for writing before: it is written once, as a rule.
     Present,
-    /// Whoever maps it for writing.
+    /// Whoever maps it for writing: it is used again and again.
     All,
 }
 
@@ -75,13 +76,16 @@ pub(crate) fn create(_huge: bool) -> Result<OwnedFd, ShmError> {
     Err(ShmError::Unsupported { what: "an anonymous segment" })
 }
 
-/// Makes `file` `len` bytes long, with every page there. Returns how many bytes, from the first on, lie on huge pages: to
+/// Makes `file` `len` bytes long, with every page there, for these writers. Returns how many bytes, from the first on, lie on huge pages: to
 /// make those takes a quarter of the time, their tables next to none, and nobody finds more than one in 2 MiB by a fault.
 ///
 /// # Errors
 /// [`ShmError::Io`] where there is no room, and what `go_on` says.
-pub(crate) fn reserve(file: BorrowedFd<'_>, len: usize, go_on: GoOn<'_>) -> Result<usize, ShmError> {
-    let on_huge_pages = reserve_huge(file, len, go_on)?;
+pub(crate) fn reserve(file: BorrowedFd<'_>, len: usize, writers: Writers, go_on: GoOn<'_>) -> Result<usize, ShmError> {
+    let on_huge_pages = match writers {
+        Writers::Present => reserve_huge(file, len, (&AtomicI64::new(MOST_PATIENCE), MOST_PATIENCE), go_on),
+        Writers::All => reserve_huge(file, len, (&PATIENCE_FOR_REUSE, MOST_PATIENCE_FOR_REUSE), go_on),
+    }?;
     let mut start = on_huge_pages;
     while start < len {
         let stride = STRIDE.min(len - start);
@@ -103,8 +107,14 @@ fn reserve_part(file: BorrowedFd<'_>, start: usize, len: usize, whole: usize) ->
 }
 
 /// Reserves as much from the first byte on as the kernel puts on huge pages (since Linux 6.1), whatever the system's
-/// settings ask of who does not ask for them. It does so where a page is there already.
-fn reserve_huge(file: BorrowedFd<'_>, len: usize, go_on: GoOn<'_>) -> Result<usize, ShmError> {
+/// settings ask of who does not ask for them. It does so where a page is there already. `patience`: what is left of it, and
+/// the most that it ever is.
+fn reserve_huge(
+    file: BorrowedFd<'_>,
+    len: usize,
+    patience: (&AtomicI64, i64),
+    go_on: GoOn<'_>,
+) -> Result<usize, ShmError> {
     if len < HUGE_PAGE || page_of(file) >= HUGE_PAGE {
         return Ok(0);
     }
@@ -124,7 +134,7 @@ fn reserve_huge(file: BorrowedFd<'_>, len: usize, go_on: GoOn<'_>) -> Result<usi
             break;
         }
         end += HUGE_PAGE;
-        if !is_patient_after(begun.elapsed()) {
+        if !is_patient_after(begun.elapsed(), patience) {
             break;
         }
     }
@@ -132,10 +142,11 @@ fn reserve_huge(file: BorrowedFd<'_>, len: usize, go_on: GoOn<'_>) -> Result<usi
 }
 
 /// Whether to make another huge page after one that took so long.
-fn is_patient_after(took: Duration) -> bool {
-    let earned = USUAL - i64::try_from(took.as_micros()).unwrap_or(i64::MAX);
-    let count = |left: i64| Some(left.saturating_add(earned).clamp(0, MOST_PATIENCE));
-    PATIENCE.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count).is_ok_and(|before| before + earned > 0)
+fn is_patient_after(took: Duration, (patience, most): (&AtomicI64, i64)) -> bool {
+    let earned = USUAL.saturating_sub(i64::try_from(took.as_micros()).unwrap_or(i64::MAX));
+    let count = |left: i64| Some(left.saturating_add(earned).clamp(0, most));
+    let before = patience.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count);
+    before.is_ok_and(|before| before.saturating_add(earned) > 0)
 }
 
 /// Gives the memory of `file` from byte `start` to `end` back to the system, whoever has it mapped; left out where a seal

@@ -116,7 +116,7 @@ fn try_out() -> Option<bool> {
 
     let page = rustix::param::page_size();
     let file = file::create(false).ok()?;
-    file::reserve(file.as_fd(), 4 * page, &mut || Ok(())).ok()?;
+    file::reserve(file.as_fd(), 4 * page, file::Writers::Present, &mut || Ok(())).ok()?;
     let map = Mapping::new(&file, 4 * page, Access::Private).ok()?;
     let at = |number: usize| map.start().wrapping_add(number * page);
     // SAFETY: within the mapping, which nobody else knows.
@@ -148,7 +148,7 @@ mod tests {
     /// A file of so many pages, each full of its number.
     fn numbered(pages: usize) -> OwnedFd {
         let file = file::create(false).unwrap();
-        file::reserve(file.as_fd(), pages * PAGE, &mut || Ok(())).unwrap();
+        file::reserve(file.as_fd(), pages * PAGE, file::Writers::Present, &mut || Ok(())).unwrap();
         let bytes: Vec<u8> = (0..pages * PAGE).map(|at| (at / PAGE) as u8).collect();
         assert_eq!(rustix::io::pwrite(&file, &bytes, 0).unwrap(), bytes.len());
         file

@@ -306,7 +306,7 @@ mod tests {
             words in prop::collection::vec(any::<u64>(), 0..20), magic: bool, pages in 0usize..4,
         ) {
             let file = file::create(false).unwrap();
-            file::reserve(file.as_fd(), pages * 4096 + 1, &mut || Ok(())).unwrap();
+            file::reserve(file.as_fd(), pages * 4096 + 1, file::Writers::All, &mut || Ok(())).unwrap();
             let mut header: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
             if magic && header.len() >= 8 {
                 header[..8].copy_from_slice(b"tundish\x01");

@@ -68,12 +68,12 @@ impl Segment {
     pub(crate) fn create(len: usize, writers: Writers, huge: bool, go_on: GoOn<'_>) -> Result<Self, ShmError> {
         let size = size_for(len)?;
         memory::check(size as u64)?;
-        let (file, size, cleared) = match if huge { Self::on_huge_pages(size, go_on)? } else { None } {
+        let (file, size, cleared) = match if huge { Self::on_huge_pages(size, writers, go_on)? } else { None } {
             Some((file, size)) => (file, size, size),
             None => {
                 let size = size.next_multiple_of(rustix::param::page_size());
                 let file = file::create(false)?;
-                let cleared = file::reserve(file.as_fd(), size, go_on)?;
+                let cleared = file::reserve(file.as_fd(), size, writers, go_on)?;
                 (file, size, cleared)
             }
         };
@@ -102,10 +102,10 @@ impl Segment {
     }
 
     /// `None` where none are set aside.
-    fn on_huge_pages(size: usize, go_on: GoOn<'_>) -> Result<Option<(OwnedFd, usize)>, ShmError> {
+    fn on_huge_pages(size: usize, writers: Writers, go_on: GoOn<'_>) -> Result<Option<(OwnedFd, usize)>, ShmError> {
         let size = size.next_multiple_of(HUGE_PAGE);
         let Ok(file) = file::create(true) else { return Ok(None) };
-        match file::reserve(file.as_fd(), size, go_on) {
+        match file::reserve(file.as_fd(), size, writers, go_on) {
             Ok(_) => Ok(Some((file, size))),
             Err(ShmError::Io { .. }) => Ok(None),
             Err(error) => Err(error),

@@ -29,7 +29,7 @@ pub use directory::{Directory, FileIdentity, SegmentName};
 use probe::Probe;
 
 use crate::error::ShmError;
-use crate::file::{self, GoOn};
+use crate::file::{self, GoOn, Writers};
 use crate::memory;
 use crate::per_process::PerProcess;
 use crate::segment::{Segment, size_for};
@@ -81,7 +81,7 @@ impl Claim {
             _ => memory::check(size as u64)?,
         }
         let file = self.directory.make()?;
-        let on_huge_pages = match file::reserve(file.as_fd(), size, go_on) {
+        let on_huge_pages = match file::reserve(file.as_fd(), size, Writers::Present, go_on) {
             // Another took the room meanwhile. What was reserved so far comes back when the file is closed.
             Err(ShmError::Io { source, .. }) if source.kind() == ErrorKind::StorageFull => {
                 let reserved = file::status(file.as_fd())?.st_blocks.unsigned_abs() * 512;
