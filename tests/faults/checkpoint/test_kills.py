@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from tundish.checkpoint import Checkpointer
+
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
 from rank_processes import Job
 from soak import IS_SOAK
-from training import check, train
+from training import check, hidden, train
 
 KILLS = 300 if IS_SOAK else 30
 # About what a start takes here, and then many steps.
@@ -49,5 +51,10 @@ def test_whatever_is_killed_the_next_start_goes_on(tmp_path: Path) -> None:
                 job.signal(rank, signal.SIGKILL)
         before, newest = newest, check(root)
         assert newest.get("dcp", 0) >= before.get("dcp", 0)
+    # The last ones that were killed left what only the next start removes, in the node's memory too.
+    Checkpointer(root, on_failure="raise").close()
+    assert hidden(root) == []
+    status = root.stat()
+    assert not list(Path("/dev/shm").glob(f"tundish-writer-*-{status.st_dev:x}-{status.st_ino:x}-*"))
     assert min(moments.values()) > 0
     assert newest["dcp"] > KILLS / 2, "there was something to lose"
