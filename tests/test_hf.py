@@ -274,3 +274,12 @@ def test_the_best_that_was_saved_is_kept_and_loaded_at_the_end(tmp_path: Path) -
     assert saved(tmp_path) == {"hf": [2, 6], "dcp": [2, 6]}
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf-2")
     assert_same(weights(run), dict(exported.state_dict()))
+
+
+def test_what_the_trainer_would_push_while_it_trains_is_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=1, hub_strategy="every_save")
+    # As an argument it would have the Trainer ask the hub at once.
+    run.args.push_to_hub = True
+    with pytest.raises(InvalidInputError, match="every_save"):
+        run.train()
+    assert not list(tmp_path.iterdir())

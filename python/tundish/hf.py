@@ -30,7 +30,7 @@ from tundish.errors import InvalidInputError, NotFoundError, StepExistsError, mi
 try:
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_callback import ExportableState
-    from transformers.trainer_utils import SaveStrategy
+    from transformers.trainer_utils import HubStrategy, SaveStrategy
 except ImportError:
     missing_extra("hf", "transformers", "TundishTrainerMixin")
 
@@ -56,7 +56,8 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
     Args:
         checkpointer_options: further arguments of the `Checkpointer`. All others are the Trainer's own.
 
-    Raises `InvalidInputError` where DeepSpeed or a hyperparameter search saves in ways of its own.
+    Raises `InvalidInputError` where DeepSpeed or a hyperparameter search saves in ways of its own, and where the
+    Trainer is to push to the hub while it trains.
     """
 
     def __init__(
@@ -106,6 +107,11 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         with `StepExistsError`; exports that a run left which was killed before its first DCP checkpoint are set aside,
         one of step 0 is replaced.
         """
+        if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
+            raise InvalidInputError(
+                f"hub_strategy is {self.args.hub_strategy.value!r}, and TundishTrainerMixin pushes nothing while it "
+                "trains: give 'end' and call push_to_hub() then, or push from an on_published of checkpointer_options"
+            )
         try:
             if not resume_from_checkpoint:
                 if self.args.save_strategy != SaveStrategy.NO:
