@@ -1,8 +1,7 @@
 """A connection on which a request and its answer together have a deadline, and a size that they do not pass.
 
-What always holds: no call of the system waits beyond the deadline, however little comes each time, nor for long after
-another thread has ended the connection, but for the look-up of a name; of what comes no more is kept than an answer may
-have.
+What always holds: nobody waits beyond the deadline, however little comes each time, nor for long after another thread
+has ended the connection; of what comes no more is kept than an answer may have.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ import select
 import socket
 import time
 from typing import Any
+
+from tundish.waiting import Moment, Thread
 
 __all__ = ["Connection"]
 
@@ -56,9 +57,7 @@ class Connection(http.client.HTTPConnection):
     def connect(self) -> None:
         """To the first of the host's addresses that answers before the deadline."""
         failure: OSError = OSError(f"{self.host} has no address")
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            self.host, self.port, type=socket.SOCK_STREAM
-        ):
+        for family, kind, protocol, _, address in self._addresses():
             made = socket.socket(family, kind, protocol)
             try:
                 made.setblocking(False)
@@ -81,18 +80,49 @@ class Connection(http.client.HTTPConnection):
                 return
         raise failure
 
+    def _addresses(self) -> list[Any]:
+        """Of the host, whose name another thread looks up: nothing calls that off."""
+        host, port, kind = self.host, self.port, socket.SOCK_STREAM
+        with contextlib.suppress(socket.gaierror):
+            return socket.getaddrinfo(host, port, type=kind, flags=socket.AI_NUMERICHOST)
+        found: list[Any] = []
+        failures: list[Exception] = []
+        over = Moment()
+
+        def look_up() -> None:
+            try:
+                found.extend(socket.getaddrinfo(host, port, type=kind))
+            except Exception as error:  # noqa: BLE001 (raised again where it is waited for)
+                failures.append(error)
+            finally:
+                over.come()
+
+        try:
+            Thread(look_up, "tundish-rtensor-resolve").start()
+        except RuntimeError:
+            # The system has no thread left.
+            look_up()
+        while not over.wait(self._turn()):
+            pass
+        for failure in failures:
+            raise failure
+        return found
+
     def wait(self, made: socket.socket, event: int) -> None:
         """Until there is something to be done on a socket. Raises `TimeoutError` and `ConnectionAbortedError`."""
         poll = select.poll()
         poll.register(made, event)
-        while True:
-            if self.is_ended:
-                raise ConnectionAbortedError("the connection was closed here")
-            left = self.deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("timed out")
-            if poll.poll(min(left, _TURN_SECONDS) * 1000):
-                return
+        while not poll.poll(self._turn() * 1000):
+            pass
+
+    def _turn(self) -> float:
+        """Seconds to wait before this is asked again. Raises as `wait` does."""
+        if self.is_ended:
+            raise ConnectionAbortedError("the connection was closed here")
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        return min(left, _TURN_SECONDS)
 
 
 class _Socket:
