@@ -78,5 +78,5 @@ def _copy(place: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def threads_of(receivers: int) -> int:
-    """How many threads copy for so many ranks of this node, which have work of their own, or wait for what is copied."""
+    """How many threads copy for so many ranks of this node, which wait for it or have work of their own."""
     return max(1, min(_MOST_THREADS, _native.available_processors() // max(1, receivers)))
