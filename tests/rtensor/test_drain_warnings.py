@@ -51,7 +51,8 @@ def test_what_is_left_after_a_step_of_one_process_is_warned_of(
 ) -> None:
     said = consumers[0].call(step_that_leaves, owners[0].call(told.make, 2, 10))
     assert len(said) == 1 and "2 entries" in said[0] and "the oldest of step 123456" in said[0]
-    consumers[0].call(told.end, 123_456)
+    for number in (123_456, 123_457):
+        consumers[0].call(told.end, number)
 
 
 def step_that_leaves(handles: Any) -> list[str]:
@@ -67,6 +68,8 @@ def step_that_leaves(handles: Any) -> list[str]:
     try:
         with rtensor.step():
             told.sums_in_step_of_its_own(handles, 123_456)
+            # What is fetched in a step under way is no rest.
+            told.sums_in_step_of_its_own([], 123_457)
     finally:
         logging.getLogger("tundish.rtensor").removeHandler(note)
     return said

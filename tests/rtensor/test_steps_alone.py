@@ -9,6 +9,7 @@ from peers import Peer
 
 from tundish import rtensor
 from tundish.errors import ShardGoneError
+from tundish.rtensor import Controller, Worker
 
 
 def test_a_claim_that_fails_drains_nothing() -> None:
@@ -36,3 +37,18 @@ def test_what_is_fetched_before_the_first_step_ends_with_it() -> None:
     with Peer() as owner, Peer() as consumer:
         handles = owner.call(told.make, 3, 10)
         assert consumer.call(fetch_before_the_first_step, handles) == [3, 3, 0]
+
+
+def fetch_after_a_step(handles: list[rtensor.RTensor]) -> None:
+    with rtensor.step():
+        pass
+    rtensor.localize(handles)
+
+
+def test_what_is_fetched_after_a_step_alone_ends_with_that_of_a_controller() -> None:
+    with Peer() as owner, Peer() as consumer:
+        handles = owner.call(told.make, 3, 10)
+        consumer.call(fetch_after_a_step, handles)
+        with Controller([Worker(consumer.addr)]) as controller, controller.step():
+            pass
+        assert consumer.call(told.stats)[1]["num_entries"] == 0

@@ -25,7 +25,6 @@ class State:
     Attributes:
         claimant: what its claims on shards are known by.
         epoch: the number of the last step of this process alone.
-        has_begun: whether that one has begun, though it may not have been entered yet.
         in_step: whether one is under way.
         kept: the shards of others of which something was fetched and is not to end with a step, as far as is known.
         tokens: what is shown to others, by their addresses.
@@ -37,7 +36,6 @@ class State:
     backend: Backend | None = None
     server: Server | None = None
     epoch: int = 0
-    has_begun: bool = False
     in_step: bool = False
     kept: set[str] = field(default_factory=set)
     tokens: dict[str, str] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """Steps without a controller: of one process alone, and of the ranks of a torch.distributed job together.
 
-What always holds: what was fetched in a step is dropped at its end, however it ends; ranks remove what they own
-when all of them have dropped what they had fetched.
+What always holds: what was fetched in a step is dropped at its end, however it ends; what is fetched between two of
+them belongs to the next that begins here, a controller's too; ranks remove what they own when all of them have dropped
+what they had fetched.
 """
 
 from __future__ import annotations
@@ -46,9 +47,15 @@ def step(claim: Any = None) -> Iterator[Step]:
     with _alone(mine):
         check_claim_of_handles(claim, "step")
         ids = flatten_shard_ids(claim) if claim is not None else []
-        number = mine.epoch if mine.has_begun else _begin_next(mine)
-        if ids:
-            _claim(number, mine, ids)
+        number = _next_number(mine)
+        try:
+            if ids:
+                _claim(number, mine, ids)
+            ShardStore.begin_epoch(number, mine.claimant)
+        except BaseException:
+            # What was claimed stays, and what was fetched ends with the next one.
+            ShardStore.give_up(mine.claimant)
+            raise
         try:
             yield Step(number)
         finally:
@@ -56,34 +63,22 @@ def step(claim: Any = None) -> Iterator[Step]:
             to_its_end(lambda: _finish(number, mine, ids))
 
 
-def _finish(number: int | None, mine: State, claims: list[str] | None) -> None:
-    """End a step, where one has begun, and begin the next one. `claims`: what is dropped beside; None: everything."""
+def _finish(number: int, mine: State, claims: list[str]) -> None:
+    """End a step, and drop `claims`, also what was fetched of them before it."""
     try:
-        # First, so that there is no time at which what other threads fetch belongs to no step.
-        _begin_next(mine)
+        ShardStore.clear_buffer(claims)
     finally:
-        try:
-            # Also what was fetched of them before the step.
-            ShardStore.clear_buffer(claims)
-        finally:
-            if number is not None:
-                _end(number, mine)
+        _end(number, mine)
 
 
 def _claim(number: int, mine: State, ids: list[str]) -> None:
-    """All of them or none."""
     _, missing, taken = ShardStore.claim(number, mine.claimant, ids)
-    if not missing and not taken:
-        return
-    others = {*missing, *taken}
-    # Unclaimed again: nothing of it is to end with what is fetched before the next try. What was fetched of shards of
-    # other processes ends with its step as ever.
-    ShardStore.keep([one for one in ids if one not in others])
-    names = ", ".join([*missing, *taken][:8])
-    raise ShardGoneError(
-        f"this process has not got these shards, or they are another step's: {names}; those of other processes are "
-        "claimed with a Controller"
-    )
+    if missing or taken:
+        names = ", ".join([*missing, *taken][:8])
+        raise ShardGoneError(
+            f"this process has not got these shards, or they are another step's: {names}; those of other processes are "
+            "claimed with a Controller"
+        )
 
 
 def keep(obj: Any) -> int:
@@ -123,10 +118,7 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
             )
         check_claim_of_handles(claim, "drain")
         by_owner = collect_shards(claim) if claim is not None else {}
-        ended = mine.epoch if mine.has_begun else None
-        # What was fetched before there was a step belongs to the first.
-        claims = None if ended is None else [one for ids in by_owner.values() for one in ids]
-        to_its_end(lambda: _finish(ended, mine, claims))
+        to_its_end(lambda: _drop(mine, [one for ids in by_owner.values() for one in ids]))
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
     if voter.vote(problem, what="drop what was fetched", note=bool(mine.kept)):
@@ -136,6 +128,13 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
     voter.vote(problem, what="remove what was claimed")
+
+
+def _drop(mine: State, claims: list[str]) -> None:
+    """A step of what was fetched since the last one."""
+    number = _next_number(mine)
+    ShardStore.begin_epoch(number, mine.claimant)
+    _finish(number, mine, claims)
 
 
 def _drop_what_is_kept(voter: Voter, mine: State, claimed: set[str]) -> None:
@@ -183,11 +182,9 @@ def _alone(mine: State) -> Iterator[None]:
         mine.in_step = False
 
 
-def _begin_next(mine: State) -> int:
-    """Begin the step after all that this process knows of."""
+def _next_number(mine: State) -> int:
+    """That of the step after all that this process knows of."""
     mine.epoch = max(mine.epoch, last_number([json.loads(ShardStore.stats())])) + 1
-    ShardStore.begin_epoch(mine.epoch, mine.claimant)
-    mine.has_begun = True
     return mine.epoch
 
 
