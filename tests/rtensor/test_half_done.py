@@ -116,10 +116,28 @@ def interrupted_at(method: str, handles: Any) -> tuple[int, int]:
     return rtensor.storage_stats()["num_tensors"], rtensor.fetch_buffer_stats()["num_entries"]
 
 
-@pytest.mark.parametrize("method", ["begin_epoch", "clear_buffer"])
-def test_a_step_whose_end_is_interrupted_ends(method: str, owners: list[Peer], consumers: list[Peer]) -> None:
+def test_a_step_whose_end_is_interrupted_ends(owners: list[Peer], consumers: list[Peer]) -> None:
     handles = owners[0].call(told.make, 2, 10)
-    assert consumers[0].call(interrupted_at, method, handles) == (0, 0)
+    assert consumers[0].call(interrupted_at, "clear_buffer", handles) == (0, 0)
+
+
+def interrupted_as_it_begins(handles: Any) -> int:
+    own = rtensor.remotize(rtensor.localize(handles))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "ShardStore", Interrupted("begin_epoch"))
+        with pytest.raises(KeyboardInterrupt), rtensor.step(claim=own):
+            pytest.fail("it began")
+    unclaimed = int(rtensor.storage_stats()["unclaimed_entries"])
+    with rtensor.step(claim=own):
+        pass
+    return unclaimed - rtensor.storage_stats()["num_tensors"] - rtensor.fetch_buffer_stats()["num_entries"]
+
+
+def test_a_step_alone_that_is_interrupted_as_it_begins_claims_nothing(
+    owners: list[Peer], consumers: list[Peer]
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    assert consumers[0].call(interrupted_as_it_begins, handles) == 2
 
 
 def test_a_step_that_is_interrupted_as_its_end_is_noted_ends(
@@ -143,6 +161,27 @@ def test_a_step_that_is_interrupted_as_its_end_is_noted_ends(
         step()
     assert rtensor.fetch_buffer_stats()["num_entries"] == 0
     assert held(owners[0]) == held(consumers[0]) == (0, 0)
+
+
+def test_a_step_that_is_interrupted_before_its_end_is_noted_ends(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def step() -> None:
+        with controller.step(claim=handles):
+            consumers[0].call(told.sums, handles)
+            monkeypatch.setattr(controller, "_finish", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert held(owners[0]) == held(consumers[0]) == (0, 0)
+    with controller.step():
+        pass
 
 
 def test_a_step_that_is_interrupted_as_it_begins_is_none(

@@ -213,20 +213,30 @@ class Controller:
         handles = handles_of(claim)
         owners = collect_shards(handles)
         begun: list[_Begun] = []
-        try:
-            with self._lock:
-                if self._current is not None:
-                    raise InvalidInputError(f"this controller is in step {self._current}: end that one first")
-                self._errands.catch_up()
-                self._begin(owners, begun)
-            yield Step(begun[0].number)
-        finally:
-            if begun:
-                self._finish(begun[0], owners, handles)
-
-    def _finish(self, begun: _Begun, owners: dict[str, list[str]], handles: list[RTensor]) -> None:
-        """End a step that has begun, and begin the next one."""
         noted: list[_Ending] = []
+        try:
+            try:
+                with self._lock:
+                    if self._current is not None:
+                        raise InvalidInputError(
+                            f"this controller is in step {self._current}: end that one first"
+                        )
+                    self._errands.catch_up()
+                    self._begin(owners, begun)
+                yield Step(begun[0].number)
+            finally:
+                if begun:
+                    self._finish(begun[0], owners, handles, noted)
+        except BaseException:
+            if begun and not noted:
+                # Ctrl-C came as the end began.
+                self._errands.hurried(lambda: self._finish(begun[0], owners, handles, noted))
+            raise
+
+    def _finish(
+        self, begun: _Begun, owners: dict[str, list[str]], handles: list[RTensor], noted: list[_Ending]
+    ) -> None:
+        """End a step that has begun, and begin the next one; `noted` gets what the end comes to."""
         with self._lock:
             try:
                 to_its_end(lambda: noted.append(self._note_end(begun.number, owners)))
