@@ -16,7 +16,6 @@ import logging
 import secrets
 import threading
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from tundish._native import ShardStore, shard_ids
@@ -217,11 +216,6 @@ class Controller:
         try:
             try:
                 with self._lock:
-                    if self._current is not None:
-                        raise InvalidInputError(
-                            f"this controller is in step {self._current}: end that one first"
-                        )
-                    self._errands.catch_up()
                     self._begin(owners, begun)
                 yield Step(begun[0].number)
             finally:
@@ -291,9 +285,7 @@ class Controller:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _next_number(self, *, is_contested: bool = False) -> int:
@@ -330,6 +322,9 @@ class Controller:
 
     def _begin(self, owners: dict[str, list[str]], noted: list[_Begun]) -> None:
         """Have every worker begin the next step, and the owners claim; `noted` gets it."""
+        if self._current is not None:
+            raise InvalidInputError(f"this controller is in step {self._current}: end that one first")
+        self._errands.catch_up()
         number = self._next_number() if self._ahead is None else self._ahead
         try:
             begun = self._begin_everywhere(number)
