@@ -81,6 +81,7 @@ class Inline(_Ending):
         super().__init__()
         self._pass = source
         self._taken = 0
+        self._is_left = False
 
     def start(self) -> None:
         pass
@@ -101,7 +102,7 @@ class Inline(_Ending):
         return found
 
     def leave(self) -> None:
-        if self._over.has_come():
+        if self._is_left or self._over.has_come():
             return
 
         def leave() -> None:
@@ -116,6 +117,8 @@ class Inline(_Ending):
         except RuntimeError:
             # An interpreter that ends starts no threads any more.
             leave()
+        # Not before: whom Ctrl-C kept from it comes here once more.
+        self._is_left = True
 
 
 class Ahead(_Ending):
