@@ -295,7 +295,9 @@ fn who_sweeps_what_was_replaced_meanwhile_leaves_the_new_one() {
             kept = Some(claim.publish(file.as_fd(), &mut || Ok(())).unwrap());
         },
     );
-    assert_eq!(swept, (vec![], vec!["tokens".to_owned()]));
+    // Between the removal and the new one there is none for an instant, which is found on a busy machine.
+    assert!(swept.0.is_empty() && swept.1.len() <= 1, "{swept:?}");
+    assert_eq!(yard.sweep(), (vec![], vec!["tokens".to_owned()]));
     assert!(yard.directory.leads_to(&named("tokens"), kept.unwrap().identity()).unwrap());
 }
 
