@@ -20,8 +20,9 @@ pub const DATA_START: usize = 4096;
 /// Bytes that are reserved between two looks at whether to go on: some ten milliseconds.
 const STRIDE: usize = 256 << 20;
 
-/// As many on huge pages, which may take longer.
-const HUGE_STRIDE: usize = 16 * HUGE_PAGE;
+/// As many on huge pages, which may take longer. For each such call the kernel has all processors put down what they have
+/// in hand.
+const HUGE_STRIDE: usize = 8 * HUGE_PAGE;
 
 /// Microseconds that small pages in the place of a huge one take, with their tables.
 const USUAL: i64 = 1000;
@@ -121,29 +122,33 @@ fn reserve_huge(
     rustix::fs::ftruncate(file, len as u64)
         .map_err(|errno| ShmError::io("reserve", format!("a segment of {len} bytes"), errno))?;
     let map = Mapping::new(file, len, Access::Write)?;
+    let whole = len / HUGE_PAGE * HUGE_PAGE;
     let mut end = 0;
-    while end + HUGE_PAGE <= len {
-        if end.is_multiple_of(HUGE_STRIDE) {
-            go_on()?;
-        }
+    while end < whole {
+        go_on()?;
         let begun = Instant::now();
-        if !reserve_part(file, end, rustix::param::page_size(), len)? {
-            continue;
+        // One first, to see how long they take.
+        let stride = if end == 0 { HUGE_PAGE } else { HUGE_STRIDE.min(whole - end) };
+        for start in (end..end + stride).step_by(HUGE_PAGE) {
+            while !reserve_part(file, start, rustix::param::page_size(), len)? {
+                go_on()?;
+            }
         }
-        if !map.put_on_huge_pages(end..end + HUGE_PAGE) {
+        if !map.put_on_huge_pages(end..end + stride) {
             break;
         }
-        end += HUGE_PAGE;
-        if !is_patient_after(begun.elapsed(), patience) {
+        end += stride;
+        if !is_patient_after(begun.elapsed(), stride / HUGE_PAGE, patience) {
             break;
         }
     }
     Ok(end)
 }
 
-/// Whether to make another huge page after one that took so long.
-fn is_patient_after(took: Duration, (patience, most): (&AtomicI64, i64)) -> bool {
-    let earned = USUAL.saturating_sub(i64::try_from(took.as_micros()).unwrap_or(i64::MAX));
+/// Whether to make more huge pages after some that took so long.
+fn is_patient_after(took: Duration, pages: usize, (patience, most): (&AtomicI64, i64)) -> bool {
+    let usual = USUAL.saturating_mul(i64::try_from(pages).unwrap_or(i64::MAX));
+    let earned = usual.saturating_sub(i64::try_from(took.as_micros()).unwrap_or(i64::MAX));
     let count = |left: i64| Some(left.saturating_add(earned).clamp(0, most));
     let before = patience.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count);
     before.is_ok_and(|before| before.saturating_add(earned) > 0)
