@@ -6,7 +6,7 @@ connection it was given. What always holds:
 
 1. Nobody accepts or writes: a connection stays silent until its peer's listening socket is gone, so
    any event on it means that the peer ended, was killed, or closed its watch. On one that was given the
-   last of these is told by a byte.
+   last of these is told, and because of whose end.
 2. Only the process itself holds its sockets: they are closed on exec, and in children made by fork, which
    would otherwise keep a killed parent looking alive (workers of a DataLoader outlive their parent by
    seconds).
@@ -26,6 +26,7 @@ import os
 import secrets
 import select
 import socket
+import struct
 import sys
 import threading
 import time
@@ -37,7 +38,9 @@ __all__ = ["PeerWatch", "node_identity"]
 
 _BACKLOG = 4096
 _CONNECT_SECONDS = 5.0
-_FAREWELL = b"."
+# Because of whose end, a rank, a watch is closed.
+_FAREWELL = struct.Struct("<q")
+_NOBODYS = -1
 
 _open_watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
 
@@ -69,8 +72,8 @@ class PeerWatch:
         self._listener: socket.socket | None = None
         self._connections: dict[int, tuple[int, socket.socket]] = {}
         self._vanished: set[int] = set()
-        # Of these, who said so.
-        self._departed: set[int] = set()
+        # Of these, who said so, and because of whose end.
+        self._departed: dict[int, int | None] = {}
         self._given: list[socket.socket] = []
         self._polling = threading.Lock()
         self._poll = select.poll()
@@ -106,9 +109,12 @@ class PeerWatch:
         self._given.append(connection)
         self._look_at(rank, connection)
 
-    def departed(self) -> frozenset[int]:
-        """Of the ranks that were found gone those that closed their watch, as far as that was told."""
-        return frozenset(self._departed)
+    def departed(self) -> Mapping[int, int | None]:
+        """Of the ranks that were found gone those that closed their watch, as far as that was told.
+
+        With each the rank because of whose end it did so, where there was one.
+        """
+        return dict(self._departed)
 
     def vanished(self) -> frozenset[int]:
         """The ranks found gone so far."""
@@ -126,16 +132,22 @@ class PeerWatch:
                 rank, connection = self._connections.pop(descriptor)
                 self._poll.unregister(descriptor)
                 with contextlib.suppress(OSError):
-                    if connection in self._given and connection.recv(len(_FAREWELL)) == _FAREWELL:
-                        self._departed.add(rank)
+                    told = connection.recv(_FAREWELL.size) if connection in self._given else b""
+                    if len(told) == _FAREWELL.size:
+                        (whose,) = _FAREWELL.unpack(told)
+                        self._departed[rank] = None if whose == _NOBODYS else whose
                 connection.close()
                 self._vanished.add(rank)
 
-    def close(self) -> None:
-        """Close every socket; peers that still watch this process see it vanish."""
+    def close(self, because_of: int | None = None) -> None:
+        """Close every socket; peers that still watch this process see it vanish.
+
+        `because_of`: the rank whose end made it do so.
+        """
+        told = _FAREWELL.pack(_NOBODYS if because_of is None else because_of)
         for connection in self._given:
             with contextlib.suppress(OSError):
-                connection.send(_FAREWELL)
+                connection.send(told)
         self._close()
 
     def _look_at(self, rank: int, connection: socket.socket) -> None:

@@ -206,7 +206,7 @@ class Member:
         if self._ways is not None:
             # Whoever feeds this rank may be through with all that it gives.
             for rank in self._ways.watch.vanished() - {self._ways.feeder}:
-                raise self._lose(rank, "was killed or has ended")
+                raise self._lose_gone(rank)
 
     def _patience_after(self, rank: int) -> float:
         """For how many seconds something may still come of a rank that is gone."""
@@ -218,6 +218,11 @@ class Member:
     def _lose(self, rank: int, how: str) -> PeerFailedError:
         self._lost = PeerFailedError(f"scatter: rank {rank} {how}", rank)
         return self._lost
+
+    def _lose_gone(self, rank: int) -> PeerFailedError:
+        """Lose a rank that is gone, or the one because of whose end it left."""
+        whose = None if self._ways is None else self._ways.watch.departed().get(rank)
+        return self._lose(rank if whose is None else whose, "was killed or has ended")
 
     def _waiter(self, rank: int) -> Callable[[Callable[[float], bool]], None]:
         return lambda wait: self._wait(wait, rank)
@@ -237,7 +242,7 @@ class Member:
                     # What it gave before stays, and comes from far away behind the news of its end.
                     if wait(self._patience_after(name)):
                         return
-                    raise self._lose(name, "was killed or has ended")
+                    raise self._lose_gone(name)
                 if time.monotonic() > deadline and not patient:
                     seconds = self._timeout.total_seconds()
                     raise TimedOutError(

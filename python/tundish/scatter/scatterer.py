@@ -287,6 +287,9 @@ class Scatterer(Member):
             except PeerFailedError as error:
                 if error is self._lost:
                     self._tell(error, {})
+                    if self._ways is not None and self._ways.near:
+                        # The source does not see who gets batches from this rank: it sees this one leave, and why.
+                        self._ways.watch.close(because_of=error.rank)
                 raise
             if message is None:
                 continue

@@ -342,19 +342,31 @@ def killed_replica(rank: int, line: Line) -> None:
     line.say("ready")
     if rank in (0, 3):
         line.hear()
-    for _ in range(2):
-        line.say(*timed(a_grid_round))
+    line.say(*timed(a_grid_round))
+    if rank == 2:
+        line.hear()
+        return
+    # Whoever was given a batch when it came out hears of it in a later round.
+    while (told := timed(a_grid_round))[0] != "PeerFailedError":
+        pass
+    line.say(*told)
 
 
-def test_a_killed_rank_that_another_one_feeds_is_named_by_that(tmp_path: Path) -> None:
-    # Rank 2 gets the batch of rank 3 too, over the network, and hands it on.
+def test_a_killed_rank_that_another_one_feeds_is_named_by_all(tmp_path: Path) -> None:
+    # Rank 2 gets the batch of rank 3 too, over the network, and hands it on; and it lives on when it has failed.
     with Job(killed_replica, 4, tmp_path) as job:
         assert job.hear_all() == [("ready",)] * 4
         job.signal(3, signal.SIGKILL)
         assert job.exit_code(3) == -signal.SIGKILL
         job.tell(0)
-        kind, text, lost, _ = job.hear(2)
+        kind, text, lost, at = job.hear(2)
         assert (kind, lost) == ("PeerFailedError", 3), text
+        for rank in (0, 1):
+            heard = [job.hear(rank), job.hear(rank)]
+            assert (heard[-1][0], heard[-1][2]) == ("PeerFailedError", 3), heard
+            assert heard[-1][3] - at < KNOWN
+        job.tell(2)
+        job.expect_end(0, 1, 2)
 
 
 def test_a_killed_rank_that_feeds_another_one_is_named_by_all(tmp_path: Path) -> None:
