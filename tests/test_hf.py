@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ import pytest
 import torch
 
 from tundish.checkpoint import open_readonly
-from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundError, StepExistsError
+from tundish.errors import (
+    CorruptCheckpointError,
+    InvalidInputError,
+    InvalidTypeError,
+    NotFoundError,
+    StepExistsError,
+)
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -281,5 +288,18 @@ def test_what_the_trainer_would_push_while_it_trains_is_refused(tmp_path: Path) 
     # As an argument it would have the Trainer ask the hub at once.
     run.args.push_to_hub = True
     with pytest.raises(InvalidInputError, match="every_save"):
+        run.train()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_adapters_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=1)
+    with warnings.catch_warnings():
+        # peft asks transformers what that warns of.
+        warnings.simplefilter("ignore")
+        import peft
+
+        run.model = peft.get_peft_model(run.model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(InvalidTypeError, match="holds adapters"):
         run.train()
     assert not list(tmp_path.iterdir())

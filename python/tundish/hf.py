@@ -24,6 +24,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
+from tundish.checkpoint.hf.pretrained import refuse_adapters
 from tundish.distributed import agreed
 from tundish.errors import InvalidInputError, NotFoundError, StepExistsError, missing_extra
 
@@ -112,6 +113,8 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
                 f"hub_strategy is {self.args.hub_strategy.value!r}, and TundishTrainerMixin pushes nothing while it "
                 "trains: give 'end' and call push_to_hub() then, or push from an on_published of checkpointer_options"
             )
+        if self.args.save_strategy != SaveStrategy.NO:
+            refuse_adapters(self.model)
         try:
             if not resume_from_checkpoint:
                 if self.args.save_strategy != SaveStrategy.NO:

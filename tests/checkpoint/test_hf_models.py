@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -266,14 +267,29 @@ def test_settings_that_cannot_be_saved_are_refused_at_once(tmp_path: Path) -> No
         plan_hf(model)
 
 
+def test_models_that_hold_adapters_are_refused() -> None:
+    with warnings.catch_warnings():
+        # peft asks transformers what that warns of.
+        warnings.simplefilter("ignore")
+        import peft
+
+        config = peft.LoraConfig(target_modules=["q_proj"], r=2)
+        wrapped = peft.get_peft_model(MODELS["llama"](), config)
+        added = MODELS["llama"]()
+        added.add_adapter(config)
+    for model in (wrapped, {"part": wrapped}, nn.DataParallel(wrapped), added):
+        with pytest.raises(
+            InvalidTypeError, match="holds adapters, and its save_pretrained writes nothing else"
+        ):
+            plan_hf(model)
+    # Once they are merged it is a model as any.
+    plan_hf(wrapped.merge_and_unload()).release()
+
+
 def test_what_save_pretrained_writes_otherwise_is_refused() -> None:
     from transformers.quantizers.quantizer_quanto import QuantoHfQuantizer
 
     model = MODELS["llama"]()
-    model._hf_peft_config_loaded = True
-    with pytest.raises(InvalidTypeError, match="adapters"):
-        plan_hf(model)
-    model._hf_peft_config_loaded = False
     quantizer = QuantoHfQuantizer.__new__(QuantoHfQuantizer)
     quantizer.quantization_config = transformers.QuantoConfig(weights="int8")
     model.hf_quantizer = quantizer

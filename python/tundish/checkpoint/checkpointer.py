@@ -212,9 +212,9 @@ class Checkpointer:
 
         Returns a future of the published path.
 
-        Raises what is wrong with the arguments or the tensors, on all ranks: `InvalidInputError`,
-        `StepExistsError`, `StepOrderError`, `StorageError` (too little disk). With `on_failure="raise"` also what an
-        earlier save failed with.
+        Raises what is wrong with the arguments or the tensors, on all ranks: `InvalidInputError`, `InvalidTypeError`
+        (also for a model that holds adapters, as peft's), `StepExistsError`, `StepOrderError`, `StorageError` (too
+        little disk). With `on_failure="raise"` also what an earlier save failed with.
         """
         make_plan = functools.partial(
             plan_hf,

@@ -186,6 +186,7 @@ def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
 
 def _kept(part: Part) -> tuple[dict[str, torch.Tensor], tuple[Facts, ...], dict[str, str]]:
     """The tensors of a part that are saved, each memory once, and what they add to the files' metadata."""
+    pretrained.refuse_adapters(part.module)
     is_pretrained = pretrained.is_pretrained(part.module)
     facts = None if is_pretrained else facts_if_unchanged(part.tensors)
     if facts is not None:

@@ -1,7 +1,8 @@
 """What `save_pretrained` of a transformers model writes, taken apart: its weights, its settings, its code.
 
-Owns everything that knows transformers. What always holds: transformers is imported only where the caller's model is
-one of its own; the model and its settings are not changed, though `save_pretrained` changes them.
+Owns everything that knows transformers, and peft, whose adapters models hold. What always holds: transformers is
+imported only where the caller's model is one of its own; the model and its settings are not changed, though
+`save_pretrained` changes them.
 
 Follows `PreTrainedModel.save_pretrained` of transformers 5, step by step.
 """
@@ -22,7 +23,15 @@ from tundish.checkpoint.hf.conversion import Conversion, by_reverting
 from tundish.checkpoint.tensors import Facts, tied_names
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["conversion_of", "fp32_pattern", "is_pretrained", "save_code", "settings_of", "weights_of"]
+__all__ = [
+    "conversion_of",
+    "fp32_pattern",
+    "is_pretrained",
+    "refuse_adapters",
+    "save_code",
+    "settings_of",
+    "weights_of",
+]
 
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 
@@ -33,21 +42,30 @@ def is_pretrained(module: nn.Module | None) -> bool:
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
+def refuse_adapters(module: nn.Module | None) -> None:
+    """Refuse a model whose `save_pretrained` writes nothing but its adapters: one of peft, or one that loaded some.
+
+    Raises `InvalidTypeError`.
+    """
+    peft = sys.modules.get("peft")
+    is_of_peft = peft is not None and isinstance(module, peft.PeftModel | peft.PeftMixedModel)
+    if is_of_peft or (is_pretrained(module) and getattr(module, "_hf_peft_config_loaded", False)):
+        raise InvalidTypeError(
+            f"the model ({type(module).__name__}) holds adapters, and its save_pretrained writes nothing else: save "
+            "them with it, or merge them and save the merged model"
+        )
+
+
 def weights_of(
     model: Any, tensors: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Those of `tensors`, the model's own, that `save_pretrained` writes, and what it adds to the files' metadata.
 
     Raises:
-        InvalidTypeError: the model is quantized in a way that cannot be saved, or holds adapters.
+        InvalidTypeError: the model is quantized in a way that cannot be saved.
         InvalidInputError: weights are tied that the model does not declare, so that a loaded model would not tie them.
     """
     metadata: dict[str, str] = {}
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise InvalidTypeError(
-            "the model holds adapters, and its save_pretrained writes nothing else: save them with it, or merge them "
-            "and save the merged model"
-        )
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:
         if not quantizer.is_serializable():
