@@ -193,8 +193,9 @@ impl Drop for WarmCopy {
         let source = self.source.upgrade().filter(|source| {
             self.process == process::id()
                 && source.page == rustix::param::page_size()
-                && pages::give_back(&map, self.used.clone())
+                // Before its first page is given back with others that were written to.
                 && pages::is_left_alone(&map)
+                && pages::give_back(&map, self.used.clone())
         });
         // Before the look at whether the owner gave the segment up: it empties what has no lease.
         drop(self.lease.take());

@@ -42,6 +42,19 @@ fn write(copy: &WarmCopy, range: Range<usize>) {
     unsafe { copy.data().add(range.start).write_bytes(0xee, range.len()) };
 }
 
+/// Lengths of some pages, and now and then of some huge ones.
+fn lengths(most: usize) -> impl Strategy<Value = usize> {
+    prop_oneof![8 => 1..most, 1 => (2usize << 20)..(5 << 20)]
+}
+
+/// As `mlockall` and `munlockall` do it: every page of the mapping is the process's own from here on.
+fn lock_for_a_moment(map: &Mapping) {
+    // SAFETY: the mapping's own range; no byte changes.
+    let is_done =
+        unsafe { libc::mlock(map.start().cast(), map.len()) == 0 && libc::munlock(map.start().cast(), map.len()) == 0 };
+    assert!(is_done);
+}
+
 fn minor_faults() -> i64 {
     // SAFETY: all zero is a value of it, and the call fills it in.
     unsafe {
@@ -58,7 +71,7 @@ proptest! {
     /// bytes at first, and its own as long as it has the mapping; in every use of the segment.
     #[test]
     fn everybody_finds_the_owners_bytes_and_then_his_own(
-        len in 1usize..900_000,
+        len in lengths(900_000),
         uses in prop::collection::vec(
             prop::collection::vec((any::<usize>(), 1usize..3 * PAGE, any::<bool>()), 0..30), 1..6,
         ),
@@ -92,7 +105,7 @@ proptest! {
 
     /// Whose bytes are a part of a segment may write to all of them.
     #[test]
-    fn of_a_part_every_byte_is_given_back(len in 1usize..100_000, from: usize, to: usize) {
+    fn of_a_part_every_byte_is_given_back(len in lengths(100_000), from: usize, to: usize) {
         let (home, segment) = (warm(1 << 30), filled(&slabs(), len, 1));
         let (from, to) = (from % len, to % len);
         let range = from.min(to)..from.max(to) + 1;
@@ -259,19 +272,25 @@ fn what_the_file_says_of_itself_is_compared() {
 fn what_the_process_locked_in_memory_meanwhile_is_not_used_again() {
     let (home, segment) = (warm(1 << 30), filled(&slabs(), 50_000, 1));
     drop(home.copy_of(&segment, 0..50_000).unwrap());
-    {
-        let state = home.lock();
-        let idle = &state.kept[0].idle[0];
-        // As `mlockall` and `munlockall` do it: every page of it is the process's own from here on.
-        // SAFETY: the mapping's own range; no byte changes.
-        let is_done = unsafe {
-            libc::mlock(idle.start().cast(), idle.len()) == 0 && libc::munlock(idle.start().cast(), idle.len()) == 0
-        };
-        assert!(is_done);
-    }
+    lock_for_a_moment(&home.lock().kept[0].idle[0]);
     // SAFETY: within the data; nobody reads them meanwhile.
     unsafe { segment.data().write_bytes(0x77, 50_000) };
     let copy = home.copy_of(&segment, 0..50_000).unwrap();
     // SAFETY: within the data of the copy, which lives.
     assert!(unsafe { std::slice::from_raw_parts(copy.data(), 50_000) }.iter().all(|byte| *byte == 0x77));
+}
+
+#[test]
+fn what_the_process_locked_in_memory_while_it_was_used_is_not_used_again() {
+    const LEN: usize = 5 << 20;
+
+    let (home, segment) = (warm(1 << 30), filled(&slabs(), LEN, 1));
+    let copy = home.copy_of(&segment, 0..5000).unwrap();
+    lock_for_a_moment(copy.map.as_ref().unwrap());
+    write(&copy, 0..5000);
+    drop(copy);
+    // SAFETY: within the data; nobody reads them meanwhile.
+    unsafe { segment.data().write_bytes(0x77, LEN) };
+    let copy = home.copy_of(&segment, 0..LEN).unwrap();
+    assert!(bytes(&copy, LEN).iter().all(|byte| *byte == 0x77));
 }
