@@ -102,7 +102,7 @@ impl Drop for Counted {
 #[derive(Debug, Default)]
 struct State {
     limit: usize,
-    /// Whether what has escaped is let go of where too many segments are kept.
+    /// Whether what has escaped is let go of where too many segments are kept, or something is missing for a new one.
     forgets_escaped: bool,
     /// Nobody uses them; the one that was used last is at the end.
     idle: VecDeque<Segment>,
@@ -245,14 +245,18 @@ impl Arena {
         drop(released);
     }
 
-    /// Lets go of what is idle, and of what has a view somewhere, which takes descriptors and addresses here; returns how
-    /// many segments.
+    /// Lets go of what is idle, and, where that may be forgotten, of what has a view somewhere, which takes descriptors and
+    /// addresses here; returns how many segments.
     fn let_go(&self) -> usize {
         let mut state = self.lock();
-        let (idle, escaped) = (std::mem::take(&mut state.idle), std::mem::take(&mut state.escaped));
-        (state.stats.cached, state.stats.escaped) = (0, 0);
+        let mut released = std::mem::take(&mut state.idle);
+        state.stats.cached = 0;
+        if state.forgets_escaped {
+            released.append(&mut state.escaped);
+            state.stats.escaped = 0;
+        }
         drop(state);
-        idle.len() + escaped.len()
+        released.len()
     }
 
     /// Bytes, as they were last looked at: some of what counts as escaped may have ended.

@@ -165,6 +165,21 @@ fn what_is_kept_makes_way_for_what_does_not_fit_beside_it() {
 }
 
 #[test]
+fn slabs_that_somebody_looks_at_are_not_forgotten_where_memory_is_missing() {
+    let arena = Arena::new(Use::Slabs, 1 << 30);
+    let (idle, escaped) = (take(&arena, 1 << 20), take(&arena, 2 << 20));
+    let (view, bytes) = (escaped.lease().unwrap(), escaped.size());
+    arena.give_back(idle);
+    arena.give_back(escaped);
+    let error = arena.take(1 << 60, false, &mut || Ok(())).unwrap_err();
+    assert!(matches!(error, ShmError::NoHeadroom { .. }), "{error}");
+    let stats = arena.stats();
+    assert_eq!((stats.cached, stats.escaped), (0, bytes), "what is idle makes way; what has a view takes memory still");
+    drop(view);
+    assert_eq!(arena.stats().cached, bytes);
+}
+
+#[test]
 fn who_gives_up_in_the_middle_takes_nothing() {
     let arena = Arena::new(Use::Arrays, 1 << 30);
     let error = arena.take(1 << 20, false, &mut || Err(ShmError::Interrupted)).unwrap_err();
