@@ -8,6 +8,7 @@
 //!    process.
 //! 3. In a child made by `fork` nothing is counted or given back: a slab is only unmapped there.
 
+use std::cell::Cell;
 use std::process;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
@@ -93,12 +94,12 @@ impl Pool {
         mut patience: Option<&mut Patience<'_>>,
     ) -> Result<Reservation, StoreError> {
         loop {
-            let mut escaped = self.arena.last_stats().escaped as u64;
-            let mut state = self.lock();
+            let (mut state, mut escaped) = self.lock_with_escaped();
             if escaped > 0 && state.used + escaped + bytes > state.limit {
                 drop(state);
-                escaped = self.arena.stats().escaped as u64;
-                state = self.lock();
+                // A look at whose views have ended.
+                self.arena.stats();
+                (state, escaped) = self.lock_with_escaped();
             }
             state.asked = Instant::now();
             let (used, limit) = (state.used, state.limit);
@@ -123,6 +124,14 @@ impl Pool {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// And the bytes that have escaped. What is given back just now counts as used or as escaped, if not as both: only
+    /// then, as it escapes first.
+    fn lock_with_escaped(&self) -> (MutexGuard<'_, State>, u64) {
+        let state = self.lock();
+        let escaped = self.arena.last_stats().escaped as u64;
+        (state, escaped)
     }
 
     fn release(&self, bytes: u64) {
@@ -179,8 +188,7 @@ impl Pool {
     /// Of what waits to be used again only so much stays that with what is in use it is within the limit, `spare` bytes
     /// of that not counted.
     fn make_room(&self, spare: u64) {
-        let escaped = self.arena.last_stats().escaped as u64;
-        let state = self.lock();
+        let (state, escaped) = self.lock_with_escaped();
         let left = (state.limit + spare).saturating_sub(state.used + escaped);
         drop(state);
         self.arena.trim(usize::try_from(left).unwrap_or(usize::MAX));
@@ -195,26 +203,26 @@ impl Reservation {
     pub(crate) fn take(&mut self, room: u64, patience: Option<&mut Patience<'_>>) -> Result<Segment, StoreError> {
         let len = usize::try_from(room).map_err(|_| StoreError::Invalid(format!("{room} bytes exceed any memory")))?;
         let set_aside = Pool::size_for(room).min(self.bytes);
-        let (mut patience, mut said) = (patience, None);
+        let (mut patience, said) = (patience, Cell::new(None));
         let mut go_on = || {
             let look = patience.as_deref_mut().map_or(Ok(()), Patience::look);
             look.map_err(|error| {
-                said = Some(error);
+                said.set(Some(error));
                 ShmError::Interrupted
             })
         };
         // What is reused was counted before, so it has to stay for now.
         self.pool.make_room(set_aside);
-        let mut taken = self.pool.arena.take(len, false, &mut go_on);
-        if let Ok(larger) = &taken
-            && !self.adds(larger.size() as u64 - set_aside)
-        {
-            // A kept one that is larger than was set aside, where each byte counts.
-            self.pool.arena.give_back(taken.expect("it was"));
+        let segment = loop {
+            let taken = self.pool.arena.take(len, false, &mut go_on);
+            let segment = taken.map_err(|error| said.take().unwrap_or_else(|| error.into()))?;
+            if self.adds(segment.size() as u64 - set_aside) {
+                break segment;
+            }
+            // A kept one that is larger than was set aside, where each byte counts; others may bring more of them.
+            self.pool.arena.give_back(segment);
             self.pool.arena.trim(0);
-            taken = self.pool.arena.take(len, false, &mut go_on);
-        }
-        let segment = taken.map_err(|error| said.unwrap_or_else(|| error.into()))?;
+        };
         self.bytes -= set_aside;
         self.pool.make_room(0);
         Ok(segment)
@@ -222,8 +230,7 @@ impl Reservation {
 
     /// Counts bytes that were not set aside; `false` where the limit does not allow them.
     fn adds(&self, bytes: u64) -> bool {
-        let escaped = self.pool.arena.last_stats().escaped as u64;
-        let mut state = self.pool.lock();
+        let (mut state, escaped) = self.pool.lock_with_escaped();
         let fits = bytes == 0 || state.used + escaped + bytes <= state.limit;
         if fits {
             state.used += bytes;
