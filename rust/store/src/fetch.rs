@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::buffer::{Asked, Key, Ticket};
 use crate::error::StoreError;
@@ -17,8 +17,14 @@ use crate::transport::{Receiver, Transport, Wanted};
 use crate::turnstile::TURN;
 use crate::view::{View, views};
 
-/// Owners that are asked at the same time.
+/// Owners that are asked at the same time, as long as each makes way for the next.
 const MOST_AT_ONCE: usize = 32;
+
+/// And where they do not: behind those that are silent there may be one that is gone, of which the caller is to hear.
+const MOST_OF_SILENT: usize = 512;
+
+/// After so long without the next one twice as many are asked.
+const STALLED: Duration = Duration::from_millis(100);
 
 /// Between two looks of the calling thread at whether to go on, while others work.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
@@ -284,10 +290,11 @@ fn send_all<R: Request>(
     if requests.len() < 2 {
         return requests.iter_mut().try_for_each(|request| request.send(transport, patience));
     }
-    let (deadline, threads) = (patience.deadline(), requests.len().min(MOST_AT_ONCE) - 1);
+    let deadline = patience.deadline();
     let is_off = AtomicBool::new(false);
     let first_error: Mutex<Option<StoreError>> = Mutex::new(None);
     let queue = Mutex::new(requests.into_iter());
+    let waiting = || queue.lock().unwrap_or_else(PoisonError::into_inner).len();
     let fail = |error| {
         // First, so that it is not taken for one of those that it ends.
         first_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
@@ -304,25 +311,39 @@ fn send_all<R: Request>(
     };
     let (done, all_done) = mpsc::channel::<()>();
     std::thread::scope(|scope| {
-        for _ in 0..threads {
-            let done = done.clone();
-            let (work, is_off) = (&work, &is_off);
-            // Where no more threads are to be had, fewer do it.
-            let _ = std::thread::Builder::new().name("tundish-fetch".to_owned()).spawn_scoped(scope, move || {
-                let mut go_on = || if is_off.load(Ordering::Relaxed) { Err(StoreError::Interrupted) } else { Ok(()) };
-                work(&mut Patience::new(deadline, &mut go_on));
-                drop(done);
-            });
-        }
-        drop(done);
+        let start = |count: usize| {
+            for _ in 0..count {
+                let done = done.clone();
+                let (work, is_off) = (&work, &is_off);
+                // Where no more threads are to be had, fewer do it.
+                let _ = std::thread::Builder::new().name("tundish-fetch".to_owned()).spawn_scoped(scope, move || {
+                    let mut go_on =
+                        || if is_off.load(Ordering::Relaxed) { Err(StoreError::Interrupted) } else { Ok(()) };
+                    work(&mut Patience::new(deadline, &mut go_on));
+                    drop(done);
+                });
+            }
+        };
+        let mut threads = waiting().min(MOST_AT_ONCE);
+        start(threads - 1);
         {
+            let (mut last, mut since) = (waiting(), Instant::now());
             // Whose own owner may be silent until the time is over.
             let mut go_on = || {
                 patience.look()?;
+                let left = waiting();
+                if left < last {
+                    (last, since) = (left, Instant::now());
+                } else if since.elapsed() >= STALLED {
+                    let more = threads.min(left).min(MOST_OF_SILENT - threads);
+                    start(more);
+                    (threads, since) = (threads + more, Instant::now());
+                }
                 if is_off.load(Ordering::Relaxed) { Err(StoreError::Interrupted) } else { Ok(()) }
             };
             work(&mut Patience::new(deadline, &mut go_on));
         }
+        drop(done);
         while let Err(mpsc::RecvTimeoutError::Timeout) = all_done.recv_timeout(BETWEEN_LOOKS) {
             if let Err(error) = patience.look() {
                 fail(error);
@@ -333,3 +354,6 @@ fn send_all<R: Request>(
     drop(queue);
     first_error.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
+
+#[cfg(test)]
+mod tests;
