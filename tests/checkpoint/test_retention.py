@@ -55,6 +55,15 @@ def test_surplus_is_what_no_rule_keeps(
     assert surplus == [one.step for one in there if not is_kept(one)]
 
 
+def test_what_keep_protects_stays_though_it_is_newer() -> None:
+    def keep(checkpoint: Checkpoint) -> bool:
+        retention.protected.add(checkpoint.step + 1)
+        return False
+
+    retention = Retention(keep_last=1, keep=keep)
+    assert retention.surplus([checkpoint(step) for step in (1, 3, 4, 6, 9)]) == [1, 3, 6]
+
+
 @pytest.mark.parametrize("argument", ["keep_last", "keep_every"])
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "3"])
 def test_counts_that_are_none_are_refused(argument: str, count: object) -> None:

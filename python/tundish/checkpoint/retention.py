@@ -78,7 +78,8 @@ class Retention:
             if limit is None or rank < limit or position == 0 or self._is_kept(checkpoint):
                 continue
             surplus.append(checkpoint.step)
-        return surplus[::-1]
+        # `keep` may have protected what was judged before.
+        return [step for step in reversed(surplus) if step not in self.protected]
 
     def _is_kept(self, checkpoint: Checkpoint) -> bool:
         if checkpoint.step in self.protected:
