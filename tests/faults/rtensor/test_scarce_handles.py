@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -54,3 +57,38 @@ def test_what_is_kept_warm_makes_room(want: str) -> None:
     program = _BEGIN + want + _END
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout == "done\n", done.stderr[-3000:]
+
+
+def in_buffer_after_a_want(handles: list[Any]) -> tuple[int, int]:
+    """Bytes of its own that a consumer has fetched others' into, when it had no descriptors once, and before."""
+    from tundish import rtensor
+
+    def fetched_into() -> int:
+        return int(rtensor.fetch_buffer_stats()["memory"]["used_bytes"])
+
+    rtensor.localize(handles[0])
+    before = fetched_into()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, limits[1]))
+    filled = []
+    try:
+        while True:
+            filled.append(os.dup(0))
+    except OSError:
+        with pytest.raises(OSError, match="Too many open files"):
+            rtensor.localize(handles[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in filled:
+            os.close(descriptor)
+    assert rtensor.localize(handles[2])[0] == 2
+    return before, fetched_into()
+
+
+def test_memory_of_owners_is_read_where_it_lies_again_when_there_are_descriptors() -> None:
+    import told
+    from peers import Peer
+
+    with Peer() as owner, Peer() as consumer:
+        stored = [handle for start in range(3) for handle in owner.call(told.make, 1, 1 << 18, start)]
+        assert consumer.call(in_buffer_after_a_want, stored) == (0, 0)

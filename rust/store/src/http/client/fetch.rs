@@ -6,6 +6,7 @@
 use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
 
+use rustix::io::Errno;
 use tundish_shm::ShmError;
 
 use super::Client;
@@ -159,10 +160,7 @@ impl Errand<'_> {
                 Payload::Reference(reference) => {
                     let (meta, lender) = (&header.meta, head.lender.as_deref());
                     match self.receiver.attach(self.done, meta, &reference, lender, patience) {
-                        // One that was given back meanwhile says nothing about the others.
-                        Err(StoreError::Memory(error)) => {
-                            return Err(Failure::Unreached(!matches!(*error, ShmError::Gone { .. })));
-                        }
+                        Err(StoreError::Memory(error)) => return Err(Failure::Unreached(is_for_good(&error))),
                         attached => attached?,
                     }
                 }
@@ -175,6 +173,18 @@ impl Errand<'_> {
         // Whatever else there is was not asked for.
         connection.keeps_alive &= left == 0;
         Ok(())
+    }
+}
+
+/// Whether memory of an owner cannot be reached at all. A segment that was given back meanwhile says nothing about the
+/// others; that this process has no descriptors or addresses left, passes.
+fn is_for_good(error: &ShmError) -> bool {
+    const PASSES: [Errno; 3] = [Errno::MFILE, Errno::NFILE, Errno::NOMEM];
+
+    match error {
+        ShmError::Gone { .. } => false,
+        ShmError::Io { source, .. } => PASSES.iter().all(|errno| source.raw_os_error() != Some(errno.raw_os_error())),
+        _ => true,
     }
 }
 
