@@ -13,7 +13,7 @@ from typing import Any
 from tundish.errors import DrainError, ShardGoneError, counted
 from tundish.rtensor.lines import Worker
 
-__all__ = ["check_claim", "failures_of", "last_number", "look_at_ledger", "refuse", "total"]
+__all__ = ["check_claim", "failures_of", "last_number", "look_at_buffer", "look_at_ledger", "refuse", "total"]
 
 _log = logging.getLogger("tundish.rtensor")
 _NAMED = 8
@@ -50,6 +50,34 @@ def look_at_ledger(worker: Worker, number: int, ledger: dict[str, Any]) -> None:
             number,
             worker,
         )
+
+
+def look_at_buffer(worker: Worker, answer: Any, *, is_step_over: bool, expected: int) -> int:
+    """Entries that a worker says are left in its fetch buffer; it is warned of more than are `expected`.
+
+    `is_step_over`: those of the step under way, which were fetched for the next one, are no rest.
+    """
+    try:
+        entries, size = int(answer["num_entries"]), int(answer["total_bytes"])
+        if is_step_over:
+            entries -= int(answer["current_entries"])
+            size -= int(answer["current_bytes"])
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
+        _log.debug("%s does not say what is left in its fetch buffer: %s", worker, answer or error)
+        return 0
+    if entries > expected:
+        _log.warning(
+            "rank %d (%s) at %s still has %s (%d bytes) in its fetch buffer after the drain, the oldest of step %s",
+            worker.rank,
+            worker.role,
+            worker.addr,
+            "1 entry" if entries == 1 else f"{entries} entries",
+            size,
+            answer.get("oldest_epoch"),
+        )
+    else:
+        _log.debug("%s is drained", worker)
+    return entries
 
 
 def failures_of(answers: dict[Worker, Any]) -> dict[Worker, Exception]:

@@ -12,15 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import secrets
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
 from tundish._native import ShardStore, shard_ids
-from tundish.errors import InvalidInputError, ShardGoneError, TundishError
-from tundish.rtensor.answers import check_claim, failures_of, last_number, look_at_ledger, refuse, total
+from tundish.errors import InvalidInputError, ShardGoneError
+from tundish.rtensor.answers import (
+    check_claim,
+    failures_of,
+    last_number,
+    look_at_buffer,
+    look_at_ledger,
+    refuse,
+    total,
+)
 from tundish.rtensor.checks import check_claim_of_handles, check_seconds, check_token
 from tundish.rtensor.errands import Errand, Errands
 from tundish.rtensor.handle import RTensor, collect_shards, flatten_shard_ids, handles_of
@@ -31,7 +38,6 @@ from tundish.waiting import to_its_end
 
 __all__ = ["Controller", "Drained", "Step"]
 
-_log = logging.getLogger("tundish.rtensor")
 # Of numbers for a step that others have.
 _TRIES = 8
 _NUMBERS = 16
@@ -454,31 +460,12 @@ class Controller:
         left: dict[Worker, int] = {}
         asked = [worker for worker in self._workers if worker.drain is None]
         answers = self._errands.ask((worker, Request("GET", "/buffer/stats")) for worker in asked)
+        # What was carried over is there on purpose.
+        expected = len(self._carried | self._kept)
         for worker, answer in answers.items():
-            try:
-                entries, size = int(answer["num_entries"]), int(answer["total_bytes"])
-                if is_step_over:
-                    # What was fetched for the next one is no rest.
-                    entries -= int(answer["current_entries"])
-                    size -= int(answer["current_bytes"])
-                if entries:
-                    left[worker] = entries
-                # What was carried over is there on purpose.
-                if entries > len(self._carried | self._kept):
-                    _log.warning(
-                        "rank %d (%s) at %s still has %s (%d bytes) in its fetch buffer after the drain, the oldest "
-                        "of step %s",
-                        worker.rank,
-                        worker.role,
-                        worker.addr,
-                        "1 entry" if entries == 1 else f"{entries} entries",
-                        size,
-                        answer.get("oldest_epoch"),
-                    )
-                else:
-                    _log.debug("%s is drained", worker)
-            except (TypeError, KeyError, ValueError, OverflowError, TundishError) as error:
-                _log.debug("%s does not say what is left in its fetch buffer: %s", worker, answer or error)
+            entries = look_at_buffer(worker, answer, is_step_over=is_step_over, expected=expected)
+            if entries:
+                left[worker] = entries
         return left
 
     def _check_open(self) -> None:
