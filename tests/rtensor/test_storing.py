@@ -170,6 +170,9 @@ def test_into_tensors_of_the_callers() -> None:
     back = rtensor.localize({"a": handle, "b": handle[1:2]}, out=[gaps[:, ::2], torch.empty(1, 3)])
     assert torch.equal(gaps[:, ::2], tensor) and torch.equal(back["b"], tensor[1:2])
     assert not gaps[:, 1::2].any()
+    # What torch turns when it is looked at.
+    negative = torch._neg_view(torch.zeros(4, 3))
+    assert torch.equal(rtensor.localize(handle, out=negative), tensor)
     for wrong, why in (
         (torch.empty(4, 4), "of shape"),
         (torch.empty(4, 3, dtype=torch.float64), "torch.float64"),

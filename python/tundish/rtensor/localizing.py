@@ -93,7 +93,11 @@ def _rooms(handles: list[RTensor], rooms: list[Tensor]) -> list[Tensor]:
 
 def _receive(handles: list[RTensor], rooms: list[Tensor], timeout: float) -> None:
     direct = [
-        room.is_cpu and room.layout is torch.strided and room.is_contiguous() and not room.is_conj()
+        room.is_cpu
+        and room.layout is torch.strided
+        and room.is_contiguous()
+        and not room.is_conj()
+        and not room.is_neg()
         for room in rooms
     ]
     targets = [
