@@ -5,8 +5,8 @@
 mod common;
 
 use std::os::unix::fs::MetadataExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, Way, bytes_meta, fetch, overwrite, pattern, put, whole, within};
@@ -52,6 +52,12 @@ impl Drop for Child {
     }
 }
 
+/// For one test at a time: children have what the others have at the fork, and count it.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Mappings and descriptors that this process has of memory without a name.
 fn held() -> (usize, usize) {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -63,6 +69,7 @@ fn held() -> (usize, usize) {
 
 #[test]
 fn a_child_starts_empty_and_its_parent_notices_nothing() {
+    let _alone = alone();
     let node = Node::of_process();
     assert!(Arc::ptr_eq(&node, &Node::of_process()));
     let owner = Node::new(LIMITS);
@@ -163,6 +170,7 @@ fn wait_for_the_last_view(owner: &Node) {
 
 #[test]
 fn a_consumer_that_is_killed_holds_nothing_any_more() {
+    let _alone = alone();
     let owner = Node::new(LIMITS);
     let ids = put(&owner, &[pattern(1, LEN), pattern(2, LEN)]).unwrap();
     let answer = references(&owner, &ids);
@@ -235,6 +243,7 @@ fn hear_where(line: &Line) -> Answer {
 
 #[test]
 fn what_a_consumer_keeps_for_the_next_time_holds_up_nobody_and_shows_what_comes_next() {
+    let _alone = alone();
     let owner = Node::new(LIMITS);
     let (ours, theirs) = Line::new();
     let named: ShardId = "a".parse().unwrap();
@@ -282,6 +291,7 @@ fn mappings_of(reference: &Reference) -> impl Fn() -> usize + use<> {
 
 #[test]
 fn what_was_kept_of_an_owner_that_was_killed_is_let_go_of() {
+    let _alone = alone();
     let (ours, theirs) = Line::new();
     let named: ShardId = "a".parse().unwrap();
     let child = Child::start(|| {
@@ -308,6 +318,7 @@ fn what_was_kept_of_an_owner_that_was_killed_is_let_go_of() {
 
 #[test]
 fn views_at_a_fork_are_good_on_both_sides_and_both_sides_hold_them() {
+    let _alone = alone();
     let owner = Node::new(LIMITS);
     let consumer = Node::new(LIMITS);
     let (ours, theirs) = Line::new();
@@ -352,6 +363,7 @@ fn views_at_a_fork_are_good_on_both_sides_and_both_sides_hold_them() {
 
 #[test]
 fn a_child_lets_go_of_what_its_parent_kept() {
+    let _alone = alone();
     let (owner, consumer) = (Node::new(LIMITS), Node::new(LIMITS));
     let ids = put(&owner, &[pattern(1, LEN)]).unwrap();
     let answer = references(&owner, &ids);
@@ -374,6 +386,7 @@ fn a_child_lets_go_of_what_its_parent_kept() {
 
 #[test]
 fn a_reference_that_is_old_or_wrong_leads_to_nothing() {
+    let _alone = alone();
     let owner = Node::new(LIMITS);
     let ids = put(&owner, &[pattern(1, LEN)]).unwrap();
     let good = references(&owner, &ids).0[0];
