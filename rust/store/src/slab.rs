@@ -186,7 +186,14 @@ pub(crate) fn rooms(
                 Err(other) => return Err(other),
             };
             reservation = reserved;
-            let slab = Slab::new(reservation.take(room, patience.as_deref_mut())?, pool)?;
+            let taken = match reservation.take(room, patience.as_deref_mut()) {
+                // The system has less than the limit allows.
+                Err(StoreError::Memory(_)) if room > rest.room => {
+                    reservation.take(rest.room, patience.as_deref_mut())?
+                }
+                taken => taken?,
+            };
+            let slab = Slab::new(taken, pool)?;
             let start = slab.give_out(rest.room).expect("it was made for these");
             place(&slab, start, &rest);
             *pool.open.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&slab);

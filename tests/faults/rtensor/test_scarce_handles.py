@@ -59,6 +59,25 @@ def test_what_is_kept_warm_makes_room(want: str) -> None:
     assert done.stdout == "done\n", done.stderr[-3000:]
 
 
+_SMALL = (
+    """
+small = torch.ones(1 << 18)
+rtensor.clear_fetch_buffer()
+"""
+    + _ADDRESSES
+    + """
+for _ in range(31):
+    rtensor.remotize(small)
+print("done")
+"""
+)
+
+
+def test_what_is_small_is_stored_where_there_is_no_room_for_what_may_come_with_it() -> None:
+    done = subprocess.run([sys.executable, "-c", _BEGIN + _SMALL], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "done\n", done.stderr[-3000:]
+
+
 def in_buffer_after_a_want(handles: list[Any]) -> tuple[int, int]:
     """Bytes of its own that a consumer has fetched others' into, when it had no descriptors once, and before."""
     from tundish import rtensor
