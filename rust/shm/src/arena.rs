@@ -155,16 +155,25 @@ impl Arena {
             let reason = "an arena belongs to the process that made it; make one after the fork";
             return Err(ShmError::Invalid(reason.to_owned()));
         }
-        let (found, released) = self.lock().find(self.purpose, len, huge);
-        drop(released);
-        let segment = match found {
-            Some(segment) => segment,
-            None => self.make(len, huge, go_on)?,
-        };
-        let mut state = self.lock();
-        state.stats.in_use += segment.size();
-        state.saw_peak();
+        if let Some(kept) = self.take_kept(len, huge) {
+            return Ok(kept);
+        }
+        let segment = self.make(len, huge, go_on)?;
+        self.lock().count_in(&segment);
         Ok(segment)
+    }
+
+    /// As [`take`](Self::take), of those that are kept alone; `None` where none is of use for `len` bytes.
+    pub fn take_kept(&self, len: usize, huge: bool) -> Option<Segment> {
+        if self.process != process::id() {
+            return None;
+        }
+        let mut state = self.lock();
+        let (found, released) = state.find(self.purpose, len, huge);
+        found.iter().for_each(|segment| state.count_in(segment));
+        drop(state);
+        drop(released);
+        found
     }
 
     fn make(&self, len: usize, huge: bool, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
@@ -362,6 +371,11 @@ impl State {
             return Some((oldest, &mut self.stats.cached));
         }
         Some((self.escaped.pop_front()?, &mut self.stats.escaped))
+    }
+
+    fn count_in(&mut self, segment: &Segment) {
+        self.stats.in_use += segment.size();
+        self.saw_peak();
     }
 
     fn saw_peak(&mut self) {

@@ -211,10 +211,16 @@ impl Reservation {
                 ShmError::Interrupted
             })
         };
-        // What is reused was counted before, so it has to stay for now.
-        self.pool.make_room(set_aside);
         let segment = loop {
-            let taken = self.pool.arena.take(len, false, &mut go_on);
+            // What is used again was counted before, so it has to stay for now; what is fresh comes beside all that stays.
+            self.pool.make_room(set_aside);
+            let taken = match self.pool.arena.take_kept(len, false) {
+                Some(kept) => Ok(kept),
+                None => {
+                    self.pool.make_room(0);
+                    self.pool.arena.take(len, false, &mut go_on)
+                }
+            };
             let segment = taken.map_err(|error| said.take().unwrap_or_else(|| error.into()))?;
             if self.adds(segment.size() as u64 - set_aside) {
                 break segment;

@@ -74,6 +74,15 @@ fn a_limit_is_reached_to_the_page_by_fresh_memory_and_by_used() {
 }
 
 #[test]
+fn what_is_kept_and_of_no_use_goes_before_fresh_memory_comes() {
+    let pool = Pool::new("storage", LIMIT);
+    drop(places(&pool, &[3 << 20]).unwrap());
+    let _larger = places(&pool, &[6 << 20]).unwrap();
+    let most = pool.arena.stats().peak as u64;
+    assert!(most <= LIMIT, "{most}");
+}
+
+#[test]
 fn the_high_water_mark_is_the_most_that_was_ever_in_use() {
     let pool = Pool::new("storage", LIMIT);
     let used_and_highest = || (pool.account().used_bytes, pool.account().high_water_bytes);
