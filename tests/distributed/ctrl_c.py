@@ -5,7 +5,9 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
+import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, Self
@@ -32,41 +34,107 @@ class CtrlC:
         self._codes: set[CodeType] = {place.__code__ for place in places if not isinstance(place, ModuleType)}
         # Of each frame whose last step looks for signals: what handles an error there.
         self._looks: dict[FrameType, int | None] = {}
+        self._steps = _Steps(self)
         self.came = False
 
+    def is_among(self, code: CodeType) -> bool:
+        """Whether the places have this code."""
+        return code in self._codes or code.co_filename in self._files
+
+    def step(self, frame: FrameType, offset: int) -> None:
+        """A step begins."""
+        handler = _handler_at(frame.f_code, offset)
+        if frame in self._looks:
+            self._left -= self._looks.pop(frame) == handler
+            if self._left < 0 and not self.came:
+                self.came = True
+                raise KeyboardInterrupt
+        name = dis.opname[frame.f_code.co_code[offset]]
+        if name.startswith(("CALL", "RESUME", "JUMP_BACKWARD")) and not name.startswith("CALL_INTRINSIC"):
+            self._looks[frame] = handler
+
+    def leave(self, frame: FrameType) -> None:
+        """The last step failed, or left its function: after such a one the interpreter does not look."""
+        self._looks.pop(frame, None)
+
+    def __enter__(self) -> Self:
+        self._steps.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._steps.end()
+        self._looks.clear()
+        return self._is_suppressed and isinstance(error, KeyboardInterrupt)
+
+
+class _TracedSteps:
+    """Tells `ctrl_c` of the steps of this thread, by a trace function."""
+
+    def __init__(self, ctrl_c: CtrlC) -> None:
+        self._ctrl_c = ctrl_c
+
+    def begin(self) -> None:
+        self._before = sys.gettrace()
+        sys.settrace(self._enter)
+
+    def end(self) -> None:
+        sys.settrace(self._before)
+
     def _enter(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code not in self._codes and frame.f_code.co_filename not in self._files:
+        if not self._ctrl_c.is_among(frame.f_code):
             return None
         frame.f_trace_opcodes = True
         return self._step
 
     def _step(self, frame: FrameType, event: str, argument: object) -> Any:
         if event == "opcode":
-            handler = _handler_at(frame.f_code, frame.f_lasti)
-            if frame in self._looks:
-                self._left -= self._looks.pop(frame) == handler
-                if self._left < 0:
-                    self.came = True
-                    raise KeyboardInterrupt
-            step = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            if step.startswith(("CALL", "RESUME", "JUMP_BACKWARD")):
-                self._looks[frame] = handler
+            self._ctrl_c.step(frame, frame.f_lasti)
         elif event != "line":
-            # After a call that failed it does not look.
-            self._looks.pop(frame, None)
+            self._ctrl_c.leave(frame)
         return self._step
 
-    def __enter__(self) -> Self:
-        self._before = sys.gettrace()
-        sys.settrace(self._enter)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        sys.settrace(self._before)
-        self._looks.clear()
-        return self._is_suppressed and isinstance(error, KeyboardInterrupt)
+class _MonitoredSteps:
+    """The same for Python 3.12 and later, whose trace functions hear of no step in a function's first call."""
+
+    _TOOL = 3
+
+    def __init__(self, ctrl_c: CtrlC) -> None:
+        self._ctrl_c = ctrl_c
+
+    def begin(self) -> None:
+        monitoring: Any = sys.monitoring
+        events = monitoring.events
+        self._thread = threading.get_ident()
+        monitoring.use_tool_id(self._TOOL, "Ctrl-C")
+        monitoring.register_callback(self._TOOL, events.INSTRUCTION, self._step)
+        leaving = (events.RAISE, events.PY_UNWIND, events.PY_RETURN, events.PY_YIELD)
+        for event in leaving:
+            monitoring.register_callback(self._TOOL, event, self._leave)
+        # What was of no use to the one before.
+        monitoring.restart_events()
+        monitoring.set_events(self._TOOL, functools.reduce(operator.or_, leaving, events.INSTRUCTION))
+
+    def end(self) -> None:
+        monitoring: Any = sys.monitoring
+        monitoring.set_events(self._TOOL, 0)
+        monitoring.free_tool_id(self._TOOL)
+
+    def _step(self, code: CodeType, offset: int) -> Any:
+        if not self._ctrl_c.is_among(code):
+            return sys.monitoring.DISABLE
+        if threading.get_ident() == self._thread:
+            self._ctrl_c.step(sys._getframe(1), offset)
+        return None
+
+    def _leave(self, code: CodeType, *_: object) -> None:
+        if self._ctrl_c.is_among(code) and threading.get_ident() == self._thread:
+            self._ctrl_c.leave(sys._getframe(1))
+
+
+_Steps = _MonitoredSteps if sys.version_info >= (3, 12) else _TracedSteps
 
 
 def _handler_at(code: CodeType, offset: int) -> int | None:
