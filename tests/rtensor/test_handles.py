@@ -93,7 +93,7 @@ def test_a_handle_is_pickled_and_copied() -> None:
         dumps([referring])
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:BComplex32")
 def test_every_dtype_travels() -> None:
     known = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
     stored = 0

@@ -238,6 +238,8 @@ def test_what_is_pickled_is_small_and_has_the_same_pages() -> None:
     assert (array[:3] + 1).tolist() == [1, 2, 3]
 
 
+# numpy would rather have a view made, and still does it.
+@pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")
 def test_what_was_given_another_shape_in_its_place_is_pickled_as_it_is_now() -> None:
     array = td.shm.node_shared(np.arange(12))
     array.shape = (3, 4)

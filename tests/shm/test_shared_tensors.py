@@ -15,7 +15,8 @@ from tundish.shm import SharedArray
 DTYPES = {
     dtype
     for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.complex32"))
+    if isinstance(dtype, torch.dtype)
+    and not str(dtype).startswith(("torch.q", "torch.complex32", "torch.bcomplex32"))
 }
 ONLY_TORCH = [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 

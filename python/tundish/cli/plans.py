@@ -7,6 +7,7 @@ import stat
 import time
 import warnings
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 from tundish.cli.arguments import add_command, progress_of
@@ -208,7 +209,7 @@ def _map_array(path: Path) -> np.ndarray:
             # What numpy says of a strange header, it says in its error too.
             warnings.simplefilter("ignore")
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, TypeError, OverflowError, SyntaxError) as error:
+    except (ValueError, TypeError, OverflowError, SyntaxError, TokenError) as error:
         raise InvalidInputError(f"{path}: cannot be mapped: {error}") from error
     # Here, where the file can be named.
     return as_integer_column(array, str(path))

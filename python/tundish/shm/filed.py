@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -208,7 +209,7 @@ def _mapped(file: BinaryIO) -> tuple[NDArray[Any], int]:
         version = npy.read_magic(file)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, is_fortran, dtype = read(file, max_header_size=1 << 20)
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, TokenError) as error:
         raise _damaged(file, str(error)) from error
     offset, order = file.tell(), "F" if is_fortran else "C"
     count = int(np.prod(shape, dtype=object)) if shape else 1

@@ -18,7 +18,7 @@ const MOST_DIMENSIONS: usize = 64;
 pub struct Dtype(u8);
 
 /// Code, name as torch has it, bytes. Quantized types are left out: their tensors are more than bytes.
-const DTYPES: [(u8, &str, u64); 41] = [
+const DTYPES: [(u8, &str, u64); 42] = [
     (0, "uint8", 1),
     (1, "int8", 1),
     (2, "int16", 2),
@@ -60,6 +60,7 @@ const DTYPES: [(u8, &str, u64); 41] = [
     (43, "int7", 1),
     (44, "float8_e8m0fnu", 1),
     (45, "float4_e2m1fn_x2", 1),
+    (46, "bcomplex32", 4),
 ];
 
 impl Dtype {
