@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -72,4 +73,35 @@ def resumed_padding(rank: int, line: Line) -> None:
 
 def test_the_padding_of_the_last_round_is_the_same_after_resuming(tmp_path: Path) -> None:
     with Job(resumed_padding, 2, tmp_path) as job:
+        job.expect_end()
+
+
+def apart(number: Fraction) -> tuple[list[Any], None]:
+    return ([next(iter(()))] if number == 0 else []), None
+
+
+def together(parts: list[Any], _: None) -> Fraction:
+    return next(iter(parts))  # type: ignore[no-any-return]
+
+
+def ends_for_no_reason(rank: int, line: Line) -> None:
+    td.tree.register(Fraction, apart, together)
+    for prefetch in (0, 1):
+        for failing in (0, 1):
+            # The source fails to take the second one apart, or a receiver to put it together.
+            batches = [1, 2, 3, Fraction(failing), 5, 6]
+            with td.DispatchLoader(batches if rank == 0 else None, prefetch=prefetch) as loader:
+                kind, text, _ = outcome(lambda: list(loader))
+            if rank == failing:
+                assert kind == "RuntimeError" and "StopIteration was raised" in text, (prefetch, kind, text)
+            elif failing == 0:
+                assert kind == "PeerFailedError" and "StopIteration" in text, (prefetch, kind, text)
+            else:
+                # The receiver has left the loop.
+                assert kind in ("", "PeerStoppedError"), (prefetch, kind, text)
+            dist.barrier()
+
+
+def test_an_error_that_is_called_stop_iteration_is_no_end_of_the_data(tmp_path: Path) -> None:
+    with Job(ends_for_no_reason, 2, tmp_path) as job:
         job.expect_end()

@@ -44,6 +44,12 @@ class Passage(Iterator[T_co]):
             raise InvalidInputError(FORKED)
         try:
             taken = self._take(self._check)
+        except StopIteration as error:
+            self.close()
+            # A loop would take it for the end of the data.
+            raise RuntimeError(
+                "StopIteration was raised where a batch is taken apart or put together: by a next() without a default?"
+            ) from error
         except BaseException:
             self.close()
             raise
