@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from leftovers import descriptors, mapped
 
 import tundish as td
+from tundish.errors import InvalidInputError
 from tundish.shm import Handle, SharedArray
 from tundish.shm.memory import set_cache_limit
 
@@ -388,6 +389,14 @@ print(interrupted, stats["mapped"], stats["cached"], sum("memfd" in line for lin
     )
     assert not ran.stderr, ran.stderr
     assert ran.stdout == "3 0 0 0\n"
+
+
+def test_zeros_are_zeros_after_an_array_that_was_refused() -> None:
+    wide = np.dtype([(f"field_number_{number:04d}", "u1") for number in range(1000)])
+    with pytest.raises(InvalidInputError, match="share its fields one by one"):
+        SharedArray.from_array(np.full(2000 * 1000, 7, np.uint8).view(wide))
+    with SharedArray.create(2000 * 1000, np.uint8) as zeros:
+        assert not zeros.array.any()
 
 
 def test_a_signal_handler_that_returns_does_not_disturb() -> None:

@@ -273,7 +273,8 @@ impl Segment {
     /// When the segment has no room for them.
     pub fn clear(&mut self, len: usize, go_on: GoOn<'_>) -> Result<(), ShmError> {
         assert!(len <= self.capacity(), "{len} bytes of a segment of {}", self.capacity());
-        if !self.is_sealed {
+        // An earlier use may have ended before it was published, with something written.
+        if self.generation == 1 {
             return Ok(());
         }
         for start in (0..len).step_by(STRIDE) {
