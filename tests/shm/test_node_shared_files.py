@@ -93,9 +93,20 @@ def test_a_map_of_a_file_is_kept_without_its_copy_in_memory(tmp_path: Path) -> N
     assert isinstance(kept.base, np.memmap)
 
 
+def headed(descr: str, shape: str, data: int = 40) -> bytes:
+    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + b"\x01" * data
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
+        # What it holds would be taken for addresses of objects.
+        (lambda path: path.write_bytes(headed("'|O'", "(5,)")), "its dtype is object"),
+        (lambda path: path.write_bytes(headed("[('a', '|O')]", "(5,)")), "holds Python objects"),
+        (lambda path: path.write_bytes(headed("'<i8'", "(-1, -5)")), "is damaged"),
+        (lambda path: path.write_bytes(headed("'<i8'", "(0, -5)", 0)), "is damaged"),
+        (lambda path: path.write_bytes(headed("'<i8'", f"(0, {10**30})", 0)), "is damaged"),
         (lambda path: os.truncate(path, 60), "is damaged"),
         (lambda path: os.truncate(path, 200), "asks for 168 bytes and it has 200"),
         (lambda path: path.write_bytes(b"not numpy's"), "is damaged"),

@@ -14,6 +14,7 @@ import errno
 import hashlib
 import io
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -209,19 +210,20 @@ def _mapped(file: BinaryIO) -> tuple[NDArray[Any], int]:
         version = npy.read_magic(file)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, is_fortran, dtype = read(file, max_header_size=1 << 20)
-    except (ValueError, EOFError, TokenError) as error:
+        if dtype.hasobject:
+            # Their entries are addresses.
+            raise ValueError(f"its dtype is {dtype}, and no file holds Python objects")
+        offset, order = file.tell(), "F" if is_fortran else "C"
+        nbytes = math.prod(shape) * dtype.itemsize
+        if status.st_size != offset + nbytes:
+            raise ValueError(f"its header asks for {offset + nbytes} bytes and it has {status.st_size}")
+        if nbytes:
+            array: NDArray[Any] = np.memmap(file, dtype, "r", offset, shape, order)  # type: ignore[call-overload]
+        else:
+            array = np.empty(shape, dtype, order)  # type: ignore[call-overload]
+            array.flags.writeable = False
+    except (ValueError, TypeError, EOFError, TokenError, MemoryError, RecursionError) as error:
         raise _damaged(file, str(error)) from error
-    offset, order = file.tell(), "F" if is_fortran else "C"
-    count = int(np.prod(shape, dtype=object)) if shape else 1
-    if status.st_size != offset + count * dtype.itemsize:
-        raise _damaged(
-            file, f"its header asks for {offset + count * dtype.itemsize} bytes and it has {status.st_size}"
-        )
-    if count * dtype.itemsize:
-        array: NDArray[Any] = np.memmap(file, dtype, "r", offset, shape, order)  # type: ignore[call-overload]
-    else:
-        array = np.empty(shape, dtype, order)  # type: ignore[call-overload]
-        array.flags.writeable = False
     return array, status.st_ino
 
 
