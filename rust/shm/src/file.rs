@@ -36,7 +36,7 @@ const MOST_PATIENCE: i64 = 10_000;
 const MOST_PATIENCE_FOR_REUSE: i64 = 2_000_000;
 static PATIENCE_FOR_REUSE: AtomicI64 = AtomicI64::new(MOST_PATIENCE_FOR_REUSE);
 
-/// Huge pages of a size that x86-64 and arm64 have both.
+/// Huge pages of a size that x86-64 and arm64 have both, where a small one has 4 KiB.
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
 
 /// Called now and then in long work; an error ends it.
@@ -130,7 +130,8 @@ fn reserve_huge(
     patience: (&AtomicI64, i64),
     go_on: GoOn<'_>,
 ) -> Result<usize, ShmError> {
-    if len < HUGE_PAGE || page_of(file) >= HUGE_PAGE {
+    // Where the kernel's own are larger it makes none of a part, and may say that nothing was left to be done.
+    if len < HUGE_PAGE || page_of(file) >= HUGE_PAGE || made_of(rustix::param::page_size()) != HUGE_PAGE {
         return Ok(0);
     }
     rustix::fs::ftruncate(file, len as u64)
@@ -157,6 +158,11 @@ fn reserve_huge(
         }
     }
     Ok(end)
+}
+
+/// Bytes of the huge page that the kernel makes of small ones: as many as one of them has room for entries.
+fn made_of(page: usize) -> usize {
+    page / size_of::<u64>() * page
 }
 
 /// Whether to make more huge pages after some that took so long.
@@ -298,6 +304,12 @@ pub(crate) fn page_of(_file: BorrowedFd<'_>) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn huge_pages_are_as_large_as_their_tables_are_long() {
+        // `hpage_pmd_size` on arm64 with its three sizes of pages, and on x86-64 with the first.
+        assert_eq!([4 << 10, 16 << 10, 64 << 10].map(made_of), [2 << 20, 32 << 20, 512 << 20]);
+    }
 
     /// As kernels do before Linux 6.10, here with a signal for every 2 MiB.
     #[test]
