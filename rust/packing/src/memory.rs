@@ -4,6 +4,8 @@
 #![allow(unsafe_code)]
 
 use std::alloc::Layout;
+#[cfg(target_os = "linux")]
+use std::ops::Range;
 use std::sync::atomic::{AtomicU16, AtomicU64};
 
 use crate::error::PackError;
@@ -22,8 +24,6 @@ impl Zero for AtomicU64 {}
 const HUGE_FROM_BYTES: usize = 4 << 20;
 /// Of x86-64, and of arm64 with pages of 4 KiB; elsewhere it is only an alignment.
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
-#[cfg(target_os = "linux")]
-const PAGE: usize = 4096;
 
 /// `len` zeros, untouched by this process until written.
 ///
@@ -59,8 +59,9 @@ pub(crate) fn out_of_memory<T>(len: usize) -> PackError {
 pub(crate) fn advise_huge(start: *const u8, bytes: usize) {
     // With the pages that it shares with its neighbours: left out, they would part the memory of arrays that lie side
     // by side.
-    let begin = start as usize & !(PAGE - 1);
-    let end = (start as usize + bytes).next_multiple_of(PAGE);
+    let page = rustix::param::page_size();
+    let begin = start as usize / page * page;
+    let end = (start as usize + bytes).next_multiple_of(page);
     // SAFETY: the pages are those of the memory; the advice changes how pages are backed, not what they hold.
     // A kernel without huge pages refuses, which costs speed only.
     let _ =
@@ -76,14 +77,19 @@ pub(crate) fn advise_huge(_start: *const u8, _bytes: usize) {}
 /// The memory is the caller's, and nobody reads it again before it is written.
 #[cfg(target_os = "linux")]
 pub(crate) unsafe fn give_back(start: *const u8, bytes: usize) {
-    let begin = (start as usize).next_multiple_of(PAGE);
-    let end = (start as usize + bytes) & !(PAGE - 1);
-    if begin < end {
+    let pages = pages_within(start as usize, bytes, rustix::param::page_size());
+    if !pages.is_empty() {
+        let begin = pages.start as *mut core::ffi::c_void;
         // SAFETY: the caller's promise; what is refused stays as it is.
-        let _ = unsafe {
-            rustix::mm::madvise(begin as *mut core::ffi::c_void, end - begin, rustix::mm::Advice::LinuxDontNeed)
-        };
+        let _ = unsafe { rustix::mm::madvise(begin, pages.len(), rustix::mm::Advice::LinuxDontNeed) };
     }
+}
+
+/// The whole pages of some memory. `page` is the system's own size of them, 64 KiB on some machines: of a page that the
+/// memory has only a part of, the kernel would take all.
+#[cfg(target_os = "linux")]
+fn pages_within(start: usize, bytes: usize, page: usize) -> Range<usize> {
+    start.next_multiple_of(page)..(start + bytes) / page * page
 }
 
 /// Keep the memory, where the system takes nothing back.
@@ -129,4 +135,21 @@ pub(crate) fn prefetch_address(address: *const u8) {
 pub(crate) fn as_bytes<T: Zero + Copy>(array: &[T]) -> &[u8] {
     // SAFETY: T is a plain integer without padding; any alignment suits u8; the lifetime is the array's.
     unsafe { core::slice::from_raw_parts(array.as_ptr().cast(), size_of_val(array)) }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_of_any_size_are_given_back_whole_or_not_at_all() {
+        for page in [4 << 10, 16 << 10, 64 << 10] {
+            for (start, bytes) in [(0, 3 * page), (1, 3 * page), (page, page + 4096), (page, page - 1), (5, 6)] {
+                let pages = pages_within(start, bytes, page);
+                let expected = (start..start + bytes).filter(|at| at % page == 0 && at + page <= start + bytes).count();
+                assert_eq!(pages.len() / page, expected, "{bytes} bytes from {start} on, pages of {page}");
+                assert!(pages.is_empty() || pages.start.is_multiple_of(page) && pages.len().is_multiple_of(page));
+            }
+        }
+    }
 }
