@@ -101,6 +101,7 @@ def headed(descr: str, shape: str, data: int = 40) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
+        (lambda path: (path.unlink(), os.mkfifo(path)), "it is no plain file"),
         # What it holds would be taken for addresses of objects.
         (lambda path: path.write_bytes(headed("'|O'", "(5,)")), "its dtype is object"),
         (lambda path: path.write_bytes(headed("[('a', '|O')]", "(5,)")), "holds Python objects"),

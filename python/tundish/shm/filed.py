@@ -16,6 +16,7 @@ import io
 import itertools
 import math
 import os
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class FiledArray:
             StorageError: it cannot be read, or is damaged, or another one lies under its name.
         """
         try:
-            with Path(self.path).open("rb") as file:
+            with _opened(self.path) as file:
                 array, inode = _mapped(file)
         except FileNotFoundError as error:
             raise NotFoundError(
@@ -192,7 +193,7 @@ def _publish(array: NDArray[Any], target: Path) -> None:
 def _found(target: Path) -> FiledArray | None:
     path = target / FILE
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             _, inode = _mapped(file)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -203,9 +204,16 @@ def _found(target: Path) -> FiledArray | None:
     return FiledArray(str(path), inode)
 
 
+def _opened(path: str | Path) -> BinaryIO:
+    # A pipe is opened at once so, and refused with its status; else it would be waited for.
+    return open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+
+
 def _mapped(file: BinaryIO) -> tuple[NDArray[Any], int]:
     """The array in `file`, and the number by which the file system knows the file."""
     status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise _damaged(file, "it is no plain file")
     try:
         version = npy.read_magic(file)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
