@@ -210,7 +210,7 @@ mod tests {
         }
         assert_eq!(Dtype::from_name("bfloat16").unwrap().code(), 15);
         // Quantized ones.
-        for code in [12, 13, 14, 16, 17, 46, 255] {
+        for code in [12, 13, 14, 16, 17, 47, 255] {
             assert!(Dtype::from_code(code).is_err());
         }
     }
