@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -50,7 +51,8 @@ class Line:
         self._connection = connection
 
     def say(self, *message: Any) -> None:
-        self._connection.send(message)
+        # Bytes: `send` has a view of memory that may grow, and Ctrl-C in the middle of it leaves Python a complaint.
+        self._connection.send_bytes(pickle.dumps(message))
 
     def hear(self) -> Any:
         return self._connection.recv()
