@@ -9,6 +9,7 @@ import re
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -201,6 +202,16 @@ BAD = {
     "objects": (["pack", "objects.npy", "--max-length", "8", "--out", "new"], "objects.npy", 2),
     "not a .npy file": (["pack", "text.npy", "--max-length", "8", "--out", "new"], "text.npy", 2),
     "truncated": (["pack", "short.npy", "--max-length", "8", "--out", "new"], "short.npy", 2),
+    "a header nested too deeply": (
+        ["pack", "nested4000.npy", "--max-length", "8", "--out", "new"],
+        "too deeply",
+        2,
+    ),
+    "a header nested deeper": (
+        ["pack", "nested9000.npy", "--max-length", "8", "--out", "new"],
+        "too deeply",
+        2,
+    ),
     "no such lengths": (["pack", "none.npy", "--max-length", "8", "--out", "new"], "none.npy", 3),
     "lengths that are a folder": (["pack", ".", "--max-length", "8", "--out", "new"], ".: is a folder", 2),
     "lengths from a pipe": (
@@ -250,6 +261,9 @@ def yard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     np.save("objects.npy", np.array([5, None], dtype=object), allow_pickle=True)
     Path("text.npy").write_text("5 3 9 2\n")
     Path("short.npy").write_bytes(Path("good.npy").read_bytes()[:-8])
+    for depth in (4000, 9000):
+        header = b"-" * depth + b"1\n"
+        Path(f"nested{depth}.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
     Path("taken").mkdir()
     Path("taken", "file").write_text("mine")
     Path("folder.png").mkdir()

@@ -211,6 +211,9 @@ def _map_array(path: Path) -> np.ndarray:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, TypeError, OverflowError, SyntaxError, TokenError) as error:
         raise InvalidInputError(f"{path}: cannot be mapped: {error}") from error
+    except (RecursionError, MemoryError) as error:
+        # What Python's parser makes of a header that is a thousand minus signs, and neither says where.
+        raise InvalidInputError(f"{path}: cannot be mapped: its header is nested too deeply") from error
     # Here, where the file can be named.
     return as_integer_column(array, str(path))
 
