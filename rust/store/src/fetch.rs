@@ -120,10 +120,11 @@ impl Node {
 
     /// What is stored in this process itself.
     fn own(&self, each: &[&Wanted]) -> Result<Vec<Option<Tensor>>, StoreError> {
-        let own: Vec<usize> = {
+        let mut own: Vec<usize> = {
             let owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
             (0..each.len()).filter(|index| owners.contains(&each[*index].owner)).collect()
         };
+        own.retain(|index| self.would_be_here(&each[*index].id));
         let ids: Vec<ShardId> = own.iter().map(|index| each[*index].id.clone()).collect();
         let tensors = self.storage.get(&ids).map_err(|shards| StoreError::Missing { owner: None, shards })?;
         let mut found: Vec<Option<Tensor>> = each.iter().map(|_| None).collect();

@@ -35,7 +35,7 @@ pub struct Node {
     pub(crate) storage_pool: Arc<Pool>,
     pub(crate) buffer_pool: Arc<Pool>,
     pub(crate) attachments: Attachments,
-    /// Addresses that this node's own handles name.
+    /// Addresses that this node's own handles name. Another process may serve at one of them by now, or did before.
     pub(crate) owners: Mutex<HashSet<Arc<str>>>,
     reaper: Reaper,
 }
@@ -102,17 +102,27 @@ impl Node {
         self.buffer_pool.set_limit(limits.buffer_bytes);
     }
 
-    /// Handles that name this owner are this node's own: they are looked up, not fetched.
+    /// Handles that name this owner are this node's own: they are looked up, not fetched. But for those that another node
+    /// named, whose address this was before, or is by now.
     pub fn announce(&self, owner: Arc<str>) {
         self.owners.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
     }
 
     /// Whether a shard is stored here, of an owner that was announced, or these rows of another's are in the buffer.
     pub fn has(&self, owner: &Arc<str>, id: &ShardId, rows: Option<&Rows>) -> bool {
-        if self.owners.lock().unwrap_or_else(PoisonError::into_inner).contains(owner) {
+        let is_announced = self.owners.lock().unwrap_or_else(PoisonError::into_inner).contains(owner);
+        if is_announced && self.would_be_here(id) {
             return self.storage.has(id);
         }
         self.buffer.has(&Key { id: id.clone(), owner: Arc::clone(owner), rows: rows.cloned() })
+    }
+
+    /// Whether a shard of an owner that was announced is this node's own: looked up here, and nowhere else.
+    ///
+    /// What another node named is that one's, unless it was sent here: it served at the same address before, or does by
+    /// now.
+    pub(crate) fn would_be_here(&self, id: &ShardId) -> bool {
+        id.as_numbered().is_none_or(|(nonce, _)| nonce == self.nonce()) || self.storage.has(id)
     }
 
     /// Has `listener` called, by a thread of the node's and soon, after each drain or removal from here on: for who keeps

@@ -213,6 +213,26 @@ fn a_nodes_own_shards_are_looked_up_and_buffered_nowhere() {
 }
 
 #[test]
+fn shards_that_another_node_named_are_fetched_though_it_serves_where_this_one_did() {
+    let (owner, consumer, between) = pair(Way::Bytes);
+    consumer.announce(OWNER.into());
+    let ids = put(&owner, &[vec![5; 100]]).unwrap();
+    let wanted = [whole(OWNER, &ids[0], 100)];
+    assert!(!consumer.has(&OWNER.into(), &ids[0], None));
+    assert_eq!(fetch(&consumer, &wanted, &between).unwrap()[0].bytes(), [5; 100]);
+    assert!(consumer.has(&OWNER.into(), &ids[0], None));
+    assert_eq!(between.requests.load(Ordering::SeqCst), 1);
+    // Its own are nowhere else.
+    let own = put(&consumer, &[vec![6; 100]]).unwrap();
+    consumer.remove(&own);
+    assert!(matches!(
+        fetch(&consumer, &[whole(OWNER, &own[0], 100)], &between),
+        Err(StoreError::Missing { owner: None, .. })
+    ));
+    assert_eq!(between.requests.load(Ordering::SeqCst), 1);
+}
+
+#[test]
 fn shards_that_are_missing_are_all_named_and_those_that_were_drained_so() {
     let (owner, consumer, between) = pair(Way::Bytes);
     let ids = put(&owner, &[vec![1; 10], vec![2; 10], vec![3; 10]]).unwrap();
