@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,48 @@ def test_schemas_of_all_sizes_and_numbers(far: bool, tmp_path: Path) -> None:
 def schemas_told_far(rank: int, line: Line) -> None:
     on_nodes(rank, 1)
     schemas_told(rank, line)
+
+
+def forms_that_come_again(rank: int, line: Line) -> None:
+    if line.hear():
+        on_nodes(rank, 1)
+
+    def make(number: int, parts: int) -> Any:
+        tensors = {f"part {part}": torch.full((3,), 1000 * number + part) for part in range(parts)}
+        return {"tensors": tensors, "at": number // 2, "said": [], "mean": np.full(2, number)}
+
+    kept = []
+    # Another form between two of one, none at all, few tensors, no tensors' bytes, and a source that fails.
+    for number, parts in enumerate(
+        [100] * 5 + [101] + [100] * 4 + [None] + [100] * 3 + [4, 4, 4, 100, 0, 0, 100, -1, 100]
+    ):
+        given = None if parts is None else [make(number, abs(parts))] * 2
+        if parts == -1:
+            with pytest.raises(ValueError if rank == 0 else td.errors.PeerFailedError, match="no more"):
+                td.scatter_batch(raising(ValueError("no more")) if rank == 0 else None)
+            continue
+        mine = td.scatter_batch(given if rank == 0 else None)
+        if parts is None:
+            assert mine is None
+            continue
+        assert same(mine, make(number, parts))
+        mine["said"].append(number)
+        kept.append((number, parts, mine))
+    for number, parts, mine in kept:
+        assert mine["said"].pop() == number and same(mine, make(number, parts))
+
+
+def raising(error: Exception) -> Iterator[Any]:
+    raise error
+    yield
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_what_was_made_ready_beforehand_is_what_comes(far: bool, tmp_path: Path) -> None:
+    with Job(forms_that_come_again, 2, tmp_path) as job:
+        job.tell(0, far)
+        job.tell(1, far)
+        job.expect_end()
 
 
 def test_alone_without_a_process_group() -> None:

@@ -20,12 +20,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tundish import _native
 from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
 from tundish.scatter.messages import BATCH, DIRECT, HEAD_BYTES, Head, Known, Told
 from tundish.scatter.near import MOST_HELD
+from tundish.tree import Schema
 from tundish.tree.layout import Layout
 from tundish.waiting import Moment
 
@@ -38,6 +40,8 @@ _ENDLESS = timedelta(days=365)
 _FIRST_BYTES = 4096
 # Larger tensors are messages of their own.
 _LARGE = 1 << 20
+# Fewer are made of a batch while its bytes are on their way.
+_MANY = 64
 _TAG = 0
 
 T = TypeVar("T")
@@ -195,6 +199,14 @@ def send(contents: list[tuple[FarLane, list[torch.Tensor]]], reached: list[int])
     return errors
 
 
+class _Room(NamedTuple):
+    """Memory for a batch of this form. `parcel`: what it lies in, where that is used again."""
+
+    arrival: Arrival
+    memory: NDArray[np.uint8]
+    parcel: _native.Parcel | None
+
+
 class FarEnd:
     """A receiver's end of the way from its source, the first of `group`.
 
@@ -216,6 +228,9 @@ class FarEnd:
         self._known = Known()
         self._job: Job[tuple[Head, Arrival | str]] | None = None
         self._kept: list[weakref.ref[Any]] = []
+        # The form of the last batch; what the next one is likely to be, where it is worth getting ready for.
+        self._last: Layout | None = None
+        self._likely: Schema | None = None
 
     def wait(self, seconds: float) -> bool:
         """Whether a message is there within so many seconds."""
@@ -232,34 +247,56 @@ class FarEnd:
 
     def _receive(self) -> tuple[Head, Arrival | str]:
         message = bytearray(_FIRST_BYTES)
-        self._get(torch.frombuffer(message, dtype=torch.uint8)).wait(_ENDLESS)
-        head = Head.unpack(message)
-        said = message[HEAD_BYTES : HEAD_BYTES + head.said]
-        if HEAD_BYTES + head.said > _FIRST_BYTES:
-            said = bytearray(head.said)
-            self._get(torch.frombuffer(said, dtype=torch.uint8)).wait(_ENDLESS)
-        if head.kind != BATCH:
-            return head, said.decode(errors="replace")
-        schema = self._known.hear(head, said)
-        if not head.size or head.flags & DIRECT:
-            return head, Arrival(schema, None)
-        parcel = self._arena.take(head.size) if self._passes_on or self._may_share() else None
-        memory = np.empty(head.size, np.uint8) if parcel is None else bytes_of(parcel)
+        coming = self._get(torch.frombuffer(message, dtype=torch.uint8))
+        # While the source still has to take the batch apart.
+        rooms = [] if self._likely is None else [self._room(self._likely, is_prepared=True)]
         try:
-            whole = torch.from_numpy(memory)
-            works = [self._get(whole[piece.start : piece.stop]) for piece in _pieces(schema.layout)]
-            arrival = Arrival(schema, memory, parcel if self._passes_on else None)
-            if not self._passes_on:
+            coming.wait(_ENDLESS)
+            head = Head.unpack(message)
+            said = message[HEAD_BYTES : HEAD_BYTES + head.said]
+            if HEAD_BYTES + head.said > _FIRST_BYTES:
+                said = bytearray(head.said)
+                self._get(torch.frombuffer(said, dtype=torch.uint8)).wait(_ENDLESS)
+            if head.kind != BATCH:
+                return head, said.decode(errors="replace")
+            schema = self._known.hear(head, said)
+            if not head.size or head.flags & DIRECT:
+                return head, Arrival(schema, None)
+            self._expect(schema)
+            if not rooms or rooms[0].arrival.schema.layout is not schema.layout:
+                rooms.append(self._room(schema))
+            memory, arrival = torch.from_numpy(rooms[-1].memory), rooms[-1].arrival.filled(schema)
+            works = [self._get(memory[piece.start : piece.stop]) for piece in _pieces(schema.layout)]
+            if arrival.tensors is None and not self._passes_on:
                 # While the bytes are on their way.
                 arrival = arrival.prepared(None)
             for work in works:
                 work.wait(_ENDLESS)
+            return head, arrival
         finally:
-            if parcel is not None and not self._passes_on:
-                # Used again when nothing of the batch is left, which is when nobody has the export any more.
-                parcel.release()
-                self._kept.append(weakref.ref(memory.base))
-        return head, arrival
+            for room in rooms:
+                self._leave(room)
+
+    def _expect(self, schema: Schema) -> None:
+        """Take note of what came: for the third batch of one form and all later ones everything is ready beforehand."""
+        is_again = schema.layout is self._last
+        self._last = schema.layout
+        is_worth_it = is_again and not self._passes_on and len(schema.layout.sizes) >= _MANY
+        self._likely = schema if is_worth_it else None
+
+    def _room(self, schema: Schema, *, is_prepared: bool = False) -> _Room:
+        """Memory for a batch, with what can be made of it beforehand or not."""
+        size = schema.layout.total
+        parcel = self._arena.take(size) if self._passes_on or self._may_share() else None
+        memory = np.empty(size, np.uint8) if parcel is None else bytes_of(parcel)
+        arrival = Arrival(schema, memory, parcel if self._passes_on else None)
+        return _Room(arrival.prepared(None) if is_prepared else arrival, memory, parcel)
+
+    def _leave(self, room: _Room) -> None:
+        if room.parcel is not None and not self._passes_on:
+            # Used again when nothing of the batch is left, which is when nobody has the export any more.
+            room.parcel.release()
+            self._kept.append(weakref.ref(room.memory.base))
 
     def _may_share(self) -> bool:
         """Whether there may be one more batch in memory that is used again."""
