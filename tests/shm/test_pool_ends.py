@@ -72,7 +72,7 @@ def test_after_shutdown_nothing_is_taken_and_nothing_is_lost(method: str) -> Non
     pool.shutdown()
     assert [future.result(0) for future in futures] == [0.01] * 20
     for refused in (lambda: pool.submit(1), lambda: pool.map([1])):
-        with pytest.raises(RuntimeError, match="shut down"):
+        with pytest.raises(RuntimeError, match="the pool is shut down: make another one"):
             refused()
     pool.shutdown()
     pool.shutdown(wait=False, cancel=True)

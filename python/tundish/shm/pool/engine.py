@@ -136,10 +136,12 @@ class Engine:
 
     def check_open(self) -> None:
         """Raise unless tasks may be submitted."""
-        if self._failure is not None:
-            raise PoolError(self._failure)
-        if self._refusal is not None:
-            raise PoolError(self._refusal)
+        reason = self._failure
+        if self._refusal is not None and reason in (None, _ENDED):
+            # What the end says is for tasks that were never begun.
+            reason = self._refusal
+        if reason is not None:
+            raise PoolError(reason)
 
     def _note(self, ticket: int, future: TaskFuture, parcel: _native.Parcel | None) -> None:
         future.ticket = ticket
