@@ -188,6 +188,7 @@ def test_into_tensors_of_the_callers() -> None:
     [
         (lambda: torch.eye(3).to_sparse(), "make it dense first"),
         (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "nested"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)]), "nested"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
         (lambda: torch.empty(2, device="meta"), "no values"),
     ],

@@ -69,7 +69,7 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
 
 def _identity(tensor: Tensor) -> Any:
     """Equal for tensors of which one can stand for the other."""
-    if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+    if tensor.layout is not torch.strided or type(tensor) is not Tensor or tensor.is_nested:
         return id(tensor)
     return (
         tensor.data_ptr(),
