@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peers import Peer
@@ -142,10 +143,32 @@ def test_other_calls_name_what_they_refuse() -> None:
         lambda: localize(handle, timeout=NAN),
         lambda: remotize(torch.ones(1), timeout=NAN),
         lambda: localize(handle, out=torch.ones(1).expand(3)),
+        lambda: localize(handle, out=3),  # type: ignore[arg-type]
+        lambda: localize(handle, out=torch.empty(3, device="meta")),
+        lambda: localize(handle, out=torch.ones(3).to_sparse()),
+        lambda: localize(handle, timeout=-(10**400)),
     ]
     for call in calls:
         with pytest.raises((InvalidTypeError, InvalidInputError)):
             call()
+    assert torch.equal(localize(handle, timeout=10**400), torch.ones(3))
+
+
+@pytest.mark.parametrize("call", [td.rtensor.remove, td.rtensor.clear_fetch_buffer])
+@pytest.mark.parametrize("names", ["handle", 3])
+def test_what_is_no_name_is_refused_with_what_gives_names(call: Callable[[Any], int], names: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"takes names of shards.*flatten_shard_ids"):
+        call(remotize(torch.ones(3)) if names == "handle" else names)
+
+
+@pytest.mark.parametrize("limit", ["limit_bytes", "buffer_limit_bytes"])
+def test_a_limit_is_a_number_of_bytes(limit: str) -> None:
+    td.rtensor.serve().close()
+    for value in (0, -1, 1.5, True, "1GB", 2**63):
+        with pytest.raises(InvalidInputError, match="not a number of bytes"):
+            td.rtensor.serve(**{limit: value})  # type: ignore[arg-type]
+    with td.rtensor.serve(**{limit: np.int64(2**30)}) as server:  # type: ignore[arg-type]
+        assert "127.0.0.1:" in server.addr
 
 
 def test_a_number_that_leaves_no_room_for_steps_is_refused() -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["check_claim_of_handles", "check_seconds", "check_token", "split_address"]
+__all__ = ["check_claim_of_handles", "check_names", "check_seconds", "check_token", "split_address"]
 
 _GIVEN_NAME = re.compile(r"[0-9a-f]{16}-[0-9]+")
 
@@ -36,15 +38,25 @@ def check_token(token: Any) -> None:
 
 def check_seconds(timeout: Any, *, may_be_zero: bool = True) -> float:
     """A number of seconds to wait. Raises `InvalidTypeError` and `InvalidInputError`."""
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise InvalidTypeError(f"timeout is {timeout!r}, not a number of seconds")
-    if math.isnan(timeout) or timeout < 0 or (timeout == 0 and not may_be_zero):
-        least = "0 or more" if may_be_zero else "more than 0"
-        raise InvalidInputError(f"timeout is {timeout!r}, and has to be {least} seconds")
     try:
-        return float(timeout)
+        seconds = float(timeout)
     except OverflowError:
-        return math.inf
+        seconds = -math.inf if timeout < 0 else math.inf
+    if math.isnan(seconds) or seconds < 0 or (seconds == 0 and not may_be_zero):
+        least = "0 or more" if may_be_zero else "more than 0"
+        raise InvalidInputError(f"timeout is {seconds!r}, and has to be {least} seconds")
+    return seconds
+
+
+def check_names(names: Any, what: str) -> None:
+    """Raises `InvalidTypeError` for what is no list of names of shards: a handle, above all."""
+    if not isinstance(names, Iterable):
+        raise InvalidTypeError(
+            f"{what} takes names of shards, not a {type(names).__qualname__}; flatten_shard_ids(obj) gives those of "
+            "handles"
+        )
 
 
 def check_claim_of_handles(targets: Any, what: str) -> None:

@@ -107,7 +107,7 @@ class Controller:
 
     def __init__(self, workers: Iterable[Worker], *, token: str | None = None, timeout: float = 30.0) -> None:
         check_token(token)
-        check_seconds(timeout, may_be_zero=False)
+        timeout = check_seconds(timeout, may_be_zero=False)
         self._is_closed = False
         self._lines = Lines(lambda addr: token if self._is_worker(addr) else None, timeout)
         self._errands = Errands(self._lines, Hooks(timeout))

@@ -15,7 +15,7 @@ from torch import Tensor
 from tundish._native import RTensor
 from tundish.errors import InvalidInputError, InvalidTypeError, counted
 from tundish.rtensor.backends import backend
-from tundish.rtensor.checks import check_seconds
+from tundish.rtensor.checks import check_names, check_seconds
 from tundish.rtensor.handle import handles_of
 from tundish.rtensor.memory import tensors_over
 from tundish.rtensor.storing import DEFAULT_TIMEOUT
@@ -48,7 +48,7 @@ def localize(
         StoreFullError: the buffer is at its limit, and was until the time was over.
         TimedOutError: it took too long.
     """
-    check_seconds(timeout)
+    timeout = check_seconds(timeout)
     handles = handles_of(obj)
     if not handles:
         if out is not None and not isinstance(out, Tensor) and not len(out):
@@ -57,7 +57,7 @@ def localize(
             raise InvalidInputError("there is no handle whose tensor `out` could receive")
         return obj
     if out is not None:
-        rooms = _rooms(handles, [out] if isinstance(out, Tensor) else list(out))
+        rooms = _rooms(handles, [out] if isinstance(out, Tensor) else out)
         _receive(handles, rooms, timeout)
         into = iter(rooms)
         return map_only(RTensor, lambda _: next(into), obj)
@@ -69,7 +69,10 @@ def localize(
     return map_only(RTensor, tensors.__getitem__, obj)
 
 
-def _rooms(handles: list[RTensor], rooms: list[Tensor]) -> list[Tensor]:
+def _rooms(handles: list[RTensor], out: Any) -> list[Tensor]:
+    if not isinstance(out, Iterable):
+        raise InvalidTypeError(f"out is a {type(out).__qualname__}: give a tensor, or a list of tensors")
+    rooms = list(out)
     if len(rooms) != len(handles):
         raise InvalidInputError(
             f"`out` has {counted(len(rooms), 'tensor')}, and there are {counted(len(handles), 'handle')}"
@@ -77,6 +80,10 @@ def _rooms(handles: list[RTensor], rooms: list[Tensor]) -> list[Tensor]:
     for number, (handle, room) in enumerate(zip(handles, rooms, strict=True)):
         if not isinstance(room, Tensor):
             raise InvalidTypeError(f"out[{number}] is a {type(room).__qualname__}, not a tensor")
+        if room.layout is not torch.strided or room.is_nested or room.is_meta:
+            raise InvalidTypeError(
+                f"out[{number}] is not dense or has no memory: no bytes can be received into it"
+            )
         if room.dtype != handle.dtype or room.shape != handle.shape:
             raise InvalidInputError(
                 f"out[{number}] is {room.dtype} of shape {tuple(room.shape)}, and its handle is "
@@ -84,21 +91,14 @@ def _rooms(handles: list[RTensor], rooms: list[Tensor]) -> list[Tensor]:
             )
         if room.requires_grad:
             raise InvalidInputError(f"out[{number}] requires a gradient: give its detach()")
-        if room.layout is torch.strided and any(
-            length > 1 and not stride for length, stride in zip(room.shape, room.stride(), strict=True)
-        ):
+        if any(length > 1 and not stride for length, stride in zip(room.shape, room.stride(), strict=True)):
             raise InvalidInputError(f"out[{number}] is expanded: several of its elements lie in one place")
     return rooms
 
 
 def _receive(handles: list[RTensor], rooms: list[Tensor], timeout: float) -> None:
     direct = [
-        room.is_cpu
-        and room.layout is torch.strided
-        and room.is_contiguous()
-        and not room.is_conj()
-        and not room.is_neg()
-        for room in rooms
+        room.is_cpu and room.is_contiguous() and not room.is_conj() and not room.is_neg() for room in rooms
     ]
     targets = [
         room if is_direct else torch.empty(room.shape, dtype=room.dtype, device="cpu")
@@ -115,6 +115,8 @@ def clear_fetch_buffer(shard_ids: Iterable[str] | None = None) -> int:
 
     Tensors that were handed out stay with those who have them.
     """
+    if shard_ids is not None:
+        check_names(shard_ids, "clear_fetch_buffer")
     return backend().clear_buffer(shard_ids)
 
 

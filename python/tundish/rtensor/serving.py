@@ -7,10 +7,11 @@ token is sent to those alone of whom this process was told.
 from __future__ import annotations
 
 import ipaddress
+import operator
 import socket
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -138,17 +139,25 @@ def address() -> str:
 def _check(host: str, port: int, token: str | None, *limits: int | None) -> None:
     if not isinstance(host, str) or not host:
         raise InvalidTypeError(f"host is {host!r}, not a name or an address")
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 2**16:
+    if not _is_between(port, 0, 2**16 - 1):
         raise InvalidInputError(f"port is {port!r}, not 0 to 65535")
     check_token(token)
     for limit in limits:
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0):
-            raise InvalidInputError(f"a limit is {limit!r}, not a number of bytes above 0")
+        if limit is not None and not _is_between(limit, 1, 2**63 - 1):
+            raise InvalidInputError(f"a limit is {limit!r}, not a number of bytes above 0 and below 2**63")
     if token is None and not _is_this_machine(host):
         raise InvalidInputError(
             f"{host} is reached from other machines, so a token is needed: serve({host!r}, token=…), the same for all "
             "processes of the job"
         )
+
+
+def _is_between(value: Any, least: int, most: int) -> bool:
+    """Whether it is a whole number, also one of numpy, and in these bounds."""
+    try:
+        return not isinstance(value, bool) and least <= operator.index(value) <= most
+    except TypeError:
+        return False
 
 
 def _is_this_machine(host: str) -> bool:

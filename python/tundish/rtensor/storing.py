@@ -17,7 +17,7 @@ from torch import Tensor
 from tundish._native import RTensor
 from tundish.errors import InvalidTypeError
 from tundish.rtensor.backends import Removed, backend
-from tundish.rtensor.checks import check_seconds
+from tundish.rtensor.checks import check_names, check_seconds
 from tundish.rtensor.memory import dense
 from tundish.tree import Refusal, map_only
 
@@ -44,7 +44,7 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
     Raises `StoreFullError` at the limit, `InvalidTypeError`, with the path, for a tensor that is more than values in
     memory, such as a sparse one.
     """
-    check_seconds(timeout)
+    timeout = check_seconds(timeout)
     found: list[Tensor] = []
     places: dict[Any, int] = {}
     order: list[int] = []
@@ -112,7 +112,7 @@ def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) ->
 
     Raises `InvalidInputError` where a shard of that name is there, and what `remotize` raises.
     """
-    check_seconds(timeout)
+    timeout = check_seconds(timeout)
     _check_name(shard_id)
     if not isinstance(tensor, Tensor):
         raise InvalidTypeError(f"store takes a tensor, not a {type(tensor).__qualname__}")
@@ -144,6 +144,7 @@ def remove(shard_ids: str | Iterable[str]) -> int:
     Repetitions, and names of what is not here, count for nothing.
     """
     names: Sequence[str] | Iterable[str] = [shard_ids] if isinstance(shard_ids, str) else shard_ids
+    check_names(names, "remove")
     return backend().remove(names)["cleared_count"]
 
 
