@@ -238,6 +238,8 @@ def serve_again(options: dict[str, Any]) -> str:
 
 
 def test_a_port_that_is_taken_is_named() -> None:
+    # A test before may have left this process serving.
+    rtensor.serve().close()
     with Peer() as peer:
         port = int(peer.addr.rpartition(":")[2])
         with pytest.raises(StorageError, match=peer.addr) as raised, rtensor.serve(port=port):
