@@ -102,6 +102,18 @@ def test_docstring(example: doctest.DocTest) -> None:
     assert_passes(example)
 
 
+def test_a_batch_of_remote_tensors_is_consumed_in_another_process_as_the_guide_says() -> None:
+    guide = CHECKOUT / "docs" / "rtensor.md"
+    first = next(blocks(guide.read_text(encoding="utf-8"))).text
+    here, there, back = re.split(r"^# In (?:another|the first) .*\n", first, flags=re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(here, names)
+    begin = f"import tundish as td\nsent = {names['sent']!r}\n"
+    ran = subprocess.run([sys.executable, "-c", begin + there], capture_output=True, text=True, check=False)
+    assert (ran.stderr, ran.returncode) == ("", 0)
+    exec(back, names)
+
+
 def test_the_readme_shows_python() -> None:
     assert any(block.language == "python" for block in blocks(PAGES[0].read_text(encoding="utf-8")))
 
