@@ -200,6 +200,11 @@ BAD = {
         2,
     ),
     "objects": (["pack", "objects.npy", "--max-length", "8", "--out", "new"], "objects.npy", 2),
+    "half a dtype": (
+        ["pack", "half.npy", "--max-length", "8", "--out", "new"],
+        "half.npy: cannot be mapped",
+        2,
+    ),
     "not a .npy file": (["pack", "text.npy", "--max-length", "8", "--out", "new"], "text.npy", 2),
     "truncated": (["pack", "short.npy", "--max-length", "8", "--out", "new"], "short.npy", 2),
     "a header nested too deeply": (
@@ -259,6 +264,7 @@ def yard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     np.save("floats.npy", np.array([5.0, 3.0]))
     np.save("square.npy", np.ones((2, 2), dtype=int))
     np.save("objects.npy", np.array([5, None], dtype=object), allow_pickle=True)
+    Path("half.npy").write_bytes(Path("good.npy").read_bytes().replace(b"'<i8', ", b"('b',),"))
     Path("text.npy").write_text("5 3 9 2\n")
     Path("short.npy").write_bytes(Path("good.npy").read_bytes()[:-8])
     for depth in (4000, 9000):

@@ -209,7 +209,7 @@ def _map_array(path: Path) -> np.ndarray:
             # What numpy says of a strange header, it says in its error too.
             warnings.simplefilter("ignore")
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, TypeError, OverflowError, SyntaxError, TokenError) as error:
+    except (ValueError, TypeError, OverflowError, IndexError, SyntaxError, TokenError) as error:
         raise InvalidInputError(f"{path}: cannot be mapped: {error}") from error
     except (RecursionError, MemoryError) as error:
         # What Python's parser makes of a header that is a thousand minus signs, and neither says where.
