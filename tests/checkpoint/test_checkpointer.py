@@ -150,6 +150,16 @@ def test_steps_that_cannot_be_saved_are_refused(
     checkpointer.save_hf(6, tensors, blocking=True)
 
 
+def test_checkpoints_are_listed_one_kind_after_the_other(checkpointer: Checkpointer) -> None:
+    for step in (2, 10):
+        checkpointer.save_hf(step, {"a": torch.zeros(4)}, blocking=True)
+        checkpointer.save_dcp(step, {"a": torch.zeros(4)}, blocking=True)
+    for root in (checkpointer, open_readonly(checkpointer.path)):
+        listed = [(one.kind, one.step) for one in root.list()]
+        assert listed == [("dcp", 2), ("dcp", 10), ("hf", 2), ("hf", 10)]
+        assert [one.step for one in root.list("hf")] == [2, 10]
+
+
 def test_overwrite_exchanges_a_whole_checkpoint(checkpointer: Checkpointer) -> None:
     checkpointer.save_hf(3, {"a": torch.zeros(4)}, blocking=True)
     path = checkpointer.save_hf(3, {"b": torch.ones(4)}, overwrite=True, blocking=True).result(0)

@@ -288,7 +288,7 @@ class Checkpointer:
     # ---- What is there ----
 
     def list(self, kind: Kind | None = None) -> Checkpoints:
-        """All published checkpoints, or those of one kind, by step. Not collective."""
+        """All published checkpoints, one kind after the other and each by step, or one kind's. Not collective."""
         self._raise_pending()
         return self._opened.view.list(kind)
 

@@ -64,7 +64,7 @@ class _Listing(Protocol):
 
 
 def checkpoints_of(root: _Listing, kind: Kind | None) -> Checkpoints:
-    """What `root` lists, of one kind or of all, by step."""
+    """What `root` lists, of one kind or of all, as `ReadOnlyRoot.list` has them."""
     return _checkpoints(root.list(), kind)
 
 
@@ -202,11 +202,11 @@ class ReadOnlyRoot:
         self._root = _native.open_checkpoints_readonly(self.path)
 
     def list(self, kind: Kind | None = None) -> Checkpoints:
-        """All published checkpoints, or those of one kind, by step."""
+        """All published checkpoints, one kind after the other and each by step, or one kind's."""
         return checkpoints_of(self._root, None if kind is None else check_kind(kind))
 
     def survey(self, kind: Kind | None = None) -> tuple[Checkpoints, _Damaged]:
-        """As `list`, and what has the name of a checkpoint and is none, by step."""
+        """As `list`, and what has the name of a checkpoint and is none, in the same order."""
         only = None if kind is None else check_kind(kind)
         whole, damaged = self._root.survey()
         return _checkpoints(whole, only), [
