@@ -95,6 +95,36 @@ except ImportError as error:
 
 
 @pytest.mark.parametrize(
+    "look",
+    [
+        "from tundish import *",
+        "import inspect, tundish; inspect.getmembers(tundish)",
+        "import pydoc, tundish; pydoc.render_doc(tundish)",
+        "import rlcompleter, tundish; assert rlcompleter.Completer({'td': tundish}).complete('td.', 0)",
+    ],
+)
+def test_who_looks_at_all_names_needs_no_extra(look: str, tmp_path: Path) -> None:
+    ran = run(f"import sys\nsys.modules['transformers'] = None\n{look}", tmp_path)
+    assert (ran.stderr, ran.returncode) == ("", 0)
+
+
+def test_the_part_for_transformers_is_listed_where_that_is_installed(tmp_path: Path) -> None:
+    script = """
+import sys
+import tundish
+assert "hf" in dir(tundish)
+sys.modules["transformers"] = None
+assert "hf" not in dir(tundish)
+try:
+    tundish.hf
+except ImportError as error:
+    print(error)
+"""
+    ran = run(script, tmp_path)
+    assert "pip install 'tundish[hf]'" in ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize(
     ("step", "loaded"),
     [
         ("import tundish", ["tundish", "tundish.lazy"]),
@@ -146,7 +176,7 @@ def test_type_checkers_see_the_names_that_are_found() -> None:
                 else:
                     assert found is getattr(importlib.import_module(statement.module), alias.name)
         named = {alias.name for statement in block.body for alias in statement.names}  # type: ignore[attr-defined]
-        assert named - {"__version__"} == set(module.__all__)
+        assert named - {"__version__", "hf"} == set(module.__all__)
 
 
 def test_names_that_do_not_exist_are_refused() -> None:

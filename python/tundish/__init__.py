@@ -9,7 +9,8 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish import checkpoint, distributed, errors, hf, packing, rtensor, scatter, shm, tree
+    from tundish import checkpoint, distributed, errors, packing, rtensor, scatter, shm, tree
+    from tundish import hf as hf
     from tundish.checkpoint import Checkpointer
     from tundish.errors import TundishError
     from tundish.packing import (
@@ -48,8 +49,10 @@ else:
             "tundish.tree": (),
             "tundish.version": ("__version__",),
         },
+        extras={"tundish.hf": "transformers"},
     )
 
+# Without `hf`, which needs an extra: `from tundish import *` is for everybody.
 __all__ = [
     "Checkpointer",
     "DispatchLoader",
@@ -63,7 +66,6 @@ __all__ = [
     "checkpoint",
     "distributed",
     "errors",
-    "hf",
     "pack",
     "pack_datasets",
     "packing",

@@ -19,11 +19,13 @@ __all__ = ["lazily"]
 
 
 def lazily(
-    package: str, names_of: Mapping[str, Sequence[str]]
+    package: str, names_of: Mapping[str, Sequence[str]], extras: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The functions `__getattr__` and `__dir__` of `package`.
 
     `names_of` has the public names by the module that defines them; the modules themselves are attributes too.
+    `extras` has what some of these need that need not be installed: where it is not they are found and not listed, for
+    who lists names (`help`, a completion) then asks for all of them.
     """
     homes = {name: module for module, names in names_of.items() for name in names}
     modules = {module.rpartition(".")[2]: module for module in names_of}
@@ -41,6 +43,19 @@ def lazily(
         return value
 
     def listed() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes, *modules})
+        missing = {
+            module.rpartition(".")[2] for module, needed in (extras or {}).items() if not _is_there(needed)
+        }
+        return sorted({*vars(sys.modules[package]), *homes, *modules} - missing)
 
     return get, listed
+
+
+def _is_there(package: str) -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(package) is not None
+    except ValueError:
+        # Somebody put a module of that name there by hand.
+        return True
