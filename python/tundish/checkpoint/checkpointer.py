@@ -118,7 +118,7 @@ class Checkpointer:
         InvalidInputError: an argument that cannot be used, or that is another one on another rank. The ranks may
             differ in `on_failure`, `on_published`, `on_event` and what `keep` does, and in nothing else.
         StorageError: a root that is a file, is not writable, or is another folder on another rank.
-        RootInUseError: another job saves there.
+        RootInUseError: another job saves there, and still does after a minute, in which it may end.
     """
 
     def __init__(
