@@ -21,6 +21,8 @@ __all__ = ["Ahead", "Inline", "Rounds"]
 
 # How often whoever is far enough ahead looks whether everybody is there.
 _LOOK_SECONDS = 0.05
+# How much longer a caller waits than the source does for somebody else, whom it then names to all.
+_GRACE_SECONDS = 1.0
 
 
 class Rounds(Protocol):
@@ -160,7 +162,7 @@ class Ahead(_Ending):
             return shelf.take()
         seconds, whom = self._patience
         while not wait_for(shelf.wait, min(seconds, 1.0)):
-            if time.monotonic() - max(begin, shelf.touched) > seconds:
+            if time.monotonic() - max(begin, shelf.touched) > seconds + _GRACE_SECONDS:
                 raise TimedOutError(
                     f"{whom} gave nothing within {seconds:.4g} s: hung, stopped, reading, or elsewhere in the program"
                 )

@@ -35,7 +35,7 @@ __all__ = ["Member", "ScatterStats"]
 _LOOK_SECONDS = 0.1
 # How much longer receivers wait than the source, which then tells them for whom it waited.
 _GRACE_SECONDS = 1.0
-# How long a source that ends waits for ranks of other nodes to hear why.
+# How long a source that ends, or was waiting in vain, waits for ranks of other nodes to hear why.
 _FAREWELL_SECONDS = 0.5
 # How often a source looks whether messages are under way.
 _POSTING_SECONDS = 0.01
@@ -287,7 +287,9 @@ class Member:
                 error.add_note(f"rank {lane.rank} could not be told of it: {another}")
         if far and ways.courier is not None:
             job = self._dispatch(ways, ways.courier, far, [])
-            wait_for(job.wait, _FAREWELL_SECONDS if is_lost else self._timeout.total_seconds())
+            # Whoever did not come until now takes this no sooner, and nobody waits for that one twice.
+            is_brief = is_lost or isinstance(error, TimedOutError)
+            wait_for(job.wait, _FAREWELL_SECONDS if is_brief else self._timeout.total_seconds())
 
     def _dispatch(
         self, ways: Ways, courier: Courier, messages: list[tuple[FarLane, list[Tensor]]], reached: list[int]

@@ -1,0 +1,70 @@
+"""A DispatchLoader while a receiver is stopped: who hears of it, when, and whose name is in it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tundish as td
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
+
+from rank_processes import Job, Line, on_nodes, outcome
+
+# The promise: a failure is known within so many seconds.
+KNOWN = 1.0
+TIMEOUT = 3.0
+STOPPED = 1
+
+
+def batches() -> Iterator[torch.Tensor]:
+    # Large ones: what fits between two nodes by itself is sent although nobody takes it.
+    for number in range(30_000):
+        yield torch.full((500_000,), number)
+
+
+def loop_to_the_end(rank: int, line: Line) -> None:
+    node, prefetch = line.hear()
+    on_nodes(rank, node)
+    # Of its own: a busy machine may take longer to start the ranks.
+    dist.barrier()
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    dist.barrier()
+    with td.DispatchLoader(batches() if rank == 0 else None, group=group, prefetch=prefetch) as loader:
+
+        def loop() -> None:
+            for number, _ in enumerate(loader):
+                if number == 2:
+                    line.say("begun")
+
+        kind, text, _ = outcome(loop)
+        line.say(kind, text, time.monotonic())
+        line.hear()
+
+
+@pytest.mark.parametrize(("node", "prefetch"), [(3, 0), (3, 1), (1, 0), (1, 1)])
+def test_a_stopped_receiver_is_named_by_all_after_the_timeout(
+    node: int, prefetch: int, tmp_path: Path
+) -> None:
+    with Job(loop_to_the_end, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, (node, prefetch))
+        assert job.hear_all() == [("begun",)] * 3
+        job.signal(STOPPED, signal.SIGSTOP)
+        begin = time.monotonic()
+        for rank in (0, 2):
+            kind, text, end = job.hear(rank)
+            assert kind == ("TimedOutError" if rank == 0 else "PeerFailedError"), text
+            assert f"rank {STOPPED} did not come within {TIMEOUT:g} s" in text, text
+            # The source goes on until nothing more fits between it and the one that is stopped.
+            assert end - begin < TIMEOUT + 2 * KNOWN, end - begin
+            job.tell(rank)
+        job.expect_end(0, 2)
