@@ -99,6 +99,43 @@ class Guarded(dict[str, Any]):
         self.name = state["name"]
 
 
+class Addict(dict[str, Any]):
+    """What addict's dicts, and so the configurations of mmengine, are to pickle."""
+
+    def __init__(self, *args: Any, **items: Any) -> None:
+        super().__init__(*args, **items)
+        object.__setattr__(self, "__parent", None)
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name):
+            raise AttributeError(name)
+        self[name] = value
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return tuple(self.items())
+
+    def __getstate__(self) -> Any:
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.update(state)
+
+
+class Counted(dict[str, Any]):
+    """Gives itself for its state, and counts what it takes back."""
+
+    count = 0
+
+    def __getstate__(self) -> Any:
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.count = len(state)
+
+
 @dataclasses.dataclass
 class Sample:
     tokens: torch.Tensor
@@ -324,6 +361,14 @@ def test_a_dict_whose_items_are_its_attributes(elsewhere: Elsewhere) -> None:
     assert torch.equal(back.ids, numbers()) and back.inner.name == "n"
     back.more = 1
     assert back["more"] == 1
+
+
+def test_a_dict_that_gives_itself_for_its_state_takes_itself_back(elsewhere: Elsewhere) -> None:
+    back = elsewhere.there_and_back([Counted(a=numbers(), b=None)])[0]
+    assert type(back) is Counted and back.count == 2 and vars(back) is not back
+    back = elsewhere.there_and_back({"addict": Addict(a=numbers(), inner=[Addict(n="n")])})["addict"]
+    assert type(back) is type(back.inner[0]) is Addict and "__parent" not in vars(back)
+    assert torch.equal(back.a, numbers()) and back.inner[0].n == "n"
 
 
 def test_what_can_be_changed_is_made_anew() -> None:

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 
 from tundish.errors import InvalidInputError, InvalidTypeError, counted
 from tundish.tree.arrays import array_of
-from tundish.tree.parts import AGAIN, CONSTANT, HOST, ITSELF, KEYS, LIST, TUPLE, WHOLE, Token
+from tundish.tree.parts import AGAIN, CONSTANT, GIVES_ITSELF, HOST, ITSELF, KEYS, LIST, TUPLE, WHOLE, Token
 from tundish.tree.pickling import loads_values
 from tundish.tree.rules import REGISTERED
 from tundish.tree.schema import Schema, values_of
@@ -153,6 +153,8 @@ def _filled(kind: type, pairs: Iterable[tuple[Any, Any]], more: list[Any], facto
         made.default_factory = more[0]
     if state == ITSELF:
         made.__dict__ = made
+    elif state == GIVES_ITSELF:
+        _set_state(made, made)
     elif state:
         _set_state(made, more[-1])
     return made
@@ -217,13 +219,13 @@ def _make_reduced(token: Token, parts: list[Any]) -> Any:
     made = function(*rest[:arguments])
     rest = rest[arguments:]
     # The order is pickle's: items first.
-    items = rest[state:]
+    items = rest[1:] if state is True else rest
     for item in items[:listed]:
         made.append(item)
     for key, value in zip(items[listed : listed + paired], items[listed + paired :], strict=True):
         made[key] = value
     if state:
-        _set_state(made, rest[0])
+        _set_state(made, made if state == GIVES_ITSELF else rest[0])
     return made
 
 

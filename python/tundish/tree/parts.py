@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 __all__ = [
     "AGAIN",
     "CONSTANT",
+    "GIVES_ITSELF",
     "HOST",
     "INDEX",
     "ITSELF",
@@ -43,6 +44,8 @@ TUPLE: Final = "items of a tuple"
 WHOLE: Final = "whole"
 # In place of attributes: a dict that has its items as such.
 ITSELF: Final = "itself"
+# In place of a state: the object, which gives itself for that and takes it back.
+GIVES_ITSELF: Final = "gives itself"
 # A tensor that stays in host memory, whatever device the others go to: `(HOST,)`.
 HOST: Final = "host"
 

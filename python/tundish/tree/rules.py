@@ -23,7 +23,7 @@ from torch.utils import _pytree
 
 from tundish.errors import InvalidTypeError
 from tundish.tree.arrays import array_parts, array_subclass_parts, pickles_as_array
-from tundish.tree.parts import HOST, ITSELF, Host, Parts
+from tundish.tree.parts import GIVES_ITSELF, HOST, ITSELF, Host, Parts
 from tundish.tree.tensors import subclass_parts
 
 __all__ = ["KEY_TYPES", "PLAIN_TUPLES", "REGISTERED", "Rule", "dict_parts", "key_text", "register", "rule_of"]
@@ -216,12 +216,14 @@ def _dict_subclass(value: Any) -> Parts:
         more.append(value.default_factory)
         labels.append(".default_factory")
     state = value.__getstate__()
-    # What is made so that its attributes are its items.
-    is_itself = state is value
-    if state and not is_itself:
+    how: bool | str = bool(state)
+    if state is value:
+        # What is made so that its attributes are its items, unless it says so of its state alone.
+        how = ITSELF if kind.__dictoffset__ and vars(value) is value else GIVES_ITSELF
+    elif state:
         more.append(state)
         labels.append(".__dict__")
-    return _pairs(kind, items, (factory, ITSELF if is_itself else bool(state)), more, labels)
+    return _pairs(kind, items, (factory, how), more, labels)
 
 
 def dict_parts(value: dict[Any, Any]) -> Parts:
@@ -282,12 +284,14 @@ def _reduced(value: Any) -> Parts | None:
     paired = [] if pairs is None else list(pairs)
     keys = [key for key, _ in paired]
     values = [item for _, item in paired]
-    token = "reduced", len(arguments), state is not None, len(listed), len(paired)
+    # As the dicts of addict do, of which one is no part of itself for that.
+    how = GIVES_ITSELF if state is value else state is not None
+    states = (state,) if how is True else ()
     return Parts(
-        token,
-        (function, *arguments, *(() if state is None else (state,)), *listed, *keys, *values),
+        ("reduced", len(arguments), how, len(listed), len(paired)),
+        (function, *arguments, *states, *listed, *keys, *values),
         (
-            *([""] * (1 + len(arguments) + (state is not None))),
+            *([""] * (1 + len(arguments) + len(states))),
             *(f"[{index}]" for index in range(len(listed))),
             *(f" (key {index})" for index in range(len(keys))),
             *(f"[{key_text(key)}]" for key in keys),
