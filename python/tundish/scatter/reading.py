@@ -66,7 +66,8 @@ class Reading:
         self._is_over = False
         # Of those left out, what the first round repeats where it is the last one and not whole.
         again = 0
-        if state is not None and self._keeps_state:
+        self._goes_on = state is not None and self._keeps_state
+        if self._goes_on:
             loader.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
             self._batches = iter(loader)
         else:
@@ -86,6 +87,9 @@ class Reading:
         if self._is_over:
             return None
         batches = list(itertools.islice(self._batches, self._width))
+        if self._goes_on:
+            _begin_anew_after(self._loader)
+            self._goes_on = False
         count = len(batches)
         if count < self._width:
             self._is_over = True
@@ -149,6 +153,16 @@ def tell_epoch(loader: Any, epoch: int) -> None:
     for part in {id(part): part for part in parts}.values():
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
+
+
+def _begin_anew_after(loader: Any) -> None:
+    """Have the passes after this one, which went on from a state, begin where the data does.
+
+    The datasets of Hugging Face begin each pass at the state that they were given, until they are told another epoch.
+    """
+    for part in (loader, getattr(loader, "dataset", None)):
+        if getattr(part, "_starting_state_dict", None) is not None:
+            part.load_state_dict(None)  # type: ignore[union-attr]
 
 
 def _without_first(
