@@ -1,4 +1,4 @@
-"""The streams of Hugging Face's datasets as loaders: batches and states."""
+"""The streams of Hugging Face's datasets as loaders: batches, states, and parts that are one node's."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from typing import Any
 
 import datasets
 import pytest
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import DataLoader
 
 import tundish as td
+from tundish.errors import InvalidInputError
+from tundish.scatter.sharding import refuse_sharded
 
 BATCHES = 6
 
@@ -49,3 +53,11 @@ def test_a_resumed_pass_that_is_left_begins_anew() -> None:
     assert numbers_of([next(iter(loader))]) == [2, 3]
     assert numbers_of(loader) == list(range(2 * BATCHES))
     loader.close()
+
+
+def test_what_was_split_by_node_is_refused() -> None:
+    part = split_dataset_by_node(stream(), rank=0, world_size=2)
+    for loader in (part, part.batch(2).with_format("torch"), DataLoader(part, batch_size=2)):  # type: ignore[arg-type]
+        with pytest.raises(InvalidInputError, match=r"one of 2 parts of the data .*DistributedConfig"):
+            refuse_sharded(loader)
+    refuse_sharded(stream())

@@ -19,11 +19,13 @@ _COUNTS = ("num_replicas", "num_processes", "world_size")
 def refuse_sharded(loader: Any) -> None:
     """Raise `InvalidInputError` where a loader or a part of it reads only what is one rank's."""
     batch_sampler = getattr(loader, "batch_sampler", None)
+    dataset = getattr(loader, "dataset", None)
     parts = {
         "it": loader,
-        "its dataset": getattr(loader, "dataset", None),
-        # Of the datasets of Hugging Face that were split by node.
-        "what its dataset is split by": getattr(getattr(loader, "dataset", None), "_distributed", None),
+        "its dataset": dataset,
+        # Of the datasets of Hugging Face that were split by node, which are loaders too.
+        "what it is split by": getattr(loader, "_distributed", None),
+        "what its dataset is split by": getattr(dataset, "_distributed", None),
         "its sampler": getattr(loader, "sampler", None),
         "its batch_sampler": batch_sampler,
         "the sampler of its batch_sampler": getattr(batch_sampler, "sampler", None),
