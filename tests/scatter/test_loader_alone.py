@@ -168,6 +168,25 @@ def test_breaking_off_begins_the_epoch_anew() -> None:
         assert loader.epoch == 1
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_the_epoch_is_counted_on_though_nobody_asks_for_its_end(prefetch: int) -> None:
+    """As the Trainer of transformers does not, which counts the batches."""
+    with td.DispatchLoader(Counting(3), prefetch=prefetch) as loader:
+        for epoch in range(3):
+            iterator = iter(loader)
+            assert [next(iterator)["n"] for _ in range(len(loader))] == [0, 1, 2]
+            assert (loader.epoch, loader.state_dict()["batches"]) == (epoch, 3)
+        # Who says which one it is has it so.
+        loader.set_epoch(2)
+        assert next(iter(loader))["n"] == 0 and loader.epoch == 2
+        state = loader.state_dict()
+        iterator = iter(loader)
+        assert [next(iterator)["n"] for _ in range(3)] == [0, 1, 2]
+        loader.load_state_dict(state)
+        assert numbers(loader) == [1, 2]
+        assert loader.epoch == 3
+
+
 def test_rounds_are_left_out_once() -> None:
     with td.DispatchLoader(Counting(6), skip_batches=4, progress=True) as loader:
         assert loader.state_dict()["batches"] == 4

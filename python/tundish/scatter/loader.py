@@ -216,11 +216,17 @@ class DispatchLoader(Generic[T_co]):
         batches = length_of(self._loader) if self._is_source else self._length
         if batches is None:
             raise InvalidTypeError("nobody knows how many batches the source's loader has: it has no len()")
-        return rounds_of(batches, self._scatterer.place.batches, self._tail)
+        return self._rounds_in(batches)
+
+    def _rounds_in(self, batches: int) -> int:
+        return rounds_of(max(0, batches), self._scatterer.place.batches, self._tail)
 
     @property
     def epoch(self) -> int:
-        """The epoch that is under way, or that the next pass goes through; counted on when one is through."""
+        """The epoch that is under way, or that the next pass goes through.
+
+        Counted on when one is through, or when a pass begins after all rounds that it is known to have were handed out.
+        """
         return self._standing.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -407,7 +413,12 @@ class DispatchLoader(Generic[T_co]):
         else:
             # Before it counts as handed out: bringing it to a device may fail.
             batch = None if found.batch is None else found.batch()
-            standing.go_on(found.done, found.state)
+            length = None if start is None else start.length
+            standing.go_on(
+                found.done,
+                found.state,
+                is_last=length is not None and not self._rounds_in(length - found.done),
+            )
             self._handed_out += 1
             self.is_padding = found.is_padding
             return (batch,)

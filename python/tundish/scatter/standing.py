@@ -36,18 +36,22 @@ class Standing:
         self.told_epoch: int | None = None
         self.loaded: tuple[int, int] | None = None
         self._skip = skip
+        # Whether all rounds of the epoch were handed out, which nobody may ask for.
+        self._is_through = False
 
     def begin(self) -> tuple[int, Any]:
         """A pass begins: how many batches are left out, and the state of the loader that stands for them."""
+        if self._is_through:
+            self.end()
         skip, state = self._skip, None
         if self.loaded is not None:
             skip, state = self.done, self.loader_state
         self.done, self.loader_state = skip, state
         return skip, state
 
-    def go_on(self, done: int, state: Any) -> None:
-        """A round was handed out."""
-        self.done, self.loader_state = done, state
+    def go_on(self, done: int, state: Any, *, is_last: bool) -> None:
+        """A round was handed out; `is_last`: as far as is known, of its epoch."""
+        self.done, self.loader_state, self._is_through = done, state, is_last
         self._skip, self.loaded = 0, None
 
     def end(self) -> None:
@@ -56,7 +60,7 @@ class Standing:
         self._move(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        self.told_epoch = epoch
+        self.told_epoch, self._is_through = epoch, False
         if epoch != self.epoch:
             self._move(epoch)
 
@@ -92,10 +96,11 @@ class Standing:
         self.epoch, self.done, self.told_epoch = epoch, batches, told
         self.loader_state = state["loader"]
         self.loaded = epoch, batches
-        self._skip = 0
+        self._skip, self._is_through = 0, False
 
     def _move(self, epoch: int) -> None:
         self.epoch, self.done, self.loader_state, self.loaded = epoch, self._skip, None, None
+        self._is_through = False
 
 
 def as_count(value: Any, name: str) -> int:
