@@ -61,7 +61,13 @@ class Batches:
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
+        has_begun = False
+        for batch in self.loader:
+            has_begun = True
+            yield batch
+        if not has_begun:
+            # Of an epoch at whose end the run was saved nothing is left, and the Trainer would stop there.
+            yield from self.loader
 
     def __len__(self) -> int:
         return len(self.loader)

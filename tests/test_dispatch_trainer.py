@@ -49,19 +49,24 @@ def example(rank: int, line: Line) -> None:
     line.say(said.getvalue(), seen)
 
 
+def train(world: int, options: list[str], folder: Path) -> tuple[str, list[list[int]]]:
+    """What the first rank says, and the sentences that each trained on."""
+    store = folder / "-".join([str(world), *options])
+    store.mkdir()
+    with Job(example, world, store) as job:
+        for rank in range(world):
+            job.tell(rank, (str(folder / "out"), options))
+        (said, first), *others = job.hear_all()
+        job.expect_end()
+    return said, [first, *(seen for _, seen in others)]
+
+
 @pytest.mark.filterwarnings("default")
 def test_two_ranks_train_on_what_one_reads_and_three_resume(tmp_path: Path) -> None:
     came = []
-    runs = [(2, ["--steps", "10"]), (3, ["--steps", "16", "--resume"])]
-    for number, (world, options) in enumerate(runs):
-        store = tmp_path / str(number)
-        store.mkdir()
-        with Job(example, world, store) as job:
-            for rank in range(world):
-                job.tell(rank, (str(tmp_path / "out"), options))
-            (said, first), *others = job.hear_all()
-            job.expect_end()
-        came.append([first, *(seen for _, seen in others)])
+    for world, options in ((2, ["--steps", "10"]), (3, ["--steps", "16", "--resume"])):
+        said, seen = train(world, options, tmp_path)
+        came.append(seen)
         match = re.search(r"loss (\S+) -> (\S+)", said)
         assert match, said
         assert float(match[2]) < float(match[1])
@@ -71,3 +76,13 @@ def test_two_ranks_train_on_what_one_reads_and_three_resume(tmp_path: Path) -> N
         [list(range(rank, 20, 2)) for rank in range(2)],
         [list(range(20 + rank, 38, 3)) for rank in range(3)],
     ]
+
+
+@pytest.mark.filterwarnings("default")
+def test_what_was_saved_at_the_end_of_an_epoch_goes_on_with_the_next(tmp_path: Path) -> None:
+    said, _ = train(4, ["--steps", "25"], tmp_path)
+    assert "epoch 0, 100 of its 100 batches handed out" in said
+    said, came = train(4, ["--steps", "55", "--resume"], tmp_path)
+    assert "epoch 2, 20 of its 100 batches handed out" in said
+    first = [list(range(rank, 100, 4)) for rank in range(4)]
+    assert came == [[n % 64 for n in [*numbers, *numbers[:5]]] for numbers in first]
