@@ -74,6 +74,11 @@ class _Ending:
             call()
 
 
+# Passes that are not over. Where a loader and its iterator are garbage together, what is behind them has to outlive
+# them, as the others are told through it; elsewhere a thread holds on to it.
+_under_way: set[Inline] = set()
+
+
 class Inline(_Ending):
     """Rounds that the caller makes."""
 
@@ -86,7 +91,7 @@ class Inline(_Ending):
         self._is_left = False
 
     def start(self) -> None:
-        pass
+        _under_way.add(self)
 
     def take(self) -> Round | None:
         try:
@@ -121,6 +126,10 @@ class Inline(_Ending):
             leave()
         # Not before: whom Ctrl-C kept from it comes here once more.
         self._is_left = True
+
+    def _is_over(self) -> None:
+        _under_way.discard(self)
+        super()._is_over()
 
 
 class Ahead(_Ending):

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
 
 from private_shm import private_shm
-from rank_processes import PATIENCE, Job, Line, on_nodes
+from rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 UNCLOSED = """
 import sys, torch, torch.distributed as dist, tundish as td
@@ -143,6 +143,36 @@ def test_loaders_that_are_dropped_take_their_threads_and_descriptors_along(node:
         for rank in range(2):
             job.tell(rank, node)
         assert job.hear_all() == [("done",)] * 2
+        for rank in range(2):
+            job.tell(rank)
+        job.expect_end()
+
+
+def garbage(rank: int, line: Line) -> None:
+    prefetch = line.hear()
+    given = [torch.full((2,), number) for number in range(1000)]
+    loader = td.DispatchLoader(given if rank == 0 else None, prefetch=prefetch)
+    rounds = iter(loader)
+    next(rounds)
+    if rank == 0:
+        cycle: list[Any] = [loader, rounds]
+        cycle.append(cycle)
+        del cycle, loader, rounds
+        gc.collect()
+        line.say("collected")
+    else:
+        line.say(outcome(lambda: [time.sleep(0.01) for _ in rounds])[0])
+    line.hear()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_loader_that_is_collected_with_its_iterator_has_left_the_loop(
+    prefetch: int, tmp_path: Path
+) -> None:
+    with Job(garbage, 2, tmp_path) as job:
+        for rank in range(2):
+            job.tell(rank, prefetch)
+        assert job.hear_all() == [("collected",), ("PeerStoppedError",)]
         for rank in range(2):
             job.tell(rank)
         job.expect_end()
