@@ -188,6 +188,37 @@ def test_ranks_that_give_up_before_they_can_vote_do_not_hold_up_the_host_of_the_
         job.expect_end()
 
 
+def stopped_voter(rank: int, line: Line) -> None:
+    vote(what="all are well")
+    for _ in range(2):
+        line.say("ready")
+        line.hear()
+        line.say(*timed(lambda: vote(what="saving", timeout=1)))
+    # The host of the store stays until all are here.
+    vote(what="ending")
+
+
+@pytest.mark.parametrize("host", [LAUNCHER, RANK0])
+def test_a_rank_that_is_stopped_after_it_voted_hears_what_all_others_do(host: str, tmp_path: Path) -> None:
+    # What it does first when it goes on is a matter of luck, so more than once.
+    with Job(stopped_voter, 3, tmp_path, host=host) as job:
+        for _ in range(2):
+            assert job.hear_all() == [("ready",)] * 3
+            job.tell(2)
+            time.sleep(0.3)
+            job.signal(2, signal.SIGSTOP)
+            for rank in (0, 1):
+                job.tell(rank)
+            for kind, text, _, _ in job.hear_all(0, 1):
+                assert kind == "", text
+            # It gives up 1 s after its timeout.
+            time.sleep(2)
+            job.signal(2, signal.SIGCONT)
+            kind, text, _, _ = job.hear(2)
+            assert kind == "", text
+        job.expect_end()
+
+
 def much_too_late(rank: int, line: Line) -> None:
     import torch.distributed as distributed
 

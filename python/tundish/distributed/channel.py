@@ -25,8 +25,10 @@ from tundish.waiting import Thread, wait_for
 
 __all__ = ["Channel"]
 
-# How long past its deadline a caller waits for the store to take in that the deadline passed.
+# How long past its deadline a caller waits for the store to take in that the deadline passed: in turns, of which a
+# process that stands still, so that its other threads do too, loses one and no more.
 _ANSWER_SECONDS = 1.0
+_ANSWER_TURNS = 8
 
 # Rounds for one thread; None ends it.
 _Work = queue.SimpleQueue["tuple[Channel, Round] | None"]
@@ -122,7 +124,9 @@ class Channel:
             self._number += 1
             try:
                 self._hand_over(current)
-                answered = wait_for(current.done.wait, None if seconds is None else seconds + _ANSWER_SECONDS)
+                answered = wait_for(current.done.wait, seconds)
+                for _ in range(_ANSWER_TURNS):
+                    answered = answered or current.done.wait(_ANSWER_SECONDS / _ANSWER_TURNS)
                 if not answered and current.verdict is not None:
                     answered = wait_for(current.done.wait, LINGER_SECONDS + _ANSWER_SECONDS)
             except BaseException as interruption:
