@@ -4,7 +4,8 @@ It owns an open root (`opening`) until it is closed or nobody has it any more, a
 always holds:
 
 1. A save is refused on all ranks, before anything is staged, or taken by all.
-2. All ranks make the same calls in the same order; a call that fails on one rank fails on all.
+2. All ranks make the same calls in the same order; a call that fails on one rank fails on all. The votes of a call have
+   numbers of its own, so that they meet though the call before ended otherwise on one rank, which lost sight of the rest.
 3. Nothing is deleted before what replaces it is durable and recorded.
 4. A root is let go of when its saves are over, whatever interrupted the wait for them; the interpreter does not end
    before, whether or not somebody still has the checkpointer.
@@ -39,6 +40,9 @@ __all__ = ["Checkpointer"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 _held: set[_Hold] = set()
+
+# More votes than any call holds.
+_VOTES = 16
 
 T = TypeVar("T")
 
@@ -452,6 +456,9 @@ class Checkpointer:
             )
         try:
             self._inside.call = call
+            voter = self._opened.voter
+            # A call that was interrupted before it voted leaves its numbers to the next, which the others wait for.
+            voter.skip_to(-(-voter.meeting.number // _VOTES) * _VOTES)
             return work()
         finally:
             self._inside.call = None

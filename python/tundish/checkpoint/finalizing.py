@@ -3,7 +3,8 @@
 A `Finalizer` owns the voter that the saves of one kind vote with. What always holds:
 
 1. Every fallible step ends in a vote, so all ranks publish or none does; the first rank alone changes the root. The
-   votes of a save are counted from its number, so that they meet whatever became of the save before.
+   votes of a save are counted from its number, so that they meet whatever became of the save before, even where one
+   rank took that and another did not.
 2. Nothing here is a collective of a process group, unless the kind's own background work is one.
 """
 
@@ -53,10 +54,12 @@ class Job:
     `staged` is the error instead where staging failed on this rank: the others hear of it in the next vote. `undo`:
     gives back what was taken for the staging, until there is something staged. `folder` is where the files lie until
     they are published as `target`. `is_answered`: the caller hears of a failure by itself, so that the failure policy
-    need not act. `release` is called when the save is over, of which `is_over` tells.
+    need not act. `release` is called when the save is over, of which `is_over` tells. `number`: of the vote by which it was
+    taken, the same on all ranks and higher than that of any save before.
     """
 
     save: Save
+    number: int
     folder: Path
     target: Path
     tag: str | None
@@ -114,7 +117,6 @@ class Finalizer:
         self._on_published = on_published
         self._protected = protected
         self._timeout = timeout
-        self._saves = 0
 
     def options(self, save: Save) -> WriteOptions:
         """How the files of `save` are written."""
@@ -129,8 +131,7 @@ class Finalizer:
         """
         published = False
         # The vote that made the voter was the first.
-        self._voter.skip_to(1 + _VOTES * self._saves)
-        self._saves += 1
+        self._voter.skip_to(1 + _VOTES * job.number)
         try:
             with self._voted(f"{job.what}: staging"):
                 staged, facts = self._prepare(job)

@@ -101,7 +101,8 @@ class _Ballot:
     Ctrl-C may come when the other ranks have taken it, and they go on: then it is taken here too, and fails as any save
     does whose staging fails on one rank. It may come before this rank's vote, and then the others hear of it.
 
-    `same`, `news`, `error`: what this rank brings. `is_taken`: what it came to, and with it `interruption`.
+    `same`, `news`, `error`: what this rank brings. `number`: of the vote. `is_taken`: what it came to, and with it
+    `interruption`.
     """
 
     def __init__(self, opened: Opened, request: Request) -> None:
@@ -115,7 +116,7 @@ class _Ballot:
         # Whether any rank has news, and a broken group.
         self._has_any = self._is_broken = False
         # The number of votes before the one that is due.
-        self._before = opened.voter.meeting.number
+        self._before = self.number = opened.voter.meeting.number
 
     def hold(self) -> None:
         """Collective: vote. Raises, on all ranks, where the save is not taken."""
@@ -168,7 +169,7 @@ def take(opened: Opened, request: Request) -> Save:
         try:
             lane.wait_for_turn()
             plan = reserved.take()
-            job = _job_of(opened, request, plan, reserved)
+            job = _job_of(opened, request, plan, reserved, ballot.number)
             ballot.same += f": tag {request.tag}, overwrite {bool(request.overwrite)}, {plan.fingerprint}"
             ballot.news = plan.news if isinstance(plan, HasNews) else News.NONE
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
@@ -219,11 +220,12 @@ def take(opened: Opened, request: Request) -> Save:
     return job.save
 
 
-def _job_of(opened: Opened, request: Request, plan: Plan, reserved: _Reserved) -> Job:
+def _job_of(opened: Opened, request: Request, plan: Plan, reserved: _Reserved, number: int) -> Job:
     name = f"{request.kind}-{request.step}"
     own = sum(file.size for file in plan.files if file.rank == opened.index)
     return Job(
         save=Save(request.kind, request.step, own if plan.files else plan.staged_bytes),
+        number=number,
         folder=opened.path / f".{name}.incomplete",
         target=opened.path / name,
         tag=request.tag,
