@@ -137,7 +137,7 @@ class RootInUseError(StorageError, BlockingIOError):
 
 
 class CheckpointInUseError(StorageError):
-    """A checkpoint may not go: it is being read, or written, or is the newest of its kind."""
+    """A checkpoint may not go, as it is read, written or the newest of its kind; or readers are locked out of it."""
 
 
 class StepExistsError(AlreadyExistsError):

@@ -146,6 +146,14 @@ pub enum CommitError {
         /// Who needs it.
         reason: &'static str,
     },
+    /// Readers are kept out of a checkpoint that is there.
+    #[error(
+        "{} cannot be read now: somebody has locked readers out of its tundish.json, and does not let go", path.display()
+    )]
+    CheckpointLocked {
+        /// Its folder.
+        path: PathBuf,
+    },
     /// There is no such checkpoint.
     #[error("there is no checkpoint {}", path.display())]
     NoSuchCheckpoint {
@@ -227,6 +235,7 @@ impl CommitError {
             | CommitError::StepExists { path, .. }
             | CommitError::StepOrder { path, .. }
             | CommitError::CheckpointInUse { path, .. }
+            | CommitError::CheckpointLocked { path }
             | CommitError::NoSuchCheckpoint { path }
             | CommitError::NotPublishable { path, .. }
             | CommitError::Corrupt { path, .. }
@@ -249,7 +258,7 @@ impl CommitError {
             | CommitError::StepExists { .. } => Errno::EXIST,
             CommitError::ParentMissing { .. } | CommitError::NoSuchCheckpoint { .. } => Errno::NOENT,
             CommitError::RootInUse { .. } | CommitError::RootLost { .. } => Errno::AGAIN,
-            CommitError::CheckpointInUse { .. } => Errno::BUSY,
+            CommitError::CheckpointInUse { .. } | CommitError::CheckpointLocked { .. } => Errno::BUSY,
             CommitError::ExchangeUnsupported { .. } => Errno::OPNOTSUPP,
             CommitError::StepOrder { .. } | CommitError::NotPublishable { .. } => Errno::INVAL,
             CommitError::NotADirectory { .. } => Errno::NOTDIR,

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::{Mount, entries};
-use tundish_commit::disk::RealDisk;
+use tundish_commit::disk::{Disk, Lock, RealDisk, Sharing};
 use tundish_commit::root::{Opening, ReadonlyRoot, Root, read_lock_at, verify_folder};
 use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::{CommitError, Kind};
@@ -425,4 +425,20 @@ fn what_is_read_is_replaced_once_nobody_reads_it() {
     drop(lock);
     assert_whole(&root.publish(Kind::Hf, 1, &manifest(Kind::Hf, 1), true).unwrap(), 2);
     assert_eq!(entries(folder.path()), [".owner", "checkpoints.json", "hf-1", "hf-latest"]);
+}
+
+#[test]
+fn a_checkpoint_that_readers_are_locked_out_of_is_not_taken_for_gone() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = open(folder.path()).unwrap();
+    let path = save(&root, Kind::Dcp, 1).unwrap();
+    let manifest = path.join("tundish.json");
+    let strangers = fs::File::open(&manifest).unwrap();
+    assert_eq!(RealDisk.lock_file(&strangers, Sharing::Exclusive, &manifest).unwrap(), Lock::Taken);
+    let error = root.read_lock(Kind::Dcp, 1).unwrap_err();
+    assert!(matches!(&error, CommitError::CheckpointLocked { path: locked } if *locked == path), "{error}");
+    let error = verify_folder(&path, &mut |_, _| ControlFlow::Continue(())).unwrap_err();
+    assert!(matches!(error, CommitError::CheckpointLocked { .. }), "{error}");
+    drop(strangers);
+    assert!(root.read_lock(Kind::Dcp, 1).unwrap().is_locked());
 }

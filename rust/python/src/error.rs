@@ -114,7 +114,7 @@ fn commit_error(error: &CommitError) -> PyErr {
         CommitError::RootInUse { .. } => "RootInUseError",
         CommitError::StepExists { .. } => "StepExistsError",
         CommitError::StepOrder { .. } => return raise("StepOrderError", &error.to_string()),
-        CommitError::CheckpointInUse { .. } => "CheckpointInUseError",
+        CommitError::CheckpointInUse { .. } | CommitError::CheckpointLocked { .. } => "CheckpointInUseError",
         CommitError::ParentMissing { .. } => "NotFoundError",
         CommitError::InvalidName { .. } | CommitError::InvalidWrite { .. } | CommitError::NotPublishable { .. } => {
             return raise("InvalidInputError", &error.to_string());

@@ -3,7 +3,8 @@
 //! A reader holds a shared lock on the checkpoint's manifest; who removes or replaces a checkpoint holds an exclusive one
 //! from before it loses its name until it is gone. What always holds: who removes does not wait; a reader waits for what is
 //! being replaced, which there is all the time; a reader believes in its lock only when the folder still has its name, seen
-//! with the lock held; locks end where they are given up, whatever was forked meanwhile. Where the file system has no such
+//! with the lock held; that readers are locked out for longer than replacing takes is an error, and no sign that the
+//! checkpoint has gone; locks end where they are given up, whatever was forked meanwhile. Where the file system has no such
 //! locks a checkpoint is read without one, which the reader is told, and is in nobody's way.
 
 use std::ffi::OsStr;
@@ -109,8 +110,9 @@ impl<D: Disk + Clone> ReadLock<D> {
 ///
 /// # Errors
 /// [`CommitError::Corrupt`], with the names of all files that are missing, changed, cut off or in no manifest;
-/// [`CommitError::NoSuchCheckpoint`] where there is no folder or it is being removed; [`CommitError::NotADirectory`],
-/// [`CommitError::Interrupted`], and [`CommitError::Io`] where the folder cannot be looked at.
+/// [`CommitError::NoSuchCheckpoint`] where there is no folder or it is being removed; [`CommitError::CheckpointLocked`],
+/// [`CommitError::NotADirectory`], [`CommitError::Interrupted`], and [`CommitError::Io`] where the folder cannot be looked
+/// at, or this process has no descriptors or memory left to do so.
 pub fn verify_folder(
     folder: impl AsRef<Path>,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
@@ -148,7 +150,7 @@ fn hold<D: Disk + Clone>(open: &dyn Fn() -> Result<Directory<D>, CommitError>) -
         if lock == Lock::HeldByAnother {
             // It is being removed or replaced, and soon gone or another.
             if Instant::now() > until {
-                return Err(CommitError::NoSuchCheckpoint { path: folder.path });
+                return Err(CommitError::CheckpointLocked { path: folder.path });
             }
             std::thread::sleep(POLL);
             continue;
@@ -209,7 +211,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// where the file system has none.
     ///
     /// # Errors
-    /// [`CommitError::NoSuchCheckpoint`]; [`CommitError::Io`] where it cannot be looked at.
+    /// [`CommitError::NoSuchCheckpoint`]; [`CommitError::CheckpointLocked`]; [`CommitError::Io`] where it cannot be looked at.
     pub fn read_lock(&self, kind: Kind, step: u64) -> Result<ReadLock<D>, CommitError> {
         read_lock(&self.root, kind, step)
     }
