@@ -276,6 +276,11 @@ impl CommitError {
         !is_fsync && [Errno::NOSPC, Errno::DQUOT].into_iter().any(|errno| self.is(errno))
     }
 
+    /// Whether it tells of what this process lacks, and nothing of what it was about.
+    pub(crate) fn is_shortage(&self) -> bool {
+        [Errno::MFILE, Errno::NFILE, Errno::NOMEM].into_iter().any(|errno| self.is(errno))
+    }
+
     pub(crate) fn is(&self, errno: Errno) -> bool {
         self.raw_os_error() == Some(errno.raw_os_error())
     }

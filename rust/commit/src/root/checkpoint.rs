@@ -2,7 +2,8 @@
 //!
 //! A folder is whole when its manifest can be read, names the kind and the step of the folder's name, and lists files
 //! that are there with the sizes it says. What always holds: nothing is opened through a symbolic link, and a folder
-//! that is not whole is left as it is.
+//! that is not whole is left as it is; what this process lacks to look (descriptors, memory) is an error, and says nothing
+//! of the checkpoint.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -63,18 +64,46 @@ pub(super) struct Published {
     pub(super) status: Status,
 }
 
+/// Why a folder is not taken for a whole checkpoint.
+#[derive(Debug)]
+pub(super) enum Unwhole {
+    /// It is none, for this reason.
+    For(String),
+    /// Nothing is known of it: this process lacks what it takes to look.
+    Unseen(CommitError),
+}
+
+impl From<CommitError> for Unwhole {
+    fn from(error: CommitError) -> Self {
+        if error.is_shortage() { Unwhole::Unseen(error) } else { Unwhole::For(error.to_string()) }
+    }
+}
+
+impl Unwhole {
+    /// As the error of who was to read the checkpoint in `folder`.
+    pub(super) fn of_manifest<D: Disk>(self, folder: &Directory<D>) -> CommitError {
+        match self {
+            Unwhole::For(reason) => {
+                let files = vec![manifest::FILE_NAME.to_owned()];
+                CommitError::Corrupt { path: folder.path.clone(), reason, files }
+            }
+            Unwhole::Unseen(error) => error,
+        }
+    }
+}
+
 /// Looks at the folder of one checkpoint; the error says why it is not whole.
-pub(super) fn examine<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u64) -> Result<Published, String> {
-    let folder = root.open_folder(&layout::checkpoint(kind, step)).map_err(|error| error.to_string())?;
+pub(super) fn examine<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u64) -> Result<Published, Unwhole> {
+    let folder = root.open_folder(&layout::checkpoint(kind, step))?;
     let (manifest, _) = read_manifest(&folder)?;
     if (manifest.kind, manifest.step) != (kind, step) {
         let (kind, step) = (manifest.kind, manifest.step);
-        return Err(format!("{} says that this is {kind}-{step}", manifest::FILE_NAME));
+        return Err(Unwhole::For(format!("{} says that this is {kind}-{step}", manifest::FILE_NAME)));
     }
-    if let Some(damage) = compare(&folder, &manifest).map_err(|error| error.to_string())?.first() {
-        return Err(damage.to_string());
+    if let Some(damage) = compare(&folder, &manifest)?.first() {
+        return Err(Unwhole::For(damage.to_string()));
     }
-    let status = folder.status().map_err(|error| error.to_string())?;
+    let status = folder.status()?;
     Ok(Published { checkpoint: Checkpoint::new(folder.path, manifest), status })
 }
 
@@ -83,36 +112,33 @@ pub(super) fn examine<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u6
 /// # Errors
 /// [`CommitError::Corrupt`] where it is not whole.
 pub(super) fn describe<D: Disk + Clone>(folder: &Directory<D>) -> Result<(Checkpoint, Checksum), CommitError> {
-    let corrupt = |reason, files| CommitError::Corrupt { path: folder.path.clone(), reason, files };
-    let (manifest, checksum) =
-        read_manifest(folder).map_err(|reason| corrupt(reason, vec![manifest::FILE_NAME.to_owned()]))?;
+    let (manifest, checksum) = read_manifest(folder).map_err(|unwhole| unwhole.of_manifest(folder))?;
     let damaged = compare(folder, &manifest)?;
     if let Some(first) = damaged.first() {
         let reason = first.to_string();
-        return Err(corrupt(reason, damaged.into_iter().map(|damage| damage.name).collect()));
+        let files = damaged.into_iter().map(|damage| damage.name).collect();
+        return Err(CommitError::Corrupt { path: folder.path.clone(), reason, files });
     }
     Ok((Checkpoint::new(folder.path.clone(), manifest), checksum))
 }
 
 /// The manifest in a folder and its checksum.
-pub(super) fn read_manifest<D: Disk + Clone>(folder: &Directory<D>) -> Result<(Manifest, Checksum), String> {
+pub(super) fn read_manifest<D: Disk + Clone>(folder: &Directory<D>) -> Result<(Manifest, Checksum), Unwhole> {
     let name = OsStr::new(manifest::FILE_NAME);
-    let path = folder.path.join(name);
-    let read = || -> Result<Result<Vec<u8>, String>, CommitError> {
-        match folder.look_at(name)? {
-            None => return Ok(Err(format!("it has no {}", manifest::FILE_NAME))),
-            Some(status) if status.kind != EntryKind::File || status.size > LARGEST_MANIFEST => {
-                return Ok(Err(format!("its {} is no manifest", manifest::FILE_NAME)));
-            }
-            Some(_) => {}
+    let refuse = |reason: String| Err(Unwhole::For(reason));
+    match folder.look_at(name)? {
+        None => return refuse(format!("it has no {}", manifest::FILE_NAME)),
+        Some(status) if status.kind != EntryKind::File || status.size > LARGEST_MANIFEST => {
+            return refuse(format!("its {} is no manifest", manifest::FILE_NAME));
         }
-        folder.disk.read(&folder.open_file(name)?, &path).map(Ok)
-    };
-    let bytes = read().map_err(|error| error.to_string())??;
-    if !seal::is_intact(&bytes) {
-        return Err(format!("its {} is not as it was written", manifest::FILE_NAME));
+        Some(_) => {}
     }
-    let manifest = Manifest::parse(&bytes).map_err(|reason| format!("its {}: {reason}", manifest::FILE_NAME))?;
+    let bytes = folder.disk.read(&folder.open_file(name)?, &folder.path.join(name))?;
+    if !seal::is_intact(&bytes) {
+        return refuse(format!("its {} is not as it was written", manifest::FILE_NAME));
+    }
+    let manifest =
+        Manifest::parse(&bytes).map_err(|reason| Unwhole::For(format!("its {}: {reason}", manifest::FILE_NAME)))?;
     Ok((manifest, Checksum::of(&bytes)))
 }
 

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::checkpoint::{self, Checkpoint, Published};
+use super::checkpoint::{self, Checkpoint, Published, Unwhole};
 use super::directory::Directory;
 use super::{Key, Root, layout, verify};
 use crate::checksum::Checksum;
@@ -274,9 +274,14 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
         let mut steps: Vec<Key> = self.root.list()?.into_iter().filter_map(|name| key_of(&name)).collect();
         steps.retain(|(found, _)| *found == kind);
         steps.sort_unstable();
-        let mut newest_first = steps.into_iter().rev();
-        let newest = newest_first.find_map(|(kind, step)| checkpoint::examine(&self.root, kind, step).ok());
-        Ok(newest.map(|published| published.checkpoint.path))
+        for (kind, step) in steps.into_iter().rev() {
+            match checkpoint::examine(&self.root, kind, step) {
+                Ok(published) => return Ok(Some(published.checkpoint.path)),
+                Err(Unwhole::Unseen(error)) => return Err(error),
+                Err(Unwhole::For(_)) => {}
+            }
+        }
+        Ok(None)
     }
 
     /// As [`Root::read_lock`].
@@ -294,7 +299,8 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
             let before = self.root.look_at(&name)?;
             let reason = match checkpoint::examine(&self.root, kind, step) {
                 Ok(published) => return Ok(Some(Ok(published))),
-                Err(reason) => reason,
+                Err(Unwhole::For(reason)) => reason,
+                Err(Unwhole::Unseen(error)) => return Err(error),
             };
             // What was removed or replaced on the way was not damaged.
             match (before, self.root.look_at(&name)?) {

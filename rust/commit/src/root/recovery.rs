@@ -9,7 +9,7 @@ use std::ffi::{OsStr, OsString};
 
 use serde::Serialize;
 
-use super::checkpoint::{Published, examine};
+use super::checkpoint::{Published, Unwhole, examine};
 use super::directory::Directory;
 use super::layout::Entry;
 use super::{Key, discard, layout, records};
@@ -78,9 +78,11 @@ fn look_around<D: Disk + Clone>(root: &Directory<D>, recovery: &mut Recovery) ->
                 Ok(whole) => {
                     found.published.insert((kind, step), whole);
                 }
-                Err(reason) => {
+                Err(Unwhole::For(reason)) => {
                     recovery.ignored.insert(shown(root, &name), reason);
                 }
+                // A root is not made anew of what nobody could look at.
+                Err(Unwhole::Unseen(error)) => return Err(error),
             },
             Entry::Leftover => found.leftovers.push(name),
             Entry::Intent(step) => found.intents.push(step),

@@ -19,11 +19,7 @@ pub(super) fn verify<D: Disk + Clone>(
     folder: &Directory<D>,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<String>, CommitError> {
-    let (manifest, _) = read_manifest(folder).map_err(|reason| CommitError::Corrupt {
-        path: folder.path.clone(),
-        reason,
-        files: vec![manifest::FILE_NAME.to_owned()],
-    })?;
+    let (manifest, _) = read_manifest(folder).map_err(|unwhole| unwhole.of_manifest(folder))?;
     let mut damaged = differences(folder, &manifest)?;
     let bad: BTreeSet<String> = damaged.iter().map(|damage| damage.name.clone()).collect();
     let readable = manifest.files.iter().filter(|file| !bad.contains(&file.name));
@@ -70,6 +66,8 @@ fn compare_bytes<'a, D: Disk + Clone>(
             Ok(checksum) if checksum == summed.checksum => continue,
             Ok(checksum) => format!("has the checksum {checksum} in the place of {}", summed.checksum),
             Err(Unread::Short) => "became shorter while it was read".to_owned(),
+            // Of its bytes nothing is known.
+            Err(Unread::Failed(error)) if error.is_shortage() => return Err(error),
             Err(Unread::Failed(error)) => format!("cannot be read: {error}"),
         };
         damaged.push(damage(summed.file, what));

@@ -1,0 +1,77 @@
+"""A process that runs out of descriptors is told so: no checkpoint is called damaged or passed over for that."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tundish.checkpoint import Checkpointer, open_readonly, verify
+from tundish.errors import StorageError
+
+
+@contextlib.contextmanager
+def only(free: int) -> Iterator[None]:
+    """So many descriptors are left to this process."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_one = os.dup(0)
+    os.close(next_one)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_one + free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_dcp(step, {"w": torch.full((9,), float(step))}, blocking=True)
+        # What is imported later, is imported now.
+        checkpointer.load_dcp({"w": torch.ones(9)})
+    return root
+
+
+def test_a_root_is_opened_with_all_that_is_there_or_not_at_all(root: Path) -> None:
+    registry = (root / "checkpoints.json").read_bytes()
+    opened = []
+    for free in range(40):
+        with (
+            contextlib.suppress(OSError),
+            only(free),
+            Checkpointer(root, on_failure="raise") as checkpointer,
+        ):
+            opened.append(checkpointer.latest("dcp"))
+        assert os.readlink(root / "dcp-latest") == "dcp-2"
+        assert (root / "checkpoints.json").read_bytes() == registry
+    assert opened
+    assert set(opened) == {root / "dcp-2"}
+
+
+def test_nothing_is_called_damaged_that_could_not_be_opened(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    readonly = open_readonly(root)
+    latest, verified, loaded = [], 0, []
+    with Checkpointer(root, on_failure="raise") as checkpointer, caplog.at_level(logging.WARNING):
+        for free in range(40):
+            state = {"w": torch.zeros(9)}
+            with contextlib.suppress(StorageError), only(free):
+                latest.append(readonly.latest("dcp"))
+            with contextlib.suppress(StorageError), only(free):
+                verified += verify(root / "dcp-2") == []
+            with contextlib.suppress(OSError), only(free):
+                checkpointer.load_dcp(state)
+                loaded.append(state["w"][0].item())
+    assert caplog.messages == []
+    assert set(latest) == {root / "dcp-2"}
+    assert verified
+    assert set(loaded) == {2.0}
