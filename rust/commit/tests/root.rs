@@ -442,3 +442,26 @@ fn a_checkpoint_that_readers_are_locked_out_of_is_not_taken_for_gone() {
     drop(strangers);
     assert!(root.read_lock(Kind::Dcp, 1).unwrap().is_locked());
 }
+
+#[test]
+fn what_only_has_the_name_of_an_intent_sets_nothing_aside() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = open(folder.path()).unwrap();
+    for step in [1, 2] {
+        save(&root, Kind::Hf, step).unwrap();
+    }
+    drop(root);
+    let intent = folder.path().join(".discard-after-1");
+    fs::create_dir(&intent).unwrap();
+    let root = open(folder.path()).unwrap();
+    assert!(root.recovered().set_aside.is_empty());
+    let error = root.discard_after(1).unwrap_err();
+    assert!(matches!(&error, CommitError::NameTaken { path, .. } if *path == intent), "{error}");
+    save(&root, Kind::Hf, 3).unwrap();
+    fs::remove_dir(&intent).unwrap();
+    assert_eq!(root.discard_after(1).unwrap().len(), 2);
+    assert_eq!(
+        entries(folder.path()),
+        [".owner", "checkpoints.json", "discarded-hf-2", "discarded-hf-3", "hf-1", "hf-latest"]
+    );
+}

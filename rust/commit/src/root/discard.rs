@@ -2,7 +2,7 @@
 //!
 //! An empty file, `.discard-after-<step>`, is made durable before the first checkpoint is renamed and removed after the
 //! last. What always holds: before it is there nothing has changed, and once it is there the next start completes what was
-//! begun; so after a crash either none or all are set aside. An owner that failed on the way changes nothing more: the
+//! begun; so after a crash either none or all are set aside. What has the name of such a file and is none says nothing. An owner that failed on the way changes nothing more: the
 //! next start would set aside what it saved since. That start goes on without what a full disk has no room for, since a root
 //! has to be opened before it can be pruned: a pointer that cannot be changed is removed, a registry that cannot be written
 //! names what is gone.
@@ -26,7 +26,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// not counted, removed or looked at any more; what has become of it is returned.
     ///
     /// # Errors
-    /// [`CommitError::CheckpointInUse`], and nothing changed, while one of them is being read or written.
+    /// [`CommitError::CheckpointInUse`], while one of them is being read or written, and [`CommitError::NameTaken`]: nothing
+    /// was changed.
     pub fn discard_after(&self, step: u64) -> Result<Vec<PathBuf>, CommitError> {
         let mut state = self.owned()?;
         let path = |key: &Key| self.checkpoint_path(*key);
@@ -37,12 +38,16 @@ impl<D: Disk + Clone + 'static> Root<D> {
         if newer.is_empty() {
             return Ok(Vec::new());
         }
+        let intent = layout::intent(step);
+        if self.root.look_at(&intent)?.is_some() {
+            let path = self.root.path.join(intent);
+            return Err(CommitError::NameTaken { path, needed_for: "setting checkpoints aside" });
+        }
         let mut kept = Vec::new();
         for &(kind, step) in &newer {
             kept.push(keep_from_readers(&self.root, &layout::checkpoint(kind, step))?);
         }
         state.is_discarding = true;
-        let intent = layout::intent(step);
         // Its name is durable before the first checkpoint loses its own: the registry is made durable in between.
         self.root.disk.create_file(&self.root.folder, &intent, &self.root.path.join(&intent))?;
         state.published.retain(|(_, newer), _| *newer <= step);
@@ -55,6 +60,11 @@ impl<D: Disk + Clone + 'static> Root<D> {
         state.is_discarding = false;
         Ok(set_aside)
     }
+}
+
+/// Whether `name`, which an intent would have, is one.
+pub(super) fn is_intent<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<bool, CommitError> {
+    Ok(root.look_at(name)?.is_some_and(|status| status.kind == EntryKind::File))
 }
 
 /// What is above a step, the newest first, so that what is left at any time is without gaps.

@@ -85,8 +85,8 @@ fn look_around<D: Disk + Clone>(root: &Directory<D>, recovery: &mut Recovery) ->
                 Err(Unwhole::Unseen(error)) => return Err(error),
             },
             Entry::Leftover => found.leftovers.push(name),
-            Entry::Intent(step) => found.intents.push(step),
-            Entry::Other => {}
+            Entry::Intent(step) if discard::is_intent(root, &name)? => found.intents.push(step),
+            Entry::Intent(_) | Entry::Other => {}
         }
     }
     Ok(found)
