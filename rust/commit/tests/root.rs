@@ -465,3 +465,13 @@ fn what_only_has_the_name_of_an_intent_sets_nothing_aside() {
         [".owner", "checkpoints.json", "discarded-hf-2", "discarded-hf-3", "hf-1", "hf-latest"]
     );
 }
+
+#[test]
+fn an_owners_file_of_any_size_is_read_no_further_than_a_record() {
+    let folder = tempfile::tempdir().unwrap();
+    save(&open(folder.path()).unwrap(), Kind::Hf, 1).unwrap();
+    let owner = folder.path().join(".owner");
+    fs::File::options().write(true).open(&owner).unwrap().set_len(1 << 42).unwrap();
+    save(&open(folder.path()).unwrap(), Kind::Hf, 2).unwrap();
+    assert_eq!(fs::metadata(&owner).unwrap().len(), 512);
+}

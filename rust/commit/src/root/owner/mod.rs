@@ -152,7 +152,7 @@ impl<D: Disk> Claim<D> {
     /// which changes nothing where it is held.
     fn read_again(&self) -> Result<Option<Record>, CommitError> {
         self.disk.lock_file_for_process(&self.file, &self.path)?;
-        Ok(Record::parse(&self.disk.read(&self.file, &self.path)?))
+        Ok(Record::parse(&record::read(&self.disk, &self.file, &self.path)?))
     }
 
     fn write(&self, record: &Record) -> Result<(), CommitError> {
@@ -201,7 +201,7 @@ impl<F> Attempt<F> {
         }
         let file = root.disk.open_or_create_file(&root.folder, name, &path)?;
         let lock = root.disk.lock_file_for_process(&file, &path)?;
-        let bytes = root.disk.read(&file, &path)?;
+        let bytes = record::read(&root.disk, &file, &path)?;
         let record = Record::parse(&bytes);
         let life = match &record {
             Some(record) if record.released => Life::Dead,

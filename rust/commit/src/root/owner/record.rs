@@ -3,9 +3,13 @@
 //! The record is written in place: taking the file's place would take the lock along. A beat changes digits only, each
 //! at its place, so that whoever reads while it is written finds a record all the same.
 
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
 
 use super::identity::Identity;
+use crate::disk::Disk;
+use crate::error::CommitError;
 
 /// Bytes of a record. Longer than any: the longest name of a host has 64.
 pub(super) const LENGTH: usize = 512;
@@ -55,6 +59,20 @@ impl Record {
     pub(super) fn describe(&self) -> String {
         format!("process {} on host {}", self.owner.pid, self.owner.host)
     }
+}
+
+/// The bytes of a record, and one more of what is longer than any: such a file may be of any size.
+pub(super) fn read<D: Disk>(disk: &D, file: &D::File, path: &Path) -> Result<Vec<u8>, CommitError> {
+    let mut bytes = vec![0; LENGTH + 1];
+    let mut end = 0;
+    while end < bytes.len() {
+        match disk.read_at(file, end as u64, &mut bytes[end..], path)? {
+            0 => break,
+            count => end += count,
+        }
+    }
+    bytes.truncate(end);
+    Ok(bytes)
 }
 
 fn digits(beats: u64) -> String {
