@@ -193,6 +193,18 @@ def test_too_little_room_is_refused_before_anything_is_staged(disk: Path, kind: 
         checkpointer.verify(path)
 
 
+def test_a_leftover_that_nobody_may_look_into_fails_no_save(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Job(obey, 2, tmp_path) as job:
+        each(job, "give_up_power")
+        assert_fine(each(job, "open", root))
+        (root / ".dcp-1.incomplete").mkdir(mode=0)
+        save(job, "dcp", 1)
+        assert_fine(each(job, "close"))
+        end(job)
+    assert_saved(root, {"dcp": [1]})
+
+
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
 def test_a_save_that_finds_room_only_after_retention_succeeds(disk: Path, kind: str) -> None:
     # Each takes a third of the disk: the third save has room, since the first one went with the second.

@@ -90,8 +90,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
             return self.root.remove(&name);
         }
         let aside = self.set_attempt_aside(key)?;
-        if !is_written_into(&self.root, &aside)? {
-            // What cannot be removed now, the next start removes.
+        if matches!(is_written_into(&self.root, &aside), Ok(false)) {
+            // What cannot be removed now, or not even opened, is left to the next start.
             let _ = self.root.remove(&aside);
         }
         Ok(())
