@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tundish import _native
 from tundish.checkpoint.budget import StagingBudget
 from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.failure import FailurePolicy, OnFailure
@@ -176,7 +175,7 @@ def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, told: Map
         given: list[Any] = []
         try:
             if is_first:
-                _native.replace_file(nonce, uuid.uuid4().hex.encode())
+                _show(nonce)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         gathered = voter.gather(shown, error, what=f"opening {path}", timeout=timeout)
@@ -185,7 +184,7 @@ def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, told: Map
             given = [json.loads(text) for text in gathered]
             _compare([arguments for _, arguments in given], voter.ranks)
             with tempfile.TemporaryFile(dir=path):
-                seen = nonce.read_text()
+                seen = str(nonce.readlink())
         except InvalidInputError as caught:
             error = caught
         except OSError as caught:
@@ -201,7 +200,19 @@ def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, told: Map
         )
     finally:
         if is_first:
-            nonce.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                nonce.unlink()
+
+
+def _show(nonce: Path) -> None:
+    """Make a link that says something new and leads nowhere: unlike a file it takes no room of a full disk."""
+    try:
+        nonce.unlink(missing_ok=True)
+        nonce.symlink_to(uuid.uuid4().hex)
+    except OSError as error:
+        raise StorageError(
+            error.errno or errno.EIO, f"cannot be made anew in the root ({error.strerror})", str(nonce)
+        ) from None
 
 
 def _node_size() -> int | None:

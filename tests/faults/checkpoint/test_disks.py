@@ -193,6 +193,26 @@ def test_too_little_room_is_refused_before_anything_is_staged(disk: Path, kind: 
         checkpointer.verify(path)
 
 
+def test_a_root_on_a_full_disk_is_opened_and_loaded_from(disk: Path) -> None:
+    root = disk / "root"
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        checkpointer.save_dcp(1, {"w": torch.ones(9)}, extra={"step": 1}, blocking=True)
+    state = {"w": torch.zeros(9)}
+    with full(root), Checkpointer(root, on_failure="raise") as checkpointer:
+        assert checkpointer.load_dcp(state) == ({"step": 1}, {0: None})
+        assert torch.equal(state["w"], torch.ones(9))
+        with pytest.raises(StorageError, match=r"takes \d+ bytes, and 0 are free"):
+            checkpointer.save_dcp(2, {"w": torch.ones(9)})
+    assert sorted(os.listdir(root)) == [".owner", "checkpoints.json", "dcp-1", "dcp-latest"]
+
+
+def test_what_has_the_name_that_ranks_meet_by_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".tundish-opening" / "mine").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"directory.*\.tundish-opening"):
+        Checkpointer(tmp_path, on_failure="raise")
+    assert (tmp_path / ".tundish-opening" / "mine").exists()
+
+
 def test_a_leftover_that_nobody_may_look_into_fails_no_save(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with Job(obey, 2, tmp_path) as job:
