@@ -132,6 +132,23 @@ def test_prune_removes_nothing_where_what_stays_is_damaged(
         checkpointer.load_dcp({"weight": torch.ones(2000)}, 32)
 
 
+def test_prune_tells_what_was_set_aside_from_what_it_removed(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As a rollback leaves it that was cut short.
+    (root / ".discard-after-20").touch()
+    told = answer(capsys, "checkpoint", "prune", root, "--keep-last", 1)
+    assert names(told["removed"]) == []
+    aside = [str(root / f"discarded-{kind}-30") for kind in ("dcp", "hf")]
+    assert told["set_aside"] == aside
+    assert all(Path(path).is_dir() for path in aside)
+    (root / ".discard-after-10").touch()
+    assert cli.main(["checkpoint", "prune", str(root), "--keep-last", "1"]) == 0
+    assert capsys.readouterr().out == (
+        f"set aside, as a rollback that was cut short asked for: {root / 'discarded-hf-20'}\n"
+    )
+
+
 def test_prune_keeps_the_steps_it_is_told(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["checkpoint", "prune", root, "--keep-last", 1]
     error = answer(capsys, *words, "--keep", 10, "--keep", 15, code=3)["error"]

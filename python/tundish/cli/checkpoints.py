@@ -165,13 +165,32 @@ def run_prune(options: argparse.Namespace) -> dict[str, Any]:
             raise NotFoundError(
                 _NO_ENTRY, f"there is no checkpoint of step {step} to keep", str(options.root)
             )
-    _as_owner(options.root, retention, lambda owner: _prune(owner, options))
+    report: dict[str, Any] = {}
+
+    def prune(owner: Owner) -> None:
+        report.update(owner.recovered)
+        _prune(owner, options)
+
+    _as_owner(options.root, retention, prune)
+    # What a rollback that was cut short set aside as the root was opened has lost its name, and nothing else.
+    set_aside = report["set_aside"]
+    there = {one.path for one in before if (one.kind, one.step) not in set(map(_step_set_aside, set_aside))}
     left = {one.path for one in _survey(options.root)[0]}
-    removed = [one for one in before if one.path not in left]
+    removed = [one for one in before if one.path in there - left]
+    lines = [f"removed {one.path.name}" for one in removed]
+    lines += [
+        f"set aside, as a rollback that was cut short asked for: {printable(path)}" for path in set_aside
+    ]
     return {
-        "json": {"removed": [_described(one) for one in removed]},
-        "text": "\n".join(f"removed {one.path.name}" for one in removed) or "nothing to remove",
+        "json": {"removed": [_described(one) for one in removed], "set_aside": set_aside},
+        "text": "\n".join(lines) or "nothing to remove",
     }
+
+
+def _step_set_aside(path: str) -> tuple[str, int]:
+    """Kind and step of what was set aside as `path`: `discarded-hf-200`, or `discarded-hf-200-2`."""
+    _, kind, step, *_ = Path(path).name.split("-")
+    return kind, int(step)
 
 
 def _prune(owner: Owner, options: argparse.Namespace) -> None:
