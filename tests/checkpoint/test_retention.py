@@ -46,7 +46,7 @@ def test_surplus_is_what_no_rule_keeps(
             return True
         newer_alike = sum(other.tag == one.tag for other in newer)
         if one.tag == "snapshot":
-            return snapshots is None or newer_alike < snapshots
+            return snapshots is None or newer_alike < snapshots or one.step in chosen
         if one.tag is not None:
             return True
         every = keep_every is not None and one.step % keep_every == 0
@@ -71,3 +71,9 @@ def test_counts_that_are_none_are_refused(argument: str, count: object) -> None:
         Retention(**{argument: count})  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="best"):
         Retention(keep_tagged={"best": count})  # type: ignore[dict-item]
+
+
+def test_keep_is_asked_of_tagged_ones_too() -> None:
+    there = [checkpoint(step, "best") for step in (1, 2, 3, 4)]
+    retention = Retention(keep_last=1, keep_every=2, keep_tagged={"best": 1}, keep=lambda one: one.step == 3)
+    assert retention.surplus(there) == [1, 2]

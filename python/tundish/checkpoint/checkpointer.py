@@ -4,8 +4,8 @@ It owns an open root (`opening`) until it is closed or nobody has it any more, a
 always holds:
 
 1. A save is refused on all ranks, before anything is staged, or taken by all.
-2. All ranks make the same calls in the same order; a call that fails on one rank fails on all. The votes of a call have
-   numbers of its own, so that they meet though the call before ended otherwise on one rank, which lost sight of the rest.
+2. All ranks make the same calls in the same order; a call that fails on one rank fails on all. The votes of a call
+   have numbers of its own, so that they meet though one rank, which lost sight of the rest, went through fewer before.
 3. Nothing is deleted before what replaces it is durable and recorded.
 4. A root is let go of when its saves are over, whatever interrupted the wait for them; the interpreter does not end
    before, whether or not somebody still has the checkpointer.
@@ -101,8 +101,8 @@ class Checkpointer:
         root: the folder of all checkpoints, the same one on all ranks; made where its parent exists.
         group: the ranks that save together (None: all ranks of the job, or this process alone).
         keep_last: untagged checkpoints of each kind to keep; None keeps all. The newest is always kept.
-        keep_every: also keep steps that are a multiple of this.
-        keep: also keep what this function of a `Checkpoint` says.
+        keep_every: also keep untagged ones whose step is a multiple of this.
+        keep: also keep what this function of a `Checkpoint` says, tagged or not.
         keep_tagged: how many of each tag to keep; tags that are not named keep all of theirs.
         on_failure: what a save that fails in the background does: "terminate" ends this process (a
             launcher then restarts the job from the last good checkpoint), "raise" raises at the next call, a

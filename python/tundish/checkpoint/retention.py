@@ -38,8 +38,8 @@ class Retention:
 
     Args:
         keep_last: how many of the newest untagged checkpoints; None keeps all.
-        keep_every: also those whose step is a multiple of this.
-        keep: also those for which this says so.
+        keep_every: also untagged ones whose step is a multiple of this.
+        keep: also those for which this says so, tagged or not.
         keep_tagged: how many of the newest of each tag; tags that are not named keep all of theirs.
 
     Raises `InvalidInputError` for counts below 1, `InvalidTypeError` for what is no function or no mapping.
@@ -84,9 +84,7 @@ class Retention:
     def _is_kept(self, checkpoint: Checkpoint) -> bool:
         if checkpoint.step in self.protected:
             return True
-        if checkpoint.tag is not None:
-            return False
-        if self.keep_every is not None and checkpoint.step % self.keep_every == 0:
+        if checkpoint.tag is None and self.keep_every is not None and checkpoint.step % self.keep_every == 0:
             return True
         if self.keep is None:
             return False
