@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -45,3 +47,18 @@ def test_who_does_not_get_in_for_strangers_waits_for_nothing_and_takes_nobody_fo
         assert other.vanished() == frozenset()
     for one in (own, other):
         one.close()
+
+
+def test_who_has_no_descriptor_left_takes_nobody_for_gone() -> None:
+    peer, own = PeerWatch(), PeerWatch()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        own.connect({1: peer.address})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    peer.close()
+    assert own.vanished() == frozenset()
+    own.close()

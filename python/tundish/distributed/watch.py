@@ -89,7 +89,11 @@ class PeerWatch:
         for rank, address in peers.items():
             if not address or not self.address:
                 continue
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            except OSError:
+                # As below.
+                continue
             connection.settimeout(_CONNECT_SECONDS)
             try:
                 connection.connect(f"\0{address}")
