@@ -54,8 +54,8 @@ class Job:
     `staged` is the error instead where staging failed on this rank: the others hear of it in the next vote. `undo`:
     gives back what was taken for the staging, until there is something staged. `folder` is where the files lie until
     they are published as `target`. `is_answered`: the caller hears of a failure by itself, so that the failure policy
-    need not act. `release` is called when the save is over, of which `is_over` tells. `number`: of the vote by which it was
-    taken, the same on all ranks and higher than that of any save before.
+    need not act. `release` is called when the save is over, of which `is_over` tells. `number`: of the vote by which it
+    was taken, the same on all ranks and higher than that of any save before.
     """
 
     save: Save

@@ -1,5 +1,7 @@
-"""A vote that ended otherwise for one rank than for the rest, as where the job's store stood still for longer than the
-timeout: that call fails, and at the next one all ranks are in step."""
+"""A vote that ended otherwise for one rank than for the rest: that call fails, and at the next all are in step.
+
+So it ends where the job's store stands still for longer than the timeout.
+"""
 
 from __future__ import annotations
 
