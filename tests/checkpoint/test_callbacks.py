@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,3 +66,42 @@ def test_they_leave_the_failure_of_another_save_to_who_trains(tmp_path: Path) ->
         exported.result(60)
         with pytest.raises(OSError, match="dcp-5"):
             checkpointer.wait(60)
+
+
+class _Slow:
+    """A root whose removals wait until they are let go."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self.began, self.let_go = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._root, name)
+
+    def remove(self, kind: str, step: int) -> None:
+        self.began.set()
+        assert self.let_go.wait(60)
+        self._root.remove(kind, step)
+
+
+def test_who_protects_a_step_waits_for_no_removal(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, on_failure="raise") as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save_hf(step, {"w": torch.ones(1)}, blocking=True)
+    with Checkpointer(tmp_path, on_failure="raise", keep_last=1) as checkpointer:
+        owner = checkpointer._opened.owner
+        assert owner is not None
+        owner._root = slow = _Slow(owner._root)  # type: ignore[assignment]
+        try:
+            save = checkpointer.save_hf(4, {"w": torch.ones(1)})
+            assert slow.began.wait(60)
+            protecting = threading.Thread(target=checkpointer.protect, args=(2,))
+            protecting.start()
+            protecting.join(10)
+            assert not protecting.is_alive()
+            # Nor does a save of the other kind.
+            checkpointer.save_dcp(4, {"w": torch.ones(1)}).result(10)
+        finally:
+            slow.let_go.set()
+        save.result(60)
+        assert [one.step for one in checkpointer.list("hf")] == [2, 4]

@@ -1,7 +1,8 @@
 """What the group's first rank does to the root, and nobody else.
 
 What always holds: a step is begun on the caller's thread and published, or abandoned, on its lane's; retention is
-applied only to what the root says is published, and by one lane at a time.
+applied only to what the root says is published; the lanes ask one at a time what it keeps, and who protects a step
+waits for that alone, not for what is removed.
 """
 
 from __future__ import annotations
@@ -110,18 +111,22 @@ class Owner:
         """
         refused = []
         with self._lock:
-            for one in self._split(kind)[1]:
-                try:
-                    self._root.remove(one.kind, one.step)
-                except CheckpointInUseError:
-                    # It goes with a later save.
-                    continue
-                except NotFoundError:
-                    _logger.warning("somebody else removed %s, which retention does not keep", one.path)
-                except StorageError as error:
-                    if error.errno not in _MAY_NOT:
-                        raise
-                    refused.append(error)
+            surplus = self._split(kind)[1]
+        for one in surplus:
+            # Somebody may have protected it meanwhile: to remove the one before takes time.
+            if one.step in self._retention.protected:
+                continue
+            try:
+                self._root.remove(one.kind, one.step)
+            except CheckpointInUseError:
+                # It goes with a later save.
+                continue
+            except NotFoundError:
+                _logger.warning("somebody else removed %s, which retention does not keep", one.path)
+            except StorageError as error:
+                if error.errno not in _MAY_NOT:
+                    raise
+                refused.append(error)
         return refused
 
     def kept_from_prune(self, kind: Kind) -> Checkpoints:
