@@ -200,6 +200,20 @@ def test_what_is_more_than_values_is_refused_with_its_path(make: Any, why: str) 
     assert rtensor.storage_stats()["num_tensors"] == 0
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda: torch.ones(2, 3, device="meta"),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2)]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_a_mask_that_is_no_values_is_refused_with_its_path(mask: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r'obj\["attention_mask"\] is a '):
+        rtensor.remotize({"input_ids": torch.ones(2, 3), "attention_mask": mask()})
+
+
 def test_named_shards() -> None:
     handle = rtensor.store("weights:0", torch.arange(5))
     assert handle.shard_id == "weights:0"

@@ -87,7 +87,10 @@ def _trimmed(container: Any) -> Any:
     if not isinstance(container, (dict, UserDict)):
         return container
     mask = container.get(_MASK)
-    if not isinstance(mask, Tensor) or mask.layout is not torch.strided or mask.ndim < 2 or not mask.numel():
+    if not isinstance(mask, Tensor) or mask.layout is not torch.strided or mask.is_nested or mask.is_meta:
+        # It is refused where it is to be stored.
+        return container
+    if mask.ndim < 2 or not mask.numel():
         return container
     rows, columns = mask.shape[0], mask.shape[-1]
     used = mask.detach().ne(0).reshape(-1, columns).any(0).nonzero()
