@@ -250,6 +250,12 @@ def test_what_was_given_another_shape_in_its_place_is_pickled_as_it_is_now() -> 
     assert pages_of(pickle.loads(pickle.dumps(array)))["inode"] == pages_of(array)["inode"]
 
 
+@pytest.mark.parametrize("brought", [None, lambda: None])
+def test_nothing_is_refused_as_such(brought: Any) -> None:
+    with pytest.raises(td.errors.InvalidTypeError, match="None came in place of an array"):
+        td.shm.node_shared(brought)
+
+
 @pytest.mark.parametrize("is_filed", [False, True])
 def test_a_masked_array_is_refused_and_not_stripped_of_its_mask(is_filed: bool, tmp_path: Path) -> None:
     masked = np.ma.masked_array([1, 2, 3], mask=[0, 1, 0])

@@ -140,6 +140,10 @@ def _brought(array_or_callable: Any, key: str | None, folder: Path | None) -> Se
         if found is not None:
             return found
     brought = array_or_callable() if callable(array_or_callable) else array_or_callable
+    if brought is None:
+        raise InvalidTypeError(
+            "None came in place of an array: the first rank of a node brings it, or a function that returns it"
+        )
     if folder is not None:
         return keep(brought.array if isinstance(brought, SharedArray) else _as_array(brought), folder, key)
     return Segment(
