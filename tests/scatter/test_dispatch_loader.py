@@ -304,6 +304,9 @@ def what_is_refused(rank: int, line: Line) -> None:
     assert "only the source has a loader" in outcome(lambda: td.DispatchLoader([1]))[1]
     kinds = outcome(lambda: td.DispatchLoader([1] if rank == 0 else None, tail="pad" if rank else "drop"))
     assert "tail" in kinds[1]
+    # The source would wait, while all are elsewhere, for one that may have less ahead.
+    unlike = outcome(lambda: td.DispatchLoader([1] if rank == 0 else None, prefetch_bytes=1 << rank))
+    assert "prefetch_bytes=" in unlike[1]
     # And the next one works.
     with td.DispatchLoader(Numbered(4) if rank == 0 else None) as loader:
         assert [number_of(mine) for mine in loader] == [rank, rank + 2]

@@ -85,7 +85,7 @@ class DispatchLoader(Generic[T_co]):
         skip_batches: how many rounds the first pass leaves out, each as many batches as the group has ranks.
         prefetch: how many rounds are read and sent ahead, in the background. With 0 the loader is read on the caller's
             thread, round by round, as what belongs to one thread wants it: a cursor of sqlite, say.
-        prefetch_bytes: how many bytes the batches of such rounds may have on this rank (None: an eighth of its
+        prefetch_bytes: how many bytes the batches of such rounds may have on each rank (None: an eighth of its
             memory, for all ranks of a node together). One round may have more.
         tail: what becomes of the last batches where they are fewer than the ranks: nobody gets them (`"drop"`), the
             other ranks get one of the round before once more, and `is_padding` says so (`"pad"`), or they get None
@@ -168,7 +168,8 @@ class DispatchLoader(Generic[T_co]):
                 length = length_of(dataloader) if self._is_source else None
             except Exception as caught:  # noqa: BLE001 (the vote raises it again)
                 error = caught
-            same = f"tail={tail!r} and prefetch={prefetch!r}"
+            # A source that may have more ahead than its receivers would wait for these, and not without end.
+            same = f"tail={tail!r}, prefetch={prefetch!r} and prefetch_bytes={prefetch_bytes!r}"
             voter.vote(error, what=what, same=same, timeout=timeout)
             told = json.dumps((length, secrets.token_hex(16))) if self._is_source else None
             heard = voter.pass_on(told, source=place.source, what=what, timeout=timeout)
