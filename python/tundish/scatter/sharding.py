@@ -14,6 +14,8 @@ __all__ = ["refuse_sharded"]
 
 # What samplers, datasets and loaders call the number of processes among which they divide the data.
 _COUNTS = ("num_replicas", "num_processes", "world_size")
+# And which part is theirs. What has a number alone may be prepared by so many processes, say.
+_PLACES = ("rank", "process_index")
 
 
 def refuse_sharded(loader: Any) -> None:
@@ -37,6 +39,8 @@ def refuse_sharded(loader: Any) -> None:
             "already: give DispatchLoader the one that was given to accelerator.prepare, and do not prepare it"
         )
     for name, part in parts.items():
+        if not any(isinstance(getattr(part, place, None), int) for place in _PLACES):
+            continue
         for count in _COUNTS:
             number = getattr(part, count, None)
             if isinstance(number, int) and number > 1:
