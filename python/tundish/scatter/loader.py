@@ -26,6 +26,7 @@ from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
     NoDatasetError,
+    NotPicklableError,
     StateMismatchError,
     TimedOutError,
 )
@@ -300,6 +301,10 @@ class DispatchLoader(Generic[T_co]):
 
     def __del__(self) -> None:
         self._release(0.0)
+
+    def __reduce__(self) -> NoReturn:
+        # With a copy, as `copy.copy` makes one, would go what this one has.
+        raise NotPicklableError("a DispatchLoader cannot be copied or pickled: every process makes its own")
 
     @property
     def dataset(self) -> NoReturn:
