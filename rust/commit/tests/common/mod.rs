@@ -7,11 +7,12 @@
 #![allow(dead_code)]
 #![allow(clippy::disallowed_methods)]
 
+use std::cell::Cell;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tundish_commit::staging::Image;
 use tundish_commit::{CommitError, Folder};
@@ -179,19 +180,50 @@ pub fn wait_for_go() {
 
 /// A file system mounted for one test.
 pub struct Mount {
-    _folder: tempfile::TempDir,
     pub path: PathBuf,
+    _folder: tempfile::TempDir,
+    /// Last of all: it ends when the umount has.
+    _turn: Turn,
+}
+
+/// Only one test of a process mounts at a time: what `mount` is started by holds, until that runs, what other tests have
+/// open, so that removed bytes still take room, and locks of the dead are held.
+struct Turn {
+    taken: Option<MutexGuard<'static, ()>>,
+}
+
+static TURN: Mutex<()> = Mutex::new(());
+
+thread_local! {
+    static HAS_TURN: Cell<bool> = const { Cell::new(false) };
+}
+
+impl Turn {
+    fn take() -> Self {
+        // A test may mount more than once.
+        let has_turn = HAS_TURN.replace(true);
+        Turn { taken: (!has_turn).then(|| TURN.lock().unwrap_or_else(PoisonError::into_inner)) }
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if self.taken.is_some() {
+            HAS_TURN.set(false);
+        }
+    }
 }
 
 impl Mount {
     /// `None`, with the reason printed, where this user may not mount.
     pub fn new(kind: &str, options: &str) -> Option<Self> {
+        let turn = Turn::take();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("mounted");
         fs::create_dir(&path).unwrap();
         let output = Command::new("mount").args(["-t", kind, "-o", options, "none"]).arg(&path).output();
         match output {
-            Ok(output) if output.status.success() => Some(Mount { _folder: folder, path }),
+            Ok(output) if output.status.success() => Some(Mount { path, _folder: folder, _turn: turn }),
             Ok(output) => {
                 let reason = String::from_utf8_lossy(&output.stderr).into_owned();
                 println!("skipped: {kind} cannot be mounted here: {reason}");
