@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -98,6 +99,22 @@ def test_an_owner_that_copies_its_root_away_keeps_it(tmp_path: Path) -> None:
         owner.kill()
         owner.wait()
     Root(tmp_path / "copy", wait_seconds=0).close()
+
+
+def test_an_owner_in_another_container_that_copies_its_root_away_keeps_it(tmp_path: Path) -> None:
+    """Nobody there sees whether its process lives: its heart tells, and that it takes its lock again."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may make a container")
+    repair = [sys.executable, "-m", "tundish", "checkpoint", "repair", str(tmp_path)]
+    copying = "import pathlib\npathlib.Path(sys.argv[1], '.owner').read_bytes()\n"
+    with started(OWNER.replace("print(", copying + "print(", 1), tmp_path) as owner:
+        elsewhere = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *repair]
+        refused = subprocess.run(elsewhere, capture_output=True, text=True, timeout=60)
+        assert refused.returncode == 3, refused.stdout
+        assert f"owned by process {owner.pid} " in refused.stderr
+        owner.kill()
+        owner.wait()
+        assert subprocess.run(elsewhere, timeout=60).returncode == 0
 
 
 def test_an_orphan_of_a_killed_owner_does_not_keep_the_root(tmp_path: Path) -> None:

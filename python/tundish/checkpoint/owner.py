@@ -46,7 +46,8 @@ WAIT_SECONDS = 60.0
 class Owner:
     """The owned root of a checkpointer, or of a command.
 
-    `wait_seconds`: how long to wait for an owner that is dying; None takes what a start takes.
+    `wait_seconds`: how long to wait for an owner that is dying; None takes what a start takes. Whether one that may run
+    elsewhere lives is found out in any case, within 20 s.
     """
 
     def __init__(self, path: Path, retention: Retention, *, wait_seconds: float | None = None) -> None:

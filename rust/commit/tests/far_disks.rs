@@ -223,6 +223,22 @@ fn of_two_machines_that_start_at_once_one_owns_the_root() {
 }
 
 #[test]
+fn who_does_not_wait_finds_out_all_the_same_whether_the_owner_elsewhere_lives() {
+    let folder = tempfile::tempdir().unwrap();
+    for disk in [DEAF, LOCKLESS] {
+        let owner = open(disk, folder.path(), on("one", Duration::ZERO)).unwrap();
+        assert_in_use(open(disk, folder.path(), on("two", Duration::ZERO)), "one");
+        // Killed: it lets go of nothing, and its heart stands still.
+        let record = fs::read(folder.path().join(".owner")).unwrap();
+        drop(owner);
+        fs::write(folder.path().join(".owner"), record).unwrap();
+        let begun = Instant::now();
+        drop(open(disk, folder.path(), on("two", Duration::ZERO)).unwrap());
+        assert!(begun.elapsed() >= STALE, "{:?}", begun.elapsed());
+    }
+}
+
+#[test]
 fn after_a_restart_of_the_machine_nobody_is_waited_for_on_its_own_disk() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().to_path_buf();

@@ -18,7 +18,8 @@ pub struct Opening {
     pub identity: Identity,
     /// How its owners keep time.
     pub timing: Timing,
-    /// How long to wait for another owner to die or let go.
+    /// How long to wait for another owner to die or let go. Whether there is one is found out in any case, which takes up
+    /// to [`Timing::stale`] where it may run elsewhere.
     pub wait: Duration,
 }
 

@@ -43,6 +43,11 @@ impl Identity {
         }
     }
 
+    /// Whether `other` runs, or ran, under this very kernel.
+    pub(super) fn has_kernel_of(&self, other: &Identity) -> bool {
+        !self.boot_id.is_empty() && self.boot_id == other.boot_id
+    }
+
     /// Whether the process `other` lives, as far as this one can see.
     pub(super) fn sees(&self, other: &Identity) -> Life {
         let is_visible = !self.boot_id.is_empty()

@@ -6,11 +6,13 @@
 //!    process (fcntl), which network file systems carry to other machines and which children made by `fork` do not
 //!    inherit; an orphaned data worker does not keep a root from being opened again.
 //! 2. Such a lock is also lost when its own process closes the file elsewhere (a backup made by it, say). So it is taken
-//!    again with every beat, and who gets it does not believe it against a record whose process he sees alive.
+//!    again with every beat, and who gets it does not believe it against a record whose process he sees alive, nor, where
+//!    that runs under the same kernel and cannot be seen (in another container), before two beats were due.
 //! 3. Where the lock may not reach every machine (a network file system, mounted without locks), only a record whose
 //!    owner is known to be dead or to have let go is taken over at once; any other must have stood still for
-//!    [`Timing::stale`], measured on this machine alone, so that clocks need not agree. What cannot be locked at all is
-//!    believed in only when the record is still one's own a beat later.
+//!    [`Timing::stale`], measured on this machine alone, so that clocks need not agree. That is waited for however short
+//!    the wait for a living owner is to be. What cannot be locked at all is believed in only when the record is still one's
+//!    own a beat later.
 //! 4. Before anything is changed, the owner looks whether the record is still its own. A process that was stopped for so
 //!    long that another took over finds that out, and changes nothing.
 //! 5. The file is never removed or replaced: whoever locks it holds what all others lock.
@@ -78,7 +80,7 @@ pub(super) struct Claim<D: Disk> {
 }
 
 impl<D: Disk + Clone + 'static> Owner<D> {
-    /// Waits up to `wait` for whoever owns the root to die or let go.
+    /// Waits up to `wait` for whoever owns the root to die or let go, and until it is known whether anybody does.
     ///
     /// # Errors
     /// [`CommitError::RootInUse`], which names the owner; [`CommitError::NameTaken`]; what `patience` ends with.
@@ -93,22 +95,23 @@ impl<D: Disk + Clone + 'static> Owner<D> {
         let mut sight = Sight::new();
         loop {
             patience()?;
-            let found = match Attempt::make(root, &identity, &mut sight, timing)? {
+            let (found, is_decided) = match Attempt::make(root, &identity, &mut sight, timing)? {
                 Attempt::Free(file) => match take(root, file, identity.clone(), timing)? {
                     Ok(claim) => {
                         let claim = Arc::new(claim);
                         let heart = Heart::start(Arc::clone(&claim)).inspect_err(|_| claim.release())?;
                         return Ok(Self { claim, heart: Some(heart), process: std::process::id() });
                     }
-                    Err(found) => found,
+                    Err(found) => (found, true),
                 },
-                Attempt::Held(found) => found,
+                Attempt::Held(found) => (found, true),
+                Attempt::Unsure(found) => (found, sight.has_changed),
                 Attempt::HeldHere => {
                     let owner = format!("this very process, {}, which has it open already", identity.pid);
                     return Err(CommitError::RootInUse { path: root.path.clone(), owner });
                 }
             };
-            if until.is_some_and(|until| Instant::now() >= until) {
+            if is_decided && until.is_some_and(|until| Instant::now() >= until) {
                 let owner = found.map_or("an unknown process".to_owned(), |record| record.describe());
                 return Err(CommitError::RootInUse { path: root.path.clone(), owner });
             }
@@ -183,6 +186,8 @@ enum Attempt<F> {
     /// Whoever owned it is gone. The file is locked, where it can be.
     Free(F),
     Held(Option<Record>),
+    /// The record has not stood still for long enough to tell.
+    Unsure(Option<Record>),
     /// By this process.
     HeldHere,
 }
@@ -209,15 +214,21 @@ impl<F> Attempt<F> {
             None if bytes.is_empty() => Life::Dead,
             None => Life::Unknown,
         };
-        let stands_still = sight.stands_still(bytes, timing);
-        let is_free = match (lock, life) {
-            (Lock::HeldByAnother, _) | (_, Life::Alive) => false,
-            (_, Life::Dead) => true,
-            (Lock::Taken, Life::Unknown) if root.disk.is_local(&root.folder) => true,
-            (_, Life::Unknown) => stands_still,
+        // How long it must have stood still to be free.
+        let still = match (lock, life) {
+            (Lock::HeldByAnother, _) | (_, Life::Alive) => None,
+            (_, Life::Dead) => Some(Duration::ZERO),
+            (Lock::Taken, Life::Unknown) if root.disk.is_local(&root.folder) => match &record {
+                Some(record) if identity.has_kernel_of(&record.owner) => Some(2 * timing.beat),
+                _ => Some(Duration::ZERO),
+            },
+            (_, Life::Unknown) => Some(timing.stale),
         };
-        if is_free {
-            return Ok(Attempt::Free(file));
+        let stood = sight.look(bytes);
+        match still {
+            Some(still) if stood >= still => return Ok(Attempt::Free(file)),
+            Some(_) => return Ok(Attempt::Unsure(record)),
+            None => {}
         }
         if record.as_ref().is_some_and(|record| record.owner == *identity && !record.released) {
             // Closing any descriptor of the file would cost this process its lock.
@@ -269,19 +280,22 @@ fn nonce(path: &Path) -> Result<String, CommitError> {
 
 /// Since when a record has looked the same.
 struct Sight {
-    bytes: Vec<u8>,
+    bytes: Option<Vec<u8>>,
     since: Instant,
+    /// Since the first look: a heart beats.
+    has_changed: bool,
 }
 
 impl Sight {
     fn new() -> Self {
-        Self { bytes: Vec::new(), since: Instant::now() }
+        Self { bytes: None, since: Instant::now(), has_changed: false }
     }
 
-    fn stands_still(&mut self, bytes: Vec<u8>, timing: Timing) -> bool {
-        if bytes != self.bytes {
-            *self = Self { bytes, since: Instant::now() };
+    /// For how long these bytes have been there.
+    fn look(&mut self, bytes: Vec<u8>) -> Duration {
+        if self.bytes.as_ref() != Some(&bytes) {
+            *self = Self { has_changed: self.bytes.is_some(), bytes: Some(bytes), since: Instant::now() };
         }
-        self.since.elapsed() >= timing.stale
+        self.since.elapsed()
     }
 }
