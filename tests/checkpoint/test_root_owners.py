@@ -117,6 +117,22 @@ def test_an_owner_in_another_container_that_copies_its_root_away_keeps_it(tmp_pa
         assert subprocess.run(elsewhere, timeout=60).returncode == 0
 
 
+def test_a_process_that_runs_its_program_anew_opens_its_root_again(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from tundish import _native
+root = _native.CheckpointRoot(sys.argv[1], wait_seconds=0)
+if sys.argv[2] == "1":
+    root.begin("hf", 1, overwrite=False)
+    os.execv(sys.executable, [sys.executable, "-c", sys.orig_argv[2], sys.argv[1], "2"])
+print(*root.recovered["removed"])
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), "1"], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.stdout, ran.stderr) == (f"{tmp_path / '.hf-1.incomplete'}\n", "")
+
+
 def test_an_orphan_of_a_killed_owner_does_not_keep_the_root(tmp_path: Path) -> None:
     """A data worker made by `fork` outlives a rank that is killed."""
     forking = """

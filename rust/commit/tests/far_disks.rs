@@ -124,6 +124,7 @@ fn on(host: &str, wait: Duration) -> Opening {
         pid_space: "pid:[1]".into(),
         pid: 77,
         started: 5,
+        program: String::new(),
     };
     Opening { identity, timing: Timing { beat: BEAT, stale: STALE }, wait }
 }

@@ -83,8 +83,14 @@ pub fn manifest(kind: Kind, step: u64, version: Version) -> String {
 
 pub fn open(disk: &ModelDisk) -> Result<Root<ModelDisk>, CommitError> {
     let never = Duration::from_secs(1 << 20);
-    let identity =
-        Identity { host: "model".into(), boot_id: String::new(), pid_space: String::new(), pid: 1, started: 0 };
+    let identity = Identity {
+        host: "model".into(),
+        boot_id: String::new(),
+        pid_space: String::new(),
+        pid: 1,
+        started: 0,
+        program: String::new(),
+    };
     let opening = Opening { identity, timing: Timing { beat: never, stale: never }, wait: Duration::ZERO };
     Root::open(disk.clone(), Path::new(ROOT), opening, &mut || Ok(()))
 }

@@ -4,6 +4,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use crate::checksum::Checksum;
+
 /// A process: where it runs and since when.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
@@ -17,6 +19,9 @@ pub struct Identity {
     pub pid: u32,
     /// When it was started, in the kernel's ticks: numbers of processes come round again.
     pub started: u64,
+    /// Which of the programs it is that a process runs one after the other (by `exec`); empty where that cannot be known.
+    #[serde(default)]
+    pub program: String,
 }
 
 /// What is known of another process.
@@ -40,6 +45,7 @@ impl Identity {
             pid_space: pid_space.to_string_lossy().into_owned(),
             pid,
             started: started(pid).unwrap_or(0),
+            program: program(),
         }
     }
 
@@ -57,13 +63,19 @@ impl Identity {
             return Life::Unknown;
         }
         if self.pid == other.pid && self.started == other.started {
-            return Life::Alive;
+            // The program before this one ended with all that it held.
+            return if self.program == other.program { Life::Alive } else { Life::Dead };
         }
         match started(other.pid) {
             Some(started) if started == other.started => Life::Alive,
             _ => Life::Dead,
         }
     }
+}
+
+/// Where the kernel put the parts of this program is drawn anew for each, unless it was told not to.
+fn program() -> String {
+    std::fs::read("/proc/self/auxv").map_or_else(|_| String::new(), |vector| Checksum::of(&vector).to_string())
 }
 
 /// When the process was started; `None` where there is none of that number, or only what is left of a dead one.
