@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import marshal
 import pickle
 from array import array
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 import tundish as td
 from tundish.tree import layout as layouts
-from tundish.tree import schema, walking
+from tundish.tree import quick, schema, walking
 from tundish.tree.describing import describe
 
 
@@ -194,3 +195,23 @@ def test_messages_may_name_the_object_otherwise() -> None:
 
 def test_a_schema_shows_what_it_is_one_of() -> None:
     assert repr(td.tree.flatten([torch.ones(3), "a"])[1]) == "<Schema of 1 tensors, 12 bytes>"
+
+
+@pytest.mark.parametrize("obj", [{"raw": b"a" * 2000, "t": torch.zeros(1)}, ["b" * 2000, {1: 2.5}]])
+def test_a_value_that_is_too_long_to_be_written_as_the_others_is_pickled(
+    obj: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Short:
+        """As marshal, with 1000 bytes in place of 2 GiB."""
+
+        def dumps(self, values: list[Any], version: int) -> bytes:
+            if any(len(value) > 1000 for value in values if isinstance(value, str | bytes)):
+                raise ValueError("unmarshallable object")
+            return marshal.dumps(values, version)
+
+    for module in (walking, quick):
+        monkeypatch.setattr(module, "marshal", Short())
+    tensors, found = td.tree.flatten(obj)
+    assert found.pickled
+    back = td.tree.unflatten(pickle.loads(pickle.dumps(found)), tensors)
+    assert repr(back) == repr(obj)

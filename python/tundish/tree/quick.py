@@ -61,7 +61,11 @@ def quick_walk(root: Any) -> QuickWalk | None:
         except Exception:  # noqa: BLE001 (of a class that is not found by its name: the other walk knows where it is)
             return None
         keep_structure((words, keys), structure)
-    return QuickWalk(leaves, structure, values)
+    try:
+        return QuickWalk(leaves, structure, values)
+    except ValueError:
+        # A value is too long for these bytes: the other walk has others.
+        return None
 
 
 def _encode(program: tuple[Any, ...]) -> bytes:

@@ -84,7 +84,7 @@ class Walk:
         self._careful = careful
         self._begin()
         self._go()
-        self.values = self._pickle() if self.pickled else marshal.dumps(self._values, MARSHALLED)
+        self.values = self._pickle() if self.pickled else self._marshal()
         self.program = tuple(self._program)
 
     @property
@@ -225,6 +225,14 @@ class Walk:
         first = row[0]
         if type(first) is int and row == list(range(first, first + count)):
             self._program[-count:] = [range(first, first + count)]
+
+    def _marshal(self) -> bytes:
+        try:
+            return marshal.dumps(self._values, MARSHALLED)
+        except ValueError:
+            # Of texts and bytes it writes less than 2 GiB.
+            self.pickled = True
+            return self._pickle()
 
     def _pickle(self) -> bytes:
         try:
