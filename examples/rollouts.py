@@ -214,7 +214,11 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Reinforcement with remote tensors, drained each step.")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--report", type=int, default=5, help="steps between two lines")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name in ("steps", "report"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    return options
 
 
 if __name__ == "__main__":

@@ -26,3 +26,16 @@ def test_a_model_learns_and_memory_stays_flat() -> None:
     assert float(found[2]) > float(found[1])
     assert float(found[3]) < 2.0
     assert found[4] == "[(0, 0), (0, 0), (0, 0)]"
+
+
+def test_numbers_that_cannot_be_are_refused_before_anything_is_started() -> None:
+    for option in ("--steps", "--report"):
+        ran = subprocess.run(
+            [sys.executable, str(EXAMPLE), option, "0"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert ran.returncode == 2, ran.stderr
+        assert f"{option} must be at least 1" in ran.stderr
