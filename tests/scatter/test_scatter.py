@@ -272,6 +272,20 @@ def forms_that_come_again(rank: int, line: Line) -> None:
         assert mine["said"].pop() == number and same(mine, make(number, parts))
 
 
+def batches_of_tens_of_megabytes(rank: int, line: Line) -> None:
+    def make(number: int) -> Any:
+        return {"pixels": torch.arange(9 << 20, dtype=torch.int32) + number, "of": torch.tensor(number)}
+
+    for first in (0, 10):
+        mine = td.scatter_batch([make(first + other) for other in range(3)] if rank == 0 else None)
+        assert same(mine, make(first + rank))
+
+
+def test_large_batches_of_several_ranks_are_whole(tmp_path: Path) -> None:
+    with Job(batches_of_tens_of_megabytes, 3, tmp_path) as job:
+        job.expect_end()
+
+
 def raising(error: Exception) -> Iterator[Any]:
     raise error
     yield

@@ -29,6 +29,7 @@ from tundish.scatter.messages import BATCH, DIRECT, HEAD_BYTES, Head, Known, Tol
 from tundish.scatter.near import MOST_HELD
 from tundish.tree import Schema
 from tundish.tree.layout import Layout
+from tundish.tree.recent import Recent
 from tundish.waiting import Moment
 
 __all__ = ["Courier", "FarEnd", "FarLane", "Job", "send"]
@@ -109,8 +110,20 @@ class Courier:
         return job
 
 
-def _pieces(layout: Layout) -> Iterator[Piece]:
+# By identity of the layout, which is held on to: to walk through hundreds of tensors takes as long as to send them.
+_cuts: Recent[int, tuple[Layout, list[Piece]]] = Recent(256)
+
+
+def _pieces(layout: Layout) -> list[Piece]:
     """How the tensors of a layout are cut into messages, at both ends."""
+    found = _cuts[id(layout)]
+    if found is None:
+        found = layout, list(_cut(layout))
+        _cuts.keep(id(layout), found)
+    return found[1]
+
+
+def _cut(layout: Layout) -> Iterator[Piece]:
     numbers: list[int] = []
     for number, (start, size) in enumerate(zip(layout.offsets, layout.sizes, strict=True)):
         if size >= _LARGE:
