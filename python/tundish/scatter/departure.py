@@ -14,7 +14,7 @@ import torch
 from tundish import _native
 from tundish.tree.describing import describe
 
-__all__ = ["Departure", "threads_of"]
+__all__ = ["Departure", "threads_beside", "threads_of"]
 
 # As these tensors of any dtype are copied: of some torch knows no more than how wide they are.
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -80,3 +80,8 @@ def _copy(place: torch.Tensor, tensor: torch.Tensor) -> None:
 def threads_of(receivers: int) -> int:
     """How many threads copy for so many ranks of this node, which wait for it or have work of their own."""
     return max(1, min(_MOST_THREADS, _native.available_processors() // max(1, receivers)))
+
+
+def threads_beside(busy: int) -> int:
+    """How many threads copy while so many ranks of this node look at what they have, and all others wait."""
+    return max(1, min(_MOST_THREADS, _native.available_processors() - busy))

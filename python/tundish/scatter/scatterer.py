@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError
 from tundish.scatter.arrival import Arrival
-from tundish.scatter.departure import Departure
+from tundish.scatter.departure import Departure, threads_beside
 from tundish.scatter.direct import Direct
 from tundish.scatter.far import FarLane, Job
 from tundish.scatter.member import Member
@@ -34,6 +34,8 @@ __all__ = ["Note", "Scatterer"]
 # A batch of less bytes and fewer tensors is there sooner than its receiver could make use of hearing that it comes.
 _LARGE = 128 << 10
 _MANY = 64
+# To write so many bytes takes milliseconds, and is worth waking another processor for.
+_LONG = 32 << 20
 
 # Of a round without a batch: what it is, and what is said of it.
 _Word = tuple[int, str]
@@ -258,14 +260,24 @@ class Scatterer(Member):
                     announced.append((lane, departure, announcement))
                     continue
                 else:
+                    self._take_processors(departure, lanes, untold)
                     self._sent_bytes += lane.give(number, departure, wait)
                 del untold[lane.rank]
             while announced:
                 lane, departure, announcement = announced[0]
+                self._take_processors(departure, lanes, untold)
                 self._sent_bytes += lane.fill(number, departure, announcement)
                 del untold[lane.rank], announced[0]
         except HungUpError as error:
             raise self._lose(error.rank, "was killed or has ended") from error
+
+    def _take_processors(
+        self, departure: Departure, lanes: list[NearLane], untold: Mapping[int, NearLane | FarLane]
+    ) -> None:
+        """Have a large batch written by as many threads as there are processors that nobody of this node wants yet."""
+        if departure.size >= _LONG and not self._in_loop:
+            busy = sum(lane.rank not in untold for lane in lanes)
+            departure.threads = max(self._threads, threads_beside(busy))
 
     # On a receiver.
 
