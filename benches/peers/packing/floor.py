@@ -1,7 +1,7 @@
-"""The least that a plan does, as a compiled loop: each length is read in the order given, each index written once.
+"""The least that a plan does, as a compiled loop: each length is read in the order given, each array written once.
 
-Neither the order's check nor any array of the plan but one. It reads the lengths as they lie: who copies them first, to
-have more of them in the caches, may take less time.
+Neither the order's check nor a cut: of what is written only the order means anything. It reads the lengths as they lie:
+who copies them first, to have more of them in the caches, may take less time.
 """
 
 from __future__ import annotations
@@ -12,42 +12,74 @@ import numpy.typing as npt
 
 __all__ = ["read_and_write"]
 
+Column = npt.NDArray[np.int32]
+
+# Of one entry a pack; one more, of zeros, is not written either by who makes a plan of one dataset.
+_PACK_COLUMNS = 4
+
 
 def read_and_write(
-    lengths: npt.NDArray[np.int32], order: npt.NDArray[np.int64], threads: int
-) -> tuple[int, npt.NDArray[np.int32]]:
-    """The tokens of all samples, and `order` in four bytes an index, in fresh memory as the plan's is.
+    lengths: Column, order: npt.NDArray[np.int64], pieces: int, packs: int, threads: int
+) -> tuple[int, Column, list[Column]]:
+    """The tokens of all samples, `order` and zeros behind it, and columns of zeros, in four bytes an entry.
 
-    Each of the threads, one or two, takes an equal part of the order.
+    As many entries as the plan's arrays have, in fresh memory as theirs is. Each of the threads, one or two, takes an
+    equal part of all.
     """
-    written = np.empty(order.size, np.int32)
+    written = np.empty(pieces, np.int32)
+    columns = [np.empty(packs, np.int32) for _ in range(_PACK_COLUMNS)]
     if threads == 1:
-        return _loop(lengths, order, written), written
+        return _loop(lengths, order, written, *columns), written, columns
     numba.set_num_threads(threads)
-    return _loops(lengths, order, written, threads), written
+    return _loops(lengths, order, written, *columns, threads), written, columns
 
 
 @numba.njit(cache=False)  # type: ignore[untyped-decorator]  # numba leaves it so
 def _loop(
-    lengths: npt.NDArray[np.int32], order: npt.NDArray[np.int64], written: npt.NDArray[np.int32]
+    lengths: Column,
+    order: npt.NDArray[np.int64],
+    written: Column,
+    first: Column,
+    second: Column,
+    third: Column,
+    fourth: Column,
 ) -> int:
     tokens = 0
     for place in range(order.size):
         sample = order[place]
         tokens += lengths[sample]
         written[place] = sample
+    written[order.size :] = 0
+    first[:] = 0
+    second[:] = 0
+    third[:] = 0
+    fourth[:] = 0
     return tokens
 
 
 @numba.njit(cache=False, parallel=True)  # type: ignore[untyped-decorator]  # as above
 def _loops(
-    lengths: npt.NDArray[np.int32],
+    lengths: Column,
     order: npt.NDArray[np.int64],
-    written: npt.NDArray[np.int32],
+    written: Column,
+    first: Column,
+    second: Column,
+    third: Column,
+    fourth: Column,
     parts: int,
 ) -> int:
     tokens = np.zeros(parts, np.int64)
     for part in numba.prange(parts):
         begin, end = part * order.size // parts, (part + 1) * order.size // parts
-        tokens[part] = _loop(lengths, order[begin:end], written[begin:end])
+        last = written.size if part == parts - 1 else end
+        low, high = part * first.size // parts, (part + 1) * first.size // parts
+        tokens[part] = _loop(
+            lengths,
+            order[begin:end],
+            written[begin:last],
+            first[low:high],
+            second[low:high],
+            third[low:high],
+            fourth[low:high],
+        )
     return tokens.sum()
