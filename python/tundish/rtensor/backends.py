@@ -139,7 +139,7 @@ def _only_local(handles: Sequence[RTensor]) -> None:
     for handle in handles:
         if handle.node_addr != _LOCAL:
             raise InvalidInputError(
-                f"{handle} is another process's, and LocalBackend knows this process alone: use HttpBackend"
+                f"{handle} is served over the network, and LocalBackend knows this process alone: use HttpBackend"
             )
 
 

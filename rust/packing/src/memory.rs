@@ -49,7 +49,7 @@ pub(crate) fn zeroed<T: Zero>(len: usize) -> Result<Vec<T>, PackError> {
 
 pub(crate) fn out_of_memory<T>(len: usize) -> PackError {
     PackError::Invalid(format!(
-        "cannot allocate {} bytes of memory for the plan; write it to a folder with out= or cache_dir=",
+        "cannot allocate {} bytes of memory; a plan can be written to a folder, with out= or cache_dir=",
         len as u128 * size_of::<T>() as u128
     ))
 }
