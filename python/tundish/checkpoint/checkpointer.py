@@ -362,8 +362,8 @@ class Checkpointer:
 
         Returns `extra` and the `rank_extra` of every rank that saved, by rank.
 
-        Raises `NotFoundError` where there is none, `CorruptCheckpointError`, `CheckpointInUseError` where somebody locks
-        readers out of it, and `StateMismatchError` where `state_dict` does not fit, on all ranks.
+        Raises `NotFoundError` where there is none, `CorruptCheckpointError`, `CheckpointInUseError` where somebody
+        locks readers out of it, and `StateMismatchError` where `state_dict` does not fit, on all ranks.
         """
         opened, step = self._opened, plain_step(step)
 
