@@ -145,10 +145,10 @@ def _hard_plan_rows(scale: Scale, samples: int, distribution: Distribution) -> l
     plan = pack(1)
     pieces, packs = plan.indices.size, len(plan)
 
-    def floor(threads: int) -> tuple[int, Any, list[Any]]:
+    def floor(threads: int) -> tuple[int, Any, Any]:
         return read_and_write(lengths, order, pieces, packs, threads)
 
-    def floor_digest(floor: tuple[int, Any, list[Any]]) -> int:
+    def floor_digest(floor: tuple[int, Any, Any]) -> int:
         tokens, written, columns = floor
         return tokens + sum(int(column.sum(dtype=np.int64)) for column in (written, *columns))
 

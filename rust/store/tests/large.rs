@@ -5,10 +5,9 @@ mod common;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Between, LIMITS, Way, bytes_meta, fetch, whole, within};
+use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, whole, within};
 use tundish_store::{Node, Service, ShardId, Source};
 
-const OWNER: &str = "owner";
 const MANY: usize = 1_000_000;
 const CHUNK: usize = 50_000;
 

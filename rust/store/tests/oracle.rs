@@ -7,12 +7,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Between, LIMITS, Way, bytes_meta, fetch, pattern, put, rows, whole};
+use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, rows, whole};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use tundish_store::{Node, Removed, Selection, Service, ShardId, StoreError, View};
-
-const OWNER: &str = "owner";
 
 /// In place of a step, of what is fetched while there is none.
 const NEXT: u64 = u64::MAX;

@@ -9,11 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use common::{Between, LIMITS, Way, bytes_meta, fetch, overwrite, pattern, put, whole, within};
+use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pattern, put, whole, within};
 use tundish_shm::Address;
 use tundish_store::{Node, Patience, Receiver, Reference, Selection, Service, ShardId, StoreError, Transport, View};
 
-const OWNER: &str = "owner";
 const LEN: usize = 300_000;
 
 /// A child process, killed at the end at the latest.

@@ -6,15 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use common::{Between, LIMITS, Way, bytes_meta, fetch, pattern, put, whole, within};
+use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, whole, within};
 use tundish_store::{Limits, Node, Patience, Service, ShardId, Source, StoreError, Wanted};
 
-const OWNER: &str = "owner";
-
 fn pair(tensors: &[Vec<u8>]) -> (Arc<Node>, Arc<Node>, Between, Vec<ShardId>) {
-    let (owner, consumer) = (Node::new(LIMITS), Node::new(LIMITS));
-    let between = Between::new(Way::Bytes);
-    between.add(OWNER, &owner);
+    let (owner, consumer, between) = common::pair(Way::Bytes);
     let ids = put(&owner, tensors).unwrap();
     (owner, consumer, between, ids)
 }

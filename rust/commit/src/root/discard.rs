@@ -1,11 +1,11 @@
 //! Setting checkpoints aside after a rollback.
 //!
 //! An empty file, `.discard-after-<step>`, is made durable before the first checkpoint is renamed and removed after the
-//! last. What always holds: before it is there nothing has changed, and once it is there the next start completes what was
-//! begun; so after a crash either none or all are set aside. What has the name of such a file and is none says nothing. An owner that failed on the way changes nothing more: the
-//! next start would set aside what it saved since. That start goes on without what a full disk has no room for, since a root
-//! has to be opened before it can be pruned: a pointer that cannot be changed is removed, a registry that cannot be written
-//! names what is gone.
+//! last. What always holds: before it is there nothing has changed, and once it is there the next start completes what
+//! was begun; so after a crash either none or all are set aside. What has the name of such a file and is none says
+//! nothing. An owner that failed on the way changes nothing more: the next start would set aside what it saved since.
+//! That start goes on without what a full disk has no room for, since a root has to be opened before it can be pruned:
+//! a pointer that cannot be changed is removed, a registry that cannot be written names what is gone.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

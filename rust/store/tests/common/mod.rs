@@ -11,6 +11,9 @@ use tundish_store::{
     View, Wanted,
 };
 
+/// Where the owner serves.
+pub const OWNER: &str = "10.0.0.1:7000";
+
 pub const LIMITS: Limits = Limits { storage_bytes: 1 << 30, buffer_bytes: 1 << 30 };
 
 /// How a transport hands over.
@@ -48,6 +51,14 @@ impl Between {
     pub fn add(&self, address: &str, node: &Arc<Node>) {
         self.owners.lock().unwrap().insert(address.to_owned(), Arc::clone(node));
     }
+}
+
+/// An owner, a consumer, and the way between them.
+pub fn pair(way: Way) -> (Arc<Node>, Arc<Node>, Between) {
+    let (owner, consumer) = (Node::new(LIMITS), Node::new(LIMITS));
+    let between = Between::new(way);
+    between.add(OWNER, &owner);
+    (owner, consumer, between)
 }
 
 impl Transport for Between {

@@ -1,0 +1,103 @@
+//! What a node does at its limits: who needs more waits, is told, and goes on when others gave back.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pair, put, whole, within};
+use tundish_store::{Limits, Node, Patience, Service, Source, StoreError};
+
+#[test]
+fn at_the_limit_a_store_waits_and_then_says_so() {
+    let limits = Limits { storage_bytes: 4 << 20, buffer_bytes: 1 << 20 };
+    let owner = Node::new(limits);
+    let first = put(&owner, &[vec![1; 3 << 20]]).unwrap();
+    let bytes = vec![2; 2 << 20];
+    let source = || Source::new(bytes_meta(2 << 20), &bytes).unwrap();
+    let begin = Instant::now();
+    let error = within(0.2, |patience| owner.put(&[source()], patience)).unwrap_err();
+    assert!(matches!(error, StoreError::Full { account: "storage", limit: 4_194_304, .. }), "{error}");
+    assert!((0.2..2.0).contains(&begin.elapsed().as_secs_f64()));
+    assert!(matches!(put(&owner, &[vec![0; 4 << 20]]), Err(StoreError::TooLarge { .. })));
+    assert!(matches!(owner.receive("x".parse().unwrap(), bytes_meta(2 << 20)), Err(StoreError::Full { .. })));
+    // Called off.
+    let mut looks = 0;
+    let mut go_on = || {
+        looks += 1;
+        if looks > 2 { Err(StoreError::Interrupted) } else { Ok(()) }
+    };
+    let mut patience = Patience::new(Instant::now() + Duration::from_secs(60), &mut go_on);
+    assert!(matches!(owner.put(&[source()], &mut patience), Err(StoreError::Interrupted)));
+    // Freed by another thread meanwhile.
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(100));
+            owner.remove(&first);
+        });
+        within(20.0, |patience| owner.put(&[source()], patience)).unwrap();
+    });
+    let memory = owner.stats().storage.memory;
+    assert!(memory.used_bytes + memory.idle_bytes <= 4 << 20, "what was kept went for what is needed: {memory:?}");
+    assert!(memory.high_water_bytes <= 4 << 20);
+}
+
+#[test]
+fn at_the_limit_a_fetch_waits_and_then_says_so_and_references_take_nothing() {
+    let owner = Node::new(LIMITS);
+    let consumer = Node::new(Limits { buffer_bytes: 1 << 20, ..LIMITS });
+    let between = Between::new(Way::Bytes);
+    between.add(OWNER, &owner);
+    let ids = put(&owner, &vec![vec![1; 400_000]; 3]).unwrap();
+    let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 400_000)).collect();
+    drop(fetch(&consumer, &wanted[..2], &between).unwrap());
+    let error = within(0.1, |patience| consumer.fetch(&wanted, &between, patience)).unwrap_err();
+    assert!(matches!(error, StoreError::Full { account: "fetch buffer", .. }), "{error}");
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(100));
+            consumer.clear_buffer(Some(&ids[..2]));
+        });
+        fetch(&consumer, &wanted[2..], &between).unwrap();
+    });
+    let between = Between { way: Way::Reference, ..between };
+    consumer.clear_buffer(None);
+    let views = fetch(&consumer, &wanted, &between).unwrap();
+    assert!(views.iter().all(|view| view.bytes() == [1; 400_000]));
+}
+
+#[test]
+fn escaped_bytes_count_against_the_limit_until_their_views_end() {
+    let (owner, _, between) = pair(Way::Bytes);
+    let consumer = Node::new(Limits { buffer_bytes: 1 << 20, ..LIMITS });
+    let ids = put(&owner, &[vec![1; 700_000], vec![2; 700_000]]).unwrap();
+    let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 700_000)).collect();
+    let view = fetch(&consumer, &wanted[..1], &between).unwrap();
+    consumer.clear_buffer(None);
+    let error = within(0.1, |patience| consumer.fetch(&wanted[1..], &between, patience)).unwrap_err();
+    assert!(matches!(error, StoreError::Full { used: 0, escaped, .. } if escaped > 700_000), "{error}");
+    drop(view);
+    fetch(&consumer, &wanted[1..], &between).unwrap();
+}
+
+#[test]
+fn however_many_tensors_escape_their_bytes_count_against_the_limit() {
+    const LEN: usize = 300_000;
+    let (owner, _, between) = pair(Way::Bytes);
+    let consumer = Node::new(Limits { buffer_bytes: 50 << 20, ..LIMITS });
+    let mut kept = Vec::new();
+    let error = loop {
+        let ids = put(&owner, &[vec![1; LEN]]).unwrap();
+        let wanted = [whole(OWNER, &ids[0], LEN as u64)];
+        match within(0.1, |patience| consumer.fetch(&wanted, &between, patience)) {
+            Ok(views) => kept.push(views),
+            Err(error) => break error,
+        }
+        consumer.clear_buffer(None);
+        owner.remove(&ids);
+        assert!(kept.len() * LEN <= 50 << 20, "more than there may be");
+    };
+    assert!(matches!(error, StoreError::Full { used: 0, .. }), "{error}");
+    assert!(kept.len() > 150, "{}", kept.len());
+    kept.clear();
+    assert_eq!(consumer.stats().buffer.memory.escaped_bytes, 0);
+}
