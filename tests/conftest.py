@@ -30,8 +30,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import hypothesis
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "distributed"))
-
 import rank_processes
 
 # What fails there says what differs.

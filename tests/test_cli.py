@@ -244,6 +244,16 @@ BAD = {
     "no place for a picture": (["plan", "show", "plan", "--plot", "no/fill.png"], "no", 3),
     "a picture in a folder's place": (["plan", "show", "plan", "--plot", "folder.png"], "folder.png", 3),
     "a file as parent": (["pack", "good.npy", "--max-length", "8", "--out", "text.npy/new"], "text.npy", 3),
+    "empty lengths": (["pack", "", "--max-length", "8", "--out", "new"], "it is empty", 2),
+    "an empty order": (
+        ["pack", "good.npy", "--max-length", "8", "--order", "", "--out", "new"],
+        "it is empty",
+        2,
+    ),
+    "an empty folder": (["pack", "good.npy", "--max-length", "8", "--out", ""], "it is empty", 2),
+    "an empty plan": (["plan", "show", ""], "it is empty", 2),
+    "an empty picture": (["plan", "show", "plan", "--plot", ""], "it is empty", 2),
+    "an empty token file": (["rtensor", "stats", "here:1", "--token-file", ""], "it is empty", 2),
     "a null in lengths": (["pack", "a\0b", "--max-length", "8", "--out", "new"], "null character", 2),
     "a null in an order": (
         ["pack", "good.npy", "--max-length", "8", "--order", "a\0b", "--out", "new"],

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rollouts.py"
 
@@ -28,14 +31,13 @@ def test_a_model_learns_and_memory_stays_flat() -> None:
     assert found[4] == "[(0, 0), (0, 0), (0, 0)]"
 
 
-def test_numbers_that_cannot_be_are_refused_before_anything_is_started() -> None:
-    for option in ("--steps", "--report"):
-        ran = subprocess.run(
-            [sys.executable, str(EXAMPLE), option, "0"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-        assert ran.returncode == 2, ran.stderr
-        assert f"{option} must be at least 1" in ran.stderr
+@pytest.mark.parametrize("option", ["--steps", "--report"])
+def test_numbers_that_cannot_be_are_refused_before_anything_is_started(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), option, "0"])
+    example = runpy.run_path(str(EXAMPLE))
+    with pytest.raises(SystemExit) as ended:
+        example["main"]()
+    assert ended.value.code == 2
+    assert f"{option} must be at least 1" in capsys.readouterr().err

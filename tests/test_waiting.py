@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ctrl_c import at_every_moment
 
+from ctrl_c import at_every_moment
 from tundish import waiting
 from tundish.waiting import Changes, SteadyFuture, to_its_end, wait_for
 

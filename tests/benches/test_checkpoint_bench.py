@@ -10,12 +10,9 @@ import pytest
 
 # Each kind of them; the others begin as one of these does, and a bench that cannot run one says so.
 WAYS = [
-    ("writes", 2, True),
-    ("hf", 1, False),
+    ("writes", 1, False),
     ("hf lazy", 1, False),
-    ("safetensors", 1, False),
     ("torch thread", 1, False),
-    ("hf", 2, False),
     ("dcp", 2, True),
 ]
 

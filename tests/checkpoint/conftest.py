@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tundish.checkpoint.dcp.saver import DcpSaver
-from tundish.errors import NotFoundError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from dcp_worlds import new_saver
 from roots import Root
+from tundish.checkpoint.dcp.saver import DcpSaver
+from tundish.errors import NotFoundError
 
 
 @pytest.fixture

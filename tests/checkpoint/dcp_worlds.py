@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from rank_processes import Job
 from tundish._native import FileFacts, seal_manifest
 from tundish.checkpoint.dcp.plan import DcpPlan
 from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.saves import WriteOptions
 from tundish.distributed.groups import Meeting, membership, unused_name
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-from rank_processes import Job
 
 OPTIONS = WriteOptions(checksum=True, writers_per_node=1, progress=lambda ask: None)
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tundish.checkpoint import Checkpointer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
 from rank_processes import Job, Line, outcome
+from tundish.checkpoint import Checkpointer
 
 # What the first rank and the second one give, and how a message names it.
 DIFFERENT: dict[str, tuple[Any, Any, str]] = {

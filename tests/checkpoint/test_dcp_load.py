@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ import pytest
 import torch
 from torch import distributed
 
+from dcp_worlds import World, assert_same, new_saver, run, save, whole
+from rank_processes import Line, outcome
 from tundish._native import CheckpointRoot, seal_manifest
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.dcp.saver import load_dcp
@@ -24,12 +25,6 @@ from tundish.errors import (
     NotFoundError,
     StateMismatchError,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parent))
-
-from dcp_worlds import World, assert_same, new_saver, run, save, whole
-from rank_processes import Line, outcome
 
 
 @pytest.fixture

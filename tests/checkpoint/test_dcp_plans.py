@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from dcp_worlds import assert_same, read, save
 from tundish._native import staging_stats
 from tundish.checkpoint.dcp.leaves import leaves_of
 from tundish.checkpoint.dcp.saver import DcpSaver
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parent))
-
-from dcp_worlds import assert_same, read, save
 
 
 def test_plans_of_other_facts_have_other_fingerprints(saver: DcpSaver) -> None:

@@ -19,14 +19,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.dcp.writer import StagedPlanner
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from dcp_worlds import World, assert_same, run, whole
 from rank_processes import Line, outcome
+from tundish.checkpoint import Checkpointer
+from tundish.checkpoint.dcp.writer import StagedPlanner
 
 
 def train_and_save(rank: int, line: Line) -> None:

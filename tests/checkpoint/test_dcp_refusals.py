@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,10 @@ import pytest
 import torch
 from torch import distributed
 
-from tundish._native import staging_stats
-from tundish.checkpoint.dcp.saver import DcpSaver
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from dcp_worlds import new_saver
 from rank_processes import Job, Line
+from tundish._native import staging_stats
+from tundish.checkpoint.dcp.saver import DcpSaver
 
 
 def partial_tensor(rank: int, line: Line) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,10 @@ import torch
 from torch import distributed
 from torch.distributed import checkpoint as dcp
 
-from tundish._native import staging_stats, verify_folder
-from tundish.checkpoint.dcp.saver import DcpSaver
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from dcp_worlds import World, assert_same, bits, compare, gathered, new_saver, read, run, save, whole, write
 from rank_processes import Line
+from tundish._native import staging_stats, verify_folder
+from tundish.checkpoint.dcp.saver import DcpSaver
 
 LAYOUTS = [
     *((1, "ddp"), (1, "fsdp")),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tundish._native import staging_stats, verify_folder
-from tundish.checkpoint.dcp.saver import DcpSaver
-from tundish.checkpoint.staging import Copies
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 import dcp_worlds
 from dcp_worlds import Net, assert_same, compare, new_saver, read, run, save, whole, write
 from rank_processes import Line
+from tundish._native import staging_stats, verify_folder
+from tundish.checkpoint.dcp.saver import DcpSaver
+from tundish.checkpoint.staging import Copies
 
 
 def test_a_lazy_save_holds_what_was_before_the_optimizers_step(saver: DcpSaver, tmp_path: Path) -> None:

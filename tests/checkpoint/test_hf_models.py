@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,11 +34,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exporting import assert_same_export, bits, export
 from hf_worlds import SMALL
-
 from tundish.checkpoint.hf.plan import plan_hf
 from tundish.errors import InvalidInputError, InvalidTypeError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exporting import assert_same_export, bits, export, header_and_data, options, staged, write
-
 from tundish import _native
 from tundish.checkpoint.hf.plan import plan_hf
 from tundish.errors import InvalidInputError, InvalidTypeError

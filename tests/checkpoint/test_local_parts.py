@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
 from rank_processes import Job, Line, outcome
-
 from tundish.checkpoint import Checkpointer
 
 

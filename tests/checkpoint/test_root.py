@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from roots import Root, manifest, save, started
 from tundish import _native
 from tundish.checkpoint import Checkpointer
 from tundish.errors import (
@@ -23,10 +23,6 @@ from tundish.errors import (
     StepOrderError,
     StorageError,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from roots import Root, manifest, save, started
 
 
 def names(folder: Path) -> list[str]:

@@ -13,11 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tundish.errors import RootInUseError
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from roots import Root, save, started
+from tundish.errors import RootInUseError
 
 OWNER = """
 import sys

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given
 from hypothesis import strategies as st
 
+from exporting import bits
 from tundish.checkpoint.hf.shards import Layout, assign, lay_out
 from tundish.checkpoint.tensors import DTYPES, Facts
 from tundish.checkpoint.windows import PAGE
 from tundish.errors import InvalidInputError
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from exporting import bits
 
 FORMAT = (("format", "pt"),)
 

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import stat
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exporting import export, staged, write
 from hf_worlds import SMALL
-
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.hf.plan import plan_hf
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError

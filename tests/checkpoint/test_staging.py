@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -18,10 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exporting import staged, write
-
 from tundish import _native
 from tundish.checkpoint import Checkpointer, staging
 from tundish.checkpoint.buffers import Buffer, Place

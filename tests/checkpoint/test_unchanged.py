@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from exporting import export
-
 from tundish.checkpoint import staging
 from tundish.checkpoint.hf import drawing, unchanged
 from tundish.checkpoint.hf.plan import plan_hf

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tundish._native import staging_stats, trim_staging
-from tundish.checkpoint import Checkpointer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parent))
-
 from dcp_worlds import run
 from rank_processes import Line, on_nodes, outcome
+from tundish._native import staging_stats, trim_staging
+from tundish.checkpoint import Checkpointer
 
 
 def save_with_a_default_device(rank: int, line: Line) -> None:

@@ -16,13 +16,10 @@ from typing import Any
 
 import pytest
 
+from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 from tundish.distributed import Voter, agreed, build_once_per_node, vote
 from tundish.distributed import voter as voter_module
 from tundish.errors import InvalidInputError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
 
 def statuses(rank: int, line: Line) -> None:

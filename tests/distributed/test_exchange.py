@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 from tundish.distributed import Voter, vote
 from tundish.errors import InvalidInputError, InvalidTypeError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
 
 def exchange(rank: int, line: Line) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -10,12 +9,9 @@ from typing import Any
 
 import pytest
 
+from rank_processes import Job, Line, outcome
 from tundish.distributed import long_timeout_group, vote
 from tundish.errors import InvalidInputError, InvalidTypeError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-from rank_processes import Job, Line, outcome
 
 
 def groups(rank: int, line: Line) -> None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 from tundish.distributed import node_group
 from tundish.distributed.nodes import Standing, split_into_nodes
 from tundish.errors import InvalidInputError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
 
 def standings(

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from rank_processes import Job, Line
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
 from ctrl_c import CtrlC, at_every_moment
 from rank_processes import Job, Line, outcome
-
 from tundish import waiting
 from tundish.distributed import Voter, channel, voter
 

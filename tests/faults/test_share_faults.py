@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -13,9 +12,6 @@ import numpy as np
 import pytest
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
 from rank_processes import Job, Line, outcome
 
 LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)

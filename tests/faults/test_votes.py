@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,12 +15,9 @@ from typing import Any
 
 import pytest
 
+from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 from tundish.distributed import Voter, build_once_per_node, vote
 from tundish.distributed.watch import PeerWatch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
 # The promise: a killed peer is noticed within this many seconds.
 NOTICED = 1.0

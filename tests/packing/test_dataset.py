@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rows import BatchedRows, Rows
 from torch.utils.data import DataLoader, Subset
 
 import tundish as td
+from rows import BatchedRows, Rows
 from tundish.errors import InvalidTypeError, PlanMismatchError
 
 Samples = list[list[int]]

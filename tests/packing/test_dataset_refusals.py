@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rows import BatchedRows, Rows
 
 import tundish as td
+from rows import BatchedRows, Rows
 from tundish.errors import InvalidInputError, InvalidTypeError, NoSuchPackError, PlanMismatchError
 
 

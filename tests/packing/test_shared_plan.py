@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,8 @@ import numpy as np
 import pytest
 
 import tundish as td
-from tundish.packing.plan import FIELDS
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
 from rank_processes import Job, Line, outcome
+from tundish.packing.plan import FIELDS
 
 LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from peers import Peer
-
     from tundish.rtensor import Controller
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture
@@ -68,7 +63,6 @@ def emptied(owners: list[Peer], consumers: list[Peer]) -> Iterator[None]:
 @pytest.fixture
 def controller(owners: list[Peer], consumers: list[Peer]) -> Iterator[Controller]:
     from drains import workers_of
-
     from tundish.rtensor import Controller
 
     with Controller(workers_of(owners, consumers), timeout=10) as made:

@@ -6,7 +6,6 @@ from typing import Any
 
 import told
 from peers import Peer
-
 from tundish.rtensor import Worker
 
 __all__ = ["entries", "fetch_everywhere", "workers_of"]

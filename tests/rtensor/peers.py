@@ -12,18 +12,13 @@ import inspect
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-from rank_processes import PATIENCE, preload
-
 import tundish as td
+from rank_processes import PATIENCE, preload
 
 
 class PeerError(Exception):

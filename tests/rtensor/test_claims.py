@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 import pytest
+
 import told
 from drains import entries, fetch_everywhere, workers_of
 from peers import Peer
-
 from tundish import rtensor
 from tundish.errors import (
     ShardGoneError,

@@ -6,10 +6,10 @@ import logging
 from typing import Any
 
 import pytest
+
 import told
 from false_worker import FalseWorker
 from peers import Peer
-
 from tundish import rtensor
 from tundish.rtensor import Controller, Worker
 

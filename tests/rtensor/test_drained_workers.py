@@ -7,11 +7,11 @@ import time
 from typing import Any
 
 import pytest
+
 import told
 from drains import entries
 from false_worker import FalseWorker
 from peers import Peer
-
 from tundish._native import ShardStore
 from tundish.errors import (
     DrainError,

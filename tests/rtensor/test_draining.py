@@ -6,10 +6,10 @@ import logging
 from typing import Any
 
 import pytest
+
 import told
 from drains import entries, fetch_everywhere, workers_of
 from peers import Peer, PeerError
-
 from tundish import rtensor
 from tundish.errors import (
     DrainError,

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from false_worker import FalseWorker
 
 import tundish as td
+from false_worker import FalseWorker
 from tundish import cli
 from tundish.errors import DrainError, TransferError
 from tundish.rtensor import Controller, Worker

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import told
 import torch
-from peers import Peer, PeerError
 
+import told
+from peers import Peer, PeerError
 from tundish import rtensor
 from tundish.errors import (
     InvalidInputError,

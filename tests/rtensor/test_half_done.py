@@ -9,9 +9,9 @@ import signal
 from typing import Any
 
 import pytest
+
 import told
 from peers import Peer
-
 from tundish import rtensor
 from tundish._native import ShardStore
 from tundish.errors import DrainError, ShardGoneError, TransferError

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import told
 import torch
-from peers import Peer
 
+import told
 import tundish as td
+from peers import Peer
 from tundish._native import ShardStore
 from tundish.errors import ShardGoneError
 from tundish.rtensor import Controller, RTensor, Worker

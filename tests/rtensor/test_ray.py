@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+
 import ray_tasks
 from peers import Peer
 

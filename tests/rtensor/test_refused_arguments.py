@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peers import Peer
 
 import tundish as td
+from peers import Peer
 from tundish._native import ShardStore
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, TundishError
 from tundish.rtensor import Controller, Worker, localize, remotize

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import told
 from peers import Peer
-
 from tundish import cli
 
 

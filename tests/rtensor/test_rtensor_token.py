@@ -7,10 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
+
 import told
 from peers import Peer
 from rank_processes import Job, Line
-
 from tundish import rtensor
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import told
 import torch
-from peers import Peer
 
+import told
+from peers import Peer
 from tundish import rtensor
 from tundish.errors import ShardGoneError
 from tundish.rtensor import Controller, Worker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
 from batches import KINDS, same
 from rank_processes import Job, Line, on_nodes, outcome
 

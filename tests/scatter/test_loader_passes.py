@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,6 @@ import pytest
 import torch.distributed as dist
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
 from rank_processes import Job, Line, outcome
 
 

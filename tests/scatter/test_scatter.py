@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,6 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
 from batches import KINDS, same
 from rank_processes import Job, Line, on_nodes, outcome
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -15,14 +14,11 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
+from rank_processes import Job, Line, outcome
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.direct import Direct
 from tundish.scatter.place import place_of
 from tundish.scatter.scatterer import Scatterer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-from rank_processes import Job, Line, outcome
 
 
 def make(number: int) -> Any:

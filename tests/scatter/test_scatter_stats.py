@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +12,6 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
 from rank_processes import Job, Line, on_nodes
 
 # Of a batch, in whole pages, so that there is nothing in between.

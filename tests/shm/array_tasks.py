@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from leftovers import descriptors, mapped
 
 import tundish as td
+from leftovers import descriptors, mapped
 from tundish.shm import Handle, SharedArray
 
 METHODS = ["fork", "forkserver", "spawn"]

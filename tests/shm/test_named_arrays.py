@@ -13,11 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from private_shm import folder as folder
-
 import tundish as td
+from private_shm import folder as folder
 from tundish.errors import AlreadyExistsError, InvalidInputError, InvalidTypeError, NotFoundError
 from tundish.shm import SharedArray
 

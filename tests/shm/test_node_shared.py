@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,7 @@ import pytest
 
 import tundish as td
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 # Where ranks load scenarios, and workers what those give them.
-sys.path.insert(0, str(Path(__file__).parent))
-
 from node_tasks import Tokens, pages_of
 from rank_processes import Job, Line, outcome, settle
 

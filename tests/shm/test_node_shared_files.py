@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 import tundish as td
+from rank_processes import Job, Line, outcome, settle
 from tundish.errors import (
     AlreadyExistsError,
     InvalidInputError,
@@ -19,10 +19,6 @@ from tundish.errors import (
     StorageError,
 )
 from tundish.shm import filed
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-from rank_processes import Job, Line, outcome, settle
 
 
 @pytest.fixture(scope="module", autouse=True)

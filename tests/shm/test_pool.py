@@ -18,13 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tundish as td
-from tundish.errors import InvalidInputError, InvalidTypeError, NotPicklableError, PoolError
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import pool_tasks as tasks
+import tundish as td
 from pool_helpers import each_method, until
+from tundish.errors import InvalidInputError, InvalidTypeError, NotPicklableError, PoolError
 
 # ---- Binding ----
 

@@ -13,11 +13,8 @@ from typing import Any
 
 import pytest
 
-import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import pool_tasks as tasks
+import tundish as td
 from pool_helpers import each_method, until
 
 # ---- Many at once ----

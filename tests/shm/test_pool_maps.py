@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,9 @@ from typing import Any
 
 import pytest
 
-import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import pool_tasks as tasks
+import tundish as td
 from pool_helpers import each_method
-
 from tundish.shm.pool.pace import Pace
 
 

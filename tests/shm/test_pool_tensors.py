@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import pool_tasks as tasks
+import tundish as td
 from leftovers import mapped
 
 DTYPES = [

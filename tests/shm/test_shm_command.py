@@ -14,10 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from private_shm import folder as folder
-
 from tundish import cli
 from tundish.shm import SharedArray, sweep
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from sameness import assert_same
 
 import tundish as td
+from sameness import assert_same
 from tundish.tree.schema import Schema
 
 

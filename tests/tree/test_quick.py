@@ -18,10 +18,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from test_properties import PARTS, STRUCTURES, Pair, filled
-from test_tensors import DTYPES, QUANTIZED, QUIET, TENSORS, of
 
 import tundish as td
+from test_properties import PARTS, STRUCTURES, Pair, filled
+from test_tensors import DTYPES, QUANTIZED, QUIET, TENSORS, of
 from tundish.errors import InvalidInputError
 from tundish.tree import carrying, describing
 from tundish.tree.describing import describe

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tundish.cli.output import write
 from tundish.errors import InvalidInputError
 
-__all__ = ["EXIT_CODES", "Parser", "PrintVersion", "add_command", "progress_of"]
+__all__ = ["EXIT_CODES", "Parser", "PrintVersion", "add_command", "path_of", "progress_of"]
 
 EXIT_CODES = """\
 exit codes:
@@ -74,3 +75,10 @@ def add_command(verbs: Any, name: str, *, summary: str, description: str) -> Par
 def progress_of(options: argparse.Namespace) -> bool | None:
     """What `progress=` is to be: on a terminal by itself, unless it was turned off."""
     return False if options.no_progress else None
+
+
+def path_of(word: str) -> Path:
+    """The type of an argument that names a file or folder. An empty one is a variable that was not set."""
+    if not word:
+        raise argparse.ArgumentTypeError("it is empty: '.' is the current folder")
+    return Path(word)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tundish.cli.arguments import add_command, progress_of
+from tundish.cli.arguments import add_command, path_of, progress_of
 from tundish.cli.output import printable, readable
 from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundError, counted
 
@@ -241,20 +241,15 @@ def _as_owner(root: Path, retention: Any, work: Callable[[Owner], object]) -> No
 
 
 def _add_root(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("root", type=_path, metavar="ROOT", help="the folder of all checkpoints")
-
-
-def _path(word: str) -> Path:
-    if not word:
-        raise argparse.ArgumentTypeError("it is empty: '.' is the current folder")
-    return Path(word)
+    parser.add_argument("root", type=path_of, metavar="ROOT", help="the folder of all checkpoints")
 
 
 def _survey(root: Path) -> tuple[Checkpoints, list[Damaged]]:
     from tundish.checkpoint.reading import open_readonly
 
-    # Where nothing is there, opening it says so, and does not make it.
-    if root.exists() and not root.is_dir():
+    if not root.exists():
+        raise NotFoundError(_NO_ENTRY, "no such folder of checkpoints", str(root))
+    if not root.is_dir():
         raise InvalidInputError(f"{root}: is no folder of checkpoints")
     return open_readonly(root).survey()
 

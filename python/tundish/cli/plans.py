@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
-from tundish.cli.arguments import add_command, progress_of
+from tundish.cli.arguments import add_command, path_of, progress_of
 from tundish.cli.output import rows
 from tundish.errors import InvalidInputError, PlanMismatchError, counted
 
@@ -34,14 +34,14 @@ def add_plan_commands(commands: Any) -> None:
     pack.add_argument(
         "--max-length", type=int, required=True, metavar="L", help="tokens a pack (for example 8192)"
     )
-    pack.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the plan folder to make")
+    pack.add_argument("--out", type=path_of, required=True, metavar="FOLDER", help="the plan folder to make")
     pack.add_argument("--mode", choices=["hard"], default="hard", help="how to pack (default: hard)")
     order = pack.add_mutually_exclusive_group()
     order.add_argument(
         "--seed", type=int, metavar="S", help="shuffle the samples as numpy's RandomState(S) does"
     )
     order.add_argument(
-        "--order", type=Path, metavar="FILE.npy", help="take the samples in this order (one dataset only)"
+        "--order", type=path_of, metavar="FILE.npy", help="take the samples in this order (one dataset only)"
     )
     pack.add_argument(
         "--keep-last", action="store_true", help="keep the tail that fills no pack, as a shorter last pack"
@@ -59,13 +59,16 @@ def add_plan_commands(commands: Any) -> None:
         summary="print what a plan holds",
         description="Print what a plan holds, and draw it with --plot.",
     )
-    show.add_argument("plan", type=Path, metavar="PLAN", help="the plan folder")
+    show.add_argument("plan", type=path_of, metavar="PLAN", help="the plan folder")
     show.add_argument(
-        "--plot", type=Path, metavar="PICTURE", help="draw the plan: .png, .svg or .pdf (needs tundish[plot])"
+        "--plot",
+        type=path_of,
+        metavar="PICTURE",
+        help="draw the plan: .png, .svg or .pdf (needs tundish[plot])",
     )
     show.add_argument(
         "--lengths",
-        type=Path,
+        type=path_of,
         nargs="+",
         metavar="FILE.npy",
         help="the lengths that were packed: --plot then draws samples, not only packs",
@@ -78,10 +81,10 @@ def add_plan_commands(commands: Any) -> None:
         summary="check a plan against the lengths",
         description="Check every pack of a plan against the lengths it was made from.",
     )
-    verify.add_argument("plan", type=Path, metavar="PLAN", help="the plan folder")
+    verify.add_argument("plan", type=path_of, metavar="PLAN", help="the plan folder")
     _add_lengths(verify, "the same files, in the same order, as were packed")
     verify.add_argument(
-        "--order", type=Path, metavar="FILE.npy", help="the order that was packed with --order, if one was"
+        "--order", type=path_of, metavar="FILE.npy", help="the order that was packed with --order, if one was"
     )
     _add_threads(verify)
     verify.set_defaults(run=run_verify, needs="tundish.packing.plan")
@@ -171,7 +174,7 @@ def describe(plan: PackPlan, path: Path) -> dict[str, Any]:
 def _add_lengths(parser: argparse.ArgumentParser, several: str) -> None:
     parser.add_argument(
         "lengths",
-        type=Path,
+        type=path_of,
         nargs="+",
         metavar="LENGTHS",
         help=f".npy file of the samples' token counts, a 1-D integer array; {several}",

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tundish.cli.arguments import add_command
+from tundish.cli.arguments import add_command, path_of
 from tundish.cli.output import printable
 from tundish.errors import InvalidInputError, NotAuthorizedError, TransferError
 
@@ -45,7 +45,7 @@ def add_rtensor_commands(commands: Any) -> None:
     stats.add_argument("addresses", nargs="+", metavar="ADDR", help="host:port that a process serves at")
     stats.add_argument(
         "--token-file",
-        type=Path,
+        type=path_of,
         metavar="FILE",
         help="file whose first line is the token they were served with",
     )

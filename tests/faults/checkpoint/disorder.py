@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
 import failpoints
 from failpoints import Place

@@ -10,15 +10,11 @@ import ctypes
 import os
 import resource
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
 import failpoints
 from rank_processes import Job, Line, outcome

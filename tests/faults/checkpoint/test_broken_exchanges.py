@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,10 +11,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-
 from rank_processes import Job, Line, outcome
-
 from tundish.checkpoint import open_readonly
 
 MIB = 1 << 20

@@ -11,7 +11,6 @@ import os
 import random
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from soak import IS_SOAK
 from tundish._native import seal_manifest
 from tundish.checkpoint import Checkpointer, open_readonly, verify
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from soak import IS_SOAK
 
 PAGE = 4096
 PLACES = 480 if IS_SOAK else 48

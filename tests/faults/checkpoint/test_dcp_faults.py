@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tundish.checkpoint import Checkpointer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "checkpoint"))
-
 from dcp_worlds import OPTIONS, compare, new_saver, save
 from rank_processes import Job, Line, outcome
+from tundish.checkpoint import Checkpointer
 
 NOTICED = 1.0
 

@@ -10,19 +10,11 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-from tundish._native import staging_stats
-from tundish.checkpoint import Checkpointer
-from tundish.errors import StorageError
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
 from obeying import (
     SAVED_BYTES,
@@ -37,6 +29,9 @@ from obeying import (
     tell,
 )
 from rank_processes import Job
+from tundish._native import staging_stats
+from tundish.checkpoint import Checkpointer
+from tundish.errors import StorageError
 
 NOBODY = 65534
 DISK_BYTES = 10 * SAVED_BYTES

@@ -7,14 +7,10 @@ save, later saves succeed, and the root is what the ranks were told. Here some p
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
 import failpoints
 from disorder import Disorder

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import itertools
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
 import failpoints
 from disorder import Disorder

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "checkpoint"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
 from rank_processes import Job, Line, outcome
 
@@ -20,9 +16,9 @@ def gathering(rank: int, line: Line) -> None:
     """Gathers tensors of all ranks; the last rank stops in the middle and waits to be killed."""
     import torch
     import torch.distributed as distributed
+
     from exporting import staged, write
     from hf_worlds import spread
-
     from tundish import _native
     from tundish.checkpoint.hf import gather
     from tundish.checkpoint.hf.plan import plan_hf

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-
 from ctrl_c import CtrlC
 from rank_processes import Job, Line, outcome
-
 from tundish.checkpoint import open_readonly
 
 PATIENCE = 60.0

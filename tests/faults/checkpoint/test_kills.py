@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tundish.checkpoint import Checkpointer
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-
 from rank_processes import Job
 from soak import IS_SOAK
 from training import check, hidden, train
+from tundish.checkpoint import Checkpointer
 
 KILLS = 300 if IS_SOAK else 30
 # About what a start takes here, and then many steps.

@@ -5,14 +5,10 @@ So it ends where the job's store stands still for longer than the timeout.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
 from obeying import _Rank, assert_fine, assert_saved, each, end, save
 from rank_processes import Job, Line, outcome

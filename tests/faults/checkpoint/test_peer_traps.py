@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from soak import IS_SOAK
 from tundish._native import ShardWriter, staging_stats
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.dcp import writer as dcp_writer
 from tundish.checkpoint.hf import export as hf_writer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from soak import IS_SOAK
 
 MIB = 1 << 20
 KINDS = ["hf", "dcp"]

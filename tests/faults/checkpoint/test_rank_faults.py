@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
 import failpoints
 from obeying import MIB, answer, assert_fine, assert_saved, begin_and_hold, each, end, obey, save, tell
@@ -158,7 +154,6 @@ def test_two_saves_of_one_step_are_refused_on_all_ranks(tmp_path: Path) -> None:
 def loop_that_fails(rank: int, line: object) -> None:
     """The training loop of the second rank fails while a save is under way."""
     from obeying import tensors
-
     from tundish.checkpoint import Checkpointer
 
     root = line.hear()  # type: ignore[attr-defined]

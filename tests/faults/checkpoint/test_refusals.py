@@ -7,7 +7,6 @@ import gc
 import itertools
 import os
 import resource
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
 from rank_processes import Job, Line, outcome
 

@@ -6,15 +6,11 @@ on two and four ranks, and with experts of their own on each two of four.
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "checkpoint"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
 from rank_processes import Job, Line
 
@@ -28,11 +24,12 @@ def with_experts_apart() -> Any:
     "Megatron-LM", Shoeybi et al., 2019).
     """
     import torch
-    from hf_worlds import place, whole
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
+
+    from hf_worlds import place, whole
 
     mesh = init_device_mesh("cpu", (distributed.get_world_size() // 2, 2), mesh_dim_names=("data", "expert"))
     group = mesh["expert"].get_group()
@@ -87,12 +84,12 @@ def with_experts_apart() -> Any:
 def train_and_export(rank: int, line: Line) -> None:
     """Trains, exports in between, and says of each export whether `from_pretrained` gives what the model was then."""
     import torch
-    from dcp_worlds import assert_same, whole
-    from hf_worlds import spread
-    from hf_worlds import whole as unspread
     from torch import distributed
     from transformers import AutoModelForCausalLM
 
+    from dcp_worlds import assert_same, whole
+    from hf_worlds import spread
+    from hf_worlds import whole as unspread
     from tundish.checkpoint import Checkpointer
 
     layout, root = line.hear()

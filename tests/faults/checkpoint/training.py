@@ -22,8 +22,6 @@ from torch import distributed
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import failpoints
 
 KEPT = 2
@@ -35,7 +33,7 @@ class Training:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        layers = (torch.nn.Linear(24, 32), torch.nn.Linear(32, 24), torch.nn.Linear(24, 7))
+        layers = (torch.nn.Linear(24, 24), torch.nn.Linear(24, 24), torch.nn.Linear(24, 7))
         self.model = torch.nn.Sequential(*layers)
         if distributed.is_initialized():
             fully_shard(self.model)
@@ -194,7 +192,6 @@ def train_through_failures(rank: int, line: Any) -> None:
 def prepare(root: Path, folder: Path) -> None:
     """A root with steps 2 and 3 of both kinds, and what a dead owner left: a newer export, and work half done."""
     from rank_processes import Job
-
     from tundish.checkpoint import Checkpointer
 
     root.parent.mkdir()

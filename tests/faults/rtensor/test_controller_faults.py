@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import told
 import torch
+
+import told
 from between import Between
 from peers import Peer
-
 from tundish import rtensor
 from tundish.errors import ShardGoneError
 from tundish.rtensor import Controller, Worker

@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
 import soaking
 from peers import Peer, PeerError
-
-from tundish.rtensor import Worker
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
-
 from soak import IS_SOAK
+from tundish.rtensor import Worker
 
 STEPS = 10_000 if IS_SOAK else 1000
 WARM_UP = STEPS // 5

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import told
 import torch
-from peers import Peer, PeerError
 
+import told
+from peers import Peer, PeerError
 from tundish import rtensor
 from tundish.errors import ShardGoneError, TransferError
 from tundish.rtensor import Controller, Worker

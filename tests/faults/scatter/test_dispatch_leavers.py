@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +18,9 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
+from rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 from tundish.scatter.passes import SourcePass
 from tundish.scatter.shelf import Shelf
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-
-from rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 # The promise: whoever leaves is known within so many seconds.
 KNOWN = 1.0

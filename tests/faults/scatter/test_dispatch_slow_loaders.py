@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,9 +12,6 @@ from pathlib import Path
 import pytest
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-
 from rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 # The promise is about a tenth of a second; the rest is for a busy machine.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,9 +13,6 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-
 from rank_processes import Job, Line, on_nodes, outcome
 
 # The promise: a failure is known within so many seconds.

@@ -17,10 +17,6 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
-
 from private_shm import private_shm
 from rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 

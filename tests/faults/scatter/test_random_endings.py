@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +19,6 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-
 from rank_processes import Job, Line, on_nodes
 from soak import IS_SOAK
 

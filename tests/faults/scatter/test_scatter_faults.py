@@ -19,9 +19,6 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-
 from rank_processes import Job, Line, on_nodes, outcome
 
 # The promise: a failure, or a rank that was killed, is known within so many seconds.

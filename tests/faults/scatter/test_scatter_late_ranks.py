@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,9 +16,6 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-
 from rank_processes import Job, Line, on_nodes, outcome
 
 # The promise: a failure is known within so many seconds.

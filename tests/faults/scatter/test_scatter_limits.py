@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import resource
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,6 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-
 from rank_processes import Job, Line, on_nodes, outcome
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +16,6 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-
 from rank_processes import Job, Line, on_nodes
 from soak import IS_SOAK
 

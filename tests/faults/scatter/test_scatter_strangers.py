@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +16,6 @@ import pytest
 import torch
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-
 from rank_processes import Job, Line, outcome
 
 NOBODY = 65534

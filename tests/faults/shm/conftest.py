@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
 
 import rank_processes
 from leftovers import watched

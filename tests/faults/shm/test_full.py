@@ -5,19 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
-
 from actors import Actor, Refused
 from private_shm import private_shm
-
 from tundish.errors import StorageError
 from tundish.shm import SharedArray, sweep
 

@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from actors import Actor, Refused
-
 from tundish.shm import sweep
 
 CREATE = "held = SharedArray.from_array(np.full(1000, {value}), name='{name}')"

@@ -11,14 +11,10 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from actors import PROLOGUE, Actor, Refused
 

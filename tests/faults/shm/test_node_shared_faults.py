@@ -14,9 +14,6 @@ import numpy as np
 import pytest
 
 import tundish as td
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
-
 from rank_processes import Job, Line, outcome
 
 # The promise: a failing or killed builder is told to all within this many seconds.

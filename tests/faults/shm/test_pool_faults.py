@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,17 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tundish as td
-from tundish.errors import PoolError, WorkerDiedError
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
-
 import pool_tasks as tasks
+import tundish as td
 from pool_helpers import each_method, until
 from pool_programs import Program
 from soak import IS_SOAK
+from tundish.errors import PoolError, WorkerDiedError
 
 KILLS = 200 if IS_SOAK else 40
 

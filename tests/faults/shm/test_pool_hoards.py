@@ -5,22 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import tundish as td
-from tundish.errors import PoolError
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
-
 import pool_tasks as tasks
+import tundish as td
 from leftovers import descriptors, mapped
 from pool_programs import Program
+from tundish.errors import PoolError
 
 # Numbers of a result that comes in shared memory.
 COUNT = 10_000

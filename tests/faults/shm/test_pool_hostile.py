@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from concurrent.futures import Future, as_completed
@@ -13,15 +12,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-import tundish as td
-from tundish.errors import NotPicklableError, PoolError
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
-
 import pool_tasks as tasks
+import tundish as td
 from pool_helpers import until
 from pool_programs import Program
+from tundish.errors import NotPicklableError, PoolError
 
 
 def _exit() -> NoReturn:

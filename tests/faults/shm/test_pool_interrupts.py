@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ctrl_c import at_every_moment
 
+import pool_tasks as tasks
 import tundish as td
+from ctrl_c import at_every_moment
+from pool_helpers import until
 from tundish import waiting
 from tundish.shm.pool import engine, futures, mapping, pool
 from tundish.shm.pool.futures import TaskFuture
 from tundish.waiting import Moment
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "shm"))
-
-import pool_tasks as tasks
-from pool_helpers import until
 
 PLACES = (threading, concurrent.futures._base, waiting, engine, futures, mapping, pool)
 # More than there are places on the board.

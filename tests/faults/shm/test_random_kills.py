@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
-
 from actors import PROLOGUE, Actor
 from soak import IS_SOAK
-
 from tundish.shm import sweep
 
 KILLS = 200 if IS_SOAK else 40

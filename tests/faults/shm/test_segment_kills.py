@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
-
+import tundish as td
 from actors import PROLOGUE, Actor, Refused
 from soak import IS_SOAK
-
-import tundish as td
 from tundish.shm import SharedArray
 
 KILLS = 200 if IS_SOAK else 40
