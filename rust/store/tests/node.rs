@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pair, pattern, put, rows, whole, within};
 use tundish_store::{
-    Dtype, Meta, MissingShard, Node, Patience, Receiver, Selection, Service, ShardId, StoreError, Transport,
+    Dtype, Meta, MissingShard, Node, Patience, Receiver, Selection, Service, ShardId, Source, StoreError, Transport,
 };
 
 fn assert_nothing_is_held(node: &Node) {
