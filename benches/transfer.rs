@@ -1,7 +1,8 @@
 //! Shards that one process fetches from another on this machine: over a socket, and where they lie.
 //!
-//! The owner is a process of its own. Each round fetches what no buffer has, reads every byte of it, and gives it back; the
-//! shortest of the rounds is told, and the one in the middle. The last part fetches small shards beside a large one.
+//! The owner is a process of its own. Each round fetches what no buffer has, reads every byte of it, and gives it back;
+//! the shortest of the rounds is told, and the one in the middle. The last part fetches small shards beside a large
+//! one.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Stdio};

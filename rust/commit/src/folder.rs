@@ -174,7 +174,8 @@ impl Folder {
 /// Bytes that are free where a folder is to appear as `target`; None where the file system tells of none.
 ///
 /// # Errors
-/// [`CommitError::ParentMissing`], [`CommitError::NotADirectory`], [`CommitError::InvalidName`] and [`CommitError::Io`].
+/// [`CommitError::ParentMissing`], [`CommitError::NotADirectory`], [`CommitError::InvalidName`] and
+/// [`CommitError::Io`].
 pub fn free_space(target: impl AsRef<Path>) -> Result<Option<u64>, CommitError> {
     let (parent_path, _) = name::split_target(target.as_ref())?;
     let parent = RealDisk.open_path(&parent_path)?;

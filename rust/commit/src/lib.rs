@@ -3,8 +3,8 @@
 //! A [`Folder`] is written under a hidden name beside its target and appears under the target's name in one
 //! step, when all of it is on the disk; [`replace_file`] does the same for a single file. What always holds:
 //!
-//! 1. Under the target's name there is the whole folder or file, or there is what was there before. The order that gives
-//!    this: fsync of every file, fsync of the folder, rename, fsync of the parent.
+//! 1. Under the target's name there is the whole folder or file, or there is what was there before. The order that
+//!    gives this: fsync of every file, fsync of the folder, rename, fsync of the parent.
 //! 2. A write or fsync that failed is never taken for one that succeeded: the kernel may have dropped the bytes and
 //!    forgotten the error, so the folder can no longer be published, and the fsync is not tried again.
 //! 3. A writer that dies at any instant leaves at most its hidden folder. The next [`Folder::create`] in the

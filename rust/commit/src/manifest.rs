@@ -1,6 +1,7 @@
 //! `tundish.json`: what a checkpoint says of itself.
 //!
-//! It lies in the checkpoint's folder, is written last of all its files and never changed. Format version 1 is a JSON object:
+//! It lies in the checkpoint's folder, is written last of all its files and never changed. Format version 1 is a JSON
+//! object:
 //!
 //! ```json
 //! {"format_version": 1, "kind": "hf", "step": 100, "tag": null, "world_size": 8, "extra": {},

@@ -59,7 +59,8 @@ impl<D: Disk> Tree<D> {
         })?;
         let parent = disk.folder_status(&parent, &parent_path)?;
         let first = Open { name: String::new(), path: folder.to_path_buf(), folder: opened };
-        // Tells whoever opens the root next that somebody writes here; who has it already is about to remove the folder.
+        // Tells whoever opens the root next that somebody writes here; who has it already is about to remove the
+        // folder.
         if disk.lock_folder(&first.folder, Sharing::Shared, folder)? == Lock::HeldByAnother {
             return Err(CommitError::ParentMissing { path: folder.to_path_buf() });
         }

@@ -1,7 +1,7 @@
 //! A root on the real disk: killed at every failpoint, and every system call failing in turn.
 //!
-//! The scenario begins with what a dead owner left and goes once through all that a root does. Whatever happens, opening
-//! the root again has to give the state before the call that did not return, or the one after it, bit by bit.
+//! The scenario begins with what a dead owner left and goes once through all that a root does. Whatever happens,
+//! opening the root again has to give the state before the call that did not return, or the one after it, bit by bit.
 
 #![expect(clippy::disallowed_methods, reason = "the tests build what the crate has to cope with")]
 

@@ -215,8 +215,8 @@ impl<'a> Integers<'a> {
         crate::memory::prefetch_address(self.at::<u8>(index));
     }
 
-    /// Read `out.len()` consecutive values from `start` on, and return the bitwise or of them all,
-    /// sign-extended: its top bit tells whether any is negative or 2⁶³ and above, its upper half whether any exceeds 32 bits.
+    /// Read `out.len()` consecutive values from `start` on, and return the bitwise or of them all, sign-extended: its
+    /// top bit tells whether any is negative or 2⁶³ and above, its upper half whether any exceeds 32 bits.
     ///
     /// # Panics
     /// When the range is not within the column.

@@ -5,8 +5,8 @@
 //! header promises and the file held; and values are read through raw pointers, so that whoever writes to the file
 //! meanwhile changes values and nothing else.
 //!
-//! What cannot be helped: a file that is truncated after it was mapped. The system ends a process that reads a page which
-//! the file no longer has (SIGBUS).
+//! What cannot be helped: a file that is truncated after it was mapped. The system ends a process that reads a page
+//! which the file no longer has (SIGBUS).
 #![allow(unsafe_code)]
 
 use std::fs::File;

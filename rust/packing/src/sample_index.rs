@@ -37,8 +37,8 @@ pub struct Inputs<'a> {
 /// An order that is given is checked: whole where the lengths are given too, else as far as the plan holds it.
 ///
 /// # Errors
-/// `Invalid` for a plan of several streams, and where lengths or an order are needed that are not given. `Mismatch` where
-/// they are not those that the plan was made from, or the plan is damaged. An interrupt.
+/// `Invalid` for a plan of several streams, and where lengths or an order are needed that are not given. `Mismatch`
+/// where they are not those that the plan was made from, or the plan is damaged. An interrupt.
 pub fn sample_index(
     views: &Views<'_>,
     facts: &Facts,

@@ -227,7 +227,8 @@ mod tests {
         unsafe { measure.keep(indices.len(), cumulative.len(), 0) }.unwrap();
     }
 
-    /// Whether the indices need 64 bits when the last `taken` of five are taken back, and the pack then closes with `more`.
+    /// Whether the indices need 64 bits when the last `taken` of five are taken back, and the pack then closes with
+    /// `more`.
     fn indices_are_wide(indices: [i64; 5], taken: usize, more: &[i64]) -> bool {
         let mut measure = Measure::default();
         // One pack, and an open one in two parts.

@@ -205,7 +205,8 @@ impl CheckpointReadLock {
         self.is_locked
     }
 
-    /// What the checkpoint says of itself, and the checksum of its manifest; its files are there, of the size that it says.
+    /// What the checkpoint says of itself, and the checksum of its manifest; its files are there, of the size that it
+    /// says.
     ///
     /// Raises `CorruptCheckpointError`.
     fn describe<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyDict>, String)> {
@@ -251,7 +252,8 @@ fn described_one<'py>(py: Python<'py>, checkpoint: &Checkpoint) -> PyResult<Boun
     Ok(entry)
 }
 
-/// JSON as Python has it; as text where Python cannot read it, nested without end or with numbers of thousands of digits.
+/// JSON as Python has it; as text where Python cannot read it, nested without end or with numbers of thousands of
+/// digits.
 fn read<'py>(py: Python<'py>, json: &str) -> PyResult<Bound<'py, PyAny>> {
     let is_unreadable =
         |error: &PyErr| error.is_instance_of::<PyValueError>(py) || error.is_instance_of::<PyRecursionError>(py);

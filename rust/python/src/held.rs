@@ -1,7 +1,7 @@
 //! The GIL, for whoever is called by another library's code, at any time and in any thread.
 //!
-//! What always holds: it is asked of Python. PyO3 counts its own calls instead, and takes the GIL for held in the middle of
-//! one of them, though torch gives it up while it frees a tensor.
+//! What always holds: it is asked of Python. PyO3 counts its own calls instead, and takes the GIL for held in the
+//! middle of one of them, though torch gives it up while it frees a tensor.
 #![allow(unsafe_code)]
 
 use pyo3::ffi;

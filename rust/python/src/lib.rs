@@ -26,8 +26,9 @@ use pyo3::prelude::*;
 mod _native {
     use pyo3::prelude::*;
 
-    /// What numpy's bindings look up at their first use, they look up here, where Ctrl-C waits until it is done: it would be a
-    /// panic. What is to happen in every child made by `fork` is registered here, whichever part the parent used.
+    /// What numpy's bindings look up at their first use, they look up here, where Ctrl-C waits until it is done: it
+    /// would be a panic. What is to happen in every child made by `fork` is registered here, whichever part the parent
+    /// used.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let py = module.py();

@@ -30,8 +30,8 @@ const PATIENCE: Duration = Duration::from_millis(30);
 
 /// `size` bytes of page-aligned memory that a file is staged in, exactly as it will lie on the disk.
 ///
-/// It exports a writable buffer. What it holds at first is not defined. The memory is kept for the next image when Python
-/// and all writers have let go of this one. In a child made by `fork` it reads as zeros.
+/// It exports a writable buffer. What it holds at first is not defined. The memory is kept for the next image when
+/// Python and all writers have let go of this one. In a child made by `fork` it reads as zeros.
 #[pyclass(frozen)]
 pub(crate) struct Image {
     image: Arc<staging::Image>,
@@ -57,10 +57,11 @@ impl Image {
         self.image.as_ptr().addr()
     }
 
-    /// Copy `tensors`, each to its place: a tuple that begins with its first byte, the one past its last, and its dtype.
+    /// Copy `tensors`, each to its place: a tuple that begins with its first byte, the one past its last, and its
+    /// dtype.
     ///
-    /// Places are in order and do not overlap. Returns the numbers of those that were not copied, because the tensor
-    /// is of another dtype, or its values do not lie in host memory as they will lie on the disk. `reader`: asked first.
+    /// Places are in order and do not overlap. Returns the numbers of those that were not copied, because the tensor is
+    /// of another dtype, or its values do not lie in host memory as they will lie on the disk. `reader`: asked first.
     #[pyo3(signature = (places, tensors, threads, reader=None))]
     fn fill(
         &self,
@@ -143,7 +144,8 @@ fn plain(tensor: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Option
     Ok((address > 0 || size == 0).then_some((address, size)))
 }
 
-/// Bytes of staging memory of this process: in images, kept for the next ones, and the most that both ever were together.
+/// Bytes of staging memory of this process: in images, kept for the next ones, and the most that both ever were
+/// together.
 #[pyfunction]
 pub(crate) fn staging_stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let stats = staging::staging_stats();
@@ -202,8 +204,8 @@ impl FileFacts {
 /// Writes the files of one rank, by threads of its own.
 ///
 /// All files, names relative to `folder` and sizes in bytes, are made and preallocated when this returns. At most
-/// `writers_per_node` writers to folders beside this one write at once on a node. With `checksum` the CRC-64/NVME of each
-/// file is computed on the way.
+/// `writers_per_node` writers to folders beside this one write at once on a node. With `checksum` the CRC-64/NVME of
+/// each file is computed on the way.
 #[pyclass(frozen)]
 pub(crate) struct ShardWriter {
     writer: shards::ShardWriter,
@@ -297,8 +299,8 @@ pub(crate) fn verify_folder(py: Python<'_>, folder: PathBuf, progress: Option<Py
     })
 }
 
-/// Remove what killed writers of this user left of their turns to write, unless `dry_run`; what it was. `root`: only of those
-/// who wrote under that folder.
+/// Remove what killed writers of this user left of their turns to write, unless `dry_run`; what it was. `root`: only of
+/// those who wrote under that folder.
 #[pyfunction]
 #[pyo3(signature = (root = None, *, dry_run = false))]
 pub(crate) fn sweep_writer_slots(py: Python<'_>, root: Option<PathBuf>, dry_run: bool) -> PyResult<Vec<PathBuf>> {

@@ -28,8 +28,8 @@ pub(crate) struct TensorReader {
     nbytes: ffi::PyCFunction,
 }
 
-/// All that decides whether tensors can be saved, whether two of them are one, and what a file says of them: dtypes, shapes,
-/// addresses, and how much memory is there. Equal where nothing of that changed.
+/// All that decides whether tensors can be saved, whether two of them are one, and what a file says of them: dtypes,
+/// shapes, addresses, and how much memory is there. Equal where nothing of that changed.
 #[pyclass(frozen, eq)]
 #[derive(PartialEq, Eq)]
 pub(crate) struct TensorLook {
@@ -42,8 +42,8 @@ pub(crate) struct KnownDtypes<'py>(Vec<(Bound<'py, PyAny>, Dtype)>);
 
 #[pymethods]
 impl TensorReader {
-    /// Those of the types `kinds`, which have all that the first of them has, and of their storages' type; None where they
-    /// have none that are known here.
+    /// Those of the types `kinds`, which have all that the first of them has, and of their storages' type; None where
+    /// they have none that are known here.
     #[staticmethod]
     fn of(kinds: Vec<Bound<'_, PyType>>, storage: &Bound<'_, PyType>) -> Option<Self> {
         let first = kinds.first()?;
@@ -92,8 +92,8 @@ impl TensorReader {
 }
 
 impl TensorReader {
-    /// Address and bytes of the values of `tensor`, where they lie in host memory one after the other, as they are and as
-    /// `dtype`; None where this cannot tell.
+    /// Address and bytes of the values of `tensor`, where they lie in host memory one after the other, as they are and
+    /// as `dtype`; None where this cannot tell.
     pub(crate) fn plain<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,

@@ -1,10 +1,12 @@
-//! Segments that were given back, kept for the next use: fresh pages cost fifteen to twenty times a copy into warm ones.
+//! Segments that were given back, kept for the next use: fresh pages cost fifteen to twenty times a copy into warm
+//! ones.
 //!
 //! An [`Arena`] owns every segment that it keeps. What always holds:
 //!
-//! 1. A segment is used again only when its last reader came, or none is to come, and no view of it lives in any process.
-//! 2. What is kept, idle or with a view alive somewhere, is bounded in bytes and in number; the oldest goes first. What a
-//!    reader is still to come for is never let go of.
+//! 1. A segment is used again only when its last reader came, or none is to come, and no view of it lives in any
+//!    process.
+//! 2. What is kept, idle or with a view alive somewhere, is bounded in bytes and in number; the oldest goes first. What
+//!    a reader is still to come for is never let go of.
 //! 3. An arena is used by the process that made it. A child made by `fork` lets go of what it inherited, and changes
 //!    nothing of it.
 //! 4. The lock is never held while memory is made or given to the system, which takes milliseconds a gigabyte.
@@ -254,8 +256,8 @@ impl Arena {
         drop(released);
     }
 
-    /// Lets go of what is idle, and, where that may be forgotten, of what has a view somewhere, which takes descriptors and
-    /// addresses here; returns how many segments.
+    /// Lets go of what is idle, and, where that may be forgotten, of what has a view somewhere, which takes descriptors
+    /// and addresses here; returns how many segments.
     fn let_go(&self) -> usize {
         let mut state = self.lock();
         let mut released = std::mem::take(&mut state.idle);

@@ -1,7 +1,7 @@
 //! The files behind segments: made, sealed, opened again, locked.
 //!
-//! It owns nothing; files are the callers'. What always holds: a lock is taken on an open file description that was opened
-//! for it, so that it ends with that description's last reference: a descriptor, or a mapping in any process.
+//! It owns nothing; files are the callers'. What always holds: a lock is taken on an open file description that was
+//! opened for it, so that it ends with that description's last reference: a descriptor, or a mapping in any process.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -21,8 +21,8 @@ pub const DATA_START: usize = 4096;
 /// Bytes that are reserved between two looks at whether to go on: some ten milliseconds.
 const STRIDE: usize = 256 << 20;
 
-/// As many on huge pages, which may take longer. For each such call the kernel has all processors put down what they have
-/// in hand.
+/// As many on huge pages, which may take longer. For each such call the kernel has all processors put down what they
+/// have in hand.
 const HUGE_STRIDE: usize = 8 * HUGE_PAGE;
 
 /// Microseconds that small pages in the place of a huge one take, with their tables.
@@ -32,7 +32,8 @@ const USUAL: i64 = 1000;
 /// first, and a virtual machine may have to ask its host for it. What is saved on others is earned.
 const MOST_PATIENCE: i64 = 10_000;
 
-/// The same for memory that is used again and again, which is worth it: once a process, unless it finds some that is faster.
+/// The same for memory that is used again and again, which is worth it: once a process, unless it finds some that is
+/// faster.
 const MOST_PATIENCE_FOR_REUSE: i64 = 2_000_000;
 static PATIENCE_FOR_REUSE: AtomicI64 = AtomicI64::new(MOST_PATIENCE_FOR_REUSE);
 
@@ -78,8 +79,9 @@ pub(crate) fn create(_huge: bool) -> Result<OwnedFd, ShmError> {
     Err(ShmError::Unsupported { what: "an anonymous segment" })
 }
 
-/// Makes `file` `len` bytes long, with every page there, for these writers. Returns how many bytes, from the first on, lie on huge pages: to
-/// make those takes a quarter of the time, their tables next to none, and nobody finds more than one in 2 MiB by a fault.
+/// Makes `file` `len` bytes long, with every page there, for these writers. Returns how many bytes, from the first on,
+/// lie on huge pages: to make those takes a quarter of the time, their tables next to none, and nobody finds more than
+/// one in 2 MiB by a fault.
 ///
 /// # Errors
 /// [`ShmError::Io`] where there is no room, and what `go_on` says.
@@ -92,8 +94,8 @@ pub(crate) fn reserve(file: BorrowedFd<'_>, len: usize, writers: Writers, go_on:
     Ok(on_huge_pages)
 }
 
-/// Reserves what lies in the range by calls of `reserve_part`. Many kernels undo a call during which a signal comes: a timer
-/// that rings more often than a whole stride takes would let none end, so that the next one is shorter.
+/// Reserves what lies in the range by calls of `reserve_part`. Many kernels undo a call during which a signal comes: a
+/// timer that rings more often than a whole stride takes would let none end, so that the next one is shorter.
 fn reserve_in_strides(
     range: Range<usize>,
     mut reserve_part: impl FnMut(usize, usize) -> Result<bool, ShmError>,
@@ -122,8 +124,8 @@ fn reserve_part(file: BorrowedFd<'_>, start: usize, len: usize, whole: usize) ->
 }
 
 /// Reserves as much from the first byte on as the kernel puts on huge pages (since Linux 6.1), whatever the system's
-/// settings ask of who does not ask for them. It does so where a page is there already. `patience`: what is left of it, and
-/// the most that it ever is.
+/// settings ask of who does not ask for them. It does so where a page is there already. `patience`: what is left of it,
+/// and the most that it ever is.
 fn reserve_huge(
     file: BorrowedFd<'_>,
     len: usize,
@@ -174,8 +176,8 @@ fn is_patient_after(took: Duration, pages: usize, (patience, most): (&AtomicI64,
     before.is_ok_and(|before| before.saturating_add(earned) > 0)
 }
 
-/// Gives the memory of `file` from byte `start` to `end` back to the system, whoever has it mapped; left out where a seal
-/// or the system does not allow it.
+/// Gives the memory of `file` from byte `start` to `end` back to the system, whoever has it mapped; left out where a
+/// seal or the system does not allow it.
 pub(crate) fn empty(file: BorrowedFd<'_>, start: usize, end: usize) {
     #[cfg(target_os = "linux")]
     let _ = retry_on_intr(|| {

@@ -1,7 +1,7 @@
 //! Sleeping on a word of memory that several processes map.
 //!
-//! What always holds: a sleep may end for no reason that the sleeper could see, so whoever slept looks again. Errors say
-//! no more than that.
+//! What always holds: a sleep may end for no reason that the sleeper could see, so whoever slept looks again. Errors
+//! say no more than that.
 
 use core::sync::atomic::AtomicU32;
 use std::time::Duration;

@@ -1,7 +1,8 @@
 //! The header of a segment, its first page: what it is and what lies in it.
 //!
-//! What always holds: an owner writes it before it tells anybody of the segment, or with the exclusive lock held; whoever
-//! attaches reads it with the shared one, through a copy, and believes no length before it was compared with the file's.
+//! What always holds: an owner writes it before it tells anybody of the segment, or with the exclusive lock held;
+//! whoever attaches reads it with the shared one, through a copy, and believes no length before it was compared with
+//! the file's.
 #![allow(unsafe_code)]
 
 use std::os::fd::BorrowedFd;

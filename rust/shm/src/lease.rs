@@ -1,8 +1,8 @@
 //! A lease: as long as it lives in any process, nobody uses the segment for something else.
 //!
 //! It is a shared lock on an open file description of its own, which nothing but a mapping of the segment's first page
-//! refers to. What always holds: the kernel drops the lock when the last process that inherited the mapping unmaps it or
-//! ends, and no descriptor is kept open for it.
+//! refers to. What always holds: the kernel drops the lock when the last process that inherited the mapping unmaps it
+//! or ends, and no descriptor is kept open for it.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -19,8 +19,8 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// A lease on the segment that `file` is open on, of pages of `page` bytes; `None` where its owner is about to use it
-    /// again.
+    /// A lease on the segment that `file` is open on, of pages of `page` bytes; `None` where its owner is about to use
+    /// it again.
     ///
     /// # Errors
     /// [`ShmError::Io`] where the process may open or map no more.

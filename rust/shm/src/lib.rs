@@ -5,8 +5,8 @@
 //!
 //! 1. All pages of a segment are there before it is used: running out of memory is an error when it is made, never a
 //!    signal when it is read.
-//! 2. Memory safety never rests on what a header says. Whoever attaches compares every length with the size of the file,
-//!    and what has no name is sealed against shrinking.
+//! 2. Memory safety never rests on what a header says. Whoever attaches compares every length with the size of the
+//!    file, and what has no name is sealed against shrinking.
 //! 3. As long as a view of a segment lives in any process, that process holds a lease: a shared lock which the kernel
 //!    drops with the last reference, however the process ends. A segment is used again only by who gets the exclusive
 //!    one.

@@ -1,8 +1,8 @@
 //! Mapped memory: a file's bytes in this process.
 //!
-//! A [`Mapping`] owns its range and unmaps it. What always holds: the range stays where it is and can be read as long as
-//! the mapping lives, in a child made by `fork` too; the open file description that it was made from lives as long, and
-//! with it the lock on that. What has room for a huge page begins where one may.
+//! A [`Mapping`] owns its range and unmaps it. What always holds: the range stays where it is and can be read as long
+//! as the mapping lives, in a child made by `fork` too; the open file description that it was made from lives as long,
+//! and with it the lock on that. What has room for a huge page begins where one may.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -142,8 +142,9 @@ impl Mapping {
         false
     }
 
-    /// Drops what this process found of `bytes`, whole pages: of a private mapping its own pages, so that what is there is the
-    /// file's again; of a shared one no byte changes. `false` where the kernel does not, as with memory that is locked.
+    /// Drops what this process found of `bytes`, whole pages: of a private mapping its own pages, so that what is there
+    /// is the file's again; of a shared one no byte changes. `false` where the kernel does not, as with memory that is
+    /// locked.
     pub(crate) fn drop_pages(&self, bytes: Range<usize>) -> bool {
         assert!(bytes.start <= bytes.end && bytes.end <= self.len, "{bytes:?} of {}", self.len);
         #[cfg(target_os = "linux")]

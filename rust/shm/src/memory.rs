@@ -1,8 +1,8 @@
 //! How much memory is left: on the machine, and to the control groups that this process is in.
 //!
 //! It owns nothing. Anonymous shared memory belongs to no file system that could be full; who takes too much of it is
-//! killed. So a segment is refused before its pages are reserved where they do not fit in what is left. Between the look
-//! and the pages another process may take the same memory, and then the kernel's own limits decide.
+//! killed. So a segment is refused before its pages are reserved where they do not fit in what is left. Between the
+//! look and the pages another process may take the same memory, and then the kernel's own limits decide.
 //!
 //! The kernel gives up cached pages of files before it refuses memory; what can be had so counts as left (the line
 //! `MemAvailable` of proc(5), `inactive_file` and `active_file` of the control groups' `memory.stat`).

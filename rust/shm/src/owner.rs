@@ -1,7 +1,7 @@
 //! Who made a segment: a record for people to read, by which nothing is decided.
 //!
-//! Whether anybody holds a segment is told by locks alone (`named/probe.rs`): numbers of processes are used again, and a
-//! process has other numbers in other namespaces. So that a reader is not misled by a number that is used again, the
+//! Whether anybody holds a segment is told by locks alone (`named/probe.rs`): numbers of processes are used again, and
+//! a process has other numbers in other namespaces. So that a reader is not misled by a number that is used again, the
 //! record has the time at which the process was started, and at which start of the machine.
 
 use rustix::process::geteuid;

@@ -1,10 +1,10 @@
 //! Which pages of a private mapping its process has written to, and giving these back.
 //!
-//! It owns nothing. What always holds: when [`give_back`] says that it did, every page of the range is the file's own, as
-//! for a mapping that was just made; where that cannot be told for certain it says no.
+//! It owns nothing. What always holds: when [`give_back`] says that it did, every page of the range is the file's own,
+//! as for a mapping that was just made; where that cannot be told for certain it says no.
 //!
-//! Whoever writes to a page of a private mapping gets a copy of it, which is no file's: the kernel tells that of each page
-//! (bit 61 of the entries of `/proc/self/pagemap`, proc(5)), of one that was swapped out, too.
+//! Whoever writes to a page of a private mapping gets a copy of it, which is no file's: the kernel tells that of each
+//! page (bit 61 of the entries of `/proc/self/pagemap`, proc(5)), of one that was swapped out, too.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -40,16 +40,16 @@ fn is_told() -> bool {
     IS_TOLD.load(Ordering::Relaxed) == TOLD
 }
 
-/// Gives back all pages of a private mapping that were written to within `bytes`, whole pages, so that it shows the file's
-/// again.
+/// Gives back all pages of a private mapping that were written to within `bytes`, whole pages, so that it shows the
+/// file's again.
 ///
 /// `false` where that was not done, or not for all of them: the mapping is then good for nothing but to be unmapped.
 pub(crate) fn give_back(map: &Mapping, bytes: Range<usize>) -> bool {
     is_told() && written(map, bytes).is_some_and(|runs| runs.into_iter().all(|run| map.drop_pages(around(map, run))))
 }
 
-/// A run of pages, with all of the huge page that the file may have there: that one was taken to pieces in the mapping when
-/// a part of it was written to, and is found whole again only where nothing of it is left.
+/// A run of pages, with all of the huge page that the file may have there: that one was taken to pieces in the mapping
+/// when a part of it was written to, and is found whole again only where nothing of it is left.
 fn around(map: &Mapping, run: Range<usize>) -> Range<usize> {
     if map.len() < HUGE_PAGE {
         return run;
@@ -57,14 +57,14 @@ fn around(map: &Mapping, run: Range<usize>) -> Range<usize> {
     run.start / HUGE_PAGE * HUGE_PAGE..run.end.next_multiple_of(HUGE_PAGE).min(map.len())
 }
 
-/// Whether the first page of a private mapping, which nobody writes to, is the file's own. `mlockall` makes every page that can be
-/// written to the process's own, wherever it is, this one among them; nothing else does.
+/// Whether the first page of a private mapping, which nobody writes to, is the file's own. `mlockall` makes every page
+/// that can be written to the process's own, wherever it is, this one among them; nothing else does.
 pub(crate) fn is_left_alone(map: &Mapping) -> bool {
     is_told() && written(map, 0..rustix::param::page_size()).is_some_and(|runs| runs.is_empty())
 }
 
-/// Those of these bytes of the mapping whose pages were written to, in whole pages; `None` where that is not known, or they lie in too
-/// many places.
+/// Those of these bytes of the mapping whose pages were written to, in whole pages; `None` where that is not known, or
+/// they lie in too many places.
 #[cfg(target_os = "linux")]
 fn written(map: &Mapping, bytes: Range<usize>) -> Option<Vec<Range<usize>>> {
     use rustix::fs::{Mode, OFlags};

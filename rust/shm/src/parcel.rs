@@ -1,8 +1,8 @@
 //! A parcel: bytes that one process writes into an arena's segment, and one other receives without a copy.
 //!
-//! What always holds: as long as its sender has the parcel, nobody else writes to it. From the reference on its receiver
-//! may; the memory is used again when the receiver came and let go of it, or when the sender revoked the parcel and no
-//! view of it lives.
+//! What always holds: as long as its sender has the parcel, nobody else writes to it. From the reference on its
+//! receiver may; the memory is used again when the receiver came and let go of it, or when the sender revoked the
+//! parcel and no view of it lives.
 
 use std::sync::Arc;
 

@@ -1,8 +1,9 @@
 //! Parcels that this process received.
 //!
-//! [`Parcels`] owns mappings of other processes' segments and keeps them for what comes next in the same ones: their pages
-//! are found without a fault. They have no lock; each open parcel has a lease. What always holds: a parcel's sender is told
-//! that its receiver came when the lease is there, never before; a mapping lies within its file, which is sealed.
+//! [`Parcels`] owns mappings of other processes' segments and keeps them for what comes next in the same ones: their
+//! pages are found without a fault. They have no lock; each open parcel has a lease. What always holds: a parcel's
+//! sender is told that its receiver came when the lease is there, never before; a mapping lies within its file, which
+//! is sealed.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process;
@@ -252,8 +253,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
-        /// In whatever order parcels are sent, received, let go of and revoked: who received one finds in it what was sent
-        /// until he lets go of it, and who comes for a revoked one is refused.
+        /// In whatever order parcels are sent, received, let go of and revoked: who received one finds in it what was
+        /// sent until he lets go of it, and who comes for a revoked one is refused.
         #[test]
         fn what_was_received_stays_as_it_was_sent(steps in steps()) {
             let arena = Arc::new(Arena::new(Use::Messages, 1 << 20));

@@ -66,8 +66,8 @@ impl Refusal {
 impl Attachment {
     /// Attaches to what `file` is open on, for reading, by a description that nobody else has.
     ///
-    /// `meant` tells which segment it has to be, where that is known. Without seals, which only memory without a name has,
-    /// the caller answers for invariant 3. `keeper` is let go of when the attachment's lease has ended.
+    /// `meant` tells which segment it has to be, where that is known. Without seals, which only memory without a name
+    /// has, the caller answers for invariant 3. `keeper` is let go of when the attachment's lease has ended.
     ///
     /// # Errors
     /// A [`Refusal`], and with it the kernel's where it maps no more.

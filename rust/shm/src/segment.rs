@@ -1,8 +1,8 @@
 //! A segment, as its owner has it.
 //!
-//! A [`Segment`] owns the file and the mapping through which it writes; neither has a lock. What always holds: every page
-//! is there; before anybody is told of the segment its header is written and its length is sealed; its generation grows
-//! each time it is used again, and only with the exclusive lock held, which nobody gets while a lease lives.
+//! A [`Segment`] owns the file and the mapping through which it writes; neither has a lock. What always holds: every
+//! page is there; before anybody is told of the segment its header is written and its length is sealed; its generation
+//! grows each time it is used again, and only with the exclusive lock held, which nobody gets while a lease lives.
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -61,7 +61,8 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Memory for at least `len` bytes of data, zeros, without a name; on huge pages where `huge` and the system has some.
+    /// Memory for at least `len` bytes of data, zeros, without a name; on huge pages where `huge` and the system has
+    /// some.
     ///
     /// # Errors
     /// [`ShmError::NoHeadroom`] where it does not fit in what is left, [`ShmError::Io`] where the kernel refuses.
@@ -148,8 +149,8 @@ impl Segment {
         self.map.len() - DATA_START
     }
 
-    /// The first byte of data; valid for reads and writes of [`capacity`](Segment::capacity) bytes as long as the segment
-    /// lives.
+    /// The first byte of data; valid for reads and writes of [`capacity`](Segment::capacity) bytes as long as the
+    /// segment lives.
     pub fn data(&self) -> *mut u8 {
         self.map.start().wrapping_add(DATA_START)
     }
@@ -186,15 +187,15 @@ impl Segment {
 
     /// Copies `len` bytes of data into the segment, from its first on.
     ///
-    /// Into fresh small pages they are written as into a file: the kernel then does not clear them first, and no page is
-    /// found by a fault.
+    /// Into fresh small pages they are written as into a file: the kernel then does not clear them first, and no page
+    /// is found by a fault.
     ///
     /// # Errors
     /// [`ShmError::Io`] where the kernel cannot read the source, and what `go_on` says.
     ///
     /// # Safety
-    /// `source` can be read for `len` bytes until this returns. Who changes them meanwhile gets some of the old and some of
-    /// the new.
+    /// `source` can be read for `len` bytes until this returns. Who changes them meanwhile gets some of the old and
+    /// some of the new.
     ///
     /// # Panics
     /// When the segment has no room for them.
@@ -258,8 +259,8 @@ impl Segment {
     /// As of [`fill`](Segment::fill), with `len` bytes at `start`.
     unsafe fn copy_to(&mut self, source: *const u8, len: usize, start: usize) -> usize {
         self.populate(start + len);
-        // SAFETY: both ranges are the caller's promise, and a segment's memory is nobody's source: whoever reads it has a
-        // lease, and then its owner does not use it again.
+        // SAFETY: both ranges are the caller's promise, and a segment's memory is nobody's source: whoever reads it has
+        // a lease, and then its owner does not use it again.
         unsafe { std::ptr::copy(source, self.data().add(start), len) };
         len
     }

@@ -1,12 +1,12 @@
-//! Private mappings of segments, kept for the next views of the same ones: their pages are found without a fault, and to
-//! unmap them and map them again would take twice as long as to read them.
+//! Private mappings of segments, kept for the next views of the same ones: their pages are found without a fault, and
+//! to unmap them and map them again would take twice as long as to read them.
 //!
 //! What is kept is owned by the process, in one place. What always holds:
 //!
-//! 1. What is kept has no lock: its owner uses a segment again whether or not somebody keeps mappings of it. Who uses one
-//!    has a lease of his own, and has seen with it that the segment is of the generation that was meant.
-//! 2. A mapping is kept only when no page of it is its user's any more: the next one finds what the owner wrote. Looked at are
-//!    the pages of the bytes that were his to write to.
+//! 1. What is kept has no lock: its owner uses a segment again whether or not somebody keeps mappings of it. Who uses
+//!    one has a lease of his own, and has seen with it that the segment is of the generation that was meant.
+//! 2. A mapping is kept only when no page of it is its user's any more: the next one finds what the owner wrote. Looked
+//!    at are the pages of the bytes that were his to write to.
 //! 3. No mapping has two users.
 //! 4. What is kept is bounded, and is let go of when it has been of no use for a minute. Mappings of what its owner has
 //!    given up, or of an owner that ended, hold memory that nobody else has: they go within a second or two.
@@ -69,7 +69,8 @@ pub struct Loan {
     facts: Facts,
 }
 
-/// A private mapping in use, with a lease: its pages are shared until they are written to, and nobody else sees what is.
+/// A private mapping in use, with a lease: its pages are shared until they are written to, and nobody else sees what
+/// is.
 #[derive(Debug)]
 pub struct WarmCopy {
     /// Until it is kept.
@@ -206,8 +207,8 @@ impl Drop for WarmCopy {
     }
 }
 
-/// Attaches to the segment at `address`: to one that this process has mapped already, or by a descriptor of a process of
-/// this user.
+/// Attaches to the segment at `address`: to one that this process has mapped already, or by a descriptor of a process
+/// of this user.
 ///
 /// # Errors
 /// [`ShmError::Gone`] where the segment was given back, else [`ShmError::Unreached`] with all that was tried.
@@ -215,8 +216,8 @@ pub fn open(address: &Address) -> Result<Loan, ShmError> {
     WARM.get().open(address)
 }
 
-/// Attaches to the segment at `address` through `file`, of a description with a lease that another process made for this
-/// one.
+/// Attaches to the segment at `address` through `file`, of a description with a lease that another process made for
+/// this one.
 ///
 /// # Errors
 /// As of [`open`].
@@ -239,8 +240,8 @@ pub fn let_go() -> bool {
     !kept.is_empty()
 }
 
-/// What `attempt` opens or maps. Where descriptors, mappings or addresses of the process have run out: once more without
-/// what is kept, which takes of all of them. For who holds no lock that what is kept could need.
+/// What `attempt` opens or maps. Where descriptors, mappings or addresses of the process have run out: once more
+/// without what is kept, which takes of all of them. For who holds no lock that what is kept could need.
 ///
 /// # Errors
 /// The kernel's.

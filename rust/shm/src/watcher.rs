@@ -1,8 +1,8 @@
 //! A thread that ends this process when another one does.
 //!
-//! What always holds: it needs no lock and no interpreter, so nothing that the process is at can keep it waiting; and it
-//! takes no signals, which are for the threads that were there before. A parent-death signal would not do: it follows
-//! the thread that forked, not the process, and is lost when the parent is not the one that forked.
+//! What always holds: it needs no lock and no interpreter, so nothing that the process is at can keep it waiting; and
+//! it takes no signals, which are for the threads that were there before. A parent-death signal would not do: it
+//! follows the thread that forked, not the process, and is lost when the parent is not the one that forked.
 #![allow(unsafe_code)]
 
 use core::mem::MaybeUninit;

@@ -15,7 +15,8 @@ struct Child(libc::pid_t);
 
 impl Child {
     fn start(life: impl FnOnce()) -> Self {
-        // SAFETY: the child runs `life` alone, which starts no thread and takes no lock of another one, and ends itself.
+        // SAFETY: the child runs `life` alone, which starts no thread and takes no lock of another one, and ends
+        // itself.
         match unsafe { libc::fork() } {
             0 => {
                 life();

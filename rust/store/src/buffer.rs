@@ -3,11 +3,11 @@
 //! What always holds:
 //!
 //! 1. What is wanted by several at once is fetched by the first of them; the others get what came, or its failure.
-//! 2. What was fetched is kept only if nothing drained it meanwhile: neither its step has ended, nor all was flushed, nor
-//!    was the shard drained by its id. Else it is refused and counted, and whoever fetched it is told.
+//! 2. What was fetched is kept only if nothing drained it meanwhile: neither its step has ended, nor all was flushed,
+//!    nor was the shard drained by its id. Else it is refused and counted, and whoever fetched it is told.
 //! 3. A failure is nobody's who asks later.
-//! 4. What is fetched while there is no step belongs to the next one: all that is kept ends with a step, unless somebody
-//!    carried it over.
+//! 4. What is fetched while there is no step belongs to the next one: all that is kept ends with a step, unless
+//!    somebody carried it over.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,12 +1,12 @@
 //! Nested containers of handles in few bytes, and back.
 //!
 //! A value is a byte that says what it is, and what belongs to it; a container says how many values follow. Numbers are
-//! LEB128, signed ones in zigzag. Owners, types and shapes, the numbers of nodes and short texts are told once and named by
-//! their place from then on. A handle like the one before it, of the next shard, is a single byte.
+//! LEB128, signed ones in zigzag. Owners, types and shapes, the numbers of nodes and short texts are told once and
+//! named by their place from then on. A handle like the one before it, of the next shard, is a single byte.
 //!
 //! What always holds of bytes that anybody may have made: every length is held against the bytes that are left before
-//! anything is allocated for it; a value takes at least a byte; containers lie at most [`DEEPEST`] in one another; what was
-//! read means nothing but itself: no name is looked up anywhere.
+//! anything is allocated for it; a value takes at least a byte; containers lie at most [`DEEPEST`] in one another; what
+//! was read means nothing but itself: no name is looked up anywhere.
 
 mod reader;
 mod writer;

@@ -1,7 +1,7 @@
 //! Where a batch of one owner lands: in the buffer, or in memory of the caller's.
 //!
-//! What always holds: of what was to be fetched each piece lands or fails, also where a thread unwinds; what has landed is
-//! not written to again.
+//! What always holds: of what was to be fetched each piece lands or fails, also where a thread unwinds; what has landed
+//! is not written to again.
 
 use std::sync::Arc;
 

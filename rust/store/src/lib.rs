@@ -7,8 +7,8 @@
 //!    later is refused and counted.
 //! 2. Memory is bounded in bytes on both sides. At the limit who asks waits, and then gets an error; nothing that lives
 //!    is evicted.
-//! 3. What is handed out is copy-on-write: no consumer sees what another one, or the owner, writes. Memory is used again
-//!    only when its last view, in whichever process, has ended.
+//! 3. What is handed out is copy-on-write: no consumer sees what another one, or the owner, writes. Memory is used
+//!    again only when its last view, in whichever process, has ended.
 //! 4. A child made by `fork` starts empty.
 
 #![deny(unsafe_code)]

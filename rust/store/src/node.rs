@@ -79,8 +79,8 @@ impl Node {
         })
     }
 
-    /// The store of this process: the same one always, and in a child made by `fork` a new one, which is empty. Ask anew
-    /// each time instead of keeping it.
+    /// The store of this process: the same one always, and in a child made by `fork` a new one, which is empty. Ask
+    /// anew each time instead of keeping it.
     pub fn of_process() -> Arc<Node> {
         Arc::clone(OF_PROCESS.get())
     }
@@ -102,8 +102,8 @@ impl Node {
         self.buffer_pool.set_limit(limits.buffer_bytes);
     }
 
-    /// Handles that name this owner are this node's own: they are looked up, not fetched. But for those that another node
-    /// named, whose address this was before, or is by now.
+    /// Handles that name this owner are this node's own: they are looked up, not fetched. But for those that another
+    /// node named, whose address this was before, or is by now.
     pub fn announce(&self, owner: Arc<str>) {
         self.owners.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
     }
@@ -125,8 +125,8 @@ impl Node {
         id.as_numbered().is_none_or(|(nonce, _)| nonce == self.nonce()) || self.storage.has(id)
     }
 
-    /// Has `listener` called, by a thread of the node's and soon, after each drain or removal from here on: for who keeps
-    /// something as long as the node [`has`](Node::has) the shard that it is of. There is one a process.
+    /// Has `listener` called, by a thread of the node's and soon, after each drain or removal from here on: for who
+    /// keeps something as long as the node [`has`](Node::has) the shard that it is of. There is one a process.
     pub fn after_drains(listener: fn()) {
         let _ = LISTENER.set(listener);
     }

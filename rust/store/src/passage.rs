@@ -41,7 +41,8 @@ impl<'a> Source<'a> {
     /// The `meta.nbytes()` bytes at `start`.
     ///
     /// # Safety
-    /// They can be read as long as `'a`. Who changes them while they are stored gets some of the old and some of the new.
+    /// They can be read as long as `'a`. Who changes them while they are stored gets some of the old and some of the
+    /// new.
     pub unsafe fn from_raw(meta: Meta, start: *const u8) -> Self {
         Source { meta, start, bytes: PhantomData }
     }
@@ -62,7 +63,8 @@ impl Outgoing {
         self.0.bytes()
     }
 
-    /// Where the [`Checksum`](crate::Checksum) of a whole shard is kept from its first transfer on; `None` of rows of one.
+    /// Where the [`Checksum`](crate::Checksum) of a whole shard is kept from its first transfer on; `None` of rows of
+    /// one.
     pub fn checksum(&self) -> Option<&OnceLock<u64>> {
         self.0.checksum.as_deref()
     }

@@ -47,8 +47,8 @@ impl<'a> Patience<'a> {
         (self.go_on)()
     }
 
-    /// Looks at the deadline, and asks whether to go on where that was not asked for a while: for loops in which something
-    /// keeps coming, which may never have to wait.
+    /// Looks at the deadline, and asks whether to go on where that was not asked for a while: for loops in which
+    /// something keeps coming, which may never have to wait.
     ///
     /// # Errors
     /// As of [`look`](Patience::look), and [`StoreError::TimedOut`], for what the caller knows.

@@ -2,8 +2,8 @@
 //!
 //! A [`Pool`] owns an arena, whose segments are the slabs. What always holds:
 //!
-//! 1. Slabs in use, those that were given up with a view alive somewhere, and what is being asked for, are together never
-//!    more than the limit. With those that wait to be used again they are not, either: these are let go of first.
+//! 1. Slabs in use, those that were given up with a view alive somewhere, and what is being asked for, are together
+//!    never more than the limit. With those that wait to be used again they are not, either: these are let go of first.
 //! 2. A slab goes back to the arena when nothing here refers to it, and is used again when no view of it lives in any
 //!    process.
 //! 3. In a child made by `fork` nothing is counted or given back: a slab is only unmapped there.
@@ -212,7 +212,8 @@ impl Reservation {
             })
         };
         let segment = loop {
-            // What is used again was counted before, so it has to stay for now; what is fresh comes beside all that stays.
+            // What is used again was counted before, so it has to stay for now; what is fresh comes beside all that
+            // stays.
             self.pool.make_room(set_aside);
             let taken = match self.pool.arena.take_kept(len, false) {
                 Some(kept) => Ok(kept),

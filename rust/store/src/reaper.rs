@@ -1,8 +1,8 @@
 //! Letting go, in the background.
 //!
-//! A [`Reaper`] owns a thread, which starts when it is first needed and ends with the reaper, after all that was left to
-//! it. What always holds: what is left to it is let go of, if need be by the caller; and when it is told of work it does
-//! not take the processor from who told it.
+//! A [`Reaper`] owns a thread, which starts when it is first needed and ends with the reaper, after all that was left
+//! to it. What always holds: what is left to it is let go of, if need be by the caller; and when it is told of work it
+//! does not take the processor from who told it.
 
 use std::any::Any;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};

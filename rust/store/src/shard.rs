@@ -1,7 +1,7 @@
 //! Names of shards.
 //!
-//! A name is text that can stand in a URL and in a header. Those that a [`Node`](crate::Node) gives are made of a number
-//! drawn once a node and a counter, and are held as these two, in 24 bytes; any other text is held as it is.
+//! A name is text that can stand in a URL and in a header. Those that a [`Node`](crate::Node) gives are made of a
+//! number drawn once a node and a counter, and are held as these two, in 24 bytes; any other text is held as it is.
 
 use std::fmt;
 use std::ops::Range;

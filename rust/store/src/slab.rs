@@ -1,8 +1,8 @@
 //! Slabs: segments that hold tensors, one behind the other.
 //!
-//! A [`Slab`] owns its segment and gives it back to its pool when nothing here refers to it. What always holds: each byte
-//! of it is given out once, so that who has a room has it alone until its shard is stored or kept; from then on nobody
-//! writes to it.
+//! A [`Slab`] owns its segment and gives it back to its pool when nothing here refers to it. What always holds: each
+//! byte of it is given out once, so that who has a room has it alone until its shard is stored or kept; from then on
+//! nobody writes to it.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -144,8 +144,8 @@ pub(crate) fn taken(size: u64) -> u64 {
     size.next_multiple_of(ALIGNMENT)
 }
 
-/// Rooms of these sizes, none of them 0, all or none: the large ones in slabs of their own, several of the others in one,
-/// what is left over in the slab that is open.
+/// Rooms of these sizes, none of them 0, all or none: the large ones in slabs of their own, several of the others in
+/// one, what is left over in the slab that is open.
 ///
 /// # Errors
 /// As of [`Pool::reserve`], and [`StoreError::Memory`].

@@ -1,8 +1,8 @@
 //! Slices of the processor: how long a thread that works goes on before one that was woken has its turn.
 //!
 //! It owns nothing but the slice of a thread for a while. What always holds: a thread changes its own slice alone, and
-//! neither how nice it is nor, where it is another program's choice, its policy; what was a thread's before is again at the
-//! end. Where the kernel does not know such slices (before Linux 6.12) or refuses, nothing is lost but some time of
+//! neither how nice it is nor, where it is another program's choice, its policy; what was a thread's before is again at
+//! the end. Where the kernel does not know such slices (before Linux 6.12) or refuses, nothing is lost but some time of
 //! somebody's.
 #![allow(unsafe_code)]
 
@@ -11,8 +11,8 @@ use std::marker::PhantomData;
 #[cfg(target_os = "linux")]
 use libc::{SCHED_BATCH, SCHED_OTHER, sched_attr};
 
-/// The shortest that the kernel allows. Who is woken waits for the end of a slice: of a whole one until the next tick, up
-/// to four milliseconds.
+/// The shortest that the kernel allows. Who is woken waits for the end of a slice: of a whole one until the next tick,
+/// up to four milliseconds.
 #[cfg(target_os = "linux")]
 const SHORT: u64 = 100_000;
 
@@ -50,8 +50,8 @@ pub(crate) fn share() {
     shorten(None);
 }
 
-/// For a thread that wakes up for long work: as the kernel has it for these, it waits for the end of what runs when it is
-/// woken; and its slices are short.
+/// For a thread that wakes up for long work: as the kernel has it for these, it waits for the end of what runs when it
+/// is woken; and its slices are short.
 pub(crate) fn be_patient() {
     #[cfg(target_os = "linux")]
     shorten(Some(SCHED_BATCH));

@@ -1,7 +1,7 @@
 //! The shards of this process, by the step that claimed them.
 //!
-//! What always holds: a shard is in one part; what no step has claimed lives until it is removed; what a step has claimed
-//! ends with it, and is unclaimed again when its claimant is gone.
+//! What always holds: a shard is in one part; what no step has claimed lives until it is removed; what a step has
+//! claimed ends with it, and is unclaimed again when its claimant is gone.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -67,8 +67,8 @@ impl<P: Clone> Storage<P> {
     /// Stores under a name that was given.
     ///
     /// # Errors
-    /// [`StoreError::Exists`] where there is one of this name, [`StoreError::Invalid`] for one of those that this storage
-    /// gives itself.
+    /// [`StoreError::Exists`] where there is one of this name, [`StoreError::Invalid`] for one of those that this
+    /// storage gives itself.
     pub(crate) fn insert(&self, id: &ShardId, payload: P, bytes: u64) -> Result<(), StoreError> {
         let second = self.second();
         let mut state = self.state.lock();
@@ -151,8 +151,8 @@ impl<P: Clone> Storage<P> {
     /// Claims for a step.
     ///
     /// # Errors
-    /// [`StoreError::StepEnded`] where it has ended, and what it claimed before that is gone; [`StoreError::StepTaken`] where
-    /// it is another claimant's.
+    /// [`StoreError::StepEnded`] where it has ended, and what it claimed before that is gone; [`StoreError::StepTaken`]
+    /// where it is another claimant's.
     pub(crate) fn claim(&self, epoch: Epoch, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
         let mut claimed = Claimed::default();
         let begun = self.state.lock().parts.begin(epoch, claimant).map(|_| ());

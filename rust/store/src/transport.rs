@@ -21,7 +21,8 @@ pub trait Service: Send + Sync + 'static {
     /// [`StoreError::Missing`] with all that are not there, [`StoreError::Invalid`] for rows that a shard has not got.
     fn look_up(&self, wanted: &[Selection]) -> Result<Vec<Outgoing>, StoreError>;
 
-    /// Room to receive a shard into; [`Incoming::commit`] stores it. Making memory takes milliseconds a hundred megabytes.
+    /// Room to receive a shard into; [`Incoming::commit`] stores it. Making memory takes milliseconds a hundred
+    /// megabytes.
     ///
     /// # Errors
     /// [`StoreError::Full`] at the limit, at once: the server asks again as long as it has patience.
@@ -47,8 +48,8 @@ pub trait Service: Send + Sync + 'static {
     /// As of [`begin_epoch`](Service::begin_epoch).
     fn claim(&self, epoch: Epoch, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError>;
 
-    /// Carries these shards over: what was fetched of them, and the shards where they are stored here, no longer end with
-    /// a step. How many entries that were. Time as of `remove`.
+    /// Carries these shards over: what was fetched of them, and the shards where they are stored here, no longer end
+    /// with a step. How many entries that were. Time as of `remove`.
     fn keep(&self, ids: &[ShardId]) -> u64;
 
     /// Ends a step: drops what it claimed and what was fetched in it. Again, it only tells how it stands.
@@ -85,7 +86,8 @@ pub trait Receiver {
     /// Room for the bytes of what was wanted at `index`, of which the owner says that they are a `meta`.
     ///
     /// # Errors
-    /// [`StoreError::Mismatch`] where that is not what was declared, [`StoreError::Full`] at the limit when patience ends.
+    /// [`StoreError::Mismatch`] where that is not what was declared, [`StoreError::Full`] at the limit when patience
+    /// ends.
     fn room(&mut self, index: usize, meta: &Meta, patience: &mut Patience<'_>) -> Result<&mut [u8], StoreError>;
 
     /// The room at `index` holds what its owner sent, whole and checked.

@@ -35,8 +35,8 @@ impl<T> Turnstile<T> {
         }
     }
 
-    /// Works on `items` in turns. Between two of them everybody who waits for the lock gets it: without that, who lets go
-    /// of it and takes it again at once mostly gets it back.
+    /// Works on `items` in turns. Between two of them everybody who waits for the lock gets it: without that, who lets
+    /// go of it and takes it again at once mostly gets it back.
     pub(crate) fn in_turns<I, R>(&self, items: &[I], mut turn: impl FnMut(&mut T, &[I]) -> R) -> Vec<R> {
         let mut results = Vec::with_capacity(items.len().div_ceil(TURN));
         for some in items.chunks(TURN) {

@@ -1,8 +1,8 @@
 //! What a consumer gets: memory that it may write to and nobody else sees.
 //!
-//! A [`View`] owns a share of a private mapping, or a copy. What always holds: as long as it lives nobody uses the memory
-//! behind it for something else, and its bytes count as viewed under the step that it was handed out in. It is good in a
-//! child made by `fork`, too.
+//! A [`View`] owns a share of a private mapping, or a copy. What always holds: as long as it lives nobody uses the
+//! memory behind it for something else, and its bytes count as viewed under the step that it was handed out in. It is
+//! good in a child made by `fork`, too.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -28,8 +28,8 @@ const MOST_MAPPINGS: usize = 16 << 10;
 
 static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
 
-/// The bytes of a tensor that was asked for: to be read and to be written, by its holder alone. Its pages are shared with
-/// others until they are written to.
+/// The bytes of a tensor that was asked for: to be read and to be written, by its holder alone. Its pages are shared
+/// with others until they are written to.
 #[derive(Debug)]
 pub struct View {
     meta: Meta,
@@ -57,8 +57,8 @@ struct Block {
     _bytes: [u8; ALIGNMENT as usize],
 }
 
-/// A private mapping, which is counted. Of a fresh one the pages are found when they are read, sixteen by a fault: to have all
-/// of them mapped beforehand takes longer.
+/// A private mapping, which is counted. Of a fresh one the pages are found when they are read, sixteen by a fault: to
+/// have all of them mapped beforehand takes longer.
 #[derive(Debug)]
 struct Mapping(WarmCopy);
 
@@ -96,8 +96,8 @@ impl View {
         &self.meta
     }
 
-    /// The first byte; valid for reads and writes of `meta().nbytes()` bytes as long as this lives. Aligned to 64 bytes,
-    /// unless rows were chosen.
+    /// The first byte; valid for reads and writes of `meta().nbytes()` bytes as long as this lives. Aligned to 64
+    /// bytes, unless rows were chosen.
     pub fn data(&self) -> *mut u8 {
         self.start.as_ptr()
     }

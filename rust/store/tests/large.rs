@@ -41,8 +41,8 @@ fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
     between.add(OWNER, &owner);
     // What frees in the background starts with the first drain.
     [&owner, &consumer].into_iter().for_each(|node| assert!(node.end_epoch(0).has_ended));
-    // The lock is held within the call, so that no longer than that; a millisecond would do for the call. The machine may
-    // be busy, so one quiet round is enough.
+    // The lock is held within the call, so that no longer than that; a millisecond would do for the call. The machine
+    // may be busy, so one quiet round is enough.
     let mut rounds = (1..=4).map(|epoch| {
         consumer.begin_epoch(epoch, 0).unwrap();
         let ids = fill(&owner, MANY);

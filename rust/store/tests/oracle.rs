@@ -1,5 +1,5 @@
-//! An owner and a consumer beside a model that knows no memory: whatever is done in whatever order, what is held, what is
-//! told and what every byte is are the same.
+//! An owner and a consumer beside a model that knows no memory: whatever is done in whatever order, what is held, what
+//! is told and what every byte is are the same.
 
 mod common;
 

@@ -96,15 +96,16 @@ pub trait Disk: Send + Sync {
         name: &OsStr,
         path: &Path,
     ) -> Result<Self::File, CommitError>;
-    /// Opens the file `name`, which is there, for writing past the page cache: memory, offset and length of every write are
-    /// multiples of the page size. `None` where the file system has no such thing.
+    /// Opens the file `name`, which is there, for writing past the page cache: memory, offset and length of every write
+    /// are multiples of the page size. `None` where the file system has no such thing.
     fn open_file_for_direct_writing(
         &self,
         folder: &Self::Folder,
         name: &OsStr,
         path: &Path,
     ) -> Result<Option<Self::File>, CommitError>;
-    /// Opens the file `name` for reading and writing, and makes it, with the mode the umask leaves, where it is not there.
+    /// Opens the file `name` for reading and writing, and makes it, with the mode the umask leaves, where it is not
+    /// there.
     fn open_or_create_file(&self, folder: &Self::Folder, name: &OsStr, path: &Path) -> Result<Self::File, CommitError>;
     /// The names in a folder, without `.` and `..`.
     fn list(&self, folder: &Self::Folder, path: &Path) -> Result<Vec<OsString>, CommitError>;

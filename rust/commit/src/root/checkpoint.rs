@@ -2,8 +2,8 @@
 //!
 //! A folder is whole when its manifest can be read, names the kind and the step of the folder's name, and lists files
 //! that are there with the sizes it says. What always holds: nothing is opened through a symbolic link, and a folder
-//! that is not whole is left as it is; what this process lacks to look (descriptors, memory) is an error, and says nothing
-//! of the checkpoint.
+//! that is not whole is left as it is; what this process lacks to look (descriptors, memory) is an error, and says
+//! nothing of the checkpoint.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;

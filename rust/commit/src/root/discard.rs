@@ -26,8 +26,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// not counted, removed or looked at any more; what has become of it is returned.
     ///
     /// # Errors
-    /// [`CommitError::CheckpointInUse`], while one of them is being read or written, and [`CommitError::NameTaken`]: nothing
-    /// was changed.
+    /// [`CommitError::CheckpointInUse`], while one of them is being read or written, and [`CommitError::NameTaken`]:
+    /// nothing was changed.
     pub fn discard_after(&self, step: u64) -> Result<Vec<PathBuf>, CommitError> {
         let mut state = self.owned()?;
         let path = |key: &Key| self.checkpoint_path(*key);

@@ -7,8 +7,8 @@
 //!    pointers are made from the folders, and every start makes them again where they differ.
 //! 2. In this order, each durable before the next: the files and folders of a checkpoint, its name, the registry, the
 //!    pointer; then what it replaces goes. What goes leaves the pointer and the registry first (the registry last on a
-//!    full disk), then loses its name, and is emptied only when that is durable. So a crash between any two steps leaves a root whose every
-//!    visible checkpoint is whole, and the next start finishes or undoes what was under way.
+//!    full disk), then loses its name, and is emptied only when that is durable. So a crash between any two steps
+//!    leaves a root whose every visible checkpoint is whole, and the next start finishes or undoes what was under way.
 //! 3. The newest checkpoint of a kind is never removed, nor one that is being read.
 //! 4. Only the owner (`owner/`) changes a root, and only what `layout.rs` calls its own; nothing is reached through a
 //!    symbolic link.

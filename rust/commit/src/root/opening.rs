@@ -18,8 +18,8 @@ pub struct Opening {
     pub identity: Identity,
     /// How its owners keep time.
     pub timing: Timing,
-    /// How long to wait for another owner to die or let go. Whether there is one is found out in any case, which takes up
-    /// to [`Timing::stale`] where it may run elsewhere.
+    /// How long to wait for another owner to die or let go. Whether there is one is found out in any case, which takes
+    /// up to [`Timing::stale`] where it may run elsewhere.
     pub wait: Duration,
 }
 
@@ -34,8 +34,9 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// Opens the root at `path` as its owner, made where it is not there but what it lies in is, and recovers it.
     ///
     /// # Errors
-    /// [`CommitError::RootInUse`], which names the owner; [`CommitError::ParentMissing`]; [`CommitError::NotADirectory`];
-    /// [`CommitError::NameTaken`]; [`CommitError::Io`] among others for a root that may not be written; what `patience` ends with.
+    /// [`CommitError::RootInUse`], which names the owner; [`CommitError::ParentMissing`];
+    /// [`CommitError::NotADirectory`]; [`CommitError::NameTaken`]; [`CommitError::Io`] among others for a root that may
+    /// not be written; what `patience` ends with.
     pub fn open(disk: D, path: &Path, opening: Opening, patience: Patience<'_>) -> Result<Self, CommitError> {
         let root = Directory::open_or_create(&disk, &absolute(path)?)?;
         let Opening { identity, timing, wait } = opening;

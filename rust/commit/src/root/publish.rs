@@ -20,9 +20,9 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// Begins a checkpoint: makes the hidden folder that its files are to be written in, and returns its path.
     ///
     /// # Errors
-    /// [`CommitError::StepExists`], [`CommitError::StepOrder`]; [`CommitError::ExchangeUnsupported`] for one that cannot be
-    /// overwritten; [`CommitError::InvalidName`] for a step beyond 2⁶³ − 1. Whoever reads what is to be overwritten is in the
-    /// way of [`publish`](Root::publish) alone.
+    /// [`CommitError::StepExists`], [`CommitError::StepOrder`]; [`CommitError::ExchangeUnsupported`] for one that
+    /// cannot be overwritten; [`CommitError::InvalidName`] for a step beyond 2⁶³ − 1. Whoever reads what is to be
+    /// overwritten is in the way of [`publish`](Root::publish) alone.
     pub fn begin(&self, kind: Kind, step: u64, overwrite: bool) -> Result<PathBuf, CommitError> {
         let path = self.checkpoint_path((kind, step));
         if step > layout::MAX_STEP {
@@ -97,8 +97,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
         Ok(())
     }
 
-    /// Gives the folder of an attempt a name to be removed under; returns it. Whoever still writes into it changes nothing
-    /// of the next attempt, and removing it takes nothing from that.
+    /// Gives the folder of an attempt a name to be removed under; returns it. Whoever still writes into it changes
+    /// nothing of the next attempt, and removing it takes nothing from that.
     fn set_attempt_aside(&self, (kind, step): Key) -> Result<OsString, CommitError> {
         let aside = self.root.free_name(|number| layout::removed(kind, step, number))?;
         self.root.rename_new(&layout::attempt(kind, step), &aside)?;
@@ -123,11 +123,11 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// `manifest` becomes its `tundish.json`; what the folder holds must be what it lists.
     ///
     /// # Errors
-    /// [`CommitError::CheckpointInUse`]: somebody reads what is to be replaced; nothing was changed, and it can be tried
-    /// again. [`CommitError::NotPublishable`], [`CommitError::Corrupt`], [`CommitError::StepExists`], [`CommitError::Io`]:
-    /// nothing was published, and cannot be without beginning again ([`abandon`](Root::abandon) it).
-    /// [`CommitError::NotDurable`]: it is whole and visible, but its name may be lost
-    /// with the power; it is not counted. After an error of the registry or the pointer it is published.
+    /// [`CommitError::CheckpointInUse`]: somebody reads what is to be replaced; nothing was changed, and it can be
+    /// tried again. [`CommitError::NotPublishable`], [`CommitError::Corrupt`], [`CommitError::StepExists`],
+    /// [`CommitError::Io`]: nothing was published, and cannot be without beginning again ([`abandon`](Root::abandon)
+    /// it). [`CommitError::NotDurable`]: it is whole and visible, but its name may be lost with the power; it is not
+    /// counted. After an error of the registry or the pointer it is published.
     pub fn publish(&self, kind: Kind, step: u64, manifest: &str, overwrite: bool) -> Result<PathBuf, CommitError> {
         let key = (kind, step);
         let mut state = self.owned()?;

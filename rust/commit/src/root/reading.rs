@@ -1,11 +1,11 @@
 //! Reading a root without owning it, and keeping a checkpoint from going while it is read.
 //!
-//! A reader holds a shared lock on the checkpoint's manifest; who removes or replaces a checkpoint holds an exclusive one
-//! from before it loses its name until it is gone. What always holds: who removes does not wait; a reader waits for what is
-//! being replaced, which there is all the time; a reader believes in its lock only when the folder still has its name, seen
-//! with the lock held; that readers are locked out for longer than replacing takes is an error, and no sign that the
-//! checkpoint has gone; locks end where they are given up, whatever was forked meanwhile. Where the file system has no such
-//! locks a checkpoint is read without one, which the reader is told, and is in nobody's way.
+//! A reader holds a shared lock on the checkpoint's manifest; who removes or replaces a checkpoint holds an exclusive
+//! one from before it loses its name until it is gone. What always holds: who removes does not wait; a reader waits for
+//! what is being replaced, which there is all the time; a reader believes in its lock only when the folder still has
+//! its name, seen with the lock held; that readers are locked out for longer than replacing takes is an error, and no
+//! sign that the checkpoint has gone; locks end where they are given up, whatever was forked meanwhile. Where the file
+//! system has no such locks a checkpoint is read without one, which the reader is told, and is in nobody's way.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -105,14 +105,15 @@ impl<D: Disk + Clone> ReadLock<D> {
 /// Reads every file of the checkpoint in `folder`, kept from being removed or replaced meanwhile, and compares it with
 /// the manifest. `go_on` is asked now and then, with how many bytes were read and how many there are.
 ///
-/// Returns the names of the files that were saved without a checksum: there is nothing to compare their bytes with, and only
-/// their sizes were.
+/// Returns the names of the files that were saved without a checksum: there is nothing to compare their bytes with, and
+/// only their sizes were.
 ///
 /// # Errors
 /// [`CommitError::Corrupt`], with the names of all files that are missing, changed, cut off or in no manifest;
-/// [`CommitError::NoSuchCheckpoint`] where there is no folder or it is being removed; [`CommitError::CheckpointLocked`],
-/// [`CommitError::NotADirectory`], [`CommitError::Interrupted`], and [`CommitError::Io`] where the folder cannot be looked
-/// at, or this process has no descriptors or memory left to do so.
+/// [`CommitError::NoSuchCheckpoint`] where there is no folder or it is being removed;
+/// [`CommitError::CheckpointLocked`], [`CommitError::NotADirectory`], [`CommitError::Interrupted`], and
+/// [`CommitError::Io`] where the folder cannot be looked at, or this process has no descriptors or memory left to do
+/// so.
 pub fn verify_folder(
     folder: impl AsRef<Path>,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
@@ -207,11 +208,12 @@ fn read_lock<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u64) -> Res
 }
 
 impl<D: Disk + Clone + 'static> Root<D> {
-    /// Keeps a checkpoint from being removed or replaced as long as the lock lives, in whichever process; without a lock
-    /// where the file system has none.
+    /// Keeps a checkpoint from being removed or replaced as long as the lock lives, in whichever process; without a
+    /// lock where the file system has none.
     ///
     /// # Errors
-    /// [`CommitError::NoSuchCheckpoint`]; [`CommitError::CheckpointLocked`]; [`CommitError::Io`] where it cannot be looked at.
+    /// [`CommitError::NoSuchCheckpoint`]; [`CommitError::CheckpointLocked`]; [`CommitError::Io`] where it cannot be
+    /// looked at.
     pub fn read_lock(&self, kind: Kind, step: u64) -> Result<ReadLock<D>, CommitError> {
         read_lock(&self.root, kind, step)
     }

@@ -142,8 +142,8 @@ fn remove_pointer<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<
     root.sync()
 }
 
-/// Makes the pointer lead to the newest where it leads to a checkpoint that is to go, as when there was no room to change
-/// it before. Where it leads elsewhere it may stay as it is: that a disk is full must not keep it full.
+/// Makes the pointer lead to the newest where it leads to a checkpoint that is to go, as when there was no room to
+/// change it before. Where it leads elsewhere it may stay as it is: that a disk is full must not keep it full.
 pub(super) fn point_away<D: Disk + Clone>(
     root: &Directory<D>,
     published: &BTreeMap<Key, Published>,

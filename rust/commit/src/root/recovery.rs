@@ -1,7 +1,7 @@
 //! What every start does before anything else: makes a root out of what the last owner left.
 //!
-//! What always holds: nothing is removed before what is visible is durable; only what `layout.rs` calls a leftover
-//! is removed, and of that nothing a process still writes into; what is in order is not written again, so that a root is
+//! What always holds: nothing is removed before what is visible is durable; only what `layout.rs` calls a leftover is
+//! removed, and of that nothing a process still writes into; what is in order is not written again, so that a root is
 //! opened without a change where there is nothing to mend.
 
 use std::collections::BTreeMap;

@@ -1,8 +1,9 @@
 //! Removing a checkpoint that is not needed any more.
 //!
-//! What always holds: the pointer leads elsewhere before it loses its name, and it is emptied only when that is durable. It
-//! has left the registry before that too, except where the disk has no room for a new registry: then its bytes make that
-//! room, and what the registry says of it until then leads to nothing. Every start writes such a registry again.
+//! What always holds: the pointer leads elsewhere before it loses its name, and it is emptied only when that is
+//! durable. It has left the registry before that too, except where the disk has no room for a new registry: then its
+//! bytes make that room, and what the registry says of it until then leads to nothing. Every start writes such a
+//! registry again.
 
 use std::ffi::OsString;
 
@@ -27,8 +28,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
     ///
     /// # Errors
     /// [`CommitError::CheckpointInUse`] for the newest of its kind and for one that is being read;
-    /// [`CommitError::NoSuchCheckpoint`]; [`CommitError::Io`]. A checkpoint that has lost its name is not counted any more;
-    /// what of it cannot be removed, the next start removes.
+    /// [`CommitError::NoSuchCheckpoint`]; [`CommitError::Io`]. A checkpoint that has lost its name is not counted any
+    /// more; what of it cannot be removed, the next start removes.
     pub fn remove(&self, kind: Kind, step: u64) -> Result<(), CommitError> {
         let key = (kind, step);
         let path = self.checkpoint_path(key);

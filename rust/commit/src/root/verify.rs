@@ -13,8 +13,9 @@ use crate::error::CommitError;
 use crate::manifest::{self, Manifest, ManifestFile};
 use crate::reading::{self, Source, Unread};
 
-/// Reads every file of the checkpoint in `folder` and compares it with the manifest. Who verifies a checkpoint that others
-/// may remove keeps it. Returns the names of the files that were saved without a checksum: of them only the size is known.
+/// Reads every file of the checkpoint in `folder` and compares it with the manifest. Who verifies a checkpoint that
+/// others may remove keeps it. Returns the names of the files that were saved without a checksum: of them only the size
+/// is known.
 pub(super) fn verify<D: Disk + Clone>(
     folder: &Directory<D>,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,

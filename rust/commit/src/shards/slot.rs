@@ -64,8 +64,8 @@ enum Try {
     Gone,
 }
 
-/// Removes the files of slots that writers of this user left who were killed; returns them, sorted. `root`: only of those
-/// who wrote under this folder. `dry_run` only looks. A file that anybody has locked is left alone, and what
+/// Removes the files of slots that writers of this user left who were killed; returns them, sorted. `root`: only of
+/// those who wrote under this folder. `dry_run` only looks. A file that anybody has locked is left alone, and what
 /// cannot be looked at too: who waits for a slot takes it from the dead by itself.
 pub fn sweep_slots(root: Option<&Path>, dry_run: bool) -> Vec<PathBuf> {
     sweep_in(&place(), root.map(of_root), dry_run)

@@ -60,14 +60,14 @@ impl ShardWriter {
 impl<D: Disk> ShardWriter<D> {
     /// Makes `files`, names relative to `folder` and sizes in bytes, at their full length, and starts the threads.
     ///
-    /// `folder` must exist; folders in it that names contain are made. Modes are those that the umask leaves. `go_on` is
-    /// asked after each file.
+    /// `folder` must exist; folders in it that names contain are made. Modes are those that the umask leaves. `go_on`
+    /// is asked after each file.
     ///
     /// # Errors
     /// Before anything is made: [`CommitError::InvalidWrite`] for options, names and sizes that cannot be,
     /// [`CommitError::ParentMissing`]. Then [`CommitError::FileExists`], [`CommitError::Interrupted`] and
-    /// [`CommitError::Io`], among them `ENOSPC`, `EDQUOT` and `EFBIG` for a disk or a quota that the files do not fit into.
-    /// What was made until then stays.
+    /// [`CommitError::Io`], among them `ENOSPC`, `EDQUOT` and `EFBIG` for a disk or a quota that the files do not fit
+    /// into. What was made until then stays.
     pub fn on_disk(
         disk: D,
         folder: &Path,
@@ -113,7 +113,8 @@ impl<D: Disk> ShardWriter<D> {
         Ok(())
     }
 
-    /// Hands in `length` bytes of `image` from `start` on, to be written at `offset` of the file `name`; returns at once.
+    /// Hands in `length` bytes of `image` from `start` on, to be written at `offset` of the file `name`; returns at
+    /// once.
     ///
     /// The writer keeps the image until they are on the disk; until then nobody may change them.
     ///
@@ -143,13 +144,13 @@ impl<D: Disk> ShardWriter<D> {
         self.shared.progress()
     }
 
-    /// Waits until every file, and every folder that they lie in, is durable, but no longer than `patience`; `None` when
-    /// it is not done by then. What is known of the files comes in the order in which they were named.
+    /// Waits until every file, and every folder that they lie in, is durable, but no longer than `patience`; `None`
+    /// when it is not done by then. What is known of the files comes in the order in which they were named.
     ///
     /// # Errors
-    /// [`CommitError::InvalidWrite`] when bytes of a file were not handed in; those may still be, and `finish` be called
-    /// again. The first failure of a thread, whatever it was; then [`CommitError::Poisoned`] for it at every later
-    /// call. When an error is returned no thread writes any more.
+    /// [`CommitError::InvalidWrite`] when bytes of a file were not handed in; those may still be, and `finish` be
+    /// called again. The first failure of a thread, whatever it was; then [`CommitError::Poisoned`] for it at every
+    /// later call. When an error is returned no thread writes any more.
     pub fn finish(&self, patience: Duration) -> Result<Option<Vec<FileFacts>>, CommitError> {
         self.check_process()?;
         let until = Instant::now() + patience;

@@ -186,8 +186,8 @@ pub struct Mount {
     _turn: Turn,
 }
 
-/// Only one test of a process mounts at a time: what `mount` is started by holds, until that runs, what other tests have
-/// open, so that removed bytes still take room, and locks of the dead are held.
+/// Only one test of a process mounts at a time: what `mount` is started by holds, until that runs, what other tests
+/// have open, so that removed bytes still take room, and locks of the dead are held.
 struct Turn {
     taken: Option<MutexGuard<'static, ()>>,
 }

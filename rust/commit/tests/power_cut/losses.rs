@@ -1,12 +1,12 @@
 //! What may be on a disk after its power was cut.
 //!
 //! Durable is what was changed before an fsync of the file or folder it was changed in. Everything else may be lost or
-//! kept, each change of names for itself and in any order; the bytes of a file may be lost, torn, or there while
-//! others are zeros or rubbish of the right length; a symbolic link whose folder was not synced may say nothing. That is more
+//! kept, each change of names for itself and in any order; the bytes of a file may be lost, torn, or there while others
+//! are zeros or rubbish of the right length; a symbolic link whose folder was not synced may say nothing. That is more
 //! than any one file system in use does; a protocol that comes through it depends on none of them.
 //!
-//! Where changes are too many to try all combinations, those are tried that keep all, none, the first n, all but one, and
-//! only one, and then some drawn by a fixed rule.
+//! Where changes are too many to try all combinations, those are tried that keep all, none, the first n, all but one,
+//! and only one, and then some drawn by a fixed rule.
 
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, HashMap, HashSet};

@@ -1,8 +1,8 @@
 //! The power of a machine is cut, at every point of a root's life, on a model of its disk.
 //!
 //! The method is that of "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014): a run of the real
-//! protocol is logged, every prefix of the log is taken with all that a file system may make of what was not synced, and
-//! the real recovery has to make the old or the new state of it, bit by bit.
+//! protocol is logged, every prefix of the log is taken with all that a file system may make of what was not synced,
+//! and the real recovery has to make the old or the new state of it, bit by bit.
 
 mod broken;
 #[path = "../common/mod.rs"]

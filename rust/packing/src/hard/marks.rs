@@ -1,9 +1,8 @@
 //! Whether an order names no sample twice: one bit a sample, marked while the lengths are gathered.
 //!
-//! What always holds: a sample that is named twice is found, whichever threads read its entries. On several
-//! threads each marks a set of its own, and the sets are compared at the end, as long as they take
-//! no more than `OWN_BYTES` together; beyond, all mark one set, each with an atomic instruction, which costs twice the time
-//! and no more memory.
+//! What always holds: a sample that is named twice is found, whichever threads read its entries. On several threads
+//! each marks a set of its own, and the sets are compared at the end, as long as they take no more than `OWN_BYTES`
+//! together; beyond, all mark one set, each with an atomic instruction, which costs twice the time and no more memory.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};

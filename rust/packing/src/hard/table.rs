@@ -4,9 +4,9 @@
 //! whether its cache has it. What is read is taken: a mark is left in its place, so that the order needs no
 //! bit a sample beside it for its check.
 //!
-//! What always holds: every length is below `TAKEN` and is the caller's as it was when it was copied. As many places are
-//! marked as different samples were taken, whichever threads took them: so no sample was taken twice exactly if there are
-//! as many marks as samples taken. One that is taken twice may show `TAKEN` as its length meanwhile.
+//! What always holds: every length is below `TAKEN` and is the caller's as it was when it was copied. As many places
+//! are marked as different samples were taken, whichever threads took them: so no sample was taken twice exactly if
+//! there are as many marks as samples taken. One that is taken twice may show `TAKEN` as its length meanwhile.
 #![allow(unsafe_code)]
 
 use std::ptr;

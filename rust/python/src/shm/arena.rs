@@ -139,8 +139,8 @@ impl Parcel {
         Ok(self.lock().parcel()?.descriptor())
     }
 
-    /// Done with it: used again when the receiver came and let go of it, or at once if it was not sent. While buffers of it
-    /// are in use here, that waits for them. Done twice is done once.
+    /// Done with it: used again when the receiver came and let go of it, or at once if it was not sent. While buffers
+    /// of it are in use here, that waits for them. Done twice is done once.
     fn release(&self) {
         self.end(End::Released);
     }
@@ -215,8 +215,8 @@ impl Parcel {
             Ok(parcel) => (parcel.data(), parcel.len()),
             Err(error) => return Err(PyBufferError::new_err(error.to_string())),
         };
-        // SAFETY: `view` is Python's; the bytes are mapped until the last export ends, and may be written by whoever has
-        // one.
+        // SAFETY: `view` is Python's; the bytes are mapped until the last export ends, and may be written by whoever
+        // has one.
         let filled = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), data.cast(), len.cast_signed(), 0, flags) };
         if filled != 0 {
             return Err(PyErr::fetch(slf.py()));
@@ -313,8 +313,8 @@ impl ParcelView {
     /// Called by Python alone, with a `view` to be filled.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let parcel = &slf.get().view;
-        // SAFETY: `view` is Python's; the bytes are mapped as long as `slf`, of which the view takes a reference, and are
-        // its receiver's to write.
+        // SAFETY: `view` is Python's; the bytes are mapped as long as `slf`, of which the view takes a reference, and
+        // are its receiver's to write.
         let filled = unsafe {
             ffi::PyBuffer_FillInfo(view, slf.as_ptr(), parcel.data().cast(), parcel.len().cast_signed(), 0, flags)
         };

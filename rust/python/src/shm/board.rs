@@ -1,7 +1,7 @@
 //! Binds the task board and the watcher of `tundish-shm`.
 //!
-//! What always holds: whoever waits does so without the GIL and hears of signals; what is there already is given without
-//! letting go of it.
+//! What always holds: whoever waits does so without the GIL and hears of signals; what is there already is given
+//! without letting go of it.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::time::Duration;
@@ -49,9 +49,9 @@ impl TaskBoard {
         Ok(Self { face: Face::Parent(board) })
     }
 
-    /// The board of a parent's `fd`, which is not needed afterwards. `awake`: what waits are over within so many seconds
-    /// are spent awake, until the timeout, unless the last ones took longer; fifty microseconds where
-    /// nobody says it.
+    /// The board of a parent's `fd`, which is not needed afterwards. `awake`: what waits are over within so many
+    /// seconds are spent awake, until the timeout, unless the last ones took longer; fifty microseconds where nobody
+    /// says it.
     #[staticmethod]
     #[pyo3(signature = (fd, awake=None))]
     fn open(fd: RawFd, awake: Option<f64>) -> PyResult<Self> {
@@ -133,8 +133,8 @@ impl TaskBoard {
 
     /// Wait up to `timeout` seconds for results; whether there are any, which whoever is told so collects.
     ///
-    /// `caller`: whether this thread needs one now; results are told to such threads first. Ends early when the board is
-    /// poked, or another caller collects what there was.
+    /// `caller`: whether this thread needs one now; results are told to such threads first. Ends early when the board
+    /// is poked, or another caller collects what there was.
     fn wait(&self, py: Python<'_>, timeout: f64, caller: bool) -> PyResult<bool> {
         let board = self.parent()?;
         if board.is_ready() {

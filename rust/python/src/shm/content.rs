@@ -1,7 +1,7 @@
 //! What a message of the task board carries: bytes, or a plain value that needs no pickle.
 //!
-//! Plain are `None`, `bool`, `int` of 64 bits, `float`, `complex` and `str`, of exactly these types. What always holds: a
-//! plain value arrives as one that is equal, of the same type; bytes arrive as bytes, and so does what is marked as a
+//! Plain are `None`, `bool`, `int` of 64 bits, `float`, `complex` and `str`, of exactly these types. What always holds:
+//! a plain value arrives as one that is equal, of the same type; bytes arrive as bytes, and so does what is marked as a
 //! value and is none. The form stands in the highest byte of a message's kind, which so is a number below 2²⁴.
 
 use pyo3::prelude::*;

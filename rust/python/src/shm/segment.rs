@@ -1,7 +1,7 @@
 //! Segments that hold an array, and views of them.
 //!
-//! What always holds: a view keeps its memory and a lease; a segment goes back to its arena when neither Python's object
-//! nor a view of this process has it any more.
+//! What always holds: a view keeps its memory and a lease; a segment goes back to its arena when neither Python's
+//! object nor a view of this process has it any more.
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;
@@ -167,8 +167,8 @@ impl SharedSegment {
         enter(py, None, |door| Ok(name.appear(segment, &mut || look(door))?))
     }
 
-    /// The segment at `address`, through `inherited`, a descriptor of this process, where there is one, or by its `name`, or
-    /// over the socket that is called `socket_name`.
+    /// The segment at `address`, through `inherited`, a descriptor of this process, where there is one, or by its
+    /// `name`, or over the socket that is called `socket_name`.
     #[staticmethod]
     #[pyo3(signature = (address, inherited=None, name=None, socket_name=None))]
     fn attach(
@@ -305,8 +305,8 @@ impl SegmentView {
             ViewedMemory::Copied(copied) => (copied.data(), 1),
             ViewedMemory::Own(copied) => (copied.data(), 0),
         };
-        // SAFETY: `view` is Python's; the bytes are mapped as long as `slf` lives, of which the view takes a reference, and
-        // what is mapped for reading only is told to be so.
+        // SAFETY: `view` is Python's; the bytes are mapped as long as `slf` lives, of which the view takes a reference,
+        // and what is mapped for reading only is told to be so.
         let filled = unsafe {
             ffi::PyBuffer_FillInfo(view, slf.as_ptr(), data.cast(), slf.get().len.cast_signed(), is_readonly, flags)
         };

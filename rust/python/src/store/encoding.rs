@@ -1,7 +1,7 @@
 //! `dumps` and `loads`: nested containers of handles as bytes.
 //!
-//! What always holds: nothing is made of bytes but handles and Python's own containers and values; what cannot be written
-//! is refused with its path.
+//! What always holds: nothing is made of bytes but handles and Python's own containers and values; what cannot be
+//! written is refused with its path.
 
 use pyo3::exceptions::PyRecursionError;
 use pyo3::prelude::*;

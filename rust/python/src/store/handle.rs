@@ -1,7 +1,7 @@
 //! `RTensor`: a handle of a tensor that another process holds.
 //!
-//! What always holds: it is small, holds no tensor until it is asked for one, and is not looked at by the garbage collector,
-//! since nothing that it holds leads back to it.
+//! What always holds: it is small, holds no tensor until it is asked for one, and is not looked at by the garbage
+//! collector, since nothing that it holds leads back to it.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -96,8 +96,8 @@ impl RTensor {
 
 #[pymethods]
 impl RTensor {
-    /// `shard`: a `TensorShardInfo`; `data`: a tensor of the shard's shape and dtype, on the device meta unless it is there
-    /// already.
+    /// `shard`: a `TensorShardInfo`; `data`: a tensor of the shard's shape and dtype, on the device meta unless it is
+    /// there already.
     #[new]
     fn make(shard: &Bound<'_, PyAny>, data: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = shard.py();
@@ -156,8 +156,8 @@ impl RTensor {
         py.import("torch")?.call_method("empty", (self.size(py)?,), Some(&options))
     }
 
-    /// The tensor, fetched if it was not yet, which the caller may write to. The handle keeps it until the shard is drained
-    /// or removed, or what was fetched of it is dropped here.
+    /// The tensor, fetched if it was not yet, which the caller may write to. The handle keeps it until the shard is
+    /// drained or removed, or what was fetched of it is dropped here.
     ///
     /// Raises what `localize` raises.
     fn to_local<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {

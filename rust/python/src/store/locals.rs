@@ -1,7 +1,7 @@
 //! The tensors that handles keep once they were made local.
 //!
-//! What always holds: a handle has its tensor for as long as this process has the shard, stored or fetched, and no longer,
-//! by whatever way that is drained or removed.
+//! What always holds: a handle has its tensor for as long as this process has the shard, stored or fetched, and no
+//! longer, by whatever way that is drained or removed.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -107,8 +107,8 @@ fn known() -> MutexGuard<'static, Vec<Weak<Kept>>> {
     KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Has handles forget the tensors of shards that were drained, where that takes no time to speak of: afterwards none of them
-/// is in use.
+/// Has handles forget the tensors of shards that were drained, where that takes no time to speak of: afterwards none of
+/// them is in use.
 pub(super) fn forget_few(py: Python<'_>) {
     if known().len() > FEW {
         return;

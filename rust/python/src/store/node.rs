@@ -1,7 +1,7 @@
 //! What a process stores for others, and what it fetches of them.
 //!
-//! What always holds: bytes are copied, waited for and let go of without the GIL; whose memory a tensor's bytes are read
-//! from or written to answers for it as long as the call lasts.
+//! What always holds: bytes are copied, waited for and let go of without the GIL; whose memory a tensor's bytes are
+//! read from or written to answers for it as long as the call lasts.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -146,8 +146,8 @@ impl ShardStore {
         Ok(RTensor::new(Handle { id, kind, rows: None }))
     }
 
-    /// What the handles lead to, in order, each shard fetched once however often it is wanted; of owners on this node through
-    /// shared memory, where that is wanted.
+    /// What the handles lead to, in order, each shard fetched once however often it is wanted; of owners on this node
+    /// through shared memory, where that is wanted.
     #[staticmethod]
     fn fetch<'py>(
         py: Python<'py>,
@@ -166,7 +166,8 @@ impl ShardStore {
         PyList::new(py, views)
     }
 
-    /// As `fetch`, where the bytes come from `get(wanted)`: of a list of names and rows, or None for all, a list of buffers.
+    /// As `fetch`, where the bytes come from `get(wanted)`: of a list of names and rows, or None for all, a list of
+    /// buffers.
     #[staticmethod]
     fn fetch_through<'py>(
         py: Python<'py>,

@@ -1,7 +1,7 @@
 //! Fetching through a function of Python's, which gets the bytes from another store than this library's.
 //!
-//! What always holds: what the function raises is raised by the call that had it called, and told to whoever else waits for
-//! the same bytes.
+//! What always holds: what the function raises is raised by the call that had it called, and told to whoever else waits
+//! for the same bytes.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};

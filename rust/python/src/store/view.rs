@@ -62,8 +62,8 @@ impl ShardView {
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let memory = slf.get().kept.view();
         let length = isize::try_from(memory.meta().nbytes())?;
-        // SAFETY: `view` is Python's; the bytes are mapped as long as `slf`, of which the view takes a reference, and are
-        // its holder's to write.
+        // SAFETY: `view` is Python's; the bytes are mapped as long as `slf`, of which the view takes a reference, and
+        // are its holder's to write.
         let filled = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), memory.data().cast(), length, 0, flags) };
         if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }

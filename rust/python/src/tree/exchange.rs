@@ -1,8 +1,9 @@
-//! What torch says of its tensors by the functions that it has for other libraries: DLPack's exchange API, which torch has
-//! from 2.10 on.
+//! What torch says of its tensors by the functions that it has for other libraries: DLPack's exchange API, which torch
+//! has from 2.10 on.
 //!
-//! What always holds: those functions, and those behind the type's own attributes, are called with the GIL held, and with
-//! objects of exactly the type that they were found at; what is read through a pointer of theirs is read before anything else happens.
+//! What always holds: those functions, and those behind the type's own attributes, are called with the GIL held, and
+//! with objects of exactly the type that they were found at; what is read through a pointer of theirs is read before
+//! anything else happens.
 #![allow(unsafe_code)]
 
 use std::ffi::CStr;
@@ -46,9 +47,9 @@ impl TensorExchange {
         })
     }
 
-    /// Dtypes and shapes of `tensors`, as `tundish.tree.layout` reads them, and their addresses, as native 64-bit integers, or
-    /// nothing where not all are in host memory; None unless all are of the type, have memory and no gradient, are dense and not
-    /// negated lazily, and no two have a byte in common.
+    /// Dtypes and shapes of `tensors`, as `tundish.tree.layout` reads them, and their addresses, as native 64-bit
+    /// integers, or nothing where not all are in host memory; None unless all are of the type, have memory and no
+    /// gradient, are dense and not negated lazily, and no two have a byte in common.
     ///
     /// Whether complex values are conjugated lazily is not told.
     fn read<'py>(&self, tensors: &Bound<'py, PyList>) -> PyResult<Option<Facts<'py>>> {
@@ -82,7 +83,8 @@ impl TensorExchange {
         Ok(Some((PyBytes::new(py, words.as_flattened()), PyBytes::new(py, addresses.as_flattened()))))
     }
 
-    /// Where tensors are to lie in memory of the host: for each, its dtype's code and bits, its shape, and its first byte.
+    /// Where tensors are to lie in memory of the host: for each, its dtype's code and bits, its shape, and its first
+    /// byte.
     fn plan(&self, places: Vec<(u8, u8, Vec<i64>, usize)>) -> PyResult<TensorPlan> {
         TensorPlan::new(self.make, places)
     }
@@ -92,7 +94,8 @@ impl TensorExchange {
     /// A tensor over memory that begins at `data`, which `keeper` keeps.
     ///
     /// # Safety
-    /// As long as the keeper lives the memory is there, as large as the tensor, and only those who have the tensor use it.
+    /// As long as the keeper lives the memory is there, as large as the tensor, and only those who have the tensor use
+    /// it.
     pub(crate) unsafe fn over<'py, K: Send + 'static>(
         &self,
         py: Python<'py>,
@@ -142,8 +145,8 @@ fn home_of<'py>(kind: &Bound<'py, PyType>, name: &CStr, descriptor: &str) -> Opt
 /// What reads the attribute of this name; None where that is not compiled, or has a closure.
 fn getter_of(kind: &Bound<'_, PyType>, name: &CStr) -> Option<ffi::getter> {
     let home = home_of(kind, name, "getset_descriptor")?;
-    // SAFETY: the slot of a type is null or an array whose last name is null, and lasts as long as the type, which lasts as
-    // long as the one that is made of it.
+    // SAFETY: the slot of a type is null or an array whose last name is null, and lasts as long as the type, which
+    // lasts as long as the one that is made of it.
     unsafe {
         let mut found = ffi::PyType_GetSlot(home.as_type_ptr(), ffi::Py_tp_getset).cast::<ffi::PyGetSetDef>();
         while !found.is_null() && !(*found).name.is_null() {
@@ -173,7 +176,8 @@ pub(crate) fn method_of(kind: &Bound<'_, PyType>, name: &CStr) -> Option<ffi::Py
 }
 
 impl Tensor {
-    /// Address and bytes; None where it has no memory, or its values do not lie in it one after the other, each in whole bytes.
+    /// Address and bytes; None where it has no memory, or its values do not lie in it one after the other, each in
+    /// whole bytes.
     pub(crate) fn piece(&self) -> Option<(u64, u64)> {
         let Dtype { bits, lanes: 1, .. } = self.dtype else { return None };
         if !bits.is_multiple_of(8) || self.data.is_null() {
@@ -203,8 +207,8 @@ impl Tensor {
     }
 }
 
-/// Dtypes and shapes in words of 64 bits: how many tensors in a row have this one (32 bits), the dtype's code (16) and bits
-/// (8), how many dimensions (8); then the dimensions.
+/// Dtypes and shapes in words of 64 bits: how many tensors in a row have this one (32 bits), the dtype's code (16) and
+/// bits (8), how many dimensions (8); then the dimensions.
 #[derive(Default)]
 struct Said {
     words: Vec<u64>,

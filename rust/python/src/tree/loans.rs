@@ -1,7 +1,7 @@
 //! Tensors that torch makes over memory that is not its own.
 //!
-//! What always holds: each has a storage of its own, which keeps the memory, or an export of it, until it is gone itself; it
-//! lies within that memory.
+//! What always holds: each has a storage of its own, which keeps the memory, or an export of it, until it is gone
+//! itself; it lies within that memory.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;

@@ -1,4 +1,5 @@
-//! What `tundish.tree` and `tundish.scatter` do alike for each of many tensors and containers. No core crate is behind it.
+//! What `tundish.tree` and `tundish.scatter` do alike for each of many tensors and containers. No core crate is behind
+//! it.
 
 pub(crate) mod dlpack;
 pub(crate) mod exchange;

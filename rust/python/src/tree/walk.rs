@@ -2,13 +2,13 @@
 //!
 //! What always holds:
 //!
-//! 1. Nothing changes while it goes on: it keeps the GIL, calls nothing that is written in Python, and makes no object that
-//!    the garbage collector follows before it has a reference to all that it found.
+//! 1. Nothing changes while it goes on: it keeps the GIL, calls nothing that is written in Python, and makes no object
+//!    that the garbage collector follows before it has a reference to all that it found.
 //! 2. A deep object takes no more of the stack than a flat one.
 //! 3. Whatever is not of exactly these types ends it with nothing found, and so does a container that contains itself.
 //!
-//! What it found is said in words of 32 bits, in the order of the programs in `tundish.tree.schema`: the lowest four are one
-//! of the constants here, the others a number. `tundish.tree.quick` reads them.
+//! What it found is said in words of 32 bits, in the order of the programs in `tundish.tree.schema`: the lowest four
+//! are one of the constants here, the others a number. `tundish.tree.quick` reads them.
 
 use pyo3::PyTypeInfo;
 use pyo3::ffi::PyTypeObject;
@@ -48,8 +48,8 @@ const OPEN: u32 = u32::MAX;
 /// Words, keys, leaves and values.
 type Found<'py> = (Bound<'py, PyBytes>, Bound<'py, PyTuple>, Bound<'py, PyList>, Bound<'py, PyList>);
 
-/// Walk through `root`, whose leaves are of exactly the type `tensor`; `tuples`: subclasses of `tuple` that are nothing more
-/// than their items. None: it is not for the quick walk.
+/// Walk through `root`, whose leaves are of exactly the type `tensor`; `tuples`: subclasses of `tuple` that are nothing
+/// more than their items. None: it is not for the quick walk.
 #[pyfunction]
 pub(crate) fn quick_walk<'py>(
     root: &Bound<'py, PyAny>,
@@ -84,7 +84,8 @@ struct Walk<'a, 'py> {
     made_as: FxHashMap<usize, u32>,
 }
 
-/// A container that is being walked through: where its parts begin and which is the next, how it is said, and where it is.
+/// A container that is being walked through: where its parts begin and which is the next, how it is said, and where it
+/// is.
 struct Frame {
     first: usize,
     next: usize,
@@ -150,7 +151,8 @@ impl<'a, 'py> Walk<'a, 'py> {
         }
     }
 
-    /// A container of which nothing was seen before, its parts put where they are walked through; `Some(None)`: it is done.
+    /// A container of which nothing was seen before, its parts put where they are walked through; `Some(None)`: it is
+    /// done.
     #[expect(clippy::option_option, reason = "not for this walk, or nothing left to walk through")]
     fn enter(&mut self, container: Bound<'py, PyAny>, kind: &Kind) -> PyResult<Option<Option<Frame>>> {
         let address = container.as_ptr().addr();

@@ -43,7 +43,8 @@ impl Board {
     /// A new board with `slots` slots of `slot_bytes` bytes, the first few of which are the board's.
     ///
     /// # Errors
-    /// [`ShmError::Invalid`] for numbers that no board can have, [`ShmError::Io`] where the system makes no such memory.
+    /// [`ShmError::Invalid`] for numbers that no board can have, [`ShmError::Io`] where the system makes no such
+    /// memory.
     pub fn create(slots: usize, slot_bytes: usize) -> Result<Self, ShmError> {
         let (words, memory) = Mapped::create(Layout::new(slots, slot_bytes)?)?;
         Ok(Self { parent: Parent::new(words, processors() > 1), memory })
@@ -114,8 +115,8 @@ impl Board {
         self.parent.wait(role, patience)
     }
 
-    /// Give back what a worker held that is dead for certain, and wake everybody. Returns the task that died with it, if
-    /// it had one. What it had finished is there to be collected. From then on another may have its number.
+    /// Give back what a worker held that is dead for certain, and wake everybody. Returns the task that died with it,
+    /// if it had one. What it had finished is there to be collected. From then on another may have its number.
     ///
     /// # Errors
     /// [`ShmError::Invalid`] for a number that no worker can have.

@@ -22,7 +22,8 @@ const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 /// What came of asking for a segment.
 #[derive(Debug)]
 pub enum Borrowed {
-    /// A read-only descriptor of a description of its own, which has a lease. What it leads to is still to be looked at.
+    /// A read-only descriptor of a description of its own, which has a lease. What it leads to is still to be looked
+    /// at.
     Descriptor(OwnedFd),
     /// No descriptor could be received, and so its bytes were.
     Copy(Copied),
@@ -31,8 +32,8 @@ pub enum Borrowed {
 /// Asks the process that listens at `socket_name` for the segment at `address`.
 ///
 /// # Errors
-/// [`ShmError::Gone`] where the segment was given back, [`ShmError::NotASegment`] where who is asked is of another user or
-/// cannot lend it, [`ShmError::Io`] where nobody listens or answers. And what `go_on` says.
+/// [`ShmError::Gone`] where the segment was given back, [`ShmError::NotASegment`] where who is asked is of another user
+/// or cannot lend it, [`ShmError::Io`] where nobody listens or answers. And what `go_on` says.
 pub fn borrow(socket_name: &str, address: &Address, go_on: GoOn<'_>) -> Result<Borrowed, ShmError> {
     let stream = reach(socket_name, go_on)?;
     if !is_own(&stream).map_err(|error| failed("see whose the socket is at", socket_name, error))? {

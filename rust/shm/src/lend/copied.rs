@@ -43,7 +43,8 @@ impl Copied {
         &self.facts
     }
 
-    /// The first byte of data; valid for reads and writes of [`facts`](Self::facts)`.data_len` bytes as long as it lives.
+    /// The first byte of data; valid for reads and writes of [`facts`](Self::facts)`.data_len` bytes as long as it
+    /// lives.
     pub fn data(&self) -> *mut u8 {
         self.map.start().wrapping_add(DATA_START)
     }
@@ -54,8 +55,8 @@ impl Copied {
     /// [`ShmError::Io`] where no more memory is to be had.
     pub fn again(&self) -> Result<Self, ShmError> {
         let map = Mapping::anonymous(self.map.len())?;
-        // SAFETY: two mappings of one size; who writes to the data of this one meanwhile is in this process, and gets some
-        // of it copied or not.
+        // SAFETY: two mappings of one size; who writes to the data of this one meanwhile is in this process, and gets
+        // some of it copied or not.
         unsafe { map.start().copy_from_nonoverlapping(self.map.start(), self.map.len()) };
         Ok(Self { map, facts: self.facts.clone() })
     }

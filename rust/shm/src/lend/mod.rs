@@ -1,8 +1,8 @@
 //! Segments for processes that can reach them in no other way: not by inheritance, nor through `/proc`, nor by a name.
 //!
-//! The owner listens on a socket in the abstract namespace of unix(7), whose name travels in the handle. Who asks gets a
-//! descriptor (SCM_RIGHTS) with a lease of its own; where it cannot take one, the bytes. Each side makes sure that the
-//! other acts for the same user (SO_PEERCRED).
+//! The owner listens on a socket in the abstract namespace of unix(7), whose name travels in the handle. Who asks gets
+//! a descriptor (SCM_RIGHTS) with a lease of its own; where it cannot take one, the bytes. Each side makes sure that
+//! the other acts for the same user (SO_PEERCRED).
 
 mod client;
 mod copied;

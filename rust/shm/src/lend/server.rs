@@ -44,7 +44,8 @@ struct Lending {
     answering: AtomicUsize,
 }
 
-/// Where this process is to be asked for segments that it has: the name of its socket. Starts to listen when first called.
+/// Where this process is to be asked for segments that it has: the name of its socket. Starts to listen when first
+/// called.
 pub fn socket_name() -> Result<String, ShmError> {
     let mut name = LENDING.get().socket_name.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(name) = &*name {
@@ -82,8 +83,8 @@ fn close_in_children(socket: RawFd) -> io::Result<()> {
     if IS_REGISTERED.swap(true, Ordering::SeqCst) {
         return Ok(());
     }
-    // SAFETY: the function does only what is allowed in a child of a process with threads, and is never unloaded while it
-    // may be called: the C library forgets it with the shared object.
+    // SAFETY: the function does only what is allowed in a child of a process with threads, and is never unloaded while
+    // it may be called: the C library forgets it with the shared object.
     let outcome = unsafe { libc::pthread_atfork(None, None, Some(close_socket)) };
     if outcome == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(outcome)) }
 }

@@ -9,7 +9,8 @@
 //!    leaves nothing.
 //! 2. Nobody takes the name of a segment away that is held, that a process maps without holding it, that another user
 //!    made, or that does not begin with this library's header.
-//! 3. Who lets go as the last takes the name away. What is killed leaves the name to the next who creates, or to a sweep.
+//! 3. Who lets go as the last takes the name away. What is killed leaves the name to the next who creates, or to a
+//!    sweep.
 //!
 //! A process made by `fork` shares the holds of its parent: a segment is held until both have let go of it, or ended.
 
@@ -64,16 +65,16 @@ impl Claim {
     /// A segment for `len` bytes of data, zeros, which is to get the name.
     ///
     /// # Errors
-    /// [`ShmError::NoSpace`] where the file system has no room: before any of it is taken from others, as far as that can
-    /// be told. [`ShmError::NoHeadroom`], and what `go_on` says.
+    /// [`ShmError::NoSpace`] where the file system has no room: before any of it is taken from others, as far as that
+    /// can be told. [`ShmError::NoHeadroom`], and what `go_on` says.
     pub fn make_segment(&self, len: usize, huge: bool, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
         let size = size_for(len)?.next_multiple_of(rustix::param::page_size());
         let (file, on_huge_pages) = self.make_file(size, go_on)?;
         Segment::in_file(file, size, on_huge_pages, huge)
     }
 
-    /// A file of `size` bytes, every page of it there; and how many bytes of it lie on huge ones. Its descriptor carries
-    /// the hold, and so do the maps that are made of it.
+    /// A file of `size` bytes, every page of it there; and how many bytes of it lie on huge ones. Its descriptor
+    /// carries the hold, and so do the maps that are made of it.
     fn make_file(&self, size: usize, go_on: GoOn<'_>) -> Result<(OwnedFd, usize), ShmError> {
         let full = |free| ShmError::NoSpace { path: self.directory.path_of(&self.name), asked: size as u64, free };
         match self.directory.free()? {
@@ -142,8 +143,8 @@ pub fn attach(directory: Arc<Directory>, name: SegmentName, go_on: GoOn<'_>) -> 
 
 /// Has a segment's name taken away when its last holder lets go.
 ///
-/// It is to be dropped after the descriptors and maps that carry the hold in this process. Where it is dropped earlier, or
-/// not at all, the name is left to a sweep.
+/// It is to be dropped after the descriptors and maps that carry the hold in this process. Where it is dropped earlier,
+/// or not at all, the name is left to a sweep.
 #[derive(Debug)]
 pub struct Hold {
     directory: Arc<Directory>,

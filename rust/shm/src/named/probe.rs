@@ -42,8 +42,8 @@ pub(crate) struct Probe<'a> {
 }
 
 impl<'a> Probe<'a> {
-    /// Waits for the probe lock of the segment that has this name. `None` where that is no segment of this user: nothing
-    /// is locked then. A segment is one from the moment it gets its name.
+    /// Waits for the probe lock of the segment that has this name. `None` where that is no segment of this user:
+    /// nothing is locked then. A segment is one from the moment it gets its name.
     ///
     /// # Errors
     /// Where another has it for longer than can be, and what `go_on` says.

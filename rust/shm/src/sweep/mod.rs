@@ -1,8 +1,8 @@
 //! Finding the named segments of this user, and removing those that nobody has any more.
 //!
-//! What always holds: only a file of this user, under a name of this library, with its header, is looked at further; and
-//! it is removed only when no process holds it (`named/probe.rs`) and none is seen to map it (`maps.rs`). Any number of
-//! processes may sweep at once, and create and attach meanwhile.
+//! What always holds: only a file of this user, under a name of this library, with its header, is looked at further;
+//! and it is removed only when no process holds it (`named/probe.rs`) and none is seen to map it (`maps.rs`). Any
+//! number of processes may sweep at once, and create and attach meanwhile.
 
 mod maps;
 

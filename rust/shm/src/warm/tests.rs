@@ -67,8 +67,8 @@ fn minor_faults() -> i64 {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever users write to mappings that live at the same time or one after the other, wherever, each finds the owner's
-    /// bytes at first, and its own as long as it has the mapping; in every use of the segment.
+    /// Whatever users write to mappings that live at the same time or one after the other, wherever, each finds the
+    /// owner's bytes at first, and its own as long as it has the mapping; in every use of the segment.
     #[test]
     fn everybody_finds_the_owners_bytes_and_then_his_own(
         len in lengths(900_000),

@@ -1,8 +1,8 @@
 //! The protocol of the task board under a model checker: all orders of its steps, and all values that its orderings
 //! allow, up to a number of times that a thread is held up in favour of another.
 //!
-//! The protocol's own source is compiled here over the checker's words ([`words`]). A wake-up that is lost is a deadlock,
-//! which the checker reports; a payload that two touch at once is a race, which it reports too.
+//! The protocol's own source is compiled here over the checker's words ([`words`]). A wake-up that is lost is a
+//! deadlock, which the checker reports; a payload that two touch at once is a race, which it reports too.
 #![expect(clippy::arc_with_non_send_sync, reason = "the checker runs the threads of a model one at a time, on one")]
 #![expect(dead_code, reason = "the parts of the protocol that only the real words need")]
 
@@ -262,8 +262,8 @@ fn a_death_costs_one_task_at_most() {
     assert!(steps > 12, "a life of {steps} steps");
 }
 
-/// As above, of a worker that owes the parent a result, or the bell for one. Whoever notices a death buries the dead and
-/// then pokes, as a pool does.
+/// As above, of a worker that owes the parent a result, or the bell for one. Whoever notices a death buries the dead
+/// and then pokes, as a pool does.
 #[test]
 fn a_parent_does_not_wait_for_the_dead() {
     let steps = live_and_die(2, |steps| {

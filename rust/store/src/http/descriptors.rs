@@ -4,8 +4,8 @@
 //! shard would wait for an answer that nobody gives, and a controller's claims would outlive it. So a child closes them
 //! before anything else runs there. What always holds:
 //!
-//! 1. Each socket is noted as long as it is open; between its making and its noting, and between the end of the note and
-//!    its closing, nothing forks.
+//! 1. Each socket is noted as long as it is open; between its making and its noting, and between the end of the note
+//!    and its closing, nothing forks.
 //! 2. In a child nothing is closed twice: the numbers of what was closed are soon another's.
 #![allow(unsafe_code)]
 

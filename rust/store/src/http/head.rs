@@ -1,8 +1,8 @@
 //! The heads of requests and of answers, as they come from anybody.
 //!
-//! `httparse` takes them apart; what is made of it is checked here. What always holds: nothing is kept of a head but what
-//! this crate acts on; a length that is not told beyond doubt is refused, for who errs there takes bytes of one request
-//! for another.
+//! `httparse` takes them apart; what is made of it is checked here. What always holds: nothing is kept of a head but
+//! what this crate acts on; a length that is not told beyond doubt is refused, for who errs there takes bytes of one
+//! request for another.
 
 use super::range::Asked;
 use super::refusal::Refusal;

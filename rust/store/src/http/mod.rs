@@ -11,17 +11,18 @@
 //! | `POST /epoch/<number>/begin`, `…/claim` `{"shard_ids": […]}` | as long as the connection is open |
 //! | `POST /epoch/<number>/end` | the step's account |
 //!
-//! A shard is sent as JSON, and to who names `application/x-tundish-shards` in `Accept`, as this crate's client does, as a
-//! [header](ShardHeader) and its bytes. It is received as these, or as JSON where `Content-Type` says `application/json`.
+//! A shard is sent as JSON, and to who names `application/x-tundish-shards` in `Accept`, as this crate's client does,
+//! as a [header](ShardHeader) and its bytes. It is received as these, or as JSON where `Content-Type` says
+//! `application/json`.
 //!
-//! The server is tokio's sockets and `httparse`, and no HTTP library: it writes bodies from the slabs that they lie in and
-//! receives them into those that they stay in, and so copies nothing but into and out of the kernel. hyper 1 would: it hands
-//! over a body of 256 MiB in 680 frames of memory of its own, every byte of which is then copied to its place. Over
-//! loopback, the shortest of 64 on two busy processors, storing it took 149 ms through hyper and takes 134 ms here, its
-//! checksum included; reading it, 141 and 96 ms.
+//! The server is tokio's sockets and `httparse`, and no HTTP library: it writes bodies from the slabs that they lie in
+//! and receives them into those that they stay in, and so copies nothing but into and out of the kernel. hyper 1 would:
+//! it hands over a body of 256 MiB in 680 frames of memory of its own, every byte of which is then copied to its place.
+//! Over loopback, the shortest of 64 on two busy processors, storing it took 149 ms through hyper and takes 134 ms
+//! here, its checksum included; reading it, 141 and 96 ms.
 //!
-//! Checksums are always verified. While the bytes are in the processor's cache that is 55 GB/s, 5 ms of 256 MiB; XXH3 comes
-//! to 29 GB/s.
+//! Checksums are always verified. While the bytes are in the processor's cache that is 55 GB/s, 5 ms of 256 MiB; XXH3
+//! comes to 29 GB/s.
 //!
 //! The client blocks the thread that calls it: to hand over to another one and back costs as much as a small shard.
 

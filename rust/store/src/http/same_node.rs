@@ -2,8 +2,8 @@
 //!
 //! A client that could read memory of the owner says on which node it runs: by the number that the kernel draws when it
 //! boots. Where that is the owner's own, references are sent instead of bytes. They open nothing by themselves: the
-//! kernel lets only processes of the same user attach, and tells by the segment's own number that it is the one. Who cannot
-//! attach, being in another container perhaps, asks for the bytes, and from then on for nothing else.
+//! kernel lets only processes of the same user attach, and tells by the segment's own number that it is the one. Who
+//! cannot attach, being in another container perhaps, asks for the bytes, and from then on for nothing else.
 
 use std::fs;
 use std::sync::LazyLock;

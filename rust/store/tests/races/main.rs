@@ -1,8 +1,8 @@
-//! The buffer and the storage under a model checker: all orders in which threads can take their locks, up to a number of
-//! times that one is held up in favour of another.
+//! The buffer and the storage under a model checker: all orders in which threads can take their locks, up to a number
+//! of times that one is held up in favour of another.
 //!
-//! Their own sources are compiled here over the checker's locks. A wake-up that is lost is a deadlock, which the checker
-//! reports.
+//! Their own sources are compiled here over the checker's locks. A wake-up that is lost is a deadlock, which the
+//! checker reports.
 #![allow(dead_code, reason = "what the models do not need")]
 
 mod sync {

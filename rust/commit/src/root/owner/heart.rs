@@ -53,8 +53,8 @@ fn beat_until<D: Disk>(stop: &(Mutex<bool>, Condvar), claim: &Claim<D>) {
             return;
         }
         beat += 1;
-        // A disk that fails now and then must not stop the heart. Who else owns the root is found out by the owner itself
-        // before it changes anything.
+        // A disk that fails now and then must not stop the heart. Who else owns the root is found out by the owner
+        // itself before it changes anything.
         if matches!(claim.beat(beat), Ok(false)) {
             return;
         }

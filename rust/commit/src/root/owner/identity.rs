@@ -19,7 +19,8 @@ pub struct Identity {
     pub pid: u32,
     /// When it was started, in the kernel's ticks: numbers of processes come round again.
     pub started: u64,
-    /// Which of the programs it is that a process runs one after the other (by `exec`); empty where that cannot be known.
+    /// Which of the programs it is that a process runs one after the other (by `exec`); empty where that cannot be
+    /// known.
     #[serde(default)]
     pub program: String,
 }

@@ -5,16 +5,16 @@
 //! 1. The lock decides where it can: the kernel drops it with the process, however that ends. It is a lock of the
 //!    process (fcntl), which network file systems carry to other machines and which children made by `fork` do not
 //!    inherit; an orphaned data worker does not keep a root from being opened again.
-//! 2. Such a lock is also lost when its own process closes the file elsewhere (a backup made by it, say). So it is taken
-//!    again with every beat, and who gets it does not believe it against a record whose process he sees alive, nor, where
-//!    that runs under the same kernel and cannot be seen (in another container), before two beats were due.
+//! 2. Such a lock is also lost when its own process closes the file elsewhere (a backup made by it, say). So it is
+//!    taken again with every beat, and who gets it does not believe it against a record whose process he sees alive,
+//!    nor, where that runs under the same kernel and cannot be seen (in another container), before two beats were due.
 //! 3. Where the lock may not reach every machine (a network file system, mounted without locks), only a record whose
 //!    owner is known to be dead or to have let go is taken over at once; any other must have stood still for
-//!    [`Timing::stale`], measured on this machine alone, so that clocks need not agree. That is waited for however short
-//!    the wait for a living owner is to be. What cannot be locked at all is believed in only when the record is still one's
-//!    own a beat later.
-//! 4. Before anything is changed, the owner looks whether the record is still its own. A process that was stopped for so
-//!    long that another took over finds that out, and changes nothing.
+//!    [`Timing::stale`], measured on this machine alone, so that clocks need not agree. That is waited for however
+//!    short the wait for a living owner is to be. What cannot be locked at all is believed in only when the record is
+//!    still one's own a beat later.
+//! 4. Before anything is changed, the owner looks whether the record is still its own. A process that was stopped for
+//!    so long that another took over finds that out, and changes nothing.
 //! 5. The file is never removed or replaced: whoever locks it holds what all others lock.
 
 mod heart;
@@ -165,7 +165,8 @@ impl<D: Disk> Claim<D> {
         if self.is_shared { self.disk.fsync(&self.file, &self.path) } else { Ok(()) }
     }
 
-    /// Lets go, if it is held. Best effort: who comes next sees that the process is gone, or that the heart stands still.
+    /// Lets go, if it is held. Best effort: who comes next sees that the process is gone, or that the heart stands
+    /// still.
     fn release(&self) {
         if matches!(self.read_again(), Ok(Some(record)) if record.nonce == self.own.nonce) {
             let _ = self.write(&self.own.release());

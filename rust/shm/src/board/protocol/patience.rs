@@ -10,8 +10,8 @@ pub struct Patience<'a> {
 }
 
 impl<'a> Patience<'a> {
-    /// Wait for `timeout`, or for ever. `look` is called after a signal, and after each `look_every`; the wait ends when
-    /// it says `false`.
+    /// Wait for `timeout`, or for ever. `look` is called after a signal, and after each `look_every`; the wait ends
+    /// when it says `false`.
     pub fn new(timeout: Option<Duration>, look_every: Option<Duration>, look: &'a mut dyn FnMut() -> bool) -> Self {
         // What is too far away for the clock is never.
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));

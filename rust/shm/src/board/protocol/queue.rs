@@ -1,11 +1,11 @@
 //! The queue: a ring of slot numbers with one producer and many consumers.
 //!
-//! What always holds: a task is taken by the exchange of its slot's state, in which its position and the worker's number
-//! stand, and by nothing else. The head only follows: whoever finds that the task at the head is not queued any more
-//! (taken, or revoked) moves it on, so that nobody waits for the one that took it.
+//! What always holds: a task is taken by the exchange of its slot's state, in which its position and the worker's
+//! number stand, and by nothing else. The head only follows: whoever finds that the task at the head is not queued any
+//! more (taken, or revoked) moves it on, so that nobody waits for the one that took it.
 //!
-//! The parent makes an entry anew only after the head has passed it. A consumer that read an old head may still read the
-//! new entry; the slot in it is queued under another position, and both its exchanges fail.
+//! The parent makes an entry anew only after the head has passed it. A consumer that read an old head may still read
+//! the new entry; the slot in it is queued under another position, and both its exchanges fail.
 
 use super::super::atomic::{AcqRel, Acquire, Relaxed, Release};
 use super::Words;

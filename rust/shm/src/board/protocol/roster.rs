@@ -3,8 +3,8 @@
 //! What always holds: a worker that looks for a task is *seeking*; one that sleeps is *asleep* until somebody rings for
 //! it, which makes it seeking in the same step. So nobody is woken twice, and whoever puts tasks wakes only as many as
 //! they need beyond those who seek already. A worker that stops seeking looks whether more is to be done than the other
-//! seekers can do, and rings: a task that was left to it, because it was seeking, is not left to nobody. (Go's scheduler
-//! hands its spinning threads on in the same way.)
+//! seekers can do, and rings: a task that was left to it, because it was seeking, is not left to nobody. (Go's
+//! scheduler hands its spinning threads on in the same way.)
 //!
 //! A word holds 32 workers: in its lower half who is asleep, in its upper half who seeks.
 

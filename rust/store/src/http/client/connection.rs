@@ -1,9 +1,9 @@
-//! One connection to an owner: what is sent and received on it, in turns, between which the caller is asked whether to go
-//! on.
+//! One connection to an owner: what is sent and received on it, in turns, between which the caller is asked whether to
+//! go on.
 //!
 //! It blocks the calling thread, which costs less than handing over to another one and back. What always holds: no call
-//! of the kernel takes longer than [`TURN`], and between two of them the deadline is looked at, also where something comes
-//! each time; what came and was not looked at is in `inbox`, never more than the answer.
+//! of the kernel takes longer than [`TURN`], and between two of them the deadline is looked at, also where something
+//! comes each time; what came and was not looked at is in `inbox`, never more than the answer.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -38,8 +38,8 @@ const SILENCE: Duration = Duration::from_secs(3);
 /// Bytes that are received at once, so that they are summed before they leave the processor's cache.
 const STRIDE: usize = 256 << 10;
 
-/// Bytes that are received before other threads that want the processor have theirs: some hundred microseconds. They would
-/// have it at the next tick of its clock only, some milliseconds later.
+/// Bytes that are received before other threads that want the processor have theirs: some hundred microseconds. They
+/// would have it at the next tick of its clock only, some milliseconds later.
 const PROCESSOR_TURN: usize = 1 << 20;
 
 /// What takes longer to receive than to have one's turn shortened.
@@ -257,8 +257,8 @@ impl Connection {
         Ok(collected)
     }
 
-    /// Gives up on a machine that takes nothing for some seconds, or not. A process that is merely busy takes what is small:
-    /// its kernel does.
+    /// Gives up on a machine that takes nothing for some seconds, or not. A process that is merely busy takes what is
+    /// small: its kernel does.
     pub(super) fn expect_a_machine(&mut self, expects: bool) -> Result<(), Trouble> {
         if std::mem::replace(&mut self.expects_a_machine, expects) == expects {
             return Ok(());

@@ -17,8 +17,8 @@ use crate::stats::{Claimed, EpochLedger};
 
 /// A connection to a process whose steps are begun, given shards, and ended.
 ///
-/// The process takes the end of the connection for the end of whoever holds it, and gives up what was claimed on it: so it
-/// has to live as long as the claims, and where it breaks they are gone.
+/// The process takes the end of the connection for the end of whoever holds it, and gives up what was claimed on it: so
+/// it has to live as long as the claims, and where it breaks they are gone.
 #[derive(Debug)]
 pub struct Held<'a> {
     client: &'a Client,

@@ -1,8 +1,8 @@
 //! The client: fetching shards from their owners, and telling processes to drain.
 //!
-//! It owns the connections that wait for their next use. What always holds: the token of an owner is sent to the address
-//! that this process was told with it, and to no other that a handle may name; what is tried again changes nothing when
-//! it is done twice, or was not sent at all.
+//! It owns the connections that wait for their next use. What always holds: the token of an owner is sent to the
+//! address that this process was told with it, and to no other that a handle may name; what is tried again changes
+//! nothing when it is done twice, or was not sent at all.
 
 mod attempts;
 mod connection;

@@ -1,8 +1,8 @@
 //! Connections that wait for their next use.
 //!
-//! What always holds: a connection is used by one request at a time, and comes back when its answer was read to the end;
-//! those to owners that are gone are let go of before another one is opened, so that owners that come and go leave none
-//! behind.
+//! What always holds: a connection is used by one request at a time, and comes back when its answer was read to the
+//! end; those to owners that are gone are let go of before another one is opened, so that owners that come and go leave
+//! none behind.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -51,8 +51,8 @@ impl Pool {
         }
     }
 
-    /// Lets go of what the other sides have closed, and of what waited too long. For who opens a connection: that is the
-    /// only time at which there come to be more of them.
+    /// Lets go of what the other sides have closed, and of what waited too long. For who opens a connection: that is
+    /// the only time at which there come to be more of them.
     pub(super) fn tidy(&self) {
         let mut state = self.lock();
         state.waiting.retain(|_, of_owner| {

@@ -1,8 +1,8 @@
 //! One connection: what is read from it and written to it, each within its time.
 //!
-//! It owns the socket and its place among the others. What always holds: no more is read than the request announced, so that what is left in `inbox` is the next request;
-//! a connection that waits for a request has no memory but this; what is large is read and written in turns, between
-//! which other connections have theirs.
+//! It owns the socket and its place among the others. What always holds: no more is read than the request announced, so
+//! that what is left in `inbox` is the next request; a connection that waits for a request has no memory but this; what
+//! is large is read and written in turns, between which other connections have theirs.
 
 use std::io;
 use std::sync::Arc;

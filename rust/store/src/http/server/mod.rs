@@ -1,9 +1,10 @@
 //! The server of a process's shards.
 //!
-//! It owns a listening socket, two threads, and the connections. What always holds: what a request makes it allocate grows
-//! with what comes of it, except that the room for a shard, which the store's limit counts, is taken whole when its header
-//! has come, and kept only from who goes on sending; whoever is silent or slow loses the connection and nothing else,
-//! sooner where others wait for its place; no thread of it takes signals, which are for those of the process's own.
+//! It owns a listening socket, two threads, and the connections. What always holds: what a request makes it allocate
+//! grows with what comes of it, except that the room for a shard, which the store's limit counts, is taken whole when
+//! its header has come, and kept only from who goes on sending; whoever is silent or slow loses the connection and
+//! nothing else, sooner where others wait for its place; no thread of it takes signals, which are for those of the
+//! process's own.
 
 mod answer;
 mod body;
@@ -78,8 +79,8 @@ impl Server {
     /// Serves at `host`, on `port` or, for 0, on one that is free.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] for an address that others reach where there is no token, [`StoreError::Io`] where the port is
-    /// taken or the system refuses.
+    /// [`StoreError::Invalid`] for an address that others reach where there is no token, [`StoreError::Io`] where the
+    /// port is taken or the system refuses.
     pub fn start(
         service: Arc<dyn Service>,
         host: &str,
@@ -242,8 +243,8 @@ fn prepare(stream: &Socket<TcpStream>) -> rustix::io::Result<()> {
 
 /// Whether this request is looked at.
 ///
-/// A page in somebody's browser can send requests to this machine. Those that do not come from the same page's own address
-/// carry its origin; those that came by a name that the page's owner turned to this machine carry that name.
+/// A page in somebody's browser can send requests to this machine. Those that do not come from the same page's own
+/// address carry its origin; those that came by a name that the page's owner turned to this machine carry that name.
 fn admit(head: &RequestHead, common: &Common) -> Result<(), Refusal> {
     if head.is_of_a_page {
         return Err(Refusal::new(403, "pages in a browser are not served"));

@@ -1,7 +1,8 @@
 //! Memory that requests take beside that of the shards that they are about.
 //!
 //! What always holds: it was set aside before it is taken, and is kept aside until nothing of it is left; all requests
-//! together have no more of it than this. Those that take little are not counted: there are no more of them than connections.
+//! together have no more of it than this. Those that take little are not counted: there are no more of them than
+//! connections.
 
 use std::time::Duration;
 
@@ -37,8 +38,8 @@ pub(super) async fn for_body(bytes: u64, longest: Duration) -> Result<Aside, Ref
     of(&BODIES, usize::try_from(bytes).unwrap_or(usize::MAX), longest).await
 }
 
-/// For what is made of the names in this body. Whoever waits for it has the room for the body already, and who has it waits
-/// for nothing more: so it is had in the end.
+/// For what is made of the names in this body. Whoever waits for it has the room for the body already, and who has it
+/// waits for nothing more: so it is had in the end.
 pub(super) async fn for_names(body: &[u8], longest: Duration) -> Result<Aside, Refusal> {
     let names = 1 + body.iter().filter(|byte| **byte == b',').count();
     of(&LISTS, names.min(json::MOST_IDS) * A_NAME, longest).await

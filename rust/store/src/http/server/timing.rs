@@ -14,7 +14,8 @@ pub struct Timing {
     /// For room for a shard that is sent to a store at its limit. Who got it and is silent has half of that, so that it
     /// goes to who waits for it.
     pub room: Duration,
-    /// For the next 64 KiB, as `silence`, where there are as many connections as there may be and others wait to connect.
+    /// For the next 64 KiB, as `silence`, where there are as many connections as there may be and others wait to
+    /// connect.
     pub crowded: Duration,
     /// Who is slower than this, in bytes a second, over a whole body and a `silence` in advance, waits for nothing.
     pub slowest: u64,
