@@ -55,44 +55,20 @@ def test_all_ranks_map_one_plan_or_raise_one_error(tmp_path: Path) -> None:
         assert shared[0][1] == alone.fingerprint
         assert shared[0][3] == len(alone)
 
-        negative = job.hear_all()
-        assert [message[0] for message in negative] == [
-            "InvalidInputError",
-            "PeerFailedError",
-            "PeerFailedError",
-        ]
-        assert all("negative length" in message[1] for message in negative)
-        floats = job.hear_all()
-        assert [message[0] for message in floats] == [
-            "PeerFailedError",
-            "InvalidTypeError",
-            "PeerFailedError",
-        ]
-        assert all("order" in message[1] for message in floats)
-        progress = job.hear_all()
-        assert [message[0] for message in progress] == [
-            "PeerFailedError",
-            "InvalidTypeError",
-            "PeerFailedError",
-        ]
-        assert all("progress" in message[1] for message in progress)
+        def refused(kinds: list[str], says: str) -> None:
+            told = job.hear_all()
+            assert [message[0] for message in told] == kinds
+            assert all(says in message[1] for message in told)
+
+        peer, mismatch = "PeerFailedError", "PlanMismatchError"
+        refused(["InvalidInputError", peer, peer], "negative length")
+        refused([peer, "InvalidTypeError", peer], "order")
+        refused([peer, "InvalidTypeError", peer], "progress")
         for _ in ("none of the plans is there", "all of them are"):
-            different = job.hear_all()
-            assert [message[0] for message in different] == ["PeerFailedError"] * 3
-            assert all("same arguments" in message[1] for message in different)
-        elsewhere = job.hear_all()
-        assert [message[0] for message in elsewhere] == [
-            "PeerFailedError",
-            "PlanMismatchError",
-            "PlanMismatchError",
-        ]
-        assert all("same arguments" in message[1] for message in elsewhere)
-        absent = job.hear_all()
-        assert [message[0] for message in absent] == ["NotFoundError", "PeerFailedError", "PeerFailedError"]
-        assert all("absent" in message[1] for message in absent)
-        both = job.hear_all()
-        assert [message[0] for message in both] == ["PeerFailedError", "PeerFailedError", "InvalidInputError"]
-        assert all("not both" in message[1] for message in both)
+            refused([peer, peer, peer], "same arguments")
+        refused([peer, mismatch, mismatch], "same arguments")
+        refused(["NotFoundError", peer, peer], "absent")
+        refused([peer, peer, "InvalidInputError"], "not both")
 
         assert {message[1] for message in job.hear_all()} == {alone.fingerprint}
         job.expect_end()

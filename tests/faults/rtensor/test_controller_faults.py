@@ -147,37 +147,22 @@ def current() -> int | None:
     return ShardStore.current_epoch()
 
 
-def test_an_owner_that_cannot_be_reached_at_the_end_is_drained_later(peers: tuple[Peer, Peer]) -> None:
+# Who takes the end of its line for that of the controller gives up what it claimed. Where not even a connection is made
+# at the end, the line is the same one when it is there again.
+@pytest.mark.parametrize(("leave", "come_back"), [(Between.cut, Between.mend), (Between.go, Between.come)])
+def test_an_owner_that_cannot_be_reached_at_the_end_is_drained_later(
+    leave: Callable[[Between], None], come_back: Callable[[Between], None], peers: tuple[Peer, Peer]
+) -> None:
     owner, _ = peers
     between = Between(owner.addr)
     try:
         handles = [between.handle(one) for one in owner.call(told.make, 3, 10)]
         with Controller([Worker(between.addr, "rollout")]) as controller:
             with controller.step(claim=handles):
-                between.cut()
-                # It takes the end of the line for that of the controller.
+                leave(between)
                 until(lambda: owner.call(told.stats)[0]["unclaimed_entries"] == 3, "claims stay")
             assert owner.call(told.stats)[0]["num_tensors"] == 3
-            between.mend()
-            with controller.step():
-                pass
-            assert owner.call(told.stats)[0]["num_tensors"] == 0
-    finally:
-        between.close()
-
-
-def test_what_an_owner_gave_up_unclaimed_is_removed_when_it_is_there_again(peers: tuple[Peer, Peer]) -> None:
-    owner, _ = peers
-    between = Between(owner.addr)
-    try:
-        handles = [between.handle(one) for one in owner.call(told.make, 3, 10)]
-        with Controller([Worker(between.addr, "rollout")]) as controller:
-            with controller.step(claim=handles):
-                # Not even a connection is made at the end: the line is the same one then.
-                between.go()
-                until(lambda: owner.call(told.stats)[0]["unclaimed_entries"] == 3, "claims stay")
-            assert owner.call(told.stats)[0]["num_tensors"] == 3
-            between.come()
+            come_back(between)
             with controller.step():
                 pass
             assert owner.call(told.stats)[0]["num_tensors"] == 0
