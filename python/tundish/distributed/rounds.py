@@ -34,8 +34,8 @@ _KEPT_ROUNDS = 16
 # How long a failed rank waits for the others to bring their statuses too, so that all failures are named.
 _GATHER_SECONDS = 0.5
 # How long the host of the store stays in a round for the others to read its verdict, or to say that it came too late
-# for them. Some ten exchanges with the store, each of which waits its turn on a machine that is overloaded; who is known
-# to be gone is not waited for.
+# for them. Some ten exchanges with the store, each of which waits its turn on a machine that is overloaded. Who is
+# known to be gone is not waited for.
 LINGER_SECONDS = 5.0
 # Each look at the store is a fifth later than the one before: what is waited for is seen soon, in proportion to how
 # long it took, and a rank that waits long leaves its processor to those it waits for.
