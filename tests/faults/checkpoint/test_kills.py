@@ -13,14 +13,22 @@ from pathlib import Path
 
 import pytest
 
-from rank_processes import Job
+from rank_processes import PATIENCE, Job
 from soak import IS_SOAK
 from training import check, hidden, train
 from tundish.checkpoint import Checkpointer
 
 KILLS = 300 if IS_SOAK else 30
-# About what a start takes here, and then many steps.
-STARTING, TRAINING = 0.5, 0.6
+# About what a start takes; then steps that are published before a kill, and about what some more take.
+STARTING, STEPS, TRAINING = 0.5, 2, 0.3
+
+
+def wait_for_step(root: Path, step: int) -> None:
+    """Until it is published, however fast the machine is."""
+    deadline = time.monotonic() + PATIENCE
+    while step > max((int(path.name[4:]) for path in root.glob("dcp-[0-9]*")), default=0):
+        assert time.monotonic() < deadline, f"nobody saves step {step}"
+        time.sleep(0.002)
 
 
 @pytest.mark.timeout(120 + 20 * KILLS)
@@ -41,6 +49,7 @@ def test_whatever_is_killed_the_next_start_goes_on(tmp_path: Path) -> None:
                 resumed, same = job.hear_all()
                 assert resumed == ("resumed", newest.get("dcp", 0), [])
                 assert same == ("resumed", newest.get("dcp", 0), [])
+                wait_for_step(root, newest.get("dcp", 0) + draw.randint(0, STEPS))
                 time.sleep(draw.uniform(0, TRAINING))
             for rank in draw.choice([(0,), (1,), (0, 1)]):
                 job.signal(rank, signal.SIGKILL)
