@@ -98,6 +98,12 @@ def a_batch_goes_through_rays_store() -> None:
     assert torch.equal(rtensor.localize(handles["scores"][3:7]), batch["scores"][3:7])
     room = torch.empty(1, 3, dtype=torch.int64)
     assert torch.equal(rtensor.localize(handles["ids"][1:], out=room), batch["ids"][1:])
+    rtensor.clear_fetch_buffer()
+    parts = [handles["scores"], handles["scores"][3:7], handles["scores"][:2], handles["scores"][5:]]
+    expected = [batch["scores"], batch["scores"][3:7], batch["scores"][:2], batch["scores"][5:]]
+    rooms = [torch.empty(part.shape, dtype=part.dtype) for part in parts]
+    for found in (rtensor.localize(parts, out=rooms), rtensor.localize(parts)):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     stats = rtensor.storage_stats()
     assert stats["num_tensors"] == 2 and stats["total_bytes"] >= 48 + 400
     named = rtensor.store("name", torch.ones(3))

@@ -184,12 +184,13 @@ class RayBackend(StoreBackend):
         return handle
 
     def _getter(self, handles: Sequence[RTensor], timeout: float) -> Any:
-        known = {handle.shard_id: handle for handle in handles}
+        # Of one shard several may be wanted: of other rows each.
+        known = {(handle.shard_id, handle.rows): handle for handle in handles}
 
         def get(wanted: Sequence[tuple[str, tuple[int, int] | None]]) -> list[Any]:
             references = []
-            for shard_id, _ in wanted:
-                reference = known[shard_id].ref
+            for one in wanted:
+                shard_id, reference = one[0], known[one].ref
                 if reference is None:
                     raise ShardGoneError(
                         f"shard {shard_id} was drained or removed: its handle refers to nothing any more"
@@ -199,7 +200,7 @@ class RayBackend(StoreBackend):
                         f"the ref of shard {shard_id} is a {type(reference).__qualname__}, not an ObjectRef of Ray"
                     )
                 references.append(reference)
-            first = known[wanted[0][0]]
+            first = known[wanted[0]]
             try:
                 found = self._ray.get(references, timeout=timeout)
             except self._ray.exceptions.GetTimeoutError as error:
@@ -210,7 +211,7 @@ class RayBackend(StoreBackend):
                 raise TransferError(
                     f"cannot fetch shard {first.shard_id} from {first.node_addr}, of {len(references)}: {error}"
                 ) from error
-            return [_bytes_of(known[one[0]], one[1], value) for one, value in zip(wanted, found, strict=True)]
+            return [_bytes_of(known[one], one[1], value) for one, value in zip(wanted, found, strict=True)]
 
         return get
 
