@@ -133,3 +133,17 @@ def test_a_handle_goes_with_the_tensor_that_it_alone_keeps(count: int) -> None:
     del handle
     gc.collect()
     assert tensor() is None
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (100_000,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_fetched_for_inference_is_good_for_training(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """A handle keeps its tensor for all who ask: for who only looks at it, and then for who learns from it."""
+    handle = td.rtensor.remotize(torch.ones(shape, dtype=dtype))
+    with torch.inference_mode():
+        assert handle.to_local().sum().is_inference()
+    weight = torch.ones(shape, dtype=dtype, requires_grad=True)
+    (handle.to_local() * weight).sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, handle.to_local())

@@ -49,7 +49,10 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def tensors_over(views: Sequence[_native.ShardView], handles: Sequence[_native.RTensor]) -> list[Tensor]:
-    """Tensors of what views hold, as their handles declare them."""
+    """Tensors of what views hold, as their handles declare them; for training too, wherever they are made."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return tensors_over(views, handles)
     made: list[Tensor | None] = [None] * len(views)
     if EXCHANGE is not None:
         made = _native.tensors_over(EXCHANGE, list(views))
