@@ -181,6 +181,21 @@ def test_into_tensors_of_the_callers() -> None:
     ):
         with pytest.raises(InvalidInputError, match=why):
             rtensor.localize(handle, out=wrong)
+    both = torch.zeros(6, 3)
+    with pytest.raises(InvalidInputError, match="share memory"):
+        rtensor.localize([handle, handle], out=[both[2:], both[:4]])
+    assert not both.any()
+    halves = rtensor.localize([handle[:1], handle[3:]], out=[both[:1], both[1:2]])
+    assert torch.equal(torch.cat(halves), tensor[::3])
+
+
+@pytest.mark.usefixtures("local")
+def test_autograd_learns_what_was_received_into_a_tensor() -> None:
+    room, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+    result = (room * weight).sum()
+    rtensor.localize(rtensor.remotize(torch.arange(3.0)), out=room)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ own to write to; what has another dtype or shape than its handle is refused.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -104,10 +105,25 @@ def _receive(handles: list[RTensor], rooms: list[Tensor], timeout: float) -> Non
         room if is_direct else torch.empty(room.shape, dtype=room.dtype, device="cpu")
         for room, is_direct in zip(rooms, direct, strict=True)
     ]
-    backend().fetch_into(handles, targets, timeout)
+    _check_apart([room for room, is_direct in zip(rooms, direct, strict=True) if is_direct])
+    try:
+        backend().fetch_into(handles, targets, timeout)
+    finally:
+        # What autograd saved of them is not what it was.
+        for room, is_direct in zip(rooms, direct, strict=True):
+            if is_direct:
+                torch.autograd.graph.increment_version(room)
     for room, target in zip(rooms, targets, strict=True):
         if target is not room:
             room.copy_(target)
+
+
+def _check_apart(rooms: list[Tensor]) -> None:
+    """Raises `InvalidInputError` where two of these, which are dense, have memory in common."""
+    places = sorted((room.data_ptr(), room.nbytes) for room in rooms if room.nbytes)
+    for (one, length), (other, _) in itertools.pairwise(places):
+        if other < one + length:
+            raise InvalidInputError("two tensors of `out` share memory: what comes into one would be in both")
 
 
 def clear_fetch_buffer(shard_ids: Iterable[str] | None = None) -> int:
