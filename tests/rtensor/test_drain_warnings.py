@@ -55,6 +55,38 @@ def test_what_is_left_after_a_step_of_one_process_is_warned_of(
         consumers[0].call(told.end, number)
 
 
+def test_rows_that_are_kept_are_no_rest(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one shard that is kept several entries are there, and they hide nothing when they are drained."""
+    handle = owners[0].call(told.make, 1, 10)[0]
+    rows = [handle[:2], handle[4:6], handle[8:]]
+    with controller.step():
+        consumers[1].call(told.sums, rows)
+        assert controller.keep(handle) == 3
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+    with controller.step(claim=handle):
+        pass
+    left = owners[0].call(told.make, 2, 10)
+    with controller.step():
+        consumers[1].call(told.sums_in_step_of_its_own, left, 5_000_000)
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "2 entries" in record.getMessage()
+    consumers[1].call(told.end, 5_000_000)
+
+
+def test_rows_that_one_process_keeps_are_no_rest(owners: list[Peer], consumers: list[Peer]) -> None:
+    handle = owners[0].call(told.make, 1, 10)[0]
+    assert consumers[2].call(steps_that_keep_rows, handle) == []
+
+
+def steps_that_keep_rows(handle: Any) -> list[str]:
+    """What is warned of."""
+    rtensor.localize([handle[:2], handle[4:6]])
+    assert rtensor.keep(handle) == 2
+    return step_that_leaves([])
+
+
 def step_that_leaves(handles: Any) -> list[str]:
     """What is warned of."""
     said: list[str] = []

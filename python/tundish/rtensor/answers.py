@@ -13,7 +13,16 @@ from typing import Any
 from tundish.errors import DrainError, ShardGoneError, counted
 from tundish.rtensor.lines import Worker
 
-__all__ = ["check_claim", "failures_of", "last_number", "look_at_buffer", "look_at_ledger", "refuse", "total"]
+__all__ = [
+    "by_address",
+    "check_claim",
+    "failures_of",
+    "last_number",
+    "look_at_buffer",
+    "look_at_ledger",
+    "refuse",
+    "total",
+]
 
 _log = logging.getLogger("tundish.rtensor")
 _NAMED = 8
@@ -86,6 +95,10 @@ def failures_of(answers: dict[Worker, Any]) -> dict[Worker, Exception]:
 
 def total(answers: dict[Worker, Any], key: str) -> int:
     return sum(_count(answer, key) for answer in answers.values() if isinstance(answer, dict))
+
+
+def by_address(answers: dict[Worker, Any], key: str) -> dict[str, int]:
+    return {worker.addr: total({worker: answer}, key) for worker, answer in answers.items()}
 
 
 def last_number(stats: Iterable[Any]) -> int:

@@ -14,12 +14,14 @@ import contextlib
 import json
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
 from tundish._native import ShardStore, shard_ids
 from tundish.errors import InvalidInputError, ShardGoneError
 from tundish.rtensor.answers import (
+    by_address,
     check_claim,
     failures_of,
     last_number,
@@ -117,6 +119,8 @@ class Controller:
         # What is not to end with the current step; and what did not end with one before, by which it is not dropped.
         self._kept: set[str] = set()
         self._carried: set[str] = set()
+        # Entries that are kept, by address: of one shard several, where rows were fetched.
+        self._kept_entries: Counter[str] = Counter()
         # What some workers keep and others do not, since `keep` failed: it ends with the current step after all.
         self._half_kept: set[str] = set()
         # By which connections the current step was begun.
@@ -268,6 +272,7 @@ class Controller:
             for worker in self._workers
             if worker.drain is None
         )
+        self._kept_entries.update(by_address(answers, "kept_count"))
         refuse("could not be told what to keep", answers)
         self._kept.update(ids)
         self._half_kept.difference_update(ids)
@@ -440,7 +445,8 @@ class Controller:
         self._drop_what_is_of_no_step()
         if carried:
             drop = Request("DELETE", "/buffer/clear", {"shard_ids": carried})
-            self._errands.tell((worker, drop, carried) for worker in self._workers if worker.drain is None)
+            drops = self._errands.tell((one, drop, carried) for one in self._workers if one.drain is None)
+            self._kept_entries.subtract(by_address(drops, "cleared_count"))
             self._carried.difference_update(carried)
         self._look_at_buffers(is_step_over=True)
 
@@ -461,8 +467,11 @@ class Controller:
         asked = [worker for worker in self._workers if worker.drain is None]
         answers = self._errands.ask((worker, Request("GET", "/buffer/stats")) for worker in asked)
         # What was carried over is there on purpose.
-        expected = len(self._carried | self._kept)
+        shards = len(self._carried | self._kept)
+        if not shards:
+            self._kept_entries.clear()
         for worker, answer in answers.items():
+            expected = max(shards, self._kept_entries[worker.addr])
             entries = look_at_buffer(worker, answer, is_step_over=is_step_over, expected=expected)
             if entries:
                 left[worker] = entries

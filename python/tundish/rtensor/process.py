@@ -27,6 +27,7 @@ class State:
         epoch: the number of the last step of this process alone.
         in_step: whether one is under way.
         kept: the shards of others of which something was fetched and is not to end with a step, as far as is known.
+        kept_entries: what was fetched of them: of one shard several parts, where rows were chosen.
         tokens: what is shown to others, by their addresses.
     """
 
@@ -38,6 +39,7 @@ class State:
     epoch: int = 0
     in_step: bool = False
     kept: set[str] = field(default_factory=set)
+    kept_entries: int = 0
     tokens: dict[str, str] = field(default_factory=dict)
 
 

@@ -90,8 +90,11 @@ def keep(obj: Any) -> int:
     check_claim_of_handles(obj, "keep")
     mine = state()
     here = {"local", mine.server.addr if mine.server is not None else "local"}
-    mine.kept |= {one for owner, ids in collect_shards(obj).items() if owner not in here for one in ids}
-    return ShardStore.keep(flatten_shard_ids(obj))
+    others = {one for owner, ids in collect_shards(obj).items() if owner not in here for one in ids}
+    mine.kept |= others
+    kept = ShardStore.keep(list(others))
+    mine.kept_entries += kept
+    return kept + ShardStore.keep([one for one in flatten_shard_ids(obj) if one not in others])
 
 
 def drain(group: Any = None, *, claim: Any = None) -> None:
@@ -141,7 +144,8 @@ def _drop_what_is_kept(voter: Voter, mine: State, claimed: set[str]) -> None:
     """Collective: drop what was kept of shards that some rank claims. Of many claims few are of what was kept."""
     kept = _of_all(voter, mine.kept, "tell what was kept")
     ending = _of_all(voter, kept & claimed, "tell what is kept no longer")
-    ShardStore.clear_buffer(list(ending & mine.kept))
+    dropped = ShardStore.clear_buffer(list(ending & mine.kept))
+    mine.kept_entries = max(0, mine.kept_entries - dropped)
     mine.kept -= ending
     voter.vote(what="drop what was kept")
 
@@ -201,8 +205,9 @@ def _end(number: int, mine: State) -> None:
     if not entries:
         # Drained by its id, or all was flushed.
         mine.kept.clear()
+        mine.kept_entries = 0
     # What was kept is there on purpose.
-    if entries > len(mine.kept):
+    if entries > max(len(mine.kept), mine.kept_entries):
         _log.warning(
             "%d entries (%d bytes) are still in the fetch buffer after the end of step %d, the oldest of step %s",
             entries,
