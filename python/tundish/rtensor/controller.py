@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import threading
 from collections import Counter
@@ -102,7 +103,7 @@ class Controller:
         timeout: seconds until a worker has to have answered, or its `drain` to have ended.
 
     Raises `InvalidInputError` and `InvalidTypeError` for arguments that cannot be used, and when it is used after
-    it was closed.
+    it was closed, or in a child made by `fork`: one that leaves the block of a step ends nothing.
 
     Calls come from one thread at a time. Closed, or when its process ends, the workers give up what it claimed.
     """
@@ -111,6 +112,7 @@ class Controller:
         check_token(token)
         timeout = check_seconds(timeout, may_be_zero=False)
         self._is_closed = False
+        self._process = os.getpid()
         self._lines = Lines(lambda addr: token if self._is_worker(addr) else None, timeout)
         self._errands = Errands(self._lines, Hooks(timeout))
         self._lock = threading.RLock()
@@ -241,6 +243,8 @@ class Controller:
         self, begun: _Begun, owners: dict[str, list[str]], handles: list[RTensor], noted: list[_Ending]
     ) -> None:
         """End a step that has begun, and begin the next one; `noted` gets what the end comes to."""
+        if os.getpid() != self._process:
+            return  # In a child made by `fork`, whose parent's the step is.
         with self._lock:
             try:
                 to_its_end(lambda: noted.append(self._note_end(begun.number, owners)))
@@ -268,9 +272,7 @@ class Controller:
         self._half_kept.update(ids)
         kept = ShardStore.keep(ids)
         answers = self._errands.tell(
-            (worker, Request("POST", "/keep", {"shard_ids": ids}), ids)
-            for worker in self._workers
-            if worker.drain is None
+            (worker, Request("POST", "/keep", {"shard_ids": ids}), ids) for worker in self._serving()
         )
         self._kept_entries.update(by_address(answers, "kept_count"))
         refuse("could not be told what to keep", answers)
@@ -281,7 +283,7 @@ class Controller:
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
         """What every worker holds, or why it does not say."""
         self._check_open()
-        asked = [worker for worker in self._workers if worker.drain is None]
+        asked = self._serving()
         answers = self._lines.ask_all([(worker, Request("GET", "/stats")) for worker in asked])
         return dict(zip(asked, answers, strict=True))
 
@@ -327,9 +329,7 @@ class Controller:
                 answers[_HERE] = {}
             except ShardGoneError as error:
                 answers[_HERE] = StepTakenError(str(error))
-        return answers | self._errands.ask(
-            (worker, begin) for worker in self._workers if worker.drain is None
-        )
+        return answers | self._errands.ask((worker, begin) for worker in self._serving())
 
     def _begin(self, owners: dict[str, list[str]], noted: list[_Begun]) -> None:
         """Have every worker begin the next step, and the owners claim; `noted` gets it."""
@@ -359,7 +359,7 @@ class Controller:
             for worker, answer in claims.items():
                 check_claim(worker, answer)
             made = self._lines.made
-            self._begun_by = {one.addr: made(one.addr) for one in self._workers if one.drain is None}
+            self._begun_by = {one.addr: made(one.addr) for one in self._serving()}
             self._current = number
             noted.append(_Begun(number, {owner: made(owner) for owner in owners}))
         except BaseException:
@@ -406,7 +406,7 @@ class Controller:
         half = self._half_kept - self._carried
         if half:
             drop = Request("DELETE", "/buffer/clear", {"shard_ids": sorted(half)})
-            yield from ((worker, drop, sorted(half)) for worker in self._workers if worker.drain is None)
+            yield from ((worker, drop, sorted(half)) for worker in self._serving())
             claimed = {owner: [one for one in ids if one in half] for owner, ids in drained.items()}
             yield from self._removals({owner: ids for owner, ids in claimed.items() if ids})
 
@@ -445,7 +445,7 @@ class Controller:
         self._drop_what_is_of_no_step()
         if carried:
             drop = Request("DELETE", "/buffer/clear", {"shard_ids": carried})
-            drops = self._errands.tell((one, drop, carried) for one in self._workers if one.drain is None)
+            drops = self._errands.tell((worker, drop, carried) for worker in self._serving())
             self._kept_entries.subtract(by_address(drops, "cleared_count"))
             self._carried.difference_update(carried)
         self._look_at_buffers(is_step_over=True)
@@ -464,8 +464,7 @@ class Controller:
     def _look_at_buffers(self, *, is_step_over: bool) -> dict[Worker, int]:
         """Warn of what is left in any buffer; by worker."""
         left: dict[Worker, int] = {}
-        asked = [worker for worker in self._workers if worker.drain is None]
-        answers = self._errands.ask((worker, Request("GET", "/buffer/stats")) for worker in asked)
+        answers = self._errands.ask((worker, Request("GET", "/buffer/stats")) for worker in self._serving())
         # What was carried over is there on purpose.
         shards = len(self._carried | self._kept)
         if not shards:
@@ -478,8 +477,12 @@ class Controller:
         return left
 
     def _check_open(self) -> None:
-        if self._is_closed:
-            raise InvalidInputError("this controller is closed: make another one")
+        if self._is_closed or os.getpid() != self._process:
+            reason = "closed" if self._is_closed else f"that of process {self._process}"
+            raise InvalidInputError(f"this controller is {reason}: make another one")
+
+    def _serving(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.drain is None]
 
     def _is_worker(self, addr: str) -> bool:
         return any(worker.addr == addr for worker in self._workers)

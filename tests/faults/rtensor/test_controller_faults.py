@@ -280,6 +280,42 @@ def test_a_child_of_a_dead_controller_holds_no_claims(peers: tuple[Peer, Peer]) 
         os.kill(child, signal.SIGKILL)
 
 
+LEAVING = """
+import os, sys
+from tundish import rtensor
+from tundish.errors import InvalidInputError
+with rtensor.Controller([rtensor.Worker(sys.argv[1])]) as controller:
+    with controller.step(claim=rtensor.loads(bytes.fromhex(sys.argv[2]))):
+        child = os.fork()
+        if child == 0:
+            try:
+                controller.stats()
+            except InvalidInputError:
+                sys.exit(7)
+            sys.exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_a_child_that_leaves_the_block_of_a_step_does_not_end_it(peers: tuple[Peer, Peer]) -> None:
+    owner, consumer = peers
+    handles = owner.call(told.make, 2, 10)
+    arguments = [sys.executable, "-c", LEAVING, owner.addr, rtensor.dumps(handles).hex()]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as controller:
+        assert controller.stdin is not None and controller.stdout is not None
+        try:
+            ended = int(controller.stdout.readline())
+            assert owner.call(told.stats)[0]["num_tensors"] == 2
+            assert ended == 7, "a child uses the connections of its parent's controller"
+            assert consumer.call(told.sums, handles) == [0, 10]
+            controller.stdin.close()
+            assert controller.wait(60) == 0
+        finally:
+            controller.kill()
+    assert owner.call(told.stats)[0]["num_tensors"] == 0
+
+
 def test_a_worker_that_is_told_of_later_is_shown_the_token() -> None:
     with Peer(token="of-the-job") as owner:
         handles = owner.call(told.make, 2, 10)
