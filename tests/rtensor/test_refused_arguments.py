@@ -77,6 +77,26 @@ def test_names_in_place_of_handles_are_refused() -> None:
         assert controller.clear_batches({"prompts": ["a", "b"], "handle": handle}).shards == 1
 
 
+def test_containers_in_which_no_handle_is_found_are_refused() -> None:
+    """A step would claim nothing then, and nothing would be drained of what it was given."""
+    batch = {"a": remotize(torch.ones(1)), "b": remotize(torch.ones(2))}
+    with Controller([Worker(td.rtensor.serve().addr)]) as controller:
+        calls: list[Callable[[Any], Any]] = [
+            controller.clear_batches,
+            lambda claim: controller.step(claim=claim).__enter__(),
+            controller.keep,
+            lambda claim: td.rtensor.step(claim=claim).__enter__(),
+            td.rtensor.keep,
+            td.rtensor.flatten_shard_ids,
+            td.rtensor.collect_shards,
+        ]
+        for call in calls:
+            for found_in in (batch.values(), batch.items(), iter(batch.values()), set(batch.values())):
+                with pytest.raises(InvalidTypeError, match=r"and not in a .*: give list"):
+                    call(found_in)
+        assert controller.clear_batches(list(batch.values())).shards == 2
+
+
 def test_tensors_stand_among_handles() -> None:
     tensor, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(2))
     batch = {"handle": remotize(torch.zeros(2)), "tensor": tensor, "parameter": parameter}

@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, MappingView, Set
 from numbers import Real
 from typing import Any
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["check_claim_of_handles", "check_names", "check_seconds", "check_token", "split_address"]
+__all__ = [
+    "check_claim_of_handles",
+    "check_container",
+    "check_names",
+    "check_seconds",
+    "check_token",
+    "split_address",
+]
 
+# Nobody looks for handles in these.
+_PASSED_OVER = (Iterator, MappingView, Set)
 _GIVEN_NAME = re.compile(r"[0-9a-f]{16}-[0-9]+")
 
 
@@ -60,7 +69,7 @@ def check_names(names: Any, what: str) -> None:
 
 
 def check_claim_of_handles(targets: Any, what: str) -> None:
-    """Raises `InvalidTypeError` where names of shards stand in place of handles: nothing would come of them.
+    """Raises `InvalidTypeError` where nothing would come of it: for names of shards, and as `check_container`.
 
     Known by their form are the names that `remotize` gives; other texts are a batch's own.
     """
@@ -71,4 +80,14 @@ def check_claim_of_handles(targets: Any, what: str) -> None:
         raise InvalidTypeError(
             f"{what} takes handles, and these are names of shards, which do not say who owns them: give the handles, "
             "or remove(names) on their owner and clear_fetch_buffer(names) where they were fetched"
+        )
+    check_container(targets, what)
+
+
+def check_container(obj: Any, what: str) -> None:
+    """Raises `InvalidTypeError` for a container whose handles would be passed over."""
+    if isinstance(obj, _PASSED_OVER):
+        raise InvalidTypeError(
+            f"{what} finds handles in dicts, lists and tuples, and not in a {type(obj).__qualname__}: give list(…) of "
+            "it"
         )

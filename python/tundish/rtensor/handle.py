@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tundish._native import RTensor, dump_handles, load_handles, shard_ids
 from tundish.errors import InvalidTypeError
+from tundish.rtensor.checks import check_container
 from tundish.tree import parts_of
 
 __all__ = [
@@ -72,13 +73,19 @@ def handles_of(obj: Any) -> list[RTensor]:
 def flatten_shard_ids(obj: Any) -> list[str]:
     """The ids of all shards that handles in `obj` lead to, each once.
 
-    To be sent where shards are to be dropped: texts, since handles would be fetched on arrival.
+    To be sent where shards are to be dropped: texts, since handles would be fetched on arrival. Raises
+    `InvalidTypeError` for a set, an iterator or a view of a dict, in which no handles are found.
     """
+    check_container(obj, "flatten_shard_ids")
     return shard_ids(handles_of(obj))
 
 
 def collect_shards(obj: Any) -> dict[str, list[str]]:
-    """The ids of all shards that handles in `obj` lead to, each once, by the address of their owner."""
+    """The ids of all shards that handles in `obj` lead to, each once, by the address of their owner.
+
+    Raises as `flatten_shard_ids`.
+    """
+    check_container(obj, "collect_shards")
     by_owner: dict[str, list[RTensor]] = {}
     for handle in handles_of(obj):
         by_owner.setdefault(handle.node_addr, []).append(handle)
