@@ -216,7 +216,7 @@ class Controller:
         What is fetched between two steps belongs to the later one.
 
         Raises:
-            ShardGoneError: a claimed shard is not there, or another step's. Nothing is drained then.
+            ShardGoneError: a claimed shard is not there, or another step's. Shards stay; what was fetched ahead goes.
             DrainError: a worker does not begin the step, or could not be drained now and in the step before.
         """
         self._check_open()
