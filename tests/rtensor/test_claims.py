@@ -76,6 +76,23 @@ def test_what_is_kept_goes_on(
     assert entries(owners)[0] == (0, 0) and entries(consumers) == [(0, 0)] * 3
 
 
+def test_what_an_earlier_controller_kept_ends_with_the_step_that_claims_it(
+    owners: list[Peer], consumers: list[Peer]
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    workers = workers_of(owners, consumers)
+    with Controller(workers) as one, one.step():
+        fetch_everywhere(handles, consumers)
+        one.keep(handles)
+    with Controller(workers) as next_one:
+        with next_one.step():
+            pass
+        assert entries(consumers) == [(0, 2)] * 3
+        with next_one.step(claim=handles):
+            pass
+        assert entries(owners)[0] == (0, 0) and entries(consumers) == [(0, 0)] * 3
+
+
 def test_controllers_of_one_process_take_turns(owners: list[Peer], consumers: list[Peer]) -> None:
     workers = workers_of(owners, consumers)
     with Controller(workers) as one, Controller(workers) as two:

@@ -25,6 +25,7 @@ from tundish.rtensor.answers import (
     by_address,
     check_claim,
     failures_of,
+    has_kept,
     last_number,
     look_at_buffer,
     look_at_ledger,
@@ -121,6 +122,8 @@ class Controller:
         # What is not to end with the current step; and what did not end with one before, by which it is not dropped.
         self._kept: set[str] = set()
         self._carried: set[str] = set()
+        # Whether one that went before this controller had something kept, which ends when it is claimed here.
+        self._has_inherited = False
         # Entries that are kept, by address: of one shard several, where rows were fetched.
         self._kept_entries: Counter[str] = Counter()
         # What some workers keep and others do not, since `keep` failed: it ends with the current step after all.
@@ -283,9 +286,7 @@ class Controller:
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
         """What every worker holds, or why it does not say."""
         self._check_open()
-        asked = self._serving()
-        answers = self._lines.ask_all([(worker, Request("GET", "/stats")) for worker in asked])
-        return dict(zip(asked, answers, strict=True))
+        return self._errands.ask((worker, Request("GET", "/stats")) for worker in self._serving())
 
     def close(self) -> None:
         """Let go of the workers. Done twice is done once."""
@@ -304,7 +305,9 @@ class Controller:
     def _next_number(self, *, is_contested: bool = False) -> int:
         if self._number is None or is_contested:
             # One that went before this controller has counted too.
-            self._number = last_number([*self.stats().values(), json.loads(ShardStore.stats())])
+            told = [*self.stats().values(), json.loads(ShardStore.stats())]
+            self._number = last_number(told)
+            self._has_inherited |= any(map(has_kept, told))
         # Two that ask at the same time do not meet again.
         self._number += 1 + (secrets.randbelow(_NUMBERS) if is_contested else 0)
         return self._number
@@ -441,7 +444,7 @@ class Controller:
                 self._errands.forget([errand])
         for errand in ending.half_kept:
             self._errands.carry_out([errand])
-        carried = [one for one in claims if one in self._carried]
+        carried = [one for one in claims if self._has_inherited or one in self._carried]
         self._drop_what_is_of_no_step()
         if carried:
             drop = Request("DELETE", "/buffer/clear", {"shard_ids": carried})
@@ -453,11 +456,8 @@ class Controller:
     def _drop_what_is_of_no_step(self) -> None:
         """Drain workers that took the end of the line for that of the controller, and fetched since."""
         flush = Request("DELETE", "/buffer/clear", {"shard_ids": None})
-        lost = [
-            worker
-            for worker in self._workers
-            if worker.addr in self._begun_by and self._lines.made(worker.addr) != self._begun_by[worker.addr]
-        ]
+        made, begun_by = self._lines.made, self._begun_by
+        lost = [one for one in self._serving() if made(one.addr) != begun_by.get(one.addr, made(one.addr))]
         if lost and not self._carried:
             self._errands.ask((worker, flush) for worker in lost)
 
