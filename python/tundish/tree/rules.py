@@ -191,7 +191,7 @@ def _tuple_subclass(value: Any) -> Parts:
     items = tuple(tuple.__iter__(value))
     labels = _dotted(names) if len(names) == len(items) else [f"[{index}]" for index in range(len(items))]
     state = value.__getstate__()
-    if not state:
+    if state is None:
         return Parts(("tuple", kind, False), items, labels)
     return Parts(("tuple", kind, True), (*items, state), (*labels, ".__dict__"))
 
@@ -199,7 +199,7 @@ def _tuple_subclass(value: Any) -> Parts:
 def _list_subclass(value: Any) -> Parts:
     state = value.__getstate__()
     children = list.__iter__(value)
-    if not state:
+    if state is None:
         return Parts(("list", type(value), False), list(children))
     labels = [f"[{index}]" for index in range(list.__len__(value))]
     return Parts(("list", type(value), True), (*children, state), (*labels, ".__dict__"))
@@ -216,11 +216,12 @@ def _dict_subclass(value: Any) -> Parts:
         more.append(value.default_factory)
         labels.append(".default_factory")
     state = value.__getstate__()
-    how: bool | str = bool(state)
+    # As pickle has it: None alone is no state. An empty one is, and the type may make its own of that.
+    how: bool | str = state is not None
     if state is value:
         # What is made so that its attributes are its items, unless it says so of its state alone.
         how = ITSELF if kind.__dictoffset__ and vars(value) is value else GIVES_ITSELF
-    elif state:
+    elif how:
         more.append(state)
         labels.append(".__dict__")
     return _pairs(kind, items, (factory, how), more, labels)
@@ -250,7 +251,7 @@ def _attributes_only(value: Any) -> Parts | None:
     if type(state) is list and getattr(kind.__getstate__, "__module__", "") == "dataclasses":
         # Frozen and with slots: the values of the fields.
         return Parts(("fields", kind), state, _dotted(field.name for field in dataclasses.fields(value)))
-    if _forgets(kind) or not hasattr(kind, "__setstate__"):
+    if state is None or _forgets(kind) or not hasattr(kind, "__setstate__"):
         attributes, slots = state if type(state) is tuple else (state, None)
         if type(attributes or {}) is dict and type(slots or {}) is dict:
             attributes, slots = attributes or {}, slots or {}
