@@ -193,6 +193,30 @@ def test_what_lies_across_its_own_width_is_copied(elsewhere: Elsewhere) -> None:
     trip([raw[:40], raw[1:33].view(np.float32), raw[8:16].view(np.int64)], elsewhere)
 
 
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+@pytest.mark.parametrize("gap", [1, 2, 4, 8])
+def test_tensors_to_put_together_may_lie_anywhere(gap: int) -> None:
+    rows = torch.arange(8, dtype=torch.float64)
+    quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint32)
+    tensors, schema = td.tree.flatten([rows.view(torch.uint8), rows[2:], rows.view(torch.int16), quantized])
+    assert [tensor.dtype for tensor in tensors] == [torch.uint8, torch.uint8]
+    packed = [torch.cat([torch.zeros(gap, dtype=torch.uint8), tensor])[gap:] for tensor in tensors]
+    octets, values, shorts, back = td.tree.unflatten(schema, packed)
+    assert torch.equal(octets, rows.view(torch.uint8)) and torch.equal(values, rows[2:])
+    assert torch.equal(shorts, rows.view(torch.int16)) and torch.equal(back.int_repr(), quantized.int_repr())
+    values.fill_(0.0)
+    assert octets[16:].count_nonzero() == 0 == shorts[8:].count_nonzero()
+
+
+def test_views_of_a_tensor_with_gaps_share_its_values() -> None:
+    rows = torch.arange(8.0)
+    tensors, schema = td.tree.flatten([rows, rows[2:]])
+    spread = torch.stack([tensors[0], torch.zeros(8)], dim=1)[:, 0]
+    first, second = td.tree.unflatten(schema, [spread])
+    second.fill_(-1.0)
+    assert first.tolist() == [0.0, 1.0, *[-1.0] * 6]
+
+
 def test_writing_to_one_tensor_of_a_buffer_is_no_change_of_another() -> None:
     _, schema = td.tree.flatten({"weights": torch.ones(3), "labels": torch.ones(3)})
     buffer = torch.zeros(schema.layout.total, dtype=torch.uint8)

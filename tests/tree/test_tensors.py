@@ -209,6 +209,30 @@ def test_what_a_subclass_makes_of_functions_does_not_matter(
         assert torch.equal(back.detach().as_subclass(torch.Tensor), base(2, 3))
 
 
+class Boxes(torch.Tensor):
+    """A subclass with attributes in slots, one of them a tensor."""
+
+    __slots__ = ("anchors", "form")
+    anchors: torch.Tensor
+    form: str
+
+
+class NamedWeight(torch.nn.Parameter):
+    __slots__ = ("form",)
+    form: str
+
+
+def test_slots_of_a_subclass_come_back(elsewhere: Elsewhere) -> None:
+    boxes, weight = base(2, 4).as_subclass(Boxes), NamedWeight(base(2))
+    boxes.anchors, boxes.form, weight.form = base(3), "xyxy", "weight"
+    vars(boxes)["note"] = "n"
+    tensors, _ = td.tree.flatten([boxes])
+    assert len(tensors) == 2
+    back, back_weight = elsewhere.there_and_back([boxes, weight])
+    assert type(back) is Boxes and back.form == "xyxy" and vars(back) == {"note": "n"}
+    assert torch.equal(back.anchors, base(3)) and back_weight.form == "weight"
+
+
 def test_a_wrapper_comes_back_in_its_parts(elsewhere: Elsewhere) -> None:
     obj = [Scaled(base(2, 3).to(torch.int8), torch.tensor(0.5))]
     back = elsewhere.there_and_back(obj)

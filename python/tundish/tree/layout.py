@@ -85,6 +85,16 @@ class Layout:
         return torch.uint8 in self.dtypes or torch.int8 in self.dtypes
 
     @cached_property
+    def _widths(self) -> dict[int, int]:
+        """By number of a tensor that leaves are views of: bytes of an element of the widest."""
+        widths: dict[int, int] = {}
+        for one in self.recipes or ():
+            if not isinstance(one, int):
+                width = (one[1] or self.dtypes[one[0]]).itemsize
+                widths[one[0]] = max(width, widths.get(one[0], 0))
+        return widths
+
+    @cached_property
     def size_bytes(self) -> bytes:
         """The sizes as native 64-bit integers."""
         return array("Q", self.sizes).tobytes()
@@ -140,7 +150,9 @@ class Layout:
         """The leaves, made of the carried tensors, which have the dtypes and shapes of this layout."""
         if self.recipes is None:
             return tensors
-        return [tensors[one] if isinstance(one, int) else _view(tensors, one) for one in self.recipes]
+        # Of each once, so that its views share it.
+        bases = {slot: _base(tensors[slot], width) for slot, width in self._widths.items()}
+        return [tensors[one] if isinstance(one, int) else _view(bases[one[0]], one) for one in self.recipes]
 
     def tensors_in(self, buffer: Tensor) -> list[Tensor]:
         """The carried tensors where they lie in `buffer` at `offsets`: views of its storage, nothing is copied.
@@ -190,9 +202,14 @@ def layout_said(said: bytes) -> Layout | None:
     return layout
 
 
-def _view(tensors: Sequence[Tensor], recipe: View) -> Tensor:
-    slot, dtype, size, stride, offset = recipe
-    tensor = tensors[slot].contiguous()
+def _base(tensor: Tensor, width: int) -> Tensor:
+    """The tensor, or a copy of it, with one value after the other and the first at a multiple of `width` bytes."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.storage_offset() * tensor.itemsize % width else tensor
+
+
+def _view(tensor: Tensor, recipe: View) -> Tensor:
+    _, dtype, size, stride, offset = recipe
     if dtype is None:
         step = tensor.itemsize
         return tensor.as_strided(size, stride, tensor.storage_offset() + offset // step)

@@ -124,7 +124,8 @@ def subclass_parts(tensor: Tensor) -> Parts:
         )
     with torch._C.DisableTorchFunctionSubclass():
         values = tensor.detach().as_subclass(Tensor)
-    state = dict(vars(tensor)) or None
+    # Its attributes, and with slots a pair of both.
+    state = object.__getstate__(tensor)
     builder = "parameter" if issubclass(kind, torch.nn.Parameter) else "subclass"
     return Parts((builder, kind, requires_grad), (values, state), ("", ".__dict__"))
 
@@ -172,6 +173,9 @@ def _make_quantized(token: Any, parts: list[Any]) -> Tensor:
         tensor = torch._empty_per_channel_affine_quantized(
             size, scales=scales, zero_points=zero_points, axis=axis, dtype=dtype, device=values.device
         )
+    if values.storage_offset() % dtype.itemsize:
+        # As where it was put together out of bytes that begin anywhere.
+        values = values.clone()
     first = values.storage_offset() // dtype.itemsize + offset
     made: Tensor = tensor.set_(values.untyped_storage(), first, size, stride)
     return made
@@ -188,7 +192,7 @@ def _make_subclass(token: Any, parts: list[Any]) -> Tensor:
     _, kind, requires_grad = token
     values, state = parts
     tensor: Tensor = values.detach().as_subclass(kind)
-    vars(tensor).update(state or {})
+    _set_attributes(tensor, state)
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.requires_grad_() if requires_grad else tensor
 
@@ -197,8 +201,15 @@ def _make_parameter(token: Any, parts: list[Any]) -> Tensor:
     _, kind, requires_grad = token
     values, state = parts
     parameter: Tensor = Tensor._make_subclass(kind, values, requires_grad)
-    vars(parameter).update(state or {})
+    _set_attributes(parameter, state)
     return parameter
+
+
+def _set_attributes(tensor: Tensor, state: Any) -> None:
+    attributes, slots = state if type(state) is tuple else (state, None)
+    vars(tensor).update(attributes or {})
+    for name, value in (slots or {}).items():
+        object.__setattr__(tensor, name, value)
 
 
 def _make_jagged(token: Any, parts: list[Any]) -> Tensor:
