@@ -291,69 +291,6 @@ def test_it_comes_back(name: str, elsewhere: Elsewhere) -> None:
     assert_same(obj, elsewhere.there_and_back(obj))
 
 
-class Relocked:
-    """What makes a part of itself anew where it comes back, of a state that says nothing."""
-
-    lock: Any
-
-    def __getstate__(self) -> Any:
-        return {}
-
-    def __setstate__(self, state: Any) -> None:
-        assert state == {}
-        self.lock = threading.Lock()
-
-
-class RelockedDict(Relocked, dict[str, Any]):
-    pass
-
-
-class RelockedList(Relocked, list[Any]):
-    pass
-
-
-class RelockedTuple(Relocked, tuple[Any, ...]):
-    pass
-
-
-class ArrayState(dict[str, Any]):
-    """Its state is neither true nor false."""
-
-    values: Any
-
-    def __getstate__(self) -> Any:
-        return self.values
-
-    def __setstate__(self, state: Any) -> None:
-        self.values = state
-
-
-@dataclasses.dataclass
-class Restored:
-    def __setstate__(self, state: Any) -> None:
-        vars(self).update(state)
-
-
-@pytest.mark.parametrize(
-    "obj",
-    [RelockedDict(a=1), RelockedList([1]), RelockedTuple([1])],
-    ids=["dict", "list", "tuple"],
-)
-def test_an_empty_state_is_given_back_as_any_other(obj: Any, elsewhere: Elsewhere) -> None:
-    back = elsewhere.there_and_back([with_attributes(obj, lock=threading.Lock())])[0]
-    assert type(back) is type(obj) and back == obj
-    assert back.lock.acquire(blocking=False)
-
-
-def test_a_state_may_be_an_array(elsewhere: Elsewhere) -> None:
-    back = elsewhere.there_and_back([with_attributes(ArrayState(a=1), values=np.arange(3))])[0]
-    assert back == {"a": 1} and back.values.tolist() == [0, 1, 2]
-
-
-def test_what_has_no_state_is_given_none_back(elsewhere: Elsewhere) -> None:
-    assert elsewhere.there_and_back([Restored(), with_attributes(Restored(), a=1)])[1].a == 1
-
-
 def test_what_a_type_keeps_of_itself_is_its_own_matter(elsewhere: Elsewhere) -> None:
     back = elsewhere.there_and_back({"guarded": Guarded({"a": numbers()})})["guarded"]
     assert type(back) is Guarded and back.name == "guarded" and torch.equal(back["a"], numbers())

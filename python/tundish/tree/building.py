@@ -220,8 +220,13 @@ def _make_reduced(token: Token, parts: list[Any]) -> Any:
     rest = rest[arguments:]
     # The order is pickle's: items first.
     items = rest[1:] if state is True else rest
-    for item in items[:listed]:
-        made.append(item)
+    if listed:
+        extend = getattr(made, "extend", None)
+        if extend is None:
+            for item in items[:listed]:
+                made.append(item)
+        else:
+            extend(items[:listed])
     for key, value in zip(items[listed : listed + paired], items[listed + paired :], strict=True):
         made[key] = value
     if state:
