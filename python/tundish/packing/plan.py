@@ -254,8 +254,9 @@ class PackPlan:
 
         Row *i* says where token `i * max_length` of the stream is: the position of its sample in the order (Megatron's
         index into `document_index`) and the token's offset in that sample. It equals what Megatron-Core's
-        `build_sample_idx` gives for the same order with `seq_length=max_length` and one extra token a sequence; there
-        is one row for each such token, so the tail that was dropped has a row too.
+        `build_sample_idx` gives for the same order with `seq_length=max_length` and one extra token a sequence, but
+        where the order begins with empty samples: Megatron's first row is always (0, 0), and this one is where the
+        first token is. There is one row for each such token, so the tail that was dropped has a row too.
 
         Args:
             order: the order that was given to `pack`, if one was. Needed only where empty samples lie on pack
