@@ -176,3 +176,8 @@ class Called:
 
     def method(self, item: Any, a: Any, b: Any) -> Any:
         return item, a, b
+
+
+def more_than_values(_item: Any, quantized: Any, marked: Any) -> tuple[Any, ...]:
+    told = quantized.q_scale(), quantized.q_zero_point(), quantized.dequantize().tolist()
+    return *told, type(marked).__name__, marked.mark

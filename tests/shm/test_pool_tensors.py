@@ -90,3 +90,18 @@ def test_large_tensors_lie_in_shared_memory_and_are_their_receivers_to_write() -
             came += 1
             assert came.sum() == 2 * given.sum()
         assert np.array_equal(pool.submit(np.ones(3)).result(20), np.ones(3))
+
+
+class Marked(torch.Tensor):
+    mark: str
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_what_a_tensor_is_more_than_its_values_is_bound_too(method: str) -> None:
+    quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint8)
+    marked = torch.ones(3).as_subclass(Marked)
+    marked.mark = "m"
+    shared = {"quantized": quantized, "marked": marked}
+    with td.shm.SharedPool(tasks.more_than_values, shared, max_workers=1, mp_context=method) as pool:
+        assert pool.submit(None).result() == (0.5, 1, [0.0, 1.0, 2.0, 3.0], "Marked", "m")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tundish as td
+from tundish.errors import InvalidTypeError
 from tundish.shm import SharedArray
 
 # Without those that torch itself warns of.
@@ -127,6 +128,19 @@ def test_tensors_that_lie_elsewhere_are_refused(tensor: Any, says: str) -> None:
     with pytest.raises(TypeError, match=says) as caught:
         SharedArray.from_array(tensor)
     assert isinstance(caught.value, td.TundishError)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+def test_a_quantized_tensor_is_refused() -> None:
+    tensor = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint8)
+    with pytest.raises(InvalidTypeError, match=r"share one's int_repr\(\)"):
+        SharedArray.from_array(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4])
+def test_memory_of_a_quantized_dtype_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(InvalidTypeError, match="scales are no part"):
+        SharedArray.create((4,), dtype)
 
 
 def test_arrays_are_had_as_tensors_in_their_order() -> None:

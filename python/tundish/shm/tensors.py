@@ -20,11 +20,17 @@ _NUMPY_INTEGERS: dict[int, np.dtype[Any]] = {
     4: np.dtype(np.int32),
     8: np.dtype(np.int64),
 }
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 _TORCH_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def numpy_dtype_of(dtype: torch.dtype) -> tuple[np.dtype[Any], str | None]:
     """Numpy's dtype for one of torch's; where it has none an integer of its width, and the name of torch's."""
+    if dtype in _QUANTIZED:
+        raise InvalidTypeError(
+            f"tensors of {dtype} cannot be shared, as their scales are no part of their values: share one's "
+            "int_repr(), and its scales beside that"
+        )
     try:
         return torch.empty(0, dtype=dtype).numpy().dtype, None
     except TypeError:

@@ -101,11 +101,13 @@ def _is_array(value: object) -> bool:
 def _is_tensor(value: object) -> bool:
     # Nobody has a tensor without having imported torch.
     torch = sys.modules.get("torch")
+    # What a subclass or a quantized one has beside its values would stay here.
     return (
         torch is not None
-        and isinstance(value, torch.Tensor)
-        and value.device.type == "cpu"
-        and value.layout == torch.strided
+        and type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.device.type == "cpu"  # type: ignore[attr-defined]
+        and value.layout == torch.strided  # type: ignore[attr-defined]
+        and not value.is_quantized  # type: ignore[attr-defined]
     )
 
 
