@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.lib.recfunctions import repack_fields
 
 import tundish as td
 from rank_processes import Job, Line, outcome, settle
@@ -137,6 +138,16 @@ def test_what_cannot_be_kept(tmp_path: Path) -> None:
     for path in ("", "a\0b", 3, b"bytes"):
         with pytest.raises((InvalidInputError, InvalidTypeError), match="path"):
             td.shm.node_shared(np.arange(3), path=path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", [None, "rows"])
+def test_fields_out_of_order_are_refused_with_what_to_bring(key: str | None, tmp_path: Path) -> None:
+    rows = np.array([(1, 2.5), (3, 4.5)], dtype=[("a", "i4"), ("b", "f8")])[["b", "a"]]
+    with pytest.raises(InvalidInputError, match="repack_fields"):
+        td.shm.node_shared(rows, path=tmp_path, key=key)
+    assert not list(tmp_path.iterdir())
+    shared = td.shm.node_shared(repack_fields(rows), path=tmp_path, key=key)
+    assert shared["a"].tolist() == [1, 3] and shared["b"].tolist() == [2.5, 4.5]
 
 
 def test_a_file_that_went_or_was_replaced_is_not_taken_for_it(tmp_path: Path) -> None:

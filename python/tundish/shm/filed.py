@@ -155,7 +155,13 @@ def _digest(piece: NDArray[np.uint8]) -> bytes:
 
 def _header(array: NDArray[Any]) -> bytes:
     header = io.BytesIO()
-    facts = npy.header_data_from_array_1_0(array)
+    try:
+        facts = npy.header_data_from_array_1_0(array)
+    except ValueError as error:
+        raise InvalidInputError(
+            f"dtype {array.dtype} cannot be written to a file, whose fields lie one after the other: bring "
+            "numpy.lib.recfunctions.repack_fields(array)"
+        ) from error
     try:
         npy.write_array_header_1_0(header, facts)
     except ValueError:
