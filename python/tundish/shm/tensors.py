@@ -20,7 +20,10 @@ _NUMPY_INTEGERS: dict[int, np.dtype[Any]] = {
     4: np.dtype(np.int32),
     8: np.dtype(np.int64),
 }
-_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+# As far as this torch has them.
+_QUANTIZED = frozenset(
+    getattr(torch, name, None) for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+)
 _TORCH_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
