@@ -11,9 +11,7 @@ import told
 from drains import entries, fetch_everywhere, workers_of
 from peers import Peer
 from tundish import rtensor
-from tundish.errors import (
-    ShardGoneError,
-)
+from tundish.errors import ShardGoneError
 from tundish.rtensor import Controller, Worker
 
 pytestmark = pytest.mark.usefixtures("emptied")
@@ -49,6 +47,10 @@ def test_a_controller_that_ends_gives_up_its_claims(owners: list[Peer], consumer
         deadline = time.monotonic() + 10
         while owners[0].call(told.stats)[0]["unclaimed_entries"] < 2:
             assert time.monotonic() < deadline, "the claims of a dead controller stay"
+            time.sleep(0.02)
+        # Each hears of it by a line of its own, and what is fetched while its step ends is gone with that.
+        while consumers[0].call(told.current_step) is not None:
+            assert time.monotonic() < deadline, "the step of a dead controller goes on"
             time.sleep(0.02)
     assert consumers[0].call(told.sums, handles) == [0, 10]
 

@@ -12,7 +12,6 @@ import told
 from drains import entries
 from false_worker import FalseWorker
 from peers import Peer
-from tundish._native import ShardStore
 from tundish.errors import (
     DrainError,
     InvalidInputError,
@@ -66,17 +65,13 @@ def test_what_fails_twice_is_raised(owners: list[Peer], controller: Controller) 
 def test_who_is_left_out_is_let_go_of(consumers: list[Peer], controller: Controller) -> None:
     with controller.step():
         pass
-    assert consumers[2].call(current_epoch) is not None
+    assert consumers[2].call(told.current_step) is not None
     controller.update(controller.workers[:-1])
     deadline = time.monotonic() + 20
-    while consumers[2].call(current_epoch) is not None:
+    while consumers[2].call(told.current_step) is not None:
         assert time.monotonic() < deadline, "its line stays"
         time.sleep(0.02)
-    assert consumers[1].call(current_epoch) is not None
-
-
-def current_epoch() -> int | None:
-    return ShardStore.current_epoch()
+    assert consumers[1].call(told.current_step) is not None
 
 
 def test_an_owner_that_is_no_worker_and_gone_is_left_out_too(

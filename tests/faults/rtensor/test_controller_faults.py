@@ -133,18 +133,12 @@ def test_a_line_that_breaks_between_two_steps_is_no_matter(peers: tuple[Peer, Pe
         with controller.step():
             pass
         controller._lines.forget([consumer.addr])
-        until(lambda: consumer.call(current) is None, "a line that ended says nothing")
+        until(lambda: consumer.call(told.current_step) is None, "a line that ended says nothing")
         handles = owner.call(told.make, 2, 10)
         consumer.call(told.sums, handles)
         with controller.step(claim=handles):
             pass
         assert consumer.call(told.stats)[1]["num_entries"] == owner.call(told.stats)[0]["num_tensors"] == 0
-
-
-def current() -> int | None:
-    from tundish._native import ShardStore
-
-    return ShardStore.current_epoch()
 
 
 # Who takes the end of its line for that of the controller gives up what it claimed. Where not even a connection is made
