@@ -21,8 +21,8 @@ unexport PYTHONDONTWRITEBYTECODE
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -type d -o -name '*.rs' -o -name Cargo.toml)
 CORE_TESTS := --features tundish-commit/failpoints
 PYTHON_FOLDERS := python tests benches examples
-# One more than there are processors, for a test waits now and then, and no more than four, for each takes memory.
-TEST_PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
+# One more than there are processors, for a test waits now and then; in Python no more than four, for each takes memory.
+TESTS_AT_ONCE := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 .NOTPARALLEL:
 .PHONY: help demo test soak bench lint wheel fuzz audit tools
@@ -42,14 +42,14 @@ demo: $(STAMPS)/with-examples
 
 test: $(STAMPS)/with-test
 	@if cargo nextest --version >/dev/null 2>&1; then \
-	    set -x; cargo nextest run $(CORE_TESTS) --final-status-level skip; \
+	    set -x; cargo nextest run $(CORE_TESTS) --final-status-level skip --test-threads $(TESTS_AT_ONCE); \
 	else \
 	    set -x; cargo test --lib --bins --tests $(CORE_TESTS); \
 	fi
 	cargo test --doc $(CORE_TESTS)
 	@# The tests of faults build it where it is missing; here it takes no time of a test.
 	cargo build --quiet --locked --package tundish-python --features failpoints
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(TESTS_AT_ONCE) --maxprocesses 4 --dist worksteal
 
 soak: export TUNDISH_SOAK := 1
 soak: $(STAMPS)/with-test
