@@ -58,18 +58,21 @@ def test_a_closed_controller_is_refused() -> None:
     controller.close()
 
 
+def takers_of_claims(controller: Controller) -> list[Callable[[Any], Any]]:
+    return [
+        controller.clear_batches,
+        lambda claim: controller.step(claim=claim).__enter__(),
+        controller.keep,
+        lambda claim: td.rtensor.step(claim=claim).__enter__(),
+        td.rtensor.keep,
+    ]
+
+
 def test_names_in_place_of_handles_are_refused() -> None:
     handle = remotize(torch.ones(1))
     ids = td.rtensor.flatten_shard_ids(handle)
     with Controller([Worker(td.rtensor.serve().addr)]) as controller:
-        calls: list[Callable[[Any], Any]] = [
-            controller.clear_batches,
-            lambda claim: controller.step(claim=claim).__enter__(),
-            controller.keep,
-            lambda claim: td.rtensor.step(claim=claim).__enter__(),
-            td.rtensor.keep,
-        ]
-        for call in calls:
+        for call in takers_of_claims(controller):
             for names in (ids, ids[0], set(ids)):
                 with pytest.raises(InvalidTypeError, match="takes handles, and these are names"):
                     call(names)
@@ -81,16 +84,7 @@ def test_containers_in_which_no_handle_is_found_are_refused() -> None:
     """A step would claim nothing then, and nothing would be drained of what it was given."""
     batch = {"a": remotize(torch.ones(1)), "b": remotize(torch.ones(2))}
     with Controller([Worker(td.rtensor.serve().addr)]) as controller:
-        calls: list[Callable[[Any], Any]] = [
-            controller.clear_batches,
-            lambda claim: controller.step(claim=claim).__enter__(),
-            controller.keep,
-            lambda claim: td.rtensor.step(claim=claim).__enter__(),
-            td.rtensor.keep,
-            td.rtensor.flatten_shard_ids,
-            td.rtensor.collect_shards,
-        ]
-        for call in calls:
+        for call in (*takers_of_claims(controller), td.rtensor.flatten_shard_ids, td.rtensor.collect_shards):
             for found_in in (batch.values(), batch.items(), iter(batch.values()), set(batch.values())):
                 with pytest.raises(InvalidTypeError, match=r"and not in a .*: give list"):
                     call(found_in)

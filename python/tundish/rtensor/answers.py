@@ -99,6 +99,7 @@ def total(answers: dict[Worker, Any], key: str) -> int:
 
 
 def by_address(answers: dict[Worker, Any], key: str) -> dict[str, int]:
+    """What each worker says under `key`, 0 for one that says nothing."""
     return {worker.addr: total({worker: answer}, key) for worker, answer in answers.items()}
 
 
