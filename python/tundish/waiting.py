@@ -12,12 +12,16 @@ wants it next hangs; a bare lock in a `with` is taken and given back in one step
 from __future__ import annotations
 
 import contextlib
+import math
+import numbers
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures._base import FINISHED
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from tundish.errors import InvalidInputError, InvalidTypeError
 
 if TYPE_CHECKING:
     # To the checker it is final.
@@ -36,6 +40,7 @@ __all__ = [
     "SteadyFuture",
     "Thread",
     "Waiters",
+    "deadline_of",
     "taken",
     "to_its_end",
     "wait_for",
@@ -50,12 +55,27 @@ _TURN_SECONDS = 0.5
 T = TypeVar("T")
 
 
+def deadline_of(seconds: float | None) -> float | None:
+    """When so many seconds from now are over, as `time.monotonic` tells the time; None for None.
+
+    Raises `InvalidTypeError` for what is no number, `InvalidInputError` for NaN.
+    """
+    given: object = seconds
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        raise InvalidTypeError(f"timeout is {given!r}: give a number of seconds, or None to wait without end")
+    if math.isnan(given):
+        raise InvalidInputError("timeout is NaN: give a number of seconds, or None to wait without end")
+    return time.monotonic() + float(given)
+
+
 def wait_for(wait: Callable[[float], bool], seconds: float | None = None) -> bool:
     """Whether `wait`, which blocks for up to as many seconds as it is given, came to its end within `seconds`.
 
-    None waits without end. As `Moment.wait`.
+    None waits without end. As `Moment.wait`. Raises as `deadline_of`.
     """
-    deadline = None if seconds is None else time.monotonic() + seconds
+    deadline = deadline_of(seconds)
     while True:
         left = _LONGEST_SECONDS if deadline is None else min(_LONGEST_SECONDS, deadline - time.monotonic())
         if wait(max(0.0, left)):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,50 @@ def test_the_save_before_is_complete_when_the_next_is_written(
         assert first.done()
     expected = [(event, step) for step in (1, 2) for event in ("staged", "written", "voted", "published")]
     assert events == expected
+
+
+def test_a_wait_for_both_kinds_takes_no_longer_than_it_is_told(
+    root: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    held = {"hf": threading.Event(), "dcp": threading.Event()}
+
+    def on_event(event: str, kind: str, step: int) -> None:
+        if event == "written":
+            held[kind].wait(30)
+
+    with Checkpointer(root, on_event=on_event, on_failure="raise") as checkpointer:
+        checkpointer.save_hf(1, tensors)
+        checkpointer.save_dcp(1, dict(tensors))
+        # The one is over shortly before the time is, the other never.
+        threading.Timer(0.8, held["hf"].set).start()
+        begun = time.monotonic()
+        try:
+            with pytest.raises(TimedOutError, match=r"\[1\] were not over within 1 s"):
+                checkpointer.wait(1)
+            took = time.monotonic() - begun
+        finally:
+            held["dcp"].set()
+    assert 1 <= took < 1.6
+
+
+@pytest.mark.parametrize(("timeout", "error"), [("x", InvalidTypeError), (math.nan, InvalidInputError)])
+def test_a_timeout_that_is_none_is_refused(
+    checkpointer: Checkpointer, tensors: dict[str, torch.Tensor], timeout: Any, error: type[Exception]
+) -> None:
+    save = checkpointer.save_hf(1, tensors)
+    for wait in (checkpointer.wait, save.result, save.staged):
+        with pytest.raises(error, match="timeout is"):
+            wait(timeout)
+
+
+@pytest.mark.parametrize("name", ["overwrite", "blocking"])
+def test_flags_that_are_none_are_refused(
+    checkpointer: Checkpointer, tensors: dict[str, torch.Tensor], name: str
+) -> None:
+    for save in (checkpointer.save_hf, checkpointer.save_dcp):
+        with pytest.raises(InvalidTypeError, match=f"{name} must be True or False, not 3"):
+            save(1, dict(tensors), **{name: 3})  # type: ignore[arg-type]
+    assert checkpointer.latest() is None
 
 
 def test_steps_that_cannot_be_saved_are_refused(

@@ -16,6 +16,7 @@ import pytest
 
 from private_shm import folder as folder
 from tundish import cli
+from tundish.errors import InvalidTypeError
 from tundish.shm import SharedArray, sweep
 
 LEAVE = """
@@ -82,6 +83,8 @@ def test_marks_of_killed_checkpoint_writers_go_and_those_of_living_ones_stay(
         assert answer(capsys, "sweep")["writer_slots"] == [str(dead)]
         assert [path.name for path in folder.iterdir()] == [living.name]
     assert sweep().writer_slots == (living,)
+    with pytest.raises(InvalidTypeError, match="dry_run must be"):
+        sweep("x")  # type: ignore[arg-type]
 
 
 def test_torch_is_not_imported(folder: Path) -> None:

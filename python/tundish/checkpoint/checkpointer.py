@@ -19,6 +19,7 @@ import functools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from tundish.checkpoint.retention import Checkpoint, Retention
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, Save, Staging
 from tundish.checkpoint.taking import Request, take
 from tundish.errors import InvalidInputError, TimedOutError
-from tundish.waiting import Thread, to_its_end
+from tundish.waiting import Thread, deadline_of, to_its_end
 
 __all__ = ["Checkpointer"]
 
@@ -384,8 +385,9 @@ class Checkpointer:
         Raises `TimedOutError`; with `on_failure="raise"` what a save failed with.
         """
         self._refuse_in_callback("wait")
+        deadline = deadline_of(timeout)
         for lane in self._opened.lanes.values():
-            if not lane.wait(timeout):
+            if not lane.wait(None if deadline is None else deadline - time.monotonic()):
                 raise TimedOutError(
                     f"saves of steps {lane.steps_under_way()} were not over within {timeout} s"
                 )

@@ -20,7 +20,7 @@ from tundish.checkpoint.lane import Lane
 from tundish.checkpoint.opening import Opened
 from tundish.checkpoint.reading import Kind, check_step
 from tundish.checkpoint.saves import HasNews, News, Plan, Save, Staged, WritesThrough
-from tundish.errors import InvalidInputError
+from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = ["Request", "take"]
 
@@ -61,6 +61,8 @@ class _Reserved:
         opened.failure.raise_pending()
         check_step(request.step)
         _check_tag(request.tag)
+        _check_flag("overwrite", request.overwrite)
+        _check_flag("blocking", request.blocking)
         if request.step in opened.lanes[request.kind].steps_under_way():
             raise InvalidInputError(f"{request.what}: a save of this step is under way already")
         opened.lanes[request.kind].start()
@@ -170,7 +172,7 @@ def take(opened: Opened, request: Request) -> Save:
             lane.wait_for_turn()
             plan = reserved.take()
             job = _job_of(opened, request, plan, reserved, ballot.number)
-            ballot.same += f": tag {request.tag}, overwrite {bool(request.overwrite)}, {plan.fingerprint}"
+            ballot.same += f": tag {request.tag}, overwrite {request.overwrite}, {plan.fingerprint}"
             ballot.news = plan.news if isinstance(plan, HasNews) else News.NONE
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             # Memory that was being reserved, which else stays until somebody collects the error's cycle.
@@ -248,6 +250,11 @@ def _stage(opened: Opened, lane: Lane, job: Job, plan: Plan, reserved: _Reserved
     _logger.warning("%s writes through: it is larger than staging_limit_bytes=%d", job.what, limit)
     lane.wait(None)
     return reserved.through.write_through(job.folder, lane.options(job.save), limit)
+
+
+def _check_flag(name: str, flag: object) -> None:
+    if not isinstance(flag, bool):
+        raise InvalidTypeError(f"{name} must be True or False, not {flag!r}")
 
 
 def _check_tag(tag: object) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from tundish import _native
+from tundish.errors import InvalidTypeError
 
 __all__ = ["NamedSegment", "SweepReport", "sweep"]
 
@@ -54,8 +55,10 @@ def sweep(dry_run: bool = False) -> SweepReport:
     The first named segment that a process makes does this too, and the opening of a checkpoint root for its marks.
     `dry_run` only looks. Any number of processes may sweep at once, and make and attach segments meanwhile.
 
-    Raises `StorageError` where the folder of named segments cannot be read.
+    Raises `StorageError` where the folder of named segments cannot be read, `InvalidTypeError`.
     """
+    if not isinstance(dry_run, bool):
+        raise InvalidTypeError(f"dry_run must be True or False, not {dry_run!r}")
     found = _native.sweep_segments(dry_run=dry_run)
     return SweepReport(
         removed=tuple(map(_segment, found["dead"])),

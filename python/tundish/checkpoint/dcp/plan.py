@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import io
 import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +29,7 @@ from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copi
 from tundish.checkpoint.tensors import any_on_cuda, is_dtensor, local_of
 from tundish.distributed.groups import Meeting
 from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.waiting import deadline_of
 
 __all__ = ["DcpPlan", "rank_extra_name"]
 
@@ -264,7 +264,7 @@ class StagedState:
 
     def wait_staged(self, timeout: float | None) -> None:
         """Block until host memory holds everything that this rank saves."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_of(timeout)
         for copies in self._copies:
             copies.wait(deadline)
 

@@ -7,7 +7,6 @@ holds up one that gathers.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from tundish.checkpoint.hf.sidecars import Sidecars
 from tundish.checkpoint.saves import WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Block, Copies
 from tundish.checkpoint.writing import finishing
+from tundish.waiting import deadline_of
 
 __all__ = ["ImageSink", "Later", "StagedExport", "open_writer"]
 
@@ -71,7 +71,7 @@ class StagedExport:
 
     def wait_staged(self, timeout: float | None) -> None:
         """Block until host memory holds everything that this rank has to give."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_of(timeout)
         for copies in self._copies:
             copies.wait(deadline)
 

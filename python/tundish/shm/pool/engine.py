@@ -30,6 +30,7 @@ from tundish.shm.pool.futures import TaskFuture
 from tundish.shm.pool.messages import IN_PARCEL, LOST
 from tundish.shm.pool.no_board import NoBoard
 from tundish.shm.pool.reception import Reception
+from tundish.waiting import deadline_of
 
 __all__ = ["Engine", "Receiver"]
 
@@ -241,7 +242,7 @@ class Engine:
 
     def attend(self, receiver: Receiver, timeout: float | None = None) -> None:
         """Collect on this thread, or wait while another does, until `receiver` is ready or the time is over."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_of(timeout)
         me = threading.get_ident()
         while not receiver.is_ready():
             if self._is_disowned:
