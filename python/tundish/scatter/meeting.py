@@ -100,7 +100,6 @@ class Ways:
         self._direct = direct
         self._awake = awake
         self.feeder = place.source
-        self.watch = PeerWatch()
         self._place = place
         self._timeout = timeout
         self._group: Any = None
@@ -117,7 +116,9 @@ class Ways:
 
     def close(self) -> None:
         """Let go of sockets and memory; those who watch this rank see it leave."""
-        self.watch.close()
+        # Without descriptors there is not even that.
+        if hasattr(self, "watch"):
+            self.watch.close()
         for lane in self.near:
             lane.close()
         if isinstance(self.end, NearEnd):
@@ -148,24 +149,26 @@ class Ways:
         same = f"{place.source} of {place.ranks} for {place.batch_of}"
         if refused_calls():
             same += f" after {refused_calls()} calls that were refused for their group"
-        voter.vote(what=what, same=same, timeout=timeout)
-        # All members work out the same.
-        feeders = (
-            feeders_of(nodes_of(voter, timeout=timeout), place)
-            if shared_memory and self.watch.address
-            else {}
-        )
-        self.feeder = feeders.get(place.rank, place.source)
-        fed = [rank for rank, feeder in feeders.items() if feeder == place.rank]
-        far = [rank for rank in place.ranks if rank not in feeders and rank != place.source]
         with contextlib.ExitStack() as stack:
             near, listener, calls = None, None, None
-            if fed:
-                listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                address = f"tundish-scatter-{secrets.token_hex(16)}"
-                listener.bind(f"\0{address}")
-                listener.listen(_BACKLOG)
-                near = address, self.watch.address, os.getpid()
+            # Nobody knows yet who is called, but whoever has no descriptors for it has to say so.
+            with voter.agreed(what, same=same, timeout=timeout):
+                self.watch = PeerWatch()
+                if self.watch.address:
+                    listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                    address = f"tundish-scatter-{secrets.token_hex(16)}"
+                    listener.bind(f"\0{address}")
+                    listener.listen(_BACKLOG)
+                    near = address, self.watch.address, os.getpid()
+            # All members work out the same.
+            feeders = (
+                feeders_of(nodes_of(voter, timeout=timeout), place)
+                if shared_memory and self.watch.address
+                else {}
+            )
+            self.feeder = feeders.get(place.rank, place.source)
+            fed = [rank for rank, feeder in feeders.items() if feeder == place.rank]
+            far = [rank for rank in place.ranks if rank not in feeders and rank != place.source]
             if far and is_source:
                 # Without one, out of descriptors say, deadlines have to do.
                 with contextlib.suppress(OSError):
@@ -180,7 +183,7 @@ class Ways:
                 elif place.rank in far and invitation is not None:
                     line = call(invitation, place.rank)
             with voter.agreed(what, timeout=timeout):
-                if listener is not None:
+                if listener is not None and fed:
                     self._answer(listener, fed)
                 for rank, caller in ({} if calls is None else calls.answer()).items():
                     self.watch.adopt(rank, caller)
@@ -231,7 +234,8 @@ class Ways:
             self._lines[rank] = line
             self.watch.connect({rank: hello[_HELLO.size :].decode()})
         for rank in fed:
-            lane = NearLane(rank, self._lines.pop(rank), limit)
+            lane = NearLane(rank, self._lines[rank], limit)
+            del self._lines[rank]
             self.near.append(lane)
             lane.introduce()
 

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypedDict
+from typing import Final, TypedDict
 
 from torch import Tensor
 
@@ -29,7 +29,10 @@ from tundish.scatter.near import NearEnd, NearLane
 from tundish.scatter.place import Place
 from tundish.waiting import wait_for
 
-__all__ = ["Member", "ScatterStats"]
+__all__ = ["GONE", "Member", "ScatterStats"]
+
+# What is known of a rank whose end of a connection is closed: it may well be alive, and its loader closed.
+GONE: Final = "was killed, has ended, or has left the scatter"
 
 # How often whoever waits for a rank of its node looks whether it is there.
 _LOOK_SECONDS = 0.1
@@ -222,7 +225,7 @@ class Member:
     def _lose_gone(self, rank: int) -> PeerFailedError:
         """Lose a rank that is gone, or the one because of whose end it left."""
         whose = None if self._ways is None else self._ways.watch.departed().get(rank)
-        return self._lose(rank if whose is None else whose, "was killed or has ended")
+        return self._lose(rank if whose is None else whose, GONE)
 
     def _waiter(self, rank: int) -> Callable[[Callable[[float], bool]], None]:
         return lambda wait: self._wait(wait, rank)

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish import _native
-from tundish.errors import SegmentGoneError, TimedOutError
+from tundish.errors import SegmentGoneError, StorageError, TimedOutError
 from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
 from tundish.scatter.messages import (
@@ -347,6 +347,9 @@ class NearEnd:
         # What was heard on the line and not yet seen to: identities, whether others have it too, and descriptors.
         self._heard: list[tuple[int, bool, int]] = []
         self._hear()
+        if not self._heard:
+            # What is on the line comes without the descriptor where there is no room for that.
+            self._need_descriptor()
         [(_, _, descriptor)] = self._heard
         self._heard.clear()
         try:
@@ -408,6 +411,8 @@ class NearEnd:
         try:
             memory = None if head.reference == NOWHERE else self._open(head)
         except SegmentGoneError:
+            # Nor is it reached by a process that has no descriptor left for it.
+            self._need_descriptor()
             # The source was interrupted right after this message and took it back; it says so in another one.
             return None
         if isinstance(schema, Exception):
@@ -441,6 +446,16 @@ class NearEnd:
             return own_pages(head.reference, self._shared.get(head.reference[2]))
         memory = bytes_of(self._parcels.open(head.reference))
         return memory.copy() if self._parcels.views > MOST_HELD else memory
+
+    def _need_descriptor(self) -> None:
+        """Raise `StorageError` where this process can open no more."""
+        try:
+            os.close(os.dup(self._line.fileno()))
+        except OSError as error:
+            raise StorageError(
+                error.errno,
+                f"shared memory cannot be opened: {error.strerror}; close some, or raise `ulimit -n`",
+            ) from None
 
     def _keep(self, identity: int, descriptor: int) -> None:
         if len(self._shared) >= _MOST_KNOWN:

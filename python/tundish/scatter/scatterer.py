@@ -24,7 +24,7 @@ from tundish.scatter.arrival import Arrival
 from tundish.scatter.departure import Departure, threads_beside
 from tundish.scatter.direct import Direct
 from tundish.scatter.far import FarLane, Job
-from tundish.scatter.member import Member
+from tundish.scatter.member import GONE, Member
 from tundish.scatter.messages import DIRECT, FAILED, FILLED, FILLING, LOST, NOTE, NOTHING, Head
 from tundish.scatter.near import Announcement, HungUpError, NearEnd, NearLane, Shipment, own_pages
 from tundish.tree.describing import describe
@@ -149,7 +149,7 @@ class Scatterer(Member):
                         if announcement is not None:
                             foretold[lane.rank] = announcement
             except HungUpError as error:
-                raise self._lose(error.rank, "was killed or has ended") from error
+                raise self._lose(error.rank, GONE) from error
         return foretold
 
     def _departures(self, listed: list[Any], receivers: Iterable[int]) -> dict[int, Departure | _Word]:
@@ -269,7 +269,7 @@ class Scatterer(Member):
                 self._sent_bytes += lane.fill(number, departure, announcement)
                 del untold[lane.rank], announced[0]
         except HungUpError as error:
-            raise self._lose(error.rank, "was killed or has ended") from error
+            raise self._lose(error.rank, GONE) from error
 
     def _take_processors(
         self, departure: Departure, lanes: list[NearLane], untold: Mapping[int, NearLane | FarLane]
@@ -346,11 +346,9 @@ class Scatterer(Member):
                 raise
             if isinstance(error, RuntimeError):
                 raise self._lose(feeder, f"is gone ({error})") from error
-            # What else was sent in this round is still on its way, and nobody knows how much it is.
-            rank = self._place.rank
-            self._lost = PeerFailedError(
-                f"scatter: rank {rank} could not read an earlier batch: {error}", rank
-            )
+            # What else was sent in this round is still on its way, and nobody knows how much it is. The source, which
+            # would wait for this rank to take it, is not to.
+            self.end(f"could not read an earlier batch: {error}")
             raise
         if message is None:
             return None
@@ -392,7 +390,7 @@ class Scatterer(Member):
             for lane in lanes:
                 lane.share(head.number, content.schema, head.size, shipment, self._waiter(lane.rank))
         except HungUpError as error:
-            raise self._lose(error.rank, "was killed or has ended") from error
+            raise self._lose(error.rank, GONE) from error
         if shipment is None:
             return content
         # As all who share it.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
 import resource
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
-from rank_processes import Job, Line, on_nodes, outcome
+from rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 
 def keep_every_batch(rank: int, line: Line) -> None:
@@ -34,6 +38,77 @@ def test_whoever_keeps_every_batch_does_not_run_out_of_descriptors(node: int, tm
     with Job(keep_every_batch, 2, tmp_path) as job:
         job.tell(0, node)
         job.tell(1, node)
+        job.expect_end()
+
+
+@contextlib.contextmanager
+def out_of_descriptors() -> Iterator[None]:
+    """A block in which this process opens nothing."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 8, limits[1]))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def meets_without_descriptors(rank: int, line: Line) -> None:
+    node, victim = line.hear()
+    on_nodes(rank, node)
+    # What it takes to vote is there, and all that is imported.
+    td.scatter_batch([None] * 3 if rank == 2 else None, src=2)
+    with out_of_descriptors() if rank == victim else contextlib.nullcontext():
+        begin = time.monotonic()
+        line.say(*outcome(lambda: td.scatter_batch([1, 2, 3] if rank == 0 else None)))
+        assert time.monotonic() - begin < 10
+    assert td.scatter_batch([1, 2, 3] if rank == 0 else None) == rank + 1
+
+
+@pytest.mark.parametrize("node", [3, 1])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_without_descriptors_to_meet_the_others_tells_them(
+    node: int, victim: int, tmp_path: Path
+) -> None:
+    with Job(meets_without_descriptors, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, (node, victim))
+        for rank, (kind, text, lost) in enumerate(job.hear_all()):
+            assert "Too many open files" in text
+            assert (kind, lost) == (("OSError", None) if rank == victim else ("PeerFailedError", victim))
+        job.expect_end()
+
+
+def shared_without_descriptors(rank: int, line: Line) -> None:
+    def a_round(number: int) -> None:
+        # Of one object the ranks of a node get the same memory.
+        given = [{"x": torch.full((200_000 + number,), number)}] * 3 if rank == 0 else None
+        mine = td.scatter_batch(given)
+        assert len(mine["x"]) == 200_000 + number and (mine["x"] == number).all()
+
+    td.scatter_batch([None] * 3 if rank == 0 else None)
+    dist.barrier()
+    with out_of_descriptors() if rank == 1 else contextlib.nullcontext():
+        line.say(*outcome(lambda: a_round(1)))
+    # Only now is there another message.
+    line.hear()
+    a_round(2)
+
+
+def test_a_receiver_without_descriptors_for_what_several_get_says_so_in_its_round(tmp_path: Path) -> None:
+    with Job(shared_without_descriptors, 3, tmp_path) as job:
+        kind, text, _ = job.hear(1)
+        assert kind == "StorageError" and "Too many open files" in text
+        assert job.hear_all(0, 2) == [("", "", None)] * 2
+        for rank in range(3):
+            job.tell(rank)
         job.expect_end()
 
 
@@ -82,15 +157,20 @@ def without_room_for_it(rank: int, line: Line) -> None:
     line.say(*outcome(lambda: td.scatter_batch([None, batch] if rank == 0 else None)))
     resource.setrlimit(resource.RLIMIT_AS, limits)
     line.say(*outcome(lambda: line.say(td.scatter_batch([3, 4] if rank == 0 else None))))
+    line.hear()
 
 
 def test_a_receiver_without_room_for_a_batch_does_not_take_it_for_the_next_one(tmp_path: Path) -> None:
-    with Job(without_room_for_it, 2, tmp_path, seconds=2.0) as job:
+    with Job(without_room_for_it, 2, tmp_path, seconds=PATIENCE * 2) as job:
         job.tell(0, 1)
         job.tell(1, 1)
         assert job.hear(1)[0] in ("OutOfMemoryError", "StorageError")
         kind, text, lost = job.hear(1)
         assert (kind, lost) == ("PeerFailedError", 1) and "could not read an earlier batch" in text, text
+        # Nor does the source wait for it.
+        for _ in range(2):
+            kind, text, lost = job.hear(0)
+            assert (kind, lost) == ("PeerFailedError", 1), text
 
 
 def test_a_receiver_of_the_node_that_has_no_room_for_a_batch_gets_the_next_one(tmp_path: Path) -> None:
