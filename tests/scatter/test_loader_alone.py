@@ -428,6 +428,32 @@ def test_a_batch_is_let_go_of_with_the_loop() -> None:
         assert [one() for one in made] == [None] * 4
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_error_holds_on_to_nothing_once_it_is_caught(prefetch: int) -> None:
+    class Large:
+        pass
+
+    def broken() -> Iterator[int]:
+        yield 1
+        raise OSError("the shard is damaged")
+
+    kept: list[weakref.ref[Large]] = []
+
+    def loop() -> None:
+        large = Large()
+        kept.append(weakref.ref(large))
+        for _ in td.DispatchLoader(broken(), prefetch=prefetch):
+            pass
+
+    gc.disable()
+    try:
+        with pytest.raises(OSError, match="damaged"):
+            loop()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
 def test_nobody_has_to_close_it() -> None:
     before = threading.active_count()
     loader = td.DispatchLoader(Counting(1000))

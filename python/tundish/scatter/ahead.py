@@ -206,19 +206,23 @@ def _make(turn: threading.Lock, source: Pass, shelf: Shelf[Round], over: Callabl
 
 def _end(source: Pass, shelf: Shelf[Round], error: BaseException) -> None:
     """End with `error`, or with one that ends it earlier, as long as the caller takes what is left."""
-    while True:
-        most = source.rounds_before(error)
-        source.depart(shelf.end(error, most=most))
-        if most is None:
-            # It ends for this rank alone: what the others send is to be read at once.
-            return
-        try:
-            while not shelf.wait_for_end(_LOOK_SECONDS):
-                source.look()
-        except BaseException as earlier:  # noqa: BLE001 (raised where rounds are taken)
-            error = earlier
-        else:
-            return
+    try:
+        while True:
+            most = source.rounds_before(error)
+            source.depart(shelf.end(error, most=most))
+            if most is None:
+                # It ends for this rank alone: what the others send is to be read at once.
+                return
+            try:
+                while not shelf.wait_for_end(_LOOK_SECONDS):
+                    source.look()
+            except BaseException as earlier:  # noqa: BLE001 (raised where rounds are taken)
+                error = earlier
+            else:
+                return
+    finally:
+        # Else an error that was raised here holds on to the pass, and to the loop that it is raised in.
+        del error
 
 
 def _fill(source: Pass, shelf: Shelf[Round]) -> None:

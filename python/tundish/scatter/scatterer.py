@@ -118,7 +118,11 @@ class Scatterer(Member):
             self._tell(error, {lane.rank: lane for lane in self._lanes()})
             # A loader may raise the same one again, in another pass.
             self._told = 0
-        raise error
+        try:
+            raise error
+        finally:
+            # Else the error holds on to what it is raised from.
+            del error
 
     def _listed(self, batches: Iterable[Any] | None) -> list[Any]:
         count = self._place.batches

@@ -117,9 +117,13 @@ class Shelf(Generic[T]):
                 self._changed.notify_all()
                 return thing
             error, self._error = self._error, None
-        if error is not None:
+        if error is None:
+            return None
+        try:
             raise error
-        return None
+        finally:
+            # Else the error holds on to what it is raised from, which is the caller's loop.
+            del error
 
     def leave(self) -> None:
         """Take nothing any more."""
