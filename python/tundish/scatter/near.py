@@ -18,6 +18,7 @@ from __future__ import annotations
 import array
 import contextlib
 import itertools
+import mmap
 import os
 import socket
 import struct
@@ -349,7 +350,7 @@ class NearEnd:
         self._hear()
         if not self._heard:
             # What is on the line comes without the descriptor where there is no room for that.
-            self._need_descriptor()
+            self._need_room(1)
         [(_, _, descriptor)] = self._heard
         self._heard.clear()
         try:
@@ -411,8 +412,9 @@ class NearEnd:
         try:
             memory = None if head.reference == NOWHERE else self._open(head)
         except SegmentGoneError:
-            # Nor is it reached by a process that has no descriptor left for it.
-            self._need_descriptor()
+            # Nor is it reached by a process that has no descriptor or no addresses left for it.
+            inherited = self._shared.get(head.reference[2])
+            self._need_room(head.reference[4] if inherited is None else os.fstat(inherited).st_size)
             # The source was interrupted right after this message and took it back; it says so in another one.
             return None
         if isinstance(schema, Exception):
@@ -447,14 +449,15 @@ class NearEnd:
         memory = bytes_of(self._parcels.open(head.reference))
         return memory.copy() if self._parcels.views > MOST_HELD else memory
 
-    def _need_descriptor(self) -> None:
-        """Raise `StorageError` where this process can open no more."""
+    def _need_room(self, size: int) -> None:
+        """Raise `StorageError` where this process can open no more, or not map so many bytes."""
         try:
             os.close(os.dup(self._line.fileno()))
+            mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ).close()
         except OSError as error:
             raise StorageError(
                 error.errno,
-                f"shared memory cannot be opened: {error.strerror}; close some, or raise `ulimit -n`",
+                f"shared memory cannot be opened: {error.strerror}; look at the limits of this process (`ulimit -a`)",
             ) from None
 
     def _keep(self, identity: int, descriptor: int) -> None:

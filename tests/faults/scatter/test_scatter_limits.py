@@ -86,26 +86,47 @@ def test_a_rank_without_descriptors_to_meet_the_others_tells_them(
         job.expect_end()
 
 
-def shared_without_descriptors(rank: int, line: Line) -> None:
+@contextlib.contextmanager
+def out_of_addresses() -> Iterator[None]:
+    """A block in which this process maps hardly anything."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def shared_without_room(rank: int, line: Line) -> None:
+    lack = {"descriptors": out_of_descriptors, "addresses": out_of_addresses}[line.hear()]
+
     def a_round(number: int) -> None:
         # Of one object the ranks of a node get the same memory.
-        given = [{"x": torch.full((200_000 + number,), number)}] * 3 if rank == 0 else None
+        given = [{"x": torch.full(((1 << 25) + number,), number)}] * 3 if rank == 0 else None
         mine = td.scatter_batch(given)
-        assert len(mine["x"]) == 200_000 + number and (mine["x"] == number).all()
+        assert len(mine["x"]) == (1 << 25) + number and (mine["x"] == number).all()
 
     td.scatter_batch([None] * 3 if rank == 0 else None)
     dist.barrier()
-    with out_of_descriptors() if rank == 1 else contextlib.nullcontext():
+    with lack() if rank == 1 else contextlib.nullcontext():
         line.say(*outcome(lambda: a_round(1)))
     # Only now is there another message.
     line.hear()
     a_round(2)
 
 
-def test_a_receiver_without_descriptors_for_what_several_get_says_so_in_its_round(tmp_path: Path) -> None:
-    with Job(shared_without_descriptors, 3, tmp_path) as job:
+@pytest.mark.parametrize(
+    ("lack", "said"), [("descriptors", "Too many open files"), ("addresses", "Cannot allocate memory")]
+)
+def test_a_receiver_without_room_for_what_several_get_says_so_in_its_round(
+    lack: str, said: str, tmp_path: Path
+) -> None:
+    with Job(shared_without_room, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, lack)
         kind, text, _ = job.hear(1)
-        assert kind == "StorageError" and "Too many open files" in text
+        assert kind == "StorageError" and said in text, text
         assert job.hear_all(0, 2) == [("", "", None)] * 2
         for rank in range(3):
             job.tell(rank)
@@ -150,12 +171,8 @@ def without_room_for_it(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
     batch = {"x": torch.ones(1 << 26)} if rank == 0 else None
     td.scatter_batch([1, 2] if rank == 0 else None)
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    if rank == 1:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), limits[1]))
-    line.say(*outcome(lambda: td.scatter_batch([None, batch] if rank == 0 else None)))
-    resource.setrlimit(resource.RLIMIT_AS, limits)
+    with out_of_addresses() if rank == 1 else contextlib.nullcontext():
+        line.say(*outcome(lambda: td.scatter_batch([None, batch] if rank == 0 else None)))
     line.say(*outcome(lambda: line.say(td.scatter_batch([3, 4] if rank == 0 else None))))
     line.hear()
 
