@@ -7,7 +7,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::OFlags;
@@ -32,6 +32,9 @@ struct Warm {
     page: usize,
     identity: u64,
     sender: u32,
+    /// Whether a parcel in it was opened. Until then it is kept, however large: when that happens its sender may be
+    /// gone, and nobody else has it.
+    is_opened: AtomicBool,
 }
 
 /// What parcels come in, the one that was used last at the end.
@@ -109,6 +112,10 @@ impl Parcels {
             return Err(refuse("its sender has taken it back"));
         }
         header::acknowledge(&warm.map, reference.address.generation);
+        if !warm.is_opened.swap(true, Ordering::Relaxed) {
+            let released = self.surplus_of(&mut self.lock());
+            drop(released);
+        }
         Ok(ParcelView { _lease: lease, warm, len: reference.len, _counted: Counted::among(&self.views) })
     }
 
@@ -152,21 +159,30 @@ impl Parcels {
         let mut kept = self.lock();
         let before = std::mem::take(&mut *kept);
         // Nothing more will come in what its sender has let go of.
-        let (mut released, mut still): (Vec<_>, Vec<_>) =
+        let (released, mut still): (Vec<_>, Vec<_>) =
             before.into_iter().partition(|other| header::is_retired(&other.map) || other.identity == warm.identity);
         still.push(Arc::clone(&warm));
-        let mut bytes: usize = still.iter().map(|warm| warm.map.len()).sum();
-        let surplus = still.iter().take_while(|oldest| {
-            let is_surplus = bytes > self.limit;
-            bytes -= oldest.map.len();
-            is_surplus
-        });
-        let surplus = surplus.count().max(still.len().saturating_sub(MOST_KEPT));
-        released.extend(still.drain(..surplus));
+        let surplus = self.surplus_of(&mut still);
         *kept = still;
         drop(kept);
-        drop(released);
+        drop((released, surplus));
         warm
+    }
+
+    /// Takes out what is more than may be kept, the oldest first.
+    fn surplus_of(&self, kept: &mut Vec<Arc<Warm>>) -> Vec<Arc<Warm>> {
+        let mut bytes: usize = kept.iter().map(|warm| warm.map.len()).sum();
+        let mut number = kept.len();
+        let (surplus, still) = std::mem::take(kept).into_iter().partition(|oldest| {
+            let is_surplus = number > MOST_KEPT || (bytes > self.limit && oldest.is_opened.load(Ordering::Relaxed));
+            if is_surplus {
+                bytes -= oldest.map.len();
+                number -= 1;
+            }
+            is_surplus
+        });
+        *kept = still;
+        surplus
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Arc<Warm>>> {
@@ -185,7 +201,7 @@ impl Warm {
         let page = file::page_of(file.as_fd());
         let map = Mapping::new(&file, size.next_multiple_of(page), Access::Write)?;
         map.populate(0, map.len());
-        Ok(Warm { map, file, page, identity: facts.identity, sender })
+        Ok(Warm { map, file, page, identity: facts.identity, sender, is_opened: AtomicBool::new(false) })
     }
 }
 
@@ -248,6 +264,26 @@ mod tests {
         unsafe { parcel.data().copy_from_nonoverlapping(contents.as_ptr(), contents.len()) };
         let reference = parcel.reference().unwrap();
         (parcel, reference)
+    }
+
+    #[test]
+    fn what_was_adopted_is_there_though_it_is_large_and_its_sender_gone() {
+        let arena = Arc::new(Arena::new(Use::Messages, 1 << 20));
+        let parcels = Parcels { limit: 1000, ..Parcels::default() };
+        let mut references = Vec::new();
+        for mark in 0..3 {
+            let (parcel, reference) = sent(&arena, &bytes_of(mark, 5000));
+            let file = file::open_of(process::id(), parcel.descriptor(), OFlags::RDWR).unwrap();
+            // As one of another process, whose descriptors end with it.
+            parcels.adopt(file, process::id()).unwrap();
+            references.push(reference);
+            drop(parcel);
+        }
+        drop(arena);
+        for (mark, reference) in (0..).zip(&references) {
+            assert_eq!(read(&parcels.open(reference).unwrap()), bytes_of(mark, 5000));
+        }
+        assert_eq!(parcels.lock().len(), 0);
     }
 
     proptest! {
