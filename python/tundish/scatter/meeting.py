@@ -104,6 +104,7 @@ class Ways:
         self._timeout = timeout
         self._group: Any = None
         self._lines: dict[int, socket.socket] = {}
+        self._watching = contextlib.ExitStack()
         try:
             self._meet(voter, shared_memory)
         except BaseException:
@@ -116,9 +117,8 @@ class Ways:
 
     def close(self) -> None:
         """Let go of sockets and memory; those who watch this rank see it leave."""
-        # Without descriptors there is not even that.
-        if hasattr(self, "watch"):
-            self.watch.close()
+        # Nothing where it could not even be made.
+        self._watching.close()
         for lane in self.near:
             lane.close()
         if isinstance(self.end, NearEnd):
@@ -154,6 +154,7 @@ class Ways:
             # Nobody knows yet who is called, but whoever has no descriptors for it has to say so.
             with voter.agreed(what, same=same, timeout=timeout):
                 self.watch = PeerWatch()
+                self._watching.callback(self.watch.close)
                 if self.watch.address:
                     listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                     address = f"tundish-scatter-{secrets.token_hex(16)}"
