@@ -7,11 +7,12 @@ waits for that alone, not for what is removed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ class Owner:
         self._lock = threading.RLock()
         wait = WAIT_SECONDS if wait_seconds is None else wait_seconds
         self._root = _native.CheckpointRoot(path, wait_seconds=wait)
+        # What the saves that were begun will take, by kind and step, until they are published or given up.
+        self._promised: dict[tuple[str, int], int] = {}
         # The marks by which writers of this root take turns, of those that were killed. They hold nothing.
         _native.sweep_writer_slots(path)
 
@@ -76,26 +79,58 @@ class Owner:
                 level = logging.WARNING if what == "failed" else logging.INFO
                 _logger.log(level, "opening %s: %s: %s", self.path, _SAID[what], "; ".join(paths))
 
-    def begin(self, kind: Kind, step: int, written_bytes: int, *, overwrite: bool) -> None:
-        """Make the folder of a step; refuses one that is published, below the newest, or too large for the disk."""
-        status = os.statvfs(self.path)
-        free = status.f_bavail * status.f_frsize
-        # A file system without blocks tells of no room at all.
-        if status.f_blocks > 0 and written_bytes > free:
+    def begin(
+        self,
+        kind: Kind,
+        step: int,
+        written_bytes: int,
+        *,
+        overwrite: bool,
+        wait_for_saves: Callable[[], object],
+    ) -> None:
+        """Make the folder of a step; refuses one that is published, below the newest, or too large for the disk.
+
+        `wait_for_saves`: blocks until those under way are over. Called where there is too little room: what is old
+        goes after them.
+        """
+        if self._lacks_room(written_bytes) is not None:
+            wait_for_saves()
+        if (free := self._lacks_room(written_bytes)) is not None:
             raise StorageError(
                 errno.ENOSPC,
                 f"step {step} ({kind}) takes {written_bytes} bytes, and {free} are free: make room, or keep fewer",
                 str(self.path),
             )
         self._root.begin(kind, step, overwrite=overwrite)
+        self._promised[kind, step] = written_bytes
+
+    def _lacks_room(self, written_bytes: int) -> int | None:
+        """The bytes that are free, where `written_bytes` do not fit beside what is under way; else None."""
+        status = os.statvfs(self.path)
+        # A file system without blocks tells of no room at all.
+        if status.f_blocks == 0:
+            return None
+        free = status.f_bavail * status.f_frsize
+        promised = list(self._promised.items())
+        if written_bytes + sum(size for _, size in promised) <= free:
+            return None
+        # Files are preallocated when they begin to be written: until then nobody sees what they will take.
+        for (kind, step), size in promised:
+            free -= max(0, size - _taken_by(self.path / f".{kind}-{step}.incomplete"))
+        return max(0, free) if written_bytes > free else None
 
     def publish(self, job: Job, manifest: str) -> Path:
         """Give a complete folder its name, durably, and record it."""
-        return Path(self._root.publish(job.save.kind, job.save.step, manifest, overwrite=job.overwrite))
+        path = Path(self._root.publish(job.save.kind, job.save.step, manifest, overwrite=job.overwrite))
+        self._promised.pop((job.save.kind, job.save.step), None)
+        return path
 
     def abandon(self, kind: str, step: int) -> None:
         """Remove what a save that failed left."""
-        self._root.abandon(kind, step)
+        try:
+            self._root.abandon(kind, step)
+        finally:
+            self._promised.pop((kind, step), None)
 
     def prune(self, kind: str) -> None:
         """Remove what retention does not keep; what cannot be removed is told, and goes with a later save or start."""
@@ -157,3 +192,13 @@ class Owner:
     def close(self) -> None:
         """Let go of the root."""
         self._root.close()
+
+
+def _taken_by(folder: Path) -> int:
+    """Bytes of the disk that lie in a folder, as far as it can be looked into."""
+    taken = 0
+    for above, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                taken += Path(above, name).lstat().st_blocks * 512
+    return taken

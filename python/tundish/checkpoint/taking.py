@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,7 +69,13 @@ class _Reserved:
         opened.lanes[request.kind].start()
         self.plan = plan = request.make_plan()
         if opened.owner is not None:
-            opened.owner.begin(request.kind, request.step, plan.written_bytes, overwrite=request.overwrite)
+            opened.owner.begin(
+                request.kind,
+                request.step,
+                plan.written_bytes,
+                overwrite=request.overwrite,
+                wait_for_saves=self._wait_for_saves,
+            )
         self.take_memory(plan)
         return plan
 
@@ -84,6 +91,21 @@ class _Reserved:
         self.claim.take(held, self._request.what)
         if self.through is None:
             plan.reserve()
+
+    def _wait_for_saves(self) -> None:
+        """Block until no save is under way: what retention does not keep goes after each, and makes room."""
+        opened = self._opened
+        steps = sorted({step for lane in opened.lanes.values() for step in lane.steps_under_way()})
+        if steps:
+            _logger.warning(
+                "%s waits for the saves of steps %s: the disk has too little room before they are over",
+                self._request.what,
+                steps,
+            )
+        # The other ranks wait for this rank's vote no longer than the whole of it.
+        until = time.monotonic() + opened.timeout / 2
+        for lane in opened.lanes.values():
+            lane.wait(max(0.0, until - time.monotonic()))
 
     def give_back(self) -> None:
         """Give all of it back. May be called again, where Ctrl-C interrupted it."""

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -232,3 +233,46 @@ def test_a_save_that_finds_room_only_after_retention_succeeds(disk: Path, kind: 
 
 
 MARGIN = 1 << 18
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_a_save_waits_for_the_room_that_the_one_under_way_makes(
+    disk: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    # As above, but the third save is called while the second is written, and the first one is still there.
+    large = {"w": torch.ones(DISK_BYTES // 3 // 4 - MARGIN)}
+    written, may_go_on = threading.Event(), threading.Event()
+
+    def hold(event: str, _: str, step: int) -> None:
+        if (event, step) == ("voted", 2):
+            written.set()
+            may_go_on.wait(60)
+
+    with Checkpointer(disk / "root", on_failure="raise", keep_last=1, on_event=hold) as checkpointer:
+        begin = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
+        begin(1, {"w": torch.ones(DISK_BYTES // 2 // 4 - MARGIN)}, blocking=True)
+        begin(2, large)
+        assert written.wait(60)
+        threading.Timer(1.0, may_go_on.set).start()
+        begin(3, large, blocking=True)
+        assert [one.step for one in checkpointer.list()] == [3]
+    assert f"save_{kind} of step 3 waits for the saves of steps [2]" in caplog.text
+
+
+def test_what_a_save_under_way_has_not_written_yet_is_not_free(disk: Path) -> None:
+    staged, may_go_on = threading.Event(), threading.Event()
+
+    def hold(event: str, *_: object) -> None:
+        if event == "staged":
+            staged.set()
+            may_go_on.wait(60)
+
+    large = {"w": torch.ones(DISK_BYTES * 2 // 3 // 4)}
+    with Checkpointer(disk / "root", on_failure="raise", on_event=hold) as checkpointer:
+        export = checkpointer.save_hf(1, large)
+        assert staged.wait(60)
+        threading.Timer(1.0, may_go_on.set).start()
+        with pytest.raises(StorageError, match=r"takes \d+ bytes, and \d+ are free"):
+            checkpointer.save_dcp(1, large)
+        export.result(60)
+        assert [one.path.name for one in checkpointer.list()] == ["hf-1"]
