@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -281,6 +282,38 @@ def test_the_best_that_was_saved_is_kept_and_loaded_at_the_end(tmp_path: Path) -
     assert saved(tmp_path) == {"hf": [2, 6], "dcp": [2, 6]}
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf-2")
     assert_same(weights(run), dict(exported.state_dict()))
+
+
+def test_the_best_stays_until_what_is_better_is_published(tmp_path: Path) -> None:
+    losses = {2: 4.0, 4: 5.0, 6: 3.0}
+    kept: list[list[int]] = []
+    has_begun = threading.Event()
+
+    class Evaluated(Trainer):
+        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+            return {"eval_loss": losses[self.state.global_step]}
+
+        def _trainer_state(self) -> str:
+            if self.state.global_step == 6:
+                # The export of this step is taken, and not published yet.
+                has_begun.set()
+            return super()._trainer_state()
+
+    def watch(event: str, kind: str, step: int) -> None:
+        # Old ones go after this, though much was saved meanwhile.
+        if (event, kind, step) == ("published", "hf", 4):
+            assert has_begun.wait(60)
+        if (event, kind, step) == ("staged", "hf", 6):
+            kept.append(saved(tmp_path)["hf"])
+
+    kinds = {"save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "max_steps": 6}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
+    run = trainer(tmp_path, steps=6, kind=Evaluated, **kinds, **best)
+    run._checkpointer_options["on_event"] = watch
+    run.train()
+    # A run that is killed before the export of step 6 is published goes on from step 4, where step 2 is the best.
+    assert kept == [[2, 4]]
+    assert run.state.best_model_checkpoint == str(tmp_path / "hf-6")
 
 
 def test_what_the_trainer_would_push_while_it_trains_is_refused(tmp_path: Path) -> None:

@@ -50,9 +50,9 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
     Each save is a Hugging Face export `hf-<step>` and, without `save_only_model`, a DCP checkpoint `dcp-<step>` that
     holds everything a resumption needs; both are written while training goes on. `train(resume_from_checkpoint=True)`
     takes the newest whole one; what is newer than it, of both kinds, is set aside as `discarded-…`, whole or not.
-    `save_total_limit` is how many are kept; the best one stays with
-    `load_best_model_at_end`. A subclass of both is needed because the Trainer has no hook in place of its save:
-    `on_save` comes after it.
+    `save_total_limit` is how many are kept; the best one stays with `load_best_model_at_end`, and the one before it
+    until it is published. A subclass of both is needed because the Trainer has no hook in place of its save: `on_save`
+    comes after it.
 
     Args:
         checkpointer_options: further arguments of the `Checkpointer`. All others are the Trainer's own.
@@ -73,6 +73,8 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         self._checkpointer: Checkpointer | None = None
         self._resumed_step = -1
         self._resumed: dict[str, Any] = {}
+        # Of what this run goes on from and of its saves, in order: the step, and those that were the best then.
+        self._bests: list[tuple[int, frozenset[int]]] = []
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -93,10 +95,22 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         return limit if limit is not None and limit > 0 else None
 
     def _is_best(self, checkpoint: Checkpoint) -> bool:
-        """Whether `checkpoint` is of the best step, or of the best that was saved: evaluations may be more often."""
-        saved = self.state.best_model_checkpoint
-        is_saved = saved is not None and Path(saved).name == f"hf-{checkpoint.step}"
-        return is_saved or checkpoint.step == self.state.best_global_step
+        """Whether `checkpoint` is of the best step, or was as long as a killed run may go back to that."""
+        bests = [_bests_of(self.state.best_global_step, self.state.best_model_checkpoint)]
+        bests += [steps for _, steps in self._still_wanted()]
+        return any(checkpoint.step in steps for steps in bests)
+
+    def _still_wanted(self) -> list[tuple[int, frozenset[int]]]:
+        """What was the best at the newest save that is published, from which a killed run goes on, and at later ones.
+
+        What is saved now may be the best, and is not there yet: the best before it must not go for it.
+        """
+        kind = "hf" if self.args.save_only_model else "dcp"
+        bests = self._bests
+        published = [
+            at for at, (step, _) in enumerate(bests) if (self.checkpointer.path / f"{kind}-{step}").is_dir()
+        ]
+        return bests[published[-1] :] if published else bests
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer.train`; all saves are published when it returns.
@@ -115,6 +129,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             )
         if self.args.save_strategy != SaveStrategy.NO:
             refuse_adapters(self.model)
+        self._bests = []
         try:
             if not resume_from_checkpoint:
                 if self.args.save_strategy != SaveStrategy.NO:
@@ -176,6 +191,9 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         self._resumed = rank_extras.get(self.args.process_index) or {**rank_extras[0], "random": None}
         # What the ranks' own logs say may differ by their clocks.
         self._resumed["trainer"] = rank_extras[0]["trainer"]
+        state = json.loads(self._resumed["trainer"])
+        bests = _bests_of(state["best_global_step"], state["best_model_checkpoint"])
+        self._bests = [(self._resumed_step, bests)]
 
     @contextlib.contextmanager
     def _told_of_exports(self) -> Iterator[None]:
@@ -205,6 +223,8 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         # What is saved now is there later. Of a step that was evaluated alone there never is anything.
         if best and (best == step or export.is_dir()):
             self.state.best_model_checkpoint = str(export)
+        bests = _bests_of(best, self.state.best_model_checkpoint)
+        self._bests = [*self._still_wanted(), (step, bests)]
         # An export of step 0 without its DCP checkpoint is what a run left that was killed in between: no step is
         # below it, to which it could be set aside.
         self.checkpointer.save_hf(
@@ -275,6 +295,13 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         # From here on it is an ordinary load of an export.
         self._resumed_step = -1
         super()._load_best_model()
+
+
+def _bests_of(best_step: int | None, best_checkpoint: str | None) -> frozenset[int]:
+    """The best step, and the best that was saved, of a Trainer's state: evaluations may be more often than saves."""
+    kind, _, number = Path(best_checkpoint or "").name.partition("-")
+    saved = {int(number)} if kind == "hf" and number.isdecimal() else set()
+    return frozenset(saved | ({best_step} if best_step else set()))
 
 
 def _random_states() -> dict[str, Any]:
