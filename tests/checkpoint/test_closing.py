@@ -18,6 +18,7 @@ import torch
 
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.hf.plan import HfPlan
+from tundish.checkpoint.saves import Save
 from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError
 
 TENSORS = {"w": torch.ones(1000)}
@@ -127,6 +128,29 @@ def test_callbacks_cannot_wait_for_the_save_that_calls_them(root: Path, call: st
     assert len(told) == 2
     # Let go of nevertheless.
     Checkpointer(root, on_failure="raise").close()
+
+
+@pytest.mark.parametrize("call", ["result", "exception"])
+def test_callbacks_cannot_wait_for_the_future_of_the_save_that_calls_them(root: Path, call: str) -> None:
+    saves: list[Save] = []
+    is_known = threading.Event()
+    told: list[str] = []
+
+    def call_back(*_: Any) -> None:
+        assert is_known.wait(60)
+        saves[-1].staged()
+        try:
+            getattr(saves[-1], call)()
+        except InvalidInputError as error:
+            told.append(str(error))
+
+    with Checkpointer(root, on_published=[call_back], on_event=call_back, on_failure="raise") as checkpointer:
+        saves.append(checkpointer.save_hf(1, TENSORS))
+        is_known.set()
+        # One that is over may be asked anywhere.
+        saves[0].add_done_callback(lambda save: told.append(save.result().name))
+    assert told == [told[0]] * 5 + ["hf-1"]
+    assert told[0].startswith(f"{call}() in a callback of a save would wait for that save itself")
 
 
 def fail_staged_saves(checkpointer: Checkpointer, root: Path) -> None:

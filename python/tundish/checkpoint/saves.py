@@ -16,7 +16,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from tundish import _native
 from tundish.distributed.groups import Meeting
-from tundish.errors import TimedOutError
+from tundish.errors import InvalidInputError, TimedOutError
 from tundish.waiting import Moment, SteadyFuture, wait_for
 
 __all__ = [
@@ -168,24 +168,42 @@ def _nothing() -> None:
 class Save(SteadyFuture[Path]):
     """A save under way: a future of the path it is published under.
 
-    `result()` raises what the save failed with, the same on every rank; it cannot be cancelled.
+    `result()` raises what the save failed with, the same on every rank; it cannot be cancelled. In a function that a
+    save of its kind calls, before that is over, `result`, `exception` and `staged` would wait for themselves: they
+    raise `InvalidInputError`.
     """
 
-    def __init__(self, kind: str, step: int, total_bytes: int) -> None:
+    def __init__(self, kind: str, step: int, total_bytes: int, *, is_own_thread: Callable[[], bool]) -> None:
         super().__init__()
         self.kind = kind
         self.step = step
+        self._is_own_thread = is_own_thread
         self._total = total_bytes
         self._written: Callable[[], int] = lambda: 0
         self._is_staged = Moment()
         self._was_staged = False
         self._settle: Callable[[], None] = _nothing
 
+    def result(self, timeout: float | None = None) -> Path:
+        """As that of a `concurrent.futures.Future`."""
+        self._refuse_own_wait("result", self.done)
+        try:
+            return super().result(timeout)
+        finally:
+            # Else the error holds on to what it is raised from.
+            del self
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As that of a `concurrent.futures.Future`."""
+        self._refuse_own_wait("exception", self.done)
+        return super().exception(timeout)
+
     def staged(self, timeout: float | None = None) -> None:
         """Block until host memory holds everything that this rank saves.
 
         Raises `TimedOutError`; where staging failed, what it failed with.
         """
+        self._refuse_own_wait("staged", self._is_staged.has_come)
         if not wait_for(self._is_staged.wait, timeout):
             raise TimedOutError(f"step {self.step} ({self.kind}) was not staged within {timeout} s")
         if not self._was_staged:
@@ -195,6 +213,13 @@ class Save(SteadyFuture[Path]):
     def progress(self) -> tuple[int, int]:
         """Bytes that this rank has written so far, and all that it will write."""
         return (self._total if self.done() and self.exception() is None else self._written()), self._total
+
+    def _refuse_own_wait(self, call: str, has_come: Callable[[], bool]) -> None:
+        """Refuse to wait for what is yet to come on the thread that works on the saves of this kind."""
+        if self._is_own_thread() and not has_come():
+            raise InvalidInputError(
+                f"{call}() in a callback of a save would wait for that save itself: call it on the thread that trains"
+            )
 
     # For the checkpointer alone.
 

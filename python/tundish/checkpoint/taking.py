@@ -246,9 +246,15 @@ def take(opened: Opened, request: Request) -> Save:
 
 def _job_of(opened: Opened, request: Request, plan: Plan, reserved: _Reserved, number: int) -> Job:
     name = f"{request.kind}-{request.step}"
+    is_own_thread = opened.lanes[request.kind].is_own_thread
     own = sum(file.size for file in plan.files if file.rank == opened.index)
     return Job(
-        save=Save(request.kind, request.step, own if plan.files else plan.staged_bytes),
+        save=Save(
+            request.kind,
+            request.step,
+            own if plan.files else plan.staged_bytes,
+            is_own_thread=is_own_thread,
+        ),
         number=number,
         folder=opened.path / f".{name}.incomplete",
         target=opened.path / name,
