@@ -28,8 +28,9 @@ __all__ = ["Finalizer", "Job", "Publisher"]
 
 FORMAT_VERSION = 1
 
-# The most votes that a save goes through: staging, writing, publishing, pruning, and one more where one fails.
-_VOTES = 5
+# The most votes that a save goes through: staging, two for making room, writing, publishing, pruning, and one more
+# where one fails.
+_VOTES = 7
 # How long a rank that lost sight of the others tells them that it gave up.
 _TELLING_SECONDS = 2.0
 # How often it is tried again to replace what somebody reads.
@@ -44,6 +45,7 @@ class Publisher(Protocol):
     def publish(self, job: Job, manifest: str) -> Path: ...
     def abandon(self, kind: str, step: int) -> None: ...
     def protect(self, steps: Iterable[int]) -> None: ...
+    def make_room(self) -> None: ...
     def prune(self, kind: str) -> None: ...
 
 
@@ -54,8 +56,9 @@ class Job:
     `staged` is the error instead where staging failed on this rank: the others hear of it in the next vote. `undo`:
     gives back what was taken for the staging, until there is something staged. `folder` is where the files lie until
     they are published as `target`. `is_answered`: the caller hears of a failure by itself, so that the failure policy
-    need not act. `release` is called when the save is over, of which `is_over` tells. `number`: of the vote by which it
-    was taken, the same on all ranks and higher than that of any save before.
+    need not act. `lacks_room`: what is old has to go before anything is written; known to the first rank. `release` is
+    called when the save is over, of which `is_over` tells. `number`: of the vote by which it was taken, the same on all
+    ranks and higher than that of any save before.
     """
 
     save: Save
@@ -65,6 +68,7 @@ class Job:
     tag: str | None
     overwrite: bool
     extra: dict[str, Any]
+    lacks_room: bool
     is_answered: bool
     undo: Callable[[], None] | None
     release: Callable[[], None]
@@ -133,8 +137,7 @@ class Finalizer:
         # The vote that made the voter was the first.
         self._voter.skip_to(1 + _VOTES * job.number)
         try:
-            with self._voted(f"{job.what}: staging"):
-                staged, facts = self._prepare(job)
+            staged, facts = self._stage(job)
             facts += self._write(job, staged)
             with self._voted(f"{job.what}: publishing"):
                 if self._publisher is not None:
@@ -204,16 +207,39 @@ class Finalizer:
             else:
                 return
 
-    def _prepare(self, job: Job) -> tuple[Staged, list[_native.FileFacts]]:
-        """Wait for the tensors; the first rank writes everything else."""
-        if isinstance(job.staged, BaseException):
-            raise job.staged
-        if job.staged is None:
-            raise RuntimeError(f"{job.what} was handed on without its tensors")
-        job.staged.wait_staged(None)
-        job.save.note_staged(job.staged.settle)
+    def _stage(self, job: Job) -> tuple[Staged, list[_native.FileFacts]]:
+        """Wait for the tensors, and make room where it lacks; the first rank writes everything else."""
+        error: BaseException | None = None
+        facts: list[_native.FileFacts] = []
+        try:
+            facts = self._prepare(job)
+        except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+            error = caught
+        what = f"{job.what}: staging"
+        lacks_room = self._voter.vote(error, what=what, note=job.lacks_room, timeout=self._timeout)
+        if lacks_room:
+            facts = self._make_room(job)
+        return _staged_of(job), facts
+
+    def _prepare(self, job: Job) -> list[_native.FileFacts]:
+        """Wait for the tensors; the facts of what the first rank wrote."""
+        staged = _staged_of(job)
+        staged.wait_staged(None)
+        job.save.note_staged(staged.settle)
         self._announce("staged", self.kind, job.save.step)
-        return job.staged, [] if self._publisher is None else job.staged.prewrite(job.folder)
+        return [] if self._publisher is None or job.lacks_room else staged.prewrite(job.folder)
+
+    def _make_room(self, job: Job) -> list[_native.FileFacts]:
+        """Remove what should have gone before, once it is known what all ranks protect; the rest is as `_prepare`."""
+        what = f"{job.what}: making room"
+        told = json.dumps(list(self._protected))
+        gathered = self._voter.gather(told, what=what, timeout=self._timeout)
+        with self._voted(what):
+            if self._publisher is None:
+                return []
+            self._publisher.protect(step for text in gathered for step in json.loads(text))
+            self._publisher.make_room()
+            return _staged_of(job).prewrite(job.folder)
 
     def _write(self, job: Job, staged: Staged) -> list[_native.FileFacts]:
         """Write this rank's files; on the first rank the facts of all ranks' files, and what they protect."""
@@ -256,3 +282,12 @@ class Finalizer:
 
     def _voted(self, what: str) -> contextlib.AbstractContextManager[None]:
         return self._voter.agreed(what, timeout=self._timeout)
+
+
+def _staged_of(job: Job) -> Staged:
+    """What was staged; raises what staging failed with on this rank."""
+    if isinstance(job.staged, BaseException):
+        raise job.staged
+    if job.staged is None:
+        raise RuntimeError(f"{job.what} was handed on without its tensors")
+    return job.staged

@@ -17,9 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tundish import _native
-from tundish.checkpoint.reading import Checkpoints, Kind, check_kind, check_root, checkpoints_of
+from tundish.checkpoint.reading import (
+    KINDS,
+    Checkpoints,
+    Kind,
+    check_kind,
+    check_root,
+    checkpoints_of,
+    verify_quietly,
+)
 from tundish.checkpoint.retention import Retention
-from tundish.errors import CheckpointInUseError, NotFoundError, StorageError
+from tundish.errors import CallbackError, CheckpointInUseError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
     from tundish.checkpoint.finalizing import Job
@@ -87,15 +95,18 @@ class Owner:
         *,
         overwrite: bool,
         wait_for_saves: Callable[[], object],
-    ) -> None:
+    ) -> bool:
         """Make the folder of a step; refuses one that is published, below the newest, or too large for the disk.
 
         `wait_for_saves`: blocks until those under way are over. Called where there is too little room: what is old
         goes after them.
+
+        Returns whether `make_room` has to be called before anything is written.
         """
         if self._lacks_room(written_bytes) is not None:
             wait_for_saves()
-        if (free := self._lacks_room(written_bytes)) is not None:
+        free = self._lacks_room(written_bytes)
+        if free is not None and written_bytes > free + self._surplus_bytes():
             raise StorageError(
                 errno.ENOSPC,
                 f"step {step} ({kind}) takes {written_bytes} bytes, and {free} are free: make room, or keep fewer",
@@ -103,6 +114,27 @@ class Owner:
             )
         self._root.begin(kind, step, overwrite=overwrite)
         self._promised[kind, step] = written_bytes
+        return free is not None
+
+    def make_room(self) -> None:
+        """Remove what retention does not keep and is still there: a run was killed first, or it kept more.
+
+        Raises `CorruptCheckpointError`, and removes nothing of a kind, where the newest, which stays, is damaged.
+        """
+        for kind in KINDS:
+            kept = self.kept_from_prune(kind)
+            if kept:
+                verify_quietly(kept[-1].path)
+                self.prune(kind)
+
+    def _surplus_bytes(self) -> int:
+        """What retention does not keep, as far as it is known here what is protected."""
+        try:
+            with self._lock:
+                return sum(one.size for kind in KINDS for one in self._split(kind)[1])
+        except CallbackError:
+            _logger.exception("of what may go to make room nothing is known")
+            return 0
 
     def _lacks_room(self, written_bytes: int) -> int | None:
         """The bytes that are free, where `written_bytes` do not fit beside what is under way; else None."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import logging
 import time
 import traceback
@@ -21,7 +22,7 @@ from tundish.checkpoint.lane import Lane
 from tundish.checkpoint.opening import Opened
 from tundish.checkpoint.reading import Kind, check_step
 from tundish.checkpoint.saves import HasNews, News, Plan, Save, Staged, WritesThrough
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, StorageError
 
 __all__ = ["Request", "take"]
 
@@ -47,7 +48,11 @@ class Request:
 
 
 class _Reserved:
-    """What a save has taken so far. `through`: its plan, where that is larger than the budget and writes meanwhile."""
+    """What a save has taken so far.
+
+    `through`: its plan, where that is larger than the budget and writes meanwhile. `lacks_room`: whether what is old
+    has to go before anything is written; on the first rank.
+    """
 
     def __init__(self, opened: Opened, request: Request) -> None:
         self._opened = opened
@@ -55,6 +60,7 @@ class _Reserved:
         self.claim = opened.budget.claim()
         self.plan: Plan | None = None
         self.through: WritesThrough | None = None
+        self.lacks_room = False
 
     def take(self) -> Plan:
         """Refuse what can be refused, else take what the save needs."""
@@ -69,7 +75,7 @@ class _Reserved:
         opened.lanes[request.kind].start()
         self.plan = plan = request.make_plan()
         if opened.owner is not None:
-            opened.owner.begin(
+            self.lacks_room = opened.owner.begin(
                 request.kind,
                 request.step,
                 plan.written_bytes,
@@ -85,6 +91,13 @@ class _Reserved:
         limit = self._opened.budget.limit
         is_larger = limit is not None and plan.most_staged_bytes > limit
         self.through = plan if is_larger and isinstance(plan, WritesThrough) else None
+        if self.through is not None and self.lacks_room:
+            raise StorageError(
+                errno.ENOSPC,
+                f"too little room for {self._request.what} before old ones go, which are removed in the background "
+                "alone: remove them with `tundish checkpoint prune`, or give a staging_limit_bytes that it fits in",
+                str(self._opened.path),
+            )
         held = (
             plan.staged_bytes if self.through is None or limit is None else self.through.through_bytes(limit)
         )
@@ -261,6 +274,7 @@ def _job_of(opened: Opened, request: Request, plan: Plan, reserved: _Reserved, n
         tag=request.tag,
         overwrite=request.overwrite,
         extra=copy.deepcopy(dict(request.extra or {})),
+        lacks_room=reserved.lacks_room,
         is_answered=request.blocking,
         undo=plan.release,
         release=reserved.claim.give_back,

@@ -106,6 +106,9 @@ class _Rank:
     def unlimit_files(self) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
+    def protect(self, step: int) -> Any:
+        return outcome(lambda: self._checkpointer.protect(step))
+
     def close(self) -> Any:
         return outcome(self._checkpointer.close)
 

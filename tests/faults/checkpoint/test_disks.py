@@ -32,7 +32,7 @@ from obeying import (
 from rank_processes import Job
 from tundish._native import staging_stats
 from tundish.checkpoint import Checkpointer
-from tundish.errors import StorageError
+from tundish.errors import CorruptCheckpointError, StorageError
 
 NOBODY = 65534
 DISK_BYTES = 10 * SAVED_BYTES
@@ -276,3 +276,58 @@ def test_what_a_save_under_way_has_not_written_yet_is_not_free(disk: Path) -> No
             checkpointer.save_dcp(1, large)
         export.result(60)
         assert [one.path.name for one in checkpointer.list()] == ["hf-1"]
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_what_a_killed_run_did_not_remove_makes_room_for_the_next_save(disk: Path, kind: str) -> None:
+    large = {"w": torch.ones(DISK_BYTES // 3 // 4 - MARGIN)}
+    with Checkpointer(disk / "root", on_failure="raise") as checkpointer:
+        begin = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
+        for step in (1, 2):
+            begin(step, large, blocking=True)
+    # As after a kill between publication and retention; or of a run that kept more.
+    ballast(disk, DISK_BYTES // 3)
+    with Checkpointer(disk / "root", on_failure="raise", keep_last=1) as checkpointer:
+        begin = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
+        begin(3, large, blocking=True)
+        assert [one.step for one in checkpointer.list()] == [3]
+        checkpointer.verify(checkpointer.list()[0].path)
+
+
+def test_no_room_is_made_where_what_would_stay_is_damaged(disk: Path) -> None:
+    large = {"w": torch.ones(DISK_BYTES // 3 // 4 - MARGIN)}
+    with Checkpointer(disk / "root", on_failure="raise") as checkpointer:
+        for step in (1, 2):
+            newest = checkpointer.save_hf(step, large, blocking=True).result() / "model.safetensors"
+    with newest.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    ballast(disk, DISK_BYTES // 3)
+    with Checkpointer(disk / "root", on_failure="raise", keep_last=1) as checkpointer:
+        with pytest.raises(CorruptCheckpointError, match="hf-2"):
+            checkpointer.save_hf(3, large, blocking=True)
+        assert [one.step for one in checkpointer.list()] == [1, 2]
+        assert not (disk / "root" / ".hf-3.incomplete").exists()
+
+
+def test_no_room_is_made_of_what_another_rank_protects(disk: Path) -> None:
+    root = disk / "root"
+    with Job(obey, 2, disk) as job:
+        assert_fine(each(job, "open", root))
+        for step in (1, 2, 3):
+            save(job, "hf", step)
+        assert_fine(each(job, "close"))
+        ballast(disk, DISK_BYTES - 4 * SAVED_BYTES + MARGIN)
+        assert_fine(each(job, "open", root, keep_last=1))
+        tell(job, 1, "protect", 1)
+        assert_fine([answer(job, 1)])
+        save(job, "hf", 4)
+        assert_fine(each(job, "close"))
+        end(job)
+    assert_saved(root, {"hf": [1, 4]})
+
+
+def ballast(disk: Path, count: int) -> None:
+    """Take `count` bytes of the disk."""
+    with (disk / "more").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, count)
