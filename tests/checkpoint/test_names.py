@@ -139,6 +139,14 @@ def test_names_that_cannot_be_used(name: str) -> None:
             parts_of({name: Layer()})
 
 
+@pytest.mark.parametrize(
+    "name", ["module.", "module./etc", "_orig_mod./etc", "module._orig_mod.", "module.C:/w"]
+)
+def test_names_that_cannot_be_used_without_those_of_wrappers(name: str) -> None:
+    with pytest.raises(InvalidInputError, match="cannot name a tensor"):
+        parts_of({name: torch.ones(1)})
+
+
 @pytest.mark.parametrize("name", [3, None, b"w", ("a", "b")])
 def test_names_are_strings(name: Any) -> None:
     with pytest.raises(InvalidTypeError, match="names are strings"):

@@ -104,7 +104,11 @@ def _named(tensors: dict[Any, Any], module: nn.Module | None = None) -> dict[str
     named: dict[str, torch.Tensor] = {}
     for given, tensor in tensors.items():
         check_name(given)
-        name = _without_wrapper_names(given, module) if _MAY_BE_WRAPPED.search(given) else given
+        name = given
+        if _MAY_BE_WRAPPED.search(given):
+            name = _without_wrapper_names(given, module)
+            # What is left may be nothing, or lead elsewhere.
+            check_name(name)
         if not isinstance(tensor, torch.Tensor):
             raise InvalidTypeError(
                 f"{given!r} is a {type(tensor).__name__}, not a tensor: give the mapping of names to tensors without it"
