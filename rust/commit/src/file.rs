@@ -84,8 +84,11 @@ impl FolderFile {
         self.finish_open().map(drop)
     }
 
-    /// [`finish`](FolderFile::finish), for who asks afterwards where the file went.
-    pub(crate) fn finish_open(self) -> Result<File, CommitError> {
+    /// [`finish`](FolderFile::finish), for who closes the file later, or asks where it went.
+    ///
+    /// # Errors
+    /// As [`finish`](FolderFile::finish).
+    pub fn finish_open(self) -> Result<File, CommitError> {
         self.ledger.check()?;
         self.ledger.note(RealDisk.fsync(&self.file, &self.path))?;
         self.ledger.finish(&self.path);

@@ -26,7 +26,7 @@ use crate::memory;
 use crate::npy::{self, HEADER_BYTES, Layout};
 use crate::plan::{FORMAT_VERSION, Facts, Field, Views};
 use crate::sink::{Columns, Room, Sink};
-use crate::watch::Watch;
+use crate::watch::{Lookout, Watch};
 
 /// The file that holds the facts.
 pub const FACTS_FILE: &str = "plan.json";
@@ -86,27 +86,38 @@ impl Writer {
     /// Remove what was written, as `drop` does, and return before the room of large files is given back: the kernel
     /// does that when they are closed, and takes half a second a gigabyte.
     fn abandon(self) {
-        let Self { folder, files } = self;
-        // With it go the names, so that nothing is to be seen of the files from here on.
-        drop(folder);
-        // Where no thread can be had, they are closed here.
-        drop(thread::Builder::new().name("tundish-close".into()).spawn(move || drop(files)));
+        leave(self.folder, self.files);
     }
 
     fn publish(self, facts: &Facts, watch: &mut dyn Watch) -> Result<(), PackError> {
-        let total = self.files.len() as u64;
-        for (number, (mut file, wide, len)) in self.files.into_iter().enumerate() {
-            watch.tick("publishing", number as u64, total)?;
+        let Self { folder, files } = self;
+        let total = files.len() as u64;
+        let mut files = files.into_iter();
+        // Not closed before all are durable, for the sake of an interrupt: see `abandon`.
+        let mut finished = Vec::with_capacity(files.len());
+        while let Some((mut file, wide, len)) = files.next() {
+            if let Err(interrupted) = watch.tick("publishing", finished.len() as u64, total) {
+                leave(folder, (finished, file, files));
+                return Err(interrupted);
+            }
             file.write_at(0, &npy::header(wide, len))?;
-            file.finish()?;
+            finished.push(file.finish_open()?);
         }
         let text = facts_text(facts)?;
-        let mut file = self.folder.create_file(FACTS_FILE)?;
+        let mut file = folder.create_file(FACTS_FILE)?;
         file.append(text.as_bytes())?;
         file.finish()?;
-        self.folder.publish()?;
+        folder.publish()?;
         Ok(())
     }
+}
+
+/// Remove a folder that is not to be published, and leave it to a thread to close its files.
+fn leave(folder: Folder, files: impl Send + 'static) {
+    // With it go the names, so that nothing is to be seen of the files from here on.
+    drop(folder);
+    // Where no thread can be had, they are closed here.
+    drop(thread::Builder::new().name("tundish-close".into()).spawn(move || drop(files)));
 }
 
 /// The content of `FACTS_FILE`, of no more bytes than are read.
@@ -138,8 +149,12 @@ impl<C: Cell> FileSink<C> {
         Ok(Self { writer, gathered: Columns::default(), dataset_id: Vec::new() })
     }
 
-    pub(crate) fn publish(mut self, facts: &Facts, watch: &mut dyn Watch) -> Result<(), PackError> {
-        self.flush()?;
+    /// Write the rest. Then the folder may be published.
+    pub(crate) fn finish(&mut self, watch: &mut dyn Watch) -> Result<(), PackError> {
+        self.flush(&mut || watch.tick("publishing", 0, Field::ALL.len() as u64))
+    }
+
+    pub(crate) fn publish(self, facts: &Facts, watch: &mut dyn Watch) -> Result<(), PackError> {
         self.writer.publish(facts, watch)
     }
 
@@ -148,11 +163,13 @@ impl<C: Cell> FileSink<C> {
         self.writer.abandon();
     }
 
-    fn flush(&mut self) -> Result<(), PackError> {
-        self.writer.append(Field::DatasetId, &self.dataset_id)?;
-        self.writer.append(Field::Indices, &self.gathered.indices)?;
-        for (field, column) in Field::ALL[2..].iter().zip(&self.gathered.packs) {
-            self.writer.append(*field, column)?;
+    /// Write what is gathered. Each file may have to wait for the disk, so `look` is called after each.
+    fn flush(&mut self, look: &mut dyn FnMut() -> Result<(), PackError>) -> Result<(), PackError> {
+        let packs = self.gathered.packs.iter();
+        let columns = [&self.dataset_id[..], &self.gathered.indices].into_iter().chain(packs.map(|column| &column[..]));
+        for (field, column) in Field::ALL.into_iter().zip(columns) {
+            self.writer.append(field, column)?;
+            look()?;
         }
         self.dataset_id.clear();
         self.gathered.clear();
@@ -161,9 +178,9 @@ impl<C: Cell> FileSink<C> {
 }
 
 impl<C: Cell> Sink<C> for FileSink<C> {
-    fn room(&mut self, pieces: usize, packs: usize) -> Result<Room<'_, C>, PackError> {
+    fn room(&mut self, pieces: usize, packs: usize, lookout: &mut Lookout<'_>) -> Result<Room<'_, C>, PackError> {
         if self.gathered.indices.len() + pieces > GATHERED || self.dataset_id.len() + packs > GATHERED {
-            self.flush()?;
+            self.flush(&mut || lookout.look())?;
         }
         self.gathered.grow(pieces, packs)?;
         Ok(self.gathered.room())

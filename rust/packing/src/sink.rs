@@ -11,6 +11,7 @@ use crate::cell::Cell;
 use crate::error::PackError;
 use crate::memory;
 use crate::plan::Field;
+use crate::watch::Lookout;
 
 /// Room for output, to be written from its beginning on; all but `indices` hold one entry a pack.
 ///
@@ -25,8 +26,8 @@ pub(crate) struct Room<'a, C> {
 
 /// Takes the output of the computation.
 pub(crate) trait Sink<C: Cell> {
-    /// Room for at least `pieces` and `packs` entries.
-    fn room(&mut self, pieces: usize, packs: usize) -> Result<Room<'_, C>, PackError>;
+    /// Room for at least `pieces` and `packs` entries. Where that takes long, `lookout` is asked whether to go on.
+    fn room(&mut self, pieces: usize, packs: usize, lookout: &mut Lookout<'_>) -> Result<Room<'_, C>, PackError>;
     /// Keep the first `pieces` and `packs` entries of the room asked for last.
     ///
     /// # Safety
@@ -124,7 +125,7 @@ impl<C: Cell> MemorySink<C> {
 }
 
 impl<C: Cell> Sink<C> for MemorySink<C> {
-    fn room(&mut self, pieces: usize, packs: usize) -> Result<Room<'_, C>, PackError> {
+    fn room(&mut self, pieces: usize, packs: usize, _lookout: &mut Lookout<'_>) -> Result<Room<'_, C>, PackError> {
         // The bounds held for the lengths as they were scanned.
         if !self.columns.has_room(pieces, packs) || self.dataset_id.len() - self.packs() < packs {
             return Err(PackError::InputChanged);
@@ -171,7 +172,7 @@ fn is_wide(value: &i64) -> bool {
 }
 
 impl Sink<i64> for Measure {
-    fn room(&mut self, pieces: usize, packs: usize) -> Result<Room<'_, i64>, PackError> {
+    fn room(&mut self, pieces: usize, packs: usize, _lookout: &mut Lookout<'_>) -> Result<Room<'_, i64>, PackError> {
         self.room.grow(pieces, packs)?;
         Ok(self.room.room())
     }
@@ -208,6 +209,7 @@ impl Sink<i64> for Measure {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::watch::Silent;
 
     const WIDE: i64 = 1 << 31;
 
@@ -218,7 +220,7 @@ mod tests {
     }
 
     fn keep(measure: &mut Measure, indices: &[i64], cumulative: &[i64]) {
-        let room = measure.room(indices.len(), cumulative.len()).unwrap();
+        let room = measure.room(indices.len(), cumulative.len(), &mut Lookout::new(&mut Silent)).unwrap();
         write(room.indices, indices);
         for column in [room.indices_cu_len, room.start_offset, room.end_offset, room.longest] {
             write(column, cumulative);

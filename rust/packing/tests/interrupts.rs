@@ -1,5 +1,8 @@
 //! Long calls look at the watch often, and end when it says so.
 
+use std::fs;
+use std::path::Path;
+
 use tundish_packing::hard::{OrderSource, Prepared, Request};
 use tundish_packing::lookup::{Lengths, lookup};
 use tundish_packing::plan::Column;
@@ -57,6 +60,49 @@ fn packing_samples_of_many_packs() {
             let prepared = Prepared::new(request, &mut Silent).unwrap();
             ends_at_any_tick(20_000_000 / (1 << 20), |watch| prepared.pack(watch).map(drop));
         }
+    }
+}
+
+/// Weighs what lies in the only folder of `parent`, and the most that came between two ticks.
+struct Weigh<'a> {
+    parent: &'a Path,
+    before: u64,
+    most: u64,
+}
+
+impl Watch for Weigh<'_> {
+    fn tick(&mut self, _phase: &'static str, _done: u64, _total: u64) -> Result<(), PackError> {
+        let folder = fs::read_dir(self.parent).unwrap().next().unwrap().unwrap();
+        let files = fs::read_dir(folder.path()).unwrap();
+        let bytes: u64 = files.map(|file| file.unwrap().metadata().unwrap().len()).sum();
+        self.most = self.most.max(bytes - self.before);
+        self.before = bytes;
+        Ok(())
+    }
+}
+
+/// The disk may be slow, and each file waits for it when so much was written.
+#[test]
+fn writing_files_is_looked_after_one_by_one() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("plan");
+    for (lengths, threads) in [(vec![1i64; 4_000_000], 1), (vec![1i64; 4_000_000], 2), (vec![4_000_000], 1)] {
+        let prepared = Prepared::new(Request { threads, ..request(&lengths, 1) }, &mut Silent).unwrap();
+        let mut watch = Weigh { parent: parent.path(), before: 0, most: 0 };
+        prepared.write(&target, &mut watch).unwrap();
+        assert!(watch.before > 6 * 4 * 3_900_000, "{} bytes", watch.before);
+        // One column of what is gathered: of a window of two threads, or of a sample that makes very many packs.
+        assert!(watch.most <= 4 << 20, "{} bytes between two looks", watch.most);
+        fs::remove_dir_all(&target).unwrap();
+        ends_at_any_tick(100, |watch| {
+            let outcome = prepared.write(&target, watch).map(drop);
+            let left = fs::read_dir(parent.path()).unwrap().count();
+            assert_eq!(left, usize::from(outcome.is_ok()));
+            if left > 0 {
+                fs::remove_dir_all(&target).unwrap();
+            }
+            outcome
+        });
     }
 }
 

@@ -18,9 +18,6 @@ use crate::integers::Word;
 /// Samples a chunk: one leaf of the fingerprint; indices and lengths lie in the second-level cache together.
 const CHUNK: usize = LEAF;
 
-/// Samples and packs between two looks at the watch: a few milliseconds.
-const ENTRIES_A_TICK: usize = 64 * CHUNK;
-
 /// A run of ordered samples.
 pub(super) struct Chunk<C: Cell> {
     pub(super) indices: Vec<C::Word>,
@@ -128,7 +125,7 @@ impl<C: Cell> Packer<'_, C> {
         let len = order.len();
         let mut chunk = Chunk::new(CHUNK.min(len));
         for start in (0..len).step_by(CHUNK) {
-            self.reached = (start as u64, len as u64);
+            self.lookout.reach(start, len);
             chunk.load(0, dataset, order, checks, start, CHUNK.min(len - start))?;
             if !chunk.sound {
                 return Ok(false);
@@ -185,25 +182,12 @@ impl<C: Cell> Packer<'_, C> {
         closed: usize,
         stream: &mut Stream<C>,
     ) -> Result<(), PackError> {
-        self.look_after(indices.len() + closed)?;
-        let mut room = self.sink.room(indices.len() + closed, closed)?;
+        self.lookout.look_after(indices.len() + closed)?;
+        let mut room = self.sink.room(indices.len() + closed, closed, &mut self.lookout)?;
         let pieces = self.totals.pieces;
         let written = kernel::merge(indices, lengths, self.max_length, &mut stream.cut, pieces, closed, &mut room);
         // SAFETY: the merge has just written them.
         unsafe { self.keep(written, stream) }
-    }
-
-    /// Look at the watch where it is time for that once so many samples and packs more will be done.
-    ///
-    /// Packs count as samples do: one sample may make millions of them.
-    fn look_after(&mut self, entries: usize) -> Result<(), PackError> {
-        self.since_look += entries;
-        if self.since_look < ENTRIES_A_TICK {
-            return Ok(());
-        }
-        self.since_look = 0;
-        let (position, len) = self.reached;
-        self.watch.tick("packing", position, len)
     }
 
     /// Record what was written into the room asked for last.
@@ -234,8 +218,8 @@ impl<C: Cell> Packer<'_, C> {
             if packs == 0 {
                 break;
             }
-            self.look_after(packs)?;
-            let mut room = self.sink.room(packs, packs)?;
+            self.lookout.look_after(packs)?;
+            let mut room = self.sink.room(packs, packs, &mut self.lookout)?;
             let written = kernel::repeat(index, taken, self.max_length, packs, self.totals.pieces, &mut room);
             // SAFETY: just written.
             unsafe { self.keep(written, stream)? };
@@ -244,7 +228,7 @@ impl<C: Cell> Packer<'_, C> {
             rest = C::sub(rest, step);
         }
         if rest != zero {
-            let room = self.sink.room(1, 0)?;
+            let room = self.sink.room(1, 0, &mut self.lookout)?;
             room.indices[0].write(C::from_word(index));
             // SAFETY: just written.
             unsafe { self.keep(Written { pieces: 1, ..Written::default() }, stream)? };

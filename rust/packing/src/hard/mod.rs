@@ -34,7 +34,7 @@ use crate::integers::{Integers, Word};
 use crate::plan::{FORMAT_VERSION, Facts, Field, OrderKind, Plan};
 use crate::shuffle::RandomState;
 use crate::sink::{Measure, MemorySink, Sink};
-use crate::watch::Watch;
+use crate::watch::{Lookout, Watch};
 
 use chunk::Checks;
 use kernel::{Cut, Written};
@@ -273,7 +273,8 @@ impl<'a> Prepared<'a> {
     /// `wide` tells which columns have 8 bytes a value. The order, if one was given, was checked.
     fn write_files<C: Cell>(&self, target: &Path, wide: [bool; 6], watch: &mut dyn Watch) -> Result<Facts, PackError> {
         let mut sink = FileSink::<C>::create(target, wide)?;
-        match self.run(&mut sink, true, watch) {
+        let computed = self.run(&mut sink, true, watch);
+        match computed.and_then(|facts| sink.finish(watch).map(|()| facts)) {
             Ok(facts) => sink.publish(&facts, watch).map(|()| facts),
             Err(PackError::Interrupted) => {
                 sink.abandon();
@@ -298,9 +299,7 @@ impl<'a> Prepared<'a> {
             max_length: C::word_of(usize::try_from(request.max_length).map_err(|_| PackError::InputChanged)?),
             crew: &self.crew,
             sink,
-            watch,
-            reached: (0, 0),
-            since_look: 0,
+            lookout: Lookout::new(watch),
             totals: Totals::default(),
             order_hash: match request.order {
                 // Hashed while it is read, if it was not before.
@@ -318,7 +317,7 @@ impl<'a> Prepared<'a> {
                 OrderSource::Given(given) => Order::Given(given),
                 OrderSource::Seed(_) => {
                     let random = random.as_mut().ok_or(PackError::InputChanged)?;
-                    shuffled = random.shuffled::<C::Word>(stream.len(), packer.watch)?;
+                    shuffled = random.shuffled::<C::Word>(stream.len(), packer.lookout.watch)?;
                     Order::Drawn(&shuffled)
                 }
             };
@@ -374,11 +373,7 @@ struct Packer<'r, C: Cell> {
     max_length: C::Word,
     crew: &'r Crew,
     sink: &'r mut dyn Sink<C>,
-    watch: &'r mut dyn Watch,
-    /// Position in the order, and its length, as the watch is told.
-    reached: (u64, u64),
-    /// Samples and packs since the last look at the watch.
-    since_look: usize,
+    lookout: Lookout<'r>,
     totals: Totals,
     order_hash: Option<ColumnHash>,
     /// Whether a given order is known to be one.
@@ -418,7 +413,7 @@ impl<C: Cell> Packer<'_, C> {
         let packs_before = self.totals.packs;
         let in_parallel = self.crew.threads() > 1 && order.len() > parallel::WORTHWHILE_SAMPLES;
         let table = match order {
-            Order::Given(order) => Table::new(dataset, scan, order.len(), self.crew, self.watch)?,
+            Order::Given(order) => Table::new(dataset, scan, order.len(), self.crew, self.lookout.watch)?,
             // Neither needs a check, and a drawn order takes memory enough.
             Order::Natural(_) | Order::Drawn(_) => None,
         };
@@ -445,7 +440,7 @@ impl<C: Cell> Packer<'_, C> {
                 && checks.marks.is_none_or(Marks::are_disjoint)
                 && checks.table.is_none_or(|table| table.taken(self.crew) == given.len()))
         {
-            return Err(order::first_fault(&given, dataset.len(), self.watch));
+            return Err(order::first_fault(&given, dataset.len(), self.lookout.watch));
         }
         let max_length = self.max_length.widen();
         let closed = (self.totals.packs - packs_before) as u64;
@@ -470,7 +465,7 @@ impl<C: Cell> Packer<'_, C> {
     }
 
     fn close_short_pack(&mut self, stream: &Stream<C>) -> Result<(), PackError> {
-        let room = self.sink.room(0, 1)?;
+        let room = self.sink.room(0, 1, &mut self.lookout)?;
         room.indices_cu_len[0].write(C::from_word(C::word_of(self.totals.pieces)));
         room.start_offset[0].write(C::from_word(stream.cut.start));
         room.end_offset[0].write(C::from_word(stream.last_length));

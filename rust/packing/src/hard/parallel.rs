@@ -135,8 +135,8 @@ impl<C: Cell> Packer<'_, C> {
         let window = size * in_all;
         let mut slots: Vec<Slot<C>> = (0..in_all).map(|_| Slot::new(size)).collect();
         for begin in (0..len).step_by(window) {
-            self.reached = (begin as u64, len as u64);
-            self.watch.tick("packing", begin as u64, len as u64)?;
+            self.lookout.reach(begin, len);
+            self.lookout.look()?;
             let used = (len - begin).min(window).div_ceil(size);
             let slots = &mut slots[..used];
             crew.each(slots, |thread, number, slot| {
@@ -198,7 +198,7 @@ impl<C: Cell> Packer<'_, C> {
         let pieces: usize = slots.iter().map(|slot| slot.pieces).sum();
         let mut pieces_before = self.totals.pieces;
         let max_length = self.max_length;
-        let mut room = self.sink.room(pieces, closed)?;
+        let mut room = self.sink.room(pieces, closed, &mut self.lookout)?;
         let mut jobs = Vec::with_capacity(slots.len());
         for slot in &mut *slots {
             let own = take_room(&mut room, slot.pieces, slot.closed);
