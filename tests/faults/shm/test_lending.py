@@ -175,7 +175,16 @@ def test_ctrl_c_ends_the_wait_for_an_owner_that_is_stopped(owner: Actor, reader:
 
 def test_a_child_of_the_owner_does_not_keep_the_socket(owner: Actor, reader: Actor) -> None:
     handle = owner.does(GIVE)
-    child = owner.does("answer = os.fork()\nif answer == 0:\n    signal.pause()\n    os._exit(0)")
+    child = owner.does(
+        "reading, writing = os.pipe()\n"
+        "answer = os.fork()\n"
+        "if answer == 0:\n"
+        "    os.write(writing, b'1')\n"
+        "    signal.pause()\n"
+        "    os._exit(0)\n"
+        # Only once fork is over in the child, too, has that closed the socket.
+        "os.read(reading, 1)"
+    )
     owner.kill()
     try:
         began = time.monotonic()
