@@ -6,7 +6,9 @@ import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import datasets as hf
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -285,3 +287,17 @@ def test_torch_is_not_imported() -> None:
         "assert 'torch' not in sys.modules, 'torch was imported'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("form", [None, "numpy", "torch", "pandas"])
+def test_a_column_of_a_dataset_is_read_at_once(form: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [5, 3, 9, 0, 2]
+    rows = hf.Dataset.from_dict({"length": lengths}).with_format(form)
+
+    def one_by_one(_: Any) -> Any:
+        raise AssertionError("of millions of entries this takes minutes")
+
+    monkeypatch.setattr(hf.arrow_dataset.Column, "__iter__", one_by_one)
+    assert as_lists(td.pack(rows["length"], 8)) == as_lists(td.pack(lengths, 8))
+    both = td.pack_datasets([rows["length"], rows["length"]], 8)
+    assert as_lists(both) == as_lists(td.pack_datasets([lengths, lengths], 8))

@@ -34,9 +34,9 @@ def as_integer_column(values: Any, name: str) -> IntegerArray:
     """`values` as a 1-D numpy array of integers, shape (n,).
 
     Args:
-        values: a numpy array (strided or memory-mapped), a torch tensor, a pyarrow array, or a
-            sequence of Python integers. Only a chunked pyarrow array of several chunks, a tensor on a
-            device, a sequence and an array of foreign byte order are copied.
+        values: a numpy array (strided or memory-mapped), a torch tensor, a pyarrow array, a column of a HF
+            `Dataset`, or a sequence of Python integers. Only a chunked pyarrow array of several chunks, a tensor on a
+            device, a column, a sequence and an array of foreign byte order are copied.
         name: what the argument is called, for messages.
 
     Raises:
@@ -45,6 +45,10 @@ def as_integer_column(values: Any, name: str) -> IntegerArray:
         StorageError: the array is mapped from a file that was truncated since.
     """
     package = type(values).__module__.partition(".")[0]
+    if package == "datasets" and type(values).__name__ == "Column":
+        # What `dataset["length"]` is: each entry of it alone is a query, all together are one.
+        values = values[:]
+        package = type(values).__module__.partition(".")[0]
     if package == "torch":
         values = _from_torch(values, name)
     elif package == "pyarrow":
