@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -173,6 +174,34 @@ def test_as_the_collate_fn_of_a_data_loader_with_workers() -> None:
     for batch, indices in zip(received, list(sampler), strict=True):
         for key, value in collator(dataset.__getitems__(indices)).items():
             assert torch.equal(torch.as_tensor(batch[key]), torch.as_tensor(value)), key
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_as_the_data_collator_of_a_trainer(keeps: bool, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    arguments.remove_unused_columns = not keeps
+    trainer = Trainer(
+        LlamaForCausalLM(config),
+        arguments,
+        train_dataset=make_dataset(own_labels=True),
+        data_collator=td.PackedCollator(),
+    )
+    if keeps:
+        assert trainer.train().global_step == 2
+        return
+    with pytest.raises(
+        InvalidTypeError, match=r"lacks cu_seqlens, max_seqlen: .* remove_unused_columns=False"
+    ):
+        trainer.train()
 
 
 def test_what_is_no_batch_of_packs_is_refused() -> None:

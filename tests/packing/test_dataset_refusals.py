@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
 import tundish as td
 from rows import BatchedRows, Rows
@@ -75,6 +76,14 @@ def test_other_arguments_are_checked() -> None:
         td.PackedDataset([[1]], [0])  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="mask_first_token"):
         td.PackedDataset([[1]], td.pack([1], 1), mask_first_token=1)  # type: ignore[arg-type]
+
+
+def test_batches_in_the_place_of_numbers_are_told_from_them() -> None:
+    plan = td.pack([1, 1, 1], 1)
+    sampler = td.PackedBatchSampler(plan, 2, 0, 1)
+    loader = DataLoader(td.PackedDataset([[1], [2], [3]], plan), sampler=sampler)
+    with pytest.raises(InvalidTypeError, match=r"asked for by its number, got \[.*batch_sampler="):
+        next(iter(loader))
 
 
 def test_a_dataset_that_gives_too_few_rows_is_refused() -> None:

@@ -107,5 +107,6 @@ def _check(items: Any) -> None:
         else:
             continue
         raise InvalidTypeError(
-            f"item {number} of the batch {wrong}: PackedCollator takes items of a PackedDataset"
+            f"item {number} of the batch {wrong}: PackedCollator takes whole items of a PackedDataset. (The Trainer of "
+            "transformers takes out what the model's forward does not name: give it remove_unused_columns=False)"
         )

@@ -129,7 +129,13 @@ class PackedDataset(Dataset[dict[str, Any]]):
             try:
                 number = operator.index(index)
             except TypeError:
-                raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}") from None
+                # What comes of `DataLoader(…, sampler=PackedBatchSampler(…))`.
+                hint = (
+                    "; a PackedBatchSampler is the DataLoader's batch_sampler="
+                    if hasattr(index, "__len__")
+                    else ""
+                )
+                raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}{hint}") from None
             if not -count <= number < count:
                 raise NoSuchPackError(f"pack {shown(number)} does not exist: the plan has {count} packs")
             numbers.append(number + count if number < 0 else number)
