@@ -325,6 +325,21 @@ def test_what_the_trainer_would_push_while_it_trains_is_refused(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_trainer_whose_own_saves_come_first_is_refused() -> None:
+    class Own(transformers.Trainer):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(InvalidTypeError, match=r"^Wrong would save .* name TundishTrainerMixin first"):
+
+        class Wrong(Own, TundishTrainerMixin):
+            pass
+
+    class Right(Own, Trainer):
+        pass
+
+    assert Right._save_checkpoint is TundishTrainerMixin._save_checkpoint
+
+
 def test_a_model_with_adapters_is_refused_before_the_first_step(tmp_path: Path) -> None:
     run = trainer(tmp_path, steps=1)
     with warnings.catch_warnings():

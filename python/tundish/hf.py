@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
 from tundish.checkpoint.hf.pretrained import refuse_adapters
 from tundish.distributed import agreed
-from tundish.errors import InvalidInputError, NotFoundError, StepExistsError, missing_extra
+from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StepExistsError, missing_extra
 
 try:
-    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer import TRAINER_STATE_NAME, Trainer
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import HubStrategy, SaveStrategy
 except ImportError:
@@ -60,6 +60,15 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
     Raises `InvalidInputError` where DeepSpeed or a hyperparameter search saves in ways of its own, and where the
     Trainer is to push to the hub while it trains.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if Trainer in cls.__mro__[: cls.__mro__.index(TundishTrainerMixin)]:
+            # It would save in its own way, without a word.
+            raise InvalidTypeError(
+                f"{cls.__name__} would save as the Trainer does, which comes before TundishTrainerMixin among its "
+                "bases: name TundishTrainerMixin first"
+            )
 
     def __init__(
         self, *args: Any, checkpointer_options: Mapping[str, Any] | None = None, **kwargs: Any
