@@ -246,9 +246,19 @@ def test_what_was_given_another_shape_in_its_place_is_pickled_as_it_is_now() -> 
     assert pages_of(pickle.loads(pickle.dumps(array)))["inode"] == pages_of(array)["inode"]
 
 
-@pytest.mark.parametrize("brought", [None, lambda: None])
-def test_nothing_is_refused_as_such(brought: Any) -> None:
-    with pytest.raises(td.errors.InvalidTypeError, match="None came in place of an array"):
+@pytest.mark.parametrize(
+    ("brought", "named"),
+    [
+        (None, "None"),
+        (lambda: None, "None"),
+        ({"ids": np.arange(3), "mask": np.ones(3)}, "a dict"),
+        (lambda: {"ids": np.arange(3)}, "a dict"),
+        ({1, 2}, "a set"),
+        (lambda: iter([1, 2]), "a list_iterator"),
+    ],
+)
+def test_what_is_no_array_is_refused_as_what_it_is(brought: Any, named: str) -> None:
+    with pytest.raises(td.errors.InvalidTypeError, match=f"^{named} came in place of an array"):
         td.shm.node_shared(brought)
 
 

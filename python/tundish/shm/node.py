@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,9 +140,12 @@ def _brought(array_or_callable: Any, key: str | None, folder: Path | None) -> Se
         if found is not None:
             return found
     brought = array_or_callable() if callable(array_or_callable) else array_or_callable
-    if brought is None:
+    if brought is None or isinstance(brought, Mapping | Set | Iterator):
+        # To numpy each is one object.
+        what = "None" if brought is None else f"a {type(brought).__name__}"
         raise InvalidTypeError(
-            "None came in place of an array: the first rank of a node brings it, or a function that returns it"
+            f"{what} came in place of an array: the first rank of a node brings it, or a function that returns it; "
+            "several arrays take a call each"
         )
     if folder is not None:
         return keep(brought.array if isinstance(brought, SharedArray) else _as_array(brought), folder, key)
