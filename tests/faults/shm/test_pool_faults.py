@@ -264,6 +264,9 @@ if __name__ == "__main__":
     with Program(script, tmp_path) as program:
         said = program.hear()
         assert "workers do not start" in said and "Can't get attribute 'here'" in said
+        assert (
+            "the function is not found by workers that are not forked" in said and 'mp_context="fork"' in said
+        )
         program.expect_nobody(10)
 
 

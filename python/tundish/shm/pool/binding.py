@@ -83,10 +83,12 @@ class Placed:
 
     def call(self) -> Callable[[Any], Any]:
         """The function as a worker calls it."""
-        shared: dict[str, Any] = {name: loads(stream) for name, stream in self._rest.items()}
+        shared: dict[str, Any] = {
+            name: _received(stream, f"shared[{name!r}]") for name, stream in self._rest.items()
+        }
         shared.update((name, placed.array) for name, placed in self._arrays.items())
         shared.update((name, placed.tensor()) for name, placed in self._tensors.items())
-        return bound(loads(self._function), shared)
+        return bound(_received(self._function, "the function"), shared)
 
     def close(self) -> None:
         """Let go of the segments; they live on as long as a worker has them."""
@@ -128,4 +130,14 @@ def _sent(value: Any, what: str) -> bytes:
         raise NotPicklableError(
             f"{what} cannot be sent to workers that are not forked: {error}; define it at the top level of a module, "
             'or use mp_context="fork"'
+        ) from error
+
+
+def _received(stream: bytes, what: str) -> Any:
+    try:
+        return loads(stream)
+    except (AttributeError, ImportError) as error:
+        raise NotPicklableError(
+            f"{what} is not found by workers that are not forked: {error}; define it in a module that they can import, "
+            'which a notebook, a console and `python -c` are not, or use mp_context="fork"'
         ) from error
