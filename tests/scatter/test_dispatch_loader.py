@@ -292,6 +292,8 @@ def what_is_refused(rank: int, line: Line) -> None:
     ):
         kind, text, _ = made(inner)
         assert said in text, text
+        # A dimension of a mesh that stands alone has several sources.
+        assert inner is not None or "replicate=" in text
         wanted = "InvalidTypeError" if inner is None else "InvalidInputError"
         assert kind == (wanted if rank == 0 else "PeerFailedError")
     # A bad argument on one rank is told to all.

@@ -324,7 +324,8 @@ class DispatchLoader(Generic[T_co]):
             return
         if not isinstance(dataloader, Iterable):
             raise InvalidTypeError(
-                f"the source's loader is {dataloader!r}: give an iterable of batches, a DataLoader say"
+                f"the source's loader is {dataloader!r}: give an iterable of batches, a DataLoader say. Each group has "
+                "a source of its own; ranks that are to get what those of another group get are named by replicate="
             )
         # One reader a node may well read one part of the data.
         if is_whole_job:
