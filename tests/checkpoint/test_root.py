@@ -89,7 +89,7 @@ def test_a_watcher_sees_the_same_and_changes_nothing(root: Root) -> None:
 
 def test_steps_are_saved_once_and_upwards(root: Root) -> None:
     save(root, "hf", 20)
-    with pytest.raises(StepExistsError, match="hf-20 is there already") as caught:
+    with pytest.raises(StepExistsError, match=r"hf-20 is there already: .* discard_after") as caught:
         root.begin("hf", 20, overwrite=False)
     assert isinstance(caught.value, FileExistsError)
     with pytest.raises(StepOrderError, match=r"hf step 19 is below step 20.*discard_after") as order:

@@ -66,7 +66,9 @@ impl<D: Disk + Clone + 'static> Root<D> {
             return Err(CommitError::NameTaken { path, needed_for: "the checkpoint" });
         }
         if !overwrite {
-            let reason = "is there already: save another step, or overwrite it".to_owned();
+            let reason = "is there already: save another step, overwrite it, or, after a rollback, set it aside with \
+                          discard_after first"
+                .to_owned();
             return Err(CommitError::StepExists { path, reason });
         }
         Ok(true)
