@@ -22,7 +22,10 @@ pub enum CommitError {
         source: io::Error,
     },
     /// The target exists and is not an empty directory, or another writer published it first.
-    #[error("{} exists already and is not an empty folder; nothing was changed there", path.display())]
+    #[error(
+        "{} exists already and is not an empty folder; nothing was changed there: name another one, or remove it first",
+        path.display()
+    )]
     TargetExists {
         /// The target.
         path: PathBuf,
