@@ -83,6 +83,7 @@ impl Watch for Weigh<'_> {
 
 /// The disk may be slow, and each file waits for it when so much was written.
 #[test]
+#[expect(clippy::disallowed_methods, reason = "the test removes what it published, for the next plan")]
 fn writing_files_is_looked_after_one_by_one() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("plan");
