@@ -86,7 +86,9 @@ class DcpPlan:
         self._buffer: Buffer | None = None
         self._copies: list[Copies | BackgroundCopy] = []
         self.written_bytes = self._share.total_bytes
-        self.fingerprint = f"staging {staging}, extra (what differs by rank goes into rank_extra) {_shortened(facts)}"
+        self.fingerprint = (
+            f"staging {staging}, extra (what differs by rank goes into rank_extra) {_shortened(facts)}"
+        )
 
     @property
     def staged_bytes(self) -> int:
