@@ -101,3 +101,28 @@ def test_bad_timeouts(timeout: float | timedelta) -> None:
 def test_without_torch_distributed() -> None:
     with pytest.raises(InvalidInputError, match="init_process_group"), long_timeout_group(5):
         pass
+
+
+def a_group_beside_a_bound_one(rank: int, line: Line) -> None:
+    import torch
+    import torch.distributed as distributed
+
+    # As `init_process_group` does with device_id=.
+    device = torch.device("cuda", rank)
+    distributed.group.WORLD.bound_device_id = device
+
+    def split(_: Any) -> None:
+        raise AssertionError("all ranks of the default group would be waited for")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed.distributed_c10d, "_get_split_source", split)
+        if rank > 0:
+            with long_timeout_group(30, [1, 2]) as group:
+                distributed.barrier(group)
+    assert distributed.group.WORLD.bound_device_id == device
+    distributed.group.WORLD.bound_device_id = None
+
+
+def test_a_group_is_not_split_from_one_that_is_bound_to_a_device(tmp_path: Path) -> None:
+    with Job(a_group_beside_a_bound_one, 3, tmp_path) as job:
+        job.expect_end()

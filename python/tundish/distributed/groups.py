@@ -188,14 +188,21 @@ def make_group(
     chosen.
     """
     c10d = distributed.distributed_c10d
-    group, _ = c10d._new_process_group_helper(
-        len(members),
-        members.index(distributed.get_rank()),
-        list(members),
-        distributed.Backend(backend),
-        c10d._get_default_store(),
-        name,
-        timeout=timeout,
-    )
+    # Bound to a device, the default group would have NCCL split the new one off, for which all ranks of the job are
+    # waited for.
+    default = c10d._get_default_group()
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(members),
+            members.index(distributed.get_rank()),
+            list(members),
+            distributed.Backend(backend),
+            c10d._get_default_store(),
+            name,
+            timeout=timeout,
+        )
+    finally:
+        default.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {member: position for position, member in enumerate(members)}
     return group
