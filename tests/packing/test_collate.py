@@ -111,6 +111,16 @@ def test_items_stay_as_they_are() -> None:
     assert torch.equal(items[0]["input_ids"], before)
 
 
+def test_the_default_device_of_a_script_changes_nothing() -> None:
+    collate = td.PackedCollator(return_flash_attn_kwargs=True, return_seq_idx=True)
+    expected = collate([ITEM, ITEM])
+    # A script sets it to "cuda"; any device but the host's will do.
+    with torch.device("meta"):
+        found = collate([ITEM, ITEM])
+    for key, value in expected.items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(found[key], value), key
+
+
 def make_model(attention: str) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(

@@ -77,6 +77,14 @@ def test_a_tensor_of_a_reader_is_its_own() -> None:
         assert (one.tolist()[:2], other.tolist()[:2]) == ([5, 1], [0, 6])
 
 
+def test_the_default_device_of_a_script_changes_nothing() -> None:
+    tensor = torch.arange(3.0)
+    # A script sets it to "cuda"; any device but the host's will do.
+    with torch.device("meta"), SharedArray.from_array(tensor) as shared:
+        assert shared.array.dtype == np.float32
+        assert shared.array.tolist() == [0, 1, 2]
+
+
 def test_the_tensor_of_the_owner_is_the_shared_memory() -> None:
     with SharedArray.create((2, 3), torch.float32, order="F") as shared:
         tensor = shared.tensor()

@@ -61,7 +61,8 @@ class PackedCollator:
             InvalidTypeError: an item does not come from a `PackedDataset`.
         """
         _check(items)
-        bounds = [torch.zeros(1, dtype=torch.int32)]
+        # As the items are, wherever the script has torch make its tensors.
+        bounds = [torch.zeros(1, dtype=torch.int32, device="cpu")]
         before = 0
         for item in items:
             bounds.append(item["cu_seqlens"][1:] + before)

@@ -63,7 +63,7 @@ class Direct:
         layout = departure.schema.layout
         if departure.is_plain and self.kind != "cpu":
             # Together, in one transfer that goes on while the caller does.
-            pinned = torch.empty(departure.size, dtype=torch.uint8, pin_memory=True)
+            pinned = torch.empty(departure.size, dtype=torch.uint8, device="cpu", pin_memory=True)
             for place, tensor in zip(layout.tensors_in(pinned), departure.tensors, strict=True):
                 place.copy_(tensor)
             return pinned.to(device, non_blocking=True)

@@ -35,7 +35,7 @@ def numpy_dtype_of(dtype: torch.dtype) -> tuple[np.dtype[Any], str | None]:
             "int_repr(), and its scales beside that"
         )
     try:
-        return torch.empty(0, dtype=dtype).numpy().dtype, None
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype, None
     except TypeError:
         name = str(dtype).removeprefix("torch.")
         if dtype.itemsize not in _NUMPY_INTEGERS or getattr(torch, name, None) is not dtype:
