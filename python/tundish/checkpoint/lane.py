@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 
 from tundish.checkpoint.finalizing import Finalizer, Job
+from tundish.devices import on_this_device
 from tundish.errors import CallbackError, InvalidInputError
 from tundish.waiting import Changes, Moment, Thread, wait_for
 
@@ -60,7 +61,8 @@ class Lane:
         """Have the thread there, before ranks agree on a save: where it cannot be started, the others have to hear."""
         if self._thread is None and not self._is_closing:
             name = f"tundish-{self._finalizer.kind}-finalize"
-            thread = Thread(self._run, name)
+            # Functions of the caller's, conversions and callbacks, run there too.
+            thread = Thread(on_this_device(self._run), name)
             thread.start()
             self._thread = self._thread or thread
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from tundish.devices import on_this_device
 from tundish.errors import TimedOutError
 from tundish.scatter.passes import Pass, Round
 from tundish.scatter.shelf import Shelf
@@ -157,7 +158,8 @@ class Ahead(_Ending):
 
     def start(self) -> None:
         threading.Thread(
-            target=_make,
+            # Where the source's loader is read.
+            target=on_this_device(_make),
             args=(self._turn, self._pass, self._shelf, self._is_over),
             name="tundish-dispatch",
             daemon=True,
