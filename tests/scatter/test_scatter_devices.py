@@ -109,6 +109,32 @@ def test_a_batch_goes_to_a_gpu(tmp_path: Path) -> None:
         job.expect_end()
 
 
+@pytest.mark.needs_gpu
+def test_a_source_does_not_wait_for_the_device() -> None:
+    # The first time there is something to be set up.
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            mine = td.scatter_batch([make(1)], device="cuda")
+            with td.DispatchLoader([make(2)], device="cuda") as loader:
+                (drawn,) = loader
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        check(mine, 1, "cuda")
+        check(drawn, 2, "cuda")
+
+
+@pytest.mark.needs_gpu(2)
+def test_a_loader_is_read_on_the_device_of_its_caller() -> None:
+    before = torch.cuda.current_device()
+    torch.cuda.set_device(1)
+    try:
+        with td.DispatchLoader(torch.cuda.current_device() for _ in range(4)) as loader:
+            assert list(loader) == [1] * 4
+    finally:
+        torch.cuda.set_device(before)
+
+
 def one_round_goes_wrong(rank: int, line: Line) -> None:
     """Between devices, as below; `whose` of the two calls of a round fails as it begins."""
     whose = line.hear()

@@ -159,24 +159,21 @@ def _first_line(error: Exception) -> str:
 def on_device(schema: Schema, tensors: list[Tensor], device: torch.device) -> Any:
     """The object whose carried tensors are in this process already, with them on `device`."""
     stay = schema.host_tensors
-    moved = [
-        tensor if number in stay else tensor.to(device, non_blocking=tensor.is_pinned())
-        for number, tensor in enumerate(tensors)
-    ]
+    moved = [tensor if number in stay else _moved(tensor, device) for number, tensor in enumerate(tensors)]
     return rebuild(schema, moved)
 
 
-def _moved(buffer: Tensor, device: torch.device) -> Tensor:
-    if device.type != "cuda":
-        return buffer.to(device)
-    # So that the copy goes on while the caller does.
-    return (buffer if buffer.is_pinned() else _pinned(buffer)).to(device, non_blocking=True)
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    is_pinned = tensor.is_pinned()
+    if device.type == "cuda" and tensor.is_cpu and not is_pinned:
+        # Else the caller would wait not for the copy alone, but for all that it has given the device to do.
+        tensor, is_pinned = _pinned(tensor), True
+    return tensor.to(device, non_blocking=is_pinned)
 
 
-def _pinned(buffer: Tensor) -> Tensor:
+def _pinned(tensor: Tensor) -> Tensor:
     # torch keeps the memory for the next one when the copy is over.
-    pinned = torch.empty(buffer.numel(), dtype=torch.uint8, device="cpu", pin_memory=True)
-    return pinned.copy_(buffer)
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 def _host_tensors(layout: Layout, memory: NDArray[np.uint8] | None) -> list[Tensor]:
