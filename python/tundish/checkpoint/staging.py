@@ -36,6 +36,10 @@ _PIECE_BYTES = 16 << 20
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
+# One a device: torch hands out the same 32 in turn, also to those who train, and keeps what was freed on each for that
+# one alone.
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
@@ -87,9 +91,11 @@ class Copies:
             if self._devices:
                 _check_on_devices(self._blocks)
             for device, ready in zip(self._devices, self._ready, strict=True):
-                side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
-                side.wait_event(ready)
-                with torch.cuda.stream(side):
+                side = _side_stream_of(device)
+                # A thread begins on the first device, and goes back there: where this process has nothing else, the
+                # runtime takes half a gigabyte for it.
+                with torch.cuda.device(device), torch.cuda.stream(side):
+                    side.wait_event(ready)
                     try:
                         for block in self._blocks:
                             _copy_from(device, block, side)
@@ -110,11 +116,13 @@ class Copies:
 
     def wait(self, deadline: float | None) -> None:
         """Block until all is copied; raises `TimedOutError` at `deadline`, a time of `time.monotonic`."""
-        for over in self._over:
-            while not over.query():  # type: ignore[no-untyped-call]  # torch leaves it so
-                if deadline is not None and time.monotonic() > deadline:
-                    raise TimedOutError("the device has not copied everything into host memory yet")
-                time.sleep(0.001)
+        for device, over in zip(self._devices, self._over, strict=False):
+            # Asking, too, is on a device.
+            with torch.cuda.device(device):
+                while not over.query():  # type: ignore[no-untyped-call]  # torch leaves it so
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise TimedOutError("the device has not copied everything into host memory yet")
+                    time.sleep(0.001)
         self._blocks = ()
 
     def settle(self) -> None:
@@ -372,11 +380,20 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
+def _side_stream_of(device: torch.device) -> torch.cuda.Stream:
+    stream = _side_streams.get(device)
+    if stream is None:
+        made = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
+        stream = _side_streams.setdefault(device, made)
+    return stream
+
+
 def _copy_from(device: torch.device, block: Block, side: torch.cuda.Stream) -> None:
     for place, source in zip(block.places, block.sources, strict=True):
         if source.device == device:
-            # Converted on the device, so that fewer bytes travel and the host need not wait.
-            same = source.to(place.dtype).contiguous()
+            # Converted on the device, so that fewer bytes travel and the host need not wait: torch conjugates and
+            # negates what came into host memory before it is there.
+            same = source.to(place.dtype).resolve_conj().resolve_neg().contiguous()
             block.buffer.view(place).copy_(same, non_blocking=True)
             source.record_stream(side)
 

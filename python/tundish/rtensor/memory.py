@@ -45,7 +45,8 @@ def dense(tensor: Tensor) -> Tensor:
         raise Refusal(InvalidTypeError, f"is {reason}")
     with torch._C.DisableTorchFunctionSubclass():
         values = tensor.detach().as_subclass(Tensor)
-    return values.cpu().resolve_conj().resolve_neg().contiguous()
+    # Where they are: torch loses what is to be conjugated or negated on the way from some devices.
+    return values.resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def tensors_over(views: Sequence[_native.ShardView], handles: Sequence[_native.RTensor]) -> list[Tensor]:
