@@ -1,12 +1,15 @@
 """Host memory that a save is staged in.
 
 Owns the buffers of one save, of either kind. What always holds: a buffer is given back once, whatever happened to
-it; buffers that a CUDA device copies into are pinned as long as they are kept, and pinned ones are kept for the next
-save, since pinning costs more than a copy. What is kept goes when `trim` is called.
+it; buffers that a CUDA device copies into are pinned as long as they are kept, where the system lets them be, and
+pinned ones are kept for the next save, since pinning costs more than a copy. What is kept goes when `trim` is called.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,6 +19,8 @@ import torch
 from tundish._native import Image, trim_staging
 
 __all__ = ["Buffer", "Place", "trim"]
+
+_logger = logging.getLogger("tundish.checkpoint")
 
 _PORTABLE = 1
 _pinned: list[Image] = []
@@ -32,14 +37,14 @@ class Place(NamedTuple):
 
 
 class Buffer:
-    """`size` bytes of host memory; `is_pinned` for copies from a CUDA device.
+    """`size` bytes of host memory; `is_pinned` for copies from a CUDA device, which wait for it where it cannot be.
 
     `image`: for whoever writes it to a disk. `bytes`: the same memory as a tensor of bytes.
     """
 
     def __init__(self, size: int, *, is_pinned: bool = False) -> None:
-        self._is_pinned = is_pinned
-        self.image: Image = _take_pinned(size) if is_pinned else Image(size)
+        self.image: Image
+        self.image, self._is_pinned = _take_pinned(size) if is_pinned else (Image(size), False)
         self.bytes: torch.Tensor = torch.frombuffer(self.image, dtype=torch.uint8)
 
     def view(self, place: Place) -> torch.Tensor:
@@ -58,16 +63,33 @@ class Buffer:
             held.pop("image", None)
 
 
-def _take_pinned(size: int) -> Image:
+def _take_pinned(size: int) -> tuple[Image, bool]:
+    """Memory for a device to copy into, and whether it is pinned."""
     with _pinned_lock:
         for place, image in enumerate(_pinned):
             if image.size == size:
-                return _pinned.pop(place)
+                return _pinned.pop(place), True
         # What is kept belongs to another layout, which is not saved any more.
         _unpin()
     image = Image(size)
-    torch.cuda.check_error(_runtime().cudaHostRegister(image.address, size, _PORTABLE))
-    return image
+    with _on_device_in_use():
+        try:
+            torch.cuda.check_error(_runtime().cudaHostRegister(image.address, size, _PORTABLE))
+        except torch.cuda.CudaError as error:
+            _forget_error()
+            _tell_unpinned(size, str(error))
+            return image, False
+    return image, True
+
+
+@functools.cache
+def _tell_unpinned(size: int, reason: str) -> None:
+    # Once of each size, which is the same in every save.
+    _logger.warning(
+        "%d bytes of host memory cannot be pinned (%s): saves wait for their copies from the device",
+        size,
+        reason,
+    )
 
 
 def trim() -> None:
@@ -78,9 +100,30 @@ def trim() -> None:
 
 
 def _unpin() -> None:
-    while _pinned:
-        torch.cuda.check_error(_runtime().cudaHostUnregister(_pinned[-1].address))
-        _pinned.pop()
+    if not _pinned:
+        return
+    with _on_device_in_use():
+        while _pinned:
+            try:
+                torch.cuda.check_error(_runtime().cudaHostUnregister(_pinned[-1].address))
+            except torch.cuda.CudaError as error:
+                # After an error of the device, which ended all that it had: whoever closes then is to hear of that one.
+                _logger.warning("pinned memory is given back without being unpinned: %s", error)
+            _pinned.pop()
+
+
+def _on_device_in_use() -> contextlib.AbstractContextManager[object]:
+    """A device that this process uses: on any other, as is the first for new threads, memory is taken to call it."""
+    here = torch.cuda.current_device()
+    places = [here, *range(torch.cuda.device_count())]
+    is_used = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # not in the stubs
+    return torch.cuda.device(next(filter(is_used, places), here))
+
+
+def _forget_error() -> None:
+    """Take back what the runtime keeps of an error for the next kernel of the thread, which would fail with it."""
+    with contextlib.suppress(RuntimeError):
+        torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
 def _runtime() -> Any:
