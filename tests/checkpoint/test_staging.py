@@ -267,6 +267,19 @@ def test_a_save_that_is_given_up_holds_up_nothing() -> None:
     optimizer.step()
 
 
+def test_memory_is_given_back_once_nothing_is_copied_into_it(gate: threading.Event) -> None:
+    model = Net()
+    plan = plan_hf(model, staging="lazy", optimizer=torch.optim.SGD(model.parameters(), lr=1))
+    plan.reserve()
+    giving = threading.Thread(target=plan.stage().release)
+    giving.start()
+    giving.join(0.2)
+    assert giving.is_alive()
+    gate.set()
+    giving.join(60)
+    assert not giving.is_alive()
+
+
 def test_optimizers_are_not_kept_alive() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)

@@ -7,6 +7,8 @@ holds up one that gathers.
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 
 from tundish._native import FileFacts, ShardWriter
 from tundish.checkpoint.buffers import Buffer
-from tundish.checkpoint.hf.gather import Batch, Gather
+from tundish.checkpoint.hf.gather import TURN_BYTES, Batch, Gather
 from tundish.checkpoint.hf.images import FileImage
 from tundish.checkpoint.hf.shards import ShardFile
 from tundish.checkpoint.hf.sidecars import Sidecars
@@ -25,6 +27,10 @@ from tundish.checkpoint.writing import finishing
 from tundish.waiting import deadline_of
 
 __all__ = ["ImageSink", "Later", "StagedExport", "open_writer"]
+
+# What may be on its way from devices at a time, unless one product is larger: it takes memory there, of which the
+# training may have left little.
+_MOST_LEAVING = 2 * TURN_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +43,11 @@ class Later:
 
     def run(self) -> None:
         """Bring it together."""
-        self.gather.run(self.rounds, self.sink)
+        try:
+            self.gather.run(self.rounds, self.sink)
+        finally:
+            # A conversion may make its products on a device.
+            self.sink.wait()
 
 
 class StagedExport:
@@ -100,9 +110,12 @@ class StagedExport:
             self._later.gather.break_off()
 
     def release(self) -> None:
-        """Give all memory back."""
+        """Give all memory back, once nothing is copied into it any more."""
         self._later = None
         for copies in self._copies:
+            # Whatever went wrong with them was raised where they were waited for.
+            with contextlib.suppress(Exception):
+                copies.wait(None)
             copies.let_go()
         for buffer in (*self._images, *self._held):
             buffer.release()
@@ -127,6 +140,9 @@ class ImageSink:
             for entry, place in zip(image.file.entries, image.file.places, strict=True)
         }
         self._copies = copies
+        # Those that may still be under way, and the bytes of each.
+        self._leaving: deque[tuple[Copies, int]] = deque()
+        self._leaving_bytes = 0
 
     def turn_to(self, window: int) -> None:
         """All windows are one."""
@@ -144,6 +160,21 @@ class ImageSink:
             self._copies.append(copies)
         copies.run()
         copies.hold_up_caller()
+        if tensor.is_cuda:
+            self._leaving.append((copies, tensor.nbytes))
+            self._leaving_bytes += tensor.nbytes
+            self._wait_down_to(_MOST_LEAVING)
+
+    def wait(self) -> None:
+        """Block until all that was put is in its place."""
+        self._wait_down_to(0)
+
+    def _wait_down_to(self, most: int) -> None:
+        while self._leaving_bytes > most:
+            copies, size = self._leaving[0]
+            copies.wait(None)
+            self._leaving.popleft()
+            self._leaving_bytes -= size
 
 
 def open_writer(folder: Path, files: Sequence[ShardFile], options: WriteOptions) -> ShardWriter:

@@ -1,0 +1,155 @@
+"""Saves of what is on CUDA devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tundish import _native
+from tundish.checkpoint import Checkpointer, buffers
+from tundish.checkpoint.hf.gather import TURN_BYTES
+
+# Cycles: some hundred milliseconds, in which a copy that is not waited for would be missed.
+_SLOW = 500_000_000
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    yield
+    assert _native.staging_stats()["in_use"] == 0
+
+
+def saved(path: Path, name: str = "w") -> torch.Tensor:
+    if path.name.startswith("hf"):
+        return load_file(path / "model.safetensors")[name]
+    found = {name: torch.zeros(1 << 22)}
+    with Checkpointer(path.parent, on_failure="raise") as checkpointer:
+        checkpointer.load_dcp(found, int(path.name.rpartition("-")[2]))
+    return found[name]
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_a_device_does_after_an_eager_save_changes_nothing(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    weights = {"w": torch.zeros(1 << 22, device="cuda", dtype=dtype)}
+    paths = []
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        for step in (1, 2, 3):
+            torch.cuda._sleep(_SLOW)
+            weights["w"].fill_(step)
+            if kind == "hf":
+                save = checkpointer.save_hf(step, weights, dtype=torch.float32)
+            else:
+                save = checkpointer.save_dcp(step, weights)
+            weights["w"].fill_(-1)
+            paths.append(save)
+        found = [save.result(60) for save in paths]
+    for step, path in enumerate(found, 1):
+        assert saved(path).eq(step).all()
+
+
+@pytest.mark.needs_gpu
+def test_a_step_on_a_device_comes_after_the_lazy_copy(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.zeros(1 << 22, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=1)
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        for step in (1, 2, 3):
+            torch.cuda._sleep(_SLOW)
+            save = checkpointer.save_hf(step, {"w": weight}, staging="lazy", optimizer=optimizer)
+            weight.grad = torch.full_like(weight, -1)
+            optimizer.step()
+            assert saved(save.result(60)).eq(step - 1).all()
+
+
+@pytest.mark.needs_gpu
+def test_conjugated_and_negated_views_on_a_device_are_saved_as_they_are(tmp_path: Path) -> None:
+    values = torch.full((1 << 20,), 1 + 2j, device="cuda")
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        torch.cuda._sleep(_SLOW)
+        path = checkpointer.save_hf(1, {"w": values.conj(), "n": values.conj().imag}).result(60)
+    assert saved(path).eq(1 - 2j).all()
+    assert saved(path, "n").eq(-2).all()
+
+
+@pytest.mark.needs_gpu
+def test_what_a_conversion_makes_on_a_device_in_the_background_is_waited_for(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.ones(1 << 20))
+    optimizer = torch.optim.SGD([weight], lr=1)
+
+    def convert(name: str, tensor: torch.Tensor) -> Any:
+        made = tensor.cuda()
+        torch.cuda._sleep(_SLOW)
+        return [(name, made + 1)]
+
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        weights = {"w": weight}
+        save = checkpointer.save_hf(1, weights, staging="lazy", optimizer=optimizer, to_hf=convert)
+        assert saved(save.result(60)).eq(2).all()
+
+
+@pytest.mark.needs_gpu
+def test_conversions_take_little_of_a_device(tmp_path: Path) -> None:
+    weights = {f"w{number}": torch.zeros(8 << 20, device="cuda") for number in range(32)}
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda._sleep(_SLOW)
+        checkpointer.save_hf(1, weights, to_hf=lambda name, tensor: [(name, tensor + 1)], blocking=True)
+        # Of a gigabyte.
+        assert torch.cuda.max_memory_allocated() - before <= 4 * TURN_BYTES
+
+
+@pytest.mark.needs_gpu
+def test_saves_keep_no_memory_of_a_device_for_themselves(tmp_path: Path) -> None:
+    weights = {"w": torch.zeros(8 << 20, device="cuda")}
+    with Checkpointer(tmp_path / "root", on_failure="raise", keep_last=1) as checkpointer:
+        reserved = []
+        for step in range(5):
+            checkpointer.save_hf(step, weights, dtype=torch.bfloat16, blocking=True)
+            reserved.append(torch.cuda.memory_reserved())
+    assert reserved == reserved[:1] * 5
+
+
+@pytest.mark.needs_gpu
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ones = torch.ones(3, device="cuda")
+    runtime: Any = torch.cuda.cudart()
+    image = _native.Image(4096)
+    torch.cuda.check_error(runtime.cudaHostRegister(image.address, 4096, 1))
+    try:
+        # What is pinned cannot be once more.
+        monkeypatch.setattr(buffers, "Image", lambda _: image)
+        buffers.Buffer(4096, is_pinned=True).release()
+    finally:
+        torch.cuda.check_error(runtime.cudaHostUnregister(image.address))
+    assert "4096 bytes of host memory cannot be pinned" in caplog.text
+    # The training hears nothing of it.
+    assert (ones + ones).sum() == 6
+
+
+@pytest.mark.needs_gpu(2)
+def test_functions_of_the_caller_run_on_its_device(tmp_path: Path) -> None:
+    seen: list[int] = []
+    before = torch.cuda.current_device()
+    torch.cuda.set_device(1)
+    try:
+        with Checkpointer(
+            tmp_path / "root",
+            on_failure="raise",
+            on_published=[lambda _: seen.append(torch.cuda.current_device())],
+        ) as checkpointer:
+            checkpointer.save_hf(1, {"w": torch.ones(3, device="cuda")}, blocking=True)
+    finally:
+        torch.cuda.set_device(before)
+    assert seen == [1]
