@@ -24,7 +24,8 @@ from tundish.errors import (
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tundish.hf import TundishTrainerMixin  # noqa: E402 (after the skips)
+from tundish import hf  # noqa: E402 (after the skips)
+from tundish.hf import TundishTrainerMixin  # noqa: E402 (as above)
 
 
 class Trainer(TundishTrainerMixin, transformers.Trainer):  # type: ignore[misc]
@@ -351,3 +352,12 @@ def test_a_model_with_adapters_is_refused_before_the_first_step(tmp_path: Path) 
     with pytest.raises(InvalidTypeError, match="holds adapters"):
         run.train()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.needs_gpu
+def test_a_run_goes_on_with_fewer_devices_than_before() -> None:
+    states = hf._random_states()
+    expected = torch.rand(3, device="cuda")
+    states["cuda"] *= 2
+    hf._set_random_states(states)
+    assert torch.equal(torch.rand(3, device="cuda"), expected)

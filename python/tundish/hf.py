@@ -332,4 +332,5 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     )
     torch.random.set_rng_state(states["torch"])
     if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.random.set_rng_state_all(list(states["cuda"]))
+        # There may be fewer devices than where it was saved.
+        torch.cuda.random.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
