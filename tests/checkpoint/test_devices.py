@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from dcp_worlds import run
+from rank_processes import Line
 from tundish import _native
 from tundish.checkpoint import Checkpointer, buffers
 from tundish.checkpoint.hf.gather import TURN_BYTES
@@ -153,3 +157,52 @@ def test_functions_of_the_caller_run_on_its_device(tmp_path: Path) -> None:
     finally:
         torch.cuda.set_device(before)
     assert seen == [1]
+
+
+def save_over_nccl(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    torch.cuda.set_device(rank)
+    group = distributed.new_group(backend="nccl")
+    mesh = DeviceMesh.from_group(group, "cuda")
+    locals_of = {f"w{number}": torch.zeros(1000 + number, 3, device="cuda") for number in range(40)}
+    weights = {
+        name: nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+        for name, local in locals_of.items()
+    }
+    optimizer = torch.optim.SGD(weights.values(), lr=1)
+    with Checkpointer(root, group=group, on_failure="raise") as checkpointer:
+        for step, arguments in enumerate(
+            (
+                {},
+                {"dtype": torch.bfloat16},
+                {"to_hf": lambda name, tensor: [(name, tensor + 0)]},
+                {"staging": "lazy", "optimizer": optimizer},
+            ),
+            1,
+        ):
+            torch.cuda._sleep(_SLOW)
+            for local in locals_of.values():
+                local.fill_(step)
+            save = checkpointer.save_hf(step, weights, shard_bytes=100_000, **arguments)
+            if "staging" in arguments:
+                save.staged()
+            for local in locals_of.values():
+                local.fill_(-1)
+            save.result(60)
+    line.say("saved")
+
+
+# NCCL has one rank a device.
+@pytest.mark.needs_gpu(2)
+def test_what_is_spread_over_devices_travels_over_nccl(tmp_path: Path) -> None:
+    assert run(save_over_nccl, 2, tmp_path, tmp_path / "root") == [("saved",)] * 2
+    for step in range(1, 5):
+        found = {
+            name: tensor
+            for file in (tmp_path / "root" / f"hf-{step}").glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+        assert len(found) == 40
+        for number in range(40):
+            assert found[f"w{number}"].shape == (2 * (1000 + number), 3)
+            assert found[f"w{number}"].eq(step).all()
