@@ -124,6 +124,18 @@ def test_saves_keep_no_memory_of_a_device_for_themselves(tmp_path: Path) -> None
 
 
 @pytest.mark.needs_gpu
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_no_pinned_memory_is_kept_beside_windows(kind: str, tmp_path: Path) -> None:
+    small, large = (torch.ones(size << 20, device="cuda") for size in (1, 8))
+    with Checkpointer(tmp_path / "root", on_failure="raise", staging_limit_bytes=8 << 20) as checkpointer:
+        save: Any = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
+        save(1, {"w": small}, blocking=True)
+        assert buffers._pinned
+        save(2, {f"w{number}": part for number, part in enumerate(large.chunk(16))}, blocking=True)
+        assert not buffers._pinned
+
+
+@pytest.mark.needs_gpu
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

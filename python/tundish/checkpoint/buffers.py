@@ -18,7 +18,7 @@ import torch
 
 from tundish._native import Image, trim_staging
 
-__all__ = ["Buffer", "Place", "trim"]
+__all__ = ["Buffer", "Place", "trim", "unpin"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -94,22 +94,28 @@ def _tell_unpinned(size: int, reason: str) -> None:
 
 def trim() -> None:
     """Give back to the system what is kept for the next save."""
+    unpin()
+    trim_staging()
+
+
+def unpin() -> None:
+    """Keep nothing pinned: what is kept may be used for any buffer from here on."""
     with _pinned_lock:
         _unpin()
-    trim_staging()
 
 
 def _unpin() -> None:
     if not _pinned:
         return
-    with _on_device_in_use():
-        while _pinned:
-            try:
+    try:
+        with _on_device_in_use():
+            while _pinned:
                 torch.cuda.check_error(_runtime().cudaHostUnregister(_pinned[-1].address))
-            except torch.cuda.CudaError as error:
-                # After an error of the device, which ended all that it had: whoever closes then is to hear of that one.
-                _logger.warning("pinned memory is given back without being unpinned: %s", error)
-            _pinned.pop()
+                _pinned.pop()
+    except RuntimeError as error:
+        # After an error of the device, which ended all that it had: whoever closes then is to hear of that one.
+        _logger.warning("pinned memory is given back without being unpinned: %s", error)
+        _pinned.clear()
 
 
 def _on_device_in_use() -> contextlib.AbstractContextManager[object]:

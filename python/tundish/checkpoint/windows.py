@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from tundish._native import Image, ShardWriter
-from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.buffers import Buffer, unpin
 
 __all__ = ["PAGE", "Span", "Windows"]
 
@@ -46,6 +46,8 @@ class Windows:
     """
 
     def __init__(self, writer: ShardWriter, limit_bytes: int) -> None:
+        # What an earlier save was staged in is within the limit, but not beside windows.
+        unpin()
         self._writer = writer
         self._limit = limit_bytes
         self._handed_in = 0
