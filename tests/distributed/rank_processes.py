@@ -6,6 +6,7 @@ of a second instead of seconds.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib.util
@@ -18,6 +19,7 @@ import pickle
 import signal
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -42,6 +44,28 @@ _PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
 ]
+
+
+def send_signal(process_id: int, number: signal.Signals) -> None:
+    """Returns once a process that is stopped stands still, with all of its threads.
+
+    The kernel stops each when its turn comes, and on a machine with much to do one may answer before.
+    """
+    os.kill(process_id, number)
+    until = time.monotonic() + PATIENCE
+    while number == signal.SIGSTOP and not _stands_still(process_id):
+        assert time.monotonic() < until, f"process {process_id} was stopped and runs on"
+        time.sleep(0.001)
+
+
+def _stands_still(process_id: int) -> bool:
+    for thread in Path(f"/proc/{process_id}/task").iterdir():
+        # One that ended meanwhile stands still, too.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            _, _, fields = thread.joinpath("stat").read_text().rpartition(")")
+            if fields.split()[0] not in "TtZX":
+                return False
+    return True
 
 
 class Line:
@@ -192,7 +216,7 @@ class Job:
     def signal(self, rank: int, number: signal.Signals) -> None:
         process_id = self._processes[rank].pid
         assert process_id is not None
-        os.kill(process_id, number)
+        send_signal(process_id, number)
 
     def exit_code(self, rank: int) -> int | None:
         """With what `rank` ended; None where it did not."""

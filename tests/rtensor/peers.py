@@ -10,7 +10,6 @@ import gc
 import importlib.util
 import inspect
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -18,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import tundish as td
-from rank_processes import PATIENCE, preload
+from rank_processes import PATIENCE, preload, send_signal
 
 
 class PeerError(Exception):
@@ -95,7 +94,7 @@ class Peer:
 
     def signal(self, number: signal.Signals) -> None:
         assert self.pid is not None
-        os.kill(self.pid, number)
+        send_signal(self.pid, number)
 
     def kill(self) -> None:
         self._process.kill()

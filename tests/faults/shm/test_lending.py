@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import pytest
 
 from actors import PROLOGUE, Actor, Refused
+from rank_processes import send_signal
 
 NOBODY = 65534
 AS_NOBODY = (
@@ -156,7 +157,7 @@ def test_another_user_is_not_asked(owner: Actor, reader: Actor) -> None:
 
 def test_ctrl_c_ends_the_wait_for_an_owner_that_is_stopped(owner: Actor, reader: Actor) -> None:
     handle = owner.does(GIVE)
-    os.kill(owner.pid, signal.SIGSTOP)
+    send_signal(owner.pid, signal.SIGSTOP)
     try:
         reader.tell(TAKE.format(handle=handle))
         time.sleep(0.5)

@@ -16,6 +16,7 @@ import pool_tasks as tasks
 import tundish as td
 from pool_helpers import until
 from pool_programs import Program
+from rank_processes import send_signal
 from tundish.errors import NotPicklableError, PoolError
 
 
@@ -179,7 +180,7 @@ def test_shutdown_ends_workers_that_do_not_end(method: str, way: str) -> None:
     pool = td.shm.SharedPool(leave_a_thread if way == "threads" else pid, max_workers=1, mp_context=method)
     worker = pool.submit(None).result(60)
     if way == "stopped":
-        os.kill(worker, signal.SIGSTOP)
+        send_signal(worker, signal.SIGSTOP)
     began = time.monotonic()
     pool.shutdown(timeout=0.5)
     assert 0.4 < time.monotonic() - began < 5
