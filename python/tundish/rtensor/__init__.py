@@ -32,7 +32,7 @@ from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
     from tundish.rtensor.backends import Backend, HttpBackend, LocalBackend, set_backend
-    from tundish.rtensor.controller import Controller, Drained, Step
+    from tundish.rtensor.controller import Controller, Drained
     from tundish.rtensor.handle import (
         RTensor,
         TensorShardInfo,
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from tundish.rtensor.localizing import clear_fetch_buffer, fetch_buffer_stats, localize
     from tundish.rtensor.on_ray import RayBackend
     from tundish.rtensor.serving import Server, serve, trust
-    from tundish.rtensor.steps import drain, keep, step
+    from tundish.rtensor.steps import Step, drain, keep, step
     from tundish.rtensor.storing import clear_node, fetch, remotize, remove, storage_stats, store
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
             "tundish.rtensor.backends": ("Backend", "HttpBackend", "LocalBackend", "set_backend"),
-            "tundish.rtensor.controller": ("Controller", "Drained", "Step"),
+            "tundish.rtensor.controller": ("Controller", "Drained"),
             "tundish.rtensor.handle": (
                 "RTensor",
                 "TensorShardInfo",
@@ -65,7 +65,7 @@ else:
             "tundish.rtensor.localizing": ("clear_fetch_buffer", "fetch_buffer_stats", "localize"),
             "tundish.rtensor.on_ray": ("RayBackend",),
             "tundish.rtensor.serving": ("Server", "serve", "trust"),
-            "tundish.rtensor.steps": ("drain", "keep", "step"),
+            "tundish.rtensor.steps": ("Step", "drain", "keep", "step"),
             "tundish.rtensor.storing": (
                 "clear_node",
                 "fetch",

@@ -38,9 +38,10 @@ from tundish.rtensor.handle import RTensor, collect_shards, flatten_shard_ids, h
 from tundish.rtensor.hooks import Hooks
 from tundish.rtensor.lines import Lines, Request, StepTakenError, Worker, worker_of
 from tundish.rtensor.process import state
+from tundish.rtensor.steps import Step, ranks_of
 from tundish.waiting import to_its_end
 
-__all__ = ["Controller", "Drained", "Step"]
+__all__ = ["Controller", "Drained"]
 
 # Of numbers for a step that others have.
 _TRIES = 8
@@ -67,17 +68,14 @@ class Drained(NamedTuple):
     left: dict[Worker, int]
 
 
-class Step(NamedTuple):
-    """A step under way: its number."""
-
-    number: int
-
-
 class _Begun(NamedTuple):
-    """A step that has begun: its number, and by owner the line on which its shards are claimed."""
+    """A step that has begun."""
 
     number: int
-    claimed: dict[str, int | None]
+    handles: list[RTensor]
+    # By owner, the shards that are claimed, and the line on which they are.
+    owners: dict[str, list[str]]
+    lines: dict[str, int | None]
 
 
 class _Ending(NamedTuple):
@@ -147,8 +145,6 @@ class Controller:
 
         Each rank serves already, or begins to do so at the machine's own address. `role`: that of the calling rank.
         """
-        from tundish.rtensor.steps import ranks_of
-
         return cls(ranks_of(group, role), token=token, timeout=timeout)
 
     @property
@@ -225,42 +221,45 @@ class Controller:
         self._check_open()
         check_claim_of_handles(claim, "step")
         handles = handles_of(claim)
-        owners = collect_shards(handles)
         begun: list[_Begun] = []
         noted: list[_Ending] = []
+
+        def finish() -> None:
+            self._finish(begun, noted)
+
         try:
             try:
                 with self._lock:
-                    self._begin(owners, begun)
+                    self._begin(handles, begun)
                 yield Step(begun[0].number)
-            finally:
-                if begun:
-                    self._finish(begun[0], owners, handles, noted)
+            except (Exception, SystemExit):
+                finish()
+                raise
+            finish()
         except BaseException:
-            if begun and not noted:
-                # Ctrl-C came as the end began.
-                self._errands.hurried(lambda: self._finish(begun[0], owners, handles, noted))
+            if not noted:
+                # Ctrl-C, for a worker that stands still perhaps: that one is told by the next step.
+                self._errands.hurried(finish)
             raise
 
-    def _finish(
-        self, begun: _Begun, owners: dict[str, list[str]], handles: list[RTensor], noted: list[_Ending]
-    ) -> None:
+    def _finish(self, begun: list[_Begun], noted: list[_Ending]) -> None:
         """End a step that has begun, and begin the next one; `noted` gets what the end comes to."""
-        if os.getpid() != self._process:
+        if not begun or os.getpid() != self._process:
             return  # In a child made by `fork`, whose parent's the step is.
+        (step,) = begun
         with self._lock:
             try:
-                to_its_end(lambda: noted.append(self._note_end(begun.number, owners)))
+                to_its_end(lambda: noted.append(self._note_end(step)))
                 # First, so that there is no time at which what is fetched belongs to no step.
                 self._begin_ahead()
             except BaseException:
                 # Who does not answer at once now is told by the next step.
                 if noted:
-                    self._errands.hurried(lambda: self._end(begun, noted[0]))
+                    self._errands.hurried(lambda: self._end(step, noted[0]))
                 raise
-            self._end(begun, noted[0])
+            self._end(step, noted[0])
         ended = {one for ids in noted[0].drained.values() for one in ids}
-        for handle in handles:
+        for handle in step.handles:
             if handle.shard_id in ended:
                 handle.forget()
 
@@ -334,8 +333,9 @@ class Controller:
                 answers[_HERE] = StepTakenError(str(error))
         return answers | self._errands.ask((worker, begin) for worker in self._serving())
 
-    def _begin(self, owners: dict[str, list[str]], noted: list[_Begun]) -> None:
+    def _begin(self, handles: list[RTensor], noted: list[_Begun]) -> None:
         """Have every worker begin the next step, and the owners claim; `noted` gets it."""
+        owners = collect_shards(handles)
         if self._current is not None:
             raise InvalidInputError(f"this controller is in step {self._current}: end that one first")
         self._errands.catch_up()
@@ -364,7 +364,7 @@ class Controller:
             made = self._lines.made
             self._begun_by = {one.addr: made(one.addr) for one in self._serving()}
             self._current = number
-            noted.append(_Begun(number, {owner: made(owner) for owner in owners}))
+            noted.append(_Begun(number, handles, owners, {owner: made(owner) for owner in owners}))
         except BaseException:
             noted.clear()
             self._current = None
@@ -376,16 +376,16 @@ class Controller:
         finally:
             self._ahead = None
 
-    def _note_end(self, number: int, owners: dict[str, list[str]]) -> _Ending:
+    def _note_end(self, step: _Begun) -> _Ending:
         """What the end of the step comes to, noted before any of it is done."""
         self._carried |= self._kept
-        drained = {owner: [one for one in ids if one not in self._kept] for owner, ids in owners.items()}
+        drained = {owner: [one for one in ids if one not in self._kept] for owner, ids in step.owners.items()}
         claims = [one for ids in drained.values() for one in ids]
-        end = Request("POST", f"/epoch/{number}/end")
+        end = Request("POST", f"/epoch/{step.number}/end")
         note = self._errands.note
         ending = _Ending(
             drained,
-            [contested for contested, workers in self._contested if _HERE in workers] + [number],
+            [contested for contested, workers in self._contested if _HERE in workers] + [step.number],
             note(
                 (worker, Request("POST", f"/epoch/{contested}/end"), [])
                 for contested, workers in self._contested
@@ -413,9 +413,8 @@ class Controller:
             claimed = {owner: [one for one in ids if one in half] for owner, ids in drained.items()}
             yield from self._removals({owner: ids for owner, ids in claimed.items() if ids})
 
-    def _end(self, begun: _Begun, ending: _Ending) -> None:
+    def _end(self, step: _Begun, ending: _Ending) -> None:
         """Drain the step everywhere, consumers first."""
-        number, claimed = begun
         claims = [one for ids in ending.drained.values() for one in ids]
 
         def end_here() -> None:
@@ -432,12 +431,12 @@ class Controller:
         answers |= self._errands.carry_out(ending.owners)
         for worker, answer in answers.items():
             if isinstance(answer, dict):
-                look_at_ledger(worker, number, answer)
+                look_at_ledger(worker, step.number, answer)
         for errand in ending.removals:
             if isinstance(answers[errand.worker], Exception):
                 # It may have given up the claim when it is asked again.
                 continue
-            if self._lines.made(errand.worker.addr) != claimed[errand.worker.addr]:
+            if self._lines.made(errand.worker.addr) != step.lines[errand.worker.addr]:
                 # It lost the line, has given up the claim, and has the shards still.
                 self._errands.carry_out([errand])
             else:

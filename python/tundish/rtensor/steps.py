@@ -11,24 +11,29 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from tundish._native import ShardStore
 from tundish.distributed import Voter, voter_of
 from tundish.errors import InvalidInputError, ShardGoneError
 from tundish.rtensor.answers import last_number
 from tundish.rtensor.checks import check_claim_of_handles
-from tundish.rtensor.controller import Step
 from tundish.rtensor.handle import collect_shards, flatten_shard_ids
 from tundish.rtensor.lines import Lines, Request, Worker
 from tundish.rtensor.process import State, state
 from tundish.rtensor.serving import address, trust
 from tundish.waiting import to_its_end
 
-__all__ = ["drain", "keep", "ranks_of", "step"]
+__all__ = ["Step", "drain", "keep", "ranks_of", "step"]
 
 _log = logging.getLogger("tundish.rtensor")
 _TIMEOUT_SECONDS = 30.0
+
+
+class Step(NamedTuple):
+    """A step under way: its number."""
+
+    number: int
 
 
 @contextlib.contextmanager

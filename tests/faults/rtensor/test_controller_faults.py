@@ -87,10 +87,8 @@ def test_an_interrupted_request_leaves_nothing_for_the_next_one(peers: tuple[Pee
             pass
 
 
-@pytest.mark.parametrize("is_at_the_end", [False, True], ids=["begin", "end"])
-def test_ctrl_c_does_not_wait_for_a_worker_that_stands_still(
-    is_at_the_end: bool, peers: tuple[Peer, Peer]
-) -> None:
+@pytest.mark.parametrize("moment", ["begin", "within", "end"])
+def test_ctrl_c_does_not_wait_for_a_worker_that_stands_still(moment: str, peers: tuple[Peer, Peer]) -> None:
     owner, consumer = peers
     handles = owner.call(told.make, 2, 10)
     with Controller(workers_of(peers), timeout=60) as controller:
@@ -103,11 +101,13 @@ def test_ctrl_c_does_not_wait_for_a_worker_that_stands_still(
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 
         def step() -> None:
-            if not is_at_the_end:
+            if moment == "begin":
                 stand_still()
             with controller.step(claim=handles):
                 consumer.call(told.sums, handles)
                 stand_still()
+                if moment == "within":
+                    time.sleep(60)
 
         began = time.monotonic()
         try:
@@ -122,7 +122,7 @@ def test_ctrl_c_does_not_wait_for_a_worker_that_stands_still(
             consumer.signal(signal.SIGCONT)
         # What was under way has come to its end, and is made up for.
         until(lambda: threading.active_count() <= before, "threads of the other one stay")
-        with controller.step(claim=None if is_at_the_end else handles):
+        with controller.step(claim=handles if moment == "begin" else None):
             pass
         assert consumer.call(told.stats)[1]["num_entries"] == owner.call(told.stats)[0]["num_tensors"] == 0
 
