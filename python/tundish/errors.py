@@ -7,6 +7,7 @@ Each class derives from `TundishError` and from the builtin that fits, so that b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 __all__ = [
@@ -46,6 +47,9 @@ __all__ = [
     "VoteTimeoutError",
     "WorkerDiedError",
 ]
+
+# Of ranks, in a message.
+_SHOWN_RANGES = 16
 
 
 class TundishError(Exception):
@@ -257,6 +261,31 @@ def shown(number: int) -> str:
 def counted(number: int, what: str) -> str:
     """A number of things, for messages: "1 dataset", "2 datasets"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def ranks_named(ranks: Sequence[int], count: int | None = None) -> str:
+    """Ranks, for messages: "rank 3", "ranks 0, 1", "ranks 0-254, 300 and 9744 more".
+
+    `count`: how many there are in all, where `ranks` are only some of them.
+    """
+    return ("rank " if (len(ranks) if count is None else count) == 1 else "ranks ") + listed(ranks, count)
+
+
+def listed(ranks: Sequence[int], count: int | None = None) -> str:
+    """As `ranks_named`, without the word."""
+    ranges: list[tuple[int, int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1] = ranges[-1][0], rank
+        else:
+            ranges.append((rank, rank))
+    shown_ranges, named = [], 0
+    for first, last in ranges[:_SHOWN_RANGES]:
+        named += last - first + 1
+        apart = ", " if last == first + 1 else "-"
+        shown_ranges.append(str(first) if first == last else f"{first}{apart}{last}")
+    everyone = len(ranks) if count is None else count
+    return ", ".join(shown_ranges) + (f" and {everyone - named} more" if everyone > named else "")
 
 
 def missing_extra(extra: str, needs: str, purpose: str) -> NoReturn:

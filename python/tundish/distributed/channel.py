@@ -18,7 +18,7 @@ import time
 import weakref
 
 from tundish.distributed.groups import Meeting, Membership, unused_name
-from tundish.distributed.rounds import LINGER_SECONDS, Protocol, Round
+from tundish.distributed.rounds import LINGER_SECONDS, Protocol, Round, crowd_of
 from tundish.distributed.verdict import Failure, Outcome
 from tundish.errors import InvalidInputError, PeerFailedError, StoreLostError, TundishError, VoteTimeoutError
 from tundish.waiting import Thread, wait_for
@@ -125,8 +125,10 @@ class Channel:
             try:
                 self._hand_over(current)
                 answered = wait_for(current.done.wait, seconds)
+                # All ranks come to it at their deadline, one after the other.
+                turn = _ANSWER_SECONDS * crowd_of(len(self.member.ranks)) / _ANSWER_TURNS
                 for _ in range(_ANSWER_TURNS):
-                    answered = answered or current.done.wait(_ANSWER_SECONDS / _ANSWER_TURNS)
+                    answered = answered or current.done.wait(turn)
                 if not answered and current.verdict is not None:
                     answered = wait_for(current.done.wait, LINGER_SECONDS + _ANSWER_SECONDS)
             except BaseException as interruption:

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from tundish.distributed.jobstore import distributed_module
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, listed
 
 __all__ = [
     "Meeting",
@@ -151,10 +151,10 @@ def long_timeout_group(
     size, rank = distributed.get_world_size(), distributed.get_rank()
     members = tuple(range(size)) if ranks is None else tuple(sorted(ranks))
     if len(set(members)) != len(members) or not all(0 <= member < size for member in members):
-        raise InvalidInputError(f"ranks are {list(members)}: give distinct ranks of 0 to {size - 1}")
+        raise InvalidInputError(f"ranks are [{listed(members)}]: give distinct ranks of 0 to {size - 1}")
     if rank not in members:
         raise InvalidInputError(
-            f"rank {rank} is not among the ranks {list(members)}: only members make this call"
+            f"rank {rank} is not among the ranks [{listed(members)}]: only members make this call"
         )
     with named_group(unused_name("group", members), limit, members, backend=backend) as group:
         yield group

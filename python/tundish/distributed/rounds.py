@@ -15,6 +15,7 @@ round with it, and may be held up by the store. Its invariants:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -28,7 +29,7 @@ from tundish.distributed.verdict import Failure, Verdict
 from tundish.distributed.watch import PeerWatch
 from tundish.waiting import Moment
 
-__all__ = ["LINGER_SECONDS", "Protocol", "Round"]
+__all__ = ["LINGER_SECONDS", "Protocol", "Round", "crowd_of"]
 
 _KEPT_ROUNDS = 16
 # How long a failed rank waits for the others to bring their statuses too, so that all failures are named.
@@ -44,6 +45,15 @@ _GROWTH = 1.2
 _LEAVING_PAUSE = 0.002
 _SHORT_PAUSE = 0.02
 _LONG_PAUSE = 0.1
+# To conclude a round is to look at what the ranks brought. One rank does so, and the next one in line so much later,
+# where that one was lost too: all of them at once would keep the store busy for hours.
+_TURN_SECONDS = 0.1
+# Of statuses that tell of a failure. Where all ranks fail these are the lowest ones', and say what all say.
+_MOST_READ = 64
+# Ranks of whom the store serves whatever they ask without a thought.
+_SMALL_CROWD = 256
+# Of a text that has to be the same on all ranks, which every rank sends and gets back.
+_LONGEST_SAME = 1000
 # How often a rank that waits looks whether all are there after all, and in its first round who else came.
 _LOOK_AROUND = 1.0
 _LOOK_WHO_CAME = 0.25
@@ -77,6 +87,7 @@ class Round:
     done: Moment = field(default_factory=Moment)
     lock: threading.Lock = field(default_factory=threading.Lock)
     posted: bool = False
+    turn: float | None = None
     verdict: Verdict | None = None
     concluder: bool = False
     trouble: Exception | None = None
@@ -89,6 +100,11 @@ class Round:
         if self.own is not None:
             return self.own.to_json()
         return _NOTE if self.note else ""
+
+
+def crowd_of(ranks: int) -> float:
+    """How many times longer so many ranks wait for the store than a few do, which it serves one after the other."""
+    return max(1.0, ranks / _SMALL_CROWD)
 
 
 class Protocol:
@@ -157,21 +173,24 @@ class Protocol:
         """Fail where another rank brought something else that has to be the same."""
         if current.same is None or current.own is not None:
             return
-        standing = self._store.write_once(f"{current.number}/same", current.same)
-        if standing != current.same:
-            text = f"brought {current.same!r} where another rank brought {standing!r}"
+        same = _brief(current.same)
+        standing = self._store.write_once(f"{current.number}/same", same)
+        if standing != same:
+            text = f"brought {same!r} where another rank brought {standing!r}"
             current.own = Failure(rank=self.member.rank, text=text)
 
     def _gather(self, current: Round, verdict: Verdict) -> None:
         """Take what all ranks brought, on the first member; where the round failed, each takes its own back."""
         if current.brought is None:
             return
-        keys = [f"{current.number}/brought/{rank}" for rank in self.member.ranks]
+        own = f"{current.number}/brought/{self.member.rank}"
         if not verdict.complete or verdict.failures:
-            self._store.delete(f"{current.number}/brought/{self.member.rank}")
-        elif self.member.rank == self.member.ranks[0]:
-            current.gathered = [self._store.read(key) or "" for key in keys]
-            self._store.delete(*keys)
+            self._store.delete(own)
+            return
+        self._read.append((current.number, own))
+        if self.member.rank == self.member.ranks[0]:
+            keys = [f"{current.number}/brought/{rank}" for rank in self.member.ranks]
+            current.gathered = [text or "" for text in self._store.read_all(keys)]
 
     def _pass_on(self, current: Round, verdict: Verdict) -> None:
         """Take what this rank's source told; where the round failed, each takes its own back."""
@@ -210,8 +229,8 @@ class Protocol:
 
     def _await(self, current: Round) -> Verdict:
         """Wait for the verdict, or reach it where this rank is the one to see that the round is over."""
-        crowd = max(1.0, len(self.member.ranks) / 256)  # the store serves every rank's polling
-        between = _LOOK_AROUND if self.mates else _LOOK_WHO_CAME * crowd
+        crowd = crowd_of(len(self.member.ranks))
+        between = (_LOOK_AROUND if self.mates else _LOOK_WHO_CAME) * crowd
         pause, look_around = _FIRST_PAUSE * crowd, current.started + between
         while True:
             self._watch.wait(pause)
@@ -220,25 +239,36 @@ class Protocol:
                 return verdict
             now = time.monotonic()
             dead = self._watch.vanished()
-            if dead or current.interruption is not None or current.abandoned:
-                return self._conclude(current, dead=dead)
-            if current.deadline is not None and now >= current.deadline:
-                return self._conclude(current)
-            if current.own is not None and now >= current.started + _GATHER_SECONDS:
-                return self._conclude(current)
+            is_over = bool(dead) or current.interruption is not None or current.abandoned
+            is_late = current.deadline is not None and now >= current.deadline
+            was_told = current.own is not None and now >= current.started + _GATHER_SECONDS
+            if (is_over or is_late or was_told) and self._is_in_turn(current, now):
+                return self._verdict(current.number) or self._conclude(current, dead=dead)
             if now >= look_around:
                 look_around = now + between
                 if not self.mates:
                     self._get_to_know()
                 # The last to arrive may have died before it could write the verdict.
                 tally = self._store.add(f"{current.number}/arrived", 0)
-                if tally % _FAILED >= len(self.member.ranks):
-                    return self._conclude(current, tally=tally)
+                if tally % _FAILED >= len(self.member.ranks) and self._is_in_turn(current, now):
+                    return self._verdict(current.number) or self._conclude(current, tally=tally)
                 verdict = self._forgotten(current.number)
                 if verdict is not None:
                     return verdict
             longest = _SHORT_PAUSE if now < current.started + 2.0 else _LONG_PAUSE
             pause = min(pause * _GROWTH, longest * crowd)
+            if current.turn is not None:
+                pause = min(pause, max(_FIRST_PAUSE, current.turn - now))
+
+    def _is_in_turn(self, current: Round, now: float) -> bool:
+        """Whether it is this rank's turn to conclude a round that is over."""
+        if current.turn is None:
+            before = self._store.add(f"{current.number}/turns", 1) - 1
+            # Whoever comes before asks about as much as it reads, of a store that may have much to do.
+            asking = _MOST_READ * (time.monotonic() - now)
+            turn = max(_TURN_SECONDS * crowd_of(len(self.member.ranks)), asking)
+            current.turn = now + before * turn
+        return now >= current.turn
 
     def _conclude(
         self, current: Round, *, tally: int | None = None, dead: frozenset[int] = frozenset()
@@ -256,14 +286,21 @@ class Protocol:
             missing = {votes[key] for key in store.missing(list(votes))}
         is_noted = tally >= _NOTED
         failures = {rank: Failure(rank=rank, text=self._obituary(rank)) for rank in dead}
+        failed = tally % _NOTED // _FAILED
         # The status of a rank can be there before the rank is counted.
-        if tally % _NOTED >= _FAILED or tally % _FAILED < len(votes) - len(missing):
+        is_counted = tally % _FAILED >= len(votes) - len(missing)
+        if failed or not is_counted:
+            told = {self.member.rank: current.own} if current.posted and current.own is not None else {}
             for key, rank in votes.items():
+                # No more than anybody is told of: where all fail, that is all that they bring.
+                if len(told) >= _MOST_READ or (is_counted and len(told) >= failed):
+                    break
                 status = None if rank in missing else store.read(key)
                 if status == _NOTE:
                     is_noted = True
                 elif status:
-                    failures[rank] = Failure.from_json(status)
+                    told[rank] = Failure.from_json(status)
+            failures |= told
         if current.interruption is not None:
             failures[self.member.rank] = current.interruption
         if current.abandoned:
@@ -272,6 +309,7 @@ class Protocol:
         verdict = Verdict.bounded(
             complete=not (missing or dead or current.interruption or current.abandoned),
             failures=list(failures.values()),
+            failed=failed,
             silent=[] if failures else sorted(missing),
             present=len(votes) - len(missing | dead),
             is_noted=is_noted,
@@ -303,6 +341,8 @@ class Protocol:
             store.delete(f"{number}/vote/{self.member.rank}")
         # In a round that was cut short, a rank between its look for the verdict and its vote can bring these
         # keys back after they were deleted; it is the one to delete them again.
+        if current.turn is not None:
+            store.delete(f"{number}/turns")
         if current.concluder or (current.posted and not verdict.complete):
             store.delete(f"{number}/arrived", f"{number}/same")
         if verdict.complete:
@@ -340,3 +380,11 @@ class Protocol:
                 current.verdict = Verdict(complete=False, silent=(self.member.rank,))
             self._store.delete(unread)
         self._store.delete(key)
+
+
+def _brief(same: str) -> str:
+    """What stands for `same` in the store, as long as a line."""
+    if len(same) <= _LONGEST_SAME:
+        return same
+    digest = hashlib.sha256(same.encode(errors="surrogatepass")).hexdigest()
+    return f"{same[: _LONGEST_SAME // 4]} … ({len(same)} characters, sha256 {digest})"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tundish.errors import PeerFailedError, TundishError, VoteTimeoutError
+from tundish.errors import PeerFailedError, TundishError, VoteTimeoutError, ranks_named
 
 __all__ = ["Failure", "Outcome", "Verdict"]
 
@@ -53,15 +53,19 @@ class Failure:
 class Verdict:
     """The one end of a vote.
 
-    `complete`: every rank brought its status. `failures`: ranks that failed or died, ascending. `silent`:
-    ranks that had not voted when the time was up. `present`: the number of ranks, still alive, that had
-    voted. `is_noted`: whether one of them noted something. `seconds`: how long they were waited for. The lists
-    hold at most the lowest 256 ranks.
+    `complete`: every rank brought its status. `failures`: ranks that failed or died, ascending, with what they said;
+    `also`: further ones without it; `failed`: how many these are in all, those included that are not named. `silent`:
+    ranks that had not voted when the time was up, `unheard`: how many they are in all. `present`: the number of ranks,
+    still alive, that had voted. `is_noted`: whether one of them noted something. `seconds`: how long they were waited
+    for. No more than the lowest 256 ranks are named.
     """
 
     complete: bool
     failures: tuple[Failure, ...] = ()
+    also: tuple[int, ...] = ()
+    failed: int = 0
     silent: tuple[int, ...] = ()
+    unheard: int = 0
     present: int = 0
     is_noted: bool = False
     seconds: float = 0.0
@@ -72,18 +76,21 @@ class Verdict:
         *,
         complete: bool,
         failures: Sequence[Failure],
+        failed: int,
         silent: Sequence[int],
         present: int,
         is_noted: bool,
         seconds: float,
     ) -> Verdict:
-        """A verdict of bounded size: only the lowest ranks keep their texts."""
+        """A verdict of bounded size: only the lowest ranks keep their texts. `failed`: at least so many ranks did."""
         ordered = sorted(failures, key=lambda failure: failure.rank)[:_NAMED]
-        brief = [dataclasses.replace(failure, text="failed too") for failure in ordered[_DETAILED:]]
         return cls(
             complete=complete,
-            failures=(*ordered[:_DETAILED], *brief),
+            failures=tuple(ordered[:_DETAILED]),
+            also=tuple(failure.rank for failure in ordered[_DETAILED:]),
+            failed=max(failed, len(failures)),
             silent=tuple(sorted(silent)[:_NAMED]),
+            unheard=len(silent),
             present=present,
             is_noted=is_noted,
             seconds=seconds,
@@ -98,6 +105,7 @@ class Verdict:
         """From the JSON form."""
         fields = json.loads(text)
         fields["failures"] = tuple(Failure(**failure) for failure in fields["failures"])
+        fields["also"] = tuple(fields["also"])
         fields["silent"] = tuple(fields["silent"])
         return cls(**fields)
 
@@ -108,6 +116,9 @@ class Verdict:
         """
         if self.failures:
             told = "; ".join(f"rank {failure.rank} {failure.text}" for failure in self.failures)
+            others = self.failed - len(self.failures)
+            if others > 0:
+                told += f"; {ranks_named(self.also, others)} failed too"
             return PeerFailedError(f"{what}: {told}", self.failures[0].rank)
         if self.complete:
             return None
@@ -119,7 +130,7 @@ class Verdict:
             )
         if not self.silent:
             return VoteTimeoutError(f"{what}: the job's store did not answer another rank in time", ())
-        names = ("rank " if len(self.silent) == 1 else "ranks ") + ", ".join(map(str, self.silent))
+        names = ranks_named(self.silent, self.unheard)
         return VoteTimeoutError(
             f"{what}: {names} did not vote within {self.seconds:.4g} s: hung, stopped or elsewhere in the "
             "program. Look where their stacks are, or give a longer timeout",

@@ -22,7 +22,7 @@ from tundish.distributed.groups import Meeting, Membership, membership, seconds_
 from tundish.distributed.jobstore import distributed_module
 from tundish.distributed.verdict import Outcome
 from tundish.distributed.watch import node_identity
-from tundish.errors import InvalidInputError, InvalidTypeError, TundishError
+from tundish.errors import InvalidInputError, InvalidTypeError, TundishError, listed
 from tundish.waiting import was_let_go
 
 __all__ = ["DEFAULT_TIMEOUT", "Voter", "agreed", "build_once_per_node", "vote", "voter_of"]
@@ -71,7 +71,7 @@ class Voter:
         members = tuple(ranks)
         if world.rank not in members:
             raise InvalidInputError(
-                f"rank {world.rank} is not among the ranks {list(members)}: only they make this call"
+                f"rank {world.rank} is not among the ranks [{listed(members)}]: only they make this call"
             )
         voter = cls.__new__(cls)
         voter._join(dataclasses.replace(world, ranks=members, name="among"), node_identity())
@@ -123,9 +123,9 @@ class Voter:
         Raises:
             The `error` given, on the rank that gave it.
             PeerFailedError: another rank failed, or was killed. `rank` is its global rank, the lowest of
-                several; the message names all of them, with type and text of their errors.
-            VoteTimeoutError: a rank did not vote in time (`ranks` names those that did not), or this rank
-                came when the others had given up on it; all ranks are in step for the next vote.
+                several; the message has type and text of eight errors, names some 64 ranks and counts the others.
+            VoteTimeoutError: a rank did not vote in time (`ranks` names those that did not, the lowest 256), or this
+                rank came when the others had given up on it; all ranks are in step for the next vote.
             StoreLostError: the launcher's store is gone.
             InvalidInputError: a timeout that is not positive, an empty `same` (a status: the others are told), or a
                 voter closed or taken over a fork.

@@ -1,0 +1,187 @@
+"""Votes of hundreds of ranks, which are threads here: what each asks of the store, and what all are told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tundish.distributed import channel as channel_module
+from tundish.distributed import rounds
+from tundish.distributed.channel import Channel
+from tundish.distributed.groups import Membership
+from tundish.distributed.jobstore import JobStore
+from tundish.distributed.verdict import Failure, Outcome, Verdict
+from tundish.errors import PeerFailedError, VoteTimeoutError, ranks_named
+
+SIZE = 200
+# More than a rank asks in any round that lasts no longer than a second or two, however many ranks there are.
+MODEST = 100
+
+
+class Crowd:
+    """`SIZE` ranks of a job on nodes of eight; `requests` counts what they asked of the store, by kind.
+
+    `service`: seconds that the store takes for a request; it serves one after the other.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from torch.distributed import HashStore
+
+        self.requests: Counter[str] = Counter()
+        self.longest = 0
+        self.service = 0.0
+        serving = threading.Lock()
+        crowd = self
+
+        class Counted(JobStore):
+            def connect(self) -> None:
+                is_new = self._connection is None
+                super().connect()
+                if is_new:
+                    self._connection = Counting(self._connection)
+
+        class Counting:
+            def __init__(self, store: Any) -> None:
+                self._store = store
+
+            def __getattr__(self, name: str) -> Any:
+                def ask(*arguments: Any) -> Any:
+                    crowd.requests[name] += 1
+                    texts = [len(one) for one in arguments if isinstance(one, str)]
+                    crowd.longest = max(crowd.longest, *texts, 0)
+                    if crowd.service:
+                        with serving:
+                            time.sleep(crowd.service)
+                    return getattr(self._store, name)(*arguments)
+
+                return ask
+
+        monkeypatch.setattr(rounds, "JobStore", Counted)
+        monkeypatch.setattr(channel_module, "unused_name", lambda *_: "crowd")
+        self.store = HashStore()
+        ranks = tuple(range(SIZE))
+        self._channels = [
+            Channel(Membership(ranks=ranks, rank=rank, name="crowd", store=self.store), f"node {rank // 8}")
+            for rank in ranks
+        ]
+
+    def hold(self, *ranks: int, seconds: float = 30.0, **brought: Any) -> list[Outcome]:
+        """A round of these ranks, or of all; `brought` are functions of the rank."""
+        outcomes: dict[int, Outcome] = {}
+
+        def vote(rank: int) -> None:
+            told = {name: function(rank) for name, function in brought.items()}
+            own = told.pop("own", None)
+            outcomes[rank] = self._channels[rank].hold(own, "a step", seconds, **told)
+
+        taking_part = ranks or tuple(range(SIZE))
+        self.requests.clear()
+        self.longest = 0
+        threads = [threading.Thread(target=vote, args=(rank,)) for rank in taking_part]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [outcomes[rank] for rank in taking_part]
+
+    def close(self) -> None:
+        for one in self._channels:
+            one.close()
+
+
+@pytest.fixture
+def crowd(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
+    made = Crowd(monkeypatch)
+    assert not any(outcome.problem for outcome in made.hold())
+    yield made
+    made.close()
+
+
+def test_where_every_rank_fails_none_asks_what_every_other_one_brought(crowd: Crowd) -> None:
+    crowd.service = 0.0002
+    outcomes = crowd.hold(own=lambda rank: OSError(28, f"no room on {rank}"))
+    assert crowd.requests.total() < MODEST * SIZE
+    for outcome in outcomes:
+        assert isinstance(outcome.problem, PeerFailedError)
+        assert outcome.problem.rank == 0
+        assert "no room on 0" in str(outcome.problem)
+    crowd.service = 0.0
+    assert not any(outcome.problem for outcome in crowd.hold())
+
+
+def test_where_all_but_a_silent_rank_fail_none_asks_what_every_other_one_brought(crowd: Crowd) -> None:
+    crowd.service = 0.0002
+    outcomes = crowd.hold(*range(1, SIZE), own=lambda rank: OSError(28, f"no room on {rank}"))
+    assert crowd.requests.total() < MODEST * SIZE
+    assert all(isinstance(outcome.problem, PeerFailedError) for outcome in outcomes)
+    assert {outcome.problem.rank for outcome in outcomes if isinstance(outcome.problem, PeerFailedError)} == {
+        1
+    }
+
+
+def test_a_rank_that_is_lost_as_it_ends_a_round_leaves_that_to_the_next_one(crowd: Crowd) -> None:
+    from torch.distributed import PrefixStore
+
+    # As a rank does that is killed right after.
+    PrefixStore("votes/crowd", crowd.store).add("1/turns", 1)
+    began = time.monotonic()
+    outcomes = crowd.hold(*range(1, SIZE), seconds=1.0)
+    assert time.monotonic() - began < 5.0
+    for outcome in outcomes:
+        assert isinstance(outcome.problem, VoteTimeoutError)
+        assert outcome.problem.ranks == (0,)
+
+
+def test_what_all_ranks_bring_takes_the_first_one_few_requests(crowd: Crowd) -> None:
+    first, *others = crowd.hold(brought=lambda rank: f"of {rank}")
+    assert list(first.gathered) == [f"of {rank}" for rank in range(SIZE)]
+    assert not any(outcome.gathered for outcome in others)
+    assert crowd.requests["multi_get"] == 1
+    # Each takes its own back when all are in a later round, which the first rank is not before it has read them.
+    assert crowd.requests["delete_key"] < 3 * SIZE
+    assert not any(outcome.problem for outcome in crowd.hold())
+    assert crowd.store.num_keys() < SIZE
+
+
+def test_a_long_text_that_is_the_same_on_all_ranks_is_not_sent_by_each(crowd: Crowd) -> None:
+    text = "all that ten thousand ranks were given " * 1000
+    assert not any(outcome.problem for outcome in crowd.hold(same=lambda _: text))
+    assert crowd.longest < 1000
+    outcomes = crowd.hold(same=lambda rank: text + ("" if rank else "!"))
+    assert all(isinstance(outcome.problem, PeerFailedError) or outcome.problem for outcome in outcomes)
+    assert "39001 characters" in str(outcomes[1].problem)
+
+
+def test_a_verdict_about_ten_thousand_ranks_can_be_read() -> None:
+    failures = [Failure(rank=rank, text="failed with OSError: no room") for rank in range(10_000)]
+    about = {"present": 10_000, "is_noted": False, "seconds": 1.0}
+    failed = Verdict.bounded(complete=True, failures=failures, failed=10_000, silent=[], **about)
+    told = str(Verdict.from_json(failed.to_json()).error("a step", 9_999, late=False))
+    assert told.count("no room") == 8
+    assert told.endswith("; ranks 8-255 and 9744 more failed too")
+    assert len(told) < 500
+    silent = Verdict.bounded(complete=False, failures=[], failed=0, silent=range(1, 10_000), **about)
+    problem = Verdict.from_json(silent.to_json()).error("a step", 0, late=False)
+    assert isinstance(problem, VoteTimeoutError)
+    assert problem.ranks == tuple(range(1, 257))
+    assert "a step: ranks 1-256 and 9743 more did not vote within 1 s" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count", "named"),
+    [
+        ([3], None, "rank 3"),
+        ([3, 4], None, "ranks 3, 4"),
+        ([3, 4, 5, 9], None, "ranks 3-5, 9"),
+        (range(9_999), None, "ranks 0-9998"),
+        ([1, 3], 12, "ranks 1, 3 and 10 more"),
+        (range(0, 20_000, 2), None, f"ranks {', '.join(map(str, range(0, 32, 2)))} and 9984 more"),
+    ],
+)
+def test_ranks_are_named_in_few_words(ranks: Any, count: int | None, named: str) -> None:
+    assert ranks_named(ranks, count) == named
