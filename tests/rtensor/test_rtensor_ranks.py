@@ -170,3 +170,22 @@ def test_a_controller_of_a_group(tmp_path: Path) -> None:
         assert job.hear_all() == [([("actor", 0), ("critic", 1)],)] * 2
         assert job.hear_all() == [(0, 0)] * 2
         job.expect_end()
+
+
+def who_serves_where(rank: int, line: Line) -> None:
+    from tundish import rtensor
+    from tundish.distributed import voter_of
+
+    voter = voter_of(None)
+    voter.vote(what="the first")
+    before = voter.meeting.number
+    with rtensor.Controller.from_group(role=f"role {rank}") as controller:
+        line.say([(worker.role, worker.rank) for worker in controller.workers])
+        line.say(len({worker.addr for worker in controller.workers}), voter.meeting.number - before)
+
+
+def test_a_controller_of_a_group_takes_as_many_votes_however_many_ranks_there_are(tmp_path: Path) -> None:
+    with Job(who_serves_where, 5, tmp_path) as job:
+        assert job.hear_all() == [([(f"role {rank}", rank) for rank in range(5)],)] * 5
+        assert job.hear_all() == [(5, 2)] * 5
+        job.expect_end()

@@ -13,11 +13,9 @@ count through from its first, so that `RANK - LOCAL_RANK` names it. Either is be
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 import weakref
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +23,7 @@ from typing import Any
 
 from tundish.distributed.groups import make_group, membership, seconds_of
 from tundish.distributed.jobstore import distributed_module
+from tundish.distributed.packed import packed, unpacked
 from tundish.distributed.ranks import number_of_variable
 from tundish.distributed.voter import DEFAULT_TIMEOUT, Voter
 from tundish.distributed.watch import node_identity
@@ -114,17 +113,11 @@ def nodes_of(voter: Voter, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> l
     if gathered:
         standings = [Standing(**json.loads(standing)) for standing in gathered]
         is_whole_job = len(voter.ranks) == len(membership(None).ranks)
-        told = _packed(split_into_nodes(standings, is_whole_job=is_whole_job))
-    return _unpacked(voter.pass_on(told, source=voter.ranks[0], what=what, timeout=timeout))
-
-
-# Every rank reads it: of ten thousand, that is a tenth of what plain text would be.
-def _packed(nodes: list[tuple[int, ...]]) -> str:
-    return base64.b64encode(zlib.compress(json.dumps(nodes).encode())).decode("ascii")
-
-
-def _unpacked(text: str) -> list[tuple[int, ...]]:
-    return [tuple(ranks) for ranks in json.loads(zlib.decompress(base64.b64decode(text)))]
+        told = packed(split_into_nodes(standings, is_whole_job=is_whole_job))
+    return [
+        tuple(ranks)
+        for ranks in unpacked(voter.pass_on(told, source=voter.ranks[0], what=what, timeout=timeout))
+    ]
 
 
 # The group of this rank's node lives as long as the group that it is a part of.

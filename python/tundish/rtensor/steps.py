@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from tundish._native import ShardStore
 from tundish.distributed import Voter, voter_of
+from tundish.distributed.packed import packed, unpacked
 from tundish.errors import InvalidInputError, ShardGoneError
 from tundish.rtensor.answers import last_number
 from tundish.rtensor.checks import check_claim_of_handles
@@ -231,11 +232,12 @@ def ranks_of(group: Any, role: str) -> list[Worker]:
     own = json.dumps([address(), role])
     voter = voter_of(group)
     members = membership(group)
-    texts = [voter.pass_on(own, source=rank, what="tell where a rank serves") for rank in members.ranks]
-    workers = [
-        Worker(addr, role, rank)
-        for rank, (addr, role) in zip(members.ranks, map(json.loads, texts), strict=True)
-    ]
+    # Two votes, however many ranks there are: with one for each, a thousand would vote a thousand times.
+    what = "tell where a rank serves"
+    gathered = voter.gather(own, what=what)
+    together = packed([json.loads(one) for one in gathered]) if gathered else None
+    heard = unpacked(voter.pass_on(together, source=voter.ranks[0], what=what))
+    workers = [Worker(addr, role, rank) for rank, (addr, role) in zip(members.ranks, heard, strict=True)]
     server = state().server
     if server is not None and server.token is not None:
         trust(*(worker.addr for worker in workers), token=server.token)
