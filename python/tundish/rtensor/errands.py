@@ -80,10 +80,27 @@ class Errands:
     def catch_up(self) -> None:
         """Drain what could not be drained before. Raises `DrainError`."""
         failures: dict[Worker, Exception] = {}
-        for errand in list(self._undone):
-            failures |= failures_of(self.carry_out([errand]))
+        for errands in _side_by_side(self._undone):
+            failures |= failures_of(self.carry_out(errands))
         refuse("could not be drained, now and before (leave out with update() what is gone)", failures)
 
     def let_go_of_all_but(self, addresses: Set[str]) -> None:
         """What is to be done elsewhere is not any more."""
         self._undone = [one for one in self._undone if one.worker.addr in addresses]
+
+
+def _side_by_side(errands: Iterable[Errand]) -> list[list[Errand]]:
+    """What may be done at once, one part after the other: the same of several workers, as when it was tried first.
+
+    So consumers are still told before owners, and of many that are silent each is not waited for in turn.
+    """
+    parts: list[list[Errand]] = []
+    workers: set[Worker] = set()
+    for errand in errands:
+        is_alike = bool(parts) and parts[-1][0].request[:2] == errand.request[:2]
+        if not is_alike or errand.worker in workers:
+            parts.append([])
+            workers.clear()
+        parts[-1].append(errand)
+        workers.add(errand.worker)
+    return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,9 +17,10 @@ import torch
 
 import told
 from between import Between
+from false_worker import FalseWorker
 from peers import Peer
 from tundish import rtensor
-from tundish.errors import ShardGoneError
+from tundish.errors import DrainError, ShardGoneError
 from tundish.rtensor import Controller, Worker
 
 
@@ -319,3 +321,25 @@ def test_a_worker_that_is_told_of_later_is_shown_the_token() -> None:
             controller.update([Worker(owner.addr)])
             controller.clear_batches(handles)
             assert owner.call(told.stats)[0]["num_tensors"] == 0
+
+
+def test_silent_workers_are_not_waited_for_one_after_the_other_when_tried_again() -> None:
+    over = threading.Event()
+
+    def stand_still(path: str) -> dict[str, Any]:
+        if path.startswith("/buffer/clear"):
+            over.wait(60)
+        return {}
+
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(FalseWorker(stand_still)) for _ in range(12)]
+        stack.callback(over.set)
+        workers = [Worker(one.addr, "consumer", rank) for rank, one in enumerate(silent)]
+        controller = stack.enter_context(Controller(workers, timeout=0.5))
+        handle = rtensor.RTensor(rtensor.TensorShardInfo("x", silent[0].addr), torch.empty(1, device="meta"))
+        assert len(controller.clear_batches(handle).failures) == 12
+        began = time.monotonic()
+        with pytest.raises(DrainError) as caught:
+            controller.clear_batches(handle)
+        assert time.monotonic() - began < 3.0
+        assert len(caught.value.workers) == 12
