@@ -2,7 +2,9 @@
 
 Every operation here returns as soon as the store answers; none waits for a key. A TCPStore gets a
 connection of its own, because one client serves one request at a time and others (the
-rendezvous of a new group) block on theirs for minutes. Other stores hold no connection and are polled.
+rendezvous of a new group) block on theirs for minutes. All who come here share it, since none holds up the
+next one: the rank that serves the store has a descriptor for each connection of every rank, of which a
+system gives a process 1024 unless it is told otherwise. Other stores hold no connection and are polled.
 An operation can still block while the host of the store is stopped: call from a thread that nobody
 needs.
 """
@@ -10,6 +12,8 @@ needs.
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from typing import Any
 
 __all__ = ["JobStore", "distributed_module", "store_address", "store_host_rank"]
@@ -18,6 +22,20 @@ __all__ = ["JobStore", "distributed_module", "store_address", "store_host_rank"]
 _ABSENT = "\x00"
 # Values that are asked for in one request.
 _AT_ONCE = 256
+
+
+# By the store that they were made of: the process that made a connection, and the connection as long as it is used.
+_connections: weakref.WeakKeyDictionary[Any, tuple[int, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+_connecting = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _connecting
+    _connecting = threading.Lock()
+
+
+# Another thread of the parent may be connecting.
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def distributed_module() -> Any:
@@ -51,6 +69,35 @@ def store_address(store: Any) -> tuple[str, int] | None:
     return None if server is None else (server.host, server.port)
 
 
+def _connection_to(base: Any) -> Any:
+    """This process's own connection to the TCPStore that `base` is a client of."""
+    with _connecting:
+        process, known = _connections.get(base, (0, None))
+        connection = None if known is None or process != os.getpid() else known()
+        if connection is None:
+            connection = _second_client(base)
+            _connections[base] = os.getpid(), weakref.ref(connection)
+        return connection
+
+
+def _forget(base: Any, connection: Any) -> None:
+    """Let nobody else have this connection."""
+    with _connecting:
+        _, known = _connections.get(base, (0, None))
+        if known is not None and known() is connection:
+            del _connections[base]
+
+
+def _second_client(base: Any) -> Any:
+    if hasattr(base, "clone"):
+        return base.clone()
+    # Before torch 2.8 no store could be cloned.
+    server = _tcp_store(base)
+    return distributed_module().TCPStore(
+        server.host, server.port, None, False, server.timeout, wait_for_workers=False
+    )
+
+
 class JobStore:
     """Operations on the keys under `namespace` of the default group's store `base`.
 
@@ -62,30 +109,28 @@ class JobStore:
         self._base = base
         self._namespace = namespace
         self._connection: Any = None
+        self._shared: Any = None
 
     def connect(self) -> None:
         """Open the connection; does nothing the second time."""
         if self._connection is not None:
             return
         distributed = distributed_module()
-        server = _tcp_store(self._base)
-        connection = self._base
         namespace = self._namespace
-        if server is not None:
-            if hasattr(self._base, "clone"):
-                connection = self._base.clone()
-            else:
-                # Before torch 2.8 no store could be cloned. A second client does not see the prefixes of the
-                # first, one of which tells the restarts of an elastic job apart.
-                connection = distributed.TCPStore(
-                    server.host, server.port, None, False, server.timeout, wait_for_workers=False
-                )
-                namespace = f"{namespace}/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._connection = distributed.PrefixStore(namespace, connection)
+        if _tcp_store(self._base) is None:
+            self._connection = distributed.PrefixStore(namespace, self._base)
+            return
+        if not hasattr(self._base, "clone"):
+            # A second client does not see the prefixes of the first, one of which tells the restarts of an elastic job
+            # apart.
+            namespace = f"{namespace}/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        # Kept here, as the other holds it in C++ alone.
+        self._shared = _connection_to(self._base)
+        self._connection = distributed.PrefixStore(namespace, self._shared)
 
     def read(self, key: str) -> str | None:
         """The value of `key`; None where it does not exist. Never waits for it."""
-        value = bytes(self._connection.compare_set(key, _ABSENT, _ABSENT)).decode()
+        value = bytes(self._ask("compare_set", key, _ABSENT, _ABSENT)).decode()
         return None if value == _ABSENT else value
 
     def read_all(self, keys: list[str]) -> list[str | None]:
@@ -95,29 +140,29 @@ class JobStore:
         values: dict[str, str] = {}
         for start in range(0, len(there), _AT_ONCE):
             some = there[start : start + _AT_ONCE]
-            found = self._connection.multi_get(some)
+            found = self._ask("multi_get", some)
             values |= {key: bytes(value).decode() for key, value in zip(some, found, strict=True)}
         return [values.get(key) for key in keys]
 
     def write_once(self, key: str, value: str) -> str:
         """Set `key` unless it exists; returns the value that it then has, which all callers agree on."""
-        return bytes(self._connection.compare_set(key, "", value)).decode()
+        return bytes(self._ask("compare_set", key, "", value)).decode()
 
     def replace(self, key: str, before: str, value: str) -> None:
         """Set `key`, which was read as `before`, unless it has another value by now or is gone."""
-        self._connection.compare_set(key, before, value)
+        self._ask("compare_set", key, before, value)
 
     def write(self, key: str, value: str) -> None:
         """Set `key`. The store may not have taken it in before the next operation that answers."""
-        self._connection.set(key, value)
+        self._ask("set", key, value)
 
     def add(self, key: str, amount: int) -> int:
         """Add `amount` to the counter `key` (0 where it does not exist); returns the sum."""
-        return int(self._connection.add(key, amount))
+        return int(self._ask("add", key, amount))
 
     def all_exist(self, keys: list[str]) -> bool:
         """Whether all of `keys` exist; true for none."""
-        return not keys or bool(self._connection.check(keys))
+        return not keys or bool(self._ask("check", keys))
 
     def missing(self, keys: list[str]) -> list[str]:
         """Those of `keys` that do not exist, in order, by halving: few requests where few are missing."""
@@ -131,9 +176,17 @@ class JobStore:
     def delete(self, *keys: str) -> None:
         """Remove `keys`; one that does not exist is passed over."""
         for key in keys:
-            self._connection.delete_key(key)
+            self._ask("delete_key", key)
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._connection, what)(*arguments)
+        except Exception:
+            # Whoever comes next is not to get one that may be broken.
+            _forget(self._base, self._shared)
+            raise
 
     def close(self) -> None:
         """Let go of the connection and of the store."""
-        self._connection = None
+        self._connection = self._shared = None
         self._base = None
