@@ -34,6 +34,8 @@ from tundish.errors import InvalidInputError, InvalidTypeError, StorageError
 __all__ = ["Arguments", "Opened", "open_root"]
 
 _NONCE = ".tundish-opening"
+# Groups in which gloo connects every rank with every other one: for tensors, for callers, for plans.
+_MESHES = 3
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -102,6 +104,7 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
             budget = StagingBudget(arguments.staging_limit_bytes)
             failure = FailurePolicy(arguments.on_failure, member.rank)
             writers = _writers_per_node(arguments.writers_per_node)
+            _check_descriptors(world_size, path)
             _check_functions(arguments)
             if arguments.checksum not in ("crc64", None):
                 raise InvalidInputError(f"checksum is {arguments.checksum!r}: give 'crc64' or None")
@@ -244,6 +247,26 @@ def _check_functions(arguments: Arguments) -> None:
     given: Any = arguments.on_published
     if not isinstance(given, Sequence) or not all(callable(one) for one in given):
         raise InvalidTypeError(f"on_published is {given!r}: give a list of functions of a path")
+
+
+def _check_descriptors(world_size: int, path: Path) -> None:
+    """Refuse what would fail in the middle of a group, where the other ranks wait for this one until their timeout."""
+    needed = _MESHES * (world_size - 1)
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        taken = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    except (ImportError, OSError):
+        # A system that does not tell.
+        return
+    if needed and limit != resource.RLIM_INFINITY and taken + needed > limit:
+        raise StorageError(
+            errno.EMFILE,
+            f"{world_size} ranks take {needed} descriptors of each process for their connections; {taken} are taken "
+            f"here, and no more than {limit} may be: raise that before the launcher starts, with `ulimit -n`",
+            str(path),
+        )
 
 
 def _writers_per_node(given: Any) -> int:
