@@ -8,19 +8,20 @@ each other, with another item or with the samples.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from tundish.errors import InvalidTypeError, NoSuchPackError, PlanMismatchError, shown
-from tundish.packing.plan import PackBatch, PackPlan
-from tundish.packing.samples import Sample, SampleSource, as_datasets, as_sample
+from tundish.packing.plan import PackPlan
+from tundish.packing.samples import Sample, SampleSource, as_datasets, as_sample, joined
 
 __all__ = ["IGNORED_LABEL", "PackedDataset"]
 
@@ -74,8 +75,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.mask_first_token = mask_first_token
         self.datasets = as_datasets(datasets, plan.num_samples)
         # With global_pack, sample s is sample s - offset of the last dataset whose offset is not above s.
-        self._offsets = np.cumsum((0, *plan.num_samples[:-1]), dtype=np.int64)
-        self._num_samples = np.array(plan.num_samples, dtype=np.int64)
+        self._offsets = [0, *itertools.accumulate(plan.num_samples[:-1])]
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -106,23 +106,22 @@ class PackedDataset(Dataset[dict[str, Any]]):
             As `__getitem__`.
         """
         packs = self._pack_numbers(indices)
-        if not len(packs):
+        if not packs:
             return []
-        pieces = self.plan.lookup(packs)
-        samples, of_piece = self._read(packs, pieces)
-        tokens = np.array([len(sample.tokens) for sample in samples], dtype=np.int64)[of_piece]
-        stops = np.where(pieces.stop < 0, tokens, pieces.stop)
-        self._check(packs, pieces, tokens, stops)
-        spans = list(zip(of_piece.tolist(), pieces.start.tolist(), stops.tolist(), strict=True))
-        bounds = pieces.piece_cu.tolist()
-        return [
-            self._item(
-                [(samples[sample], start, stop) for sample, start, stop in spans[first:last] if stop > start]
-            )
-            for first, last in itertools.pairwise(bounds)
-        ]
+        pieces = self._pieces(packs)
+        samples = self._read(pieces)
+        stops, sizes = self._spans(pieces, samples)
+        self._check_totals(pieces, sizes)
+        columns: tuple[list[Any], ...] = (samples, pieces.starts, stops, sizes)
+        items = []
+        for first, last in pieces.bounds():
+            chosen = [column[first:last] for column in columns]
+            if 0 in chosen[-1]:
+                chosen = [list(itertools.compress(column, chosen[-1])) for column in chosen]
+            items.append(self._item(*chosen))
+        return items
 
-    def _pack_numbers(self, indices: Sequence[int]) -> NDArray[np.int64]:
+    def _pack_numbers(self, indices: Sequence[int]) -> list[int]:
         count = len(self.plan)
         numbers = []
         for index in indices:
@@ -139,147 +138,151 @@ class PackedDataset(Dataset[dict[str, Any]]):
             if not -count <= number < count:
                 raise NoSuchPackError(f"pack {shown(number)} does not exist: the plan has {count} packs")
             numbers.append(number + count if number < 0 else number)
-        return np.array(numbers, dtype=np.int64)
+        return numbers
 
-    def _read(self, packs: NDArray[np.int64], pieces: PackBatch) -> tuple[list[Sample], NDArray[np.int64]]:
-        """Each distinct sample of the pieces once, and for every piece which of them it is cut from."""
-        dataset = np.repeat(pieces.dataset_id, np.diff(pieces.piece_cu))
-        if self.plan.global_pack:
-            dataset = np.searchsorted(self._offsets, pieces.sample, side="right") - 1
-            local = pieces.sample - self._offsets[dataset]
-        else:
-            local = pieces.sample
-        self._check_samples(packs, pieces, dataset, local)
-        samples: list[Sample] = []
-        of_piece = np.empty(len(local), dtype=np.int64)
-        for number in np.unique(dataset).tolist():
-            chosen = np.flatnonzero(dataset == number)
-            wanted, which = np.unique(local[chosen], return_inverse=True)
-            of_piece[chosen] = which + len(samples)
-            found = list(self._fetch(number, wanted.tolist()))
-            self._check_lengths(
-                number, wanted, found, packs, pieces, chosen[np.unique(which, return_index=True)[1]]
-            )
-            samples += found
-        return samples, of_piece
+    def _pieces(self, packs: list[int]) -> _Pieces:
+        found = self.plan.lookup(np.array(packs, dtype=np.int64))
+        samples = found.sample.tolist()
+        pieces = _Pieces(
+            packs=packs,
+            datasets=found.dataset_id.tolist(),
+            cu=found.piece_cu.tolist(),
+            samples=samples,
+            starts=found.start.tolist(),
+            stops=found.stop.tolist(),
+            keys=samples,
+        )
+        self._check_samples(pieces)
+        if len(self.datasets) > 1 and not self.plan.global_pack:
+            pieces.keys = [
+                self._offsets[dataset] + sample
+                for dataset, (first, last) in zip(pieces.datasets, pieces.bounds(), strict=True)
+                for sample in samples[first:last]
+            ]
+        return pieces
 
-    def _check_samples(
-        self,
-        packs: NDArray[np.int64],
-        pieces: PackBatch,
-        dataset: NDArray[np.int64],
-        local: NDArray[np.int64],
-    ) -> None:
+    def _check_samples(self, pieces: _Pieces) -> None:
         """Refuse datasets and samples that do not exist, which only a damaged plan asks for."""
-        known = dataset < len(self._num_samples)
-        known[known] = local[known] < self._num_samples[dataset[known]]
-        unknown = np.flatnonzero(~known)
-        if len(unknown):
-            piece = unknown[0]
-            raise PlanMismatchError(
-                f"pack {_pack_of(piece, packs, pieces)} takes sample {local[piece]} of dataset {dataset[piece]}, "
-                f"and the datasets have {list(self.plan.num_samples[:8])} samples: the plan is damaged, make it again"
-            )
+        counts = self.plan.num_samples
+        for pack, dataset, (first, last) in zip(pieces.packs, pieces.datasets, pieces.bounds(), strict=True):
+            if self.plan.global_pack:
+                offset, dataset = self._offsets[-1], len(counts) - 1
+            else:
+                offset = 0
+            known = offset + counts[dataset] if dataset < len(counts) else 0
+            samples = pieces.samples[first:last]
+            if max(samples) >= known:
+                sample = next(sample for sample in samples if sample >= known) - offset
+                raise PlanMismatchError(
+                    f"pack {pack} takes sample {sample} of dataset {dataset}, "
+                    f"and the datasets have {list(counts[:8])} samples: the plan is damaged, make it again"
+                )
 
-    def _fetch(self, number: int, wanted: list[int]) -> Iterator[Sample]:
+    def _read(self, pieces: _Pieces) -> list[Sample]:
+        """The sample of each piece; each distinct one is read once."""
+        keys = sorted(set(pieces.keys))
+        samples: dict[int, Sample] = {}
+        first = 0
+        while first < len(keys):
+            number = bisect.bisect_right(self._offsets, keys[first]) - 1
+            offset = self._offsets[number]
+            last = bisect.bisect_left(keys, offset + self.plan.num_samples[number], first)
+            chosen = keys[first:last]
+            wanted = [key - offset for key in chosen] if offset else chosen
+            found = self._fetch(number, wanted)
+            self._check_lengths(number, wanted, found, pieces)
+            samples.update(zip(chosen, found, strict=True))
+            first = last
+        return [samples[key] for key in pieces.keys]
+
+    def _fetch(self, number: int, wanted: list[int]) -> list[Sample]:
         dataset = self.datasets[number]
         fetch_many = getattr(dataset, "__getitems__", None)
-        if fetch_many:
-            rows = fetch_many(wanted)
-            if len(rows) != len(wanted):
-                raise InvalidTypeError(
-                    f"__getitems__ of dataset {number} gave {len(rows)} samples for {len(wanted)} indices"
-                )
-        else:
-            rows = (dataset[index] for index in wanted)
-        for index, row in zip(wanted, rows, strict=True):
-            yield as_sample(row, f"sample {index} of dataset {number}")
+        if not fetch_many:
+            return [as_sample(dataset[index], number, index) for index in wanted]
+        rows = fetch_many(wanted)
+        if len(rows) != len(wanted):
+            raise InvalidTypeError(
+                f"__getitems__ of dataset {number} gave {len(rows)} samples for {len(wanted)} indices"
+            )
+        return [as_sample(row, number, index) for index, row in zip(wanted, rows, strict=True)]
 
-    def _check_lengths(
-        self,
-        number: int,
-        wanted: NDArray[np.int64],
-        found: list[Sample],
-        packs: NDArray[np.int64],
-        pieces: PackBatch,
-        some_piece: NDArray[np.int64],
-    ) -> None:
-        """Compare samples with the attached lengths; `some_piece` holds a piece of each sample."""
+    def _check_lengths(self, number: int, wanted: list[int], found: list[Sample], pieces: _Pieces) -> None:
+        """Compare samples with the attached lengths."""
         if self.plan.lengths is None:
             return
-        actual = np.array([len(sample.tokens) for sample in found], dtype=np.int64)
-        planned = self.plan.lengths[number][wanted]
-        wrong = np.flatnonzero(actual != planned)
-        if len(wrong):
-            first = wrong[0]
-            pack = _pack_of(some_piece[first], packs, pieces)
-            raise PlanMismatchError(
-                f"sample {wanted[first]} of dataset {number} has {actual[first]} tokens, the plan was made "
-                f"for {planned[first]} (pack {pack}): plan the samples as they are now"
-            )
+        planned = self.plan.lengths[number][wanted].tolist()
+        actual = [len(sample.tokens) for sample in found]
+        if actual == planned:
+            return
+        wrong = next(place for place, length in enumerate(actual) if length != planned[place])
+        piece = pieces.keys.index(self._offsets[number] + wanted[wrong])
+        raise PlanMismatchError(
+            f"sample {wanted[wrong]} of dataset {number} has {actual[wrong]} tokens, the plan was made "
+            f"for {planned[wrong]} (pack {pieces.packs[pieces.row_of(piece)]}): plan the samples as they are now"
+        )
 
-    def _check(
-        self,
-        packs: NDArray[np.int64],
-        pieces: PackBatch,
-        tokens: NDArray[np.int64],
-        stops: NDArray[np.int64],
-    ) -> None:
-        """Compare what the packs hold with all that a plan without lengths tells of it."""
-        outside = np.flatnonzero((stops > tokens) | (pieces.start > stops))
-        if len(outside):
-            piece = outside[0]
-            row = np.searchsorted(pieces.piece_cu, piece, side="right") - 1
-            end = "its end" if pieces.stop[piece] < 0 else f"{pieces.stop[piece]}"
+    def _spans(self, pieces: _Pieces, samples: list[Sample]) -> tuple[list[int], list[int]]:
+        """Where each piece ends in its sample, which has to reach that far, and its tokens."""
+        tokens = [len(sample.tokens) for sample in samples]
+        stops = [length if stop < 0 else stop for length, stop in zip(tokens, pieces.stops, strict=True)]
+        sizes = [stop - start for start, stop in zip(pieces.starts, stops, strict=True)]
+        if min(sizes) < 0 or any(stop > length for stop, length in zip(stops, tokens, strict=True)):
+            piece = next(
+                piece for piece, size in enumerate(sizes) if size < 0 or stops[piece] > tokens[piece]
+            )
+            row = pieces.row_of(piece)
+            end = "its end" if pieces.stops[piece] < 0 else f"{pieces.stops[piece]}"
             raise PlanMismatchError(
-                f"pack {packs[row]} of dataset {pieces.dataset_id[row]} takes the tokens from "
-                f"{pieces.start[piece]} to {end} of sample {pieces.sample[piece]}, which has "
+                f"pack {pieces.packs[row]} of dataset {pieces.datasets[row]} takes the tokens from "
+                f"{pieces.starts[piece]} to {end} of sample {pieces.samples[piece]}, which has "
                 f"{tokens[piece]}: plan the samples as they are now"
             )
-        sizes = stops - pieces.start
-        totals = np.add.reduceat(sizes, pieces.piece_cu[:-1])
-        longest = np.maximum.reduceat(sizes, pieces.piece_cu[:-1])
-        least, most = self._expected_totals(packs, pieces)
-        wrong = np.flatnonzero((totals < least) | (totals > most) | (longest != self.plan.longest[packs]))
-        if len(wrong):
-            row = wrong[0]
-            expected = f"{most[row]}" if least[row] == most[row] else f"{least[row]} to {most[row]}"
-            raise PlanMismatchError(
-                f"pack {packs[row]} of dataset {pieces.dataset_id[row]} holds {totals[row]} tokens, its "
-                f"longest piece {longest[row]}; the plan says {expected}, the longest "
-                f"{self.plan.longest[packs[row]]}: one of its samples has another length than when it was "
-                "planned. Attach the lengths (plan.with_lengths) to learn which, or plan the samples as they "
-                "are now"
-            )
+        return stops, sizes
 
-    def _expected_totals(
-        self, packs: NDArray[np.int64], pieces: PackBatch
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Say how many tokens each pack may hold, at least and at most."""
+    def _check_totals(self, pieces: _Pieces, sizes: list[int]) -> None:
+        """Compare what the packs hold with all that a plan without lengths tells of it."""
+        planned = self.plan.longest[pieces.packs].tolist()
+        for row, (first, last) in enumerate(pieces.bounds()):
+            total, longest = sum(sizes[first:last]), max(sizes[first:last])
+            pack, dataset = pieces.packs[row], pieces.datasets[row]
+            least, most = self._expected_total(pack, dataset)
+            if not least <= total <= most or longest != planned[row]:
+                expected = f"{most}" if least == most else f"{least} to {most}"
+                raise PlanMismatchError(
+                    f"pack {pack} of dataset {dataset} holds {total} tokens, its "
+                    f"longest piece {longest}; the plan says {expected}, the longest "
+                    f"{planned[row]}: one of its samples has another length than when it was "
+                    "planned. Attach the lengths (plan.with_lengths) to learn which, or plan the samples as they "
+                    "are now"
+                )
+
+    def _expected_total(self, pack: int, dataset: int) -> tuple[int, int]:
+        """Say how many tokens a pack may hold, at least and at most."""
         plan = self.plan
-        most = np.full(len(packs), plan.max_length, dtype=np.int64)
+        most = plan.max_length
         if plan.drop_last:
             return most, most
         if plan.global_pack or len(plan.num_samples) == 1:
-            most = np.minimum(most, plan.num_tokens - packs * plan.max_length)
+            most = min(most, plan.num_tokens - pack * most)
             return most, most
         # Of several datasets, only the last pack of each may be short, and the plan does not say how short.
-        following = np.minimum(packs + 1, len(plan) - 1)
-        is_last = (packs + 1 == len(plan)) | (plan.dataset_id[following] != pieces.dataset_id)
-        return np.where(is_last, 1, most), most
+        is_last = pack + 1 == len(plan) or plan.dataset_id[pack + 1] != dataset
+        return (1 if is_last else most), most
 
-    def _item(self, spans: list[tuple[Sample, int, int]]) -> dict[str, Any]:
-        bounds = np.zeros(len(spans) + 1, dtype=np.int64)
-        sizes = [stop - start for _, start, stop in spans]
-        np.cumsum(sizes, out=bounds[1:])
-        pieces = [sample.piece(start, stop) for sample, start, stop in spans]
-        # Kinds and values were checked; "unsafe" lets unsigned 64-bit ids through.
-        tokens = np.concatenate([tokens for tokens, _ in pieces], dtype=np.int64, casting="unsafe")
-        labels = np.concatenate([labels for _, labels in pieces], dtype=np.int64, casting="unsafe")
+    def _item(
+        self, samples: list[Sample], starts: list[int], stops: list[int], sizes: list[int]
+    ) -> dict[str, Any]:
+        bounds = np.array([0, *itertools.accumulate(sizes)], dtype=np.int64)
+        tokens = joined(samples, starts, stops, "input_ids")
+        if all(sample.labels is sample.tokens for sample in samples):
+            labels = tokens.copy()
+        else:
+            labels = joined(samples, starts, stops, "labels")
         if self.mask_first_token:
             labels[bounds[:-1]] = IGNORED_LABEL
         positions = np.arange(len(tokens), dtype=np.int64)
-        positions -= np.repeat(bounds[:-1], sizes)
+        positions -= bounds[:-1].repeat(sizes)
         return {
             "input_ids": torch.from_numpy(tokens),
             "labels": torch.from_numpy(labels),
@@ -289,7 +292,26 @@ class PackedDataset(Dataset[dict[str, Any]]):
         }
 
 
-def _pack_of(piece: np.int64, packs: NDArray[np.int64], pieces: PackBatch) -> np.int64:
-    """The number of the pack that a piece is in."""
-    number: np.int64 = packs[np.searchsorted(pieces.piece_cu, piece, side="right") - 1]
-    return number
+@dataclass(slots=True)
+class _Pieces:
+    """The pieces of several packs, as Python's integers: for the few of a batch numpy would take longer.
+
+    `packs`, `datasets`: of each pack. `cu`: bounds of the packs' pieces, from 0 on. `samples`, `starts`, `stops`: of
+    each piece, as in `PackBatch`. `keys`: the samples' numbers, counted through all datasets.
+    """
+
+    packs: list[int]
+    datasets: list[int]
+    cu: list[int]
+    samples: list[int]
+    starts: list[int]
+    stops: list[int]
+    keys: list[int]
+
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        """The first piece of each pack, and the one after its last."""
+        return itertools.pairwise(self.cu)
+
+    def row_of(self, piece: int) -> int:
+        """Which of the packs a piece is in."""
+        return bisect.bisect_right(self.cu, piece) - 1

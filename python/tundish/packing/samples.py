@@ -8,7 +8,7 @@ hold is refused with the sample named.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError, counted
 
-__all__ = ["Sample", "SampleSource", "as_datasets", "as_sample"]
+__all__ = ["Sample", "SampleSource", "as_datasets", "as_sample", "joined"]
 
 
 class SampleSource(Protocol):
@@ -29,73 +29,98 @@ class SampleSource(Protocol):
 class Sample(NamedTuple):
     """One sample as arrays of any integer dtype, views of what the dataset gave, both (tokens,).
 
-    `where` names it in errors.
+    `labels` is `tokens` itself where it has none of its own. `dataset` and `number` name it in errors.
     """
 
     tokens: NDArray[Any]
     labels: NDArray[Any]
-    where: str
-
-    def piece(self, start: int, stop: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Tokens and labels of the positions `start` … `stop` - 1; every value fits int64.
-
-        Raises:
-            InvalidInputError: one does not.
-        """
-        tokens, labels = self.tokens[start:stop], self.labels[start:stop]
-        _check_range(tokens, start, "input_ids", self.where)
-        if self.labels is not self.tokens:
-            _check_range(labels, start, "labels", self.where)
-        return tokens, labels
+    dataset: int
+    number: int
 
 
-def as_sample(row: Any, where: str) -> Sample:
-    """Read one row of a dataset; `where` names it in errors.
+def joined(
+    samples: Sequence[Sample],
+    starts: Sequence[int],
+    stops: Sequence[int],
+    key: Literal["input_ids", "labels"],
+) -> NDArray[np.int64]:
+    """The tokens or the labels from `starts` to `stops` of each sample, one after the other.
+
+    Raises:
+        InvalidInputError: one does not fit int64.
+    """
+    parts = [
+        (sample.tokens if key == "input_ids" else sample.labels)[start:stop]
+        for sample, start, stop in zip(samples, starts, stops, strict=True)
+    ]
+    if any(part.dtype.kind == "u" for part in parts):
+        for sample, start, part in zip(samples, starts, parts, strict=True):
+            _check_range(part, start, key, sample)
+    # Kinds and values were checked; "unsafe" lets unsigned 64-bit ids through.
+    return np.concatenate(parts, dtype=np.int64, casting="unsafe")
+
+
+def as_sample(row: Any, dataset: int, number: int) -> Sample:
+    """Read one row of a dataset; `dataset` and `number` name it in errors.
 
     Raises:
         InvalidTypeError: it holds something else than token ids.
         InvalidInputError: its labels are not as many as its tokens.
     """
-    if not isinstance(row, Mapping):
-        tokens = _as_token_array(row, where)
-        return Sample(tokens, tokens, where)
+    if isinstance(row, np.ndarray) or not isinstance(row, Mapping):
+        tokens = _as_token_array(row, None, dataset, number)
+        return Sample(tokens, tokens, dataset, number)
     if "input_ids" not in row:
-        raise InvalidTypeError(f"{where} has no input_ids; its keys are {sorted(map(str, row))[:8]}")
-    tokens = _as_token_array(row["input_ids"], f"input_ids of {where}")
+        raise InvalidTypeError(
+            f"{_name(None, dataset, number)} has no input_ids; its keys are {sorted(map(str, row))[:8]}"
+        )
+    tokens = _as_token_array(row["input_ids"], "input_ids", dataset, number)
     own = row.get("labels")
     if own is None:
-        return Sample(tokens, tokens, where)
-    labels = _as_token_array(own, f"labels of {where}")
+        return Sample(tokens, tokens, dataset, number)
+    labels = _as_token_array(own, "labels", dataset, number)
     if len(labels) != len(tokens):
         raise InvalidInputError(
-            f"{where} has {len(tokens)} input_ids but {len(labels)} labels: they must be as many"
+            f"{_name(None, dataset, number)} has {len(tokens)} input_ids but {len(labels)} labels: "
+            "they must be as many"
         )
-    return Sample(tokens, labels, where)
+    return Sample(tokens, labels, dataset, number)
 
 
-def _check_range(values: NDArray[Any], start: int, key: str, where: str) -> None:
+def _name(key: str | None, dataset: int, number: int) -> str:
+    sample = f"sample {number} of dataset {dataset}"
+    return sample if key is None else f"{key} of {sample}"
+
+
+def _check_range(values: NDArray[Any], start: int, key: str, sample: Sample) -> None:
     # Only values that are used are looked at: the rest of a mapped sample need not be read.
     if (values.dtype.kind, values.dtype.itemsize) != ("u", 8):
         return
     beyond = np.flatnonzero(values > np.iinfo(np.int64).max)
     if len(beyond):
         raise InvalidInputError(
-            f"{key} of {where} hold {values[beyond[0]]} at position {start + beyond[0]}: "
+            f"{_name(key, sample.dataset, sample.number)} hold {values[beyond[0]]} at position {start + beyond[0]}: "
             "tensors of ids are int64, so they must be below 2**63"
         )
 
 
-def _as_token_array(value: Any, what: str) -> NDArray[Any]:
+def _as_token_array(value: Any, key: str | None, dataset: int, number: int) -> NDArray[Any]:
+    """What a sample holds under `key`; what it is called is put together only where it is refused."""
     try:
-        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError) as error:
-        raise InvalidTypeError(f"{what} cannot be read as an array of token ids: {error}") from error
+        raise InvalidTypeError(
+            f"{_name(key, dataset, number)} cannot be read as an array of token ids: {error}"
+        ) from error
     if array.ndim != 1:
         raise InvalidTypeError(
-            f"{what} must be one-dimensional token ids, got {type(value).__name__} of shape {array.shape}"
+            f"{_name(key, dataset, number)} must be one-dimensional token ids, got {type(value).__name__} of shape "
+            f"{array.shape}"
         )
     if array.dtype.kind not in "iu" and array.size:
-        raise InvalidTypeError(f"{what} must be integers, got {type(value).__name__} of dtype {array.dtype}")
+        raise InvalidTypeError(
+            f"{_name(key, dataset, number)} must be integers, got {type(value).__name__} of dtype {array.dtype}"
+        )
     return array
 
 
