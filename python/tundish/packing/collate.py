@@ -61,29 +61,29 @@ class PackedCollator:
             InvalidTypeError: an item does not come from a `PackedDataset`.
         """
         _check(items)
-        # As the items are, wherever the script has torch make its tensors.
-        bounds = [torch.zeros(1, dtype=torch.int32, device="cpu")]
+        # What is small is done in numpy: an operation of torch takes several times as long to start, and some start
+        # threads and wait for them.
+        bounds = [np.zeros(1, dtype=np.int32)]
         before = 0
         for item in items:
-            bounds.append(item["cu_seqlens"][1:] + before)
+            bounds.append(item["cu_seqlens"].numpy()[1:] + np.int32(before))
             before += len(item["input_ids"])
-        cu_seqlens = torch.cat(bounds)
+        cu_seqlens = np.concatenate(bounds)
         labels = torch.cat([item["labels"] for item in items])
-        labels[cu_seqlens[:-1]] = IGNORED_LABEL
+        labels.numpy()[cu_seqlens[:-1]] = IGNORED_LABEL
         batch: dict[str, Any] = {
             "input_ids": torch.cat([item["input_ids"] for item in items])[None],
             "labels": labels[None],
             "position_ids": torch.cat([item["position_ids"] for item in items])[None],
         }
         if self.return_seq_idx:
-            # numpy, because torch's repeat_interleave starts threads for it and waits for them.
             pieces = np.arange(len(cu_seqlens) - 1, dtype=np.int32)
-            batch["seq_idx"] = torch.from_numpy(np.repeat(pieces, np.diff(cu_seqlens.numpy())))[None]
+            batch["seq_idx"] = torch.from_numpy(pieces.repeat(np.diff(cu_seqlens)))[None]
         if self.return_flash_attn_kwargs:
             longest = max(item["max_seqlen"] for item in items)
             batch |= {
-                "cu_seq_lens_q": cu_seqlens,
-                "cu_seq_lens_k": cu_seqlens.clone(),
+                "cu_seq_lens_q": torch.from_numpy(cu_seqlens),
+                "cu_seq_lens_k": torch.from_numpy(cu_seqlens.copy()),
                 "max_length_q": longest,
                 "max_length_k": longest,
             }
