@@ -204,7 +204,9 @@ class Owner:
             return kept if surplus else []
 
     def _split(self, kind: Kind) -> tuple[Checkpoints, Checkpoints]:
-        """What retention keeps of what is published, and what it does not."""
+        """What retention keeps of what is published, and what it does not; not looked at where it keeps all."""
+        if self._retention.keeps_all:
+            return [], []
         published = checkpoints_of(self._root, kind)
         surplus = set(self._retention.surplus(published))
         return [one for one in published if one.step not in surplus], [

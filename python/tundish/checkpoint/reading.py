@@ -73,7 +73,7 @@ def _checkpoints(entries: _native._Checkpoints, kind: Kind | None) -> Checkpoint
         Checkpoint(
             kind=entry["kind"],
             step=entry["step"],
-            path=Path(entry["path"]),
+            path=entry["path"],
             tag=entry["tag"],
             size=entry["bytes"],
             # Anything else is what no save gives it, which whoever loads it is told.
@@ -215,8 +215,7 @@ class ReadOnlyRoot:
 
     def latest(self, kind: Kind = "hf") -> Path | None:
         """The newest published checkpoint of `kind`; None where there is none."""
-        published = self.list(kind)
-        return published[-1].path if published else None
+        return self._root.latest(check_kind(kind))
 
     def verify(self, path: str | os.PathLike[str]) -> _Names:
         """As `tundish.checkpoint.verify`; a relative path is one under the root."""

@@ -64,6 +64,11 @@ class Retention:
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 raise InvalidInputError(f"{name} is {count!r}: give a whole number of at least 1")
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is ever surplus, whatever is published."""
+        return self.keep_last is None and not self.keep_tagged
+
     def surplus(self, published: Sequence[Checkpoint]) -> list[int]:
         """Steps of `published` (one kind, ascending) that need not be kept, oldest first.
 

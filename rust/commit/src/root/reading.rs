@@ -276,11 +276,9 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
         let mut steps: Vec<Key> = self.root.list()?.into_iter().filter_map(|name| key_of(&name)).collect();
         steps.retain(|(found, _)| *found == kind);
         steps.sort_unstable();
-        for (kind, step) in steps.into_iter().rev() {
-            match checkpoint::examine(&self.root, kind, step) {
-                Ok(published) => return Ok(Some(published.checkpoint.path)),
-                Err(Unwhole::Unseen(error)) => return Err(error),
-                Err(Unwhole::For(_)) => {}
+        for key in steps.into_iter().rev() {
+            if let Some(Ok(published)) = self.examine(key)? {
+                return Ok(Some(published.checkpoint.path));
             }
         }
         Ok(None)
