@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from tundish._native import CheckpointReadLock, verify_folder
 from tundish.checkpoint.dcp.leaves import Leaves, is_stateful, leaves_of, plain_state
 from tundish.checkpoint.dcp.plan import rank_extra_name
+from tundish.checkpoint.dcp.reader import Reader
 from tundish.checkpoint.dcp.values import from_json
 from tundish.checkpoint.reading import MANIFEST, Damaged, ReadOnlyRoot, held, is_file, tell_unsummed
 from tundish.checkpoint.retention import Checkpoint
@@ -142,7 +142,7 @@ class _Load:
             )
         self._target = state_dict
         self._state = plain_state(state_dict)
-        self._reader = FileSystemReader(path)
+        self._reader = Reader(path)
         self._metadata = self._reader.read_metadata()
         self._path = path
         # An empty one asks for what was saved beside the tensors.
