@@ -44,6 +44,10 @@ from tundish.packing.columns import (
 
 __all__ = ["FIELDS", "Pack", "PackBatch", "PackPlan", "Piece", "plan_in_block"]
 
+# Packs that are made together when a plan is iterated. Of many more, Python's garbage collector would walk the pieces
+# again and again while they are made.
+_ITERATED = 32
+
 FIELDS = ("dataset_id", "indices", "indices_cu_len", "start_offset", "end_offset", "longest")
 
 
@@ -216,8 +220,8 @@ class PackPlan:
         return Pack(dataset_id, [Piece._make(piece) for piece in pieces])
 
     def __iter__(self) -> Iterator[Pack]:
-        for start in range(0, len(self), 1024):
-            stop = min(start + 1024, len(self))
+        for start in range(0, len(self), _ITERATED):
+            stop = min(start + _ITERATED, len(self))
             yield from self.lookup(np.arange(start, stop, dtype=np.int64))
 
     def __repr__(self) -> str:
