@@ -48,6 +48,21 @@ def describe(_item: Any, **shared: Any) -> dict[str, Any]:
     return seen
 
 
+class LateElsewhere:
+    """Takes a minute to be unpickled, but where that is done first."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.__dict__.update(state)
+        try:
+            Path(self.folder, "first").touch(exist_ok=False)
+        except FileExistsError:
+            Path(self.folder, "second").touch()
+            time.sleep(60)
+
+
 class Counted:
     """Leaves a file at every unpickling."""
 

@@ -84,6 +84,15 @@ def test_shutdown_cancels_what_is_not_begun_where_that_is_asked_for(tmp_path: Pa
     assert futures[0].result(0) and all(future.cancelled() for future in futures[2:])
 
 
+def test_shutdown_does_not_wait_for_workers_that_only_start(tmp_path: Path) -> None:
+    pool = td.shm.SharedPool(tasks.pid_with, {"counted": tasks.LateElsewhere(str(tmp_path))}, 2, "spawn")
+    pool.submit(1).result(30)
+    until((tmp_path / "second").exists)
+    began = time.monotonic()
+    pool.shutdown()
+    assert time.monotonic() - began < 20
+
+
 def test_shutdown_without_waiting_returns_at_once_and_ends_in_the_background() -> None:
     pool = td.shm.SharedPool(tasks.naps, max_workers=1)
     future = pool.submit(0.3)

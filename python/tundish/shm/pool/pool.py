@@ -164,6 +164,8 @@ class SharedPool:
     ) -> None:
         """Take no more tasks, finish those there are, and end the workers. A second call changes nothing.
 
+        Workers that have not come up by then are ended at once.
+
         Args:
             wait: return when all workers have ended. Else this happens in the background.
             cancel: cancel tasks that no worker has begun.

@@ -136,6 +136,8 @@ class Supervisor:
             for worker in sorted(set(range(self._workers)) - self._waiting):
                 self._start(worker)
             while self._alive() or self._ending is None:
+                if self._ending is not None:
+                    self._end_starts()
                 self._watch()
                 if self._ending is not None and time.monotonic() >= self._ending:
                     for worker in self._alive():
@@ -161,6 +163,13 @@ class Supervisor:
             raise WorkforceLostError(f"a worker cannot be started: {error}") from error
         self._starting.add(worker)
 
+    def _end_starts(self) -> None:
+        """End workers that are not ready, which have had no task: imports of seconds would be waited for in vain."""
+        # Who has had one said before that it is ready.
+        self._hear_all()
+        for worker in self._starting:
+            self._workforce.kill(worker)
+
     def _watch(self) -> None:
         """Wait for something to happen, and deal with it."""
         poll = select.poll()
@@ -169,10 +178,13 @@ class Supervisor:
         poll.poll(None if self._ending is None else max(0.0, self._ending - time.monotonic()) * 1000 + 1)
         _drain(self._wake.child)
         # First what workers said, then who died.
-        for saying in self._reception.sayings():
-            self._hear(saying)
+        self._hear_all()
         for death in self._workforce.deaths():
             self._bury(death)
+
+    def _hear_all(self) -> None:
+        for saying in self._reception.sayings():
+            self._hear(saying)
 
     def _hear(self, saying: Saying) -> None:
         if saying.what == FAILED:
