@@ -75,8 +75,10 @@ def test_every_kind_of_tensor_is_read_where_it_goes(
 ) -> None:
     names = left_to_torch(monkeypatch)
     target = torch.zeros_like(STATE[name])
+    before = target._version
     load(Reader(ours), {name: target})
     assert torch.equal(target, STATE[name])
+    assert target._version > before or not target.numel(), "autograd would not notice"
     assert not names
 
 

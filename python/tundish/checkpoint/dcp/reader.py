@@ -75,7 +75,10 @@ class Reader(FileSystemReader):
         values = target if is_direct else torch.empty(rows, dtype=stored.dtype, device="cpu")
         if not _fill(values, file, stored.start + first * row_bytes):
             return False
-        if not is_direct:
+        if is_direct:
+            # As any write does: autograd finds that a tensor is not what it saved for backward.
+            torch.autograd.graph.increment_version(target)
+        else:
             for dimension in range(1, len(rows)):
                 values = values.narrow(dimension, item.storage_offsets[dimension], item.lengths[dimension])
             target.copy_(values)
@@ -88,7 +91,8 @@ class Reader(FileSystemReader):
         place = self.storage_data[item.storage_index]
         if not isinstance(about, TensorStorageMetadata) or item.type is not LoadItemType.TENSOR:
             return None
-        if place.transform_descriptors:
+        # Older versions of torch know of none.
+        if getattr(place, "transform_descriptors", None):
             return None
         shape = _shape_of(about.chunks, item.storage_index)
         if shape is None:
