@@ -288,7 +288,7 @@ def test_the_best_that_was_saved_is_kept_and_loaded_at_the_end(tmp_path: Path) -
 def test_the_best_stays_until_what_is_better_is_published(tmp_path: Path) -> None:
     losses = {2: 4.0, 4: 5.0, 6: 3.0}
     kept: list[list[int]] = []
-    has_begun = threading.Event()
+    has_begun, was_seen = threading.Event(), threading.Event()
 
     class Evaluated(Trainer):
         def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
@@ -306,6 +306,10 @@ def test_the_best_stays_until_what_is_better_is_published(tmp_path: Path) -> Non
             assert has_begun.wait(60)
         if (event, kind, step) == ("staged", "hf", 6):
             kept.append(saved(tmp_path)["hf"])
+            was_seen.set()
+        # Once this is published a killed run goes on from it, and exports it anew.
+        if (event, kind, step) == ("written", "dcp", 6):
+            assert was_seen.wait(60)
 
     kinds = {"save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "max_steps": 6}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
@@ -315,6 +319,26 @@ def test_the_best_stays_until_what_is_better_is_published(tmp_path: Path) -> Non
     # A run that is killed before the export of step 6 is published goes on from step 4, where step 2 is the best.
     assert kept == [[2, 4]]
     assert run.state.best_model_checkpoint == str(tmp_path / "hf-6")
+
+
+def test_a_resumed_run_exports_the_best_where_a_killed_one_did_not_get_to_it(tmp_path: Path) -> None:
+    losses = {2: 4.0, 4: 3.0, 6: 5.0}
+
+    class Evaluated(Trainer):
+        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+            return {"eval_loss": losses[self.state.global_step]}
+
+    kinds = {"save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "max_steps": 6}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
+    trainer(tmp_path, steps=4, kind=Evaluated, **kinds, **best).train()
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf-4").state_dict()
+    # As it is where the run is killed when the one is published and the other is not.
+    shutil.rmtree(tmp_path / "hf-4")
+    resumed = trainer(tmp_path, steps=6, kind=Evaluated, **kinds, **best)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "hf-4")
+    assert saved(tmp_path) == {"hf": [4, 6], "dcp": [4, 6]}
+    assert_same(weights(resumed), dict(expected))
 
 
 def test_what_the_trainer_would_push_while_it_trains_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
 from tundish.checkpoint.hf.pretrained import refuse_adapters
-from tundish.distributed import agreed
+from tundish.distributed import agreed, voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StepExistsError, missing_extra
 
 try:
@@ -289,6 +289,24 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
         # A killed run may have published one kind and not the other; and the newest may have been damaged.
         self.checkpointer.discard_after(self._resumed_step)
+        self._export_best()
+
+    def _export_best(self) -> None:
+        """Export what the run goes on from, where its state calls that the best and names an export that is not there.
+
+        Of a run that was killed the one may have been published, and the other not yet.
+        """
+        export = self.checkpointer.path / f"hf-{self._resumed_step}"
+        best = json.loads(self._resumed["trainer"])["best_model_checkpoint"]
+        if Path(best or "").name != export.name:
+            return
+        # The rank that publishes knows.
+        is_missing = self.args.process_index == 0 and not export.is_dir()
+        if voter_of(None).vote(what="looking for the best export", note=is_missing):
+            # The Trainer looks for it next.
+            self.checkpointer.save_hf(
+                self._resumed_step, self.model, tokenizer=self.processing_class, blocking=True
+            )
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         scaler = getattr(self.accelerator, "scaler", None)
