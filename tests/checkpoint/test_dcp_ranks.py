@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -16,12 +17,14 @@ import torch
 from torch import distributed
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dcp_worlds import World, assert_same, run, whole
 from rank_processes import Line, outcome
 from tundish.checkpoint import Checkpointer
+from tundish.checkpoint.dcp.ranks import Exchange
 from tundish.checkpoint.dcp.writer import StagedPlanner
 
 
@@ -195,6 +198,37 @@ def change_extra(rank: int, line: Line) -> None:
         assert loaded == {"seen": {"files": [1]}}
         assert checkpointer.list("dcp")[0].extra == loaded
     line.say("done")
+
+
+def gather_plans(rank: int, line: Line) -> None:
+    exchange = Exchange((0, 1, 2), rank, 30, "plans")
+
+    def plan_of(number: int) -> SavePlan:
+        # The last rank's is much longer than the others'.
+        return SavePlan(
+            items=[], planner_data={"plan": number, "names": ["weight"] * (1 + rank // 2 * 10**6)}
+        )
+
+    def told(plans: list[SavePlan] | None) -> Any:
+        return None if plans is None else [(each.planner_data["plan"], each.items) for each in plans]
+
+    plan = plan_of(rank)
+    said = [told(exchange.gather(plan))]
+    exchange.metadata = b"made" if rank == 0 else None
+    said.append(told(exchange.gather(plan)))
+    gc.collect()
+    kept = [each for each in gc.get_objects() if type(each) is SavePlan and each is not plan]
+    # Another one on one rank.
+    plan = plan_of(10) if rank == 1 else plan
+    said.append(told(exchange.gather(plan)))
+    exchange.break_off()
+    line.say(said, len(kept))
+
+
+def test_the_first_rank_keeps_plans_as_they_came(tmp_path: Path) -> None:
+    (first, *others) = run(gather_plans, 3, tmp_path)
+    assert first == ([[(0, []), (1, []), (2, [])], None, [(0, []), (10, []), (2, [])]], 0)
+    assert others == [([None] * 3, 0)] * 2
 
 
 def destroy_meanwhile(rank: int, line: Line) -> None:

@@ -5,7 +5,9 @@ Owns two gloo groups: one for the callers' threads, one for the finalize threads
 1. A save costs the callers' threads nothing but the vote that it is taken with, where no rank has news: a state dict of
    another form than at the last save, or a broken group. Else it costs one reduction of three numbers; more only when
    the ranks do not all hold the same.
-2. No plan travels twice: what a rank sent before and did not change is known to the first rank.
+2. No plan travels twice: what a rank sent before and did not change is known to the first rank, as it came: of ten
+   thousand ranks the plans of a thousand tensors each are many gigabytes as objects, and of packed text hundreds of
+   megabytes.
 3. Background exchanges do not depend on torch's list of groups, so that a script may destroy its process group while
    a save is under way.
 4. A rank that gives up in the middle breaks off the group that it was in. The next save's callers make new ones, and
@@ -18,6 +20,7 @@ import contextlib
 import functools
 import pickle
 import traceback
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -260,8 +263,8 @@ class Exchange:
         self._index = index
         self._own = OwnGroup(members, timeout, name) if len(members) > 1 else None
         self._sent: SavePlan | None = None
-        # Of each rank, on the first one: the plan, or what went wrong.
-        self._known: list[SavePlan | str | None] = [None] * len(members)
+        # Of each rank, on the first one: the plan, or what went wrong; packed.
+        self._known = [b""] * len(members)
         self.is_coordinator = index == 0
         self.metadata: bytes | None = None
 
@@ -278,9 +281,9 @@ class Exchange:
 
         Raises `PeerFailedError` on the first rank where another one failed.
         """
-        sent = b"" if plan is self._sent else pickle.dumps(_told(plan))
+        sent = b"" if plan is self._sent else _packed(_told(plan))
         try:
-            brought = [sent] if self._own is None else self._bring(self._own.group, sent)
+            brought = {0: sent} if self._own is None else self._bring(self._own.group, sent)
         except BaseException as error:
             # What it holds on to would keep the group, in which others may wait.
             traceback.clear_frames(error.__traceback__)
@@ -291,35 +294,42 @@ class Exchange:
             raise PeerFailedError(problem, -1) from None
         # Not an error: its traceback would hold on to what was staged.
         self._sent = plan if isinstance(plan, SavePlan) else None
-        for index, told in enumerate(brought):
+        for index, told in brought.items():
             if told:
-                self._known[index] = pickle.loads(told)  # noqa: S301 (from a rank of the same process group)
+                self._known[index] = told
                 self.metadata = None
-        for index, known in enumerate(self._known if self.is_coordinator else ()):
-            if isinstance(known, str):
-                rank = self._members[index]
-                raise PeerFailedError(f"rank {rank} could not plan what it saves: {known}", rank)
-        plans = [known for known in self._known if isinstance(known, SavePlan)]
-        return plans if plans and self.metadata is None else None
+        if not self.is_coordinator or self.metadata is not None:
+            return None
+        plans: list[SavePlan] = []
+        for rank, known in zip(self._members, self._known, strict=True):
+            told = _unpacked(known)
+            if isinstance(told, str):
+                raise PeerFailedError(f"rank {rank} could not plan what it saves: {told}", rank)
+            plans.append(told)
+        return plans
 
     def break_off(self) -> None:
         """Let go of the group; whoever waits in it for this rank fails at once. Not collective."""
         if self._own is not None:
             self._own.break_off()
 
-    def _bring(self, group: Any, sent: bytes) -> list[bytes]:
-        """What all ranks sent, on the first one; nothing on the others."""
+    def _bring(self, group: Any, sent: bytes) -> dict[int, bytes]:
+        """What each rank that has something new sent, on the first one; nothing on the others."""
         own = _numbers(len(sent))
         lengths = [torch.zeros_like(own) for _ in self._members]
         group.allgather([lengths], [own]).wait()
-        counts = [int(length.item()) for length in lengths]
-        given = torch.zeros(max(1, *counts), dtype=torch.uint8, device="cpu")
-        given[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8) if sent else given[:0]
-        brought = [torch.empty_like(given) for _ in self._members] if self.is_coordinator else []
-        options = distributed.GatherOptions()
-        options.rootRank = 0
-        group.gather([brought] if brought else [], [given], options).wait()
-        return [piece[:count].numpy().tobytes() for piece, count in zip(brought, counts, strict=False)]
+        if not self.is_coordinator:
+            if sent:
+                group.send([torch.frombuffer(bytearray(sent), dtype=torch.uint8)], 0, 0).wait()
+            return {}
+        brought = {self._index: sent}
+        # One after the other, each as long as it is: to gather, all would have to be as long as the longest.
+        for index, length in enumerate(lengths):
+            if index != self._index and length.item():
+                told = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
+                group.recv([told], index, 0).wait()
+                brought[index] = told.numpy().tobytes()
+        return brought
 
 
 def _numbers(*numbers: int) -> torch.Tensor:
@@ -333,6 +343,15 @@ def _callers_name(name: str) -> str:
 
 def _exchange_name(name: str) -> str:
     return f"{name}-plans"
+
+
+def _packed(told: SavePlan | str) -> bytes:
+    # Names and files come again and again in a plan; to look for more takes longer than it saves.
+    return zlib.compress(pickle.dumps(told), 1)
+
+
+def _unpacked(packed: bytes) -> Any:
+    return pickle.loads(zlib.decompress(packed))  # noqa: S301 (from a rank of the same process group)
 
 
 def _told(plan: SavePlan | BaseException) -> SavePlan | str:
