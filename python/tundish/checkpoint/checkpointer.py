@@ -348,7 +348,7 @@ class Checkpointer:
 
     def load_dcp(
         self, state_dict: dict[str, Any], step: int | None = None, *, verify: bool = True
-    ) -> tuple[dict[str, Any], dict[int, Any]]:
+    ) -> tuple[dict[str, Any], Mapping[int, Any]]:
         """Collective: load a DCP checkpoint into `state_dict`, in place, on this world size whatever it was saved on.
 
         A DCP save that is under way is waited for. Whoever trains on from what was loaded calls `discard_after` next:
@@ -358,8 +358,9 @@ class Checkpointer:
             state_dict: as it was saved, or parts of it, with the tensors to load into; empty for `extra` alone.
             step: the checkpoint, the same on all ranks; None takes the newest whole one: where the newest is damaged,
                 the one before it, with an error in the log. A step that is named raises instead.
-            verify: read all bytes first and compare their checksums; of files that were saved without one only the
-                sizes, with a warning in the log. Floating-point values are converted to the dtype that they find.
+            verify: read all bytes first, each rank a part of them, and compare their checksums; of files that were
+                saved without one only the sizes, with a warning in the log. Floating-point values are converted to the
+                dtype that they find.
 
         Returns `extra` and the `rank_extra` of every rank that saved, by rank.
 
@@ -368,7 +369,7 @@ class Checkpointer:
         """
         opened, step = self._opened, plain_step(step)
 
-        def load() -> tuple[dict[str, Any], dict[int, Any]]:
+        def load() -> tuple[dict[str, Any], Mapping[int, Any]]:
             # What this checkpointer was given to save is there when it loads.
             opened.lanes["dcp"].wait(None)
             with opened.voted("load_dcp"):

@@ -379,9 +379,11 @@ fn a_checkpoint_is_kept_by_its_path_wherever_it_lies() {
     assert!(lock.is_locked());
     let error = root.remove(Kind::Dcp, 1).unwrap_err();
     assert!(matches!(error, CommitError::CheckpointInUse { .. }), "{error}");
-    let (described, checksum) = lock.describe().unwrap();
+    let (described, files, checksum) = lock.describe().unwrap();
     assert_eq!((described.kind, described.step, described.bytes), (Kind::Dcp, 1, 9));
-    let (_, other) = read_lock_at(&RealDisk, &folder.path().join("dcp-latest")).unwrap().describe().unwrap();
+    let names = files.into_iter().map(|file| file.name).collect();
+    assert!(lock.verify_files(&names, false, &mut |_, _| ControlFlow::Continue(())).unwrap().is_empty());
+    let (_, _, other) = read_lock_at(&RealDisk, &folder.path().join("dcp-latest")).unwrap().describe().unwrap();
     assert_ne!(checksum, other);
     drop(lock);
     root.remove(Kind::Dcp, 1).unwrap();
@@ -392,10 +394,9 @@ fn a_checkpoint_is_kept_by_its_path_wherever_it_lies() {
     let none = read_lock_at(&RealDisk, &folder.path().join("none")).unwrap_err();
     assert!(matches!(none, CommitError::NoSuchCheckpoint { .. }), "{none}");
     fs::write(folder.path().join("dcp-2/inner/weights"), [2; 8]).unwrap();
-    match read_lock_at(&RealDisk, &folder.path().join("dcp-2")).unwrap().describe() {
-        Err(CommitError::Corrupt { files, .. }) => assert_eq!(files, ["inner/weights"]),
-        other => panic!("{other:?}"),
-    }
+    let lock = read_lock_at(&RealDisk, &folder.path().join("dcp-2")).unwrap();
+    let damaged = lock.verify_files(&names, false, &mut |_, _| ControlFlow::Continue(())).unwrap();
+    assert_eq!(damaged.into_iter().map(|damage| damage.name).collect::<Vec<_>>(), ["inner/weights"]);
 }
 
 #[test]

@@ -4,12 +4,14 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use common::crc64;
-use tundish_commit::root::verify_folder;
+use tundish_commit::disk::RealDisk;
+use tundish_commit::root::{read_lock_at, verify_folder};
 use tundish_commit::{CommitError, checksum_file, seal, write_sidecar};
 
 const FILES: [(&str, usize); 5] =
@@ -120,6 +122,63 @@ fn all_that_is_missing_strange_or_changed_is_named_at_once() {
     std::os::unix::fs::symlink(&model, whole.join("model.safetensors")).unwrap();
     assert_eq!(damage(&whole), ["model.safetensors"]);
     drop(parent);
+}
+
+#[test]
+fn of_some_files_these_alone_are_looked_at() {
+    let (_parent, folder) = checkpoint();
+    let lock = read_lock_at(&RealDisk, &folder).unwrap();
+    let look = |names: &[&str], every_byte| {
+        let names = names.iter().map(|name| (*name).to_owned()).collect::<BTreeSet<_>>();
+        let damaged = lock.verify_files(&names, every_byte, &mut |_, _| ControlFlow::Continue(())).unwrap();
+        damaged.into_iter().map(|damage| (damage.name, damage.is_changed)).collect::<Vec<_>>()
+    };
+    let all = FILES.map(|(name, _)| name);
+    assert!(look(&all, true).is_empty());
+    assert!(lock.foreign_files().unwrap().is_empty());
+    fs::write(folder.join("config.json"), bytes(700, 99)).unwrap();
+    fs::write(folder.join("a/flat"), b"short").unwrap();
+    fs::remove_file(folder.join("empty")).unwrap();
+    fs::write(folder.join("a/mine"), b"").unwrap();
+    assert!(look(&["model.safetensors", "a/b/deep"], true).is_empty());
+    let found = |name: &str, is_changed| (name.to_owned(), is_changed);
+    // What is not there, or shorter, may be so for this reader alone; other bytes are not.
+    assert_eq!(look(&all, false), [found("a/flat", false), found("empty", false)]);
+    assert_eq!(look(&all, true), [found("a/flat", false), found("empty", false), found("config.json", true)]);
+    assert_eq!(look(&["a/mine", "config.json"], false), [found("a/mine", false)]);
+    assert_eq!(lock.foreign_files().unwrap(), ["a/mine"]);
+    let names = all.map(str::to_owned).into();
+    let error = lock.verify_files(&names, true, &mut |_, _| ControlFlow::Break(())).unwrap_err();
+    assert!(matches!(error, CommitError::Interrupted { .. }), "{error}");
+}
+
+#[test]
+fn what_is_read_of_a_file_is_what_was_written() {
+    let (_parent, folder) = checkpoint();
+    let lock = read_lock_at(&RealDisk, &folder).unwrap();
+    let (_, files, _) = lock.describe().unwrap();
+    for file in &files {
+        let read = lock.read_file(&file.name, file.size, file.checksum.as_deref()).unwrap();
+        assert_eq!(read, fs::read(folder.join(&file.name)).unwrap());
+        assert_eq!(lock.read_file(&file.name, file.size, None).unwrap(), read);
+    }
+    let refused = |name: &str, size: u64, checksum: Option<&str>| match lock.read_file(name, size, checksum) {
+        Err(CommitError::Corrupt { reason, files, .. }) => {
+            assert_eq!(files, [name]);
+            reason
+        }
+        other => panic!("{other:?}"),
+    };
+    let checksum = |name: &str| files.iter().find(|file| file.name == name).unwrap().checksum.as_deref();
+    assert!(refused("config.json", 700, checksum("a/flat")).contains("has the checksum"));
+    assert!(refused("config.json", 701, checksum("config.json")).contains("has 700 bytes in the place of 701"));
+    assert!(refused("missing", 1, None).contains("is missing"));
+    for outside in ["../hf-7/config.json", "/etc/hostname", "a/../config.json", "tundish.json", ""] {
+        assert!(refused(outside, 700, None).contains("is foreign"), "{outside}");
+    }
+    fs::remove_file(folder.join("config.json")).unwrap();
+    std::os::unix::fs::symlink("a/flat", folder.join("config.json")).unwrap();
+    assert!(refused("config.json", 9000, None).contains("is no plain file"));
 }
 
 #[test]

@@ -1,12 +1,14 @@
 //! Binds the root of checkpoints of `tundish-commit`.
 
+use std::collections::BTreeSet;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::exceptions::{PyRecursionError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyString};
+use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 use tundish_commit::disk::RealDisk;
 use tundish_commit::root::{Checkpoint, Opening, ReadLock, ReadonlyRoot, Recovery, Root, Survey, read_lock_at};
 use tundish_commit::{CommitError, Kind};
@@ -177,12 +179,21 @@ pub(crate) fn open_checkpoints_readonly(py: Python<'_>, path: PathBuf) -> PyResu
 pub(crate) struct CheckpointReadLock {
     path: PathBuf,
     is_locked: bool,
-    lock: Mutex<Option<ReadLock<RealDisk>>>,
+    /// Shared with the calls under way, which a close does not wait for.
+    lock: Mutex<Option<Arc<ReadLock<RealDisk>>>>,
 }
+
+/// Name, size and checksum, as a manifest has them.
+type RecordedFile = (String, u64, Option<String>);
 
 impl CheckpointReadLock {
     fn holding(lock: ReadLock<RealDisk>) -> Self {
-        Self { path: lock.path().to_path_buf(), is_locked: lock.is_locked(), lock: Mutex::new(Some(lock)) }
+        Self { path: lock.path().to_path_buf(), is_locked: lock.is_locked(), lock: Mutex::new(Some(Arc::new(lock))) }
+    }
+
+    fn held(&self) -> Result<Arc<ReadLock<RealDisk>>, BindingError> {
+        let lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        lock.clone().ok_or_else(|| BindingError::Value("the lock is closed".to_owned()))
     }
 }
 
@@ -205,17 +216,52 @@ impl CheckpointReadLock {
         self.is_locked
     }
 
-    /// What the checkpoint says of itself, and the checksum of its manifest; its files are there, of the size that it
-    /// says.
+    /// What the checkpoint says of itself, its files by name with size and checksum, and the checksum of its manifest.
+    /// No file is looked at.
     ///
     /// Raises `CorruptCheckpointError`.
-    fn describe<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyDict>, String)> {
-        let (checkpoint, checksum) = enter(py, None, |_| {
-            let lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
-            let lock = lock.as_ref().ok_or_else(|| BindingError::Value("the lock is closed".to_owned()))?;
-            Ok(lock.describe()?)
+    fn describe<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyDict>, Vec<RecordedFile>, String)> {
+        let (checkpoint, files, checksum) = enter(py, None, |_| Ok(self.held()?.describe()?))?;
+        let files = files.into_iter().map(|file| (file.name, file.size, file.checksum)).collect();
+        Ok((described_one(py, &checkpoint)?, files, checksum.to_string()))
+    }
+
+    /// What is damaged of some files: missing, of another size or, with `every_byte`, of other bytes. Of each its name,
+    /// what is wrong with it, and whether that are its bytes: if not, it may look otherwise from elsewhere.
+    #[pyo3(signature = (names, *, every_byte))]
+    fn verify_files(
+        &self,
+        py: Python<'_>,
+        names: BTreeSet<String>,
+        every_byte: bool,
+    ) -> PyResult<Vec<(String, String, bool)>> {
+        let damaged = enter(py, None, |door| {
+            let mut go_on = |read, total| match door.tick("verify", read, total) {
+                Ok(()) => ControlFlow::Continue(()),
+                Err(_) => ControlFlow::Break(()),
+            };
+            Ok(self.held()?.verify_files(&names, every_byte, &mut go_on)?)
         })?;
-        Ok((described_one(py, &checkpoint)?, checksum.to_string()))
+        Ok(damaged.into_iter().map(|damage| (damage.name, damage.what, damage.is_changed)).collect())
+    }
+
+    /// The files that the manifest does not list.
+    fn foreign_files(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+        enter(py, None, |_| Ok(self.held()?.foreign_files()?))
+    }
+
+    /// The bytes of a small file.
+    ///
+    /// Raises `CorruptCheckpointError` where it has another size or another checksum than it should.
+    fn read_file<'py>(
+        &self,
+        py: Python<'py>,
+        name: String,
+        size: u64,
+        checksum: Option<String>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = enter(py, None, |_| Ok(self.held()?.read_file(&name, size, checksum.as_deref())?))?;
+        Ok(PyBytes::new(py, &bytes))
     }
 
     /// Let go of the checkpoint. The second call does nothing.

@@ -8,8 +8,6 @@ was compared; what no save wrote into the checkpoint is not read at all.
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,118 +16,153 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.tensor import DTensor
 
-from tundish._native import CheckpointReadLock, verify_folder
 from tundish.checkpoint.dcp.leaves import Leaves, is_stateful, leaves_of, plain_state
+from tundish.checkpoint.dcp.opened import Opened, Readers, opened
 from tundish.checkpoint.dcp.plan import rank_extra_name
 from tundish.checkpoint.dcp.reader import Reader
 from tundish.checkpoint.dcp.values import from_json
-from tundish.checkpoint.reading import MANIFEST, Damaged, ReadOnlyRoot, held, is_file, tell_unsummed
+from tundish.checkpoint.reading import Damaged, ReadOnlyRoot
 from tundish.checkpoint.retention import Checkpoint
-from tundish.distributed import Voter
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, StateMismatchError
-from tundish.waiting import was_let_go
 
-__all__ = ["load_from", "newest_whole", "read_lock"]
+__all__ = ["Loaded", "load_from", "load_newest"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
-# More than any job has; what says that more ranks saved is damaged, and not counted through.
-_MOST_RANKS = 1 << 20
 _NAMED = 5
+
+Loaded = tuple[dict[str, Any], Mapping[int, Any]]
 
 
 def load_from(
-    state_dict: dict[str, Any],
-    path: Path,
-    *,
-    step: int | None = None,
-    verify: bool,
-    is_first: bool,
-    voter: Voter,
-    timeout: float,
-) -> tuple[dict[str, Any], dict[int, Any]]:
+    state_dict: dict[str, Any], path: Path, *, step: int | None = None, verify: bool, readers: Readers
+) -> Loaded:
     """Collective: load the checkpoint at `path`, in place, kept from being removed or replaced until it is loaded.
 
     Args:
         state_dict: to load into.
         path: of the checkpoint, the same one on all ranks.
         step: of which it has to be.
-        verify: whether all its bytes are read before any rank uses one; the first rank does it for all.
-        is_first: whether this rank is the first.
-        voter: of the ranks that load.
-        timeout: seconds that they wait for each other.
+        verify: whether all its bytes are read before any rank uses one; each rank reads a part of them.
+        readers: the ranks that load.
 
     Returns `extra`, and the `rank_extra` of every rank that saved.
     """
-    with contextlib.ExitStack() as stack:
-        with _voted(voter, f"opening {path.name}", timeout) as same:
-            lock = stack.enter_context(held(read_lock(path)))
-            about, checksum = _about(lock, step)
-            # Another one may have come under the name between two ranks' looks at it.
-            same(checksum)
-        with voter.agreed(f"verifying {path}", timeout=timeout):
-            if verify and is_first:
-                _verify(path)
-        with voter.agreed(f"reading what {path} holds", timeout=timeout):
-            rank_extras = _rank_extras_of(path, _recorded(path), about["world_size"])
-            load = _Load(state_dict, path)
-            if is_first:
-                load.tell_what_is_left_out()
-        with voter.agreed(f"loading {path}", timeout=timeout):
-            load.run()
-    return about["extra"], rank_extras
+    with opened(path, step=step, readers=readers) as checkpoint:
+        problem = checkpoint.verify(every_byte=verify)
+        if problem is not None:
+            with readers.agreed(f"verifying {path}"):
+                if readers.is_first:
+                    raise problem
+        return _load(state_dict, checkpoint)
 
 
-@contextlib.contextmanager
-def _voted(voter: Voter, what: str, timeout: float) -> Iterator[Callable[[str], None]]:
-    """A block of fallible work that ends in a vote; calls what it yields with what has to be equal on all ranks."""
-    error: BaseException | None = None
-    same = [what]
-    try:
-        yield same.append
-    except BaseException as caught:
-        if was_let_go(caught):
-            raise
-        error = caught
-    voter.vote(error, what=what, same=", ".join(same), timeout=timeout)
+def load_newest(
+    state_dict: dict[str, Any],
+    view: ReadOnlyRoot,
+    *,
+    verify: bool,
+    readers: Readers,
+    choose: Callable[[int | None, BaseException | None], int | None],
+) -> Loaded | None:
+    """Collective: as `load_from`, the newest DCP checkpoint that is whole; those passed over are logged.
 
+    `choose`: collective; takes the step that the first rank proposes, or why it has none, and gives it on all ranks.
 
-def newest_whole(view: ReadOnlyRoot, *, verify: bool, kept: contextlib.ExitStack) -> int | None:
-    """The step of the newest DCP checkpoint that is whole, None without any; those passed over are logged.
-
-    It is neither removed nor replaced until `kept` is closed.
-
-    Raises `CorruptCheckpointError` where there are some and none is whole.
+    Returns None without any. Raises `CorruptCheckpointError` where there are some and none is whole.
     """
-    whole, damaged = view.survey("dcp")
-    problems: list[str] = []
-    found: list[Checkpoint | Damaged] = [*whole, *damaged]
-    for one in sorted(found, key=lambda one: one.step, reverse=True):
-        try:
-            with contextlib.ExitStack() as stack:
-                if isinstance(one, Damaged):
-                    raise CorruptCheckpointError(f"{one.path} is no whole checkpoint: {one.reason}")
-                path = stack.enter_context(view.reading(one.step, "dcp"))
-                if verify:
-                    _verify(path)
-                kept.enter_context(stack.pop_all())
-            return one.step
-        except NotFoundError:
-            # It was removed meanwhile.
-            continue
-        except CorruptCheckpointError as error:
-            _logger.error(
-                "the DCP checkpoint of step %d cannot be loaded, the one before is tried: %s", one.step, error
+    candidates = _Candidates(view)
+    while True:
+        # It stays from when the first rank sees it until all ranks hold it.
+        with contextlib.ExitStack() as kept:
+            proposed, error = None, None
+            try:
+                if readers.is_first:
+                    proposed = candidates.propose(kept)
+            except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+                error = caught
+            step = choose(proposed, error)
+            if step is None:
+                return None
+            with opened(view.path / f"dcp-{step}", step=step, readers=readers) as checkpoint:
+                problem = checkpoint.verify(every_byte=verify)
+                if problem is None:
+                    return _load(state_dict, checkpoint)
+        if readers.is_first:
+            candidates.pass_over(step, problem)
+
+
+class _Candidates:
+    """The DCP checkpoints of a root from the newest on, for the rank that chooses one of them."""
+
+    def __init__(self, view: ReadOnlyRoot) -> None:
+        self._view = view
+        self._left: list[Checkpoint | Damaged] | None = None
+        self._problems: list[str] = []
+
+    def propose(self, kept: contextlib.ExitStack) -> int | None:
+        """The step of the next one that is there, and stays until `kept` is closed; None where there never was any.
+
+        Raises `CorruptCheckpointError` where all were passed over.
+        """
+        if self._left is None:
+            whole, damaged = self._view.survey("dcp")
+            self._left = sorted([*whole, *damaged], key=lambda one: one.step)
+        while self._left:
+            one = self._left.pop()
+            if isinstance(one, Damaged):
+                problem = CorruptCheckpointError(f"{one.path} is no whole checkpoint: {one.reason}")
+                self.pass_over(one.step, problem)
+                continue
+            # Else it was removed meanwhile.
+            with contextlib.suppress(NotFoundError):
+                kept.enter_context(self._view.reading(one.step, "dcp"))
+                return one.step
+        if self._problems:
+            raise CorruptCheckpointError(
+                f"no DCP checkpoint under {self._view.path} is whole: {'; '.join(self._problems)}. Nothing starts "
+                "anew by itself: move them away to do so"
             )
-            problems.append(str(error))
-    if problems:
-        raise CorruptCheckpointError(
-            f"no DCP checkpoint under {view.path} is whole: {'; '.join(problems)}. Nothing starts anew by itself: "
-            "move them away to do so"
+        return None
+
+    def pass_over(self, step: int, problem: CorruptCheckpointError) -> None:
+        """Say that this one is not loaded, and why."""
+        _logger.error(
+            "the DCP checkpoint of step %d cannot be loaded, the one before is tried: %s", step, problem
         )
-    return None
+        self._problems.append(str(problem))
+
+
+def _load(state_dict: dict[str, Any], checkpoint: Opened) -> Loaded:
+    readers = checkpoint.readers
+    with readers.agreed(f"reading what {checkpoint.path} holds"):
+        rank_extras = _rank_extras_of(checkpoint)
+        load = _Load(state_dict, checkpoint.path)
+        checkpoint.check(load.files())
+        if readers.is_first:
+            load.tell_what_is_left_out()
+    with readers.agreed(f"loading {checkpoint.path}"):
+        load.run()
+    return checkpoint.extra, rank_extras
+
+
+def _rank_extras_of(checkpoint: Opened) -> dict[int, Any]:
+    recorded = {name: (size, checksum) for name, size, checksum in checkpoint.files}
+    extras: dict[int, Any] = dict.fromkeys(range(checkpoint.savers))
+    for index in extras:
+        name = rank_extra_name(index)
+        if name not in recorded:
+            continue
+        try:
+            extras[index] = from_json(checkpoint.lock.read_file(name, *recorded[name]))
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            if isinstance(error, CorruptCheckpointError):
+                raise
+            raise CorruptCheckpointError(f"{checkpoint.path / name} is damaged: {error!r}", (name,)) from None
+    return extras
 
 
 class _Load:
@@ -148,6 +181,16 @@ class _Load:
         # An empty one asks for what was saved beside the tensors.
         if self._state:
             _check_fit(leaves_of(self._state), self._metadata, path)
+        self._planner = DefaultLoadPlanner()
+        self._plan = self._planned()
+
+    def _planned(self) -> LoadPlan:
+        reader, planner = self._reader, self._planner
+        reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        planner.set_up_planner(self._state, self._metadata, is_coordinator=False)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
+        return planner.finish_plan(plan)
 
     def tell_what_is_left_out(self) -> None:
         """Warn of what was saved and finds an empty mapping in its place: an optimizer before its first step."""
@@ -164,14 +207,14 @@ class _Load:
                     ".".join(map(str, place)),
                 )
 
+    def files(self) -> set[str]:
+        """Those that `run` reads."""
+        places = self._reader.storage_data
+        return {places[item.storage_index].relative_path for item in self._plan.items}
+
     def run(self) -> None:
-        reader, planner = self._reader, DefaultLoadPlanner()
-        reader.set_up_storage_reader(self._metadata, is_coordinator=False)
-        planner.set_up_planner(self._state, self._metadata, is_coordinator=False)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
         with torch.no_grad():
-            reader.read_data(planner.finish_plan(plan), planner).wait()
+            self._reader.read_data(self._plan, self._planner).wait()
         for name, value in list(self._target.items()):
             if is_stateful(value):
                 value.load_state_dict(self._state[name])
@@ -220,75 +263,6 @@ def _sort(dtype: torch.dtype) -> int:
     if dtype is torch.bool:
         return 0
     return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 1
-
-
-def read_lock(path: Path) -> CheckpointReadLock:
-    """A lock on the checkpoint at `path`.
-
-    Raises `NotFoundError` where none is, or where it is only being written.
-    """
-    if path.name.startswith(".") or path.is_symlink() or not is_file(path / MANIFEST):
-        raise NotFoundError(
-            errno.ENOENT,
-            f"no whole checkpoint is here: what a save under way or cut short leaves has no {MANIFEST}, and "
-            "what torch saved by itself is read by torch.distributed.checkpoint.load",
-            str(path),
-        )
-    return CheckpointReadLock(path)
-
-
-def _about(lock: CheckpointReadLock, step: int | None) -> tuple[dict[str, Any], str]:
-    """What a whole checkpoint says of itself, and the checksum of that."""
-    said, checksum = lock.describe()
-    path, kind, world_size = lock.path, said["kind"], said["world_size"]
-    extra = {} if said["extra"] is None else said["extra"]
-    if kind != "dcp":
-        raise StateMismatchError(f"{path} is a checkpoint of kind {kind!r}: load_dcp reads kind 'dcp'")
-    if step is not None and said["step"] != step:
-        raise CorruptCheckpointError(
-            f"{path} is the checkpoint of step {said['step']}: rename it back", (MANIFEST,)
-        )
-    if world_size is None or not 0 < world_size <= _MOST_RANKS:
-        raise CorruptCheckpointError(f"{path} says that {world_size} ranks saved it", (MANIFEST,))
-    if not isinstance(extra, dict):
-        raise CorruptCheckpointError(
-            f"{path} holds as extra what no save gives it: {str(extra)[:100]}", (MANIFEST,)
-        )
-    return {"world_size": world_size, "extra": extra}, checksum
-
-
-def _verify(path: Path) -> None:
-    """Read every byte of the checkpoint at `path` again; what is not its own is told and left alone.
-
-    Raises `CorruptCheckpointError` where one of its own files is not as it was saved.
-    """
-    try:
-        tell_unsummed(path, verify_folder(path))
-    except CorruptCheckpointError as error:
-        # A manifest that is damaged is found before all else, and then alone.
-        if MANIFEST in error.paths or not _recorded(path).isdisjoint(error.paths):
-            raise
-        _logger.warning(
-            "%s holds files that no save wrote, which are not read: %s", path, "; ".join(error.paths)
-        )
-
-
-def _recorded(path: Path) -> set[str]:
-    """The files of the checkpoint at `path`, whose manifest is as it was written."""
-    return {file["name"] for file in json.loads((path / MANIFEST).read_bytes())["files"]}
-
-
-def _rank_extras_of(path: Path, recorded: set[str], world_size: int) -> dict[int, Any]:
-    extras: dict[int, Any] = dict.fromkeys(range(world_size))
-    for index in extras:
-        name = rank_extra_name(index)
-        if name not in recorded:
-            continue
-        try:
-            extras[index] = from_json((path / name).read_bytes())
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            raise CorruptCheckpointError(f"{path / name} is damaged: {error!r}", (name,)) from None
-    return extras
 
 
 def _empty_places(state: Mapping[str, Any], place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -5,20 +5,19 @@ What always holds: planning and loading are on groups of this saver's own, never
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from tundish.checkpoint.dcp.load import load_from, newest_whole
+from tundish.checkpoint.dcp.load import Loaded, load_from, load_newest
+from tundish.checkpoint.dcp.opened import Readers
 from tundish.checkpoint.dcp.plan import DcpPlan
 from tundish.checkpoint.dcp.ranks import Ranks
 from tundish.checkpoint.reading import ReadOnlyRoot, check_step
 from tundish.checkpoint.saves import News
 from tundish.distributed import DEFAULT_TIMEOUT, Voter
-from tundish.distributed.groups import membership
 from tundish.errors import NotFoundError
 
 __all__ = ["DcpSaver", "load_dcp"]
@@ -65,42 +64,29 @@ class DcpSaver:
 
     def load(
         self, state_dict: dict[str, Any], *, view: ReadOnlyRoot, step: int | None, verify: bool, voter: Voter
-    ) -> tuple[dict[str, Any], dict[int, Any]]:
+    ) -> Loaded:
         """Collective: load a checkpoint of the root that `view` shows, as `Checkpointer.load_dcp` says."""
-        is_first = self._ranks.index == 0
-        with contextlib.ExitStack() as kept:
-            error: BaseException | None = None
-            newest: int | None = None
-            try:
-                if step is not None:
-                    check_step(step)
-                elif is_first:
-                    newest = newest_whole(view, verify=verify, kept=kept)
-            except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
-                error = caught
-            wanted = "the newest whole checkpoint" if step is None else f"step {step!r}"
-            what, same = "choosing the checkpoint to load", f"load_dcp of {wanted}, verify {bool(verify)}"
+        readers = Readers(voter, self._timeout)
+        wanted = "the newest whole checkpoint" if step is None else f"step {step!r}"
+        what, same = "choosing the checkpoint to load", f"load_dcp of {wanted}, verify {bool(verify)}"
+
+        def choose(proposed: int | None, error: BaseException | None) -> int | None:
             is_broken = self._ranks.news is News.BROKEN_GROUP
-            any_is_broken = voter.vote(error, what=what, same=same, note=is_broken, timeout=self._timeout)
-            chosen = step
-            if step is None:
-                if any_is_broken:
-                    self._ranks.renew(voter.meeting.name)
-                told = self._ranks.tell(-1 if newest is None else newest)
-                # It was verified when it was chosen, and is kept since.
-                chosen, verify = None if told < 0 else told, False
-            if chosen is None:
-                # On all ranks alike: a first start is no failure of one of them.
-                raise NotFoundError(errno.ENOENT, "there is no DCP checkpoint", str(view.path))
-            return load_from(
-                state_dict,
-                view.path / f"dcp-{chosen}",
-                step=chosen,
-                verify=verify,
-                is_first=is_first,
-                voter=voter,
-                timeout=self._timeout,
-            )
+            if voter.vote(error, what=what, same=same, note=is_broken, timeout=self._timeout):
+                self._ranks.renew(voter.meeting.name)
+            told = self._ranks.tell(-1 if proposed is None else proposed)
+            return None if told < 0 else told
+
+        if step is not None:
+            with voter.agreed(what, same=same, timeout=self._timeout):
+                check_step(step)
+            path = view.path / f"dcp-{step}"
+            return load_from(state_dict, path, step=step, verify=verify, readers=readers)
+        loaded = load_newest(state_dict, view, verify=verify, readers=readers, choose=choose)
+        if loaded is None:
+            # On all ranks alike: a first start is no failure of one of them.
+            raise NotFoundError(errno.ENOENT, "there is no DCP checkpoint", str(view.path))
+        return loaded
 
     def close(self) -> None:
         """Let go of the groups; not collective."""
@@ -114,14 +100,14 @@ def load_dcp(
     group: Any = None,
     verify: bool = True,
     timeout: float = DEFAULT_TIMEOUT.total_seconds(),
-) -> tuple[dict[str, Any], dict[int, Any]]:
+) -> tuple[dict[str, Any], Mapping[int, Any]]:
     """Collective over `group` (None: all ranks): load the DCP checkpoint at `path` into `state_dict`, in place.
 
     Args:
         state_dict: as it was saved, or parts of it, with the tensors to load into, on whatever ranks.
         path: a published checkpoint, which is neither removed nor replaced until it is loaded.
         group: the ranks that load together.
-        verify: read all bytes first and compare their checksums.
+        verify: read all bytes first, each rank a part of them, and compare their checksums.
         timeout: seconds that ranks wait for each other.
 
     Returns `extra` and the `rank_extra` of every rank that saved, by rank.
@@ -129,15 +115,7 @@ def load_dcp(
     Raises, on all ranks: `NotFoundError` where no whole checkpoint is, `CorruptCheckpointError`, `StateMismatchError`
     where the state dict does not fit. Until then nothing of it is changed.
     """
-    member = membership(group)
     # Where a link leads is looked up once.
     folder = Path(os.path.realpath(path))
     with Voter(group, timeout=timeout) as voter:
-        return load_from(
-            state_dict,
-            folder,
-            verify=verify,
-            is_first=member.rank == member.ranks[0],
-            voter=voter,
-            timeout=timeout,
-        )
+        return load_from(state_dict, folder, verify=verify, readers=Readers(voter, timeout))

@@ -17,7 +17,7 @@ use super::layout;
 use crate::checksum::Checksum;
 use crate::disk::{Disk, EntryKind, Status};
 use crate::error::CommitError;
-use crate::manifest::{self, Kind, Manifest};
+use crate::manifest::{self, Kind, Manifest, ManifestFile};
 use crate::seal;
 
 /// No manifest of a checkpoint that any number of ranks wrote comes near that; a file of that name might be anything.
@@ -100,26 +100,11 @@ pub(super) fn examine<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u6
         let (kind, step) = (manifest.kind, manifest.step);
         return Err(Unwhole::For(format!("{} says that this is {kind}-{step}", manifest::FILE_NAME)));
     }
-    if let Some(damage) = compare(&folder, &manifest)?.first() {
+    if let Some(damage) = compare(&folder, &manifest.files)?.first() {
         return Err(Unwhole::For(damage.to_string()));
     }
     let status = folder.status()?;
     Ok(Published { checkpoint: Checkpoint::new(folder.path, manifest), status })
-}
-
-/// What a folder, wherever it lies, says of itself as a checkpoint, and the checksum of its manifest.
-///
-/// # Errors
-/// [`CommitError::Corrupt`] where it is not whole.
-pub(super) fn describe<D: Disk + Clone>(folder: &Directory<D>) -> Result<(Checkpoint, Checksum), CommitError> {
-    let (manifest, checksum) = read_manifest(folder).map_err(|unwhole| unwhole.of_manifest(folder))?;
-    let damaged = compare(folder, &manifest)?;
-    if let Some(first) = damaged.first() {
-        let reason = first.to_string();
-        let files = damaged.into_iter().map(|damage| damage.name).collect();
-        return Err(CommitError::Corrupt { path: folder.path.clone(), reason, files });
-    }
-    Ok((Checkpoint::new(folder.path.clone(), manifest), checksum))
 }
 
 /// The manifest in a folder and its checksum.
@@ -143,10 +128,20 @@ pub(super) fn read_manifest<D: Disk + Clone>(folder: &Directory<D>) -> Result<(M
 }
 
 /// A file that is not as the manifest says.
-#[derive(Debug)]
-pub(super) struct Damage {
-    pub(super) name: String,
-    pub(super) what: String,
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Damage {
+    /// Its name, relative to the folder.
+    pub name: String,
+    /// How it differs, for people: "is missing".
+    pub what: String,
+    /// Whether its bytes were read, and are others. If not, whoever looks from elsewhere may see the file as it was.
+    pub is_changed: bool,
+}
+
+impl Damage {
+    pub(super) fn foreign(name: String) -> Self {
+        Self { name, what: "is foreign: it is in no manifest".to_owned(), is_changed: false }
+    }
 }
 
 impl std::fmt::Display for Damage {
@@ -155,11 +150,14 @@ impl std::fmt::Display for Damage {
     }
 }
 
-/// The files of the manifest that are missing or of another kind or size.
-pub(super) fn compare<D: Disk + Clone>(folder: &Directory<D>, manifest: &Manifest) -> Result<Vec<Damage>, CommitError> {
+/// Which of `files`, of the manifest, are missing or of another kind or size.
+pub(super) fn compare<'a, D: Disk + Clone>(
+    folder: &Directory<D>,
+    files: impl IntoIterator<Item = &'a ManifestFile>,
+) -> Result<Vec<Damage>, CommitError> {
     let mut folders: BTreeMap<&str, Option<Directory<D>>> = BTreeMap::new();
     let mut damaged = Vec::new();
-    for file in &manifest.files {
+    for file in files {
         let (parent, leaf) = file.name.rsplit_once('/').unwrap_or(("", &file.name));
         open_inner(folder, parent, &mut folders)?;
         let directory = if parent.is_empty() { Some(folder) } else { folders[parent].as_ref() };
@@ -172,7 +170,7 @@ pub(super) fn compare<D: Disk + Clone>(folder: &Directory<D>, manifest: &Manifes
             }
             Some(_) => continue,
         };
-        damaged.push(Damage { name: file.name.clone(), what });
+        damaged.push(Damage { name: file.name.clone(), what, is_changed: false });
     }
     Ok(damaged)
 }
@@ -218,7 +216,7 @@ pub(super) fn strangers<D: Disk + Clone>(
         if folder.look_at(&leaf)?.is_some_and(|status| status.kind == EntryKind::Folder) {
             found.extend(strangers(&folder.open_folder(&leaf)?, &format!("{name}/"), known)?);
         } else if leaf.to_str().is_none() || !known(&name) {
-            found.push(Damage { name, what: "is foreign: it is in no manifest".to_owned() });
+            found.push(Damage::foreign(name));
         }
     }
     Ok(found)

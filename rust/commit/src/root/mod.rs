@@ -44,7 +44,7 @@ use checkpoint::Published;
 use directory::Directory;
 use owner::Owner;
 
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, Damage};
 pub use opening::Opening;
 pub use owner::{Identity, Patience, Timing};
 pub use reading::{Damaged, ReadLock, ReadonlyRoot, Survey, read_lock_at, verify_folder};

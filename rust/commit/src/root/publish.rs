@@ -256,7 +256,7 @@ impl<D: Disk + Clone + 'static> State<D> {
 
 /// Refuses a folder that does not hold exactly the files of its manifest.
 fn check_contents<D: Disk + Clone>(folder: &Directory<D>, manifest: &Manifest) -> Result<(), CommitError> {
-    let mut damaged = compare(folder, manifest)?;
+    let mut damaged = compare(folder, &manifest.files)?;
     let names: BTreeSet<&str> = manifest.files.iter().map(|file| file.name.as_str()).collect();
     damaged.extend(strangers(folder, "", &|name| names.contains(name))?);
     let Some(first) = damaged.first() else {

@@ -7,21 +7,23 @@
 //! sign that the checkpoint has gone; locks end where they are given up, whatever was forked meanwhile. Where the file
 //! system has no such locks a checkpoint is read without one, which the reader is told, and is in nobody's way.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fmt;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::checkpoint::{self, Checkpoint, Published, Unwhole};
+use super::checkpoint::{self, Checkpoint, Damage, Published, Unwhole};
 use super::directory::Directory;
 use super::{Key, Root, layout, verify};
 use crate::checksum::Checksum;
 use crate::disk::{Disk, EntryKind, Lock, RealDisk, Sharing};
 use crate::error::CommitError;
-use crate::manifest::{self, Kind};
+use crate::manifest::{self, Kind, Manifest, ManifestFile};
 
 /// How long a reader waits for who has locked all readers out: to replace a checkpoint takes some fsyncs.
 const REPLACING: Duration = Duration::from_secs(5);
@@ -58,6 +60,8 @@ pub struct ReadLock<D: Disk + Clone> {
     /// `None` where there is no manifest, and so no checkpoint.
     manifest: Option<Locked<D>>,
     is_locked: bool,
+    /// What the manifest says, once it was read: it stays, and may list tens of thousands of files.
+    said: OnceLock<(Manifest, Checksum)>,
 }
 
 impl<D: Disk + Clone> fmt::Debug for ReadLock<D> {
@@ -77,13 +81,43 @@ impl<D: Disk + Clone> ReadLock<D> {
         self.is_locked
     }
 
-    /// What the checkpoint says of itself, and the checksum of the manifest, which no two saves have in common. All its
-    /// files are there, of the size that it says; their bytes are not looked at.
+    /// What the checkpoint says of itself, its files, and the checksum of the manifest, which no two saves have in
+    /// common. No file is looked at: of thousands that is for many readers to divide among them.
     ///
     /// # Errors
     /// [`CommitError::Corrupt`].
-    pub fn describe(&self) -> Result<(Checkpoint, Checksum), CommitError> {
-        checkpoint::describe(&self.folder)
+    pub fn describe(&self) -> Result<(Checkpoint, Vec<ManifestFile>, Checksum), CommitError> {
+        let (manifest, checksum) = self.said()?;
+        Ok((Checkpoint::new(self.folder.path.clone(), manifest.clone()), manifest.files.clone(), *checksum))
+    }
+
+    /// What is damaged of some files alone: missing, of another size or, with `every_byte`, of other bytes.
+    ///
+    /// # Errors
+    /// As [`verify_folder`]; [`CommitError::Corrupt`] is of the manifest alone.
+    pub fn verify_files(
+        &self,
+        names: &BTreeSet<String>,
+        every_byte: bool,
+        go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+    ) -> Result<Vec<Damage>, CommitError> {
+        verify::verify_files(&self.folder, &self.said()?.0, names, every_byte, go_on)
+    }
+
+    /// The files that the manifest does not list, which no save wrote.
+    ///
+    /// # Errors
+    /// [`CommitError::Corrupt`] of the manifest, [`CommitError::Io`].
+    pub fn foreign_files(&self) -> Result<Vec<String>, CommitError> {
+        verify::foreign_files(&self.folder, &self.said()?.0)
+    }
+
+    /// The bytes of a small file, which are of that size and checksum; without a checksum only of that size.
+    ///
+    /// # Errors
+    /// [`CommitError::Corrupt`] where they are not, [`CommitError::Io`].
+    pub fn read_file(&self, name: &str, size: u64, checksum: Option<&str>) -> Result<Vec<u8>, CommitError> {
+        verify::read_file(&self.folder, name, size, checksum)
     }
 
     /// Reads every byte, as [`verify_folder`].
@@ -92,6 +126,14 @@ impl<D: Disk + Clone> ReadLock<D> {
     /// As [`verify_folder`].
     pub fn verify(&self, go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>) -> Result<Vec<String>, CommitError> {
         verify::verify(&self.folder, go_on)
+    }
+
+    fn said(&self) -> Result<&(Manifest, Checksum), CommitError> {
+        if let Some(said) = self.said.get() {
+            return Ok(said);
+        }
+        let said = checkpoint::read_manifest(&self.folder).map_err(|unwhole| unwhole.of_manifest(&self.folder))?;
+        Ok(self.said.get_or_init(|| said))
     }
 
     fn with_manifest(self) -> Result<Self, CommitError> {
@@ -159,7 +201,7 @@ fn hold<D: Disk + Clone>(open: &dyn Fn() -> Result<Directory<D>, CommitError>) -
         let manifest = manifest.map(|file| Locked::new(&folder.disk, file));
         // It may have been replaced before it was locked; then the new one is there.
         if open()?.status()?.is_same(&folder.status()?) {
-            return Ok(ReadLock { folder, manifest, is_locked: lock == Lock::Taken });
+            return Ok(ReadLock { folder, manifest, is_locked: lock == Lock::Taken, said: OnceLock::new() });
         }
     }
 }

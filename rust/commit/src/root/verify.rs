@@ -21,21 +21,86 @@ pub(super) fn verify<D: Disk + Clone>(
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<String>, CommitError> {
     let (manifest, _) = read_manifest(folder).map_err(|unwhole| unwhole.of_manifest(folder))?;
-    let mut damaged = differences(folder, &manifest)?;
-    let bad: BTreeSet<String> = damaged.iter().map(|damage| damage.name.clone()).collect();
-    let readable = manifest.files.iter().filter(|file| !bad.contains(&file.name));
-    damaged.extend(compare_bytes(folder, readable, go_on)?);
+    let mut damaged = damage_in(folder, manifest.files.iter(), true, go_on)?;
+    damaged.extend(foreign_in(folder, &manifest)?);
     refuse(folder, damaged)?;
     Ok(manifest.files.into_iter().filter(|file| file.checksum.is_none()).map(|file| file.name).collect())
 }
 
-/// What is missing, of another size, or in no manifest.
-fn differences<D: Disk + Clone>(folder: &Directory<D>, manifest: &Manifest) -> Result<Vec<Damage>, CommitError> {
-    let mut damaged = compare(folder, manifest)?;
-    let names: BTreeSet<&str> = manifest.files.iter().map(|file| file.name.as_str()).collect();
-    let is_known = |name: &str| names.contains(name) || name == manifest::FILE_NAME;
-    damaged.extend(strangers(folder, "", &is_known)?);
+/// What is damaged of the files `names` of the checkpoint in `folder`; their bytes are read only with `every_byte`.
+pub(super) fn verify_files<D: Disk + Clone>(
+    folder: &Directory<D>,
+    manifest: &Manifest,
+    names: &BTreeSet<String>,
+    every_byte: bool,
+    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+) -> Result<Vec<Damage>, CommitError> {
+    let files: BTreeMap<&str, &ManifestFile> = manifest.files.iter().map(|file| (file.name.as_str(), file)).collect();
+    let wanted = || names.iter().map(|name| (name, files.get(name.as_str()).copied()));
+    let mut damaged = damage_in(folder, wanted().filter_map(|(_, file)| file), every_byte, go_on)?;
+    let unknown = wanted().filter(|(_, file)| file.is_none());
+    damaged.extend(unknown.map(|(name, _)| Damage::foreign(name.clone())));
     Ok(damaged)
+}
+
+/// The files of the checkpoint in `folder` that its manifest does not list.
+pub(super) fn foreign_files<D: Disk + Clone>(
+    folder: &Directory<D>,
+    manifest: &Manifest,
+) -> Result<Vec<String>, CommitError> {
+    Ok(foreign_in(folder, manifest)?.into_iter().map(|damage| damage.name).collect())
+}
+
+/// The bytes of one file, whose `size` and `checksum` are those of the manifest.
+///
+/// # Errors
+/// [`CommitError::Corrupt`] where they are not what the file has.
+pub(super) fn read_file<D: Disk + Clone>(
+    folder: &Directory<D>,
+    name: &str,
+    size: u64,
+    checksum: Option<&str>,
+) -> Result<Vec<u8>, CommitError> {
+    if manifest::check_names(std::iter::once(name)).is_err() {
+        refuse(folder, vec![Damage::foreign(name.to_owned())])?;
+    }
+    let file = ManifestFile { name: name.to_owned(), size, checksum: checksum.map(str::to_owned) };
+    refuse(folder, compare(folder, [&file])?)?;
+    let (parent, leaf) = split(name);
+    let parents = open_folders(folder, std::iter::once(&file))?;
+    let opened = parents.get(parent).unwrap_or(folder).open_file(OsStr::new(leaf))?;
+    let bytes = folder.disk.read(&opened, &folder.path.join(name))?;
+    let found = Checksum::of(&bytes);
+    let what = match checksum.map(str::parse::<Checksum>) {
+        _ if bytes.len() as u64 != size => format!("has {} bytes in the place of {size}", bytes.len()),
+        None => return Ok(bytes),
+        Some(Ok(expected)) if expected == found => return Ok(bytes),
+        Some(Ok(expected)) => other_checksum(found, expected),
+        Some(Err(error)) => format!("has in the manifest what is {error}"),
+    };
+    refuse(folder, vec![changed(&file, what)])?;
+    Ok(bytes)
+}
+
+/// Which of `files` are missing, of another size or, with `every_byte`, of other bytes.
+fn damage_in<'a, D: Disk + Clone>(
+    folder: &Directory<D>,
+    files: impl Iterator<Item = &'a ManifestFile> + Clone,
+    every_byte: bool,
+    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+) -> Result<Vec<Damage>, CommitError> {
+    let mut damaged = compare(folder, files.clone())?;
+    if every_byte {
+        let bad: BTreeSet<String> = damaged.iter().map(|damage| damage.name.clone()).collect();
+        damaged.extend(compare_bytes(folder, files.filter(|file| !bad.contains(&file.name)), go_on)?);
+    }
+    Ok(damaged)
+}
+
+/// What is in no manifest.
+fn foreign_in<D: Disk + Clone>(folder: &Directory<D>, manifest: &Manifest) -> Result<Vec<Damage>, CommitError> {
+    let names: BTreeSet<&str> = manifest.files.iter().map(|file| file.name.as_str()).collect();
+    strangers(folder, "", &|name| names.contains(name) || name == manifest::FILE_NAME)
 }
 
 /// Files whose bytes are not those of the manifest.
@@ -50,7 +115,7 @@ fn compare_bytes<'a, D: Disk + Clone>(
         match file.checksum.as_deref().map(str::parse::<Checksum>) {
             None => {}
             Some(Ok(checksum)) => summed.push(Summed { file, checksum, path: top.path.join(&file.name) }),
-            Some(Err(error)) => damaged.push(damage(file, format!("has in the manifest what is {error}"))),
+            Some(Err(error)) => damaged.push(changed(file, format!("has in the manifest what is {error}"))),
         }
     }
     let folders = open_folders(top, summed.iter().map(|summed| summed.file))?;
@@ -63,15 +128,14 @@ fn compare_bytes<'a, D: Disk + Clone>(
         })
         .collect();
     for (summed, outcome) in summed.iter().zip(reading::checksums(&top.disk, &sources, &top.path, go_on)?) {
-        let what = match outcome {
+        damaged.push(match outcome {
             Ok(checksum) if checksum == summed.checksum => continue,
-            Ok(checksum) => format!("has the checksum {checksum} in the place of {}", summed.checksum),
-            Err(Unread::Short) => "became shorter while it was read".to_owned(),
+            Ok(checksum) => changed(summed.file, other_checksum(checksum, summed.checksum)),
+            Err(Unread::Short) => unread(summed.file, "became shorter while it was read".to_owned()),
             // Of its bytes nothing is known.
             Err(Unread::Failed(error)) if error.is_shortage() => return Err(error),
-            Err(Unread::Failed(error)) => format!("cannot be read: {error}"),
-        };
-        damaged.push(damage(summed.file, what));
+            Err(Unread::Failed(error)) => unread(summed.file, format!("cannot be read: {error}")),
+        });
     }
     Ok(damaged)
 }
@@ -107,12 +171,20 @@ fn split(name: &str) -> (&str, &str) {
     name.rsplit_once('/').unwrap_or(("", name))
 }
 
-fn damage(file: &ManifestFile, what: String) -> Damage {
-    Damage { name: file.name.clone(), what }
+fn other_checksum(found: Checksum, expected: Checksum) -> String {
+    format!("has the checksum {found} in the place of {expected}")
+}
+
+fn changed(file: &ManifestFile, what: String) -> Damage {
+    Damage { name: file.name.clone(), what, is_changed: true }
+}
+
+fn unread(file: &ManifestFile, what: String) -> Damage {
+    Damage { name: file.name.clone(), what, is_changed: false }
 }
 
 /// Refuses a folder with any damage.
-fn refuse<D: Disk + Clone>(folder: &Directory<D>, mut damaged: Vec<Damage>) -> Result<(), CommitError> {
+fn refuse<D: Disk>(folder: &Directory<D>, mut damaged: Vec<Damage>) -> Result<(), CommitError> {
     damaged.sort_by(|one, other| one.name.cmp(&other.name));
     let Some(first) = damaged.first() else {
         return Ok(());

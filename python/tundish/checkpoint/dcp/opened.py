@@ -1,0 +1,213 @@
+"""A DCP checkpoint that several ranks read together.
+
+What always holds: it is the same one for all of them, and neither removed nor replaced until they are done; each of its
+files is verified by one rank, and what is found damaged there is damaged for all; what one rank alone cannot reach is
+that rank's failure and says nothing of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tundish._native import CheckpointReadLock
+from tundish.checkpoint.dcp.shares import share_of
+from tundish.checkpoint.reading import MANIFEST, held, is_file, tell_unsummed
+from tundish.distributed import Voter
+from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
+from tundish.waiting import was_let_go
+
+__all__ = ["Opened", "Readers", "opened", "read_lock"]
+
+_logger = logging.getLogger("tundish.checkpoint")
+
+# More than any job has; what says that more ranks saved is damaged, and not counted through.
+_MOST_RANKS = 1 << 20
+# Damaged files that a rank tells the first one of by name.
+_TOLD = 64
+
+_Damage = tuple[str, str, bool]
+
+
+@dataclass(kw_only=True)
+class Ballot:
+    """What a rank brings to a vote: texts that have to be the `same` on all, whether it has a `note`.
+
+    `is_noted`: afterwards, whether any rank had one.
+    """
+
+    same: list[str] = field(default_factory=list)
+    note: bool = False
+    is_noted: bool = False
+
+
+class Readers:
+    """The ranks that load together, as `index` of `count` sees it; they wait `timeout` seconds for each other."""
+
+    def __init__(self, voter: Voter, timeout: float) -> None:
+        self.voter = voter
+        self.timeout = timeout
+        self.index = voter.ranks.index(voter.rank)
+        self.count = len(voter.ranks)
+        self.is_first = self.index == 0
+
+    def agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """As `Voter.agreed`."""
+        return self.voter.agreed(what, timeout=self.timeout)
+
+    @contextlib.contextmanager
+    def voted(self, what: str) -> Iterator[Ballot]:
+        """Collective: a block of fallible work that ends in a vote, to which it brings more than whether it failed."""
+        error: BaseException | None = None
+        ballot = Ballot(same=[what])
+        try:
+            yield ballot
+        except BaseException as caught:
+            if was_let_go(caught):
+                raise
+            error = caught
+        same = ", ".join(ballot.same)
+        ballot.is_noted = self.voter.vote(error, what=what, same=same, note=ballot.note, timeout=self.timeout)
+
+
+class Opened:
+    """A checkpoint that all `readers` hold with their `lock`.
+
+    `extra`: what was saved beside the tensors. `savers`: how many ranks saved it. `files`: name, size and checksum of
+    each. `checksum`: of what says all that.
+    """
+
+    def __init__(self, lock: CheckpointReadLock, step: int | None, readers: Readers) -> None:
+        said, files, checksum = lock.describe()
+        self.lock = lock
+        self.path = lock.path
+        self.readers = readers
+        self.files: Sequence[tuple[str, int, str | None]] = files
+        self.checksum = checksum
+        self.extra: dict[str, Any] = {} if said["extra"] is None else said["extra"]
+        world_size = said["world_size"]
+        if said["kind"] != "dcp":
+            raise StateMismatchError(
+                f"{self.path} is a checkpoint of kind {said['kind']!r}: load_dcp reads kind 'dcp'"
+            )
+        if step is not None and said["step"] != step:
+            raise self._refused(f"is the checkpoint of step {said['step']}: rename it back")
+        if world_size is None or not 0 < world_size <= _MOST_RANKS:
+            raise self._refused(f"says that {world_size} ranks saved it")
+        if not isinstance(self.extra, dict):
+            raise self._refused(f"holds as extra what no save gives it: {str(self.extra)[:100]}")
+        self.savers = world_size
+
+    def _refused(self, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.path} {what}", (MANIFEST,))
+
+    def verify(self, *, every_byte: bool) -> CorruptCheckpointError | None:
+        """Collective: compare all files with what was saved: their sizes, with `every_byte` their checksums, too.
+
+        What is not the checkpoint's own, and what cannot be compared, is told in the log.
+
+        Returns what is damaged, on all ranks alike; only the first knows all of it.
+        """
+        readers = self.readers
+        found: list[_Damage] = []
+        foreign: list[str] = []
+        with readers.voted(f"verifying {self.path}") as ballot:
+            share = share_of(readers.index, readers.count, self.files, self.savers)
+            found = self.lock.verify_files(share, every_byte=every_byte)
+            ballot.note = bool(found)
+            if readers.is_first and every_byte:
+                foreign = self.lock.foreign_files()
+        if ballot.is_noted:
+            return self._agree_on(found, every_byte=every_byte)
+        if foreign:
+            _logger.warning(
+                "%s holds files that no save wrote, which are not read: %s", self.path, "; ".join(foreign)
+            )
+        if readers.is_first and every_byte:
+            tell_unsummed(self.path, [name for name, _, checksum in self.files if checksum is None])
+        return None
+
+    def _agree_on(self, found: list[_Damage], *, every_byte: bool) -> CorruptCheckpointError:
+        readers = self.readers
+        told = readers.voter.gather(
+            json.dumps([len(found), sorted(found)[:_TOLD]]),
+            what=f"telling what is damaged in {self.path}",
+            timeout=readers.timeout,
+        )
+        problem = CorruptCheckpointError(f"{self.path} is damaged, as the first rank says")
+        with readers.agreed(f"looking at what is damaged in {self.path}"):
+            if readers.is_first:
+                problem = self._judged([json.loads(text) for text in told], every_byte=every_byte)
+        return problem
+
+    def _judged(self, told: Sequence[Any], *, every_byte: bool) -> CorruptCheckpointError:
+        """What is damaged by what each rank tells; raises what some rank alone cannot reach."""
+        voter = self.readers.voter
+        damaged: dict[str, str] = {}
+        unreached: dict[str, tuple[int, str]] = {}
+        unnamed = 0
+        for rank, (found, named) in zip(voter.ranks, told, strict=True):
+            unnamed += found - len(named)
+            for name, what, is_changed in named:
+                if is_changed or rank == voter.rank:
+                    damaged[name] = what if rank == voter.rank else f"{what} (as rank {rank} reads it)"
+                else:
+                    unreached[name] = rank, what
+        # Missing, or cannot be read: it may be that rank's node alone that does not reach it.
+        again = self.lock.verify_files(set(unreached), every_byte=every_byte)
+        damaged |= {name: what for name, what, _ in again}
+        if not damaged:
+            name, (rank, what) = min(unreached.items())
+            raise StorageError(
+                errno.EIO,
+                f"rank {rank} does not see what rank {voter.rank} sees: to it {name} {what}. The checkpoint is whole",
+                str(self.path / name),
+            )
+        names = tuple(sorted(damaged))
+        others = len(names) - 1 + unnamed
+        more = f", and {others} more" if others else ""
+        return CorruptCheckpointError(
+            f"{self.path} does not hold what its manifest says: {names[0]} {damaged[names[0]]}{more}", names
+        )
+
+    def check(self, names: set[str]) -> None:
+        """Not collective: that this rank sees these files, of the size they were saved with."""
+        found = self.lock.verify_files(names, every_byte=False)
+        if found:
+            name, what, _ = min(found)
+            raise CorruptCheckpointError(
+                f"{self.path} does not hold what its manifest says: {name} {what}",
+                tuple(sorted(name for name, _, _ in found)),
+            )
+
+
+@contextlib.contextmanager
+def opened(path: Path, *, step: int | None, readers: Readers) -> Iterator[Opened]:
+    """Collective: the checkpoint at `path`, which has to be of `step`; during the block it stays as it is."""
+    with contextlib.ExitStack() as stack:
+        with readers.voted(f"opening {path.name}") as ballot:
+            checkpoint = Opened(stack.enter_context(held(read_lock(path))), step, readers)
+            # Another one may have come under the name between two ranks' looks at it.
+            ballot.same.append(checkpoint.checksum)
+        yield checkpoint
+
+
+def read_lock(path: Path) -> CheckpointReadLock:
+    """A lock on the checkpoint at `path`.
+
+    Raises `NotFoundError` where none is, or where it is only being written.
+    """
+    if path.name.startswith(".") or path.is_symlink() or not is_file(path / MANIFEST):
+        raise NotFoundError(
+            errno.ENOENT,
+            f"no whole checkpoint is here: what a save under way or cut short leaves has no {MANIFEST}, and "
+            "what torch saved by itself is read by torch.distributed.checkpoint.load",
+            str(path),
+        )
+    return CheckpointReadLock(path)
