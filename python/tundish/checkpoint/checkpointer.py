@@ -362,7 +362,9 @@ class Checkpointer:
                 saved without one only the sizes, with a warning in the log. Floating-point values are converted to the
                 dtype that they find.
 
-        Returns `extra` and the `rank_extra` of every rank that saved, by rank.
+        Returns `extra` and the `rank_extra` of every rank that saved, by rank: a mapping that reads what this rank has
+        not read yet when it is asked for it, and equals, and is pickled as, the dict of all. `dict(rank_extras)` reads
+        all of them now; where the checkpoint is removed before, looking up raises `NotFoundError`.
 
         Raises `NotFoundError` where there is none, `CorruptCheckpointError`, `CheckpointInUseError` where somebody
         locks readers out of it, and `StateMismatchError` where `state_dict` does not fit, on all ranks.

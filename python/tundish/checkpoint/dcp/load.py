@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from tundish.checkpoint.dcp.leaves import Leaves, is_stateful, leaves_of, plain_state
 from tundish.checkpoint.dcp.opened import Opened, Readers, opened
-from tundish.checkpoint.dcp.plan import rank_extra_name
+from tundish.checkpoint.dcp.rankextras import RankExtras
 from tundish.checkpoint.dcp.reader import Reader
-from tundish.checkpoint.dcp.values import from_json
 from tundish.checkpoint.reading import Damaged, ReadOnlyRoot
 from tundish.checkpoint.retention import Checkpoint
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, StateMismatchError
@@ -139,7 +138,7 @@ class _Candidates:
 def _load(state_dict: dict[str, Any], checkpoint: Opened) -> Loaded:
     readers = checkpoint.readers
     with readers.agreed(f"reading what {checkpoint.path} holds"):
-        rank_extras = _rank_extras_of(checkpoint)
+        rank_extras = RankExtras(checkpoint)
         load = _Load(state_dict, checkpoint.path)
         checkpoint.check(load.files())
         if readers.is_first:
@@ -147,22 +146,6 @@ def _load(state_dict: dict[str, Any], checkpoint: Opened) -> Loaded:
     with readers.agreed(f"loading {checkpoint.path}"):
         load.run()
     return checkpoint.extra, rank_extras
-
-
-def _rank_extras_of(checkpoint: Opened) -> dict[int, Any]:
-    recorded = {name: (size, checksum) for name, size, checksum in checkpoint.files}
-    extras: dict[int, Any] = dict.fromkeys(range(checkpoint.savers))
-    for index in extras:
-        name = rank_extra_name(index)
-        if name not in recorded:
-            continue
-        try:
-            extras[index] = from_json(checkpoint.lock.read_file(name, *recorded[name]))
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            if isinstance(error, CorruptCheckpointError):
-                raise
-            raise CorruptCheckpointError(f"{checkpoint.path / name} is damaged: {error!r}", (name,)) from None
-    return extras
 
 
 class _Load:

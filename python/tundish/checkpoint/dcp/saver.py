@@ -110,7 +110,7 @@ def load_dcp(
         verify: read all bytes first, each rank a part of them, and compare their checksums.
         timeout: seconds that ranks wait for each other.
 
-    Returns `extra` and the `rank_extra` of every rank that saved, by rank.
+    Returns `extra` and the `rank_extra` of every rank that saved, by rank, as `Checkpointer.load_dcp` does.
 
     Raises, on all ranks: `NotFoundError` where no whole checkpoint is, `CorruptCheckpointError`, `StateMismatchError`
     where the state dict does not fit. Until then nothing of it is changed.
