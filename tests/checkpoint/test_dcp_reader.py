@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp_worlds import new_saver, save
-from tundish.checkpoint.dcp.reader import Reader
+from tundish.checkpoint.dcp.reader import Reader, _fill
 
 STATE = {
     "rows": torch.arange(60.0).reshape(5, 3, 4),
@@ -118,3 +118,11 @@ def test_what_is_framed_in_another_way_is_left_to_torch(
     load(Reader(tmp_path / "theirs"), {"rows": target})
     assert torch.equal(target, STATE["rows"])
     assert names == ["rows"]
+
+
+def test_nothing_is_read_beyond_the_memory_of_a_tensor(ours: Path) -> None:
+    target = torch.zeros(5, 3, 4)
+    target.untyped_storage().resize_(100)
+    with (ours / "__0_0.distcp").open("rb", buffering=0) as file:
+        assert not _fill(target, file, 0)
+    assert not any(target.untyped_storage())

@@ -130,9 +130,13 @@ def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _fill(tensor: torch.Tensor, file: BinaryIO, start: int) -> bool:
-    """Read the values of a plain tensor; False where the file ends before."""
+    """Read the values of a plain tensor; False where the file ends before, or its memory does."""
     if not tensor.numel():
         return True
+    end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+    if tensor.untyped_storage().nbytes() < end:
+        # Of elements smaller than a byte, or memory that somebody freed.
+        return False
     # What the annotations of numpy leave out: an array has a buffer.
     values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     memory = memoryview(values)
