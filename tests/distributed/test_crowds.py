@@ -26,7 +26,8 @@ MODEST = 100
 class Crowd:
     """`SIZE` ranks of a job on nodes of eight; `requests` counts what they asked of the store, by kind.
 
-    `service`: seconds that the store takes for a request; it serves one after the other.
+    `service`: seconds that the store takes for a request; it serves one after the other. `pause`: a key that it takes
+    so many seconds for.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +36,7 @@ class Crowd:
         self.requests: Counter[str] = Counter()
         self.longest = 0
         self.service = 0.0
+        self.pause = ("", 0.0)
         serving = threading.Lock()
         crowd = self
 
@@ -57,6 +59,9 @@ class Crowd:
                     if crowd.service:
                         with serving:
                             time.sleep(crowd.service)
+                    place, seconds = crowd.pause
+                    if place and arguments[0] == place:
+                        time.sleep(seconds)
                     return getattr(self._store, name)(*arguments)
 
                 return ask
@@ -135,6 +140,37 @@ def test_a_rank_that_is_lost_as_it_ends_a_round_leaves_that_to_the_next_one(crow
     for outcome in outcomes:
         assert isinstance(outcome.problem, VoteTimeoutError)
         assert outcome.problem.ranks == (0,)
+
+
+def test_a_store_that_stands_still_as_it_is_asked_for_a_turn_is_not_taken_for_a_slow_one(
+    crowd: Crowd,
+) -> None:
+    from torch.distributed import PrefixStore
+
+    PrefixStore("votes/crowd", crowd.store).add("1/turns", 1)
+    crowd.pause = "1/turns", 0.4
+    outcomes = crowd.hold(*range(1, SIZE), seconds=0.5)
+    for outcome in outcomes:
+        assert isinstance(outcome.problem, VoteTimeoutError)
+        assert outcome.problem.ranks == (0,)
+
+
+def test_where_the_last_to_arrive_is_lost_and_the_next_one_too_nobody_looks_around_for_that_again(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed import PrefixStore
+
+    store = PrefixStore("votes/crowd", crowd.store)
+    # The last one, and the one whose turn it would have been.
+    store.set("1/vote/0", "")
+    store.add("1/turns", 1)
+    lost = threading.Timer(0.5, store.add, ("1/arrived", 1))
+    monkeypatch.setattr(rounds, "_LOOK_AROUND", 3.0)
+    began = time.monotonic()
+    lost.start()
+    assert not any(outcome.problem for outcome in crowd.hold(*range(1, SIZE)))
+    lost.join()
+    assert time.monotonic() - began < 5.5
 
 
 def test_what_all_ranks_bring_takes_the_first_one_few_requests(crowd: Crowd) -> None:

@@ -46,8 +46,10 @@ _LEAVING_PAUSE = 0.002
 _SHORT_PAUSE = 0.02
 _LONG_PAUSE = 0.1
 # To conclude a round is to look at what the ranks brought. One rank does so, and the next one in line so much later,
-# where that one was lost too: all of them at once would keep the store busy for hours.
+# where that one was lost too: all of them at once would keep the store busy for hours. A store that stood still for a
+# while as it was asked says nothing of how long that one takes, so the next one never waits much longer.
 _TURN_SECONDS = 0.1
+_LONGEST_TURN_SECONDS = 0.5
 # Of statuses that tell of a failure. Where all ranks fail these are the lowest ones', and say what all say.
 _MOST_READ = 64
 # Ranks of whom the store serves whatever they ask without a thought.
@@ -232,43 +234,44 @@ class Protocol:
         crowd = crowd_of(len(self.member.ranks))
         between = (_LOOK_AROUND if self.mates else _LOOK_WHO_CAME) * crowd
         pause, look_around = _FIRST_PAUSE * crowd, current.started + between
+        are_all_there = False
         while True:
             self._watch.wait(pause)
             verdict = self._verdict(current.number)
             if verdict is not None:
                 return verdict
             now = time.monotonic()
-            dead = self._watch.vanished()
-            is_over = bool(dead) or current.interruption is not None or current.abandoned
-            is_late = current.deadline is not None and now >= current.deadline
-            was_told = current.own is not None and now >= current.started + _GATHER_SECONDS
-            if (is_over or is_late or was_told) and self._is_in_turn(current, now):
-                return self._verdict(current.number) or self._conclude(current, dead=dead)
             if now >= look_around:
                 look_around = now + between
                 if not self.mates:
                     self._get_to_know()
                 # The last to arrive may have died before it could write the verdict.
                 tally = self._store.add(f"{current.number}/arrived", 0)
-                if tally % _FAILED >= len(self.member.ranks) and self._is_in_turn(current, now):
-                    return self._verdict(current.number) or self._conclude(current, tally=tally)
+                are_all_there = tally % _FAILED >= len(self.member.ranks)
                 verdict = self._forgotten(current.number)
                 if verdict is not None:
                     return verdict
+            dead = self._watch.vanished()
+            is_over = are_all_there or bool(dead) or current.interruption is not None or current.abandoned
+            is_late = current.deadline is not None and now >= current.deadline
+            was_told = current.own is not None and now >= current.started + _GATHER_SECONDS
+            if (is_over or is_late or was_told) and self._is_in_turn(current):
+                return self._verdict(current.number) or self._conclude(current, dead=dead)
             longest = _SHORT_PAUSE if now < current.started + 2.0 else _LONG_PAUSE
             pause = min(pause * _GROWTH, longest * crowd)
             if current.turn is not None:
                 pause = min(pause, max(_FIRST_PAUSE, current.turn - now))
 
-    def _is_in_turn(self, current: Round, now: float) -> bool:
+    def _is_in_turn(self, current: Round) -> bool:
         """Whether it is this rank's turn to conclude a round that is over."""
         if current.turn is None:
+            now, crowd = time.monotonic(), crowd_of(len(self.member.ranks))
             before = self._store.add(f"{current.number}/turns", 1) - 1
             # Whoever comes before asks about as much as it reads, of a store that may have much to do.
             asking = _MOST_READ * (time.monotonic() - now)
-            turn = max(_TURN_SECONDS * crowd_of(len(self.member.ranks)), asking)
+            turn = min(max(_TURN_SECONDS * crowd, asking), _LONGEST_TURN_SECONDS * crowd)
             current.turn = now + before * turn
-        return now >= current.turn
+        return time.monotonic() >= current.turn
 
     def _conclude(
         self, current: Round, *, tally: int | None = None, dead: frozenset[int] = frozenset()
