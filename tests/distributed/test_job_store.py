@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import pytest
 
+from tundish.distributed import jobstore
 from tundish.distributed.jobstore import JobStore
 
 
@@ -55,3 +57,50 @@ def test_a_connection_that_breaks_is_nobodys_who_comes_after(base: Any) -> None:
     assert second._shared is not first._shared
     second.write("key", "value")
     assert second.read("key") == "value"
+
+
+def test_who_has_a_connection_that_broke_in_other_hands_gets_another_one(base: Any) -> None:
+    class Broken:
+        def set(self, *_: str) -> None:
+            raise ConnectionError("reset by peer")
+
+    first, second, third = (JobStore(base, name) for name in ("first", "second", "third"))
+    for one in (first, second, third):
+        one.connect()
+    second.write("key", "value")
+    first._connection = Broken()
+    with pytest.raises(ConnectionError):
+        first.write("key", "value")
+    for one in (second, third):
+        one.connect()
+        assert one._shared is not first._shared
+    assert second._shared is third._shared
+    assert second.read("key") == "value"
+
+
+def test_a_host_that_does_not_answer_whoever_connects_holds_up_nobody_with_another_store(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch import distributed
+
+    gone = distributed.PrefixStore("gone", base)
+    is_over, is_asked = threading.Event(), threading.Event()
+    second_client = jobstore._second_client
+
+    def connect(to: Any) -> Any:
+        if to is gone:
+            is_asked.set()
+            is_over.wait(60)
+        return second_client(to)
+
+    monkeypatch.setattr(jobstore, "_second_client", connect)
+    waiting = threading.Thread(target=JobStore(gone, "one").connect)
+    waiting.start()
+    assert is_asked.wait(60)
+    other = threading.Thread(target=JobStore(base, "other").connect, daemon=True)
+    other.start()
+    other.join(10)
+    has_connected = not other.is_alive()
+    is_over.set()
+    waiting.join(60)
+    assert has_connected

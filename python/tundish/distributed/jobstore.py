@@ -26,15 +26,15 @@ _AT_ONCE = 256
 
 # By the store that they were made of: the process that made a connection, and the connection as long as it is used.
 _connections: weakref.WeakKeyDictionary[Any, tuple[int, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
-_connecting = threading.Lock()
+_connections_lock = threading.Lock()
 
 
 def _renew_lock() -> None:
-    global _connecting
-    _connecting = threading.Lock()
+    global _connections_lock
+    _connections_lock = threading.Lock()
 
 
-# Another thread of the parent may be connecting.
+# Another thread of the parent may hold it.
 os.register_at_fork(after_in_child=_renew_lock)
 
 
@@ -71,20 +71,36 @@ def store_address(store: Any) -> tuple[str, int] | None:
 
 def _connection_to(base: Any) -> Any:
     """This process's own connection to the TCPStore that `base` is a client of."""
-    with _connecting:
-        process, known = _connections.get(base, (0, None))
-        connection = None if known is None or process != os.getpid() else known()
-        if connection is None:
-            connection = _second_client(base)
-            _connections[base] = os.getpid(), weakref.ref(connection)
+    with _connections_lock:
+        connection = _connected(base)
+    if connection is not None:
         return connection
+    # Without the lock: to connect to a host that is gone takes minutes, and others may have another store by then.
+    made = _second_client(base)
+    with _connections_lock:
+        connection = _connected(base)
+        if connection is None:
+            connection = made
+            _connections[base] = os.getpid(), weakref.ref(connection)
+    return connection
+
+
+def _connected(base: Any) -> Any:
+    """The connection that this process has by now, or None; under the lock."""
+    process, known = _connections.get(base, (0, None))
+    return None if known is None or process != os.getpid() else known()
+
+
+def _is_broken(base: Any, connection: Any) -> bool:
+    """Whether somebody found that this connection is; what holds none never is."""
+    with _connections_lock:
+        return connection is not None and _connected(base) is not connection
 
 
 def _forget(base: Any, connection: Any) -> None:
     """Let nobody else have this connection."""
-    with _connecting:
-        _, known = _connections.get(base, (0, None))
-        if known is not None and known() is connection:
+    with _connections_lock:
+        if connection is not None and _connected(base) is connection:
             del _connections[base]
 
 
@@ -112,8 +128,8 @@ class JobStore:
         self._shared: Any = None
 
     def connect(self) -> None:
-        """Open the connection; does nothing the second time."""
-        if self._connection is not None:
+        """Open the connection, or another one where this one broke since, in whoever's hands."""
+        if self._connection is not None and not _is_broken(self._base, self._shared):
             return
         distributed = distributed_module()
         namespace = self._namespace
