@@ -5,6 +5,7 @@ What always holds: what fails or is interrupted stays noted, and is tried again 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -23,11 +24,12 @@ _HURRIED = 1.0
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Errand:
-    """Something that a worker is to be told, until it was."""
+    """Something that a worker is to be told, until it was. Those of one `note` have the same number."""
 
     worker: Worker
     request: Request
     ids: list[str]
+    note: int
 
 
 class Errands:
@@ -38,6 +40,7 @@ class Errands:
         self._hooks = hooks
         # What began and did not succeed: it failed, or was interrupted.
         self._undone: list[Errand] = []
+        self._notes = itertools.count()
 
     def hurried(self, work: Callable[[], object]) -> None:
         """Do `work` in which nobody is waited for longer than a second."""
@@ -53,7 +56,8 @@ class Errands:
 
     def note(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> list[Errand]:
         """Errands that are tried again at the next step, unless they are carried out before."""
-        errands = [Errand(*one) for one in requests]
+        number = next(self._notes)
+        errands = [Errand(*one, number) for one in requests]
         self._undone += errands
         return errands
 
@@ -90,17 +94,22 @@ class Errands:
 
 
 def _side_by_side(errands: Iterable[Errand]) -> list[list[Errand]]:
-    """What may be done at once, one part after the other: the same of several workers, as when it was tried first.
+    """What may be done at once, one part after the other: the same of several workers, where it was noted together.
 
-    So consumers are still told before owners, and of many that are silent each is not waited for in turn.
+    So consumers are still told before owners, which the end of a step notes apart though it asks the same of them, and
+    of many that are silent each is not waited for in turn.
     """
     parts: list[list[Errand]] = []
     workers: set[Worker] = set()
     for errand in errands:
-        is_alike = bool(parts) and parts[-1][0].request[:2] == errand.request[:2]
+        is_alike = bool(parts) and _is_alike(parts[-1][0], errand)
         if not is_alike or errand.worker in workers:
             parts.append([])
             workers.clear()
         parts[-1].append(errand)
         workers.add(errand.worker)
     return parts
+
+
+def _is_alike(one: Errand, other: Errand) -> bool:
+    return one.note == other.note and one.request[:2] == other.request[:2]

@@ -343,3 +343,32 @@ def test_silent_workers_are_not_waited_for_one_after_the_other_when_tried_again(
             controller.clear_batches(handle)
         assert time.monotonic() - began < 3.0
         assert len(caught.value.workers) == 12
+
+
+def test_consumers_are_told_before_owners_when_tried_again_too() -> None:
+    told_at_last: list[str] = []
+    is_well = threading.Event()
+
+    def worker(name: str) -> Callable[[str], Any]:
+        def answer(path: str) -> Any:
+            if path.endswith("/end"):
+                if not is_well.is_set():
+                    # What is no answer: it is told again.
+                    return []
+                if name == "consumer":
+                    time.sleep(0.3)
+                told_at_last.append(name)
+            return {}
+
+        return answer
+
+    with contextlib.ExitStack() as stack:
+        owner, consumer = (stack.enter_context(FalseWorker(worker(name))) for name in ("owner", "consumer"))
+        workers = [Worker(owner.addr, "rollout"), Worker(consumer.addr, "actor")]
+        controller = stack.enter_context(Controller(workers, timeout=5))
+        handle = rtensor.RTensor(rtensor.TensorShardInfo("x", owner.addr), torch.empty(1, device="meta"))
+        with controller.step(claim=handle):
+            pass
+        is_well.set()
+        controller.clear_batches(handle)
+    assert told_at_last[:2] == ["consumer", "owner"]
