@@ -189,3 +189,23 @@ def test_a_controller_of_a_group_takes_as_many_votes_however_many_ranks_there_ar
         assert job.hear_all() == [([(f"role {rank}", rank) for rank in range(5)],)] * 5
         assert job.hear_all() == [(5, 2)] * 5
         job.expect_end()
+
+
+def one_cannot_serve(rank: int, line: Line) -> None:
+    from tundish import rtensor
+    from tundish.rtensor import steps
+
+    def address() -> str:
+        raise OSError(24, "too many open files")
+
+    if rank == 1:
+        steps.address = address
+    line.say(*outcome(rtensor.Controller.from_group))
+
+
+def test_a_rank_that_cannot_serve_is_named_by_all_who_would_have_it_for_a_worker(tmp_path: Path) -> None:
+    with Job(one_cannot_serve, 3, tmp_path) as job:
+        (first, text, named), (second, *_), (third, *_) = job.hear_all()
+        assert (first, second, third, named) == ("PeerFailedError", "OSError", "PeerFailedError", 1)
+        assert "too many open files" in text
+        job.expect_end()

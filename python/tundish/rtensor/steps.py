@@ -229,12 +229,17 @@ def ranks_of(group: Any, role: str) -> list[Worker]:
     """Collective: where every rank of the group serves, in the group's order, on all ranks alike."""
     from tundish.distributed.groups import membership
 
-    own = json.dumps([address(), role])
     voter = voter_of(group)
     members = membership(group)
+    own = ""
+    error: BaseException | None = None
+    try:
+        own = json.dumps([address(), role])
+    except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+        error = caught
     # Two votes, however many ranks there are: with one for each, a thousand would vote a thousand times.
     what = "tell where a rank serves"
-    gathered = voter.gather(own, what=what)
+    gathered = voter.gather(own, error, what=what)
     together = packed([json.loads(one) for one in gathered]) if gathered else None
     heard = unpacked(voter.pass_on(together, source=voter.ranks[0], what=what))
     workers = [Worker(addr, role, rank) for rank, (addr, role) in zip(members.ranks, heard, strict=True)]
