@@ -16,6 +16,7 @@ import pytest
 import pool_tasks as tasks
 import tundish as td
 from pool_helpers import each_method, until
+from tundish.errors import PoolError
 
 # ---- Many at once ----
 
@@ -91,6 +92,15 @@ def test_shutdown_does_not_wait_for_workers_that_only_start(tmp_path: Path) -> N
     began = time.monotonic()
     pool.shutdown()
     assert time.monotonic() - began < 20
+
+
+def test_many_workers_are_told_to_start_and_to_end() -> None:
+    # More messages than a socket has room for.
+    pool = td.shm.SharedPool(tasks.echo, max_workers=400, mp_context="fork")
+    assert pool.submit(1).result(60) == 1
+    pool.shutdown()
+    with pytest.raises(PoolError, match="is shut down"):
+        pool.submit(1)
 
 
 def test_shutdown_without_waiting_returns_at_once_and_ends_in_the_background() -> None:

@@ -80,6 +80,7 @@ class Supervisor:
         self._waiting = set(range(1, workers)) if is_staged else set()
         self._starting: set[int] = set()
         self._ready: set[int] = set()
+        self._killed: set[int] = set()
         # Of each number, how much of what is tolerated its workers have died in a row before they could work.
         self._stillborn: defaultdict[int, float] = defaultdict(float)
         self._last_words = ""
@@ -140,8 +141,7 @@ class Supervisor:
                     self._end_starts()
                 self._watch()
                 if self._ending is not None and time.monotonic() >= self._ending:
-                    for worker in self._alive():
-                        self._workforce.kill(worker)
+                    self._kill(self._alive())
         except WorkforceLostError as error:
             # Nobody is left to kill workers; they end by themselves.
             self._lifeline.close()
@@ -167,8 +167,13 @@ class Supervisor:
         """End workers that are not ready, which have had no task: imports of seconds would be waited for in vain."""
         # Who has had one said before that it is ready.
         self._hear_all()
-        for worker in self._starting:
+        self._kill(self._starting)
+
+    def _kill(self, workers: set[int]) -> None:
+        """End workers by force, of a pool that ends; each once, as a pipe has no room for a hundred at every death."""
+        for worker in workers - self._killed:
             self._workforce.kill(worker)
+            self._killed.add(worker)
 
     def _watch(self) -> None:
         """Wait for something to happen, and deal with it."""

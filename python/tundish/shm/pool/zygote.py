@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable, Collection
 from multiprocessing.process import BaseProcess
 from typing import Final
@@ -44,6 +45,8 @@ class Zygote:
 
     def __init__(self, work: Callable[[int], None]) -> None:
         self._line = Line()
+        # Of hundreds of workers more than the line has room for: the rest follows when the zygote has said something.
+        self._unsent: deque[bytes] = deque()
         self._pids: dict[int, int] = {}
         context = multiprocessing.get_context("fork")
         self._process = context.Process(
@@ -76,6 +79,7 @@ class Zygote:
             try:
                 message = self._line.parent.recv(_MESSAGE.size)
             except BlockingIOError:
+                self._send()
                 return found
             except OSError:
                 message = b""
@@ -93,8 +97,16 @@ class Zygote:
             end(self._process)
 
     def _tell(self, what: bytes, worker: int) -> None:
+        self._unsent.append(_MESSAGE.pack(what, worker, 0, 0))
+        self._send()
+
+    def _send(self) -> None:
         try:
-            self._line.parent.send(_MESSAGE.pack(what, worker, 0, 0))
+            while self._unsent:
+                self._line.parent.send(self._unsent[0])
+                self._unsent.popleft()
+        except BlockingIOError:
+            return
         except OSError as error:
             raise WorkforceLostError("the process that forks workers is gone") from error
 
