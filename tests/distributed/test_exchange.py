@@ -142,3 +142,32 @@ def test_a_world_of_one_hears_itself() -> None:
         assert voter.pass_on("alone", source=0, what="telling") == "alone"
         with pytest.raises(InvalidInputError, match="told nothing"):
             voter.pass_on(None, source=0, what="telling")
+
+
+def too_much(rank: int, line: Line) -> None:
+    with Voter() as voter, Voter() as other:
+        large = "é" * (5 << 20) if rank == 1 else "é"
+        line.say(*outcome(lambda: voter.gather(large, what="gathering")))
+        line.say(*outcome(lambda: voter.pass_on(large, source=0, what="telling")))
+        # As the name of a file can be.
+        odd = "\udc80" if rank == 1 else "even"
+        line.say(*outcome(lambda: voter.gather(odd, what="gathering")))
+        line.say(*outcome(lambda: voter.vote(what="unequal", same=odd)))
+        line.say(*outcome(lambda: voter.vote(what="equal", same="\udc80")))
+        line.say(*outcome(lambda: other.vote(what="of another voter")))
+
+
+def test_what_no_store_takes_is_refused_before_it_ends_a_connection(tmp_path: Path) -> None:
+    with Job(too_much, 2, tmp_path) as job:
+        for reason in ("10485760 bytes", "10485760 bytes", "is no Unicode"):
+            (first, text, named), (second, own, _) = job.hear_all()
+            assert (first, named, second) == ("PeerFailedError", 1, "InvalidInputError")
+            assert reason in text
+            assert reason in own
+        heard = job.hear_all()
+        assert {kind for kind, _, _ in heard} == {"PeerFailedError"}
+        assert "udc80" in heard[0][1]
+        assert "even" in heard[0][1]
+        assert job.hear_all() == [("", "", None)] * 2
+        assert job.hear_all() == [("", "", None)] * 2
+        job.expect_end()

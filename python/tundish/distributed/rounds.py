@@ -386,8 +386,10 @@ class Protocol:
 
 
 def _brief(same: str) -> str:
-    """What stands for `same` in the store, as long as a line."""
-    if len(same) <= _LONGEST_SAME:
+    """What stands for `same` in the store, as long as a line and of characters that all stores take."""
+    shown = same[: _LONGEST_SAME if len(same) <= _LONGEST_SAME else _LONGEST_SAME // 4]
+    told = shown.encode(errors="backslashreplace").decode()
+    if told == same:
         return same
     digest = hashlib.sha256(same.encode(errors="surrogatepass")).hexdigest()
-    return f"{same[: _LONGEST_SAME // 4]} … ({len(same)} characters, sha256 {digest})"
+    return f"{told} … ({len(same)} characters, sha256 {digest})"

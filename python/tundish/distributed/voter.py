@@ -28,6 +28,8 @@ from tundish.waiting import was_let_go
 __all__ = ["DEFAULT_TIMEOUT", "Voter", "agreed", "build_once_per_node", "vote", "voter_of"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+# Bytes that a server of torch's takes for a value.
+_LONGEST_TEXT = 8 << 20
 
 T = TypeVar("T")
 
@@ -169,7 +171,7 @@ class Voter:
         Returns the values of all ranks in the group's order there, an empty list on the others. They travel
         through the job's store: kilobytes, not megabytes.
 
-        Raises what `vote` raises.
+        Raises what `vote` raises, and `InvalidInputError` for more than 8 MiB (a status: the others are told).
         """
         gathered = self._hold(error, what, timeout, brought=value).gathered
         return [value] if self._channel is None else list(gathered)
@@ -195,7 +197,8 @@ class Voter:
 
         Returns the text of `source`. It travels through the job's store: kilobytes, not megabytes.
 
-        Raises what `vote` raises, and `InvalidInputError` where the source told nothing.
+        Raises what `vote` raises, and `InvalidInputError` where the source told nothing, or for more than 8 MiB (a
+        status: the others are told).
         """
         heard = self._hold(error, what, timeout, told=text, source=source).heard
         if self._channel is None:
@@ -223,6 +226,9 @@ class Voter:
         if error is None and same is not None:
             error = _no_text(same, what)
         if self._channel is not None:
+            refusal = _refusal_to_carry(brought if told is None else told, what)
+            if refusal is not None:
+                brought, told, error = None, None, error or refusal
             outcome = self._channel.hold(
                 error, what, seconds, same=same, brought=brought, told=told, source=source, note=note
             )
@@ -298,6 +304,20 @@ def _no_text(same: Any, what: str) -> TundishError | None:
         return InvalidTypeError(f"{what}: same must be a text, not of type {type(same).__name__}")
     return (
         None if same else InvalidInputError(f"{what}: an empty text was given as same; give what to compare")
+    )
+
+
+def _refusal_to_carry(text: str | None, what: str) -> TundishError | None:
+    """What is wrong with a text that is to travel: the store would end the connection that all voters here share."""
+    try:
+        size = 0 if text is None else len(text.encode())
+    except UnicodeEncodeError as error:
+        return InvalidInputError(f"{what}: a text was given that is no Unicode ({error}): give it as JSON")
+    if size <= _LONGEST_TEXT:
+        return None
+    return InvalidInputError(
+        f"{what}: a text of {size} bytes was given, and the job's store takes no more than {_LONGEST_TEXT}: share what "
+        "is so large in another way"
     )
 
 
