@@ -13,11 +13,13 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tundish.checkpoint import Checkpointer, open_readonly
+from tundish.checkpoint.reading import ReadOnlyRoot
 from tundish.errors import CorruptCheckpointError, NotFoundError
 
 
@@ -98,6 +100,26 @@ def test_where_nothing_is_whole_nothing_begins_anew_by_itself(root: Path) -> Non
         checkpointer.discard_after(0)
         checkpointer.save_hf(100, tensors(100), blocking=True)
     assert (root / "discarded-hf-200").is_dir()
+
+
+def test_what_takes_the_place_of_the_newest_as_that_is_looked_for_is_loaded(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = (root / "dcp-200").rename(tmp_path / "newer")
+    survey = ReadOnlyRoot.survey
+
+    def late(self: ReadOnlyRoot, kind: Any = None) -> Any:
+        found = survey(self, kind)
+        if newer.exists():
+            # As a save does that keeps the last one.
+            newer.rename(root / "dcp-200")
+            shutil.rmtree(root / "dcp-100")
+        return found
+
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        monkeypatch.setattr(ReadOnlyRoot, "survey", late)
+        extra, _ = checkpointer.load_dcp(tensors(0))
+    assert extra["step"] == 200
 
 
 def test_a_checkpoint_that_goes_while_it_is_verified_is_not_called_damaged(root: Path) -> None:

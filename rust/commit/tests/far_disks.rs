@@ -5,6 +5,7 @@
 
 #![expect(clippy::disallowed_methods, reason = "the tests play people and other machines")]
 
+use std::cell::Cell;
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::ops::Range;
@@ -31,6 +32,11 @@ const DEAF: FarDisk = FarDisk { lock: Lock::Taken, has_renames: true };
 /// There are none.
 const LOCKLESS: FarDisk = FarDisk { lock: Lock::Unknown, has_renames: true };
 const PLAIN: FarDisk = FarDisk { lock: Lock::Taken, has_renames: false };
+
+thread_local! {
+    /// What happens elsewhere right after this thread has listed a folder.
+    static AFTER_LISTING: Cell<Option<Box<dyn FnOnce()>>> = const { Cell::new(None) };
+}
 
 type Folder = <RealDisk as Disk>::Folder;
 type File = <RealDisk as Disk>::File;
@@ -60,7 +66,6 @@ impl Disk for FarDisk {
         fn open_file_for_writing(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
         fn open_file_for_direct_writing(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<File>>;
         fn open_or_create_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
-        fn list(folder: &Folder, path: &Path) -> Outcome<Vec<OsString>>;
         fn look_at(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<Status>>;
         fn folder_status(folder: &Folder, path: &Path) -> Outcome<Status>;
         fn file_status(file: &File, path: &Path) -> Outcome<Status>;
@@ -82,6 +87,14 @@ impl Disk for FarDisk {
         fn rename(from: (&Folder, &OsStr), to: (&Folder, &OsStr), path: &Path) -> Outcome<()>;
         fn remove_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
         fn remove_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
+    }
+
+    fn list(&self, folder: &Folder, path: &Path) -> Outcome<Vec<OsString>> {
+        let found = RealDisk.list(folder, path);
+        if let Some(elsewhere) = AFTER_LISTING.take() {
+            elsewhere();
+        }
+        found
     }
 
     fn is_local(&self, _folder: &Folder) -> bool {
@@ -328,4 +341,17 @@ fn without_the_renames_of_linux_checkpoints_are_published_and_not_overwritten() 
     assert!(!names.iter().any(|name| name.to_string_lossy().contains("incomplete")), "{names:?}");
     let watched = ReadonlyRoot::open(PLAIN, folder.path()).unwrap();
     assert!(watched.list().unwrap().is_empty());
+}
+
+#[test]
+fn what_takes_the_place_of_the_newest_as_that_is_looked_for_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
+    save(&root, 1, false).unwrap();
+    let watcher = ReadonlyRoot::open(DEAF, folder.path()).unwrap();
+    AFTER_LISTING.set(Some(Box::new(move || {
+        save(&root, 2, false).unwrap();
+        root.remove(Kind::Hf, 1).unwrap();
+    })));
+    assert_eq!(watcher.latest(Kind::Hf).unwrap(), Some(folder.path().join("hf-2")));
 }

@@ -107,25 +107,29 @@ class _Candidates:
 
         Raises `CorruptCheckpointError` where all were passed over.
         """
-        if self._left is None:
-            whole, damaged = self._view.survey("dcp")
-            self._left = sorted([*whole, *damaged], key=lambda one: one.step)
-        while self._left:
-            one = self._left.pop()
-            if isinstance(one, Damaged):
-                problem = CorruptCheckpointError(f"{one.path} is no whole checkpoint: {one.reason}")
-                self.pass_over(one.step, problem)
-                continue
-            # Else it was removed meanwhile.
-            with contextlib.suppress(NotFoundError):
-                kept.enter_context(self._view.reading(one.step, "dcp"))
-                return one.step
-        if self._problems:
-            raise CorruptCheckpointError(
-                f"no DCP checkpoint under {self._view.path} is whole: {'; '.join(self._problems)}. Nothing starts "
-                "anew by itself: move them away to do so"
-            )
-        return None
+        while True:
+            if self._left is None:
+                whole, damaged = self._view.survey("dcp")
+                self._left = sorted([*whole, *damaged], key=lambda one: one.step)
+            while self._left:
+                one = self._left.pop()
+                if isinstance(one, Damaged):
+                    problem = CorruptCheckpointError(f"{one.path} is no whole checkpoint: {one.reason}")
+                    self.pass_over(one.step, problem)
+                    continue
+                # Else it was removed meanwhile.
+                with contextlib.suppress(NotFoundError):
+                    kept.enter_context(self._view.reading(one.step, "dcp"))
+                    return one.step
+            if self._problems:
+                raise CorruptCheckpointError(
+                    f"no DCP checkpoint under {self._view.path} is whole: {'; '.join(self._problems)}. Nothing starts "
+                    "anew by itself: move them away to do so"
+                )
+            # Where all were removed, then for one that was published since they were looked for.
+            if self._view.latest("dcp") is None:
+                return None
+            self._left = None
 
     def pass_over(self, step: int, problem: CorruptCheckpointError) -> None:
         """Say that this one is not loaded, and why."""

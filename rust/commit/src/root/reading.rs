@@ -315,15 +315,23 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     /// # Errors
     /// As [`list`](ReadonlyRoot::list).
     pub fn latest(&self, kind: Kind) -> Result<Option<PathBuf>, CommitError> {
-        let mut steps: Vec<Key> = self.root.list()?.into_iter().filter_map(|name| key_of(&name)).collect();
-        steps.retain(|(found, _)| *found == kind);
-        steps.sort_unstable();
-        for key in steps.into_iter().rev() {
-            if let Some(Ok(published)) = self.examine(key)? {
-                return Ok(Some(published.checkpoint.path));
+        loop {
+            let mut steps: Vec<Key> = self.root.list()?.into_iter().filter_map(|name| key_of(&name)).collect();
+            steps.retain(|(found, _)| *found == kind);
+            steps.sort_unstable();
+            let mut is_any_gone = false;
+            for key in steps.into_iter().rev() {
+                match self.examine(key)? {
+                    Some(Ok(published)) => return Ok(Some(published.checkpoint.path)),
+                    Some(Err(_)) => {}
+                    None => is_any_gone = true,
+                }
+            }
+            // What is gone went mostly for one that was published after these were listed.
+            if !is_any_gone {
+                return Ok(None);
             }
         }
-        Ok(None)
     }
 
     /// As [`Root::read_lock`].
