@@ -43,7 +43,8 @@ from tundish.scatter.reading import Reading, Tail, length_of, rounds_of, tell_ep
 from tundish.scatter.scatterer import Scatterer
 from tundish.scatter.sharding import refuse_sharded
 from tundish.scatter.standing import Standing, as_count
-from tundish.scatter.stops import Stops, wait_for_telling
+from tundish.scatter.stops import Stops
+from tundish.scatter.telling import wait_for_telling
 
 __all__ = ["DispatchLoader", "LoaderStats"]
 
@@ -177,7 +178,9 @@ class DispatchLoader(Generic[T_co]):
             self._length, name = json.loads(heard)
             self._scatterer = Scatterer(voter, place, timeout=timeout, in_loop=True)
         self._timeout = timeout.total_seconds()
-        self._stops = None if job.store is None else Stops(job.store, name, place.rank)
+        # While its loader is read every source watches; behind the end of the data all ranks may.
+        watchers = len(job.ranks) // len(place.ranks) if self._is_source else len(job.ranks)
+        self._stops = None if job.store is None else Stops(job.store, name, place.rank, watchers=watchers)
         self._is_closed = False
         _open.add(self)
 
