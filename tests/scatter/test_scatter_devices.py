@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import tundish as td
 from rank_processes import Job, Line, outcome
+from tundish.scatter import direct
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.direct import Direct
 from tundish.scatter.place import place_of
@@ -241,6 +242,61 @@ def test_batches_go_from_device_to_device_between_nodes(tmp_path: Path) -> None:
         job.expect_end()
 
 
+def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
+    """As above, where the receiver takes the second GPU for its own and says so in the call alone."""
+    with td.distributed.Voter() as voter:
+        scatterer = Scatterer(
+            voter,
+            place_of(None, 0),
+            timeout=timedelta(seconds=20),
+            shared_memory=False,
+            direct=("cpu", "gloo"),
+        )
+    host, made_on = torch.device("cpu"), []
+    empty, zeros = torch.empty, torch.zeros
+
+    def noted(make: Any) -> Any:
+        def on_host(*arguments: Any, device: Any = None, **options: Any) -> Any:
+            if torch.device(device or "cpu").type == "cuda":
+                made_on.append(device)
+            return make(*arguments, **options)
+
+        return on_host
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            assert scatterer._ways is not None and scatterer._ways.direct is not None
+            patch.setattr(scatterer._ways.direct, "kind", "cuda")
+            patch.setattr(torch.cuda, "current_device", lambda: 0)
+            patch.setattr(torch, "empty", noted(empty))
+            patch.setattr(torch, "zeros", noted(zeros))
+        # Where it wants to have a batch later on is another matter: between the two there is one communicator.
+        for number, wanted in enumerate(["cuda:1", "cuda:1", None, "cuda:0"]):
+            if rank == 0:
+                scatterer.give([None, make(number)], host)
+                continue
+            arrival = scatterer.take(None if wanted is None else torch.device(wanted))
+            assert isinstance(arrival, Arrival)
+            check(arrival.build(None), number, "cpu")
+    assert rank == 0 or (len(made_on) > 4 and set(made_on) == {torch.device("cuda", 1)}), made_on
+    scatterer.close()
+
+
+def test_what_comes_from_device_to_device_goes_to_the_one_that_the_call_names(tmp_path: Path) -> None:
+    with Job(to_another_device_than_the_current_one, 2, tmp_path) as job:
+        job.expect_end()
+
+
+@pytest.mark.parametrize("wanted", [None, "cpu", "cuda"])
+def test_a_call_that_names_no_device_gets_it_on_the_current_one(
+    wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "make_group", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    way = Direct("cuda", "nccl", (0, 1), timedelta(seconds=20))
+    assert way.device_for(None if wanted is None else torch.device(wanted)) == torch.device("cuda", 3)
+
+
 def over_nccl(rank: int, line: Line) -> None:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     device = torch.device("cuda", torch.cuda.current_device())
@@ -258,4 +314,27 @@ def over_nccl(rank: int, line: Line) -> None:
 @pytest.mark.needs_gpu(2)
 def test_batches_go_between_nodes_over_nccl(tmp_path: Path) -> None:
     with Job(over_nccl, 2, tmp_path) as job:
+        job.expect_end()
+
+
+def over_nccl_without_a_current_device(rank: int, line: Line) -> None:
+    device = torch.device("cuda", rank)
+    os.environ |= {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    group = dist.new_group(backend="nccl")
+    for number in range(3):
+        given = [make(number + 100 * other) for other in range(2)] if rank == 0 else None
+        mine = td.scatter_batch(given, group=group, device=device)
+        check(mine, number + 100 * rank, "cuda")
+        assert mine["pixels"].device == device
+    assert torch.cuda.current_device() == 0
+    assert rank == 0 or torch.cuda.memory_reserved(0) == 0
+    # Where a batch is wanted on another one it is copied there: between the two ranks nothing changes.
+    mine = td.scatter_batch([make(7), make(8)] if rank == 0 else None, group=group, device="cuda:0")
+    check(mine, 7 + rank, "cuda")
+    assert mine["pixels"].device == torch.device("cuda", 0)
+
+
+@pytest.mark.needs_gpu(2)
+def test_a_batch_comes_over_nccl_to_the_device_that_the_call_names(tmp_path: Path) -> None:
+    with Job(over_nccl_without_a_current_device, 2, tmp_path) as job:
         job.expect_end()

@@ -5,6 +5,8 @@ Owns a group of the source and those ranks. What always holds:
 1. It is used on the caller's thread only, as NCCL and HCCL want it.
 2. The head of a batch has come another way before, and all that may fail on the source is done by then.
 3. What is sent lives until the device has sent it.
+4. It begins and ends on one device of each rank: with another one a communicator would have to be made, for which all
+   members would be waited for.
 """
 
 from __future__ import annotations
@@ -56,11 +58,25 @@ class Direct:
         self._group = make_group(distributed_module(), members, name, timeout, backend)
         self._source = members[0]
         self._has_met = False
+        self._device: torch.device | None = None
         self._sent: list[Tensor] = []
 
-    def load(self, departure: Departure, device: torch.device) -> Tensor:
-        """The bytes of a batch on `device`, shape (size,), uint8."""
-        layout = departure.schema.layout
+    def device_for(self, wanted: torch.device | None) -> torch.device:
+        """This rank's device on this way: the one that is `wanted` first, else the caller's current one.
+
+        What is on other devices, or wanted there, is copied.
+        """
+        if self._device is None:
+            any_of_kind = torch.device(self.kind)
+            device = wanted if wanted is not None and wanted.type == self.kind else any_of_kind
+            if device == any_of_kind and self.kind != "cpu":
+                device = torch.device(self.kind, torch.get_device_module(device).current_device())
+            self._device = device
+        return self._device
+
+    def load(self, departure: Departure, wanted: torch.device) -> Tensor:
+        """The bytes of a batch, shape (size,), uint8; `wanted`: as `device_for` has it."""
+        device, layout = self.device_for(wanted), departure.schema.layout
         if departure.is_plain and self.kind != "cpu":
             # Together, in one transfer that goes on while the caller does.
             pinned = torch.empty(departure.size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -72,25 +88,25 @@ class Direct:
             place.copy_(tensor, non_blocking=tensor.is_pinned())
         return buffer
 
-    def send(self, buffers: Mapping[int, Tensor], device: torch.device) -> None:
+    def send(self, buffers: Mapping[int, Tensor], wanted: torch.device) -> None:
         """Send what `load` made, by rank; to all of those who were told of it."""
-        self.meet(device)
+        self.meet(wanted)
         distributed = distributed_module()
         self._exchange([(distributed.isend, buffer, rank) for rank, buffer in buffers.items()])
         # The device may be at it when this returns; it is through with these when it sends the next ones.
         self._sent = list(buffers.values())
 
-    def receive(self, size: int, device: torch.device) -> Tensor:
+    def receive(self, size: int, wanted: torch.device | None) -> Tensor:
         """What the source sends this rank, shape (size,), uint8."""
-        self.meet(device)
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self.meet(wanted)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device_for(wanted))
         self._exchange([(distributed_module().irecv, buffer, self._source)])
         return buffer
 
-    def meet(self, device: torch.device) -> None:
+    def meet(self, wanted: torch.device | None) -> None:
         """Collective over the members, once: a communicator's first operation is one that all take part in."""
         if not self._has_met:
-            distributed_module().all_reduce(torch.zeros(1, device=device), group=self._group)
+            distributed_module().all_reduce(torch.zeros(1, device=self.device_for(wanted)), group=self._group)
             self._has_met = True
 
     def _exchange(self, operations: list[tuple[Any, Tensor, int]]) -> None:

@@ -60,6 +60,8 @@ class Scatterer(Member):
 
     # A message of a round that is still to come.
     _early: tuple[Head, Arrival | str] | None = None
+    # The device to which the round is to go, on a receiver.
+    _wanted_on: torch.device | None = None
 
     # On the source.
 
@@ -295,6 +297,7 @@ class Scatterer(Member):
             TimedOutError: the source gave nothing in time.
         """
         self._begin()
+        self._wanted_on = device
         ready: Arrival | str = ""
         while True:
             message, self._early = self._early, None
@@ -374,13 +377,10 @@ class Scatterer(Member):
 
     def _fetched(self, direct: Direct, head: Head, content: Arrival | str) -> Arrival | str:
         """What came, with the tensors that come from device to device."""
-        device = torch.device(direct.kind)
-        if direct.kind != "cpu":
-            device = torch.device(direct.kind, torch.get_device_module(device).current_device())
         if not isinstance(content, Arrival):
-            direct.meet(device)
+            direct.meet(self._wanted_on)
             return content
-        return content._replace(on_device=direct.receive(head.size, device))
+        return content._replace(on_device=direct.receive(head.size, self._wanted_on))
 
     def _pass_on(self, lanes: list[NearLane], head: Head, content: Arrival | str) -> Arrival | str:
         """Give those who get it from this rank what came; what this rank then has of it."""
