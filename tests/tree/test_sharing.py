@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,11 @@ from sameness import assert_same
 class Unknown:
     def __init__(self, inside: Any) -> None:
         self.inside = inside
+
+
+@dataclasses.dataclass
+class Known:
+    inside: Any
 
 
 def trip(obj: Any, elsewhere: Elsewhere) -> Any:
@@ -100,6 +106,20 @@ def test_containers_arrays_and_unknown_objects_are_shared_too(elsewhere: Elsewhe
     obj = {"a": [inner, array, numbers, parameter, date], "b": (inner, array, numbers, parameter, date)}
     back = trip(obj, elsewhere)
     assert all(one is other for one, other in zip(back["a"], back["b"], strict=True))
+
+
+def test_a_container_is_one_in_all_unknown_objects_and_one_outside(elsewhere: Elsewhere) -> None:
+    """As docs/tree.md has it: two in all, of the same tensors and arrays."""
+    inner = {"deep": [torch.ones(2)], "array": np.arange(3)}
+    obj = [inner, Unknown(inner), Unknown([inner]), inner, Known(inner)]
+    assert carried(obj) == 32
+    back = elsewhere.there_and_back(obj)
+    outside, first, second, again, known = back
+    assert outside is again is known.inside and first.inside is second.inside[0] is not outside
+    assert first.inside["deep"] is not outside["deep"]
+    assert first.inside["deep"][0] is outside["deep"][0] and first.inside["array"] is outside["array"]
+    assert_same([inner, obj[4]], [outside, known])
+    assert_same(obj[1:3], [first, second])
 
 
 def test_a_tensor_in_an_unknown_object_is_shared_with_those_outside(elsewhere: Elsewhere) -> None:
