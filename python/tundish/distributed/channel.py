@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 from tundish.distributed.groups import Meeting, Membership, unused_name
 from tundish.distributed.rounds import LINGER_SECONDS, Protocol, Round, crowd_of
@@ -53,6 +54,8 @@ class Channel:
         self.member = member
         # What the last round came to on this rank, also where something ended its caller's wait; None where it failed.
         self.last_outcome: Outcome | None = None
+        # What tells, in rounds to come, which other member will not be in them, and why; None where nothing does.
+        self.missed: Callable[[], Failure | None] | None = None
         self._name = unused_name(member.name, member.ranks)
         self._process = os.getpid()
         self._number = 0
@@ -118,6 +121,7 @@ class Channel:
                 told=told,
                 source=source,
                 note=note,
+                missed=self.missed,
                 started=now,
                 deadline=None if seconds is None else now + seconds,
             )

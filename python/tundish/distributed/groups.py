@@ -86,10 +86,11 @@ def membership(group: Any) -> Membership:
     rank = distributed.get_rank()
     if group is None:
         group = distributed.group.WORLD
-    try:
-        ranks = tuple(distributed.get_process_group_ranks(group))
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
-        ranks = ()  # also what torch hands to ranks that are not in the group they made
+    ranks: tuple[int, ...] = ()
+    # Else it is what torch hands to ranks that are not in the group they made, or something that it takes for None.
+    if isinstance(group, distributed.ProcessGroup):
+        with contextlib.suppress(AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+            ranks = tuple(distributed.get_process_group_ranks(group))
     if rank not in ranks:
         raise InvalidInputError(
             f"rank {rank} is not a member of the given group ({group!r}), or the group was destroyed: only "

@@ -21,6 +21,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tundish.distributed.groups import Membership
@@ -82,6 +83,7 @@ class Round:
     told: str | None
     source: int | None
     note: bool
+    missed: Callable[[], Failure | None] | None
     started: float
     deadline: float | None
     gathered: list[str] = field(default_factory=list)
@@ -235,6 +237,7 @@ class Protocol:
         between = (_LOOK_AROUND if self.mates else _LOOK_WHO_CAME) * crowd
         pause, look_around = _FIRST_PAUSE * crowd, current.started + between
         are_all_there = False
+        missed: Failure | None = None
         while True:
             self._watch.wait(pause)
             verdict = self._verdict(current.number)
@@ -251,12 +254,14 @@ class Protocol:
                 verdict = self._forgotten(current.number)
                 if verdict is not None:
                     return verdict
+                if current.missed is not None:
+                    missed = current.missed()
             dead = self._watch.vanished()
-            is_over = are_all_there or bool(dead) or current.interruption is not None or current.abandoned
+            is_over = are_all_there or bool(dead or missed or current.interruption or current.abandoned)
             is_late = current.deadline is not None and now >= current.deadline
             was_told = current.own is not None and now >= current.started + _GATHER_SECONDS
             if (is_over or is_late or was_told) and self._is_in_turn(current):
-                return self._verdict(current.number) or self._conclude(current, dead=dead)
+                return self._verdict(current.number) or self._conclude(current, dead=dead, missed=missed)
             longest = _SHORT_PAUSE if now < current.started + 2.0 else _LONG_PAUSE
             pause = min(pause * _GROWTH, longest * crowd)
             if current.turn is not None:
@@ -274,11 +279,16 @@ class Protocol:
         return time.monotonic() >= current.turn
 
     def _conclude(
-        self, current: Round, *, tally: int | None = None, dead: frozenset[int] = frozenset()
+        self,
+        current: Round,
+        *,
+        tally: int | None = None,
+        dead: frozenset[int] = frozenset(),
+        missed: Failure | None = None,
     ) -> Verdict:
         """Write what this rank knows as the verdict; returns the one that was written first.
 
-        `tally`: of the round, where all ranks are in it.
+        `tally`: of the round, where all ranks are in it. `missed`: of a rank that will not be.
         """
         number, store = current.number, self._store
         votes = {f"{number}/vote/{rank}": rank for rank in self.member.ranks}
@@ -304,13 +314,15 @@ class Protocol:
                 elif status:
                     told[rank] = Failure.from_json(status)
             failures |= told
+        if missed is not None:
+            failures.setdefault(missed.rank, missed)
         if current.interruption is not None:
             failures[self.member.rank] = current.interruption
         if current.abandoned:
             # The store could not be read in time; who else was silent cannot be told.
             missing = set() if self.host is None else {self.host}
         verdict = Verdict.bounded(
-            complete=not (missing or dead or current.interruption or current.abandoned),
+            complete=not (missing or dead or missed or current.interruption or current.abandoned),
             failures=list(failures.values()),
             failed=failed,
             silent=[] if failures else sorted(missing),

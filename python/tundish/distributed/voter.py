@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 from tundish.distributed.channel import Channel
 from tundish.distributed.groups import Meeting, Membership, membership, seconds_of
 from tundish.distributed.jobstore import distributed_module
-from tundish.distributed.verdict import Outcome
+from tundish.distributed.verdict import Failure, Outcome
 from tundish.distributed.watch import node_identity
 from tundish.errors import InvalidInputError, InvalidTypeError, TundishError, listed
 from tundish.waiting import was_let_go
@@ -135,6 +135,21 @@ class Voter:
         Once a rank failed, the others are given half a second more to name their own failures.
         """
         return self._hold(error, what, timeout, same=same, note=note).is_noted
+
+    @contextlib.contextmanager
+    def heeding(self, missed: Callable[[], Failure | None]) -> Iterator[None]:
+        """A block in whose votes this rank, while it waits, asks now and then which other one will not come, and why.
+
+        `missed`: what tells it, on another thread; None as long as all may. A vote then fails as if that rank had.
+        """
+        if self._channel is None:
+            yield
+            return
+        before, self._channel.missed = self._channel.missed, missed
+        try:
+            yield
+        finally:
+            self._channel.missed = before
 
     def note_in_spite_of_interrupt(self) -> bool | None:
         """What the last vote would have returned, had Ctrl-C not ended its wait; None where it failed.

@@ -19,7 +19,8 @@ from tundish.errors import InvalidInputError
 from tundish.scatter.arrival import Arrival, device_of, on_device
 from tundish.scatter.member import ScatterStats
 from tundish.scatter.opening import open_scatterer
-from tundish.scatter.place import count_refused, place_of, process_group, source_number
+from tundish.scatter.place import place_of, process_group, source_number
+from tundish.scatter.refusals import is_no_members, refuse
 from tundish.scatter.scatterer import Scatterer
 from tundish.tree.describing import describe
 
@@ -48,6 +49,9 @@ def scatter_batch(
             Then the ranks of all their groups make the call; the source is rank `src` of the group in which the first
             ranks of `replicate` are.
         device: to which the tensors go (None: they are in host memory).
+
+    A rank that calls with what is no group is named on those who wait for it as the group meets; one that calls with
+    another group, or with torch's number for a group that it is not in, when their timeout is over.
 
     Returns this rank's batch, or None; on the source the very object. A batch is its receiver's own: it may be
     written to, and never changes otherwise.
@@ -99,14 +103,10 @@ def _scatterer_of(group: Any, src: Any, replicate: Any) -> Scatterer:
     try:
         group = process_group(group)
         # Those who are not in a group have a number in its place, and no round of it.
-        if not (
-            group is None
-            or isinstance(group, distributed.ProcessGroup)
-            or group == distributed.GroupMember.NON_GROUP_MEMBER
-        ):
+        if not (group is None or is_no_members(group) or _is_in_use(group)):
             membership(group)
-    except Exception:
-        count_refused()
+    except Exception as error:
+        refuse(group, error)
         with _lock:
             known = [scatterer for one in _scatterers.values() for scatterer in one.values()]
         _end(known, "its group")
@@ -128,7 +128,7 @@ def _scatterer_of(group: Any, src: Any, replicate: Any) -> Scatterer:
         if len(found) == 1:
             next(iter(found.values())).fail(error)
         if not found:
-            count_refused()
+            refuse(replicate, error)
         _end(list(found.values()), "its src or replicate")
         raise
     made = open_scatterer(group, src, replicate)
@@ -138,6 +138,11 @@ def _scatterer_of(group: Any, src: Any, replicate: Any) -> Scatterer:
         _scatterers.setdefault(key, {})[source_number(src), others] = made
     weakref.finalize(key, made.close).atexit = False
     return made
+
+
+def _is_in_use(group: Any) -> bool:
+    """Whether there is a scatter of this group already."""
+    return isinstance(group, distributed_module().ProcessGroup) and group in _scatterers
 
 
 def _end(scatterers: list[Scatterer], refused: str) -> None:

@@ -35,10 +35,9 @@ from tundish.scatter.ahead import Ahead, Inline, Rounds
 from tundish.scatter.arrival import device_of
 from tundish.scatter.meeting import limit_of
 from tundish.scatter.member import ScatterStats
-from tundish.scatter.opening import taking_part
+from tundish.scatter.opening import group_of, taking_part
 from tundish.scatter.passage import FORKED, Passage
 from tundish.scatter.passes import Pass, ReceiverPass, SourcePass, Start
-from tundish.scatter.place import process_group
 from tundish.scatter.reading import Reading, Tail, length_of, rounds_of, tell_epoch
 from tundish.scatter.scatterer import Scatterer
 from tundish.scatter.sharding import refuse_sharded
@@ -149,7 +148,7 @@ class DispatchLoader(Generic[T_co]):
         """Whether the batch that was handed out last was there before (`tail="pad"`)."""
         what = "making a DispatchLoader"
         job = membership(None)
-        with taking_part(process_group(group), src, process_group(replicate, "replicate")) as joined:
+        with taking_part(group_of(group), src, group_of(replicate, "replicate")) as joined:
             voter, place, timeout = joined
             self._is_source = place.rank == place.source
             error = None

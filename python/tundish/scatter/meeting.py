@@ -31,7 +31,8 @@ from tundish.scatter.calling import Calls, call, greeted
 from tundish.scatter.direct import Direct
 from tundish.scatter.far import Courier, FarEnd, FarLane
 from tundish.scatter.near import NearEnd, NearLane
-from tundish.scatter.place import Place, refused_calls
+from tundish.scatter.place import Place
+from tundish.scatter.refusals import refused_calls
 
 __all__ = ["Ways", "limit_of"]
 
@@ -146,9 +147,9 @@ class Ways:
         place, timeout = self._place, self._timeout
         is_source = place.rank == place.source
         what = "meeting of a scatter"
-        same = f"{place.source} of {place.ranks} for {place.batch_of}"
-        if refused_calls():
-            same += f" after {refused_calls()} calls that were refused for their group"
+        # Of many ranks messages show the beginning.
+        after = f" after {refused_calls()} calls that were refused for their group" if refused_calls() else ""
+        same = f"source {place.source}{after}, of {place.ranks} for {place.batch_of}"
         with contextlib.ExitStack() as stack:
             near, listener, calls = None, None, None
             # Nobody knows yet who is called, but whoever has no descriptors for it has to say so.

@@ -14,10 +14,20 @@ from tundish.distributed import DEFAULT_TIMEOUT, Voter, voter_of
 from tundish.distributed.jobstore import distributed_module
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.scatter.direct import direct_backend
-from tundish.scatter.place import Place, place_of, replicated_place_of
+from tundish.scatter.place import Place, place_of, process_group, replicated_place_of
+from tundish.scatter.refusals import heeding, refuse
 from tundish.scatter.scatterer import Scatterer
 
-__all__ = ["open_scatterer", "taking_part"]
+__all__ = ["group_of", "open_scatterer", "taking_part"]
+
+
+def group_of(group: Any, what: str = "group") -> Any:
+    """As `process_group`; where it cannot be told what is meant, whoever waits for this rank hears of it."""
+    try:
+        return process_group(group, what)
+    except Exception as error:
+        refuse(group, error)
+        raise
 
 
 @contextlib.contextmanager
@@ -28,18 +38,33 @@ def taking_part(group: Any, src: Any, replicate: Any) -> Iterator[tuple[Voter, P
     """
     timeout = timeout_of(group)
     if replicate is None:
-        voter = voter_of(group)
-        try:
-            place = place_of(group, src)
-        except (InvalidInputError, InvalidTypeError) as error:
-            # The others are at the first vote of the block.
-            voter.vote(error, what="finding the source", timeout=timeout)
-            raise
-        yield voter, place, timeout
+        voter = _voter_of(group)
+        with heeding(voter):
+            try:
+                place = place_of(group, src)
+            except (InvalidInputError, InvalidTypeError) as error:
+                # The others are at the first vote of the block.
+                voter.vote(error, what="finding the source", timeout=timeout)
+                raise
+            yield voter, place, timeout
         return
-    place = replicated_place_of(group, src, replicate, timeout=timeout)
-    with Voter.among(place.ranks, timeout=timeout) as voter:
+    mates, beside = _voter_of(replicate), None
+    # Those who get the same hear of a group that is none from this rank itself.
+    with contextlib.suppress(InvalidInputError, InvalidTypeError):
+        beside = _voter_of(group)
+    with heeding(mates) if beside is None else heeding(mates, beside):
+        place = replicated_place_of(group, src, mates, beside, timeout=timeout)
+    with Voter.among(place.ranks, timeout=timeout) as voter, heeding(voter):
         yield voter, place, timeout
+
+
+def _voter_of(group: Any) -> Voter:
+    try:
+        return voter_of(group)
+    except Exception as error:
+        # Those who are in the right one wait for this rank.
+        refuse(group, error)
+        raise
 
 
 def open_scatterer(group: Any, src: Any, replicate: Any = None, *, shared_memory: bool = True) -> Scatterer:

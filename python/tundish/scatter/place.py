@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from tundish.distributed import Voter, voter_of
+from tundish.distributed import Voter
 from tundish.distributed.groups import membership
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
     "Place",
-    "count_refused",
     "place_of",
     "process_group",
-    "refused_calls",
     "replicated_place_of",
     "source_number",
 ]
@@ -69,17 +67,6 @@ def process_group(group: Any, what: str = "group") -> Any:
     return group.get_group()
 
 
-def count_refused() -> None:
-    """A call was refused of which nobody knows with whom it was made."""
-    global _refused
-    _refused += 1
-
-
-def refused_calls() -> int:
-    """How many such calls this process made. The calls of ranks that made different numbers of them may not meet."""
-    return _refused
-
-
 def source_number(src: Any) -> int:
     """`src` as a number, whatever kind of integer it is."""
     try:
@@ -107,13 +94,14 @@ def place_of(group: Any, src: Any) -> Place:
     )
 
 
-def replicated_place_of(group: Any, src: Any, replicate: Any, *, timeout: timedelta) -> Place:
-    """Collective over `replicate`: the place of this process in `group`, with all that get the same as its ranks.
+def replicated_place_of(
+    group: Any, src: Any, voter: Voter, beside: Voter | None, *, timeout: timedelta
+) -> Place:
+    """Collective over `voter`: the place of this process in `group`, with all that get the same as its ranks.
 
-    The ranks of `replicate` are this one and those that get the same batch, each of which has a `group` of its own.
-    The first of them is of the source's.
+    The ranks of `voter` are this one and those that get the same batch, each of which has a `group` of its own. The
+    first of them is of the source's. `beside`: the voter of `group`; None where that is none.
     """
-    voter = voter_of(replicate)
     what = "finding who gets the same batch"
     place: Place | None = None
     error: Exception | None = None
@@ -122,10 +110,11 @@ def replicated_place_of(group: Any, src: Any, replicate: Any, *, timeout: timede
     except Exception as caught:  # noqa: BLE001 (raised once the others know)
         error = caught
     # Over both, so that every rank of the grid hears of it.
-    try:
-        voter_of(group).vote(error, what=what, timeout=timeout)
-    except Exception as told_by_group:  # noqa: BLE001 (raised once the others know)
-        error = error or told_by_group
+    if beside is not None:
+        try:
+            beside.vote(error, what=what, timeout=timeout)
+        except Exception as told_by_group:  # noqa: BLE001 (raised once the others know)
+            error = error or told_by_group
     voter.vote(error, what=what, timeout=timeout)
     assert place is not None  # noqa: S101 (for the type checker)
     return place
