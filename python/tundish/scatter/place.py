@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from tundish.distributed import Voter
 from tundish.distributed.groups import membership
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, listed, ranks_named
 
 __all__ = [
     "Place",
@@ -24,7 +25,8 @@ __all__ = [
     "source_number",
 ]
 
-_refused = 0
+# Of groups, in a message.
+_SHOWN_GROUPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,12 @@ def replicated_place_of(
     return place
 
 
+def _named(groups: Sequence[Sequence[int]]) -> str:
+    """Groups, for messages: "[0-7], [8-15] and 30 more"."""
+    shown = ", ".join(f"[{listed(group)}]" for group in groups[:_SHOWN_GROUPS])
+    return shown + (f" and {len(groups) - _SHOWN_GROUPS} more" if len(groups) > _SHOWN_GROUPS else "")
+
+
 def _replicated(voter: Voter, group: Any, src: Any, *, what: str, timeout: timedelta) -> Place:
     error: Exception | None = None
     mine = ""
@@ -135,13 +143,14 @@ def _replicated(voter: Voter, group: Any, src: Any, *, what: str, timeout: timed
     ranks = tuple(rank for group in groups for rank in group)
     if len(set(ranks)) != len(ranks) or any(len(group) != len(own.ranks) for group in groups):
         raise InvalidInputError(
-            f"group and replicate do not make a grid: the ranks {list(voter.ranks)} that get the same batch are in "
-            f"the groups {list(groups)}; give two dimensions of one mesh"
+            f"group and replicate do not make a grid: {ranks_named(voter.ranks)}, which get the same batch, are in the "
+            f"groups {_named(groups)}; give two dimensions of one mesh"
         )
     if len(set(positions)) > 1:
         raise InvalidInputError(
-            f"the ranks {list(voter.ranks)} that are to get the same batch are the {list(positions)}-th of the groups "
-            f"{list(groups)}, which are in the order of ranks: give a mesh whose ranks rise along both dimensions"
+            f"{ranks_named(voter.ranks)}, which are to get the same batch, are at the places {listed(positions)} of "
+            f"the groups {_named(groups)}, which are in the order of ranks: give a mesh whose ranks rise along both "
+            "dimensions"
         )
     return Place(
         ranks=ranks,

@@ -1,0 +1,46 @@
+"""Who takes part in a scatter, where it is thousands of ranks that do not fit."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import tundish as td
+from tundish.scatter.place import replicated_place_of
+
+
+class Mates:
+    """In the place of the votes of those who get the same: says of them what it was given."""
+
+    def __init__(self, heard: list[Any]) -> None:
+        self.ranks = tuple(range(0, 8000, 2))
+        self._heard = json.dumps(heard)
+
+    def gather(self, *_: Any, **__: Any) -> list[str]:
+        return []
+
+    def pass_on(self, *_: Any, **__: Any) -> str:
+        return self._heard
+
+    def vote(self, error: Exception | None, **_: Any) -> None:
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize(
+    ("heard", "said"),
+    [
+        ([([number, number + 1], 0) for number in range(4000)], "[0, 1], [1, 2]"),
+        ([([number], number) for number in range(4000)], "[0], [1]"),
+    ],
+    ids=["no grid", "another order"],
+)
+def test_a_message_names_some_of_thousands_of_ranks(heard: list[Any], said: str) -> None:
+    mates: Any = Mates(heard)
+    with pytest.raises(td.errors.InvalidInputError, match=r"ranks 0, 2, 4.* and 3984 more") as raised:
+        replicated_place_of(None, 0, mates, None, timeout=timedelta(seconds=1))
+    assert said in str(raised.value) and "and 3992 more" in str(raised.value)
+    assert len(str(raised.value)) < 500
