@@ -6,17 +6,18 @@
 //! nothing. An owner that failed on the way changes nothing more: the next start would set aside what it saved since.
 //! That start goes on without what a full disk has no room for, since a root has to be opened before it can be pruned:
 //! a pointer that cannot be changed is removed, a registry that cannot be written names what is gone.
+//!
+//! Everybody waits until it is over: a run that goes back saves nothing meanwhile, and what is half set aside is to be
+//! seen by nobody.
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::PathBuf;
 
-use super::checkpoint::Published;
 use super::directory::Directory;
 use super::layout::Entry;
 use super::reading::keep_from_readers;
-use super::{Key, Root, layout, records};
+use super::{Checkpoints, Key, Root, layout, records};
 use crate::disk::{Disk, EntryKind, absent_is_fine};
 use crate::error::CommitError;
 use crate::manifest::Kind;
@@ -29,7 +30,11 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// [`CommitError::CheckpointInUse`], while one of them is being read or written, and [`CommitError::NameTaken`]:
     /// nothing was changed.
     pub fn discard_after(&self, step: u64) -> Result<Vec<PathBuf>, CommitError> {
-        let mut state = self.owned()?;
+        let _changes = self.changes()?;
+        let _beginnings = self.beginnings()?;
+        self.check_owned()?;
+        self.forget_vanished()?;
+        let mut state = self.state()?;
         let path = |key: &Key| self.checkpoint_path(*key);
         if let Some((key, _)) = state.attempts.iter().find(|((_, writing), _)| *writing > step) {
             return Err(CommitError::CheckpointInUse { path: path(key), reason: "it is being written" });
@@ -87,7 +92,7 @@ fn is_folder<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<bool,
 /// Does at a start what an intent says, from wherever it was left.
 pub(super) fn complete<D: Disk + Clone>(
     root: &Directory<D>,
-    published: &mut BTreeMap<Key, Published>,
+    published: &mut Checkpoints,
     step: u64,
 ) -> Result<Vec<PathBuf>, CommitError> {
     published.retain(|(_, newer), _| *newer <= step);

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::{Checkpoint, Root, State, newest};
+use super::{Checkpoint, Checkpoints, Root, State, newest};
 use crate::disk::Disk;
 use crate::error::CommitError;
 use crate::manifest::Kind;
@@ -13,9 +13,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// # Errors
     /// [`CommitError::Io`] when the root cannot be looked at.
     pub fn list(&self) -> Result<Vec<Checkpoint>, CommitError> {
-        let mut state = self.state()?;
-        state.forget_vanished(&self.root)?;
-        Ok(state.published.values().map(|published| published.checkpoint.clone()).collect())
+        self.forget_vanished()?;
+        Ok(self.published()?.into_values().map(|published| published.checkpoint.clone()).collect())
     }
 
     /// The newest published checkpoint of a kind.
@@ -23,9 +22,12 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// # Errors
     /// As [`list`](Root::list).
     pub fn latest(&self, kind: Kind) -> Result<Option<PathBuf>, CommitError> {
-        let mut state = self.state()?;
-        state.forget_vanished(&self.root)?;
-        Ok(state.newest(kind).map(|step| self.checkpoint_path((kind, step))))
+        Ok(self.find_newest(kind)?.map(|step| self.checkpoint_path((kind, step))))
+    }
+
+    /// A copy of what is known, for who goes on to the disk with it.
+    pub(super) fn published(&self) -> Result<Checkpoints, CommitError> {
+        Ok(self.state()?.published.clone())
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::directory::Directory;
@@ -43,13 +43,20 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let owner = Owner::acquire(&root, identity, timing, wait, patience)?;
         let (published, recovered) = recovery::recover(&root)?;
         let state = State {
-            owner: Some(owner),
+            owner: Some(Arc::new(owner)),
             published,
             is_discarding: false,
             doubtful: BTreeSet::new(),
             attempts: BTreeMap::new(),
         };
-        Ok(Self { root, process: std::process::id(), recovered, state: Mutex::new(state) })
+        Ok(Self {
+            root,
+            process: std::process::id(),
+            recovered,
+            changes: Mutex::new(()),
+            beginnings: Mutex::new(()),
+            state: Mutex::new(state),
+        })
     }
 }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use rustix::io::Errno;
 
@@ -22,22 +23,26 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// # Errors
     /// [`CommitError::StepExists`], [`CommitError::StepOrder`]; [`CommitError::ExchangeUnsupported`] for one that
     /// cannot be overwritten; [`CommitError::InvalidName`] for a step beyond 2⁶³ − 1. Whoever reads what is to be
-    /// overwritten is in the way of [`publish`](Root::publish) alone.
+    /// overwritten is in the way of [`publish`](Root::publish) alone. Where there is something to overwrite it waits for
+    /// what is being published or removed, else for nothing.
     pub fn begin(&self, kind: Kind, step: u64, overwrite: bool) -> Result<PathBuf, CommitError> {
         let path = self.checkpoint_path((kind, step));
         if step > layout::MAX_STEP {
             return Err(CommitError::InvalidName { path, reason: "steps end at 2^63 - 1" });
         }
-        let mut state = self.owned()?;
-        if state.attempts.contains_key(&(kind, step)) {
-            return Err(CommitError::StepExists { path, reason: "is being written already".to_owned() });
-        }
-        state.check_order(kind, step, &self.root)?;
-        if state.doubtful.contains(&(kind, step)) {
-            let reason = "is there, but its name may be lost with the power: open the root again".to_owned();
-            return Err(CommitError::StepExists { path, reason });
-        }
-        let replaces = self.has_target((kind, step), overwrite)?;
+        // Trying an exchange makes the root durable, which waits for who changes it.
+        let mut changes = None;
+        let (_beginnings, replaces) = loop {
+            let beginnings = self.beginnings()?;
+            self.check_owned()?;
+            self.check_beginning((kind, step))?;
+            let replaces = self.has_target((kind, step), overwrite)?;
+            if changes.is_some() || !replaces {
+                break (beginnings, replaces);
+            }
+            drop(beginnings);
+            changes = Some(self.changes()?);
+        };
         let name = layout::attempt(kind, step);
         self.clear_attempt((kind, step))?;
         let folder = self.root.create_folder(&name)?;
@@ -51,8 +56,28 @@ impl<D: Disk + Clone + 'static> Root<D> {
             });
         }
         let (status, path) = (folder.status()?, folder.path.clone());
-        state.attempts.insert((kind, step), Attempt { folder, status, failed: false });
+        let attempt = Attempt { folder: Arc::new(folder), status, failed: false };
+        self.state()?.attempts.insert((kind, step), attempt);
         Ok(path)
+    }
+
+    /// Refuses a step that is being written or was not made durable, and one below the newest that is there.
+    fn check_beginning(&self, (kind, step): Key) -> Result<(), CommitError> {
+        if self.state()?.newest(kind).is_some_and(|newest| newest > step) {
+            // It may have gone.
+            self.find_newest(kind)?;
+        }
+        let state = self.state()?;
+        let path = self.checkpoint_path((kind, step));
+        if state.attempts.contains_key(&(kind, step)) {
+            return Err(CommitError::StepExists { path, reason: "is being written already".to_owned() });
+        }
+        state.check_order(kind, step, &self.root)?;
+        if state.doubtful.contains(&(kind, step)) {
+            let reason = "is there, but its name may be lost with the power: open the root again".to_owned();
+            return Err(CommitError::StepExists { path, reason });
+        }
+        Ok(())
     }
 
     /// Whether there is something to overwrite.
@@ -132,66 +157,78 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// counted. After an error of the registry or the pointer it is published.
     pub fn publish(&self, kind: Kind, step: u64, manifest: &str, overwrite: bool) -> Result<PathBuf, CommitError> {
         let key = (kind, step);
-        let mut state = self.owned()?;
-        let replaced = match self.make_visible(&mut state, key, manifest, overwrite) {
-            Ok(replaced) => replaced,
+        let changes = self.changes()?;
+        self.check_owned()?;
+        self.forget_vanished()?;
+        let (published, replaced) = match self.make_visible(key, manifest, overwrite) {
+            Ok(visible) => visible,
             Err(error) => {
                 // Whoever reads what is to be replaced will end, and nothing was changed yet.
                 let is_in_use = matches!(error, CommitError::CheckpointInUse { .. });
-                if let Some(attempt) = state.attempts.get_mut(&key).filter(|_| !is_in_use) {
+                if let Some(attempt) = self.state()?.attempts.get_mut(&key).filter(|_| !is_in_use) {
                     attempt.failed = true;
                 }
                 return Err(error);
             }
         };
-        records::write_registry(&self.root, &state.published)?;
-        records::point(&self.root, &state.published, kind)?;
-        if let Some(_kept) = replaced {
-            // The checkpoint is published; what cannot be removed now of what it held before, the next start removes.
-            let aside = self.set_attempt_aside(key);
-            drop(state);
-            let _ = aside.and_then(|aside| self.root.remove(&aside));
-        }
+        let recorded = self.record(key, &published);
+        // Whatever became of the records: it is durable, and the next start makes them anew.
+        self.state()?.published.insert(key, published);
+        let is_to_go = replaced.is_some() && recorded.is_ok();
+        let aside = is_to_go.then(|| self.set_attempt_aside(key));
+        // Its hidden name is free again.
+        self.state()?.attempts.remove(&key);
+        drop(changes);
+        recorded?;
+        // The checkpoint is published; what cannot be removed now of what it held before, the next start removes.
+        let _ = aside.map(|aside| aside.and_then(|aside| self.root.remove(&aside)));
         Ok(self.checkpoint_path(key))
     }
 
-    /// Everything up to a durable name; then the attempt is over. Returns what was replaced.
+    /// Everything up to a durable name. Returns what is published, and what it replaced, kept from readers.
     fn make_visible(
         &self,
-        state: &mut State<D>,
         key: Key,
         text: &str,
         overwrite: bool,
-    ) -> Result<Option<Kept<D>>, CommitError> {
+    ) -> Result<(Arc<Published>, Option<Kept<D>>), CommitError> {
         // What cannot be sealed is no manifest, and refused as such.
         let text = &seal(text).unwrap_or_else(|| text.to_owned());
-        let manifest = self.check_publishable(state, key, text)?;
+        let (attempt, manifest) = self.check_publishable(key, text)?;
         let target = self.keep_target(key, overwrite)?;
-        let folder = &state.attempts[&key].folder;
-        folder.create_file(OsStr::new(manifest::FILE_NAME), text.as_bytes())?;
-        folder.sync_all()?;
-        let status = state.attempts[&key].status;
+        attempt.folder.create_file(OsStr::new(manifest::FILE_NAME), text.as_bytes())?;
+        attempt.folder.sync_all()?;
         let replaced = self.rename(key, target)?;
-        // Visible: from here on there is no attempt to give up.
-        state.attempts.remove(&key);
-        state.published.remove(&key);
+        // What it replaced is not there any more, and of itself nothing is sure yet.
+        self.state()?.published.remove(&key);
         let path = self.checkpoint_path(key);
         if let Err(error) = self.root.sync() {
+            let mut state = self.state()?;
+            // There is no attempt to give up: it is visible.
+            state.attempts.remove(&key);
             state.doubtful.insert(key);
             return Err(match error {
                 CommitError::Io { source, .. } => CommitError::NotDurable { path, source },
                 other => other,
             });
         }
-        state.published.insert(key, Published { checkpoint: Checkpoint::new(path, manifest), status });
-        Ok(replaced)
+        let checkpoint = Checkpoint::new(path, manifest);
+        Ok((Arc::new(Published { checkpoint, status: attempt.status }), replaced))
     }
 
-    fn check_publishable(&self, state: &State<D>, key: Key, text: &str) -> Result<Manifest, CommitError> {
+    /// Writes the registry and the pointer as they are with a checkpoint that is durable now.
+    fn record(&self, key: Key, published: &Arc<Published>) -> Result<(), CommitError> {
+        let mut recorded = self.published()?;
+        recorded.insert(key, Arc::clone(published));
+        records::write_registry(&self.root, &recorded)?;
+        records::point(&self.root, &recorded, key.0).map(drop)
+    }
+
+    fn check_publishable(&self, key: Key, text: &str) -> Result<(Attempt<D>, Manifest), CommitError> {
         let name = layout::attempt(key.0, key.1);
         let path = self.root.path.join(&name);
         let refuse = |reason: &str| CommitError::NotPublishable { path: path.clone(), reason: reason.to_owned() };
-        let attempt = state.attempts.get(&key).ok_or_else(|| refuse("it was not begun"))?;
+        let attempt = self.state()?.attempts.get(&key).cloned().ok_or_else(|| refuse("it was not begun"))?;
         if attempt.failed {
             return Err(refuse("publishing it failed before; begin it again"));
         }
@@ -204,7 +241,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
             return Err(refuse(&format!("its manifest is that of {}-{}", manifest.kind, manifest.step)));
         }
         check_contents(&attempt.folder, &manifest)?;
-        Ok(manifest)
+        Ok((attempt, manifest))
     }
 
     /// `target`: what is replaced.
@@ -228,15 +265,19 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// # Errors
     /// What cannot be removed stays under a hidden name, and the next start removes it.
     pub fn abandon(&self, kind: Kind, step: u64) -> Result<(), CommitError> {
-        let mut state = self.owned()?;
-        let Some(attempt) = state.attempts.remove(&(kind, step)) else {
+        let changes = self.changes()?;
+        let beginnings = self.beginnings()?;
+        self.check_owned()?;
+        let Some(attempt) = self.state()?.attempts.remove(&(kind, step)) else {
             return Ok(());
         };
         if !self.root.has(&layout::attempt(kind, step), &attempt.folder)? {
             return Ok(());
         }
         let aside = self.set_attempt_aside((kind, step))?;
-        drop(state);
+        // Emptying it takes time, and concerns nobody else.
+        drop(beginnings);
+        drop(changes);
         self.root.remove(&aside)
     }
 }

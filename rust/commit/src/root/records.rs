@@ -3,14 +3,13 @@
 //! What always holds: they name only checkpoints that are durable under their names at that time, and each is replaced
 //! in one step. Nothing in this library believes them; they are for people, tools and scripts.
 
-use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 
 use serde::Serialize;
 
-use super::checkpoint::{Checkpoint, Published};
+use super::checkpoint::Checkpoint;
 use super::directory::Directory;
-use super::{Key, layout, newest};
+use super::{Checkpoints, Key, layout, newest};
 use crate::disk::{Disk, EntryKind};
 use crate::error::CommitError;
 use crate::manifest::Kind;
@@ -62,17 +61,14 @@ fn check_pointer<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<(
 }
 
 /// Writes the registry of what is published.
-pub(super) fn write_registry<D: Disk + Clone>(
-    root: &Directory<D>,
-    published: &BTreeMap<Key, Published>,
-) -> Result<(), CommitError> {
+pub(super) fn write_registry<D: Disk + Clone>(root: &Directory<D>, published: &Checkpoints) -> Result<(), CommitError> {
     root.replace_file(OsStr::new(layout::REGISTRY), &registry(published))
 }
 
 /// Writes the registry where it is not what it has to be; whether it was not.
 pub(super) fn repair_registry<D: Disk + Clone>(
     root: &Directory<D>,
-    published: &BTreeMap<Key, Published>,
+    published: &Checkpoints,
 ) -> Result<bool, CommitError> {
     let name = OsStr::new(layout::REGISTRY);
     let bytes = registry(published);
@@ -90,7 +86,7 @@ pub(super) fn repair_registry<D: Disk + Clone>(
     Ok(!is_right)
 }
 
-fn registry(published: &BTreeMap<Key, Published>) -> Vec<u8> {
+fn registry(published: &Checkpoints) -> Vec<u8> {
     let checkpoints = published.iter().map(|(&(kind, step), published)| Registered {
         folder: layout::checkpoint(kind, step).to_string_lossy().into_owned(),
         checkpoint: &published.checkpoint,
@@ -106,7 +102,7 @@ fn registry(published: &BTreeMap<Key, Published>) -> Vec<u8> {
 /// there is no pointer.
 pub(super) fn point<D: Disk + Clone>(
     root: &Directory<D>,
-    published: &BTreeMap<Key, Published>,
+    published: &Checkpoints,
     kind: Kind,
 ) -> Result<bool, CommitError> {
     let name = layout::pointer(kind);
@@ -125,7 +121,7 @@ pub(super) fn point<D: Disk + Clone>(
 /// As [`point`], but where there is no room to change a pointer it is removed.
 pub(super) fn point_or_not<D: Disk + Clone>(
     root: &Directory<D>,
-    published: &BTreeMap<Key, Published>,
+    published: &Checkpoints,
     kind: Kind,
 ) -> Result<(), CommitError> {
     match point(root, published, kind) {
@@ -146,7 +142,7 @@ fn remove_pointer<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<
 /// change it before. Where it leads elsewhere it may stay as it is: that a disk is full must not keep it full.
 pub(super) fn point_away<D: Disk + Clone>(
     root: &Directory<D>,
-    published: &BTreeMap<Key, Published>,
+    published: &Checkpoints,
     (kind, step): Key,
 ) -> Result<(), CommitError> {
     if current_target(root, &layout::pointer(kind)).is_ok_and(|target| target == Some(layout::checkpoint(kind, step))) {

@@ -6,13 +6,14 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
+use std::sync::Arc;
 
 use serde::Serialize;
 
-use super::checkpoint::{Published, Unwhole, examine};
+use super::checkpoint::{Unwhole, examine};
 use super::directory::Directory;
 use super::layout::Entry;
-use super::{Key, discard, layout, records};
+use super::{Checkpoints, discard, layout, records};
 use crate::disk::{Disk, EntryKind, Lock, Sharing};
 use crate::error::CommitError;
 use crate::manifest::Kind;
@@ -35,15 +36,13 @@ pub struct Recovery {
 }
 
 struct Found {
-    published: BTreeMap<Key, Published>,
+    published: Checkpoints,
     leftovers: Vec<OsString>,
     intents: Vec<u64>,
 }
 
 /// Recovers a root that is owned.
-pub(super) fn recover<D: Disk + Clone>(
-    root: &Directory<D>,
-) -> Result<(BTreeMap<Key, Published>, Recovery), CommitError> {
+pub(super) fn recover<D: Disk + Clone>(root: &Directory<D>) -> Result<(Checkpoints, Recovery), CommitError> {
     records::check_names(root)?;
     // The last owner may have died between a rename and this.
     root.sync()?;
@@ -69,14 +68,14 @@ fn file_name(path: &str) -> &OsStr {
 }
 
 fn look_around<D: Disk + Clone>(root: &Directory<D>, recovery: &mut Recovery) -> Result<Found, CommitError> {
-    let mut found = Found { published: BTreeMap::new(), leftovers: Vec::new(), intents: Vec::new() };
+    let mut found = Found { published: Checkpoints::new(), leftovers: Vec::new(), intents: Vec::new() };
     let mut names = root.list()?;
     names.sort_unstable();
     for name in names {
         match layout::classify(&name) {
             Entry::Checkpoint(kind, step) => match examine(root, kind, step) {
                 Ok(whole) => {
-                    found.published.insert((kind, step), whole);
+                    found.published.insert((kind, step), Arc::new(whole));
                 }
                 Err(Unwhole::For(reason)) => {
                     recovery.ignored.insert(shown(root, &name), reason);
@@ -94,7 +93,7 @@ fn look_around<D: Disk + Clone>(root: &Directory<D>, recovery: &mut Recovery) ->
 
 fn repair<D: Disk + Clone>(
     root: &Directory<D>,
-    published: &BTreeMap<Key, Published>,
+    published: &Checkpoints,
     recovery: &mut Recovery,
 ) -> Result<(), CommitError> {
     let registry = records::repair_registry(root, published);

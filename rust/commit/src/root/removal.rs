@@ -10,7 +10,7 @@ use std::ffi::OsString;
 use rustix::io::Errno;
 
 use super::reading::keep_from_readers;
-use super::{Key, Root, State, layout, records};
+use super::{Key, Root, layout, records};
 use crate::disk::Disk;
 use crate::error::CommitError;
 use crate::manifest::Kind;
@@ -33,44 +33,49 @@ impl<D: Disk + Clone + 'static> Root<D> {
     pub fn remove(&self, kind: Kind, step: u64) -> Result<(), CommitError> {
         let key = (kind, step);
         let path = self.checkpoint_path(key);
-        let mut state = self.owned()?;
-        if state.newest(kind) == Some(step) {
+        let changes = self.changes()?;
+        self.check_owned()?;
+        self.forget_vanished()?;
+        if self.find_newest(kind)? == Some(step) {
             return Err(CommitError::CheckpointInUse { path, reason: "it is the newest of its kind" });
         }
-        if !state.published.contains_key(&key) {
+        if !self.find(key)? {
             // Somebody else may have removed it since the registry was written.
-            records::repair_registry(&self.root, &state.published)?;
+            records::repair_registry(&self.root, &self.published()?)?;
             return Err(CommitError::NoSuchCheckpoint { path });
         }
         let kept = keep_from_readers(&self.root, &layout::checkpoint(kind, step)).map_err(|error| match error {
             error if error.is(Errno::NOENT) => CommitError::NoSuchCheckpoint { path },
             error => error,
         })?;
-        records::point_away(&self.root, &state.published, key)?;
-        let published = state.published.remove(&key);
-        let hidden = match self.hide(&state, key) {
+        records::point_away(&self.root, &self.published()?, key)?;
+        let published = self.state()?.published.remove(&key);
+        let hidden = match self.hide(key) {
             Ok(hidden) => hidden,
             Err(error) => {
                 // It still has its name.
-                state.published.extend(published.map(|published| (key, published)));
+                self.state()?.published.extend(published.map(|published| (key, published)));
                 return Err(error);
             }
         };
         self.root.sync()?;
         // Emptying it takes time, and concerns nobody else.
-        drop(state);
+        drop(changes);
         self.root.remove(&hidden.name)?;
         drop(kept);
         if hidden.is_registered {
-            records::write_registry(&self.root, &self.owned()?.published)?;
+            let _changes = self.changes()?;
+            self.check_owned()?;
+            self.forget_vanished()?;
+            records::write_registry(&self.root, &self.published()?)?;
         }
         Ok(())
     }
 
     /// Takes a checkpoint off the registry, where there is room for that, and its name away.
-    fn hide(&self, state: &State<D>, (kind, step): Key) -> Result<Hidden, CommitError> {
+    fn hide(&self, (kind, step): Key) -> Result<Hidden, CommitError> {
         let name = self.root.free_name(|number| layout::removed(kind, step, number))?;
-        let is_registered = match records::write_registry(&self.root, &state.published) {
+        let is_registered = match records::write_registry(&self.root, &self.published()?) {
             Err(error) if error.is_out_of_space() => true,
             outcome => outcome.map(|()| false)?,
         };

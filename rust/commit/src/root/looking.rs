@@ -1,0 +1,89 @@
+//! Whether what is known to be published is still there: people remove, rename and replace checkpoints.
+//!
+//! What always holds: that a checkpoint has gone is found by the next call that it makes a difference to; it is
+//! forgotten only when a look at its own name finds nothing, or another folder.
+
+use std::sync::Arc;
+
+use super::checkpoint::Published;
+use super::directory::Directory;
+use super::{Checkpoints, Key, Root, layout};
+use crate::disk::{Disk, EntryKind};
+use crate::error::CommitError;
+use crate::manifest::Kind;
+
+impl<D: Disk + Clone + 'static> Root<D> {
+    /// Forgets every checkpoint that has gone.
+    ///
+    /// # Errors
+    /// [`CommitError::Io`] when the root cannot be looked at.
+    pub(super) fn forget_vanished(&self) -> Result<(), CommitError> {
+        let known = self.published()?;
+        for (key, published) in vanished(&self.root, &known)? {
+            self.forget(key, published)?;
+        }
+        Ok(())
+    }
+
+    /// The newest of a kind that is there; those above it that have gone are forgotten.
+    ///
+    /// # Errors
+    /// As [`forget_vanished`](Root::forget_vanished).
+    pub(super) fn find_newest(&self, kind: Kind) -> Result<Option<u64>, CommitError> {
+        loop {
+            let newest = self.state()?.newest(kind);
+            match newest {
+                Some(step) if !self.find((kind, step))? => {}
+                newest => return Ok(newest),
+            }
+        }
+    }
+
+    /// Whether a checkpoint is published and there; one that has gone is forgotten.
+    ///
+    /// # Errors
+    /// As [`forget_vanished`](Root::forget_vanished).
+    pub(super) fn find(&self, key: Key) -> Result<bool, CommitError> {
+        let Some(published) = self.state()?.published.get(&key).cloned() else {
+            return Ok(false);
+        };
+        let is_there = is_there(&self.root, key, &published)?;
+        if !is_there {
+            self.forget(key, &published)?;
+        }
+        Ok(is_there)
+    }
+
+    /// Forgets that very checkpoint: another may have been published in its place since it was looked at.
+    fn forget(&self, key: Key, published: &Arc<Published>) -> Result<(), CommitError> {
+        let mut state = self.state()?;
+        if state.published.get(&key).is_some_and(|known| Arc::ptr_eq(known, published)) {
+            state.published.remove(&key);
+        }
+        Ok(())
+    }
+}
+
+/// What of the known checkpoints has gone.
+fn vanished<'a, D: Disk + Clone>(
+    root: &Directory<D>,
+    known: &'a Checkpoints,
+) -> Result<Vec<(Key, &'a Arc<Published>)>, CommitError> {
+    let mut vanished = Vec::new();
+    for (&key, published) in known {
+        if !is_there(root, key, published)? {
+            vanished.push((key, published));
+        }
+    }
+    Ok(vanished)
+}
+
+fn is_there<D: Disk + Clone>(
+    root: &Directory<D>,
+    (kind, step): Key,
+    published: &Published,
+) -> Result<bool, CommitError> {
+    let found = root.look_at(&layout::checkpoint(kind, step))?;
+    // A file may have got the number of the folder that was removed for it.
+    Ok(found.is_some_and(|found| found.kind == EntryKind::Folder && found.is_same(&published.status)))
+}
