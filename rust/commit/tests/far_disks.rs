@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use tundish_commit::disk::{Disk, Lock, RealDisk, Sharing, Status};
+use tundish_commit::disk::{Disk, Listed, Lock, RealDisk, Sharing, Status};
 use tundish_commit::root::{Identity, Opening, ReadonlyRoot, Root, Timing};
 use tundish_commit::{CommitError, Kind};
 
@@ -66,6 +66,7 @@ impl Disk for FarDisk {
         fn open_file_for_writing(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
         fn open_file_for_direct_writing(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<File>>;
         fn open_or_create_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
+        fn list_with_numbers(folder: &Folder, path: &Path) -> Outcome<Vec<Listed>>;
         fn look_at(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<Status>>;
         fn folder_status(folder: &Folder, path: &Path) -> Outcome<Status>;
         fn file_status(file: &File, path: &Path) -> Outcome<Status>;

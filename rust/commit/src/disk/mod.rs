@@ -7,6 +7,8 @@
 //! 2. Calls that a signal interrupts are made again, with one exception: a failed fsync is final, whatever its
 //!    reason, and is never called again on the same descriptor.
 
+#[cfg(target_os = "linux")]
+mod mounts;
 mod real;
 
 use std::ffi::{OsStr, OsString};
@@ -52,6 +54,16 @@ pub enum EntryKind {
     Link,
     /// A device, a pipe or a socket.
     Other,
+}
+
+/// A name in a folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listed {
+    /// The name.
+    pub name: OsString,
+    /// The [`number`](Status::number) of the folder that has it, on the [`device`](Status::device) of the one it lies in;
+    /// `None` for what is no folder, and where that one does not tell for certain.
+    pub number: Option<u64>,
 }
 
 /// The answer to asking for a lock.
@@ -109,6 +121,8 @@ pub trait Disk: Send + Sync {
     fn open_or_create_file(&self, folder: &Self::Folder, name: &OsStr, path: &Path) -> Result<Self::File, CommitError>;
     /// The names in a folder, without `.` and `..`.
     fn list(&self, folder: &Self::Folder, path: &Path) -> Result<Vec<OsString>, CommitError>;
+    /// The same names, and which folders have them, as far as the folder that they lie in knows.
+    fn list_with_numbers(&self, folder: &Self::Folder, path: &Path) -> Result<Vec<Listed>, CommitError>;
     /// What `name` is; `None` where nothing is.
     fn look_at(&self, folder: &Self::Folder, name: &OsStr, path: &Path) -> Result<Option<Status>, CommitError>;
     /// What an open folder is.

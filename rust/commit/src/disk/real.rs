@@ -15,7 +15,9 @@ use rustix::fs::{
 };
 use rustix::io::{Errno, retry_on_intr};
 
-use super::{Disk, EntryKind, Lock, Sharing, Status};
+#[cfg(target_os = "linux")]
+use super::mounts;
+use super::{Disk, EntryKind, Listed, Lock, Sharing, Status};
 use crate::error::CommitError;
 use crate::writeback;
 
@@ -104,16 +106,26 @@ impl Disk for RealDisk {
     }
 
     fn list(&self, folder: &OwnedFd, path: &Path) -> Result<Vec<OsString>, CommitError> {
-        let failed = |errno| CommitError::io("list folder", path, errno);
-        let mut names = Vec::new();
-        for entry in Dir::read_from(folder).map_err(failed)? {
-            let entry = entry.map_err(failed)?;
-            let name = OsStr::from_bytes(entry.file_name().to_bytes());
-            if name != "." && name != ".." {
-                names.push(name.to_os_string());
-            }
+        entries(folder, path, |name, _, _| name)
+    }
+
+    #[cfg(target_os = "linux")]
+    fn list_with_numbers(&self, folder: &OwnedFd, path: &Path) -> Result<Vec<Listed>, CommitError> {
+        let mut listed = entries(folder, path, |name, kind, number| {
+            // What the folder knows no kind of is not said to be a folder.
+            Listed { name, number: (kind == FileType::Directory).then_some(number) }
+        })?;
+        // Afterwards: what was mounted meanwhile is seen, too.
+        let numbers = mounts::numbers_in(folder);
+        for Listed { name, number } in &mut listed {
+            *number = number.filter(|&number| number != 0 && numbers.as_ref().is_some_and(|told| told.are_of(name)));
         }
-        Ok(names)
+        Ok(listed)
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn list_with_numbers(&self, folder: &OwnedFd, path: &Path) -> Result<Vec<Listed>, CommitError> {
+        entries(folder, path, |name, _, _| Listed { name, number: None })
     }
 
     fn look_at(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<Option<Status>, CommitError> {
@@ -296,6 +308,24 @@ impl Disk for RealDisk {
     fn remove_folder(&self, parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
         call("remove folder", path, || retry_on_intr(|| rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR)))
     }
+}
+
+/// What a folder holds, without `.` and `..`: names, and the kinds and numbers that it gives with them.
+fn entries<T>(
+    folder: &OwnedFd,
+    path: &Path,
+    entry_of: impl Fn(OsString, FileType, u64) -> T,
+) -> Result<Vec<T>, CommitError> {
+    let failed = |errno| CommitError::io("list folder", path, errno);
+    let mut entries = Vec::new();
+    for entry in Dir::read_from(folder).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let name = OsStr::from_bytes(entry.file_name().to_bytes());
+        if name != "." && name != ".." {
+            entries.push(entry_of(name.to_os_string(), entry.file_type(), entry.ino()));
+        }
+    }
+    Ok(entries)
 }
 
 #[allow(clippy::unnecessary_cast, reason = "the fields are of other types on other systems")]

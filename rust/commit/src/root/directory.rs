@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use rustix::io::Errno;
 
 use super::layout;
-use crate::disk::{self, Disk, EntryKind, Status, absent_is_fine, leads_to};
+use crate::disk::{self, Disk, EntryKind, Listed, Status, absent_is_fine, leads_to};
 use crate::error::CommitError;
 use crate::remove::remove_contents;
 
@@ -62,6 +62,10 @@ impl<D: Disk + Clone> Directory<D> {
 
     pub(super) fn list(&self) -> Result<Vec<OsString>, CommitError> {
         self.disk.list(&self.folder, &self.path)
+    }
+
+    pub(super) fn list_with_numbers(&self) -> Result<Vec<Listed>, CommitError> {
+        self.disk.list_with_numbers(&self.folder, &self.path)
     }
 
     pub(super) fn status(&self) -> Result<Status, CommitError> {

@@ -1,13 +1,17 @@
 //! Whether what is known to be published is still there: people remove, rename and replace checkpoints.
 //!
 //! What always holds: that a checkpoint has gone is found by the next call that it makes a difference to; it is
-//! forgotten only when a look at its own name finds nothing, or another folder.
+//! forgotten only when a look at its own name finds nothing, or another folder; it is taken to be there without a look
+//! only where the root, which is listed in one pass, tells for certain which folder has its name. What is to be removed
+//! or not to be removed is looked at itself.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::checkpoint::Published;
 use super::directory::Directory;
-use super::{Checkpoints, Key, Root, layout};
+use super::layout::{self, Entry};
+use super::{Checkpoints, Key, Root};
 use crate::disk::{Disk, EntryKind};
 use crate::error::CommitError;
 use crate::manifest::Kind;
@@ -69,9 +73,20 @@ fn vanished<'a, D: Disk + Clone>(
     root: &Directory<D>,
     known: &'a Checkpoints,
 ) -> Result<Vec<(Key, &'a Arc<Published>)>, CommitError> {
+    if known.is_empty() {
+        return Ok(Vec::new());
+    }
+    let device = root.status()?.device;
+    let mut told: BTreeMap<Key, u64> = BTreeMap::new();
+    for listed in root.list_with_numbers()? {
+        if let (Entry::Checkpoint(kind, step), Some(number)) = (layout::classify(&listed.name), listed.number) {
+            told.insert((kind, step), number);
+        }
+    }
     let mut vanished = Vec::new();
     for (&key, published) in known {
-        if !is_there(root, key, published)? {
+        let is_told = published.status.device == device && told.get(&key) == Some(&published.status.number);
+        if !is_told && !is_there(root, key, published)? {
             vanished.push((key, published));
         }
     }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::io::Errno;
 use tundish_commit::CommitError;
-use tundish_commit::disk::{Disk, EntryKind, Lock, Sharing, Status};
+use tundish_commit::disk::{Disk, EntryKind, Listed, Lock, Sharing, Status};
 
 pub const ROOT: &str = "/model/root";
 
@@ -251,6 +251,17 @@ impl Disk for ModelDisk {
 
     fn list(&self, folder: &Number, path: &Path) -> Result<Vec<OsString>, CommitError> {
         self.call(path, |world| Ok(world.names(*folder).keys().cloned().collect()))
+    }
+
+    fn list_with_numbers(&self, folder: &Number, path: &Path) -> Result<Vec<Listed>, CommitError> {
+        self.call(path, |world| {
+            let is_folder = |number: usize| matches!(*world.nodes[number], Node::Folder(_));
+            let listed = world.names(*folder).iter().map(|(name, &number)| {
+                let told = is_folder(number).then_some(number as u64);
+                Listed { name: name.clone(), number: told }
+            });
+            Ok(listed.collect())
+        })
     }
 
     fn look_at(&self, folder: &Number, name: &OsStr, path: &Path) -> Result<Option<Status>, CommitError> {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tundish_commit::disk::{Disk, Lock, RealDisk, Sharing, Status};
+use tundish_commit::disk::{Disk, Listed, Lock, RealDisk, Sharing, Status};
 use tundish_commit::root::{Identity, Opening, Root, Timing};
 use tundish_commit::{CommitError, Kind};
 
@@ -41,11 +41,18 @@ type Watch = dyn Fn(&'static str, &Path) + Send + Sync;
 #[derive(Clone)]
 pub struct WatchedDisk {
     watch: Arc<Watch>,
+    /// What becomes of a list of names with numbers.
+    told: fn(Vec<Listed>) -> Vec<Listed>,
 }
 
 impl WatchedDisk {
     pub fn new(watch: impl Fn(&'static str, &Path) + Send + Sync + 'static) -> Self {
-        Self { watch: Arc::new(watch) }
+        Self { watch: Arc::new(watch), told: |listed| listed }
+    }
+
+    /// A disk whose folders tell otherwise which file has which name.
+    pub fn telling(told: fn(Vec<Listed>) -> Vec<Listed>) -> Self {
+        Self { told, ..Self::new(|_, _| {}) }
     }
 }
 
@@ -109,6 +116,11 @@ impl Disk for WatchedDisk {
         fn is_local(folder: &Folder) -> bool;
         fn unlock_file(file: &File);
         fn evict(file: &File);
+    }
+
+    fn list_with_numbers(&self, folder: &Folder, path: &Path) -> Outcome<Vec<Listed>> {
+        (self.watch)("list_with_numbers", path);
+        RealDisk.list_with_numbers(folder, path).map(self.told)
     }
 }
 
