@@ -4,8 +4,22 @@ use std::time::Duration;
 
 use crate::turnstile::Turnstile;
 
+/// Keeps this thread, and those that it starts, on the processor that it is on: what one yields there, another gets. Of
+/// several, that on which who waits is to wake up may have other work for longer than anybody is let in.
+#[cfg(target_os = "linux")]
+fn stay_on_one_processor() {
+    use rustix::thread::{CpuSet, sched_getcpu, sched_setaffinity};
+    let mut here = CpuSet::new();
+    here.set(sched_getcpu());
+    sched_setaffinity(None, &here).unwrap();
+}
+
+#[cfg(not(target_os = "linux"))]
+fn stay_on_one_processor() {}
+
 #[test]
 fn a_turn_is_short_and_who_waits_gets_in_between_two() {
+    stay_on_one_processor();
     let (turnstile, is_over, got_in) = (Turnstile::new(()), AtomicBool::new(false), AtomicUsize::new(0));
     let turns = thread::scope(|scope| {
         scope.spawn(|| {
@@ -26,5 +40,5 @@ fn a_turn_is_short_and_who_waits_gets_in_between_two() {
     });
     assert!(turns.iter().all(|(len, _)| *len <= 128));
     let let_in = turns.windows(2).filter(|pair| pair[0].1 < pair[1].1).count();
-    assert!(let_in >= turns.len() / 2, "in {let_in} of {} pauses", turns.len() - 1);
+    assert!(let_in >= turns.len() * 3 / 4, "in {let_in} of {} pauses", turns.len() - 1);
 }
