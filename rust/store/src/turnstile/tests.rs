@@ -20,10 +20,12 @@ fn stay_on_one_processor() {}
 #[test]
 fn a_turn_is_short_and_who_waits_gets_in_between_two() {
     stay_on_one_processor();
-    let (turnstile, is_over, got_in) = (Turnstile::new(()), AtomicBool::new(false), AtomicUsize::new(0));
+    let (turnstile, is_over) = (Turnstile::new(()), AtomicBool::new(false));
+    let (came, got_in) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let turns = thread::scope(|scope| {
         scope.spawn(|| {
             while !is_over.load(Ordering::SeqCst) {
+                came.fetch_add(1, Ordering::SeqCst);
                 drop(turnstile.lock());
                 got_in.fetch_add(1, Ordering::SeqCst);
                 // So that it counts once between two turns.
@@ -32,6 +34,10 @@ fn a_turn_is_short_and_who_waits_gets_in_between_two() {
         });
         let turns = turnstile.in_turns(&[0u8; 50 * 128], |(), some| {
             let before = got_in.load(Ordering::SeqCst);
+            // Somebody waits at the end of each turn.
+            while came.load(Ordering::SeqCst) == got_in.load(Ordering::SeqCst) {
+                thread::sleep(Duration::from_micros(100));
+            }
             thread::sleep(Duration::from_millis(2));
             (some.len(), before)
         });
