@@ -6,7 +6,6 @@ import gc
 import sqlite3
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -403,76 +402,6 @@ def test_in_one_process_a_loader_of_one_part_is_the_whole() -> None:
     data = list(range(4))
     with td.DispatchLoader(DataLoader(data, sampler=DistributedSampler(data, 1, 0, shuffle=False))) as loader:  # type: ignore[arg-type]
         assert len(list(loader)) == 4
-
-
-def test_a_batch_is_let_go_of_with_the_loop() -> None:
-    class Batch:
-        pass
-
-    made: list[weakref.ref[Batch]] = []
-
-    def batches() -> Iterator[Batch]:
-        for _ in range(4):
-            batch = Batch()
-            made.append(weakref.ref(batch))
-            yield batch
-            del batch
-
-    with td.DispatchLoader(batches(), prefetch=1) as loader:
-        for _ in loader:
-            pass
-        del _
-        deadline = time.monotonic() + 5
-        while any(one() is not None for one in made) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert [one() for one in made] == [None] * 4
-
-
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_an_error_holds_on_to_nothing_once_it_is_caught(prefetch: int) -> None:
-    class Large:
-        pass
-
-    def broken() -> Iterator[int]:
-        yield 1
-        raise OSError("the shard is damaged")
-
-    kept: list[weakref.ref[Large]] = []
-
-    def loop() -> None:
-        large = Large()
-        kept.append(weakref.ref(large))
-        for _ in td.DispatchLoader(broken(), prefetch=prefetch):
-            pass
-
-    gc.disable()
-    try:
-        with pytest.raises(OSError, match="damaged"):
-            loop()
-        assert kept[0]() is None
-    finally:
-        gc.enable()
-
-
-def test_nobody_has_to_close_it() -> None:
-    before = threading.active_count()
-    loader = td.DispatchLoader(Counting(1000))
-    gone = weakref.ref(loader)
-    batches = iter(loader)
-    next(batches)
-    del loader, batches
-    gc.collect()
-    assert gone() is None
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
-
-
-def test_an_iterator_keeps_its_loader() -> None:
-    batches = iter(td.DispatchLoader(Counting(4)))
-    gc.collect()
-    assert [batch["n"] for batch in batches] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

@@ -192,8 +192,9 @@ def make_group(
     # Bound to a device, the default group would have NCCL split the new one off, for which all ranks of the job are
     # waited for.
     default = c10d._get_default_group()
-    bound, default.bound_device_id = default.bound_device_id, None
+    bound = default.bound_device_id
     try:
+        default.bound_device_id = None
         group, _ = c10d._new_process_group_helper(
             len(members),
             members.index(distributed.get_rank()),
