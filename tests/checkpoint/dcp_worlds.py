@@ -141,12 +141,18 @@ def write(staged: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> 
 
 
 def new_saver(group: Any = None, *, timeout: float = 30) -> DcpSaver:
-    """Collective: a saver without a checkpointer, whose votes would give it names."""
-    return DcpSaver(group, timeout=timeout, name=unused_name("saver", membership(group).ranks))
+    """A saver without a checkpointer."""
+    return DcpSaver(group, timeout=timeout)
+
+
+def hear_news(plan: DcpPlan) -> None:
+    """What a checkpointer does after its vote. Collective."""
+    plan.react_to(max(gathered(plan.news)), Meeting(unused_name("save", membership(None).ranks), 0))
 
 
 def compare(plan: DcpPlan) -> None:
     """Find what is saved, and take the memory for it. Collective."""
+    hear_news(plan)
     if plan.compare():
         plan.release()
         plan.reserve()
@@ -156,8 +162,6 @@ def save(saver: DcpSaver, state: Mapping[str, Any], folder: Path, **arguments: A
     """Save and wait. Collective."""
     plan = saver.plan(state, **arguments)
     plan.reserve()
-    members = membership(None).ranks
-    plan.react_to(max(gathered(plan.news)), Meeting(unused_name("save", members), 0))
     compare(plan)
     return write(plan.stage(), folder, arguments.get("extra"))
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dcp_worlds import World, assert_same, run, whole
 from rank_processes import Line, outcome
-from tundish.checkpoint import Checkpointer
+from tundish.checkpoint import Checkpointer, owngroup
 from tundish.checkpoint.dcp.ranks import Exchange
 from tundish.checkpoint.dcp.writer import StagedPlanner
 
@@ -201,7 +201,8 @@ def change_extra(rank: int, line: Line) -> None:
 
 
 def gather_plans(rank: int, line: Line) -> None:
-    exchange = Exchange((0, 1, 2), rank, 30, "plans")
+    exchange = Exchange((0, 1, 2), rank, 30)
+    exchange.make("plans")
 
     def plan_of(number: int) -> SavePlan:
         # The last rank's is much longer than the others'.
@@ -359,3 +360,39 @@ def test_another_form_on_one_rank_or_on_all_is_noticed_by_all(tmp_path: Path) ->
             **dict.fromkeys((6, 7), "mine-0 mine-1 spread"),
             8: "nested.both nested.spread",
         }
+
+
+def count_groups(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    made: list[str] = []
+    make = owngroup.named_group
+
+    def counted(name: str, *given: Any) -> Any:
+        made.append(name)
+        return make(name, *given)
+
+    owngroup.named_group = counted
+    world = World("fsdp")
+    whole_model = torch.nn.Linear(4, 4)
+    said = []
+    with Checkpointer(root, on_failure="raise", timeout=30) as checkpointer:
+        said.append(len(made))
+        checkpointer.save_hf(1, whole_model, blocking=True)
+        said.append(len(made))
+        for step in (2, 3):
+            checkpointer.save_hf(step, world.model, blocking=True)
+            said.append(len(made))
+        for step in (2, 3):
+            checkpointer.save_dcp(step, world.state(), blocking=True)
+            said.append(len(made))
+    with Checkpointer(root, on_failure="raise", timeout=30) as checkpointer:
+        checkpointer.load_dcp(world.state())
+        said.append(len(made))
+    line.say(said, len(set(made)))
+
+
+def test_ranks_connect_with_one_another_for_saves_that_need_it_alone(tmp_path: Path) -> None:
+    """A connection between every two of thousands of ranks is what takes longest, and most descriptors."""
+    for said, names in run(count_groups, 3, tmp_path / "job", tmp_path / "root"):
+        assert said == [0, 0, 1, 1, 3, 3, 3]
+        assert names == 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dcp_worlds
-from dcp_worlds import Net, assert_same, compare, new_saver, read, run, save, whole, write
+from dcp_worlds import Net, assert_same, compare, hear_news, new_saver, read, run, save, whole, write
 from rank_processes import Line
 from tundish._native import staging_stats, verify_folder
 from tundish.checkpoint.dcp.saver import DcpSaver
@@ -93,6 +93,7 @@ def save_through(rank: int, line: Line) -> None:
         target = folder / str(number)
         if rank == 0:
             target.mkdir()
+            hear_news(plan)
             plan.compare()
             staged = plan.write_through(target, dcp_worlds.OPTIONS, limit)
             for value in state.values():

@@ -71,7 +71,8 @@ def saving(rank: int, line: Line) -> None:
     from tundish.checkpoint.hf.plan import plan_hf
     from tundish.checkpoint.owngroup import OwnGroup
 
-    background = OwnGroup(tuple(range(distributed.get_world_size())), 60, "background")
+    background = OwnGroup(tuple(range(distributed.get_world_size())), 60)
+    background.renew("background")
     alone = distributed.new_group([rank], use_local_synchronization=True)
     while (order := line.hear()) is not None:
         layout, kind, folder = order
@@ -148,7 +149,8 @@ def gathering_much(rank: int, line: Line) -> None:
     from tundish.checkpoint.hf.plan import plan_hf
     from tundish.checkpoint.owngroup import OwnGroup
 
-    background = OwnGroup(tuple(range(distributed.get_world_size())), 60, "background")
+    background = OwnGroup(tuple(range(distributed.get_world_size())), 60)
+    background.renew("background")
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     # Half of them have to be put together of parts that are no stretch of the file.
     tensors = {
@@ -224,7 +226,8 @@ def failing(rank: int, line: Line) -> None:
     # A turn for each tensor, so that one fails in the middle.
     gather.TURN_BYTES = 1
     folder = line.hear()
-    background = OwnGroup(tuple(range(distributed.get_world_size())), 60, "background")
+    background = OwnGroup(tuple(range(distributed.get_world_size())), 60)
+    background.renew("background")
     model = spread("fsdp")
 
     def fail_here(name: str, tensor: Any) -> Any:

@@ -34,7 +34,7 @@ from tundish.errors import InvalidInputError, InvalidTypeError, StorageError
 __all__ = ["Arguments", "Opened", "open_root"]
 
 _NONCE = ".tundish-opening"
-# Groups in which gloo connects every rank with every other one: for tensors, for callers, for plans.
+# Groups in which gloo connects every rank with every other one, once saves need them: for tensors, callers and plans.
 _MESHES = 3
 
 _logger = logging.getLogger("tundish.checkpoint")
@@ -126,9 +126,9 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
         are_nodes_alike = _meet(path, voter, seconds, is_first=index == 0, told=told)
         background_group = None
         if world_size > 1:
-            background_group = OwnGroup(member.ranks, seconds, f"{voter.meeting.name}-tensors")
+            background_group = OwnGroup(member.ranks, seconds)
             stack.callback(background_group.break_off)
-        dcp = DcpSaver(group, timeout=seconds, name=voter.meeting.name)
+        dcp = DcpSaver(group, timeout=seconds)
         stack.callback(dcp.close)
         lanes: dict[Kind, Lane] = {}
         protected: set[int] = set()
@@ -250,7 +250,10 @@ def _check_functions(arguments: Arguments) -> None:
 
 
 def _check_descriptors(world_size: int, path: Path) -> None:
-    """Refuse what would fail in the middle of a group, where the other ranks wait for this one until their timeout."""
+    """Refuse what would fail in the middle of a group, where the other ranks wait for this one until their timeout.
+
+    Groups are made by the first save that needs them, which may be hours from here.
+    """
     needed = _MESHES * (world_size - 1)
     try:
         import resource

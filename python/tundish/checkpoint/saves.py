@@ -133,11 +133,14 @@ class WritesThrough(Protocol):
 
 
 class News(enum.IntEnum):
-    """What is not as it was at the save before: nothing; the state dict's form; a group, which was broken off."""
+    """What is not as it was at the save before: nothing; the state dict's form; a group, which is not there.
+
+    It was broken off, or this is the first save that needs it.
+    """
 
     NONE = 0
     OTHER_FORM = 1
-    BROKEN_GROUP = 2
+    NO_GROUP = 2
 
 
 @runtime_checkable

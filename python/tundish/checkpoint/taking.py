@@ -150,8 +150,8 @@ class _Ballot:
         self.error: BaseException | None = None
         self.interruption: BaseException | None = None
         self.is_taken = False
-        # Whether any rank has news, and a broken group.
-        self._has_any = self._is_broken = False
+        # Whether any rank has news, and lacks a group.
+        self._has_any = self._lacks_group = False
         # The number of votes before the one that is due.
         self._before = self.number = opened.voter.meeting.number
 
@@ -167,15 +167,15 @@ class _Ballot:
             return
         self._before += 1
         try:
-            self._is_broken = self._vote(self.interruption, self.news is News.BROKEN_GROUP)
+            self._lacks_group = self._vote(self.interruption, self.news is News.NO_GROUP)
         except BaseException as caught:  # noqa: BLE001 (as above)
-            self._is_broken, self.interruption = self._told_in_spite_of(caught), caught
+            self._lacks_group, self.interruption = self._told_in_spite_of(caught), caught
         self.is_taken = True
 
     @property
     def greatest(self) -> News:
         """Of the news of all ranks."""
-        return News.BROKEN_GROUP if self._is_broken else News.OTHER_FORM if self._has_any else News.NONE
+        return News.NO_GROUP if self._lacks_group else News.OTHER_FORM if self._has_any else News.NONE
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others of `error`, if they wait for a vote that it kept this rank from."""

@@ -198,6 +198,7 @@ class Voter:
         *,
         source: int,
         what: str,
+        same: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
     ) -> str:
         """Collective: a vote after which every rank knows the `text` of one of them, not always of the same one.
@@ -207,15 +208,14 @@ class Voter:
                 is not read.
             error: as in `vote`.
             source: the global rank whose text this rank gets, a member of the group.
-            what: as in `vote`.
-            timeout: as in `vote`.
+            what, same, timeout: as in `vote`.
 
         Returns the text of `source`. It travels through the job's store: kilobytes, not megabytes.
 
         Raises what `vote` raises, and `InvalidInputError` where the source told nothing, or for more than 8 MiB (a
         status: the others are told).
         """
-        heard = self._hold(error, what, timeout, told=text, source=source).heard
+        heard = self._hold(error, what, timeout, same=same, told=text, source=source).heard
         if self._channel is None:
             heard = text
         if heard is None:

@@ -28,7 +28,8 @@ def gathering(rank: int, line: Line) -> None:
     gather.TURN_BYTES = 1
     kind, folder = line.hear()
     size = distributed.get_world_size()
-    background = OwnGroup(tuple(range(size)), 60, "background")
+    background = OwnGroup(tuple(range(size)), 60)
+    background.renew("background")
     model = spread("fsdp")
 
     def stop(name: str, tensor: Any) -> Any:

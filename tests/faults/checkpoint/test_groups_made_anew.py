@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ctrl_c import CtrlC
 from rank_processes import Job, Line, outcome
-from tundish.checkpoint import open_readonly
+from tundish.checkpoint import open_readonly, owngroup
+from tundish.errors import PeerFailedError
 
 PATIENCE = 60.0
 ROWS = 64
@@ -100,18 +100,7 @@ class Saving:
         block = ranks._together()
         block.__enter__()
         del block
-        return ranks._callers.is_broken
-
-    def press_while_told(self, number: int) -> Any:
-        """Ctrl-C at one of the moments of `tell` on the last rank: whether it came, and what came of it."""
-        from tundish.checkpoint.dcp.ranks import Ranks
-
-        ranks = self._checkpointer._opened.dcp._ranks
-        ranks.renew(f"told {number}")
-        places = [Ranks.tell, Ranks._together.__wrapped__] if self._rank else []
-        with CtrlC(number, *places) as ctrl_c:
-            kind = outcome(lambda: ranks.tell(1))[0]
-        return kind, ctrl_c.came
+        return ranks._callers.is_absent
 
     def lose_sight(self, step: int, **arguments: Any) -> Any:
         """A lazy save whose staging vote succeeds, of which this rank does not hear."""
@@ -214,22 +203,14 @@ def test_what_was_begun_and_never_left_breaks_off_nothing_later(tmp_path: Path) 
         job.expect_end()
 
 
-# A few more than there are in `tell`.
-MOMENTS = 12
+def test_a_rank_that_goes_while_the_others_connect_is_what_they_fail_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make(*_: Any) -> Any:
+        raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer")
 
-
-def test_whoever_is_interrupted_while_it_tells_holds_up_nobody(tmp_path: Path) -> None:
-    with Job(saving, 2, tmp_path) as job:
-        for rank in (0, 1):
-            job.tell(rank, (tmp_path / "root", "dcp"))
-        came = []
-        for number in range(MOMENTS):
-            (there, _), (here, has_come) = each(job, "press_while_told", number)
-            came.append(has_come)
-            assert here == ("KeyboardInterrupt" if has_come else "")
-            assert there in (("", "PeerFailedError") if has_come else ("",))
-        assert came[0] and not came[-1]
-        each(job, "close")
-        for rank in (0, 1):
-            job.tell(rank)
-        job.expect_end()
+    group = owngroup.OwnGroup((0, 1), 30)
+    monkeypatch.setattr(owngroup, "named_group", make)
+    with pytest.raises(PeerFailedError, match="closed by peer"):
+        group.renew("never made")
+    assert group.is_absent and group.generation == 0

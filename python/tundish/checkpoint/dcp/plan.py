@@ -111,10 +111,10 @@ class DcpPlan:
         return self._ranks.news
 
     def react_to(self, news: News, meeting: Meeting) -> None:
-        """Know before comparing whether any rank has news; collective where a group was broken off."""
+        """Know before comparing whether any rank has news; collective where a group is not there."""
         self._news = news
         try:
-            if news is News.BROKEN_GROUP:
+            if news is News.NO_GROUP:
                 self._ranks.renew(meeting.name)
         finally:
             self._awaited_in = self._ranks.generation if news > News.NONE else None

@@ -1,10 +1,11 @@
 """The ranks that save DCP checkpoints together: what they tell each other, and when.
 
-Owns two gloo groups: one for the callers' threads, one for the finalize threads. What always holds:
+Owns two gloo groups: one for the callers' threads, one for the finalize threads; made by the first save. What always
+holds:
 
 1. A save costs the callers' threads nothing but the vote that it is taken with, where no rank has news: a state dict of
-   another form than at the last save, or a broken group. Else it costs one reduction of three numbers; more only when
-   the ranks do not all hold the same.
+   another form than at the last save, or a group that is not there. Else it costs one reduction of three numbers; more
+   only when the ranks do not all hold the same.
 2. No plan travels twice: what a rank sent before and did not change is known to the first rank, as it came: of ten
    thousand ranks the plans of a thousand tensors each are many gigabytes as objects, and of packed text hundreds of
    megabytes.
@@ -40,7 +41,7 @@ from tundish.checkpoint.dcp.outline import (
     total_bytes,
 )
 from tundish.checkpoint.dcp.owners import owned_by
-from tundish.checkpoint.owngroup import OwnGroup
+from tundish.checkpoint.owngroup import OwnGroup, came_from_others
 from tundish.checkpoint.saves import News
 from tundish.distributed.groups import membership
 from tundish.errors import PeerFailedError
@@ -86,10 +87,9 @@ class Ranks:
     Args:
         group: the `ProcessGroup`; without torch.distributed a world of one.
         timeout: seconds that anything here waits for the other ranks.
-        name: the same on all ranks, and never used before.
     """
 
-    def __init__(self, group: Any = None, *, timeout: float, name: str) -> None:
+    def __init__(self, group: Any = None, *, timeout: float) -> None:
         member = membership(group)
         self.members = member.ranks
         self.rank = member.rank
@@ -97,13 +97,8 @@ class Ranks:
         self._timeout = timeout
         self._share: Share | None = None
         self._is_compared = False
-        self._callers: OwnGroup | None = None
-        with contextlib.ExitStack() as resources:
-            if len(self.members) > 1:
-                self._callers = OwnGroup(self.members, timeout, _callers_name(name))
-                resources.callback(self._callers.break_off)
-            self._exchange = Exchange(self.members, self.index, timeout, _exchange_name(name))
-            self._resources = resources.pop_all()
+        self._callers = OwnGroup(self.members, timeout) if len(self.members) > 1 else None
+        self._exchange = Exchange(self.members, self.index, timeout)
 
     @property
     def _group(self) -> Any:
@@ -119,8 +114,8 @@ class Ranks:
         """What the others have to hear of before the next staging."""
         if self._callers is None:
             return News.NONE
-        if self._callers.is_broken or self._exchange.is_broken:
-            return News.BROKEN_GROUP
+        if self._callers.is_absent or self._exchange.is_absent:
+            return News.NO_GROUP
         return News.NONE if self._is_compared else News.OTHER_FORM
 
     def expected_share(self, leaves: Leaves) -> Share:
@@ -136,13 +131,15 @@ class Ranks:
         return share
 
     def renew(self, name: str) -> None:
-        """Collective: make both groups anew, under a `name` never used before, once a rank broke off one."""
+        """Collective: make both groups, under a `name` never used before, where a rank has not both."""
 
         def both() -> None:
             if self._callers is not None:
-                self._callers.renew(_callers_name(name))
+                self._callers.renew(f"{name}-callers")
+            # Of another one nothing that was told is known.
             self._exchange.break_off()
-            self._exchange = Exchange(self.members, self.index, self._timeout, _exchange_name(name))
+            self._exchange = Exchange(self.members, self.index, self._timeout)
+            self._exchange.make(f"{name}-plans")
 
         to_its_end(both)
 
@@ -195,7 +192,7 @@ class Ranks:
             # What it holds on to would keep the group.
             traceback.clear_frames(error.__traceback__)
             self.break_off()
-            if type(error) is not RuntimeError and not isinstance(error, distributed.DistError):
+            if not came_from_others(error):
                 raise
             others = [rank for rank in self.members if rank != self.rank]
             problem = PeerFailedError(
@@ -203,21 +200,10 @@ class Ranks:
             )
         raise problem
 
-    def tell(self, number: int) -> int:
-        """Collective: the greatest `number` of all ranks."""
-        generation = self.generation
-        try:
-            with self._together():
-                return self._greatest(number=number)["number"]
-        except BaseException:
-            # Ctrl-C may have come where the block begins or ends, which then does nothing.
-            self.break_off(generation)
-            raise
-
     def close(self) -> None:
         """Let go of the groups; not collective."""
         self._exchange.break_off()
-        self._resources.close()
+        self.break_off()
 
     def _greatest(self, **numbers: int) -> dict[str, int]:
         """The greatest of each number on all ranks, in one reduction."""
@@ -252,16 +238,16 @@ class Ranks:
 
 
 class Exchange:
-    """How plans get to the first rank, in the background. Collective; used by one thread at a time.
+    """How plans get to the first rank, in the background, once `make` made a group for it; one thread at a time.
 
     `is_coordinator`: whether this is the first rank. `metadata`: on the
     first rank what was made of the plans that it knows.
     """
 
-    def __init__(self, members: tuple[int, ...], index: int, timeout: float, name: str) -> None:
+    def __init__(self, members: tuple[int, ...], index: int, timeout: float) -> None:
         self._members = members
         self._index = index
-        self._own = OwnGroup(members, timeout, name) if len(members) > 1 else None
+        self._own = OwnGroup(members, timeout) if len(members) > 1 else None
         self._sent: SavePlan | None = None
         # Of each rank, on the first one: the plan, or what went wrong; packed.
         self._known = [b""] * len(members)
@@ -269,9 +255,14 @@ class Exchange:
         self.metadata: bytes | None = None
 
     @property
-    def is_broken(self) -> bool:
-        """Whether this rank broke the group off."""
-        return self._own is not None and self._own.is_broken
+    def is_absent(self) -> bool:
+        """Whether there is no group on this rank, of those that need one."""
+        return self._own is not None and self._own.is_absent
+
+    def make(self, name: str) -> None:
+        """Collective: make the group, under a `name` never used before; to be called in `to_its_end`."""
+        if self._own is not None:
+            self._own.renew(name)
 
     def gather(self, plan: SavePlan | BaseException) -> list[SavePlan] | None:
         """Collective: on the first rank the plans of all; None where `metadata` is of them, and on the others.
@@ -288,7 +279,7 @@ class Exchange:
             # What it holds on to would keep the group, in which others may wait.
             traceback.clear_frames(error.__traceback__)
             self.break_off()
-            if type(error) is not RuntimeError and not isinstance(error, distributed.DistError):
+            if not came_from_others(error):
                 raise
             problem = f"planning with the other ranks broke off: {error}"
             raise PeerFailedError(problem, -1) from None
@@ -335,14 +326,6 @@ class Exchange:
 def _numbers(*numbers: int) -> torch.Tensor:
     """In host memory, wherever the script has torch make its tensors."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-
-def _callers_name(name: str) -> str:
-    return f"{name}-callers"
-
-
-def _exchange_name(name: str) -> str:
-    return f"{name}-plans"
 
 
 def _packed(told: SavePlan | str) -> bytes:

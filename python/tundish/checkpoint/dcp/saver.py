@@ -6,17 +6,17 @@ What always holds: planning and loading are on groups of this saver's own, never
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tundish.checkpoint.dcp.load import Loaded, load_from, load_newest
 from tundish.checkpoint.dcp.opened import Readers
 from tundish.checkpoint.dcp.plan import DcpPlan
 from tundish.checkpoint.dcp.ranks import Ranks
 from tundish.checkpoint.reading import ReadOnlyRoot, check_step
-from tundish.checkpoint.saves import News
 from tundish.distributed import DEFAULT_TIMEOUT, Voter
 from tundish.errors import NotFoundError
 
@@ -29,12 +29,11 @@ class DcpSaver:
     Args:
         group: the `ProcessGroup`; without torch.distributed a world of one.
         timeout: seconds that anything waits for the other ranks.
-        name: the same on all ranks, and never used before.
     """
 
-    def __init__(self, group: Any = None, *, timeout: float, name: str) -> None:
+    def __init__(self, group: Any = None, *, timeout: float) -> None:
         self._timeout = timeout
-        self._ranks = Ranks(group, timeout=timeout, name=name)
+        self._ranks = Ranks(group, timeout=timeout)
 
     def plan(
         self,
@@ -71,11 +70,11 @@ class DcpSaver:
         what, same = "choosing the checkpoint to load", f"load_dcp of {wanted}, verify {bool(verify)}"
 
         def choose(proposed: int | None, error: BaseException | None) -> int | None:
-            is_broken = self._ranks.news is News.BROKEN_GROUP
-            if voter.vote(error, what=what, same=same, note=is_broken, timeout=self._timeout):
-                self._ranks.renew(voter.meeting.name)
-            told = self._ranks.tell(-1 if proposed is None else proposed)
-            return None if told < 0 else told
+            step = json.dumps(proposed)
+            told = voter.pass_on(
+                step, error, source=voter.ranks[0], what=what, same=same, timeout=self._timeout
+            )
+            return cast("int | None", json.loads(told))
 
         if step is not None:
             with voter.agreed(what, same=same, timeout=self._timeout):

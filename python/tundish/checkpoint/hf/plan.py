@@ -27,7 +27,7 @@ from tundish.checkpoint.hf.memory import Needs, room_for
 from tundish.checkpoint.hf.sidecars import Sidecars, gather_sidecars
 from tundish.checkpoint.hf.through import WindowSink, WrittenExport
 from tundish.checkpoint.hf.turns import Turns
-from tundish.checkpoint.hf.wire import NO_WIRE, Wire, wire_between_devices, wire_over_host
+from tundish.checkpoint.hf.wire import NO_WIRE, Wire, joins_devices, wire_between_devices, wire_over_host
 from tundish.checkpoint.owngroup import OwnGroup
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, News, PlannedFile, Staging, WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
@@ -159,17 +159,17 @@ class HfPlan:
 
     @property
     def news(self) -> News:
-        """Whether this rank gave up in the middle of an earlier exchange."""
+        """Whether this rank lacks the group for the exchanges to come: it is the first, or one before was given up."""
         background = self._background_group
-        is_broken = self._any_spread and background is not None and background.is_broken
-        return News.BROKEN_GROUP if is_broken else News.NONE
+        is_absent = background is not None and background.is_absent
+        return News.NO_GROUP if is_absent and self._goes_over_host else News.NONE
 
     def react_to(self, news: News, meeting: Meeting) -> None:
-        """Collective where some rank has news: make a new group in place of the one that was broken off."""
+        """Collective where some rank has news: make the group."""
         self._number = meeting.number
         group = self._background_group
         try:
-            if news is News.BROKEN_GROUP and group is not None:
+            if news is News.NO_GROUP and group is not None:
                 to_its_end(lambda: group.renew(meeting.name))
         finally:
             # What is exchanged later, is after another vote.
@@ -313,10 +313,21 @@ class HfPlan:
             wire=wire,
         )
 
+    @functools.cached_property
+    def _spread_device(self) -> torch.device | None:
+        """Where the tensors are that are spread over ranks; None where none is."""
+        spread = zip(self._local, self._drawing.is_spread, strict=True)
+        return next((tensor.device for tensor, is_spread in spread if is_spread), None)
+
+    @property
+    def _goes_over_host(self) -> bool:
+        """Whether tensors travel through host memory, for all that is known before the ranks met."""
+        device = self._spread_device
+        return device is not None and (bool(self._optimizers) or not joins_devices(self._group, device))
+
     def _wire(self, *, is_background: bool) -> Wire:
         """How tensors travel: between devices on the caller's thread, else through host memory."""
-        spread = zip(self._local, self._drawing.is_spread, strict=True)
-        device = next((tensor.device for tensor, is_spread in spread if is_spread), None)
+        device = self._spread_device
         if device is None:
             return NO_WIRE
         if not is_background and (wire := wire_between_devices(self._group, device)) is not None:

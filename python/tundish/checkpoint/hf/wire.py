@@ -10,7 +10,7 @@ import torch
 from tundish.checkpoint.owngroup import OwnGroup
 from tundish.distributed.jobstore import distributed_module
 
-__all__ = ["NO_WIRE", "TAGS", "Wire", "wire_between_devices", "wire_over_host"]
+__all__ = ["NO_WIRE", "TAGS", "Wire", "joins_devices", "wire_between_devices", "wire_over_host"]
 
 # Of one save.
 TAGS = 1 << 20
@@ -50,7 +50,7 @@ NO_WIRE = Wire(own=None, generation=0, callers_group=None, device=_HOST, tag=0)
 
 def wire_between_devices(group: Any, device: torch.device) -> Wire | None:
     """Collective over `group`, on the caller's thread: the way from `device` to `device`; None where there is none."""
-    if device.type != "cuda" or not _is_nccl(group, device):
+    if not joins_devices(group, device):
         return None
     # Ranks that send nothing to each other may be the first to use the group, which takes all of them.
     distributed_module().all_reduce(torch.zeros(1, device=device), group=group)
@@ -68,7 +68,10 @@ def wire_over_host(own: OwnGroup, number: int) -> Wire:
     )
 
 
-def _is_nccl(group: Any, device: torch.device) -> bool:
+def joins_devices(group: Any, device: torch.device) -> bool:
+    """Whether there is a way from `device` to `device` over `group`; not collective."""
+    if device.type != "cuda":
+        return False
     distributed = distributed_module()
     try:
         name = (group or distributed.group.WORLD)._get_backend(device).name()
