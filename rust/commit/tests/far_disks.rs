@@ -11,6 +11,7 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use tundish_commit::disk::{Disk, Listed, Lock, RealDisk, Sharing, Status};
@@ -36,6 +37,8 @@ const PLAIN: FarDisk = FarDisk { lock: Lock::Taken, has_renames: false };
 thread_local! {
     /// What happens elsewhere right after this thread has listed a folder.
     static AFTER_LISTING: Cell<Option<Box<dyn FnOnce()>>> = const { Cell::new(None) };
+    /// Names that this thread is told of in every folder, since its machine has not heard yet that they have gone.
+    static REMEMBERED: Cell<Vec<OsString>> = const { Cell::new(Vec::new()) };
 }
 
 type Folder = <RealDisk as Disk>::Folder;
@@ -91,11 +94,14 @@ impl Disk for FarDisk {
     }
 
     fn list(&self, folder: &Folder, path: &Path) -> Outcome<Vec<OsString>> {
-        let found = RealDisk.list(folder, path);
+        let mut found = RealDisk.list(folder, path)?;
         if let Some(elsewhere) = AFTER_LISTING.take() {
             elsewhere();
         }
-        found
+        let remembered = REMEMBERED.take();
+        found.extend(remembered.iter().filter(|name| !found.contains(name)).cloned().collect::<Vec<_>>());
+        REMEMBERED.set(remembered);
+        Ok(found)
     }
 
     fn is_local(&self, _folder: &Folder) -> bool {
@@ -355,4 +361,17 @@ fn what_takes_the_place_of_the_newest_as_that_is_looked_for_is_found() {
         root.remove(Kind::Hf, 1).unwrap();
     })));
     assert_eq!(watcher.latest(Kind::Hf).unwrap(), Some(folder.path().join("hf-2")));
+}
+
+#[test]
+fn who_looks_for_the_newest_does_not_wait_until_it_is_heard_that_the_last_one_has_gone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_path_buf();
+    let (sender, receiver) = channel();
+    std::thread::spawn(move || {
+        let watcher = ReadonlyRoot::open(DEAF, &path).unwrap();
+        REMEMBERED.set(vec!["hf-1".into(), "hf-2".into()]);
+        sender.send(watcher.latest(Kind::Hf).unwrap()).unwrap();
+    });
+    assert_eq!(receiver.recv_timeout(Duration::from_secs(10)), Ok(None));
 }

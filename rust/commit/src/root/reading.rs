@@ -28,6 +28,10 @@ use crate::manifest::{self, Kind, Manifest, ManifestFile};
 /// How long a reader waits for who has locked all readers out: to replace a checkpoint takes some fsyncs.
 const REPLACING: Duration = Duration::from_secs(5);
 
+/// How long it is looked again for what took the place of checkpoints that have gone. A network file system may list them
+/// for longer than that: to its readers nothing has come meanwhile, either.
+const CATCHING_UP: Duration = Duration::from_secs(2);
+
 /// Between two looks.
 const POLL: Duration = Duration::from_millis(2);
 
@@ -315,6 +319,7 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     /// # Errors
     /// As [`list`](ReadonlyRoot::list).
     pub fn latest(&self, kind: Kind) -> Result<Option<PathBuf>, CommitError> {
+        let until = Instant::now() + CATCHING_UP;
         loop {
             let mut steps: Vec<Key> = self.root.list()?.into_iter().filter_map(|name| key_of(&name)).collect();
             steps.retain(|(found, _)| *found == kind);
@@ -328,9 +333,10 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
                 }
             }
             // What is gone went mostly for one that was published after these were listed.
-            if !is_any_gone {
+            if !is_any_gone || Instant::now() > until {
                 return Ok(None);
             }
+            std::thread::sleep(POLL);
         }
     }
 
