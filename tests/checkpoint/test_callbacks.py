@@ -105,3 +105,22 @@ def test_who_protects_a_step_waits_for_no_removal(tmp_path: Path) -> None:
             slow.let_go.set()
         save.result(60)
         assert [one.step for one in checkpointer.list("hf")] == [2, 4]
+
+
+def test_what_is_protected_while_its_removal_waits_is_not_removed(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, on_failure="raise") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save_hf(step, {"w": torch.ones(1)}, blocking=True)
+    with Checkpointer(tmp_path, on_failure="raise", keep_last=1) as checkpointer:
+        owner = checkpointer._opened.owner
+        assert owner is not None
+        owner._root = slow = _Slow(owner._root)  # type: ignore[assignment]
+        try:
+            save = checkpointer.save_hf(3, {"w": torch.ones(1)})
+            # It is chosen to go, and is still there.
+            assert slow.began.wait(60)
+            checkpointer.protect(1)
+        finally:
+            slow.let_go.set()
+        save.result(60)
+        assert [one.step for one in checkpointer.list("hf")] == [1, 3]

@@ -173,7 +173,7 @@ class Owner:
             )
 
     def remove_surplus(self, kind: Kind) -> list[StorageError]:
-        """Remove what retention does not keep, except what somebody reads.
+        """Remove what retention does not keep, except what somebody reads, or has protected meanwhile.
 
         Returns the errors of what cannot be removed now.
         """
@@ -181,13 +181,10 @@ class Owner:
         with self._lock:
             surplus = self._split(kind)[1]
         for one in surplus:
-            # Somebody may have protected it meanwhile: to remove the one before takes time.
-            if one.step in self._retention.protected:
-                continue
             try:
                 self._root.remove(one.kind, one.step)
             except CheckpointInUseError:
-                # It goes with a later save.
+                # It goes with a later save, unless it is protected.
                 continue
             except NotFoundError:
                 _logger.warning("somebody else removed %s, which retention does not keep", one.path)
@@ -214,9 +211,13 @@ class Owner:
         ]
 
     def protect(self, steps: Iterable[int]) -> None:
-        """Keep the checkpoints of `steps`."""
+        """Keep the checkpoints of `steps`: what is listed afterwards is not removed."""
+        kept = list(steps)
+        for step in kept:
+            # The root decides of what is being removed, which may take as long as a save of the other kind.
+            self._root.protect(step)
         with self._lock:
-            self._retention.protected.update(steps)
+            self._retention.protected.update(kept)
 
     def discard_after(self, step: int) -> None:
         """Set the checkpoints above `step` aside, and say where they are."""

@@ -313,3 +313,42 @@ fn who_looks_or_begins_waits_for_no_removal() {
     // The registry, its name, and that the other is gone.
     assert_eq!(stood, 3);
 }
+
+#[test]
+fn what_is_protected_before_it_is_taken_off_the_list_stays() {
+    let old = |root: &Root<WatchedDisk>| {
+        (1..=3).for_each(|step| drop(save(root, Kind::Hf, step, "old")));
+        begin_and_write(root, Kind::Dcp, 3);
+    };
+    // Who removes it waits for who publishes another.
+    at_each_fsync(
+        old,
+        |root| publish(root, Kind::Dcp, 3),
+        |root, gate, _| {
+            std::thread::scope(|scope| {
+                let removal = scope.spawn(|| root.remove(Kind::Hf, 2));
+                std::thread::sleep(MOMENT);
+                gate.promptly("protect", || root.protect(2)).unwrap();
+                gate.open();
+                let refused = removal.join().unwrap().unwrap_err();
+                assert!(refused.to_string().contains("protected"), "{refused}");
+            });
+        },
+        |root, path| {
+            assert_eq!(names(root), ["dcp-3", "hf-1", "hf-2", "hf-3"]);
+            assert_eq!(registered(path), names(root));
+            root.remove(Kind::Hf, 1).unwrap();
+        },
+    );
+    // Once it is on its way out it is not listed any more.
+    let stood = at_each_fsync(
+        old,
+        |root| root.remove(Kind::Hf, 2).unwrap(),
+        |root, gate, _| {
+            gate.promptly("protect", || root.protect(2)).unwrap();
+            assert!(!gate.promptly("list", || names(root)).contains(&"hf-2".to_owned()));
+        },
+        |root, _| assert_eq!(names(root), ["hf-1", "hf-3"]),
+    );
+    assert_eq!(stood, 3);
+}

@@ -94,7 +94,12 @@ impl CheckpointRoot {
         enter(py, None, |_| Ok(self.root.latest(kind)?))
     }
 
-    /// Remove a checkpoint; never the newest of its kind, nor one that is being read.
+    /// Keep the checkpoints of a step from being removed, as long as the root is open; waits for no removal.
+    fn protect(&self, py: Python<'_>, step: u64) -> PyResult<()> {
+        enter(py, None, |_| Ok(self.root.protect(step)?))
+    }
+
+    /// Remove a checkpoint; never the newest of its kind, nor one that is being read, nor one that is protected.
     fn remove(&self, py: Python<'_>, kind: &str, step: u64) -> PyResult<()> {
         let kind = parse(kind)?;
         enter(py, None, |_| Ok(self.root.remove(kind, step)?))

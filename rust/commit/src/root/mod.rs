@@ -9,7 +9,8 @@
 //!    pointer; then what it replaces goes. What goes leaves the pointer and the registry first (the registry last on a
 //!    full disk), then loses its name, and is emptied only when that is durable. So a crash between any two steps
 //!    leaves a root whose every visible checkpoint is whole, and the next start finishes or undoes what was under way.
-//! 3. The newest checkpoint of a kind is never removed, nor one that is being read.
+//! 3. The newest checkpoint of a kind is never removed, nor one that is being read, nor one that was protected before it
+//!    was taken off what is listed.
 //! 4. Only the owner (`owner/`) changes a root, and only what `layout.rs` calls its own; nothing is reached through a
 //!    symbolic link.
 //! 5. A failed fsync fails what it was for, for good. A checkpoint whose name was perhaps not made durable is not
@@ -82,6 +83,8 @@ struct State<D: Disk + Clone + 'static> {
     doubtful: BTreeSet<Key>,
     /// What is being published is among them until it is over.
     attempts: BTreeMap<Key, Attempt<D>>,
+    /// The steps whose checkpoints are not removed.
+    protected: BTreeSet<u64>,
     /// Whether setting aside was begun and did not end.
     is_discarding: bool,
 }

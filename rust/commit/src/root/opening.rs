@@ -48,6 +48,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
             is_discarding: false,
             doubtful: BTreeSet::new(),
             attempts: BTreeMap::new(),
+            protected: BTreeSet::new(),
         };
         Ok(Self {
             root,

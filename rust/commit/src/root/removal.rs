@@ -6,9 +6,11 @@
 //! registry again.
 
 use std::ffi::OsString;
+use std::sync::Arc;
 
 use rustix::io::Errno;
 
+use super::checkpoint::Published;
 use super::reading::keep_from_readers;
 use super::{Key, Root, layout, records};
 use crate::disk::Disk;
@@ -27,8 +29,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// last where its bytes have to make room for that.
     ///
     /// # Errors
-    /// [`CommitError::CheckpointInUse`] for the newest of its kind and for one that is being read;
-    /// [`CommitError::NoSuchCheckpoint`]; [`CommitError::Io`]. A checkpoint that has lost its name is not counted any
+    /// [`CommitError::CheckpointInUse`] for the newest of its kind, for one that is being read and for one that is
+    /// protected; [`CommitError::NoSuchCheckpoint`]; [`CommitError::Io`]. A checkpoint that has lost its name is not counted any
     /// more; what of it cannot be removed, the next start removes.
     pub fn remove(&self, kind: Kind, step: u64) -> Result<(), CommitError> {
         let key = (kind, step);
@@ -49,7 +51,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
             error => error,
         })?;
         records::point_away(&self.root, &self.published()?, key)?;
-        let published = self.state()?.published.remove(&key);
+        let published = self.take_off(key)?;
         let hidden = match self.hide(key) {
             Ok(hidden) => hidden,
             Err(error) => {
@@ -70,6 +72,26 @@ impl<D: Disk + Clone + 'static> Root<D> {
             records::write_registry(&self.root, &self.published()?)?;
         }
         Ok(())
+    }
+
+    /// Keeps the checkpoints of a step from being removed, of both kinds and whenever they are published, as long as the
+    /// root is open. Waits for nothing: what is on its way out, and so not listed any more, goes.
+    ///
+    /// # Errors
+    /// [`CommitError::RootLost`] in a child made by `fork`.
+    pub fn protect(&self, step: u64) -> Result<(), CommitError> {
+        self.state()?.protected.insert(step);
+        Ok(())
+    }
+
+    /// Takes a checkpoint off what is known to be published, unless it is protected: who protects it from now on sees
+    /// that it has gone.
+    fn take_off(&self, key: Key) -> Result<Option<Arc<Published>>, CommitError> {
+        let mut state = self.state()?;
+        if state.protected.contains(&key.1) {
+            return Err(CommitError::CheckpointInUse { path: self.checkpoint_path(key), reason: "it is protected" });
+        }
+        Ok(state.published.remove(&key))
     }
 
     /// Takes a checkpoint off the registry, where there is room for that, and its name away.
