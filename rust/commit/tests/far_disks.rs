@@ -19,6 +19,7 @@ use tundish_commit::root::{Identity, Opening, ReadonlyRoot, Root, Timing};
 use tundish_commit::{CommitError, Kind};
 
 const EINVAL: i32 = 22;
+const ETIMEDOUT: i32 = 110;
 
 /// A network file system; what it has and has not.
 #[derive(Debug, Clone, Copy)]
@@ -37,6 +38,10 @@ const PLAIN: FarDisk = FarDisk { lock: Lock::Taken, has_renames: false };
 thread_local! {
     /// What happens elsewhere right after this thread has listed a folder.
     static AFTER_LISTING: Cell<Option<Box<dyn FnOnce()>>> = const { Cell::new(None) };
+    /// Whether the answer to this thread's next rename gets lost, and nothing is heard of the server afterwards.
+    static LOSES_ANSWER: Cell<bool> = const { Cell::new(false) };
+    /// Whether this thread hears nothing of the server.
+    static IS_CUT_OFF: Cell<bool> = const { Cell::new(false) };
     /// Names that this thread is told of in every folder, since its machine has not heard yet that they have gone.
     static REMEMBERED: Cell<Vec<OsString>> = const { Cell::new(Vec::new()) };
 }
@@ -51,10 +56,23 @@ macro_rules! as_the_real_disk {
     };
 }
 
+fn failed(operation: &'static str, path: &Path, code: i32) -> CommitError {
+    CommitError::Io { operation, path: path.to_path_buf(), source: std::io::Error::from_raw_os_error(code) }
+}
+
 impl FarDisk {
     fn no_such_rename(path: &Path) -> Outcome<()> {
-        let source = std::io::Error::from_raw_os_error(EINVAL);
-        Err(CommitError::Io { operation: "rename", path: path.to_path_buf(), source })
+        Err(failed("rename", path, EINVAL))
+    }
+
+    /// What is heard of a rename that the server has made.
+    fn answer(renamed: Outcome<()>, path: &Path) -> Outcome<()> {
+        if LOSES_ANSWER.take() {
+            renamed.unwrap();
+            IS_CUT_OFF.set(true);
+            return Err(failed("rename", path, ETIMEDOUT));
+        }
+        renamed
     }
 }
 
@@ -70,7 +88,6 @@ impl Disk for FarDisk {
         fn open_file_for_direct_writing(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<File>>;
         fn open_or_create_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
         fn list_with_numbers(folder: &Folder, path: &Path) -> Outcome<Vec<Listed>>;
-        fn look_at(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<Status>>;
         fn folder_status(folder: &Folder, path: &Path) -> Outcome<Status>;
         fn file_status(file: &File, path: &Path) -> Outcome<Status>;
         fn read(file: &File, path: &Path) -> Outcome<Vec<u8>>;
@@ -104,6 +121,10 @@ impl Disk for FarDisk {
         Ok(found)
     }
 
+    fn look_at(&self, folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<Status>> {
+        if IS_CUT_OFF.get() { Err(failed("look at", path, ETIMEDOUT)) } else { RealDisk.look_at(folder, name, path) }
+    }
+
     fn is_local(&self, _folder: &Folder) -> bool {
         false
     }
@@ -125,11 +146,19 @@ impl Disk for FarDisk {
     }
 
     fn rename_new(&self, from: (&Folder, &OsStr), to: (&Folder, &OsStr), path: &Path) -> Outcome<()> {
-        if self.has_renames { RealDisk.rename_new(from, to, path) } else { Self::no_such_rename(path) }
+        if self.has_renames {
+            Self::answer(RealDisk.rename_new(from, to, path), path)
+        } else {
+            Self::no_such_rename(path)
+        }
     }
 
     fn exchange(&self, one: (&Folder, &OsStr), other: (&Folder, &OsStr), path: &Path) -> Outcome<()> {
-        if self.has_renames { RealDisk.exchange(one, other, path) } else { Self::no_such_rename(path) }
+        if self.has_renames {
+            Self::answer(RealDisk.exchange(one, other, path), path)
+        } else {
+            Self::no_such_rename(path)
+        }
     }
 }
 
@@ -374,4 +403,60 @@ fn who_looks_for_the_newest_does_not_wait_until_it_is_heard_that_the_last_one_ha
         sender.send(watcher.latest(Kind::Hf).unwrap()).unwrap();
     });
     assert_eq!(receiver.recv_timeout(Duration::from_secs(10)), Ok(None));
+}
+
+/// It may have been made, and nobody knows whether it is durable: so neither is what it replaced removed, nor is anything
+/// begun in its place, before the root was opened again.
+#[test]
+fn a_publication_whose_rename_is_not_heard_of_is_not_tried_again() {
+    for is_replacing in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let root = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
+        if is_replacing {
+            save(&root, 2, false).unwrap();
+        }
+        let attempt = root.begin(Kind::Hf, 2, is_replacing).unwrap();
+        fs::write(attempt.join("weights"), [7; 9]).unwrap();
+        let manifest = r#"{"format_version": 1, "kind": "hf", "step": 2, "files": [{"name": "weights", "size": 9}]}"#;
+        LOSES_ANSWER.set(true);
+        let error = root.publish(Kind::Hf, 2, manifest, is_replacing).unwrap_err();
+        assert!(
+            matches!(&error, CommitError::Io { source, .. } if source.raw_os_error() == Some(ETIMEDOUT)),
+            "{error}"
+        );
+        // What may not be heard of is not known to be there either.
+        assert!(root.abandon(Kind::Hf, 2).is_err());
+        IS_CUT_OFF.set(false);
+
+        let _ = root.abandon(Kind::Hf, 2);
+        assert!(root.list().unwrap().is_empty());
+        let again = root.begin(Kind::Hf, 2, true).unwrap_err();
+        assert!(matches!(again, CommitError::StepExists { .. }), "{again}");
+        if is_replacing {
+            assert!(fs::read(folder.path().join(".hf-2.incomplete/weights")).unwrap() == [2; 9]);
+        }
+        drop(root);
+        let root = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
+        assert_eq!(root.list().unwrap().len(), 1);
+        assert!(fs::read(folder.path().join("hf-2/weights")).unwrap() == [7; 9]);
+        save(&root, 2, true).unwrap();
+    }
+}
+
+/// Nothing has happened then, and the step can be saved again.
+#[test]
+fn a_publication_whose_rename_was_not_made_can_be_tried_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
+    let attempt = root.begin(Kind::Hf, 2, false).unwrap();
+    fs::write(attempt.join("weights"), [7; 9]).unwrap();
+    let path = folder.path().to_path_buf();
+    // After the folder is listed for the second time nobody looks at the name again before the rename.
+    let appear = move || fs::create_dir(path.join("hf-2")).unwrap();
+    AFTER_LISTING.set(Some(Box::new(|| AFTER_LISTING.set(Some(Box::new(appear))))));
+    let manifest = r#"{"format_version": 1, "kind": "hf", "step": 2, "files": [{"name": "weights", "size": 9}]}"#;
+    assert!(matches!(root.publish(Kind::Hf, 2, manifest, false), Err(CommitError::StepExists { .. })));
+    root.abandon(Kind::Hf, 2).unwrap();
+    fs::remove_dir(folder.path().join("hf-2")).unwrap();
+    save(&root, 2, false).unwrap();
 }

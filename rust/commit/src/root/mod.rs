@@ -79,7 +79,8 @@ struct State<D: Disk + Clone + 'static> {
     owner: Option<Arc<Owner<D>>>,
     /// Whole and durable, and recorded as far as that was possible.
     published: Checkpoints,
-    /// Whole and visible, but the fsync of their names failed.
+    /// Perhaps visible, and whole if they are, but not known to be durable under their names: what is being renamed, and
+    /// what the rename or the fsync after it failed of.
     doubtful: BTreeSet<Key>,
     /// What is being published is among them until it is over.
     attempts: BTreeMap<Key, Attempt<D>>,

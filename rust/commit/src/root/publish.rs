@@ -61,7 +61,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         Ok(path)
     }
 
-    /// Refuses a step that is being written or was not made durable, and one below the newest that is there.
+    /// Refuses a step that is being written or perhaps not durable, and one below the newest that is there.
     fn check_beginning(&self, (kind, step): Key) -> Result<(), CommitError> {
         if self.state()?.newest(kind).is_some_and(|newest| newest > step) {
             // It may have gone.
@@ -74,7 +74,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         }
         state.check_order(kind, step, &self.root)?;
         if state.doubtful.contains(&(kind, step)) {
-            let reason = "is there, but its name may be lost with the power: open the root again".to_owned();
+            let reason = "may be there, but its name may be lost with the power: open the root again".to_owned();
             return Err(CommitError::StepExists { path, reason });
         }
         Ok(())
@@ -153,7 +153,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// [`CommitError::CheckpointInUse`]: somebody reads what is to be replaced; nothing was changed, and it can be
     /// tried again. [`CommitError::NotPublishable`], [`CommitError::Corrupt`], [`CommitError::StepExists`],
     /// [`CommitError::Io`]: nothing was published, and cannot be without beginning again ([`abandon`](Root::abandon)
-    /// it). [`CommitError::NotDurable`]: it is whole and visible, but its name may be lost with the power; it is not
+    /// it); where nobody can tell whether the rename was made, not before the root was opened again.
+    /// [`CommitError::NotDurable`]: it is whole and visible, but its name may be lost with the power; it is not
     /// counted. After an error of the registry or the pointer it is published.
     pub fn publish(&self, kind: Kind, step: u64, manifest: &str, overwrite: bool) -> Result<PathBuf, CommitError> {
         let key = (kind, step);
@@ -198,22 +199,33 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let target = self.keep_target(key, overwrite)?;
         attempt.folder.create_file(OsStr::new(manifest::FILE_NAME), text.as_bytes())?;
         attempt.folder.sync_all()?;
-        let replaced = self.rename(key, target)?;
+        // Whatever comes between, a rename that may have been made is not durable before the root is.
+        self.state()?.doubtful.insert(key);
+        let replaced = self.rename(key, target).inspect_err(|_| self.settle_rename(key, &attempt))?;
         // What it replaced is not there any more, and of itself nothing is sure yet.
         self.state()?.published.remove(&key);
         let path = self.checkpoint_path(key);
         if let Err(error) = self.root.sync() {
-            let mut state = self.state()?;
             // There is no attempt to give up: it is visible.
-            state.attempts.remove(&key);
-            state.doubtful.insert(key);
+            self.state()?.attempts.remove(&key);
             return Err(match error {
                 CommitError::Io { source, .. } => CommitError::NotDurable { path, source },
                 other => other,
             });
         }
+        self.state()?.doubtful.remove(&key);
         let checkpoint = Checkpoint::new(path, manifest);
         Ok((Arc::new(Published { checkpoint, status: attempt.status }), replaced))
+    }
+
+    /// There is no doubt about a rename that failed where the attempt still has its hidden name. Where nobody can tell, on
+    /// a network file system that does not answer, the next start looks.
+    fn settle_rename(&self, key: Key, attempt: &Attempt<D>) {
+        if matches!(self.root.has(&layout::attempt(key.0, key.1), &attempt.folder), Ok(true))
+            && let Ok(mut state) = self.state()
+        {
+            state.doubtful.remove(&key);
+        }
     }
 
     /// Writes the registry and the pointer as they are with a checkpoint that is durable now.
