@@ -42,6 +42,8 @@ thread_local! {
     static LOSES_ANSWER: Cell<bool> = const { Cell::new(false) };
     /// Whether this thread hears nothing of the server.
     static IS_CUT_OFF: Cell<bool> = const { Cell::new(false) };
+    /// Whether this thread finds checkpoints under other numbers than when they were opened.
+    static RENUMBERS: Cell<bool> = const { Cell::new(false) };
     /// Names that this thread is told of in every folder, since its machine has not heard yet that they have gone.
     static REMEMBERED: Cell<Vec<OsString>> = const { Cell::new(Vec::new()) };
 }
@@ -87,7 +89,6 @@ impl Disk for FarDisk {
         fn open_file_for_writing(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
         fn open_file_for_direct_writing(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<File>>;
         fn open_or_create_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
-        fn list_with_numbers(folder: &Folder, path: &Path) -> Outcome<Vec<Listed>>;
         fn folder_status(folder: &Folder, path: &Path) -> Outcome<Status>;
         fn file_status(file: &File, path: &Path) -> Outcome<Status>;
         fn read(file: &File, path: &Path) -> Outcome<Vec<u8>>;
@@ -121,8 +122,21 @@ impl Disk for FarDisk {
         Ok(found)
     }
 
+    fn list_with_numbers(&self, folder: &Folder, path: &Path) -> Outcome<Vec<Listed>> {
+        let mut listed = RealDisk.list_with_numbers(folder, path)?;
+        listed.iter_mut().filter(|_| RENUMBERS.get()).for_each(|one| one.number = None);
+        Ok(listed)
+    }
+
     fn look_at(&self, folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<Status>> {
-        if IS_CUT_OFF.get() { Err(failed("look at", path, ETIMEDOUT)) } else { RealDisk.look_at(folder, name, path) }
+        if IS_CUT_OFF.get() {
+            return Err(failed("look at", path, ETIMEDOUT));
+        }
+        let mut found = RealDisk.look_at(folder, name, path)?;
+        if let Some(found) = found.as_mut().filter(|_| RENUMBERS.get() && name.to_string_lossy().starts_with("hf-")) {
+            found.number += 1 << 40;
+        }
+        Ok(found)
     }
 
     fn is_local(&self, _folder: &Folder) -> bool {
@@ -459,4 +473,37 @@ fn a_publication_whose_rename_was_not_made_can_be_tried_again() {
     root.abandon(Kind::Hf, 2).unwrap();
     fs::remove_dir(folder.path().join("hf-2")).unwrap();
     save(&root, 2, false).unwrap();
+}
+
+/// As on overlayfs whose layers lie on several file systems, once memory was short.
+#[test]
+fn a_checkpoint_whose_folder_gets_another_number_has_not_gone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let root = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
+    // One that was found at opening, and one that was published since.
+    save(&root, 1, false).unwrap();
+    drop(root);
+    let root = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
+    save(&root, 2, false).unwrap();
+    let steps = || root.list().unwrap().iter().map(|found| found.step).collect::<Vec<_>>();
+
+    RENUMBERS.set(true);
+    assert_eq!(steps(), [1, 2]);
+    assert_eq!(root.latest(Kind::Hf).unwrap(), Some(path("hf-2")));
+    assert!(matches!(root.begin(Kind::Hf, 1, false), Err(CommitError::StepOrder { newest: 2, .. })));
+    save(&root, 3, false).unwrap();
+    assert_eq!(steps(), [1, 2, 3]);
+    root.remove(Kind::Hf, 1).unwrap();
+    assert_eq!(steps(), [2, 3]);
+    // What people put there instead is another all the same, whatever its manifest says.
+    fs::rename(path("hf-2"), path("kept")).unwrap();
+    fs::create_dir(path("hf-2")).unwrap();
+    assert_eq!(steps(), [3]);
+    fs::rename(path("hf-3"), path("kept-3")).unwrap();
+    fs::create_dir(path("hf-3")).unwrap();
+    for name in ["weights", "tundish.json"] {
+        fs::copy(path("kept-3").join(name), path("hf-3").join(name)).unwrap();
+    }
+    assert_eq!(steps(), [0; 0]);
 }

@@ -62,6 +62,17 @@ impl Checkpoint {
 pub(super) struct Published {
     pub(super) checkpoint: Checkpoint,
     pub(super) status: Status,
+    /// Of its manifest, by which it is known where the number of its folder does not stay.
+    pub(super) manifest: Status,
+}
+
+/// What a manifest says.
+#[derive(Debug)]
+pub(super) struct Said {
+    pub(super) manifest: Manifest,
+    pub(super) checksum: Checksum,
+    /// Of the file.
+    pub(super) status: Status,
 }
 
 /// Why a folder is not taken for a whole checkpoint.
@@ -95,7 +106,7 @@ impl Unwhole {
 /// Looks at the folder of one checkpoint; the error says why it is not whole.
 pub(super) fn examine<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u64) -> Result<Published, Unwhole> {
     let folder = root.open_folder(&layout::checkpoint(kind, step))?;
-    let (manifest, _) = read_manifest(&folder)?;
+    let Said { manifest, status: file, .. } = read_manifest(&folder)?;
     if (manifest.kind, manifest.step) != (kind, step) {
         let (kind, step) = (manifest.kind, manifest.step);
         return Err(Unwhole::For(format!("{} says that this is {kind}-{step}", manifest::FILE_NAME)));
@@ -104,27 +115,27 @@ pub(super) fn examine<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u6
         return Err(Unwhole::For(damage.to_string()));
     }
     let status = folder.status()?;
-    Ok(Published { checkpoint: Checkpoint::new(folder.path, manifest), status })
+    Ok(Published { checkpoint: Checkpoint::new(folder.path, manifest), status, manifest: file })
 }
 
-/// The manifest in a folder and its checksum.
-pub(super) fn read_manifest<D: Disk + Clone>(folder: &Directory<D>) -> Result<(Manifest, Checksum), Unwhole> {
+/// Reads the manifest in a folder.
+pub(super) fn read_manifest<D: Disk + Clone>(folder: &Directory<D>) -> Result<Said, Unwhole> {
     let name = OsStr::new(manifest::FILE_NAME);
     let refuse = |reason: String| Err(Unwhole::For(reason));
-    match folder.look_at(name)? {
+    let status = match folder.look_at(name)? {
         None => return refuse(format!("it has no {}", manifest::FILE_NAME)),
         Some(status) if status.kind != EntryKind::File || status.size > LARGEST_MANIFEST => {
             return refuse(format!("its {} is no manifest", manifest::FILE_NAME));
         }
-        Some(_) => {}
-    }
+        Some(status) => status,
+    };
     let bytes = folder.disk.read(&folder.open_file(name)?, &folder.path.join(name))?;
     if !seal::is_intact(&bytes) {
         return refuse(format!("its {} is not as it was written", manifest::FILE_NAME));
     }
     let manifest =
         Manifest::parse(&bytes).map_err(|reason| Unwhole::For(format!("its {}: {reason}", manifest::FILE_NAME)))?;
-    Ok((manifest, Checksum::of(&bytes)))
+    Ok(Said { manifest, checksum: Checksum::of(&bytes), status })
 }
 
 /// A file that is not as the manifest says.

@@ -97,17 +97,18 @@ impl<D: Disk + Clone> Directory<D> {
         self.open_folder(name)
     }
 
-    /// Makes a new file of durable bytes; its name is not durable yet.
-    pub(super) fn create_file(&self, name: &OsStr, bytes: &[u8]) -> Result<(), CommitError> {
+    /// Makes a new file of durable bytes, and says what it is; its name is not durable yet.
+    pub(super) fn create_file(&self, name: &OsStr, bytes: &[u8]) -> Result<Status, CommitError> {
         let path = self.path.join(name);
         let file = self.disk.create_file(&self.folder, name, &path)?;
         disk::write_all(&self.disk, &file, 0, bytes, &path, PIECE, |_| Ok(()))?;
-        self.disk.fsync(&file, &path)
+        self.disk.fsync(&file, &path)?;
+        self.disk.file_status(&file, &path)
     }
 
     /// Puts a file of `bytes` in the place of whatever file was there, durably.
     pub(super) fn replace_file(&self, name: &OsStr, bytes: &[u8]) -> Result<(), CommitError> {
-        self.replace(name, |temporary| self.create_file(temporary, bytes))
+        self.replace(name, |temporary| self.create_file(temporary, bytes).map(drop))
     }
 
     /// Puts a symbolic link in the place of whatever link or file was there, durably.

@@ -1,12 +1,15 @@
 //! Whether what is known to be published is still there: people remove, rename and replace checkpoints.
 //!
 //! What always holds: that a checkpoint has gone is found by the next call that it makes a difference to; it is
-//! forgotten only when a look at its own name finds nothing, or another folder; it is taken to be there without a look
-//! only where the root, which is listed in one pass, tells for certain which folder has its name. What is to be removed
-//! or not to be removed is looked at itself.
+//! forgotten only when a look at its own name finds nothing, or another folder with another manifest; it is taken to be
+//! there without a look only where the root, which is listed in one pass, tells for certain which folder has its name.
+//! What is to be removed or not to be removed is looked at itself.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::sync::Arc;
+
+use rustix::io::Errno;
 
 use super::checkpoint::Published;
 use super::directory::Directory;
@@ -14,7 +17,7 @@ use super::layout::{self, Entry};
 use super::{Checkpoints, Key, Root};
 use crate::disk::{Disk, EntryKind};
 use crate::error::CommitError;
-use crate::manifest::Kind;
+use crate::manifest::{self, Kind};
 
 impl<D: Disk + Clone + 'static> Root<D> {
     /// Forgets every checkpoint that has gone.
@@ -98,7 +101,30 @@ fn is_there<D: Disk + Clone>(
     (kind, step): Key,
     published: &Published,
 ) -> Result<bool, CommitError> {
-    let found = root.look_at(&layout::checkpoint(kind, step))?;
-    // A file may have got the number of the folder that was removed for it.
-    Ok(found.is_some_and(|found| found.kind == EntryKind::Folder && found.is_same(&published.status)))
+    let name = layout::checkpoint(kind, step);
+    match root.look_at(&name)? {
+        // A file may have got the number of the folder that was removed for it.
+        Some(found) if found.kind == EntryKind::Folder => {
+            Ok(found.is_same(&published.status) || has_manifest(root, &name, published)?)
+        }
+        _ => Ok(false),
+    }
+}
+
+/// Whether the folder of that name has the very manifest of a checkpoint. Overlayfs, where its layers lie on several file
+/// systems, gives a folder another number once memory was short, and no file.
+fn has_manifest<D: Disk + Clone>(
+    root: &Directory<D>,
+    name: &OsStr,
+    published: &Published,
+) -> Result<bool, CommitError> {
+    let folder = match root.open_folder(name) {
+        // It has gone meanwhile, or nobody of ours made it.
+        Err(error) if [Errno::NOENT, Errno::NOTDIR, Errno::LOOP, Errno::ACCESS].iter().any(|&code| error.is(code)) => {
+            return Ok(false);
+        }
+        outcome => outcome?,
+    };
+    let found = folder.look_at(OsStr::new(manifest::FILE_NAME))?;
+    Ok(found.is_some_and(|found| found.kind == EntryKind::File && found.is_same(&published.manifest)))
 }

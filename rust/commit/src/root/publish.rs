@@ -197,7 +197,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let text = &seal(text).unwrap_or_else(|| text.to_owned());
         let (attempt, manifest) = self.check_publishable(key, text)?;
         let target = self.keep_target(key, overwrite)?;
-        attempt.folder.create_file(OsStr::new(manifest::FILE_NAME), text.as_bytes())?;
+        let said = attempt.folder.create_file(OsStr::new(manifest::FILE_NAME), text.as_bytes())?;
         attempt.folder.sync_all()?;
         // Whatever comes between, a rename that may have been made is not durable before the root is.
         self.state()?.doubtful.insert(key);
@@ -215,7 +215,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         }
         self.state()?.doubtful.remove(&key);
         let checkpoint = Checkpoint::new(path, manifest);
-        Ok((Arc::new(Published { checkpoint, status: attempt.status }), replaced))
+        Ok((Arc::new(Published { checkpoint, status: attempt.status, manifest: said }), replaced))
     }
 
     /// There is no doubt about a rename that failed where the attempt still has its hidden name. Where nobody can tell, on

@@ -17,13 +17,13 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::checkpoint::{self, Checkpoint, Damage, Published, Unwhole};
+use super::checkpoint::{self, Checkpoint, Damage, Published, Said, Unwhole};
 use super::directory::Directory;
 use super::{Key, Root, layout, verify};
 use crate::checksum::Checksum;
 use crate::disk::{Disk, EntryKind, Lock, RealDisk, Sharing};
 use crate::error::CommitError;
-use crate::manifest::{self, Kind, Manifest, ManifestFile};
+use crate::manifest::{self, Kind, ManifestFile};
 
 /// How long a reader waits for who has locked all readers out: to replace a checkpoint takes some fsyncs.
 const REPLACING: Duration = Duration::from_secs(5);
@@ -65,7 +65,7 @@ pub struct ReadLock<D: Disk + Clone> {
     manifest: Option<Locked<D>>,
     is_locked: bool,
     /// What the manifest says, once it was read: it stays, and may list tens of thousands of files.
-    said: OnceLock<(Manifest, Checksum)>,
+    said: OnceLock<Said>,
 }
 
 impl<D: Disk + Clone> fmt::Debug for ReadLock<D> {
@@ -91,7 +91,7 @@ impl<D: Disk + Clone> ReadLock<D> {
     /// # Errors
     /// [`CommitError::Corrupt`].
     pub fn describe(&self) -> Result<(Checkpoint, Vec<ManifestFile>, Checksum), CommitError> {
-        let (manifest, checksum) = self.said()?;
+        let Said { manifest, checksum, .. } = self.said()?;
         Ok((Checkpoint::new(self.folder.path.clone(), manifest.clone()), manifest.files.clone(), *checksum))
     }
 
@@ -105,7 +105,7 @@ impl<D: Disk + Clone> ReadLock<D> {
         every_byte: bool,
         go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
     ) -> Result<Vec<Damage>, CommitError> {
-        verify::verify_files(&self.folder, &self.said()?.0, names, every_byte, go_on)
+        verify::verify_files(&self.folder, &self.said()?.manifest, names, every_byte, go_on)
     }
 
     /// The files that the manifest does not list, which no save wrote.
@@ -113,7 +113,7 @@ impl<D: Disk + Clone> ReadLock<D> {
     /// # Errors
     /// [`CommitError::Corrupt`] of the manifest, [`CommitError::Io`].
     pub fn foreign_files(&self) -> Result<Vec<String>, CommitError> {
-        verify::foreign_files(&self.folder, &self.said()?.0)
+        verify::foreign_files(&self.folder, &self.said()?.manifest)
     }
 
     /// The bytes of a small file, which are of that size and checksum; without a checksum only of that size.
@@ -132,7 +132,7 @@ impl<D: Disk + Clone> ReadLock<D> {
         verify::verify(&self.folder, go_on)
     }
 
-    fn said(&self) -> Result<&(Manifest, Checksum), CommitError> {
+    fn said(&self) -> Result<&Said, CommitError> {
         if let Some(said) = self.said.get() {
             return Ok(said);
         }

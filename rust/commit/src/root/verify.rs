@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
-use super::checkpoint::{Damage, compare, read_manifest, strangers};
+use super::checkpoint::{Damage, Said, compare, read_manifest, strangers};
 use super::directory::Directory;
 use crate::checksum::Checksum;
 use crate::disk::Disk;
@@ -20,7 +20,7 @@ pub(super) fn verify<D: Disk + Clone>(
     folder: &Directory<D>,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<String>, CommitError> {
-    let (manifest, _) = read_manifest(folder).map_err(|unwhole| unwhole.of_manifest(folder))?;
+    let Said { manifest, .. } = read_manifest(folder).map_err(|unwhole| unwhole.of_manifest(folder))?;
     let mut damaged = damage_in(folder, manifest.files.iter(), true, go_on)?;
     damaged.extend(foreign_in(folder, &manifest)?);
     refuse(folder, damaged)?;
