@@ -175,14 +175,21 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let recorded = self.record(key, &published);
         // Whatever became of the records: it is durable, and the next start makes them anew.
         self.state()?.published.insert(key, published);
-        let is_to_go = replaced.is_some() && recorded.is_ok();
-        let aside = is_to_go.then(|| self.set_attempt_aside(key));
+        let aside = match &replaced {
+            Some(_) if recorded.is_ok() => self.set_attempt_aside(key).ok(),
+            // What it replaced stays where it is, under the hidden name, until somebody begins again or starts.
+            _ => None,
+        };
         // Its hidden name is free again.
         self.state()?.attempts.remove(&key);
         drop(changes);
         recorded?;
-        // The checkpoint is published; what cannot be removed now of what it held before, the next start removes.
-        let _ = aside.map(|aside| aside.and_then(|aside| self.root.remove(&aside)));
+        if let Some(aside) = aside {
+            // The checkpoint is published; what cannot be removed now of what it held before, the next start removes.
+            let _ = self.root.remove(&aside);
+        }
+        // Readers are locked out of it until it is gone.
+        drop(replaced);
         Ok(self.checkpoint_path(key))
     }
 
