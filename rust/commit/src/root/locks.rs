@@ -9,15 +9,15 @@
 //!    the change.
 //! 2. `beginnings`: who begins a checkpoint holds it alone, and waits for no publication. What it changes is hidden and
 //!    has no part in what is visible; where it tries whether the folder to be replaced can be exchanged, it makes the
-//!    root durable and holds `changes` as well. Who takes a hidden name away from an attempt, or the root from its
-//!    process, holds both.
+//!    root durable and holds `changes` as well. Who gives an attempt up, or takes the root from its process, holds both;
+//!    who publishes takes the hidden name away under `changes` alone, since nobody begins what is an attempt still.
 //! 3. `state`: what is known, held through no call of the disk. A copy of it is looked at outside of the lock, and what
 //!    was found of a checkpoint is noted only where the state still has that very one.
 //!
 //! So a reader of the state finds a checkpoint published when it is durable and recorded, and not before; one that is
 //! being replaced is not counted from the exchange until the new one is; one that is being removed is not counted from
-//! before it leaves the registry. What is being published is an attempt until its hidden name is free again: nobody
-//! begins the same step, or a lower one, meanwhile.
+//! before it leaves the registry, and can be protected no longer. What is being published is an attempt until its hidden
+//! name is free again: nobody begins the same step, or a lower one, meanwhile.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
