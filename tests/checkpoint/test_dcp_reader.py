@@ -107,6 +107,13 @@ def test_a_tensor_that_does_not_lie_together_is_loaded(ours: Path) -> None:
     assert not around[1::2].any()
 
 
+def test_one_value_among_others_is_loaded_where_it_is(ours: Path) -> None:
+    # torch calls it contiguous, whatever its stride.
+    around = torch.zeros(1, 3, dtype=torch.bfloat16)
+    load(Reader(ours), {"half": around[:, 1]}, half=([4], [1]))
+    assert around.tolist() == [[0, 4, 0]]
+
+
 def test_what_is_framed_in_another_way_is_left_to_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,11 @@ def sharing(seed: int) -> Any:
     return {"all": rows, "again": rows, "first": rows[0]}
 
 
+def one(seed: int) -> Any:
+    """A value that lies alone, cut out of others: torch calls it contiguous."""
+    return _ramp(seed, 1, 2)[:, 1]
+
+
 def nothing(seed: int) -> Any:
     return {"no tensors": [], "at": seed}
 
@@ -144,7 +149,8 @@ def _with_gaps(dtype: torch.dtype, seed: int) -> Tensor:
 
 
 KINDS: dict[str, Callable[[int], Any]] = {
-    one.__name__: one for one in (text, vlm, many, dtypes, containers, tensors, gaps, sharing, nothing)
+    kind.__name__: kind
+    for kind in (text, vlm, many, dtypes, containers, tensors, gaps, sharing, one, nothing)
 }
 
 

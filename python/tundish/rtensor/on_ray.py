@@ -31,6 +31,7 @@ from tundish.errors import (
     TransferError,
     missing_extra,
 )
+from tundish.rawbytes import raw_bytes
 from tundish.rtensor.backends import Removed, StoreBackend
 from tundish.rtensor.handle import TensorShardInfo
 from tundish.rtensor.serving import address
@@ -103,7 +104,7 @@ class RayBackend(StoreBackend):
         get = self._getter(handles, timeout)
         wanted = [(handle.shard_id, handle.rows) for handle in handles]
         for target, values in zip(targets, get(wanted), strict=True):
-            target.view(-1).view(torch.uint8).numpy()[:] = values
+            raw_bytes(target).numpy()[:] = values
 
     def remove(self, shard_ids: Iterable[str]) -> Removed:
         removed = super().remove(shard_ids)
@@ -135,7 +136,7 @@ class RayBackend(StoreBackend):
         return size
 
     def _put(self, tensor: Tensor) -> Any:
-        values = tensor.reshape(-1).view(torch.uint8).numpy()
+        values = raw_bytes(tensor).numpy()
         try:
             return self._ray.put((str(tensor.dtype), tuple(tensor.shape), values))
         except self._ray.exceptions.ObjectStoreFullError as error:

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from tundish import _native
+from tundish.rawbytes import raw_bytes
 from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
 from tundish.scatter.messages import BATCH, DIRECT, HEAD_BYTES, Head, Known, Told
@@ -183,7 +184,7 @@ class FarLane:
         """The bytes of a piece: where they are, or written into warm memory one after the other."""
         tensor = departure.tensors[piece.numbers[0]]
         if len(piece.numbers) == 1 and tensor.is_cpu and tensor.is_contiguous():
-            return tensor.reshape(-1).view(torch.uint8)
+            return raw_bytes(tensor)
         parcel = self._arena.take(piece.stop - piece.start)
         try:
             departure.write_some(parcel, piece.numbers, piece.start)

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from tundish.checkpoint.dcp.record import frame_of
+from tundish.rawbytes import raw_bytes
 
 __all__ = ["Reader"]
 
@@ -138,7 +139,7 @@ def _fill(tensor: torch.Tensor, file: BinaryIO, start: int) -> bool:
         # Of elements smaller than a byte, or memory that somebody freed.
         return False
     # What the annotations of numpy leave out: an array has a buffer.
-    values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    values: Any = raw_bytes(tensor).numpy()
     memory = memoryview(values)
     file.seek(start)
     while memory:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.rawbytes import raw_bytes
 
 __all__ = ["from_json", "to_json"]
 
@@ -73,8 +74,7 @@ def _encoded_tensor(tensor: torch.Tensor, where: str) -> Any:
         raise InvalidTypeError(
             f"{where} is no dense tensor with values: put it into the state dict, or make it one"
         )
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    data = raw_bytes(tensor.detach().cpu().contiguous()).numpy().tobytes()
     return {_TAG: ["tensor", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _text(data)]}
 
 

@@ -27,6 +27,7 @@ from tundish.checkpoint.placements import Share, boxes, shares_for
 from tundish.checkpoint.tensors import check_memory
 from tundish.distributed.jobstore import distributed_module
 from tundish.errors import InvalidInputError, PeerFailedError
+from tundish.rawbytes import raw_bytes
 
 __all__ = ["TURN_BYTES", "Batch", "Gather", "Sink", "Step", "batched", "in_rounds"]
 
@@ -234,7 +235,7 @@ class Gather:
         # Bytes, since no backend knows all dtypes.
         return distributed.P2POp(
             getattr(distributed, kind),
-            tensor.view(-1).view(torch.uint8),
+            raw_bytes(tensor),
             peer,
             group=self._wire.group,
             tag=self._wire.tag + self._messages % TAGS,

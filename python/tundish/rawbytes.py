@@ -1,0 +1,13 @@
+"""The memory of a tensor as bytes, which is how it is written, sent and read without knowing its dtype."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["raw_bytes"]
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a contiguous tensor as bytes, in the same memory; shape (bytes,)."""
+    # Of a single value torch calls any strides contiguous, keeps them, and then views no bytes along them.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
