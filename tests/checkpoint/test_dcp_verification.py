@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +20,7 @@ from torch import distributed
 
 from dcp_worlds import run
 from rank_processes import Job, Line, outcome
-from tundish.checkpoint import Checkpointer
+from tundish.checkpoint import Checkpointer, load_dcp
 from tundish.checkpoint.dcp import opened
 from tundish.checkpoint.dcp.shares import share_of
 
@@ -206,6 +209,43 @@ def test_what_one_rank_cannot_reach_is_its_failure_and_no_damage(tmp_path: Path,
         own = {"no file": (0, "StorageError"), "fails": (2, "OSError")}[sight]
         assert newest[0] == (own[1] if rank == own[0] else "PeerFailedError")
         assert "rank 2" in newest[1]
+
+
+def load_copies(rank: int, line: Line) -> None:
+    """Each rank sees under one path a copy of its own, as nodes do that keep checkpoints on their own disks."""
+    root, damaged = line.hear()
+    state = save(root, 1)
+    mine = {name: torch.zeros_like(state[f"mine-{rank}"]) for name in ("mine-0", "mine-1", "mine-2")}
+    copy = root.parent / f"copy-{rank}"
+    shutil.copytree(root, copy, copy_function=shutil.copy2)
+    distributed.barrier()
+    assert not ctypes.CDLL(None).unshare(_NEW_MOUNTS)
+    for mount in (["--make-rprivate", "/"], ["--bind", str(copy), str(root)]):
+        subprocess.run(["mount", *mount], check=True)
+    load_dcp(mine, root / "dcp-1", timeout=60)
+    assert all((mine[f"mine-{one}"] == 1).all() for one in range(3))
+    owner, damage, name = damaged
+    if rank == owner:
+        globals()[damage](root / "dcp-1" / name)
+    distributed.barrier()
+    mine = {name: torch.zeros_like(value) for name, value in mine.items()}
+    line.say(outcome(lambda: load_dcp(mine, root / "dcp-1", timeout=60)))
+    assert not any(value.any() for value in mine.values())
+
+
+# CLONE_NEWNS
+_NEW_MOUNTS = 0x00020000
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+@pytest.mark.parametrize(("owner", "name"), [(1, "__2_0.distcp"), (2, "__0_0.distcp"), (0, ".metadata")])
+def test_every_copy_is_verified(tmp_path: Path, damage: str, owner: int, name: str) -> None:
+    said = run(load_copies, 3, tmp_path / "job", tmp_path / "root", (owner, damage, name))
+    for rank, ((kind, text, _),) in enumerate(said):
+        # A file that is not all there may be on its way to that node, which the first one can tell of its own alone.
+        expected = "CorruptCheckpointError" if damage == "flip" or owner == 0 else "StorageError"
+        assert kind == (expected if rank == 0 else "PeerFailedError"), text
+        assert name in text
 
 
 def verify_beside_the_dead(rank: int, line: Line) -> None:

@@ -1,8 +1,8 @@
 """A DCP checkpoint that several ranks read together.
 
 What always holds: it is the same one for all of them, and neither removed nor replaced until they are done; each of its
-files is verified by one rank, and what is found damaged there is damaged for all; what one rank alone cannot reach is
-that rank's failure and says nothing of the checkpoint.
+files is verified by one rank, and of copies each file of every copy, and what is found damaged there is damaged for
+all; what one rank alone cannot reach is that rank's failure and says nothing of the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tundish._native import CheckpointReadLock
 from tundish.checkpoint.dcp.shares import share_of
 from tundish.checkpoint.reading import MANIFEST, held, is_file, tell_unsummed
 from tundish.distributed import Voter
+from tundish.distributed.packed import packed, unpacked
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
 from tundish.waiting import was_let_go
 
@@ -117,8 +118,9 @@ class Opened:
         readers = self.readers
         found: list[_Damage] = []
         foreign: list[str] = []
+        index, count = self._place_beside_it() if every_byte else (readers.index, readers.count)
         with readers.voted(f"verifying {self.path}") as ballot:
-            share = share_of(readers.index, readers.count, self.files, self.savers)
+            share = share_of(index, count, self.files, self.savers)
             found = self.lock.verify_files(share, every_byte=every_byte)
             ballot.note = bool(found)
             if readers.is_first and every_byte:
@@ -132,6 +134,38 @@ class Opened:
         if readers.is_first and every_byte:
             tell_unsummed(self.path, [name for name, _, checksum in self.files if checksum is None])
         return None
+
+    def _place_beside_it(self) -> tuple[int, int]:
+        """Collective: which one this rank is of those that see the same files as it does, and of how many.
+
+        Of all, where there is one checkpoint; nodes may have copies, under one path, of which only one is damaged.
+        """
+        readers, voter = self.readers, self.readers.voter
+        if readers.count == 1:
+            return 0, 1
+        what = f"looking whether all see the same {self.path.name}"
+        own = self._marks()
+        first = voter.pass_on(own, source=voter.ranks[0], what=what, timeout=readers.timeout)
+        if not voter.vote(what=what, note=own != first, timeout=readers.timeout):
+            return readers.index, readers.count
+        gathered = voter.gather(own, what=what, timeout=readers.timeout)
+        told = packed(gathered) if gathered else None
+        all_marks = unpacked(voter.pass_on(told, source=voter.ranks[0], what=what, timeout=readers.timeout))
+        alike = [index for index, marks in enumerate(all_marks) if marks == own]
+        return alike.index(readers.index), len(alike)
+
+    def _marks(self) -> str:
+        """What differs between copies: the times at which two of the files were last changed.
+
+        Nothing else can be told apart everywhere: a copy may keep all other times, and some network file systems
+        number a file otherwise on each node. Copies that are made at once may have one time in common, seldom two.
+        """
+        marks = []
+        for name in (MANIFEST, *(name for name, _, _ in self.files[:1])):
+            # What is missing is found when it is verified.
+            with contextlib.suppress(OSError):
+                marks.append(f"{name} {(self.path / name).stat().st_ctime_ns}")
+        return ", ".join(marks)
 
     def _agree_on(self, found: list[_Damage], *, every_byte: bool) -> CorruptCheckpointError:
         readers = self.readers
