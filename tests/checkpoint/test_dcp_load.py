@@ -154,6 +154,32 @@ def test_a_state_that_does_not_fit_is_refused_untouched(
     assert_same(state, before)
 
 
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        (torch.int64, torch.int8),
+        (torch.uint8, torch.int8),
+        (torch.int8, torch.uint64),
+        (torch.uint64, torch.int64),
+    ],
+)
+def test_whole_numbers_are_never_wrapped_around(
+    there: torch.dtype, here: torch.dtype, tmp_path: Path
+) -> None:
+    saver = new_saver()
+    save(saver, {"seen": torch.tensor([1, 100], dtype=there)}, tmp_path / "saved")
+    saver.close()
+    state = {"seen": torch.zeros(2, dtype=here)}
+    with pytest.raises(StateMismatchError, match=f"is {here} here and {there} in it, which it cannot hold"):
+        load_dcp(state, tmp_path / "saved")
+    assert not state["seen"].to(torch.int64).any()
+    # What holds all of them takes them.
+    for wider in {torch.int8: torch.int16, torch.uint8: torch.int16}.get(there, there), torch.float64:
+        state = {"seen": torch.zeros(2, dtype=wider)}
+        load_dcp(state, tmp_path / "saved")
+        assert state["seen"].tolist() == [1, 100]
+
+
 def test_many_problems_are_told_in_short(saved: Path) -> None:
     with pytest.raises(StateMismatchError, match="and 95 more") as refusal:
         load_dcp({f"x{number}": torch.zeros(1) for number in range(100)}, saved)

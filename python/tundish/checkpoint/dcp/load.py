@@ -235,7 +235,7 @@ def _check_fit(leaves: Leaves, metadata: Metadata, path: Path) -> None:
 
 def _misfits(tensor: torch.Tensor, saved: torch.dtype) -> Iterator[str]:
     """Why values of the dtype `saved` cannot be copied into `tensor`, or would lose what they are."""
-    if _sort(saved) > _sort(tensor.dtype):
+    if _sort(saved) > _sort(tensor.dtype) or _is_cut(saved, tensor.dtype):
         yield f"is {tensor.dtype} here and {saved} in it, which it cannot hold"
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     is_dense = local.layout is torch.strided
@@ -250,6 +250,14 @@ def _sort(dtype: torch.dtype) -> int:
     if dtype is torch.bool:
         return 0
     return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 1
+
+
+def _is_cut(saved: torch.dtype, here: torch.dtype) -> bool:
+    """Whether whole numbers of the one dtype can be beyond those of the other, which torch would wrap around."""
+    if _sort(saved) != 1 or _sort(here) != 1:
+        return False
+    there, own = torch.iinfo(saved), torch.iinfo(here)
+    return there.min < own.min or there.max > own.max
 
 
 def _empty_places(state: Mapping[str, Any], place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
