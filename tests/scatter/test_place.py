@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 import tundish as td
-from tundish.scatter.place import replicated_place_of
+from tundish.scatter.place import Place, replicated_place_of
 
 
 class Mates:
@@ -44,3 +45,12 @@ def test_a_message_names_some_of_thousands_of_ranks(heard: list[Any], said: str)
         replicated_place_of(None, 0, mates, None, timeout=timedelta(seconds=1))
     assert said in str(raised.value) and "and 3992 more" in str(raised.value)
     assert len(str(raised.value)) < 500
+
+
+def test_whose_batch_is_whose_is_known_without_a_search() -> None:
+    # A source asks for every rank in every round.
+    ranks = tuple(range(0, 60_000, 3))
+    place = Place(ranks=ranks, batch_of=tuple(range(len(ranks))), rank=3, source=0)
+    started = time.monotonic()
+    assert [place.batch(rank) for rank in ranks] == list(place.batch_of)
+    assert time.monotonic() - started < 0.5

@@ -6,6 +6,7 @@ a `Place` are the job's.
 
 from __future__ import annotations
 
+import functools
 import json
 import operator
 from collections.abc import Sequence
@@ -52,7 +53,12 @@ class Place:
 
     def batch(self, rank: int) -> int:
         """The number of a rank's batch."""
-        return self.batch_of[self.ranks.index(rank)]
+        return self._batches[rank]
+
+    @functools.cached_property
+    def _batches(self) -> dict[int, int]:
+        # Asked for every rank in every round.
+        return dict(zip(self.ranks, self.batch_of, strict=True))
 
 
 def process_group(group: Any, what: str = "group") -> Any:
