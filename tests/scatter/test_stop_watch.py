@@ -17,6 +17,7 @@ import tundish as td
 from rank_processes import Job, Line, outcome
 from tundish.distributed.jobstore import JobStore
 from tundish.scatter import stops
+from tundish.scatter.telling import tell_aside, wait_for_telling
 from tundish.waiting import Thread
 
 # Whoever leaves is known within so many seconds, on a machine that does other work too.
@@ -201,3 +202,16 @@ def test_who_is_behind_the_end_of_the_data_looks_less_often_in_a_large_job(tmp_p
         # Three of them, which may ask six times a second together, of whom one has no more to look for.
         assert told[0] == 0 and all(2 <= asked <= 6 for asked in told[1:]), told
         job.expect_end()
+
+
+def test_an_end_waits_for_all_who_are_in_the_store_together() -> None:
+    answers = threading.Event()
+    for _ in range(8):
+        tell_aside(answers.wait, "tundish-dispatch-stop")
+    try:
+        started = time.monotonic()
+        wait_for_telling(0.2)
+        assert 0.2 <= time.monotonic() - started < 0.8
+    finally:
+        answers.set()
+    wait_for_telling(KNOWN)

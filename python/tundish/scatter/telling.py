@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -39,6 +40,7 @@ def is_telling(thread: threading.Thread) -> None:
 
 
 def wait_for_telling(seconds: float) -> None:
-    """Wait until nobody is in the store any more: a thread that is when the interpreter ends aborts it."""
+    """Wait up to so many seconds until nobody is in the store: a thread that is when the interpreter ends aborts it."""
+    until = time.monotonic() + seconds
     for thread in list(_telling):
-        thread.join(seconds)
+        thread.join(max(0.0, until - time.monotonic()))
