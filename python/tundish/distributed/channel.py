@@ -26,10 +26,10 @@ from tundish.waiting import Thread, wait_for
 
 __all__ = ["Channel"]
 
-# How long past its deadline a caller waits for the store to take in that the deadline passed: in turns, of which a
+# How long past its deadline a caller waits for the store to take in that the deadline passed: in parts, of which a
 # process that stands still, so that its other threads do too, loses one and no more.
 _ANSWER_SECONDS = 1.0
-_ANSWER_TURNS = 8
+_ANSWER_PARTS = 8
 
 # Rounds for one thread; None ends it.
 _Work = queue.SimpleQueue["tuple[Channel, Round] | None"]
@@ -64,7 +64,7 @@ class Channel:
         # Of the thread that went through the last round, and that round.
         self._rounds: _Work | None = None
         self._last: Round | None = None
-        self._turn = threading.Lock()
+        self._one_round = threading.Lock()
         self._protocol = Protocol(member, node, f"votes/{self._name}")
         # Re-entrant: a second `close` does what Ctrl-C kept the first from.
         self._protocol_lock = threading.RLock()
@@ -83,7 +83,7 @@ class Channel:
 
     def skip_to(self, number: int) -> None:
         """Let the next round be this one, where it is yet to come."""
-        with self._turn:
+        with self._one_round:
             self._number = max(self._number, number)
 
     def hold(
@@ -111,7 +111,7 @@ class Channel:
             raise InvalidInputError(
                 f"{what}: this voter was made before a fork: make one in the process that votes"
             )
-        with self._turn:
+        with self._one_round:
             now = time.monotonic()
             current = Round(
                 number=self._number,
@@ -130,9 +130,9 @@ class Channel:
                 self._hand_over(current)
                 answered = wait_for(current.done.wait, seconds)
                 # All ranks come to it at their deadline, one after the other.
-                turn = _ANSWER_SECONDS * crowd_of(len(self.member.ranks)) / _ANSWER_TURNS
-                for _ in range(_ANSWER_TURNS):
-                    answered = answered or current.done.wait(turn)
+                part = _ANSWER_SECONDS * crowd_of(len(self.member.ranks)) / _ANSWER_PARTS
+                for _ in range(_ANSWER_PARTS):
+                    answered = answered or current.done.wait(part)
                 if not answered and current.verdict is not None:
                     answered = wait_for(current.done.wait, LINGER_SECONDS + _ANSWER_SECONDS)
             except BaseException as interruption:
