@@ -195,13 +195,13 @@ def test_a_long_text_that_is_the_same_on_all_ranks_is_not_sent_by_each(crowd: Cr
 
 def test_a_verdict_about_ten_thousand_ranks_can_be_read() -> None:
     failures = [Failure(rank=rank, text="failed with OSError: no room") for rank in range(10_000)]
-    about = {"present": 10_000, "is_noted": False, "seconds": 1.0}
-    failed = Verdict.bounded(complete=True, failures=failures, failed=10_000, silent=[], **about)
+    about = {"present_count": 10_000, "is_noted": False, "seconds": 1.0}
+    failed = Verdict.bounded(complete=True, failures=failures, failed_count=10_000, silent=[], **about)
     told = str(Verdict.from_json(failed.to_json()).error("a step", 9_999, late=False))
     assert told.count("no room") == 8
     assert told.endswith("; ranks 8-255 and 9744 more failed too")
     assert len(told) < 500
-    silent = Verdict.bounded(complete=False, failures=[], failed=0, silent=range(1, 10_000), **about)
+    silent = Verdict.bounded(complete=False, failures=[], failed_count=0, silent=range(1, 10_000), **about)
     problem = Verdict.from_json(silent.to_json()).error("a step", 0, late=False)
     assert isinstance(problem, VoteTimeoutError)
     assert problem.ranks == tuple(range(1, 257))

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from tundish.distributed.groups import Membership
 from tundish.distributed.jobstore import JobStore, store_host_rank
+from tundish.distributed.tally import Tally
 from tundish.distributed.verdict import Failure, Verdict
 from tundish.distributed.watch import PeerWatch
 from tundish.waiting import Moment
@@ -60,10 +61,6 @@ _LONGEST_SAME = 1000
 # How often a rank that waits looks whether all are there after all, and in its first round who else came.
 _LOOK_AROUND = 1.0
 _LOOK_WHO_CAME = 0.25
-# What a rank adds to the counter of a round, in one request: that it arrived, that it failed, that it notes something.
-_ARRIVED = 1
-_FAILED = 1 << 20
-_NOTED = 1 << 40
 # The status of a rank that is well and notes something.
 _NOTE = "noted"
 
@@ -104,6 +101,12 @@ class Round:
         if self.own is not None:
             return self.own.to_json()
         return _NOTE if self.note else ""
+
+    @property
+    def counted(self) -> Tally:
+        """What this rank adds to the counter of the round."""
+        has_failed = self.own is not None
+        return Tally(arrived=1, failed=int(has_failed), noted=int(self.note and not has_failed))
 
 
 def crowd_of(ranks: int) -> float:
@@ -147,9 +150,8 @@ class Protocol:
                 store.write(f"{number}/told/{me}", current.told)
             store.write(f"{number}/vote/{me}", current.status)
             current.posted = True
-            told = _ARRIVED + (_FAILED if current.own is not None else _NOTED if current.note else 0)
-            tally = store.add(f"{number}/arrived", told)
-            if tally % _FAILED == len(self.member.ranks):
+            tally = self._count(number, current.counted)
+            if tally.arrived == len(self.member.ranks):
                 verdict = self._conclude(current, tally=tally)
         if verdict is None:
             verdict = self._await(current)
@@ -249,8 +251,7 @@ class Protocol:
                 if not self.mates:
                     self._get_to_know()
                 # The last to arrive may have died before it could write the verdict.
-                tally = self._store.add(f"{current.number}/arrived", 0)
-                are_all_there = tally % _FAILED >= len(self.member.ranks)
+                are_all_there = self._count(current.number).arrived >= len(self.member.ranks)
                 verdict = self._forgotten(current.number)
                 if verdict is not None:
                     return verdict
@@ -278,11 +279,15 @@ class Protocol:
             current.turn = now + before * turn
         return time.monotonic() >= current.turn
 
+    def _count(self, number: int, added: Tally = Tally()) -> Tally:  # noqa: B008 (it is never changed)
+        """What is counted of a round, with what is added."""
+        return Tally.of(self._store.add(f"{number}/arrived", added.number))
+
     def _conclude(
         self,
         current: Round,
         *,
-        tally: int | None = None,
+        tally: Tally | None = None,
         dead: frozenset[int] = frozenset(),
         missed: Failure | None = None,
     ) -> Verdict:
@@ -290,30 +295,15 @@ class Protocol:
 
         `tally`: of the round, where all ranks are in it. `missed`: of a rank that will not be.
         """
-        number, store = current.number, self._store
-        votes = {f"{number}/vote/{rank}": rank for rank in self.member.ranks}
+        number, ranks = current.number, self.member.ranks
         missing: set[int] = set()
         if tally is None:
             # In this order: a rank is counted after its status is there.
-            tally = store.add(f"{number}/arrived", 0)
-            missing = {votes[key] for key in store.missing(list(votes))}
-        is_noted = tally >= _NOTED
-        failures = {rank: Failure(rank=rank, text=self._obituary(rank)) for rank in dead}
-        failed = tally % _NOTED // _FAILED
-        # The status of a rank can be there before the rank is counted.
-        is_counted = tally % _FAILED >= len(votes) - len(missing)
-        if failed or not is_counted:
-            told = {self.member.rank: current.own} if current.posted and current.own is not None else {}
-            for key, rank in votes.items():
-                # No more than anybody is told of: where all fail, that is all that they bring.
-                if len(told) >= _MOST_READ or (is_counted and len(told) >= failed):
-                    break
-                status = None if rank in missing else store.read(key)
-                if status == _NOTE:
-                    is_noted = True
-                elif status:
-                    told[rank] = Failure.from_json(status)
-            failures |= told
+            tally = self._count(number)
+            votes = {f"{number}/vote/{rank}": rank for rank in ranks}
+            missing = {votes[key] for key in self._store.missing(list(votes))}
+        told, is_noted = self._statuses(current, tally, missing)
+        failures = {rank: Failure(rank=rank, text=self._obituary(rank)) for rank in dead} | told
         if missed is not None:
             failures.setdefault(missed.rank, missed)
         if current.interruption is not None:
@@ -324,16 +314,40 @@ class Protocol:
         verdict = Verdict.bounded(
             complete=not (missing or dead or missed or current.interruption or current.abandoned),
             failures=list(failures.values()),
-            failed=failed,
+            failed_count=tally.failed,
             silent=[] if failures else sorted(missing),
-            present=len(votes) - len(missing | dead),
+            present_count=len(ranks) - len(missing | dead),
             is_noted=is_noted,
             seconds=time.monotonic() - current.started,
         )
         written = verdict.to_json()
-        standing = store.write_once(f"{number}/verdict", written)
+        standing = self._store.write_once(f"{number}/verdict", written)
         current.concluder = standing == written
         return Verdict.from_json(standing)
+
+    def _statuses(self, current: Round, tally: Tally, missing: set[int]) -> tuple[dict[int, Failure], bool]:
+        """What the ranks that are not `missing` brought: the failures of the lowest, and whether any noted something.
+
+        No more failures than anybody is told of: where all fail, that is all that they bring.
+        """
+        there = [rank for rank in self.member.ranks if rank not in missing]
+        is_noted = tally.noted > 0
+        # The status of a rank can be there before the rank is counted.
+        are_counted = tally.arrived >= len(there)
+        if are_counted and not tally.failed:
+            return {}, is_noted
+        told: dict[int, Failure] = {}
+        if current.posted and current.own is not None:
+            told[self.member.rank] = current.own
+        for rank in there:
+            if len(told) >= _MOST_READ or (are_counted and len(told) >= tally.failed):
+                break
+            status = self._store.read(f"{current.number}/vote/{rank}")
+            if status == _NOTE:
+                is_noted = True
+            elif status:
+                told[rank] = Failure.from_json(status)
+        return told, is_noted
 
     def _obituary(self, rank: int) -> str:
         about = self._about.get(rank)
@@ -386,7 +400,7 @@ class Protocol:
         gone_before = self._watch.vanished()
         while time.monotonic() < until:
             gone_since = self._watch.vanished() - gone_before
-            if self._store.add(key, 0) + len(gone_since) >= verdict.present - 1:
+            if self._store.add(key, 0) + len(gone_since) >= verdict.present_count - 1:
                 break
             time.sleep(pause)
             pause = min(pause * _GROWTH, _LEAVING_PAUSE)

@@ -53,20 +53,20 @@ class Failure:
 class Verdict:
     """The one end of a vote.
 
-    `complete`: every rank brought its status. `failures`: ranks that failed or died, ascending, with what they said;
-    `also`: further ones without it; `failed`: how many these are in all, those included that are not named. `silent`:
-    ranks that had not voted when the time was up, `unheard`: how many they are in all. `present`: the number of ranks,
-    still alive, that had voted. `is_noted`: whether one of them noted something. `seconds`: how long they were waited
-    for. No more than the lowest 256 ranks are named.
+    `complete`: every rank brought its status. `failures`: of the lowest ranks that failed or died, ascending, with what
+    they said; `also_failed`: of further ones the numbers alone; `failed_count`: of all, those included that are not
+    named. `silent`: ranks that had not voted when the time was up; `silent_count`: of all of these. `present_count`: of
+    the ranks, still alive, that had voted. `is_noted`: whether one of them noted something. `seconds`: how long they
+    were waited for. No more than the lowest 256 ranks are named.
     """
 
     complete: bool
     failures: tuple[Failure, ...] = ()
-    also: tuple[int, ...] = ()
-    failed: int = 0
+    also_failed: tuple[int, ...] = ()
+    failed_count: int = 0
     silent: tuple[int, ...] = ()
-    unheard: int = 0
-    present: int = 0
+    silent_count: int = 0
+    present_count: int = 0
     is_noted: bool = False
     seconds: float = 0.0
 
@@ -76,22 +76,22 @@ class Verdict:
         *,
         complete: bool,
         failures: Sequence[Failure],
-        failed: int,
+        failed_count: int,
         silent: Sequence[int],
-        present: int,
+        present_count: int,
         is_noted: bool,
         seconds: float,
     ) -> Verdict:
-        """A verdict of bounded size: only the lowest ranks keep their texts. `failed`: at least so many ranks did."""
+        """A verdict of bounded size: only the lowest ranks keep their texts. `failed_count`: at least so many did."""
         ordered = sorted(failures, key=lambda failure: failure.rank)[:_NAMED]
         return cls(
             complete=complete,
             failures=tuple(ordered[:_DETAILED]),
-            also=tuple(failure.rank for failure in ordered[_DETAILED:]),
-            failed=max(failed, len(failures)),
+            also_failed=tuple(failure.rank for failure in ordered[_DETAILED:]),
+            failed_count=max(failed_count, len(failures)),
             silent=tuple(sorted(silent)[:_NAMED]),
-            unheard=len(silent),
-            present=present,
+            silent_count=len(silent),
+            present_count=present_count,
             is_noted=is_noted,
             seconds=seconds,
         )
@@ -105,7 +105,7 @@ class Verdict:
         """From the JSON form."""
         fields = json.loads(text)
         fields["failures"] = tuple(Failure(**failure) for failure in fields["failures"])
-        fields["also"] = tuple(fields["also"])
+        fields["also_failed"] = tuple(fields["also_failed"])
         fields["silent"] = tuple(fields["silent"])
         return cls(**fields)
 
@@ -116,9 +116,9 @@ class Verdict:
         """
         if self.failures:
             told = "; ".join(f"rank {failure.rank} {failure.text}" for failure in self.failures)
-            others = self.failed - len(self.failures)
+            others = self.failed_count - len(self.failures)
             if others > 0:
-                told += f"; {ranks_named(self.also, others)} failed too"
+                told += f"; {ranks_named(self.also_failed, others)} failed too"
             return PeerFailedError(f"{what}: {told}", self.failures[0].rank)
         if self.complete:
             return None
@@ -130,7 +130,7 @@ class Verdict:
             )
         if not self.silent:
             return VoteTimeoutError(f"{what}: the job's store did not answer another rank in time", ())
-        names = ranks_named(self.silent, self.unheard)
+        names = ranks_named(self.silent, self.silent_count)
         return VoteTimeoutError(
             f"{what}: {names} did not vote within {self.seconds:.4g} s: hung, stopped or elsewhere in the "
             "program. Look where their stacks are, or give a longer timeout",
