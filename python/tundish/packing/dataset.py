@@ -112,14 +112,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         samples = self._read(pieces)
         stops, sizes = self._spans(pieces, samples)
         self._check_totals(pieces, sizes)
-        columns: tuple[list[Any], ...] = (samples, pieces.starts, stops, sizes)
-        items = []
-        for first, last in pieces.bounds():
-            chosen = [column[first:last] for column in columns]
-            if 0 in chosen[-1]:
-                chosen = [list(itertools.compress(column, chosen[-1])) for column in chosen]
-            items.append(self._item(*chosen))
-        return items
+        parts = itertools.starmap(slice, pieces.bounds())
+        return [self._item(samples[part], pieces.starts[part], stops[part], sizes[part]) for part in parts]
 
     def _pack_numbers(self, indices: Sequence[int]) -> list[int]:
         count = len(self.plan)
@@ -273,6 +267,12 @@ class PackedDataset(Dataset[dict[str, Any]]):
     def _item(
         self, samples: list[Sample], starts: list[int], stops: list[int], sizes: list[int]
     ) -> dict[str, Any]:
+        if 0 in sizes:
+            # What has no tokens is no sequence.
+            samples = list(itertools.compress(samples, sizes))
+            starts = list(itertools.compress(starts, sizes))
+            stops = list(itertools.compress(stops, sizes))
+            sizes = [size for size in sizes if size]
         bounds = np.array([0, *itertools.accumulate(sizes)], dtype=np.int64)
         tokens = joined(samples, starts, stops, "input_ids")
         if all(sample.labels is sample.tokens for sample in samples):
