@@ -248,6 +248,22 @@ def test_every_copy_is_verified(tmp_path: Path, damage: str, owner: int, name: s
         assert name in text
 
 
+def verify_unlike_the_others(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    state = save(root, 1)
+    line.say(outcome(lambda: load_dcp(state, root / "dcp-1", verify=rank != 1, timeout=60)))
+    assert not state[f"mine-{rank}"].any()
+
+
+def test_a_part_that_a_rank_would_not_verify_is_told_of(tmp_path: Path) -> None:
+    for kind, text, _ in (
+        said for (said,) in run(verify_unlike_the_others, 3, tmp_path / "job", tmp_path / "root")
+    ):
+        assert kind == "PeerFailedError", text
+        assert "every byte" in text
+        assert "sizes" in text
+
+
 def verify_beside_the_dead(rank: int, line: Line) -> None:
     (root,) = line.hear()
     state = save(root, 1)

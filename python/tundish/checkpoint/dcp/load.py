@@ -50,8 +50,8 @@ def load_from(
 
     Returns `extra`, and the `rank_extra` of every rank that saved.
     """
-    with opened(path, step=step, readers=readers) as checkpoint:
-        problem = checkpoint.verify(every_byte=verify)
+    with opened(path, step=step, every_byte=verify, readers=readers) as checkpoint:
+        problem = checkpoint.verify()
         if problem is not None:
             with readers.agreed(f"verifying {path}"):
                 if readers.is_first:
@@ -86,8 +86,9 @@ def load_newest(
             step = choose(proposed, error)
             if step is None:
                 return None
-            with opened(view.path / f"dcp-{step}", step=step, readers=readers) as checkpoint:
-                problem = checkpoint.verify(every_byte=verify)
+            path = view.path / f"dcp-{step}"
+            with opened(path, step=step, every_byte=verify, readers=readers) as checkpoint:
+                problem = checkpoint.verify()
                 if problem is None:
                     return _load(state_dict, checkpoint)
         if readers.is_first:

@@ -84,11 +84,14 @@ class Opened:
     each. `checksum`: of what says all that.
     """
 
-    def __init__(self, lock: CheckpointReadLock, step: int | None, readers: Readers) -> None:
+    def __init__(
+        self, lock: CheckpointReadLock, step: int | None, readers: Readers, *, every_byte: bool
+    ) -> None:
         said, files, checksum = lock.describe()
         self.lock = lock
         self.path = lock.path
         self.readers = readers
+        self._every_byte = every_byte
         self.files: Sequence[tuple[str, int, str | None]] = files
         self.checksum = checksum
         self.extra: dict[str, Any] = {} if said["extra"] is None else said["extra"]
@@ -108,8 +111,8 @@ class Opened:
     def _refused(self, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.path} {what}", (MANIFEST,))
 
-    def verify(self, *, every_byte: bool) -> CorruptCheckpointError | None:
-        """Collective: compare all files with what was saved: their sizes, with `every_byte` their checksums, too.
+    def verify(self) -> CorruptCheckpointError | None:
+        """Collective: compare all files with what was saved: their sizes, with every byte their checksums, too.
 
         What is not the checkpoint's own, and what cannot be compared, is told in the log.
 
@@ -118,6 +121,7 @@ class Opened:
         readers = self.readers
         found: list[_Damage] = []
         foreign: list[str] = []
+        every_byte = self._every_byte
         index, count = self._place_beside_it() if every_byte else (readers.index, readers.count)
         with readers.voted(f"verifying {self.path}") as ballot:
             share = share_of(index, count, self.files, self.savers)
@@ -126,7 +130,7 @@ class Opened:
             if readers.is_first and every_byte:
                 foreign = self.lock.foreign_files()
         if ballot.is_noted:
-            return self._agree_on(found, every_byte=every_byte)
+            return self._agree_on(found)
         if foreign:
             _logger.warning(
                 "%s holds files that no save wrote, which are not read: %s", self.path, "; ".join(foreign)
@@ -167,7 +171,7 @@ class Opened:
                 marks.append(f"{name} {(self.path / name).stat().st_ctime_ns}")
         return ", ".join(marks)
 
-    def _agree_on(self, found: list[_Damage], *, every_byte: bool) -> CorruptCheckpointError:
+    def _agree_on(self, found: list[_Damage]) -> CorruptCheckpointError:
         readers = self.readers
         told = readers.voter.gather(
             json.dumps([len(found), sorted(found)[:_TOLD]]),
@@ -177,10 +181,10 @@ class Opened:
         problem = CorruptCheckpointError(f"{self.path} is damaged, as the first rank says")
         with readers.agreed(f"looking at what is damaged in {self.path}"):
             if readers.is_first:
-                problem = self._judged([json.loads(text) for text in told], every_byte=every_byte)
+                problem = self._judged([json.loads(text) for text in told])
         return problem
 
-    def _judged(self, told: Sequence[Any], *, every_byte: bool) -> CorruptCheckpointError:
+    def _judged(self, told: Sequence[Any]) -> CorruptCheckpointError:
         """What is damaged by what each rank tells; raises what some rank alone cannot reach."""
         voter = self.readers.voter
         damaged: dict[str, str] = {}
@@ -194,7 +198,7 @@ class Opened:
                 else:
                     unreached[name] = rank, what
         # Missing, or cannot be read: it may be that rank's node alone that does not reach it.
-        again = self.lock.verify_files(set(unreached), every_byte=every_byte)
+        again = self.lock.verify_files(set(unreached), every_byte=self._every_byte)
         damaged |= {name: what for name, what, _ in again}
         if not damaged:
             name, (rank, what) = min(unreached.items())
@@ -222,11 +226,17 @@ class Opened:
 
 
 @contextlib.contextmanager
-def opened(path: Path, *, step: int | None, readers: Readers) -> Iterator[Opened]:
-    """Collective: the checkpoint at `path`, which has to be of `step`; during the block it stays as it is."""
+def opened(path: Path, *, step: int | None, every_byte: bool, readers: Readers) -> Iterator[Opened]:
+    """Collective: the checkpoint at `path`, which has to be of `step`; during the block it stays as it is.
+
+    `every_byte`: whether it is verified by its checksums, or by the sizes of its files alone.
+    """
     with contextlib.ExitStack() as stack:
         with readers.voted(f"opening {path.name}") as ballot:
-            checkpoint = Opened(stack.enter_context(held(read_lock(path))), step, readers)
+            # Each verifies a part: what one did not want verified would be for nobody.
+            ballot.same.append("every byte" if every_byte else "sizes")
+            lock = stack.enter_context(held(read_lock(path)))
+            checkpoint = Opened(lock, step, readers, every_byte=every_byte)
             # Another one may have come under the name between two ranks' looks at it.
             ballot.same.append(checkpoint.checksum)
         yield checkpoint
