@@ -149,11 +149,12 @@ class Opened:
             return 0, 1
         what = f"looking whether all see the same {self.path.name}"
         own = self._marks()
-        first = voter.pass_on(own, source=voter.ranks[0], what=what, timeout=readers.timeout)
+        told = own if readers.is_first else None
+        first = voter.pass_on(told, source=voter.ranks[0], what=what, timeout=readers.timeout)
         if not voter.vote(what=what, note=own != first, timeout=readers.timeout):
             return readers.index, readers.count
         gathered = voter.gather(own, what=what, timeout=readers.timeout)
-        told = packed(gathered) if gathered else None
+        told = packed(gathered) if readers.is_first else None
         all_marks = unpacked(voter.pass_on(told, source=voter.ranks[0], what=what, timeout=readers.timeout))
         alike = [index for index, marks in enumerate(all_marks) if marks == own]
         return alike.index(readers.index), len(alike)
