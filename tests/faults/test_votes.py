@@ -17,7 +17,7 @@ import pytest
 
 from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 from tundish.distributed import Voter, build_once_per_node, vote
-from tundish.distributed.watch import PeerWatch
+from tundish.distributed.watch import PeerWatch, node_identity
 
 # The promise: a killed peer is noticed within this many seconds.
 NOTICED = 1.0
@@ -357,3 +357,61 @@ def test_a_voter_stays_with_its_process(tmp_path: Path) -> None:
             assert said.startswith("InvalidInputError in a child")
             assert "before a fork" in said
         job.expect_end()
+
+
+def vote_and_end(rank: int, line: Line) -> None:
+    with Voter(timeout=30) as voter:
+        if rank == 2:
+            # Its thread has voted, and does not come to read the verdict.
+            _await = voter._channel._protocol._await  # type: ignore[union-attr]
+
+            def late(current: Any) -> Any:
+                line.say("voted")
+                line.hear()
+                return _await(current)
+
+            voter._channel._protocol._await = late  # type: ignore[union-attr,method-assign]
+        elif rank == 0:
+            line.hear()
+        line.say(outcome(lambda: voter.vote(what="the last step", timeout=30)))
+
+
+def test_the_host_of_the_store_counts_nobody_twice(tmp_path: Path) -> None:
+    with Job(vote_and_end, 3, tmp_path, host=RANK0) as job:
+        assert job.hear(2) == ("voted",)
+        job.tell(0)
+        # One has read the verdict and ended, which the host sees; another has yet to read it.
+        assert job.hear(1) == (("", "", None),)
+        job.expect_end(1)
+        time.sleep(0.5)
+        job.tell(2)
+        assert job.hear_all(0, 2) == [(("", "", None),)] * 2
+        job.expect_end(0, 2)
+
+
+def die(_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_once_voted(rank: int, line: Line) -> None:
+    voter = Voter._unmet(None, node_identity())
+    if rank == 1:
+        voter._channel._protocol._await = die  # type: ignore[union-attr,method-assign]
+    else:
+        line.hear()
+    started = time.monotonic()
+    line.say(outcome(lambda: voter.vote(what="the first step", timeout=30)), time.monotonic() - started)
+    line.hear()
+
+
+def test_the_host_of_the_store_waits_for_nobody_whom_it_finds_gone(tmp_path: Path) -> None:
+    with Job(die_once_voted, 3, tmp_path, host=RANK0) as job:
+        assert job.exit_code(1) == -signal.SIGKILL
+        job.tell(0)
+        job.tell(2)
+        for told, seconds in job.hear_all(0, 2):
+            # All had voted.
+            assert told[0] == ""
+            assert seconds < 2
+        job.tell(2)
+        job.tell(0)

@@ -394,13 +394,21 @@ class Protocol:
         if self.member.rank != self.host:
             if current.abandoned and verdict.complete:
                 self._store.write(unread, "yes")
+            if not self.mates or self.host in self.mates:
+                # Before it is counted: the host may see it end, and is not to count it once more.
+                mine = f"{key}/{self.member.rank}"
+                self._store.write(mine, "yes")
+                self._read.append((current.number, mine))
             self._store.add(key, 1)
             return
         until, pause = time.monotonic() + LINGER_SECONDS, _FIRST_PAUSE
-        gone_before = self._watch.vanished()
+        # Of a round that was cut short those who were gone by then are not counted as present.
+        gone_before: frozenset[int] = frozenset() if verdict.complete else self._watch.vanished()
         while time.monotonic() < until:
-            gone_since = self._watch.vanished() - gone_before
-            if self._store.add(key, 0) + len(gone_since) >= verdict.present_count - 1:
+            left = self._store.add(key, 0)
+            gone = self._watch.vanished() - gone_before
+            unheard = [rank for rank in gone if self._store.read(f"{key}/{rank}") is None]
+            if left + len(unheard) >= verdict.present_count - 1:
                 break
             time.sleep(pause)
             pause = min(pause * _GROWTH, _LEAVING_PAUSE)
