@@ -255,7 +255,8 @@ def _sort(dtype: torch.dtype) -> int:
 
 def _is_cut(saved: torch.dtype, here: torch.dtype) -> bool:
     """Whether whole numbers of the one dtype can be beyond those of the other, which torch would wrap around."""
-    if _sort(saved) != 1 or _sort(here) != 1:
+    # Not all kinds of numbers tell their range.
+    if saved is here or _sort(saved) != 1 or _sort(here) != 1:
         return False
     there, own = torch.iinfo(saved), torch.iinfo(here)
     return there.min < own.min or there.max > own.max
