@@ -122,7 +122,7 @@ class Opened:
         found: list[_Damage] = []
         foreign: list[str] = []
         every_byte = self._every_byte
-        index, count = self._place_beside_it() if every_byte else (readers.index, readers.count)
+        index, count = self._place_among_alike() if every_byte else (readers.index, readers.count)
         with readers.voted(f"verifying {self.path}") as ballot:
             share = share_of(index, count, self.files, self.savers)
             found = self.lock.verify_files(share, every_byte=every_byte)
@@ -139,7 +139,7 @@ class Opened:
             tell_unsummed(self.path, [name for name, _, checksum in self.files if checksum is None])
         return None
 
-    def _place_beside_it(self) -> tuple[int, int]:
+    def _place_among_alike(self) -> tuple[int, int]:
         """Collective: which one this rank is of those that see the same files as it does, and of how many.
 
         Of all, where there is one checkpoint; nodes may have copies, under one path, of which only one is damaged.
