@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -238,7 +239,21 @@ def cut(saved: Path) -> None:
     (saved / "__0_0.distcp").write_bytes((saved / "__0_0.distcp").read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("damage", [link, deep_manifest, cut])
+def no_metadata(saved: Path) -> None:
+    (saved / ".metadata").unlink()
+
+
+def zeroed_metadata(saved: Path) -> None:
+    (saved / ".metadata").write_bytes(bytes((saved / ".metadata").stat().st_size))
+
+
+def other_metadata(saved: Path) -> None:
+    size = (saved / ".metadata").stat().st_size
+    # A pickle of something else, as long as it was.
+    (saved / ".metadata").write_bytes(pickle.dumps(1).ljust(size, b"."))
+
+
+@pytest.mark.parametrize("damage", [link, deep_manifest, cut, no_metadata, zeroed_metadata, other_metadata])
 def test_without_a_verification_the_form_is_looked_at(saved: Path, damage: Callable[[Path], None]) -> None:
     damage(saved)
     state = {"model": {"w": torch.zeros(3, 4)}}

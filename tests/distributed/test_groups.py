@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import types
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from rank_processes import Job, Line, outcome
 from tundish.distributed import long_timeout_group, vote
+from tundish.distributed.groups import Unbinding
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 
@@ -126,3 +128,15 @@ def a_group_beside_a_bound_one(rank: int, line: Line) -> None:
 def test_a_group_is_not_split_from_one_that_is_bound_to_a_device(tmp_path: Path) -> None:
     with Job(a_group_beside_a_bound_one, 3, tmp_path) as job:
         job.expect_end()
+
+
+def test_groups_made_on_two_threads_at_once_leave_the_default_one_bound() -> None:
+    unbinding, default = Unbinding(), types.SimpleNamespace(bound_device_id="cuda:1")
+    first, second = unbinding.of(default), unbinding.of(default)
+    first.__enter__()
+    second.__enter__()
+    # Who began first is done first.
+    first.__exit__(None, None, None)
+    assert default.bound_device_id is None
+    second.__exit__(None, None, None)
+    assert default.bound_device_id == "cuda:1"

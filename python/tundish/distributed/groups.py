@@ -25,6 +25,7 @@ from tundish.errors import InvalidInputError, InvalidTypeError, listed
 __all__ = [
     "Meeting",
     "Membership",
+    "Unbinding",
     "long_timeout_group",
     "make_group",
     "membership",
@@ -189,12 +190,7 @@ def make_group(
     chosen.
     """
     c10d = distributed.distributed_c10d
-    # Bound to a device, the default group would have NCCL split the new one off, for which all ranks of the job are
-    # waited for.
-    default = c10d._get_default_group()
-    bound = default.bound_device_id
-    try:
-        default.bound_device_id = None
+    with _unbinding.of(c10d._get_default_group()):
         group, _ = c10d._new_process_group_helper(
             len(members),
             members.index(distributed.get_rank()),
@@ -204,7 +200,35 @@ def make_group(
             name,
             timeout=timeout,
         )
-    finally:
-        default.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {member: position for position, member in enumerate(members)}
     return group
+
+
+class Unbinding:
+    """Blocks in which the default group is bound to no device; several threads may be in one at once.
+
+    Bound to one, it would have NCCL split each new group off, for which all ranks of the job are waited for.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._device: Any = None
+
+    @contextlib.contextmanager
+    def of(self, default_group: Any) -> Iterator[None]:
+        """Such a block; what the first found, the last puts back."""
+        with self._lock:
+            if self._inside == 0:
+                self._device, default_group.bound_device_id = default_group.bound_device_id, None
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if self._inside == 0:
+                    default_group.bound_device_id = self._device
+
+
+_unbinding = Unbinding()

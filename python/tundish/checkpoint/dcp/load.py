@@ -32,6 +32,8 @@ __all__ = ["Loaded", "load_from", "load_newest"]
 _logger = logging.getLogger("tundish.checkpoint")
 
 _NAMED = 5
+# Where torch says what a checkpoint holds.
+_METADATA = ".metadata"
 
 Loaded = tuple[dict[str, Any], Mapping[int, Any]]
 
@@ -144,6 +146,7 @@ def _load(state_dict: dict[str, Any], checkpoint: Opened) -> Loaded:
     readers = checkpoint.readers
     with readers.agreed(f"reading what {checkpoint.path} holds"):
         rank_extras = RankExtras(checkpoint)
+        checkpoint.check({_METADATA})
         load = _Load(state_dict, checkpoint.path)
         checkpoint.check(load.files())
         if readers.is_first:
@@ -164,7 +167,7 @@ class _Load:
         self._target = state_dict
         self._state = plain_state(state_dict)
         self._reader = Reader(path)
-        self._metadata = self._reader.read_metadata()
+        self._metadata = _metadata_of(self._reader, path)
         self._path = path
         # An empty one asks for what was saved beside the tensors.
         if self._state:
@@ -208,6 +211,24 @@ class _Load:
                 value.load_state_dict(self._state[name])
             else:
                 self._target[name] = self._state[name]
+
+
+def _metadata_of(reader: Reader, path: Path) -> Metadata:
+    try:
+        metadata: object = reader.read_metadata()
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 (a pickle may fail with anything)
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        if isinstance(metadata, Metadata):
+            return metadata
+        problem = f"it is a {type(metadata).__name__}"
+    raise CorruptCheckpointError(
+        f"{path} does not say what it holds: {_METADATA} cannot be read ({problem}); it is damaged, or of a version of "
+        "torch that this one does not know",
+        (_METADATA,),
+    )
 
 
 def _check_fit(leaves: Leaves, metadata: Metadata, path: Path) -> None:
