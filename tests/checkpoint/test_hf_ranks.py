@@ -126,6 +126,48 @@ def test_the_same_bytes_as_from_one_rank(size: int, path_in_memory: Path) -> Non
         job.expect_end()
 
 
+def saving_alone(rank: int, line: Line) -> None:
+    """Saves models that are spread over the one rank there is, and says which files differ from the whole ones."""
+    import torch
+
+    from hf_worlds import spread, whole
+    from tundish.checkpoint import Checkpointer
+
+    root = line.hear()
+    while (order := line.hear()) is not None:
+        layout, kind, step = order
+        model = spread(layout)
+        arguments = arguments_of(kind, model) | {"shard_bytes": SHARD_BYTES}
+        limit = LIMIT_BYTES if kind.startswith("through") else None
+        with Checkpointer(root, staging_limit_bytes=limit, on_failure="raise", timeout=60) as checkpointer:
+            save = checkpointer.save_hf(step, model, **arguments)
+            train(model, arguments.get("optimizer") or torch.optim.SGD(model.parameters(), lr=0.5))
+            ours = save.result(60)
+            for key in ("staging", "optimizer"):
+                arguments.pop(key, None)
+            theirs = checkpointer.save_hf(step + 1, whole(layout), **arguments).result(60)
+        names = {path.name for folder in (ours, theirs) for path in folder.iterdir()} - {"tundish.json"}
+        line.say(
+            [name for name in sorted(names) if (ours / name).read_bytes() != (theirs / name).read_bytes()]
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*staging_limit_bytes")
+def test_a_job_of_one_rank_exports_what_is_spread_over_it(path_in_memory: Path) -> None:
+    orders = [(layout, kind) for layout in ("fsdp", "tp") for kind in KINDS] + [
+        ("llama", "plain"),
+        ("llama", "lazy"),
+    ]
+    with Job(saving_alone, 1, path_in_memory) as job:
+        job.tell(0, path_in_memory / "root")
+        for number, (layout, kind) in enumerate(orders):
+            job.tell(0, (layout, kind, 2 * number))
+            (different,) = job.hear(0)
+            assert different == [], (layout, kind)
+        job.tell(0)
+        job.expect_end()
+
+
 def reset_peak() -> int:
     """Memory in use; the peak is counted from here on."""
     Path("/proc/self/clear_refs").write_text("5")

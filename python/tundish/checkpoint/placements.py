@@ -20,7 +20,7 @@ from typing import Any
 from tundish.checkpoint.tensors import local_of
 from tundish.errors import InvalidInputError
 
-__all__ = ["Run", "Share", "boxes", "check_placement", "shares_for"]
+__all__ = ["Run", "Share", "boxes", "check_placement", "is_cut", "shares_for"]
 
 Run = tuple[int, int]
 
@@ -50,6 +50,14 @@ def shares_for(tensor: Any, reader: int) -> tuple[Share, ...]:
         tuple(_cut(placement) for placement in tensor.placements),
         tuple(tensor.shape),
         reader,
+    )
+
+
+def is_cut(tensor: Any) -> bool:
+    """Whether ranks hold different parts of the DTensor `tensor`; a dimension of one rank cuts nothing."""
+    return any(
+        not placement.is_replicate() and (size > 1 or _cut(placement) is None)
+        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     )
 
 

@@ -19,7 +19,7 @@ from tundish.checkpoint.hf.conversion import Conversion, ToHf, as_they_are, by_f
 from tundish.checkpoint.hf.shards import Layout, assign, lay_out
 from tundish.checkpoint.hf.unchanged import Unchanged, facts_if_unchanged, remember
 from tundish.checkpoint.names import Part, parts_of
-from tundish.checkpoint.placements import check_placement, shares_for
+from tundish.checkpoint.placements import check_placement, is_cut, shares_for
 from tundish.checkpoint.tensors import (
     Facts,
     are_of_torch,
@@ -219,12 +219,7 @@ def _warn_of_tied(tied: tuple[tuple[str, ...], ...]) -> None:
 def _are_spread(tensors: Sequence[Any]) -> tuple[bool, ...]:
     if are_of_torch(tensors):
         return (False,) * len(tensors)
-    return tuple(
-        [
-            is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements)
-            for tensor in tensors
-        ]
-    )
+    return tuple([is_dtensor(tensor) and is_cut(tensor) for tensor in tensors])
 
 
 def _by_node(ranks: tuple[int, ...]) -> list[int]:
