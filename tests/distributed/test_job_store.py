@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tundish.distributed import jobstore
+from tundish.distributed import groups, jobstore
 from tundish.distributed.jobstore import JobStore
 
 
@@ -40,6 +40,28 @@ def test_all_who_use_a_store_share_one_connection(base: Any) -> None:
     for other in others:
         other.close()
     assert descriptors() < before
+
+
+@pytest.mark.parametrize(("agents", "is_apart"), [("1", True), ("2", False)])
+def test_what_the_start_before_left_is_not_read(
+    base: Any, agents: str, is_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", agents)
+    found = []
+    names = []
+    for start in ("0", "1", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        # As in a process that has just begun.
+        monkeypatch.setattr(groups, "_counters", {})
+        names.append(groups.unused_name("group", (0, 1)))
+        store = JobStore(base, "votes")
+        store.connect()
+        found.append(store.read("key"))
+        store.write("key", start)
+    # Several agents count their own restarts, so that ranks may differ in them and still have to meet.
+    assert found == ([None, None, "1"] if is_apart else [None, "0", "1"])
+    assert (names[0] != names[1]) is is_apart
+    assert names[1] == names[2]
 
 
 def test_a_connection_that_breaks_is_nobodys_who_comes_after(base: Any) -> None:

@@ -1,8 +1,9 @@
 """Who is in a process group, and groups whose collectives may take long.
 
 What always holds: names under which ranks meet in the job's store (of groups and of voters) are never used twice in a
-process's life, so that nothing left in the store by a former group is ever read by a new one. They come from a counter
-that every member of a set of ranks advances alike, or from a vote.
+process's life, nor by the process that takes its place when torchrun starts the job again, so that nothing left in the
+store by a former group is ever read by a new one. They come from a counter that every member of a set of ranks advances
+alike, or from a vote.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from tundish.distributed.jobstore import distributed_module
+from tundish.distributed.jobstore import distributed_module, start_of_job
 from tundish.errors import InvalidInputError, InvalidTypeError, listed
 
 __all__ = [
@@ -104,7 +105,7 @@ def unused_name(kind: str, ranks: tuple[int, ...]) -> str:
     """A name never used before for `kind` among `ranks`: equal on all of them when all ask equally often."""
     with _counters_lock:
         number = next(_counters.setdefault((kind, ranks), itertools.count()))
-    digest = hashlib.sha256(repr((kind, ranks)).encode()).hexdigest()[:24]
+    digest = hashlib.sha256(repr((kind, ranks, start_of_job())).encode()).hexdigest()[:24]
     return f"tundish-{digest}-{number}"
 
 

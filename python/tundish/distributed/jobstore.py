@@ -16,7 +16,7 @@ import threading
 import weakref
 from typing import Any
 
-__all__ = ["JobStore", "distributed_module", "store_address", "store_host_rank"]
+__all__ = ["JobStore", "distributed_module", "start_of_job", "store_address", "store_host_rank"]
 
 # What compare_set hands back for a key that does not exist; no value that is stored here equals it.
 _ABSENT = "\x00"
@@ -43,6 +43,17 @@ def distributed_module() -> Any:
     import torch.distributed
 
     return torch.distributed if torch.distributed.is_available() else None
+
+
+def start_of_job() -> str:
+    """Which start of the job this is, the same on all ranks: torchrun starts it again and keeps the store.
+
+    What the start before left in there must not be read by this one, and newer torch puts no prefix of its own before
+    the keys. Always that of the first where several agents start ranks: each counts its own restarts, and ranks that
+    count differently would never meet.
+    """
+    is_one_agent = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_agent else "0"
 
 
 def _tcp_store(store: Any) -> Any:
@@ -132,7 +143,7 @@ class JobStore:
         if self._connection is not None and not _is_broken(self._base, self._shared):
             return
         distributed = distributed_module()
-        namespace = self._namespace
+        namespace = f"{self._namespace}/start-{start_of_job()}"
         if _tcp_store(self._base) is None:
             self._connection = distributed.PrefixStore(namespace, self._base)
             return
