@@ -226,7 +226,7 @@ class Supervisor:
         if self._is_forced:
             reason = f"the pool was ended while worker process {death.pid} ran it"
         else:
-            reason = f"its worker, process {death.pid}, {death} while it ran"
+            reason = f"while it ran, its worker, process {death.pid}, {death}"
         return WorkerDiedError(
             f"{task} has no result: {reason}; it is not tried again", death.pid, death.status
         )
