@@ -135,7 +135,8 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
         for kind in KINDS:
             finalizer = Finalizer(
                 kind=kind,
-                voter=stack.enter_context(Voter(group, timeout=seconds)),
+                # In the background ranks wait for each other's writing, as long as that takes.
+                voter=stack.enter_context(Voter(group, timeout=seconds, warn_after=None)),
                 publisher=owner,
                 world_size=world_size,
                 writers_per_node=writers,

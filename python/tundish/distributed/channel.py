@@ -56,6 +56,8 @@ class Channel:
         self.last_outcome: Outcome | None = None
         # What tells, in rounds to come, which other member will not be in them, and why; None where nothing does.
         self.missed: Callable[[], Failure | None] | None = None
+        # Seconds after which a round that waits says for whom; None where it does not.
+        self.warn_after: float | None = None
         self._name = unused_name(member.name, member.ranks)
         self._process = os.getpid()
         self._number = 0
@@ -115,6 +117,7 @@ class Channel:
             now = time.monotonic()
             current = Round(
                 number=self._number,
+                what=what,
                 own=None if own is None else Failure.of(self.member.rank, own),
                 same=same,
                 brought=brought,
@@ -124,6 +127,7 @@ class Channel:
                 missed=self.missed,
                 started=now,
                 deadline=None if seconds is None else now + seconds,
+                warn_after=self.warn_after,
             )
             self._number += 1
             try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import socket
 import threading
@@ -29,6 +30,7 @@ from tundish.distributed.jobstore import JobStore, store_host_rank
 from tundish.distributed.tally import Tally
 from tundish.distributed.verdict import Failure, Verdict
 from tundish.distributed.watch import PeerWatch
+from tundish.errors import ranks_named
 from tundish.waiting import Moment
 
 __all__ = ["LINGER_SECONDS", "Protocol", "Round", "crowd_of"]
@@ -61,19 +63,26 @@ _LONGEST_SAME = 1000
 # How often a rank that waits looks whether all are there after all, and in its first round who else came.
 _LOOK_AROUND = 1.0
 _LOOK_WHO_CAME = 0.25
+# Ranks that a warning names.
+_MOST_NAMED = 64
 # The status of a rank that is well and notes something.
 _NOTE = "noted"
+
+_logger = logging.getLogger("tundish.distributed")
 
 
 @dataclass(kw_only=True)
 class Round:
     """One vote of this rank. Its thread sets `verdict`, `gathered` and `done`, its caller the two flags.
 
+    `what`: the step voted on. `warn_after`: seconds after which somebody says for whom it waits, doubled each time.
+
     `lock` decides between a caller that gives up and a verdict that comes at that moment: the caller returns
     the verdict, or its thread sees `abandoned`.
     """
 
     number: int
+    what: str
     own: Failure | None
     same: str | None
     brought: str | None
@@ -83,6 +92,7 @@ class Round:
     missed: Callable[[], Failure | None] | None
     started: float
     deadline: float | None
+    warn_after: float | None = None
     gathered: list[str] = field(default_factory=list)
     heard: str | None = None
     done: Moment = field(default_factory=Moment)
@@ -252,6 +262,9 @@ class Protocol:
                     self._get_to_know()
                 # The last to arrive may have died before it could write the verdict.
                 are_all_there = self._count(current.number).arrived >= len(self.member.ranks)
+                if current.warn_after is not None and now - current.started >= current.warn_after:
+                    self._tell_who_is_missing(current, current.warn_after)
+                    current.warn_after *= 2
                 verdict = self._forgotten(current.number)
                 if verdict is not None:
                     return verdict
@@ -267,6 +280,23 @@ class Protocol:
             pause = min(pause * _GROWTH, longest * crowd)
             if current.turn is not None:
                 pause = min(pause, max(_FIRST_PAUSE, current.turn - now))
+
+    def _tell_who_is_missing(self, current: Round, seconds: float) -> None:
+        """Say in the log of one of the ranks that wait so long for whom: it may be a call that not all make."""
+        number = current.number
+        key = f"{number}/waited/{seconds:g}"
+        if self._store.add(key, 1) > 1:
+            return
+        self._read.append((number, key))
+        votes = {f"{number}/vote/{rank}": rank for rank in self.member.ranks}
+        missing = [votes[vote] for vote in self._store.missing(list(votes))]
+        if missing:
+            _logger.warning(
+                "%s has waited %.4g s for %s: still at work, hung, or without this call, which all ranks make",
+                current.what,
+                seconds,
+                ranks_named(missing[:_MOST_NAMED], len(missing)),
+            )
 
     def _is_in_turn(self, current: Round) -> bool:
         """Whether it is this rank's turn to conclude a round that is over."""

@@ -28,6 +28,8 @@ from tundish.waiting import was_let_go
 __all__ = ["DEFAULT_TIMEOUT", "Voter", "agreed", "build_once_per_node", "vote", "voter_of"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+# Seconds.
+WARN_AFTER = 60.0
 # Bytes that a server of torch's takes for a value.
 _LONGEST_TEXT = 8 << 20
 
@@ -48,6 +50,8 @@ class Voter:
     Args:
         group: the `ProcessGroup` (None: all ranks). Without torch.distributed, a world of one.
         timeout: how long the constructor waits for the other members; seconds or a `timedelta`.
+        warn_after: seconds after which a vote that waits says in the log of one rank for whom, and again when twice as
+            many have passed; None where members may take long as a matter of course.
 
     Attributes:
         rank: this process's global rank.
@@ -59,8 +63,14 @@ class Voter:
     rank: int
     ranks: tuple[int, ...]
 
-    def __init__(self, group: Any = None, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> None:
-        self._join(membership(group), node_identity())
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        timeout: timedelta | float = DEFAULT_TIMEOUT,
+        warn_after: float | None = WARN_AFTER,
+    ) -> None:
+        self._join(membership(group), node_identity(), warn_after)
         self._meet(timeout)
 
     @classmethod
@@ -97,9 +107,11 @@ class Voter:
             self.close()
             raise
 
-    def _join(self, member: Membership, node: str) -> None:
+    def _join(self, member: Membership, node: str, warn_after: float | None = WARN_AFTER) -> None:
         self.rank, self.ranks = member.rank, member.ranks
         self._channel = Channel(member, node) if len(member.ranks) > 1 else None
+        if self._channel is not None:
+            self._channel.warn_after = warn_after
 
     def vote(
         self,

@@ -1,0 +1,68 @@
+"""Who waits long for others says so in the log: a call that not all ranks make would be silent for hours."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from rank_processes import Job, Line
+from tundish.distributed import Voter
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def keys() -> int:
+    """How many there are in the store while nobody votes."""
+    import torch.distributed as distributed
+
+    distributed.barrier()
+    # Rounds are tidied up in the background.
+    time.sleep(0.3)
+    count = int(distributed.distributed_c10d._get_default_store().num_keys())
+    distributed.barrier()
+    return count
+
+
+def wait_long(rank: int, line: Line) -> None:
+    warn_after = line.hear()
+    kept = Kept()
+    logging.getLogger("tundish.distributed").addHandler(kept)
+    with Voter(timeout=60, warn_after=warn_after) as voter:
+        for _ in range(3):
+            voter.vote(what="a step", timeout=60)
+        before = keys()
+        if rank == 2:
+            time.sleep(5)
+        voter.vote(what="a long step", timeout=60)
+        for _ in range(3):
+            voter.vote(what="a step", timeout=60)
+        line.say(kept.texts, keys() - before)
+
+
+@pytest.mark.parametrize("warn_after", [1.0, None])
+def test_one_of_those_that_wait_says_for_whom(warn_after: float | None, tmp_path: Path) -> None:
+    with Job(wait_long, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, warn_after)
+        said = job.hear_all()
+        job.expect_end()
+    told = [text for texts, _ in said for text in texts]
+    if warn_after is None:
+        assert told == []
+    else:
+        # Again when twice as much has passed.
+        assert 2 <= len(told) <= 3, told
+        for text, seconds in zip(sorted(told), (1, 2, 4), strict=False):
+            assert text.startswith(f"a long step has waited {seconds} s for rank 2: ")
+    # Nothing of it stays in the store.
+    assert [grown for _, grown in said] == [0, 0, 0]
