@@ -133,3 +133,16 @@ def test_a_pack_that_does_not_exist_is_named(number: int) -> None:
         dataset[number]
     with pytest.raises(IndexError):
         dataset[number]
+
+
+@pytest.mark.parametrize("package", ["pyarrow", "pandas"])
+def test_tables_are_refused(package: str) -> None:
+    """Of a table, a number is that of a column."""
+    tables = pytest.importorskip(package)
+    columns = {"input_ids": [[1, 2], [3, 4]]}
+    table = tables.table(columns) if package == "pyarrow" else tables.DataFrame(columns)
+    plan = td.pack([2, 2], 4)
+    with pytest.raises(InvalidTypeError, match="gives columns by numbers or names"):
+        td.PackedDataset(table, plan)
+    column = table["input_ids"].to_pylist() if package == "pyarrow" else table["input_ids"].tolist()
+    assert td.PackedDataset(column, plan)[0]["input_ids"].tolist() == [1, 2, 3, 4]

@@ -124,6 +124,10 @@ def _as_token_array(value: Any, key: str | None, dataset: int, number: int) -> N
     return array
 
 
+# Packages whose tables have as many rows as `len` says, and look like datasets.
+_TABLES = ("pandas", "polars", "pyarrow")
+
+
 def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSource, ...]:
     """Tell one dataset from several, and check them against what the plan was made for.
 
@@ -148,6 +152,11 @@ def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSour
             raise InvalidTypeError(
                 f"dataset {number} is of type {type(dataset).__name__}: a dataset has a length and gives "
                 f"samples by their numbers; several datasets are a list{hint}"
+            )
+        if type(dataset).__module__.partition(".")[0] in _TABLES and hasattr(dataset, "columns"):
+            raise InvalidTypeError(
+                f"dataset {number} is a {type(dataset).__name__}, which gives columns by numbers or names, and no "
+                "samples: give a datasets.Dataset of it, or a list of its token ids"
             )
     if len(found) != len(num_samples):
         raise PlanMismatchError(
