@@ -46,6 +46,20 @@ def test_ls(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown[2].endswith("best")
 
 
+def test_ls_shows_what_a_rollback_set_aside(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = sum(path.stat().st_size for path in (root / "hf-30").iterdir())
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        checkpointer.discard_after(20)
+    told = answer(capsys, "checkpoint", "ls", root)
+    assert names(told["checkpoints"]) == ["hf-10", "hf-20"]
+    assert names(told["set_aside"]) == ["discarded-dcp-30", "discarded-hf-30"]
+    assert told["set_aside"][1]["size"] == size
+    assert cli.main(["checkpoint", "ls", str(root)]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("discarded-hf-30 ")
+    assert "set aside by a rollback" in last
+
+
 def test_verify_names_every_damaged_file(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(answer(capsys, "checkpoint", "verify", root)["verified"]) == 4
     assert names(answer(capsys, "checkpoint", "verify", root, "--step", 20)["verified"]) == ["hf-20"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ _NO_ENTRY = 2
 _OURS = re.compile(
     r"\.owner|checkpoints\.json|(discarded-|\.)?(hf|dcp)-(latest|[0-9]+)(-[0-9]+|\.incomplete|\.removed-[0-9]+)?"
 )
+_SET_ASIDE = re.compile(r"discarded-(hf|dcp)-[0-9]+(-[0-9]+)?")
 
 
 def add_checkpoint_commands(commands: Any) -> None:
@@ -36,7 +38,8 @@ def add_checkpoint_commands(commands: Any) -> None:
         verbs,
         "ls",
         summary="list what is published",
-        description="List the published checkpoints of a root, and what has the name of one and is none.",
+        description="List the published checkpoints of a root, what has the name of one and is none, and what "
+        "rollbacks set aside.",
     )
     _add_root(listing)
     listing.set_defaults(run=run_ls, needs="tundish.checkpoint.reading")
@@ -96,6 +99,11 @@ def run_ls(options: argparse.Namespace) -> dict[str, Any]:
         for one in whole
     ]
     lines += [f"{one.path.name:<20}no whole checkpoint: {printable(one.reason)}" for one in damaged]
+    set_aside = _set_aside_in(options.root)
+    lines += [
+        f"{path.name:<20}{readable('bytes', size)}, set aside by a rollback: yours to keep or delete"
+        for path, size in set_aside.items()
+    ]
     return {
         "json": {
             "root": str(options.root),
@@ -104,9 +112,22 @@ def run_ls(options: argparse.Namespace) -> dict[str, Any]:
                 {"kind": one.kind, "step": one.step, "path": str(one.path), "reason": one.reason}
                 for one in damaged
             ],
+            "set_aside": [{"path": str(path), "size": size} for path, size in set_aside.items()],
         },
         "text": "\n".join(lines) or f"{options.root}: no checkpoints",
     }
+
+
+def _set_aside_in(root: Path) -> dict[Path, int]:
+    """What rollbacks set aside, and its bytes: nothing counts it any more, and nothing removes it."""
+    sizes = {}
+    for folder in sorted(path for path in root.iterdir() if _SET_ASIDE.fullmatch(path.name)):
+        sizes[folder] = 0
+        for path in folder.rglob("*"):
+            # It may be removed meanwhile.
+            with contextlib.suppress(OSError):
+                sizes[folder] += path.lstat().st_size if path.is_file() else 0
+    return sizes
 
 
 def run_verify(options: argparse.Namespace) -> dict[str, Any]:
