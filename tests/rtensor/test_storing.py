@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import tundish as td
 from tundish import rtensor
@@ -198,6 +199,11 @@ def test_autograd_learns_what_was_received_into_a_tensor() -> None:
         result.backward()
 
 
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(2, 3)
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -206,6 +212,7 @@ def test_autograd_learns_what_was_received_into_a_tensor() -> None:
         (lambda: torch.nested.nested_tensor([torch.ones(2)]), "nested"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
         (lambda: torch.empty(2, device="meta"), "no values"),
+        (fake, "no values"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:The PyTorch API of nested")
@@ -221,12 +228,51 @@ def test_what_is_more_than_values_is_refused_with_its_path(make: Any, why: str) 
         lambda: torch.ones(2, 3, device="meta"),
         lambda: torch.eye(3).to_sparse(),
         lambda: torch.nested.nested_tensor([torch.ones(2)]),
+        fake,
     ],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 def test_a_mask_that_is_no_values_is_refused_with_its_path(mask: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r'obj\["attention_mask"\] is a '):
         rtensor.remotize({"input_ids": torch.ones(2, 3), "attention_mask": mask()})
+
+
+def cut(size: int, *, view: bool = False) -> torch.Tensor:
+    """As wrappers leave a parameter that they have sharded."""
+    tensor = torch.ones(1000, 40)
+    shown = tensor[:, ::2] if view else tensor
+    tensor.untyped_storage().resize_(size)
+    return shown
+
+
+@pytest.mark.parametrize("size", [0, 64])
+@pytest.mark.parametrize("view", [False, True])
+def test_memory_that_was_freed_is_neither_read_nor_written(size: int, view: bool) -> None:
+    handle = rtensor.remotize(torch.ones(1000, 20 if view else 40))
+    for stored in ([cut(size, view=view)], {"attention_mask": cut(size, view=view)}):
+        with pytest.raises(InvalidInputError, match="freed or cut"):
+            rtensor.remotize(stored)
+    with pytest.raises(InvalidInputError, match="freed or cut"):
+        rtensor.store("name", cut(size, view=view))
+    with pytest.raises(InvalidInputError, match=r"out\[0\] has no room"):
+        rtensor.localize(handle, out=cut(size, view=view))
+
+
+def test_zeros_without_memory_are_stored_as_what_they_are() -> None:
+    zeros = torch._efficientzerotensor((3, 2))
+    assert rtensor.localize(rtensor.remotize(zeros)).tolist() == [[0, 0]] * 3
+    with pytest.raises(InvalidInputError, match=r"out\[0\] has no room"):
+        rtensor.localize(rtensor.remotize(torch.ones(3, 2)), out=zeros)
+
+
+def test_tensors_inside_a_transformation_are_refused() -> None:
+    def sum_of(tensor: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(InvalidTypeError, match=r"torch\.func"):
+            rtensor.remotize([tensor])
+        return tensor.sum()
+
+    assert torch.func.vmap(sum_of)(torch.ones(2, 3)).tolist() == [3, 3]
+    assert torch.func.grad(sum_of)(torch.ones(3)).tolist() == [1, 1, 1]
 
 
 def test_named_shards() -> None:

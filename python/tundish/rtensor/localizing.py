@@ -18,7 +18,7 @@ from tundish.errors import InvalidInputError, InvalidTypeError, counted
 from tundish.rtensor.backends import backend
 from tundish.rtensor.checks import check_names, check_seconds
 from tundish.rtensor.handle import handles_of
-from tundish.rtensor.memory import tensors_over
+from tundish.rtensor.memory import is_whole, tensors_over
 from tundish.rtensor.storing import DEFAULT_TIMEOUT
 from tundish.tree import map_only
 
@@ -89,6 +89,10 @@ def _rooms(handles: list[RTensor], out: Any) -> list[Tensor]:
             raise InvalidInputError(
                 f"out[{number}] is {room.dtype} of shape {tuple(room.shape)}, and its handle is "
                 f"{handle.dtype} of shape {tuple(handle.shape)}"
+            )
+        if not is_whole(room):
+            raise InvalidInputError(
+                f"out[{number}] has no room for its values: its storage was freed or cut, or it never had any"
             )
         if room.requires_grad:
             raise InvalidInputError(f"out[{number}] requires a gradient: give its detach()")

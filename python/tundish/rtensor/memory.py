@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tundish import _native
-from tundish.errors import InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.tree import Refusal
 from tundish.tree.arrays import NUMPY_TYPES
 from tundish.tree.carrying import EXCHANGE
 
-__all__ = ["dense", "tensors_over"]
+__all__ = ["dense", "is_whole", "tensors_over"]
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -38,15 +39,45 @@ def dense(tensor: Tensor) -> Tensor:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and tensor.is_contiguous()
+        and is_whole(tensor)
     ):
         return tensor
     reason = _why_not(tensor)
     if reason is not None:
         raise Refusal(InvalidTypeError, f"is {reason}")
+    if tensor._is_zerotensor():
+        # All of it is zero, and there is no memory in which that stands.
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if not is_whole(tensor):
+        raise Refusal(
+            InvalidInputError,
+            "has no values: its storage was freed or cut, as wrappers do that shard parameters; store it where it is "
+            "whole",
+        )
     with torch._C.DisableTorchFunctionSubclass():
         values = tensor.detach().as_subclass(Tensor)
     # Where they are: torch loses what is to be conjugated or negated on the way from some devices.
     return values.resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether there is memory for all its values: to read or to write others is to crash, or to meet somebody else's."""
+    if not tensor.numel():
+        return True
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = tensor.untyped_storage()
+            if storage.device.type == "meta" or tensor._is_zerotensor():
+                return False
+            values = tensor.numel()
+            if not tensor.is_contiguous():
+                values = 1 + sum(
+                    (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+                )
+            return bool((tensor.storage_offset() + values) * tensor.itemsize <= storage.nbytes())
+    except RuntimeError:
+        # Those of a transformation of torch.func have no storage.
+        return False
 
 
 def tensors_over(views: Sequence[_native.ShardView], handles: Sequence[_native.RTensor]) -> list[Tensor]:
@@ -79,6 +110,8 @@ def _tensor_over(view: _native.ShardView, dtype: torch.dtype, shape: torch.Size)
 def _why_not(tensor: Tensor) -> str | None:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
         return "a tensor inside a transformation of torch.func: store the one outside"
+    if isinstance(tensor, FakeTensor):
+        return "a FakeTensor, which has no values"
     if type(tensor).__name__ == "DTensor":
         return "a DTensor, a part of it on each rank of its mesh: store its to_local()"
     wrapper: Any = tensor

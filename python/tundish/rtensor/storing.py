@@ -18,7 +18,7 @@ from tundish._native import RTensor
 from tundish.errors import InvalidTypeError
 from tundish.rtensor.backends import Removed, backend
 from tundish.rtensor.checks import check_names, check_seconds
-from tundish.rtensor.memory import dense
+from tundish.rtensor.memory import dense, is_whole
 from tundish.tree import Refusal, map_only
 
 __all__ = ["DEFAULT_TIMEOUT", "clear_node", "fetch", "remotize", "remove", "storage_stats", "store"]
@@ -71,6 +71,9 @@ def _identity(tensor: Tensor) -> Any:
     """Equal for tensors of which one can stand for the other."""
     if tensor.layout is not torch.strided or type(tensor) is not Tensor or tensor.is_nested:
         return id(tensor)
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        # It is refused where it is to be stored.
+        return id(tensor)
     return (
         tensor.data_ptr(),
         tensor.dtype,
@@ -87,7 +90,13 @@ def _trimmed(container: Any) -> Any:
     if not isinstance(container, (dict, UserDict)):
         return container
     mask = container.get(_MASK)
-    if not isinstance(mask, Tensor) or mask.layout is not torch.strided or mask.is_nested or mask.is_meta:
+    if (
+        not isinstance(mask, Tensor)
+        or mask.layout is not torch.strided
+        or mask.is_nested
+        or mask.is_meta
+        or not is_whole(mask)
+    ):
         # It is refused where it is to be stored.
         return container
     if mask.ndim < 2 or not mask.numel():
