@@ -488,7 +488,7 @@ class ShardStore:
     @staticmethod
     def fetch_through(
         handles: list[RTensor],
-        get: Callable[[list[tuple[str, tuple[int, int] | None]]], Iterable[NDArray[np.uint8]]],
+        get: Callable[[list[int]], Iterable[NDArray[np.uint8]]],
         timeout: float,
     ) -> list[ShardView]: ...
     @staticmethod

@@ -78,6 +78,9 @@ def consumer(ray: Any) -> Any:
                 tensor.fill_(0)
             return found
 
+        def store(self, name: str, value: int) -> Any:
+            return rtensor.store(name, torch.full((3,), float(value)))
+
         def entries(self) -> tuple[int, int]:
             stats = rtensor.fetch_buffer_stats()
             return stats["num_entries"], stats["total_bytes"]
@@ -115,6 +118,20 @@ def a_batch_goes_through_rays_store() -> None:
         rtensor.clear_fetch_buffer()
         with pytest.raises(ShardMismatchError, match=str(declared.dtype)):
             rtensor.localize(wrong)
+
+
+def names_of_several_owners_are_kept_apart() -> None:
+    import ray
+
+    actors = [consumer(ray), consumer(ray)]
+    handles = [ray.get(actor.store.remote("weights", place)) for place, actor in enumerate(actors)]
+    rooms = [torch.zeros(3), torch.zeros(3)]
+    for found in (rtensor.localize(handles, out=rooms), rtensor.localize(handles)):
+        assert [tensor.tolist() for tensor in found] == [[0, 0, 0], [1, 1, 1]]
+    rtensor.clear_fetch_buffer()
+    assert [handle.to_local().tolist() for handle in handles] == [[0, 0, 0], [1, 1, 1]]
+    rtensor.clear_fetch_buffer(["weights"])
+    assert rtensor.fetch_buffer_stats()["num_entries"] == 0
 
 
 def actors_consume_and_are_drained() -> None:

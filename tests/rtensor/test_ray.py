@@ -31,6 +31,10 @@ def test_a_batch_goes_through_rays_store(driver: Peer) -> None:
     driver.call(ray_tasks.a_batch_goes_through_rays_store)
 
 
+def test_names_of_several_owners_are_kept_apart(driver: Peer) -> None:
+    driver.call(ray_tasks.names_of_several_owners_are_kept_apart)
+
+
 def test_actors_consume_and_are_drained(driver: Peer) -> None:
     driver.call(ray_tasks.actors_consume_and_are_drained)
 

@@ -102,8 +102,7 @@ class RayBackend(StoreBackend):
 
     def fetch_into(self, handles: Sequence[RTensor], targets: Sequence[Tensor], timeout: float) -> None:
         get = self._getter(handles, timeout)
-        wanted = [(handle.shard_id, handle.rows) for handle in handles]
-        for target, values in zip(targets, get(wanted), strict=True):
+        for target, values in zip(targets, get(range(len(handles))), strict=True):
             raw_bytes(target).numpy()[:] = values
 
     def remove(self, shard_ids: Iterable[str]) -> Removed:
@@ -185,23 +184,22 @@ class RayBackend(StoreBackend):
         return handle
 
     def _getter(self, handles: Sequence[RTensor], timeout: float) -> Any:
-        # Of one shard several may be wanted: of other rows each.
-        known = {(handle.shard_id, handle.rows): handle for handle in handles}
-
-        def get(wanted: Sequence[tuple[str, tuple[int, int] | None]]) -> list[Any]:
+        def get(places: Sequence[int]) -> list[Any]:
+            wanted = [handles[place] for place in places]
             references = []
-            for one in wanted:
-                shard_id, reference = one[0], known[one].ref
+            for handle in wanted:
+                reference = handle.ref
                 if reference is None:
                     raise ShardGoneError(
-                        f"shard {shard_id} was drained or removed: its handle refers to nothing any more"
+                        f"shard {handle.shard_id} was drained or removed: its handle refers to nothing any more"
                     )
                 if not isinstance(reference, self._ray.ObjectRef):
                     raise InvalidTypeError(
-                        f"the ref of shard {shard_id} is a {type(reference).__qualname__}, not an ObjectRef of Ray"
+                        f"the ref of shard {handle.shard_id} is a {type(reference).__qualname__}, not an ObjectRef of "
+                        "Ray"
                     )
                 references.append(reference)
-            first = known[wanted[0]]
+            first = wanted[0]
             try:
                 found = self._ray.get(references, timeout=timeout)
             except self._ray.exceptions.GetTimeoutError as error:
@@ -212,12 +210,12 @@ class RayBackend(StoreBackend):
                 raise TransferError(
                     f"cannot fetch shard {first.shard_id} from {first.node_addr}, of {len(references)}: {error}"
                 ) from error
-            return [_bytes_of(known[one], one[1], value) for one, value in zip(wanted, found, strict=True)]
+            return [_bytes_of(handle, value) for handle, value in zip(wanted, found, strict=True)]
 
         return get
 
 
-def _bytes_of(handle: RTensor, rows: tuple[int, int] | None, value: Any) -> Any:
+def _bytes_of(handle: RTensor, value: Any) -> Any:
     """The bytes of the rows that a handle means, of what its reference leads to: dtype, shape and bytes."""
     match value:
         case (str(dtype), tuple(shape), np.ndarray() as values):
@@ -227,7 +225,7 @@ def _bytes_of(handle: RTensor, rows: tuple[int, int] | None, value: Any) -> Any:
                 f"the ref of shard {handle.shard_id} of {handle.node_addr} leads to a {type(value).__qualname__} that "
                 "is no shard"
             )
-    declared = tuple(handle.shape)
+    rows, declared = handle.rows, tuple(handle.shape)
     if dtype != str(handle.dtype) or (shape if rows is None else (rows[1] - rows[0], *shape[1:])) != declared:
         raise ShardMismatchError(
             f"shard {handle.shard_id} of {handle.node_addr} is {dtype} of shape {shape}, and its handle declares "

@@ -14,7 +14,7 @@ use tundish_shm::PerProcess;
 use tundish_store::Node;
 use tundish_store::handles::Handle;
 
-use super::node::ELSEWHERE;
+use super::node::elsewhere;
 
 /// So few are looked after by who drains, and are gone when he is told so; more by a thread of the node's.
 const FEW: usize = 1024;
@@ -99,7 +99,7 @@ impl Kept {
     fn is_alive(&self) -> bool {
         let Handle { id, kind, rows } = &self.handle;
         let node = Node::of_process();
-        node.has(&kind.owner, id, rows.as_deref()) || node.has(&ELSEWHERE.into(), id, rows.as_deref())
+        node.has(&kind.owner, id, rows.as_deref()) || node.has(&elsewhere(&kind.owner, id), id, rows.as_deref())
     }
 }
 

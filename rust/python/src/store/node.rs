@@ -27,8 +27,14 @@ use super::wire::transport;
 use crate::enter::{Door, enter};
 use crate::error::BindingError;
 
-/// The owner of what another store holds: no process serves there, and it is not this one.
-pub(super) const ELSEWHERE: &str = "elsewhere";
+/// The owner of what another store holds of `owner`'s: no process serves there, and it is not this one. Names that nodes
+/// give are of one shard each, and have the same, so that they are fetched together; others may be given by several.
+pub(super) fn elsewhere(owner: &str, id: &ShardId) -> Arc<str> {
+    match id.as_numbered() {
+        Some(_) => "elsewhere".into(),
+        None => format!("elsewhere, of {owner}").into(),
+    }
+}
 
 /// A tensor's memory, to be read or written while the GIL is released.
 #[derive(Clone, Copy)]
@@ -166,8 +172,8 @@ impl ShardStore {
         PyList::new(py, views)
     }
 
-    /// As `fetch`, where the bytes come from `get(wanted)`: of a list of names and rows, or None for all, a list of
-    /// buffers.
+    /// As `fetch`, where the bytes come from `get(places)`: of a list of places in `handles`, a list of buffers. Of
+    /// handles of different owners it may be called by several threads at once.
     #[staticmethod]
     fn fetch_through<'py>(
         py: Python<'py>,
@@ -176,8 +182,7 @@ impl ShardStore {
         timeout: f64,
     ) -> PyResult<Bound<'py, PyList>> {
         let mut wanted = wanted_of(handles)?;
-        let elsewhere: Arc<str> = ELSEWHERE.into();
-        wanted.iter_mut().for_each(|one| one.owner = Arc::clone(&elsewhere));
+        wanted.iter_mut().for_each(|one| one.owner = elsewhere(&one.owner, &one.id));
         let deadline = deadline_of(timeout)?;
         let through = Through::new(get, &wanted);
         let views = enter(py, None, |door| {

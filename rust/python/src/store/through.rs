@@ -16,15 +16,19 @@ use crate::error::BindingError;
 /// Gets bytes by calling a function.
 pub(super) struct Through {
     get: Py<PyAny>,
-    metas: HashMap<Selection, Meta>,
+    /// Of what is wanted of each owner, where it is in the caller's list, and what it is.
+    places: HashMap<(Arc<str>, Selection), (usize, Meta)>,
     raised: Mutex<Option<PyErr>>,
 }
 
 impl Through {
     pub(super) fn new(get: Py<PyAny>, wanted: &[Wanted]) -> Self {
         let selection = |one: &Wanted| Selection { id: one.id.clone(), rows: one.rows.clone() };
-        let metas = wanted.iter().map(|one| (selection(one), one.meta.clone())).collect();
-        Through { get, metas, raised: Mutex::new(None) }
+        let places = wanted.iter().enumerate().map(|(place, one)| {
+            let owner = Arc::clone(&one.owner);
+            ((owner, selection(one)), (place, one.meta.clone()))
+        });
+        Through { get, places: places.collect(), raised: Mutex::new(None) }
     }
 
     /// What the function raised.
@@ -32,9 +36,9 @@ impl Through {
         self.raised.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    fn call<'py>(&self, py: Python<'py>, wanted: &[Selection]) -> PyResult<Vec<PyBuffer<u8>>> {
-        let named = wanted.iter().map(|one| (one.id.to_string(), one.rows.as_ref().map(|rows| (rows.start, rows.end))));
-        let found = self.get.bind(py).call1((PyList::new(py, named.collect::<Vec<_>>())?,))?;
+    fn call<'py>(&self, py: Python<'py>, wanted: &[&(usize, Meta)]) -> PyResult<Vec<PyBuffer<u8>>> {
+        let places: Vec<usize> = wanted.iter().map(|(place, _)| *place).collect();
+        let found = self.get.bind(py).call1((PyList::new(py, places)?,))?;
         let found = found.try_iter()?.map(|one| PyBuffer::get(&one?)).collect::<PyResult<Vec<_>>>()?;
         if found.len() != wanted.len() {
             let (came, asked) = (found.len(), wanted.len());
@@ -52,16 +56,16 @@ impl Transport for Through {
         receiver: &mut dyn Receiver,
         patience: &mut Patience<'_>,
     ) -> Result<(), StoreError> {
+        let places: Vec<_> = wanted.iter().map(|one| &self.places[&(Arc::clone(owner), one.clone())]).collect();
         let found = Python::attach(|py| {
-            self.call(py, wanted).map_err(|error| {
+            self.call(py, &places).map_err(|error| {
                 let reason = error.value(py).to_string();
                 *self.raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
                 let id = wanted[0].id.clone();
                 StoreError::Unreachable { id, owner: Arc::clone(owner), reason }
             })
         })?;
-        for (index, (selection, buffer)) in wanted.iter().zip(found).enumerate() {
-            let declared = &self.metas[selection];
+        for (index, ((selection, (_, declared)), buffer)) in wanted.iter().zip(places).zip(found).enumerate() {
             let room = receiver.room(index, declared, patience)?;
             let fits = Python::attach(|py| buffer.item_count() == room.len() && buffer.copy_to_slice(py, room).is_ok());
             if !fits {
