@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import select
+import signal
+import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -297,3 +304,20 @@ def test_threads_that_begin_to_serve_at_once_share_a_server() -> None:
         thread.join()
     with rtensor.serve() as server:
         assert addresses == {server.addr}
+
+
+def test_an_owner_that_is_busy_is_reached_by_many_at_once() -> None:
+    with Peer() as owner, contextlib.ExitStack() as sockets:
+        host, port = owner.addr.rsplit(":", 1)
+        owner.signal(signal.SIGSTOP)
+        poll, many = select.poll(), min(1000, int(Path("/proc/sys/net/core/somaxconn").read_text()))
+        for _ in range(many):
+            one = sockets.enter_context(socket.socket())
+            one.setblocking(False)
+            assert one.connect_ex((host, int(port))) in (0, errno.EINPROGRESS)
+            poll.register(one, select.POLLOUT)
+        deadline = time.monotonic() + 10
+        while (reached := len(poll.poll(0))) < many and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert reached == many
+        owner.signal(signal.SIGCONT)

@@ -54,6 +54,10 @@ use crate::transport::Service;
 /// Threads that serve: one for what is large and one for what is small beside it.
 const THREADS: usize = 2;
 
+/// Connections that the kernel makes before this process takes them: all consumers of a job may come at once, and who is
+/// not answered takes the machine for gone. The kernel has a limit of its own, `net.core.somaxconn`.
+const BACKLOG: i32 = 4096;
+
 /// How long the end of a server waits for what is being done.
 const ENDING: Duration = Duration::from_secs(1);
 
@@ -149,6 +153,8 @@ fn runtime() -> io::Result<Runtime> {
 fn listen(addresses: &[SocketAddr]) -> io::Result<Socket<TcpListener>> {
     let no_fork = NoFork::begin()?;
     let listener = no_fork.keep(TcpListener::bind(addresses)?);
+    // The library's own are 128.
+    rustix::net::listen(&*listener, BACKLOG)?;
     listener.set_nonblocking(true)?;
     Ok(listener)
 }
