@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
 
 import pytest
+import torch
 
 import told
 from drains import entries
@@ -18,7 +20,8 @@ from tundish.errors import (
     InvalidTypeError,
     NotAuthorizedError,
 )
-from tundish.rtensor import Controller, Worker
+from tundish.rtensor import Controller, RTensor, TensorShardInfo, Worker
+from tundish.rtensor.lines import Lines, Request
 
 pytestmark = pytest.mark.usefixtures("emptied")
 
@@ -180,3 +183,61 @@ def test_workers_that_cannot_be_are_refused() -> None:
         Controller([Worker("http://a/", "x", 0)])
     with pytest.raises(InvalidTypeError, match="not a function"):
         Controller([Worker("a", "x", 0, "hook")])  # type: ignore[arg-type]
+
+
+def test_workers_that_are_silent_are_not_waited_for_one_after_the_other() -> None:
+    falls_silent, is_over = threading.Event(), threading.Event()
+
+    def answer(_: str) -> Any:
+        if falls_silent.is_set():
+            is_over.wait(60)
+        return {"num_entries": 0, "total_bytes": 0, "current_entries": 0, "current_bytes": 0}
+
+    with contextlib.ExitStack() as stack:
+        workers = [Worker(stack.enter_context(FalseWorker(answer)).addr) for _ in range(16)]
+        stack.callback(is_over.set)
+        controller = stack.enter_context(Controller(workers, timeout=0.5))
+        kept = RTensor(TensorShardInfo("name", workers[0].addr), torch.empty(2, device="meta"))
+        with controller.step():
+            falls_silent.set()
+            with pytest.raises(DrainError, match="what to keep"):
+                controller.keep(kept)
+            begun = time.monotonic()
+        # All of them in a handful of rounds; one after the other it would be half a second each in one of these alone.
+        assert time.monotonic() - begun < 16 * 0.5
+
+
+class CountedAddress(str):
+    """An address that counts how often it is compared."""
+
+    __slots__ = ()
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedAddress.compared += 1
+        return super().__eq__(other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_step_does_not_look_through_all_workers_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = [f"10.0.{number >> 8}.{number & 255}:1" for number in range(1000)]
+    workers = [Worker(CountedAddress(addr)) for addr in addresses]
+    claim = [
+        RTensor(TensorShardInfo(f"of:{addr}", addr), torch.empty(2, device="meta")) for addr in addresses
+    ]
+    counts = {"num_entries": 0, "total_bytes": 0, "current_entries": 0, "current_bytes": 0}
+    monkeypatch.setattr(Lines, "ask_all", lambda self, wanted: [asked(self, *one) for one in wanted])
+    monkeypatch.setattr(Lines, "made", lambda *_: 1)
+
+    def asked(lines: Lines, worker: Worker, _: Request) -> dict[str, Any]:
+        assert lines._token_for(worker.addr) == "token"
+        return counts
+
+    with Controller(workers, token="token") as controller:
+        CountedAddress.compared = 0
+        with controller.step(claim=claim):
+            pass
+        controller.clear_batches(claim)
+    # Some for each of the rounds, where a worker is looked up; not a thousand.
+    assert CountedAddress.compared < 100 * len(workers)

@@ -135,6 +135,8 @@ class Controller:
         self._ahead: int | None = None
         self._contested: list[tuple[int, list[Worker]]] = []
         self._workers: tuple[Worker, ...] = ()
+        # The same by their addresses: what is done for each of them asks for one, and they may be ten thousand.
+        self._by_address: dict[str, Worker] = {}
         self.update(workers)
 
     @classmethod
@@ -159,16 +161,16 @@ class Controller:
         """
         self._check_open()
         given = [worker_of(one) for one in workers]
-        seen: set[str] = set()
+        seen: dict[str, Worker] = {}
         for worker in given:
             if worker.addr in seen:
                 raise InvalidInputError(
                     f"two workers serve at {worker.addr}: every process has an address of its own"
                 )
-            seen.add(worker.addr)
-        self._lines.forget_all_but(seen)
-        self._errands.let_go_of_all_but(seen)
-        self._workers = tuple(given)
+            seen[worker.addr] = worker
+        self._lines.forget_all_but(seen.keys())
+        self._errands.let_go_of_all_but(seen.keys())
+        self._workers, self._by_address = tuple(given), seen
 
     def clear_batches(self, *targets: Any) -> Drained:
         """Drain all shards that handles in `targets` lead to: from every buffer, then from their owners.
@@ -425,24 +427,20 @@ class Controller:
                     ShardStore.end_epoch(one)
 
         to_its_end(end_here)
-        for errand in ending.contested:
-            self._errands.carry_out([errand])
+        self._errands.carry_out_in_turn(ending.contested)
         answers = self._errands.carry_out(ending.consumers)
         answers |= self._errands.carry_out(ending.owners)
         for worker, answer in answers.items():
             if isinstance(answer, dict):
                 look_at_ledger(worker, step.number, answer)
-        for errand in ending.removals:
-            if isinstance(answers[errand.worker], Exception):
-                # It may have given up the claim when it is asked again.
-                continue
-            if self._lines.made(errand.worker.addr) != step.lines[errand.worker.addr]:
-                # It lost the line, has given up the claim, and has the shards still.
-                self._errands.carry_out([errand])
-            else:
-                self._errands.forget([errand])
-        for errand in ending.half_kept:
-            self._errands.carry_out([errand])
+        # What failed to end the step may have given up the claim when it is asked again.
+        removals = [one for one in ending.removals if not isinstance(answers[one.worker], Exception)]
+        # It lost the line, has given up the claim, and has the shards still.
+        made = self._lines.made
+        lost = [one for one in removals if made(one.worker.addr) != step.lines[one.worker.addr]]
+        self._errands.forget(set(removals).difference(lost))
+        self._errands.carry_out(lost)
+        self._errands.carry_out_in_turn(ending.half_kept)
         carried = [one for one in claims if self._has_inherited or one in self._carried]
         self._drop_what_is_of_no_step()
         if carried:
@@ -484,7 +482,7 @@ class Controller:
         return [worker for worker in self._workers if worker.drain is None]
 
     def _is_worker(self, addr: str) -> bool:
-        return any(worker.addr == addr for worker in self._workers)
+        return addr in self._by_address
 
     def _removals(self, owners: dict[str, list[str]]) -> Iterator[tuple[Worker, Request, list[str]]]:
         for owner, ids in owners.items():
@@ -493,7 +491,4 @@ class Controller:
                 yield worker, Request("DELETE", "/data/clear", {"shard_ids": ids}), ids
 
     def _worker_at(self, addr: str) -> Worker:
-        for worker in self._workers:
-            if worker.addr == addr:
-                return worker
-        return Worker(addr, "owner")
+        return self._by_address.get(addr) or Worker(addr, "owner")

@@ -77,15 +77,20 @@ class Errands:
         self.forget(one for one in errands if not isinstance(answers[one.worker], Exception))
         return answers
 
+    def carry_out_in_turn(self, errands: Iterable[Errand]) -> dict[Worker, Exception]:
+        """As `carry_out`, of what is the same for several workers at once, one after the other; what failed."""
+        failures: dict[Worker, Exception] = {}
+        for some in _side_by_side(errands):
+            failures |= failures_of(self.carry_out(some))
+        return failures
+
     def ask(self, requests: Iterable[tuple[Worker, Request]]) -> dict[Worker, Any]:
         wanted = list(requests)
         return dict(zip([worker for worker, _ in wanted], self._lines.ask_all(wanted), strict=True))
 
     def catch_up(self) -> None:
         """Drain what could not be drained before. Raises `DrainError`."""
-        failures: dict[Worker, Exception] = {}
-        for errands in _side_by_side(self._undone):
-            failures |= failures_of(self.carry_out(errands))
+        failures = self.carry_out_in_turn(self._undone)
         refuse("could not be drained, now and before (leave out with update() what is gone)", failures)
 
     def let_go_of_all_but(self, addresses: Set[str]) -> None:
