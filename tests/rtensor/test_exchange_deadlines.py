@@ -16,6 +16,7 @@ from false_worker import FalseWorker
 from tundish import cli
 from tundish.errors import DrainError, TransferError
 from tundish.rtensor import Controller, Worker
+from tundish.rtensor.crew import Crew, Round
 
 # The control says 0.2 s; a machine that is busy with other tests takes longer, and for ever is longer still.
 _TIMEOUT = 0.2
@@ -197,3 +198,24 @@ def test_the_first_failure_ends_a_call_whoever_else_is_silent() -> None:
         with pytest.raises(TransferError, match=f"127.0.0.1:{ports[0]}"):
             td.rtensor.localize(handles, timeout=60)
         assert time.monotonic() - began < _SOON
+
+
+def test_behind_many_that_are_silent_the_others_are_asked_soon() -> None:
+    is_over = threading.Event()
+    heard: list[int] = []
+
+    def silent(_: Round) -> None:
+        is_over.wait(60)
+
+    def last(_: Round) -> None:
+        heard.append(1)
+        is_over.set()
+
+    crew = Crew()
+    try:
+        begun = time.monotonic()
+        crew.work(Round([*[silent] * 200, last]))
+        assert heard and time.monotonic() - begun < _SOON
+    finally:
+        is_over.set()
+        crew.end()

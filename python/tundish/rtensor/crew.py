@@ -16,7 +16,12 @@ from tundish.waiting import Moment, Thread, wait_for
 
 __all__ = ["Crew", "Round"]
 
+# As long as the calls come to their end.
 _MOST_THREADS = 32
+# And where they do not: behind those that wait for who is silent are others, whose time is to begin.
+_MOST_OF_SILENT = 512
+# After so long without an end twice as many calls are made at once.
+_STALLED_SECONDS = 0.1
 # For threads whose work was cut short.
 _ENDING_SECONDS = 1.0
 
@@ -43,6 +48,10 @@ class Round:
             if len(self._done) == len(self._calls):
                 self.over.come()
 
+    def left(self) -> int:
+        """How many calls have not come to their end."""
+        return len(self._calls) - len(self._done)
+
     def undone(self) -> list[int]:
         """The numbers of the calls that did not come to their end."""
         done = set(self._done)
@@ -64,6 +73,14 @@ class Crew:
             return
         for _ in range(wanted):
             self._rounds.put(round_)
+        left = round_.left()
+        while left > wanted and not wait_for(round_.over.wait, _STALLED_SECONDS):
+            before, left = left, round_.left()
+            more = min(wanted, left - wanted, _MOST_OF_SILENT - wanted)
+            if left == before and more > 0 and self._start(wanted + more):
+                for _ in range(more):
+                    self._rounds.put(round_)
+                wanted += more
         wait_for(round_.over.wait)
 
     def end(self) -> None:
