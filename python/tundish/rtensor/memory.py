@@ -61,7 +61,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether there is memory for all its values: to read or to write others is to crash, or to meet somebody else's."""
+    """Whether there is memory for all its values: to read or to write others is to crash."""
     if not tensor.numel():
         return True
     try:
