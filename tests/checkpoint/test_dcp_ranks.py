@@ -367,9 +367,9 @@ def count_groups(rank: int, line: Line) -> None:
     made: list[str] = []
     make = owngroup.named_group
 
-    def counted(name: str, *given: Any) -> Any:
+    def counted(name: str, *given: Any, **named: Any) -> Any:
         made.append(name)
-        return make(name, *given)
+        return make(name, *given, **named)
 
     owngroup.named_group = counted
     world = World("fsdp")

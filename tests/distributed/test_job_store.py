@@ -107,7 +107,7 @@ def test_a_host_that_does_not_answer_whoever_connects_holds_up_nobody_with_anoth
 
     gone = distributed.PrefixStore("gone", base)
     is_over, is_asked = threading.Event(), threading.Event()
-    second_client = jobstore._second_client
+    second_client = jobstore.second_client
 
     def connect(to: Any) -> Any:
         if to is gone:
@@ -115,7 +115,7 @@ def test_a_host_that_does_not_answer_whoever_connects_holds_up_nobody_with_anoth
             is_over.wait(60)
         return second_client(to)
 
-    monkeypatch.setattr(jobstore, "_second_client", connect)
+    monkeypatch.setattr(jobstore, "second_client", connect)
     waiting = threading.Thread(target=JobStore(gone, "one").connect)
     waiting.start()
     assert is_asked.wait(60)

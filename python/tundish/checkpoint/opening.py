@@ -126,9 +126,9 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
         are_nodes_alike = _meet(path, voter, seconds, is_first=index == 0, told=told)
         background_group = None
         if world_size > 1:
-            background_group = OwnGroup(member.ranks, seconds)
+            background_group = OwnGroup(member.ranks, seconds, voter)
             stack.callback(background_group.break_off)
-        dcp = DcpSaver(group, timeout=seconds)
+        dcp = DcpSaver(group, timeout=seconds, voter=voter)
         stack.callback(dcp.close)
         lanes: dict[Kind, Lane] = {}
         protected: set[int] = set()

@@ -169,6 +169,18 @@ class Channel:
         self.last_outcome = None if problem is not None else outcome
         return outcome
 
+    def is_next_lost(self) -> bool:
+        """Whether it is known already that the next round will fail. It asks the store, which may not answer."""
+        if not self._protocol_lock.acquire(blocking=False):
+            # A round that was left behind: the next one finds out.
+            return False
+        try:
+            return self._lost is not None or self._protocol.is_lost(self._number)
+        except Exception:  # noqa: BLE001 (what the store fails with, the next round says)
+            return True
+        finally:
+            self._protocol_lock.release()
+
     def close(self) -> None:
         """Let go of sockets, the connection and the store; never waits."""
         self._closed = True

@@ -165,12 +165,20 @@ def long_timeout_group(
 
 @contextlib.contextmanager
 def named_group(
-    name: str, timeout: timedelta | float, members: tuple[int, ...], *, backend: str = "gloo"
+    name: str,
+    timeout: timedelta | float,
+    members: tuple[int, ...],
+    *,
+    backend: str = "gloo",
+    store: Any = None,
 ) -> Iterator[Any]:
-    """Collective over `members`: as `long_timeout_group`, under a `name` that no group had before."""
+    """Collective over `members`: as `long_timeout_group`, under a `name` that no group had before.
+
+    `store`: another way to the job's store than that of the default group, which somebody may hold up.
+    """
     distributed = distributed_module()
     limit = timedelta(seconds=seconds_of(timeout))
-    group = make_group(distributed, members, name, limit, backend)
+    group = make_group(distributed, members, name, limit, backend, store)
     try:
         yield group
     finally:
@@ -180,7 +188,12 @@ def named_group(
 
 
 def make_group(
-    distributed: Any, members: tuple[int, ...], name: str, timeout: timedelta, backend: str
+    distributed: Any,
+    members: tuple[int, ...],
+    name: str,
+    timeout: timedelta,
+    backend: str,
+    store: Any = None,
 ) -> Any:
     """A group of `members` that only they wait for, under a name of its own.
 
@@ -197,7 +210,7 @@ def make_group(
             members.index(distributed.get_rank()),
             list(members),
             distributed.Backend(backend),
-            c10d._get_default_store(),
+            c10d._get_default_store() if store is None else store,
             name,
             timeout=timeout,
         )

@@ -16,7 +16,14 @@ import threading
 import weakref
 from typing import Any
 
-__all__ = ["JobStore", "distributed_module", "start_of_job", "store_address", "store_host_rank"]
+__all__ = [
+    "JobStore",
+    "distributed_module",
+    "second_client",
+    "start_of_job",
+    "store_address",
+    "store_host_rank",
+]
 
 # What compare_set hands back for a key that does not exist; no value that is stored here equals it.
 _ABSENT = "\x00"
@@ -87,7 +94,7 @@ def _connection_to(base: Any) -> Any:
     if connection is not None:
         return connection
     # Without the lock: to connect to a host that is gone takes minutes, and others may have another store by then.
-    made = _second_client(base)
+    made = second_client(base)
     with _connections_lock:
         connection = _connected(base)
         if connection is None:
@@ -115,7 +122,8 @@ def _forget(base: Any, connection: Any) -> None:
             del _connections[base]
 
 
-def _second_client(base: Any) -> Any:
+def second_client(base: Any) -> Any:
+    """A connection of its own to the store that `base` is a client of; of a store without connections, a copy."""
     if hasattr(base, "clone"):
         return base.clone()
     # Before torch 2.8 no store could be cloned.

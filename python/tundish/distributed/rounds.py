@@ -180,6 +180,10 @@ class Protocol:
         if is_counted and self.host in self.member.ranks:
             self._leave(current, verdict)
 
+    def is_lost(self, number: int) -> bool:
+        """Whether the round of this `number`, which this rank has not begun, will fail: it did, or a member is gone."""
+        return bool(self._watch.vanished()) or self._verdict(number) is not None
+
     def close(self) -> None:
         """Let go of sockets, the connection and the store."""
         self._watch.close()

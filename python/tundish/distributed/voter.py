@@ -171,6 +171,14 @@ class Voter:
         outcome = None if self._channel is None else self._channel.last_outcome
         return None if outcome is None else outcome.is_noted
 
+    def is_next_lost(self) -> bool:
+        """Whether it is known before this rank votes that the next vote will fail: another rank failed, or is gone.
+
+        For who waits for the others in a way in which it does not hear of that. It asks the job's store, and blocks
+        while that is stopped.
+        """
+        return self._channel is not None and self._channel.is_next_lost()
+
     @property
     def meeting(self) -> Meeting:
         """Of the last vote: for what the ranks that came to it make together next."""

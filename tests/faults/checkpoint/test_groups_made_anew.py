@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ class Saving:
     """A rank that saves tensors of which each rank has a part; the orders are its methods."""
 
     def __init__(self, root: Path, kind: str, rank: int) -> None:
+        import torch
         from torch.distributed.device_mesh import init_device_mesh
 
         from tundish.checkpoint import Checkpointer
 
         self._kind = kind
         self._rank = rank
-        self._mesh = init_device_mesh("cpu", (2,))
+        self._mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         self._failures: list[BaseException] = []
         # Longer than the test: what is told in time is not told by a timeout.
         self._checkpointer = Checkpointer(root, on_failure=self._failures.append, timeout=PATIENCE * 2)
@@ -80,6 +83,37 @@ class Saving:
 
         groups.make_group = press_and_make
         return self.save(step, **arguments)
+
+    def fail_while_made_anew(self, step: int, **arguments: Any) -> Any:
+        """A save in which this rank cannot make a group, the last of those that it needs."""
+        left = 1 if self._kind == "hf" else 2
+
+        def fail() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise OSError(errno.EMFILE, "too many open files")
+
+        return self._while_made(fail, step, **arguments)
+
+    def die_while_made(self, step: int, **arguments: Any) -> Any:
+        """A save in which this rank is killed just before it meets the others for a group."""
+        return self._while_made(lambda: os.kill(os.getpid(), signal.SIGKILL), step, **arguments)
+
+    def _while_made(self, do: Callable[[], None], step: int, **arguments: Any) -> Any:
+        from tundish.distributed import groups
+
+        make = groups.make_group
+
+        def do_and_make(*given: Any) -> Any:
+            do()
+            return make(*given)
+
+        groups.make_group = do_and_make
+        try:
+            return self.save(step, **arguments)
+        finally:
+            groups.make_group = make
 
     def press_before_lazy_exchange(self, step: int, **arguments: Any) -> Any:
         """A lazy save in which Ctrl-C comes while this rank is still alone with its tensors."""
@@ -155,6 +189,8 @@ FINE = ("", "", None)
     [
         ("hf", "press_while_made_anew", ["PeerFailedError", "KeyboardInterrupt"]),
         ("dcp", "press_while_made_anew", ["PeerFailedError", "KeyboardInterrupt"]),
+        ("hf", "fail_while_made_anew", ["PeerFailedError", "OSError"]),
+        ("dcp", "fail_while_made_anew", ["PeerFailedError", "OSError"]),
         ("hf", "press_before_lazy_exchange", ["PeerFailedError", "KeyboardInterrupt"]),
         ("hf", "lose_sight", ["PeerFailedError", "VoteTimeoutError"]),
         ("dcp", "lose_sight", ["PeerFailedError", "VoteTimeoutError"]),
@@ -164,14 +200,14 @@ def test_no_rank_waits_and_the_next_save_succeeds(
     kind: str, trouble: str, kinds: list[str], tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
-    staging = "eager" if trouble == "press_while_made_anew" else "lazy"
+    staging = "eager" if trouble.endswith("while_made_anew") else "lazy"
     with Job(saving, 2, tmp_path) as job:
         for rank in (0, 1):
             job.tell(rank, (root, kind))
         assert each(job, "save", 0) == [FINE, FINE]
         broken = each(job, "save", 1, last="break_group")
         assert [one[0] for one in broken] == ["PeerFailedError", "SystemExit"], broken
-        if trouble != "press_while_made_anew":
+        if staging == "lazy":
             assert each(job, "save", 2, staging=staging) == [FINE, FINE]
         failed = each(job, "save", 3, last=trouble, staging=staging)
         assert [one[0] for one in failed] == kinds, failed
@@ -190,6 +226,20 @@ def test_no_rank_waits_and_the_next_save_succeeds(
         readonly.verify(one.path)
 
 
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_nobody_waits_for_a_rank_that_is_killed_before_it_connects(kind: str, tmp_path: Path) -> None:
+    with Job(saving, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, (tmp_path / "root", kind))
+        begun = time.monotonic()
+        for rank in range(3):
+            job.tell(rank, ("die_while_made" if rank == 2 else "save", (1,), {}))
+        for rank in (0, 1):
+            ((name, text, who),) = job.hear(rank)
+            assert (name, who) == ("PeerFailedError", 2), text
+        assert time.monotonic() - begun < 20
+
+
 def test_what_was_begun_and_never_left_breaks_off_nothing_later(tmp_path: Path) -> None:
     with Job(saving, 2, tmp_path) as job:
         for rank in (0, 1):
@@ -206,7 +256,7 @@ def test_what_was_begun_and_never_left_breaks_off_nothing_later(tmp_path: Path) 
 def test_a_rank_that_goes_while_the_others_connect_is_what_they_fail_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def make(*_: Any) -> Any:
+    def make(*_: Any, **__: Any) -> Any:
         raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer")
 
     group = owngroup.OwnGroup((0, 1), 30)

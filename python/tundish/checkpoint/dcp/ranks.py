@@ -43,6 +43,7 @@ from tundish.checkpoint.dcp.outline import (
 from tundish.checkpoint.dcp.owners import owned_by
 from tundish.checkpoint.owngroup import OwnGroup, came_from_others
 from tundish.checkpoint.saves import News
+from tundish.distributed import Voter
 from tundish.distributed.groups import membership
 from tundish.errors import PeerFailedError
 from tundish.waiting import to_its_end, was_let_go
@@ -87,9 +88,10 @@ class Ranks:
     Args:
         group: the `ProcessGroup`; without torch.distributed a world of one.
         timeout: seconds that anything here waits for the other ranks.
+        voter: of the callers' threads, as an `OwnGroup` takes it.
     """
 
-    def __init__(self, group: Any = None, *, timeout: float) -> None:
+    def __init__(self, group: Any = None, *, timeout: float, voter: Voter | None = None) -> None:
         member = membership(group)
         self.members = member.ranks
         self.rank = member.rank
@@ -97,8 +99,9 @@ class Ranks:
         self._timeout = timeout
         self._share: Share | None = None
         self._is_compared = False
-        self._callers = OwnGroup(self.members, timeout) if len(self.members) > 1 else None
-        self._exchange = Exchange(self.members, self.index, timeout)
+        self._callers = OwnGroup(self.members, timeout, voter) if len(self.members) > 1 else None
+        self._voter = voter
+        self._exchange = Exchange(self.members, self.index, timeout, voter)
 
     @property
     def _group(self) -> Any:
@@ -138,7 +141,7 @@ class Ranks:
                 self._callers.renew(f"{name}-callers")
             # Of another one nothing that was told is known.
             self._exchange.break_off()
-            self._exchange = Exchange(self.members, self.index, self._timeout)
+            self._exchange = Exchange(self.members, self.index, self._timeout, self._voter)
             self._exchange.make(f"{name}-plans")
 
         to_its_end(both)
@@ -244,10 +247,12 @@ class Exchange:
     first rank what was made of the plans that it knows.
     """
 
-    def __init__(self, members: tuple[int, ...], index: int, timeout: float) -> None:
+    def __init__(
+        self, members: tuple[int, ...], index: int, timeout: float, voter: Voter | None = None
+    ) -> None:
         self._members = members
         self._index = index
-        self._own = OwnGroup(members, timeout) if len(members) > 1 else None
+        self._own = OwnGroup(members, timeout, voter) if len(members) > 1 else None
         self._sent: SavePlan | None = None
         # Of each rank, on the first one: the plan, or what went wrong; packed.
         self._known = [b""] * len(members)

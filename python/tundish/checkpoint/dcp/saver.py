@@ -29,11 +29,12 @@ class DcpSaver:
     Args:
         group: the `ProcessGroup`; without torch.distributed a world of one.
         timeout: seconds that anything waits for the other ranks.
+        voter: of the callers' threads, as an `OwnGroup` takes it.
     """
 
-    def __init__(self, group: Any = None, *, timeout: float) -> None:
+    def __init__(self, group: Any = None, *, timeout: float, voter: Voter | None = None) -> None:
         self._timeout = timeout
-        self._ranks = Ranks(group, timeout=timeout)
+        self._ranks = Ranks(group, timeout=timeout, voter=voter)
 
     def plan(
         self,
