@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from typing import Any
 
 from torch import distributed
@@ -21,13 +22,32 @@ from tundish.distributed import Voter
 from tundish.distributed.groups import named_group
 from tundish.distributed.jobstore import second_client
 from tundish.distributed.rounds import crowd_of
+from tundish.distributed.verdict import Failure
 from tundish.errors import PeerFailedError
 from tundish.waiting import Moment, Thread, wait_for
 
 # How often whoever makes a group looks whether all are still there; longer where many ask the store.
 _LOOK_SECONDS = 0.25
+# How long a rank that is interrupted goes on connecting: the others, if they come at all, are about to.
+_HURRIED_SECONDS = 2.0
 
-__all__ = ["OwnGroup", "came_from_others"]
+__all__ = ["Hurry", "OwnGroup", "came_from_others"]
+
+
+class Hurry:
+    """Whether the caller, whom something interrupted, has waited long enough for a group."""
+
+    def __init__(self) -> None:
+        self._until: float | None = None
+
+    def begin(self) -> None:
+        """Something interrupted the caller, perhaps not for the first time."""
+        if self._until is None:
+            self._until = time.monotonic() + _HURRIED_SECONDS
+
+    def is_over(self) -> bool:
+        """Whether nobody is to be waited for any more."""
+        return self._until is not None and time.monotonic() > self._until
 
 
 class OwnGroup:
@@ -65,18 +85,21 @@ class OwnGroup:
             raise PeerFailedError("the ranks' exchange broke off, since one of them gave up", -1)
         return group
 
-    def renew(self, name: str) -> None:
+    def renew(self, name: str, hurry: Hurry | None = None) -> None:
         """Collective: make a new group in place of the one that is there, or was. `name`: never used before.
 
-        To be called in `to_its_end`: the others wait for this rank until it is made. Raises `PeerFailedError` where
+        To be called in `to_its_end`: the others wait for this rank until it is made. `hurry`: with a voter, ends that
+        for all where this rank is interrupted and another one does not come. Raises `PeerFailedError` where
         another rank let go of it, died, or could not make it; with a voter, on all ranks or none.
         """
         self.break_off()
-        making = _Making(name, self._timeout, self._ranks, self._voter)
+        hurry = Hurry() if hurry is None else hurry
+        making = _Making(name, self._timeout, self._ranks, self._voter, hurry)
         what = "connecting the ranks with one another"
         try:
             if self._voter is not None:
-                self._voter.vote(making.problem, what=what, timeout=self._timeout)
+                with self._voter.heeding(lambda: self._interruption(hurry)):
+                    self._voter.vote(making.problem, what=what, timeout=self._timeout)
             elif making.problem is not None:
                 raise making.problem
             if making.group is None:
@@ -87,6 +110,11 @@ class OwnGroup:
             raise
         self._group, self._resources = making.group, making.resources
         self.generation += 1
+
+    def _interruption(self, hurry: Hurry) -> Failure | None:
+        if self._voter is None or not hurry.is_over():
+            return None
+        return Failure(rank=self._voter.rank, text="was interrupted while it waited for the others")
 
     def break_off(self, generation: int | None = None) -> None:
         """Let go of the group, or of that generation; whoever waits in it for this rank fails at once."""
@@ -101,7 +129,9 @@ class _Making:
     `problem`: what it came to nothing with, as far as this rank knows by itself. `resources`: closes the group.
     """
 
-    def __init__(self, name: str, timeout: float, ranks: tuple[int, ...], voter: Voter | None) -> None:
+    def __init__(
+        self, name: str, timeout: float, ranks: tuple[int, ...], voter: Voter | None, hurry: Hurry
+    ) -> None:
         self.group: Any = None
         self.problem: BaseException | None = None
         self.resources = contextlib.ExitStack()
@@ -119,7 +149,7 @@ class _Making:
             run()
         pause = _LOOK_SECONDS * crowd_of(len(ranks))
         while not wait_for(self._over.wait, pause):
-            if voter is not None and voter.is_next_lost():
+            if voter is not None and (hurry.is_over() or voter.is_next_lost()):
                 self.give_up()
                 break
 

@@ -100,6 +100,10 @@ class Saving:
         """A save in which this rank is killed just before it meets the others for a group."""
         return self._while_made(lambda: os.kill(os.getpid(), signal.SIGKILL), step, **arguments)
 
+    def stop_while_made(self, step: int, **arguments: Any) -> Any:
+        """A save in which this rank is stopped just before it meets the others for a group."""
+        return self._while_made(lambda: os.kill(os.getpid(), signal.SIGSTOP), step, **arguments)
+
     def _while_made(self, do: Callable[[], None], step: int, **arguments: Any) -> Any:
         from tundish.distributed import groups
 
@@ -238,6 +242,30 @@ def test_nobody_waits_for_a_rank_that_is_killed_before_it_connects(kind: str, tm
             ((name, text, who),) = job.hear(rank)
             assert (name, who) == ("PeerFailedError", 2), text
         assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_ctrl_c_ends_the_wait_for_a_rank_that_does_not_connect(kind: str, tmp_path: Path) -> None:
+    with Job(saving, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, (tmp_path / "root", kind))
+        for rank in range(3):
+            job.tell(rank, ("stop_while_made" if rank == 2 else "save", (1,), {}))
+        # What it waits for comes no sooner than it is woken.
+        time.sleep(2)
+        begun = time.monotonic()
+        job.signal(0, signal.SIGINT)
+        assert job.hear(0)[0][0] == "KeyboardInterrupt"
+        assert job.hear(1)[0][::2] == ("PeerFailedError", 0)
+        assert time.monotonic() - begun < 20
+        job.signal(2, signal.SIGCONT)
+        assert job.hear(2)[0][0] == "PeerFailedError"
+        for step in (2, 3):
+            assert each(job, "save", step) == [FINE] * 3
+        each(job, "close")
+        for rank in range(3):
+            job.tell(rank)
+        job.expect_end()
 
 
 def test_what_was_begun_and_never_left_breaks_off_nothing_later(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from tundish.checkpoint.dcp.outline import (
     total_bytes,
 )
 from tundish.checkpoint.dcp.owners import owned_by
-from tundish.checkpoint.owngroup import OwnGroup, came_from_others
+from tundish.checkpoint.owngroup import Hurry, OwnGroup, came_from_others
 from tundish.checkpoint.saves import News
 from tundish.distributed import Voter
 from tundish.distributed.groups import membership
@@ -135,16 +135,17 @@ class Ranks:
 
     def renew(self, name: str) -> None:
         """Collective: make both groups, under a `name` never used before, where a rank has not both."""
+        hurry = Hurry()
 
         def both() -> None:
             if self._callers is not None:
-                self._callers.renew(f"{name}-callers")
+                self._callers.renew(f"{name}-callers", hurry)
             # Of another one nothing that was told is known.
             self._exchange.break_off()
             self._exchange = Exchange(self.members, self.index, self._timeout, self._voter)
-            self._exchange.make(f"{name}-plans")
+            self._exchange.make(f"{name}-plans", hurry)
 
-        to_its_end(both)
+        to_its_end(both, hurry=hurry.begin)
 
     def compare(self, leaves: Leaves, *, is_known: bool) -> tuple[Share, Exchange]:
         """Collective: what this rank saves, for certain, and the way to tell the first rank in the background.
@@ -264,10 +265,10 @@ class Exchange:
         """Whether there is no group on this rank, of those that need one."""
         return self._own is not None and self._own.is_absent
 
-    def make(self, name: str) -> None:
-        """Collective: make the group, under a `name` never used before; to be called in `to_its_end`."""
+    def make(self, name: str, hurry: Hurry | None = None) -> None:
+        """Collective: make the group; as `OwnGroup.renew`."""
         if self._own is not None:
-            self._own.renew(name)
+            self._own.renew(name, hurry)
 
     def gather(self, plan: SavePlan | BaseException) -> list[SavePlan] | None:
         """Collective: on the first rank the plans of all; None where `metadata` is of them, and on the others.

@@ -28,7 +28,7 @@ from tundish.checkpoint.hf.sidecars import Sidecars, gather_sidecars
 from tundish.checkpoint.hf.through import WindowSink, WrittenExport
 from tundish.checkpoint.hf.turns import Turns
 from tundish.checkpoint.hf.wire import NO_WIRE, Wire, joins_devices, wire_between_devices, wire_over_host
-from tundish.checkpoint.owngroup import OwnGroup
+from tundish.checkpoint.owngroup import Hurry, OwnGroup
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, News, PlannedFile, Staging, WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
 from tundish.checkpoint.tensors import any_on_cuda, locals_of
@@ -170,7 +170,8 @@ class HfPlan:
         group = self._background_group
         try:
             if news is News.NO_GROUP and group is not None:
-                to_its_end(lambda: group.renew(meeting.name))
+                hurry = Hurry()
+                to_its_end(lambda: group.renew(meeting.name, hurry), hurry=hurry.begin)
         finally:
             # What is exchanged later, is after another vote.
             if not self._optimizers:
