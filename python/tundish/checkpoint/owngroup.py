@@ -102,7 +102,7 @@ class OwnGroup:
                     self._voter.vote(making.problem, what=what, timeout=self._timeout)
             elif making.problem is not None:
                 raise making.problem
-            if making.group is None:
+            if making.is_given_up:
                 # The vote was over before what this rank gave up for came to pass.
                 raise PeerFailedError(f"{what}: one of them is gone", -1)
         except BaseException:
@@ -126,7 +126,8 @@ class OwnGroup:
 class _Making:
     """A group that is made on a thread of its own, which is left behind where it is known that it comes to nothing.
 
-    `problem`: what it came to nothing with, as far as this rank knows by itself. `resources`: closes the group.
+    `problem`: what it came to nothing with, as far as this rank knows by itself. `is_given_up`: whether nobody wants it
+    any more. `resources`: closes the group.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class _Making:
         self.problem: BaseException | None = None
         self.resources = contextlib.ExitStack()
         self._lock = threading.Lock()
-        self._is_given_up = False
+        self.is_given_up = False
         self._over = Moment()
 
         def run() -> None:
@@ -156,7 +157,7 @@ class _Making:
     def give_up(self) -> None:
         """Nobody wants the group any more."""
         with self._lock:
-            self._is_given_up = True
+            self.is_given_up = True
             if self._over.has_come():
                 self.resources.close()
             else:
@@ -177,7 +178,7 @@ class _Making:
         with self._lock:
             self._over.come()
             _left_behind.discard(self)
-            if self._is_given_up:
+            if self.is_given_up:
                 self.group = None
                 self.resources.close()
 
