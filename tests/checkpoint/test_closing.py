@@ -448,3 +448,28 @@ def test_a_thread_that_cannot_be_started_fails_the_save_alone(
         assert checkpointer.stats()["staging"]["in_use"] == 0
         assert checkpointer.save_hf(2, {"w": parameter}).result(60) == root / "hf-2"
     assert not list(root.glob("*hf-1*"))
+
+
+def test_a_failure_that_ctrl_c_keeps_from_the_waiting_caller_is_acted_upon(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[BaseException] = []
+    is_pressed = threading.Event()
+    with Checkpointer(root, on_failure=heard.append) as checkpointer:
+        finalizer = checkpointer._opened.lanes["hf"]._finalizer
+
+        def fail(_: object) -> None:
+            raise OSError(5, "the disk is gone")
+
+        def tell(*_: object) -> None:
+            # The failure is known, and the caller has yet to hear of it.
+            os.kill(os.getpid(), signal.SIGINT)
+            assert is_pressed.wait(20)
+
+        monkeypatch.setattr(finalizer, "finish", fail)
+        monkeypatch.setattr(finalizer, "tell", tell)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save_hf(1, {"w": torch.ones(3)}, blocking=True)
+        is_pressed.set()
+        checkpointer.wait(20)
+    assert [str(error) for error in heard] == ["[Errno 5] the disk is gone"]

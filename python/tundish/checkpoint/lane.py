@@ -153,10 +153,12 @@ class Lane:
             # They hold on to what was staged until somebody collects their cycle.
             traceback.clear_frames(caught.__traceback__)
         self._give_back(job)
+        # Asked once: a caller that Ctrl-C interrupts takes it back.
+        was_answered = job.is_answered
         if isinstance(error, CallbackError):
             # It is the future's alone, which perhaps nobody asks.
             _logger.error("a callback failed", exc_info=error)
-        elif error is not None and not job.is_answered:
+        elif error is not None and not was_answered:
             # Before anybody is told that the save is over: the next call is to know of it.
             self._failed(error, job.what)
         if error is not None:
@@ -173,3 +175,7 @@ class Lane:
         except BaseException:
             # Of a function that waited for the future, which may even exit; the next save is none of its business.
             _logger.exception("a callback of the future of %s failed", job.what)
+        is_unheard = was_answered and not job.is_answered
+        if is_unheard and error is not None and not isinstance(error, CallbackError):
+            # Ctrl-C ended the caller's wait after it was counted on to hear of this.
+            self._failed(error, job.what)
