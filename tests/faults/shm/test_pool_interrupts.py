@@ -16,13 +16,18 @@ import tundish as td
 from ctrl_c import at_every_moment
 from pool_helpers import until
 from tundish import waiting
-from tundish.shm.pool import engine, futures, mapping, pool
+from tundish.shm.pool import engine, futures, life, mapping, pool
 from tundish.shm.pool.futures import TaskFuture
+from tundish.shm.pool.life import Life
+from tundish.shm.pool.zygote import Zygote
 from tundish.waiting import Moment
 
 PLACES = (threading, concurrent.futures._base, waiting, engine, futures, mapping, pool)
 # More than there are places on the board.
 MANY = 600
+
+# What makes a pool, without what runs in its processes too; where one is started SIGINT is blocked.
+BEGINNINGS = (Life.__init__, Life._gather, Life._having, life._workforce, Zygote.__init__, Zygote.begin)
 
 USES: dict[str, Callable[[td.shm.SharedPool, TaskFuture], object]] = {
     "done": lambda _, future: (future.done(), future.running(), future.cancelled(), repr(future)),
@@ -43,6 +48,29 @@ def elsewhere(call: Callable[[], Any]) -> Any:
     thread.join(30)
     assert results, "it hangs, or failed"
     return results[0]
+
+
+def children() -> set[int]:
+    """Of all threads, with those that ended and nobody waited for: `multiprocessing` is not asked, which would."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
+
+
+# Sockets that nobody has yet are closed as they are collected, which Python remarks on.
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+def test_ctrl_c_anywhere_in_the_beginning_of_a_pool_leaves_no_process() -> None:
+    before = children()
+    for _, ctrl_c in at_every_moment(*BEGINNINGS):
+        made = []
+        with ctrl_c:
+            made.append(td.shm.SharedPool(tasks.echo, max_workers=1))
+        for one in made:
+            one.shutdown()
+        made.clear()
+        until(lambda: children() <= before)
 
 
 @pytest.mark.parametrize("use", USES)

@@ -79,7 +79,8 @@ class Life:
             self._gather(function, shared, context, courier, workers, max_restarts)
             weakref.finalize(pool, self.engine.drop).atexit = False
             # Before multiprocessing looks for children that are left, at the end of the interpreter or of a worker.
-            self._at_exit = util.Finalize(None, self._exit, exitpriority=100)
+            # Ctrl-C may come when it is there and not known here, to be cancelled: so it keeps nothing alive.
+            self._at_exit = util.Finalize(None, _at_exit, (weakref.ref(self),), exitpriority=100)
             self._thread.start()
         except BaseException as error:
             self._give_up()
@@ -101,6 +102,9 @@ class Life:
         lifeline, voice = self._having(Line()), self._having(Line())
         is_forked = context.get_start_method() == "fork"
         workforce = self._having(_workforce(function, shared, context, board, lifeline, voice))
+        if isinstance(workforce, Zygote):
+            # Not before it is among the parts, which are closed whatever comes.
+            workforce.begin()
         reception = Reception(voice, courier)
         self._supervisor = self._having(
             Supervisor(
@@ -176,12 +180,23 @@ class Life:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _exit(self) -> None:
+    def exit(self) -> None:
+        """The interpreter ends."""
+        if self._thread.ident is None:
+            # It was given up.
+            return
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
             self.end()
         else:
             self.engine.close(cancel=False, patience=PATIENCE_SECONDS)
             self.join()
+
+
+def _at_exit(known: weakref.ref[Life]) -> None:
+    # Its thread keeps it as long as there is anything to end.
+    life = known()
+    if life is not None:
+        life.exit()
 
 
 def _workforce(

@@ -41,7 +41,7 @@ _MESSAGE = struct.Struct("=cIqq")
 
 
 class Zygote:
-    """The parent's side. `work(worker)` is what a worker runs, in a process of its own."""
+    """The parent's side. `work(worker)` is what a worker runs, in a process of its own. There is none before `begin`."""
 
     def __init__(self, work: Callable[[int], None]) -> None:
         self._line = Line()
@@ -52,15 +52,13 @@ class Zygote:
         self._process = context.Process(
             target=_Nursery(self._line.child, work).run, name="tundish-zygote", daemon=False
         )
+
+    def begin(self) -> None:
+        """Fork the zygote. Once, and by whoever is sure to call `close`: Ctrl-C may come when there is a process."""
         try:
             start_quietly(self._process, is_forked=True)
         except OSError as error:
-            self._line.close()
             raise PoolError(f"this process cannot be forked: {error}") from error
-        except BaseException:
-            # Ctrl-C, which may have come when there was a process already.
-            self.close()
-            raise
         self._line.child.close()
         self._line.parent.setblocking(False)
 
