@@ -64,6 +64,22 @@ def test_a_key_stands_for_the_content(tmp_path: Path) -> None:
         td.shm.node_shared(unbuilt, key="six", path=tmp_path)
 
 
+def test_another_array_that_was_faster_under_the_same_key_is_not_taken_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = filed._publish
+
+    def late(array: np.ndarray, target: Path) -> None:
+        # As by another job.
+        publish(np.arange(5), target)
+        publish(array, target)
+
+    monkeypatch.setattr(filed, "_publish", late)
+    with pytest.raises(InvalidInputError, match="'mine' stands for an array of dtype int64 and shape \\(5,\\)"):
+        td.shm.node_shared(np.zeros(6), key="mine", path=tmp_path)
+    assert td.shm.node_shared(np.zeros(5, int), key="yours", path=tmp_path).tolist() == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("is_c_contiguous", [True, False])
 def test_arrays_of_many_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_c_contiguous: bool

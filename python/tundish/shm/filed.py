@@ -109,14 +109,15 @@ def keep(array: NDArray[Any], folder: Path, key: str | None) -> FiledArray:
         with contextlib.suppress(AlreadyExistsError):
             _publish(array, target)
         found = _found(target)
-    elif key is not None:
-        _check_same_kind(found.mapped(), array, key, folder)
     if found is None:
         raise AlreadyExistsError(
             errno.EEXIST,
             f"holds no {FILE}, though it is named like an array of this folder; remove it, and the array is made",
             str(target),
         )
+    if key is not None:
+        # Also of one that appeared meanwhile: another node, or another job, may have brought it.
+        _check_same_kind(found.mapped(), array, key, folder)
     return found
 
 

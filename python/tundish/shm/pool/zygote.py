@@ -41,7 +41,10 @@ _MESSAGE = struct.Struct("=cIqq")
 
 
 class Zygote:
-    """The parent's side. `work(worker)` is what a worker runs, in a process of its own. There is none before `begin`."""
+    """The parent's side. There is no process before `begin`.
+
+    `work(worker)` is what a worker runs, in a process of its own.
+    """
 
     def __init__(self, work: Callable[[int], None]) -> None:
         self._line = Line()
