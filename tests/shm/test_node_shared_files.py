@@ -75,7 +75,9 @@ def test_another_array_that_was_faster_under_the_same_key_is_not_taken_for_this_
         publish(array, target)
 
     monkeypatch.setattr(filed, "_publish", late)
-    with pytest.raises(InvalidInputError, match="'mine' stands for an array of dtype int64 and shape \\(5,\\)"):
+    with pytest.raises(
+        InvalidInputError, match="'mine' stands for an array of dtype int64 and shape \\(5,\\)"
+    ):
         td.shm.node_shared(np.zeros(6), key="mine", path=tmp_path)
     assert td.shm.node_shared(np.zeros(5, int), key="yours", path=tmp_path).tolist() == [0, 1, 2, 3, 4]
 

@@ -404,3 +404,18 @@ def test_register_takes_a_class_and_two_functions() -> None:
         td.tree.register("Node", repr, repr)  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="two functions"):
         td.tree.register(Unknown, None, repr)  # type: ignore[arg-type]
+
+
+class Unshown:
+    def __repr__(self) -> str:
+        raise RuntimeError("it has no text")
+
+
+# Of Python's numbers it shows none of so many digits.
+@pytest.mark.parametrize("key", [(Unshown(), 1), 10**5000], ids=["object", "number"])
+def test_keys_that_cannot_be_shown_are_carried(key: Any) -> None:
+    tensors, schema = td.tree.flatten(OrderedDict({key: numbers(), "last": 1}))
+    back = td.tree.unflatten(schema, tensors)
+    (shown, value), last = back.items()
+    assert type(shown) is type(key) and last == ("last", 1)
+    assert torch.equal(value, numbers())

@@ -308,5 +308,10 @@ def key_text(key: Any) -> str:
     """A key of a dict as a message shows it."""
     if type(key) is str:
         return '"' + key.replace('"', '\\"') + '"'
-    text = repr(key) if isinstance(key, (int, float, bytes, tuple)) else type(key).__name__
+    if not isinstance(key, (int, float, bytes, tuple)):
+        return type(key).__name__
+    try:
+        text = repr(key)
+    except Exception:  # noqa: BLE001 (code of users, of an object in a tuple: what cannot be shown can be carried)
+        return type(key).__name__
     return text if len(text) <= 60 else text[:57] + "..."
