@@ -92,6 +92,8 @@ def test_a_dtype_of_torch_that_is_none_is_refused() -> None:
         (True, 3, 5, 1, None, None),
         (1, 3, 5, 1, 7, None),
         (1, 3, 5, 1, None, b"socket"),
+        (1, 3, 5, 1, "\ud800", None),
+        (1, 3, 5, 1, None, "\ud800"),
         (1, 3, 5),
     ],
 )

@@ -334,3 +334,19 @@ def test_workers_of_a_rank_that_did_not_build_have_the_same_pages(tmp_path: Path
     with Job(readers_workers, 2, tmp_path) as job:
         assert job.hear(1) == (True,)
         job.expect_end()
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"key": "\ud800"}, "key is '.ud800', which holds half of a character"),
+        ({"key": "\ud800", "path": "here"}, "key is '.ud800', which holds half of a character"),
+        (
+            {"path": "\ud800"},
+            "path is '.ud800'; no path holds a null character, or one that cannot be encoded",
+        ),
+    ],
+)
+def test_texts_that_cannot_be_encoded_are_refused(how: dict[str, str], reason: str) -> None:
+    with pytest.raises(td.errors.InvalidInputError, match=reason):
+        td.shm.node_shared(np.arange(3), **how)

@@ -108,7 +108,7 @@ class SharedArray:
         `NotFoundError`.
         """
         if isinstance(handle, str):
-            return cls._reader_of(_native.SharedSegment.attach_named(handle), handle)
+            return cls._reader_of(_native.SharedSegment.attach_named(_checked(handle)), handle)
         if not isinstance(handle, Handle):
             raise InvalidTypeError(
                 f"cannot attach to {type(handle).__name__}: give the handle of a SharedArray, or its name"
@@ -192,9 +192,12 @@ class SharedArray:
         return f"<SharedArray {self._layout.shape} {dtype}, {role}>"
 
 
-def _checked(name: Any) -> str | None:
+def _checked(name: Any) -> Any:
     if name is not None and not isinstance(name, str):
         raise InvalidTypeError(f"name is {name!r}: give a str, or None for an array without a name")
+    if name is not None and not name.isascii():
+        # Of these some cannot even be handed on.
+        raise InvalidInputError(f"{name!a} cannot name a segment: give 1 to 200 of A-Z a-z 0-9 . _ -")
     return name
 
 

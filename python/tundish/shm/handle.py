@@ -123,7 +123,10 @@ def _checked(address: Any, name: Any, socket_name: Any) -> tuple[int, int, int, 
             type(part) is int and 0 <= part < 1 << bits for part, bits in zip(address, _BITS, strict=True)
         )
     )
-    if not is_address or not all(text is None or isinstance(text, str) for text in (name, socket_name)):
+    are_texts = all(
+        text is None or (isinstance(text, str) and text.isascii()) for text in (name, socket_name)
+    )
+    if not is_address or not are_texts:
         raise InvalidInputError(
             f"a handle cannot lead to {(address, name, socket_name)!r:.200}: take that of a SharedArray"
         )

@@ -70,7 +70,7 @@ def node_shared(
         What the builder raised, on that rank, and `PeerFailedError` with it on all others; also within 1 s when it is
             killed, from the first vote in `group` on, in whatever call that was.
         InvalidTypeError: an array of objects, or a key or path that is none.
-        InvalidInputError: an empty key; a key in `path` that stands for an array of another dtype or shape.
+        InvalidInputError: a key that is empty or cannot be encoded; a key in `path` that stands for an array of another dtype or shape.
         OutOfMemoryError: there is no room for the array.
         StorageError: the file system refused, or the file that is there is damaged.
 
@@ -114,12 +114,34 @@ def _wrong(key: Any, path: Any) -> Exception | None:
         return InvalidTypeError(f"key must be a text, not {key!r}")
     if key == "":
         return InvalidInputError("an empty text was given as key; say what the array is")
+    if isinstance(key, str) and not _is_encodable(key):
+        return InvalidInputError(f"key is {key!a}, which holds half of a character: it cannot be encoded")
     if path is None:
         return None
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
         return InvalidTypeError(f"path must be the path of a folder, not {path!r}")
-    return InvalidInputError(f"path is {text!r}; no path holds a null character") if "\0" in text else None
+    if "\0" in text or not _is_path(text):
+        return InvalidInputError(
+            f"path is {text!a}; no path holds a null character, or one that cannot be encoded"
+        )
+    return None
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_path(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
