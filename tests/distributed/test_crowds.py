@@ -133,7 +133,7 @@ def test_a_rank_that_is_lost_as_it_ends_a_round_leaves_that_to_the_next_one(crow
     from torch.distributed import PrefixStore
 
     # As a rank does that is killed right after.
-    PrefixStore("votes/crowd", crowd.store).add("1/turns", 1)
+    PrefixStore("votes/crowd/start-0", crowd.store).add("1/turns", 1)
     began = time.monotonic()
     outcomes = crowd.hold(*range(1, SIZE), seconds=1.0)
     assert time.monotonic() - began < 5.0
@@ -147,7 +147,7 @@ def test_a_store_that_stands_still_as_it_is_asked_for_a_turn_is_not_taken_for_a_
 ) -> None:
     from torch.distributed import PrefixStore
 
-    PrefixStore("votes/crowd", crowd.store).add("1/turns", 1)
+    PrefixStore("votes/crowd/start-0", crowd.store).add("1/turns", 1)
     crowd.pause = "1/turns", 0.4
     outcomes = crowd.hold(*range(1, SIZE), seconds=0.5)
     for outcome in outcomes:
@@ -160,7 +160,7 @@ def test_where_the_last_to_arrive_is_lost_and_the_next_one_too_nobody_looks_arou
 ) -> None:
     from torch.distributed import PrefixStore
 
-    store = PrefixStore("votes/crowd", crowd.store)
+    store = PrefixStore("votes/crowd/start-0", crowd.store)
     # The last one, and the one whose turn it would have been.
     store.set("1/vote/0", "")
     store.add("1/turns", 1)

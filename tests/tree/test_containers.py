@@ -419,3 +419,31 @@ def test_keys_that_cannot_be_shown_are_carried(key: Any) -> None:
     (shown, value), last = back.items()
     assert type(shown) is type(key) and last == ("last", 1)
     assert torch.equal(value, numbers())
+
+
+class Numbered(type):
+    pass
+
+
+class Compared(type):
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, Compared)
+
+    __hash__ = type.__hash__
+
+
+class OfNumbered(metaclass=Numbered):
+    pass
+
+
+class OfCompared(metaclass=Compared):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "pickled"), [(Task, False), (OfNumbered, False), (OfCompared, True)])
+def test_a_class_is_a_name_whatever_its_metaclass(kind: type, pickled: bool, elsewhere: Elsewhere) -> None:
+    obj = {"kind": kind, "again": [kind, torch.ones(2)]}
+    _, schema = td.tree.flatten(obj)
+    assert schema.pickled is pickled
+    back = elsewhere.there_and_back(obj)
+    assert back["kind"] is kind and back["again"][0] is kind

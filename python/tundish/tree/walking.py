@@ -6,6 +6,7 @@ before what they are parts of; what is named twice is described once; a containe
 
 from __future__ import annotations
 
+import copyreg
 import marshal
 import operator
 import pickle
@@ -43,6 +44,12 @@ _WHOLE: Token = (WHOLE,)
 # A container whose parts are being walked through: the parts, those to come, its token, the labels of the parts, its
 # identity. A plain tuple, since making one of another type takes longer than all else that is done for a container.
 _Frame = tuple[Sequence[Any], Iterator[Any], Token, Sequence[str] | None, int]
+
+
+def _is_a_name(metaclass: type[type]) -> bool:
+    """Whether its classes are pickled as a name, as those of `type` are, and compared as they are."""
+    is_compared_as_others = metaclass.__eq__ is type.__eq__ and metaclass.__hash__ is type.__hash__
+    return is_compared_as_others and metaclass not in copyreg.dispatch_table
 
 
 class _Found(Exception):
@@ -182,6 +189,8 @@ class Walk:
                                 leaf_at[identity] = leaf = len(leaves)
                                 leaves.append(child)
                                 add(leaf)
+                            elif issubclass(kind, type) and _is_a_name(kind):
+                                add((0, (CONSTANT, child)))
                             else:
                                 self.pickled = True
                                 add_value(child)
