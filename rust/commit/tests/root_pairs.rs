@@ -1,5 +1,6 @@
 //! Any two calls of one root, the second made while the first stands before any of its changes of the disk: whatever they
 //! come to, the root is in order afterwards.
+#![expect(clippy::disallowed_methods, reason = "a copy of a root has not to be durable")]
 
 mod watched;
 
