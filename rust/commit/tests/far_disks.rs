@@ -5,176 +5,22 @@
 
 #![expect(clippy::disallowed_methods, reason = "the tests play people and other machines")]
 
-use std::cell::Cell;
-use std::ffi::{OsStr, OsString};
+#[macro_use]
+mod forwarding;
+mod far;
+
 use std::fs;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Barrier;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use tundish_commit::disk::{Disk, Listed, Lock, RealDisk, Sharing, Status};
+use far::{
+    AFTER_LISTING, DEAF, ETIMEDOUT, FarDisk, IS_CUT_OFF, LOCKLESS, LOSES_ANSWER, Outcome, PLAIN, REMEMBERED, RENUMBERS,
+};
+use tundish_commit::disk::RealDisk;
 use tundish_commit::root::{Identity, Opening, ReadonlyRoot, Root, Timing};
 use tundish_commit::{CommitError, Kind};
-
-const EINVAL: i32 = 22;
-const ETIMEDOUT: i32 = 110;
-
-/// A network file system; what it has and has not.
-#[derive(Debug, Clone, Copy)]
-struct FarDisk {
-    /// What asking for any lock answers.
-    lock: Lock,
-    has_renames: bool,
-}
-
-/// Locks are of the machine alone.
-const DEAF: FarDisk = FarDisk { lock: Lock::Taken, has_renames: true };
-/// There are none.
-const LOCKLESS: FarDisk = FarDisk { lock: Lock::Unknown, has_renames: true };
-const PLAIN: FarDisk = FarDisk { lock: Lock::Taken, has_renames: false };
-
-thread_local! {
-    /// What happens elsewhere right after this thread has listed a folder.
-    static AFTER_LISTING: Cell<Option<Box<dyn FnOnce()>>> = const { Cell::new(None) };
-    /// Whether the answer to this thread's next rename gets lost, and nothing is heard of the server afterwards.
-    static LOSES_ANSWER: Cell<bool> = const { Cell::new(false) };
-    /// Whether this thread hears nothing of the server.
-    static IS_CUT_OFF: Cell<bool> = const { Cell::new(false) };
-    /// Whether this thread finds checkpoints under other numbers than when they were opened.
-    static RENUMBERS: Cell<bool> = const { Cell::new(false) };
-    /// Names that this thread is told of in every folder, since its machine has not heard yet that they have gone.
-    static REMEMBERED: Cell<Vec<OsString>> = const { Cell::new(Vec::new()) };
-}
-
-type Folder = <RealDisk as Disk>::Folder;
-type File = <RealDisk as Disk>::File;
-type Outcome<T> = Result<T, CommitError>;
-
-macro_rules! as_the_real_disk {
-    ($(fn $name:ident($($argument:ident: $type:ty),*) $(-> $outcome:ty)?;)*) => {
-        $(fn $name(&self, $($argument: $type),*) $(-> $outcome)? { RealDisk.$name($($argument),*) })*
-    };
-}
-
-fn failed(operation: &'static str, path: &Path, code: i32) -> CommitError {
-    CommitError::Io { operation, path: path.to_path_buf(), source: std::io::Error::from_raw_os_error(code) }
-}
-
-impl FarDisk {
-    fn no_such_rename(path: &Path) -> Outcome<()> {
-        Err(failed("rename", path, EINVAL))
-    }
-
-    /// What is heard of a rename that the server has made.
-    fn answer(renamed: Outcome<()>, path: &Path) -> Outcome<()> {
-        if LOSES_ANSWER.take() {
-            renamed.unwrap();
-            IS_CUT_OFF.set(true);
-            return Err(failed("rename", path, ETIMEDOUT));
-        }
-        renamed
-    }
-}
-
-impl Disk for FarDisk {
-    type Folder = Folder;
-    type File = File;
-
-    as_the_real_disk! {
-        fn open_path(path: &Path) -> Outcome<Folder>;
-        fn open_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<Folder>;
-        fn open_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
-        fn open_file_for_writing(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
-        fn open_file_for_direct_writing(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<File>>;
-        fn open_or_create_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
-        fn folder_status(folder: &Folder, path: &Path) -> Outcome<Status>;
-        fn file_status(file: &File, path: &Path) -> Outcome<Status>;
-        fn read(file: &File, path: &Path) -> Outcome<Vec<u8>>;
-        fn read_at(file: &File, offset: u64, buffer: &mut [u8], path: &Path) -> Outcome<usize>;
-        fn free_space(folder: &Folder, path: &Path) -> Outcome<Option<u64>>;
-        fn read_link(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<OsString>;
-        fn create_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
-        fn create_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
-        fn create_link(folder: &Folder, name: &OsStr, target: &OsStr, path: &Path) -> Outcome<()>;
-        fn allocate(file: &File, length: u64, path: &Path) -> Outcome<()>;
-        fn write_at(file: &File, offset: u64, bytes: &[u8], path: &Path) -> Outcome<usize>;
-        fn truncate(file: &File, length: u64, path: &Path) -> Outcome<()>;
-        fn start_writeback(file: &File, range: &Range<u64>, path: &Path) -> Outcome<()>;
-        fn wait_for_writeback(file: &File, range: &Range<u64>, path: &Path) -> Outcome<()>;
-        fn evict(file: &File);
-        fn fsync(file: &File, path: &Path) -> Outcome<()>;
-        fn fsync_folder(folder: &Folder, path: &Path) -> Outcome<()>;
-        fn rename(from: (&Folder, &OsStr), to: (&Folder, &OsStr), path: &Path) -> Outcome<()>;
-        fn remove_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
-        fn remove_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
-    }
-
-    fn list(&self, folder: &Folder, path: &Path) -> Outcome<Vec<OsString>> {
-        let mut found = RealDisk.list(folder, path)?;
-        if let Some(elsewhere) = AFTER_LISTING.take() {
-            elsewhere();
-        }
-        let remembered = REMEMBERED.take();
-        found.extend(remembered.iter().filter(|name| !found.contains(name)).cloned().collect::<Vec<_>>());
-        REMEMBERED.set(remembered);
-        Ok(found)
-    }
-
-    fn list_with_numbers(&self, folder: &Folder, path: &Path) -> Outcome<Vec<Listed>> {
-        let mut listed = RealDisk.list_with_numbers(folder, path)?;
-        listed.iter_mut().filter(|_| RENUMBERS.get()).for_each(|one| one.number = None);
-        Ok(listed)
-    }
-
-    fn look_at(&self, folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<Status>> {
-        if IS_CUT_OFF.get() {
-            return Err(failed("look at", path, ETIMEDOUT));
-        }
-        let mut found = RealDisk.look_at(folder, name, path)?;
-        if let Some(found) = found.as_mut().filter(|_| RENUMBERS.get() && name.to_string_lossy().starts_with("hf-")) {
-            found.number += 1 << 40;
-        }
-        Ok(found)
-    }
-
-    fn is_local(&self, _folder: &Folder) -> bool {
-        false
-    }
-
-    fn lock_folder(&self, _folder: &Folder, _sharing: Sharing, _path: &Path) -> Outcome<Lock> {
-        Ok(self.lock)
-    }
-
-    fn lock_file(&self, _file: &File, _sharing: Sharing, _path: &Path) -> Outcome<Lock> {
-        Ok(self.lock)
-    }
-
-    fn unlock_file(&self, file: &File) {
-        RealDisk.unlock_file(file);
-    }
-
-    fn lock_file_for_process(&self, _file: &File, _path: &Path) -> Outcome<Lock> {
-        Ok(self.lock)
-    }
-
-    fn rename_new(&self, from: (&Folder, &OsStr), to: (&Folder, &OsStr), path: &Path) -> Outcome<()> {
-        if self.has_renames {
-            Self::answer(RealDisk.rename_new(from, to, path), path)
-        } else {
-            Self::no_such_rename(path)
-        }
-    }
-
-    fn exchange(&self, one: (&Folder, &OsStr), other: (&Folder, &OsStr), path: &Path) -> Outcome<()> {
-        if self.has_renames {
-            Self::answer(RealDisk.exchange(one, other, path), path)
-        } else {
-            Self::no_such_rename(path)
-        }
-    }
-}
 
 const BEAT: Duration = Duration::from_millis(100);
 const STALE: Duration = Duration::from_millis(1500);

@@ -4,6 +4,8 @@
 #![expect(clippy::disallowed_methods, reason = "the tests play people and writers")]
 
 mod common;
+#[macro_use]
+mod forwarding;
 mod watched;
 
 use std::collections::BTreeMap;

@@ -2,6 +2,8 @@
 //! come to, the root is in order afterwards.
 #![expect(clippy::disallowed_methods, reason = "a copy of a root has not to be durable")]
 
+#[macro_use]
+mod forwarding;
 mod watched;
 
 use std::fs;

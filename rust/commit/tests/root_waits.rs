@@ -1,5 +1,7 @@
 //! Who waits while a root is made durable, and who does not: the disk stands still at one fsync after the other.
 
+#[macro_use]
+mod forwarding;
 mod watched;
 
 use std::path::Path;
