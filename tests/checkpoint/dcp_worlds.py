@@ -27,6 +27,7 @@ from tundish.checkpoint.dcp.plan import DcpPlan
 from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.saves import WriteOptions
 from tundish.distributed.groups import Meeting, membership, unused_name
+from tundish.distributed.voter import voter_of
 
 OPTIONS = WriteOptions(checksum=True, writers_per_node=1, progress=lambda ask: None)
 
@@ -141,8 +142,8 @@ def write(staged: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> 
 
 
 def new_saver(group: Any = None, *, timeout: float = 30) -> DcpSaver:
-    """A saver without a checkpointer."""
-    return DcpSaver(group, timeout=timeout)
+    """Collective: a saver without a checkpointer."""
+    return DcpSaver(group, timeout=timeout, voter=voter_of(group))
 
 
 def hear_news(plan: DcpPlan) -> None:

@@ -26,6 +26,7 @@ from rank_processes import Line, outcome
 from tundish.checkpoint import Checkpointer, owngroup
 from tundish.checkpoint.dcp.ranks import Exchange
 from tundish.checkpoint.dcp.writer import StagedPlanner
+from tundish.distributed.voter import voter_of
 
 
 def train_and_save(rank: int, line: Line) -> None:
@@ -201,7 +202,7 @@ def change_extra(rank: int, line: Line) -> None:
 
 
 def gather_plans(rank: int, line: Line) -> None:
-    exchange = Exchange((0, 1, 2), rank, 30)
+    exchange = Exchange((0, 1, 2), rank, 30, voter_of(None))
     exchange.make("plans")
 
     def plan_of(number: int) -> SavePlan:

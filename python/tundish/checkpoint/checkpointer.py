@@ -376,7 +376,7 @@ class Checkpointer:
             opened.lanes["dcp"].wait(None)
             with opened.voted("load_dcp"):
                 opened.failure.raise_pending()
-            return opened.dcp.load(state_dict, view=opened.view, step=step, verify=verify, voter=opened.voter)
+            return opened.dcp.load(state_dict, view=opened.view, step=step, verify=verify)
 
         return self._collective("load_dcp", load)
 

@@ -54,10 +54,10 @@ class OwnGroup:
     """A gloo group of `ranks` that nothing else uses: none until `renew`; closed by each rank for itself.
 
     `timeout`: seconds that a collective waits for the other ranks. `voter`: of the threads that make it, by which they
-    hear of one that does not come; without one they wait for the timeout. `generation`: how often it was made.
+    hear of one that does not come. `generation`: how often it was made.
     """
 
-    def __init__(self, ranks: tuple[int, ...], timeout: float, voter: Voter | None = None) -> None:
+    def __init__(self, ranks: tuple[int, ...], timeout: float, voter: Voter) -> None:
         self._ranks = ranks
         self._timeout = timeout
         self._voter = voter
@@ -88,20 +88,17 @@ class OwnGroup:
     def renew(self, name: str, hurry: Hurry | None = None) -> None:
         """Collective: make a new group in place of the one that is there, or was. `name`: never used before.
 
-        To be called in `to_its_end`: the others wait for this rank until it is made. `hurry`: with a voter, ends that
-        for all where this rank is interrupted and another one does not come. Raises `PeerFailedError` where
-        another rank let go of it, died, or could not make it; with a voter, on all ranks or none.
+        To be called in `to_its_end`: the others wait for this rank until it is made. `hurry`: ends that for
+        all where this rank is interrupted and another one does not come. Raises `PeerFailedError`, on all ranks or
+        none, where another rank let go of it, died, or could not make it.
         """
         self.break_off()
         hurry = Hurry() if hurry is None else hurry
         making = _Making(name, self._timeout, self._ranks, self._voter, hurry)
         what = "connecting the ranks with one another"
         try:
-            if self._voter is not None:
-                with self._voter.heeding(lambda: self._interruption(hurry)):
-                    self._voter.vote(making.problem, what=what, timeout=self._timeout)
-            elif making.problem is not None:
-                raise making.problem
+            with self._voter.heeding(lambda: self._interruption(hurry)):
+                self._voter.vote(making.problem, what=what, timeout=self._timeout)
             if making.is_given_up:
                 # The vote was over before what this rank gave up for came to pass.
                 raise PeerFailedError(f"{what}: one of them is gone", -1)
@@ -112,7 +109,7 @@ class OwnGroup:
         self.generation += 1
 
     def _interruption(self, hurry: Hurry) -> Failure | None:
-        if self._voter is None or not hurry.is_over():
+        if not hurry.is_over():
             return None
         return Failure(rank=self._voter.rank, text="was interrupted while it waited for the others")
 
@@ -130,9 +127,7 @@ class _Making:
     any more. `resources`: closes the group.
     """
 
-    def __init__(
-        self, name: str, timeout: float, ranks: tuple[int, ...], voter: Voter | None, hurry: Hurry
-    ) -> None:
+    def __init__(self, name: str, timeout: float, ranks: tuple[int, ...], voter: Voter, hurry: Hurry) -> None:
         self.group: Any = None
         self.problem: BaseException | None = None
         self.resources = contextlib.ExitStack()
@@ -150,7 +145,7 @@ class _Making:
             run()
         pause = _LOOK_SECONDS * crowd_of(len(ranks))
         while not wait_for(self._over.wait, pause):
-            if voter is not None and (hurry.is_over() or voter.is_next_lost()):
+            if hurry.is_over() or voter.is_next_lost():
                 self.give_up()
                 break
 

@@ -23,12 +23,13 @@ def gathering(rank: int, line: Line) -> None:
     from tundish.checkpoint.hf import gather
     from tundish.checkpoint.hf.plan import plan_hf
     from tundish.checkpoint.owngroup import OwnGroup
+    from tundish.distributed.voter import voter_of
 
     # A turn for each tensor, so that there are turns to come.
     gather.TURN_BYTES = 1
     kind, folder = line.hear()
     size = distributed.get_world_size()
-    background = OwnGroup(tuple(range(size)), 60)
+    background = OwnGroup(tuple(range(size)), 60, voter_of(None))
     background.renew("background")
     model = spread("fsdp")
 

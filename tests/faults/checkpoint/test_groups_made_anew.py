@@ -14,6 +14,7 @@ import pytest
 
 from rank_processes import Job, Line, outcome
 from tundish.checkpoint import open_readonly, owngroup
+from tundish.distributed.voter import voter_of
 from tundish.errors import PeerFailedError
 
 PATIENCE = 60.0
@@ -287,7 +288,7 @@ def test_a_rank_that_goes_while_the_others_connect_is_what_they_fail_with(
     def make(*_: Any, **__: Any) -> Any:
         raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer")
 
-    group = owngroup.OwnGroup((0, 1), 30)
+    group = owngroup.OwnGroup((0, 1), 30, voter_of(None))
     monkeypatch.setattr(owngroup, "named_group", make)
     with pytest.raises(PeerFailedError, match="closed by peer"):
         group.renew("never made")

@@ -88,10 +88,10 @@ class Ranks:
     Args:
         group: the `ProcessGroup`; without torch.distributed a world of one.
         timeout: seconds that anything here waits for the other ranks.
-        voter: of the callers' threads, as an `OwnGroup` takes it.
+        voter: of the callers' threads.
     """
 
-    def __init__(self, group: Any = None, *, timeout: float, voter: Voter | None = None) -> None:
+    def __init__(self, group: Any = None, *, timeout: float, voter: Voter) -> None:
         member = membership(group)
         self.members = member.ranks
         self.rank = member.rank
@@ -248,9 +248,7 @@ class Exchange:
     first rank what was made of the plans that it knows.
     """
 
-    def __init__(
-        self, members: tuple[int, ...], index: int, timeout: float, voter: Voter | None = None
-    ) -> None:
+    def __init__(self, members: tuple[int, ...], index: int, timeout: float, voter: Voter) -> None:
         self._members = members
         self._index = index
         self._own = OwnGroup(members, timeout, voter) if len(members) > 1 else None

@@ -29,11 +29,12 @@ class DcpSaver:
     Args:
         group: the `ProcessGroup`; without torch.distributed a world of one.
         timeout: seconds that anything waits for the other ranks.
-        voter: of the callers' threads, as an `OwnGroup` takes it.
+        voter: of the callers' threads.
     """
 
-    def __init__(self, group: Any = None, *, timeout: float, voter: Voter | None = None) -> None:
+    def __init__(self, group: Any = None, *, timeout: float, voter: Voter) -> None:
         self._timeout = timeout
+        self._voter = voter
         self._ranks = Ranks(group, timeout=timeout, voter=voter)
 
     def plan(
@@ -63,9 +64,10 @@ class DcpSaver:
         )
 
     def load(
-        self, state_dict: dict[str, Any], *, view: ReadOnlyRoot, step: int | None, verify: bool, voter: Voter
+        self, state_dict: dict[str, Any], *, view: ReadOnlyRoot, step: int | None, verify: bool
     ) -> Loaded:
         """Collective: load a checkpoint of the root that `view` shows, as `Checkpointer.load_dcp` says."""
+        voter = self._voter
         readers = Readers(voter, self._timeout)
         wanted = "the newest whole checkpoint" if step is None else f"step {step!r}"
         what, same = "choosing the checkpoint to load", f"load_dcp of {wanted}, verify {bool(verify)}"
