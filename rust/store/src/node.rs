@@ -38,10 +38,12 @@ pub struct Node {
     /// Addresses that this node's own handles name. Another process may serve at one of them by now, or did before.
     pub(crate) owners: Mutex<HashSet<Arc<str>>>,
     reaper: Reaper,
+    /// To whoever fetches on this node.
+    handover: staging::Handover,
 }
 
-/// So much is copied past the caches, by several threads: whoever reads it does not find it there anyway.
-const PAST_CACHES: usize = 32 << 20;
+/// So much is worth a look at how it had best be copied, and several threads where it is very much.
+const WORTH_A_LOOK: usize = 128 << 10;
 
 /// Threads of one such copy: more do not make memory faster.
 const MOST_THREADS: usize = 4;
@@ -76,6 +78,7 @@ impl Node {
             buffer_pool,
             attachments: Attachments::default(),
             owners: Mutex::default(),
+            handover: staging::Handover::default(),
         })
     }
 
@@ -154,7 +157,7 @@ impl Node {
         let mut prepare =
             |segment: &mut Segment, members: &[(usize, u64)], _: u64, patience: Option<&mut Patience<'_>>| {
                 members.iter().for_each(|(index, _)| is_filled[*index] = true);
-                fill(segment, members.iter().map(|(index, offset)| (&sources[full[*index]], *offset)), patience)
+                self.fill(segment, members.iter().map(|(index, offset)| (&sources[full[*index]], *offset)), patience)
             };
         let rooms = rooms(&self.storage_pool, &sizes, Some(patience), &mut prepare)?;
         let mut locations: Vec<Location> = sources.iter().map(|_| Location::Nowhere).collect();
@@ -264,42 +267,43 @@ impl Node {
             memory,
         }
     }
-}
 
-/// Copies sources to their offsets.
-fn fill<'a>(
-    segment: &mut Segment,
-    members: impl Iterator<Item = (&'a Source<'a>, u64)>,
-    mut patience: Option<&mut Patience<'_>>,
-) -> Result<(), StoreError> {
-    let copies: Vec<_> = members
-        .map(|(source, offset)| staging::Copy {
-            source: source.start,
-            target: segment.data().wrapping_add(offset as usize),
-            length: source.meta.nbytes() as usize,
-        })
-        .collect();
-    let (mut look, mut said) = (|| patience.as_deref_mut().map_or(Ok(()), Patience::look), None);
-    let total: usize = copies.iter().map(|copy| copy.length).sum();
-    if segment.is_used() && total >= PAST_CACHES {
-        segment.populate(segment.capacity());
-        let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MOST_THREADS));
-        // SAFETY: who made the sources says so; the offsets lie within the segment, which nobody else has, and it is
-        // nobody's source.
-        return unsafe { staging::copy(&copies, threads, |_| look()) };
+    /// Copies sources to their offsets.
+    fn fill<'a>(
+        &self,
+        segment: &mut Segment,
+        members: impl Iterator<Item = (&'a Source<'a>, u64)>,
+        mut patience: Option<&mut Patience<'_>>,
+    ) -> Result<(), StoreError> {
+        let copies: Vec<_> = members
+            .map(|(source, offset)| staging::Copy {
+                source: source.start,
+                target: segment.data().wrapping_add(offset as usize),
+                length: source.meta.nbytes() as usize,
+            })
+            .collect();
+        let (mut look, mut said) = (|| patience.as_deref_mut().map_or(Ok(()), Patience::look), None);
+        let total: usize = copies.iter().map(|copy| copy.length).sum();
+        if segment.is_used() && total >= WORTH_A_LOOK {
+            segment.populate(segment.capacity());
+            let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MOST_THREADS));
+            // SAFETY: who made the sources says so; the offsets lie within the segment, which nobody else has, and it is
+            // nobody's source.
+            return unsafe { self.handover.copy(&copies, threads, |_| look()) };
+        }
+        let mut go_on = || {
+            look().map_err(|error| {
+                said = Some(error);
+                ShmError::Interrupted
+            })
+        };
+        let filled = copies.iter().try_for_each(|copy| {
+            let offset = copy.target.addr() - segment.data().addr();
+            // SAFETY: who made the source says so.
+            unsafe { segment.fill_at(offset, copy.source, copy.length, &mut go_on) }
+        });
+        filled.map_err(|error| said.unwrap_or_else(|| error.into()))
     }
-    let mut go_on = || {
-        look().map_err(|error| {
-            said = Some(error);
-            ShmError::Interrupted
-        })
-    };
-    let filled = copies.iter().try_for_each(|copy| {
-        let offset = copy.target.addr() - segment.data().addr();
-        // SAFETY: who made the source says so.
-        unsafe { segment.fill_at(offset, copy.source, copy.length, &mut go_on) }
-    });
-    filled.map_err(|error| said.unwrap_or_else(|| error.into()))
 }
 
 impl Service for Node {

@@ -5,9 +5,11 @@
 
 mod arena;
 mod copying;
+mod handover;
 mod image;
 mod memory;
 
 pub use arena::{StagingStats, staging_stats, trim_staging};
 pub use copying::{Copy, copy};
+pub use handover::Handover;
 pub use image::{Image, OutOfMemory};

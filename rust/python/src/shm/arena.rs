@@ -22,9 +22,6 @@ use super::{as_address, as_tuple, look};
 use crate::enter::enter;
 use crate::error::BindingError;
 
-/// More than this is copied past the caches: its receiver would not find it there anyway.
-const PAST_CACHES: usize = 8 << 20;
-
 /// Less is copied sooner than the GIL is let go of and taken again.
 const WORTH_LETTING_GO: usize = 128 << 10;
 
@@ -35,6 +32,8 @@ type ReferenceTuple = (u32, i32, u64, u64, usize);
 #[pyclass(frozen)]
 pub(crate) struct SegmentArena {
     arena: Unheld<Arc<Arena>>,
+    /// Of all its parcels: their receivers are alike.
+    handover: Arc<staging::Handover>,
 }
 
 #[pymethods]
@@ -43,14 +42,15 @@ impl SegmentArena {
     #[pyo3(signature = (limit_bytes=None))]
     fn new(limit_bytes: Option<usize>) -> Self {
         let limit = limit_bytes.unwrap_or_else(default_limit);
-        SegmentArena { arena: Unheld::new(Arc::new(Arena::new(Use::Messages, limit))) }
+        SegmentArena { arena: Unheld::new(Arc::new(Arena::new(Use::Messages, limit))), handover: Arc::default() }
     }
 
     /// A parcel of `nbytes`, to be written. What lies in it is not defined.
     fn take(&self, py: Python<'_>, nbytes: usize) -> PyResult<Parcel> {
         let arena = &*self.arena;
         let parcel = enter(py, None, move |door| Ok(shm::Parcel::take(arena, nbytes, &mut || look(door))?))?;
-        Ok(Parcel { state: Mutex::new(State { parcel: Some(Unheld::new(parcel)), exports: 0, end: None }) })
+        let state = State { parcel: Some(Unheld::new(parcel)), exports: 0, end: None };
+        Ok(Parcel { state: Mutex::new(state), handover: Arc::clone(&self.handover) })
     }
 
     /// Bytes in use or on their way, kept idle, kept while their receiver still has them, and the most there ever were.
@@ -89,6 +89,7 @@ struct State {
 #[pyclass(frozen)]
 pub(crate) struct Parcel {
     state: Mutex<State>,
+    handover: Arc<staging::Handover>,
 }
 
 impl Parcel {
@@ -184,17 +185,17 @@ impl Parcel {
             copies.push(staging::Copy { source, target: to.wrapping_add(end - length), length });
         }
         if total < WORTH_LETTING_GO {
-            copy_through_caches(&copies);
+            for copy in copies {
+                // SAFETY: as below.
+                unsafe { copy.source.copy_to_nonoverlapping(copy.target, copy.length) };
+            }
             return Ok(());
         }
+        let handover = &slf.get().handover;
         enter(slf.py(), None, move |door| {
-            if total < PAST_CACHES {
-                copy_through_caches(&copies);
-                return Ok(());
-            }
             // SAFETY: targets lie in the parcel, which is exported and therefore stays, one after the other; sources
             // in memory that the caller holds. Whoever frees that meanwhile would have torch's own copy read it, too.
-            Ok(unsafe { staging::copy(&copies, threads, |_| look(door)) }?)
+            Ok(unsafe { handover.copy(&copies, threads, |_| look(door)) }?)
         })
     }
 
@@ -239,14 +240,6 @@ impl Parcel {
 /// Native 64-bit integers; a rest that is none is left out.
 fn words(bytes: &[u8]) -> impl ExactSizeIterator<Item = usize> {
     bytes.as_chunks().0.iter().map(|word| u64::from_ne_bytes(*word) as usize)
-}
-
-/// So that a receiver who comes soon finds it in a cache that both have.
-fn copy_through_caches(copies: &[staging::Copy]) {
-    for copy in copies {
-        // SAFETY: as where parcels are filled.
-        unsafe { copy.source.copy_to_nonoverlapping(copy.target, copy.length) };
-    }
 }
 
 /// Where a process receives parcels. Mappings are kept for the next ones, bounded in bytes and number.
