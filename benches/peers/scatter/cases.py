@@ -67,7 +67,7 @@ _COMPARISONS = {
         title="Ranks of one node, through shared memory",
         note=f"{_NOTE} The limit, in our column: a plain copy of a batch's bytes into shared memory, and its "
         "receiver woken, who has tensors over them already and reads these as all do. Of VLM, of which a plain copy is "
-        "not the fastest, it leaves the copy out: the receiver is woken, and reads. Where the processors share no cache, "
+        "not the fastest, it leaves the copy out: the receiver is woken, and reads. Where processors share no cache, "
         "as a virtual machine's may from one minute to the next, a plain copy takes several times as long as one past "
         "the caches, and ours less than the limit.",
         ours="ours",
