@@ -41,6 +41,14 @@ def names(given: Any) -> list[str]:
     return [part.prefix + name for part in parts_of(given) for name in part.tensors]
 
 
+class Engine(nn.Module):
+    """As other libraries wrap models: DeepSpeed's engine, Megatron's Float16Module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
 def wrapped_child() -> nn.Module:
     model = Model()
     model.last = nn.DataParallel(model.last)
@@ -55,6 +63,7 @@ def wrapped_child() -> nn.Module:
         lambda: torch.compile(Model()),
         lambda: nn.DataParallel(torch.compile(Model())),
         lambda: torch.compile(nn.DataParallel(Model())),
+        lambda: Engine(nn.DataParallel(Model())),
         wrapped_child,
     ],
 )

@@ -154,7 +154,9 @@ def _is_data_parallel(module: nn.Module | None) -> bool:
 
 def _without_wrappers(module: nn.Module) -> nn.Module:
     children = dict(module.named_children())
-    names = (_DATA_PARALLEL,) if _is_data_parallel(module) else _TRANSPARENT
+    # Of other libraries' wrappers that is the only child; their names are taken off above.
+    is_alone = [*children] == [_DATA_PARALLEL]
+    names = (_DATA_PARALLEL,) if is_alone or _is_data_parallel(module) else _TRANSPARENT
     for name in names:
         if name in children:
             return _without_wrappers(children[name])
