@@ -370,6 +370,8 @@ import numpy as np
 import tundish as td
 
 array = np.zeros(1 << 29, np.uint8)
+# Of an interrupted copy the memory is kept for the next one, as far as that is allowed.
+td.shm.set_cache_limit(0)
 interrupted = 0
 for wait in (0.0, 0.02, 0.05):
     timer = threading.Timer(wait, os.kill, (os.getpid(), signal.SIGINT))
@@ -377,7 +379,6 @@ for wait in (0.0, 0.02, 0.05):
         timer.start()
         while True:
             td.shm.SharedArray.from_array(array).close()
-            td.shm.set_cache_limit(0)
     except KeyboardInterrupt:
         interrupted += 1
     timer.join()
