@@ -19,7 +19,7 @@ from torch import nn
 from tundish.checkpoint.tensors import are_of_torch
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["Part", "check_name", "parts_of"]
+__all__ = ["Part", "check_name", "parts_of", "without_wrappers"]
 
 # Of DataParallel and DistributedDataParallel, of torch.compile, of torch's activation checkpointing.
 _DATA_PARALLEL = "module"
@@ -94,7 +94,7 @@ def _part_of_module(prefix: Any, module: nn.Module) -> Part:
     if prefix:
         for name in tensors:
             check_name(prefix + name)
-    return Part(prefix=prefix, module=_without_wrappers(module), tensors=tensors)
+    return Part(prefix=prefix, module=without_wrappers(module), tensors=tensors)
 
 
 def _named(tensors: dict[Any, Any], module: nn.Module | None = None) -> dict[str, torch.Tensor]:
@@ -152,14 +152,15 @@ def _is_data_parallel(module: nn.Module | None) -> bool:
     return isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel)
 
 
-def _without_wrappers(module: nn.Module) -> nn.Module:
+def without_wrappers(module: nn.Module) -> nn.Module:
+    """The module that wrappers were put around."""
     children = dict(module.named_children())
     # Of other libraries' wrappers that is the only child; their names are taken off above.
     is_alone = [*children] == [_DATA_PARALLEL]
     names = (_DATA_PARALLEL,) if is_alone or _is_data_parallel(module) else _TRANSPARENT
     for name in names:
         if name in children:
-            return _without_wrappers(children[name])
+            return without_wrappers(children[name])
     return module
 
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tundish.checkpoint.hf import pretrained
+from tundish.checkpoint.hf.adapters import Adapters, adapters_of, holds_adapters
 from tundish.checkpoint.hf.conversion import Conversion, ToHf, as_they_are, by_function, cast, together
-from tundish.checkpoint.hf.shards import Layout, assign, lay_out
+from tundish.checkpoint.hf.shards import Layout, assign, lay_out, lay_out_as_named
 from tundish.checkpoint.hf.unchanged import Unchanged, facts_if_unchanged, remember
 from tundish.checkpoint.names import Part, parts_of
 from tundish.checkpoint.placements import check_placement, is_cut, shares_for
@@ -57,7 +58,7 @@ class Drawing:
 
     `tensors`: the sources of `conversion`. `is_spread`: which of them are cut over ranks. `products`: what the files
     hold. `layout`: how. `origins`: of what, by the name of each file. `writers`: of each file, by rank of the job.
-    `model`: the model of transformers that is saved, if it is one.
+    `model`: the model of transformers that is saved, if it is one. `adapters`: what is saved of a model that holds some.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -67,7 +68,8 @@ class Drawing:
     layout: Layout
     origins: Mapping[str, Origins]
     writers: tuple[int, ...]
-    model: Any
+    model: Any = None
+    adapters: Adapters | None = None
 
 
 def draw(
@@ -110,6 +112,9 @@ def _draw(
     rank: int,
 ) -> Drawing:
     """As `draw`. `ranks`: in the order in which they are given files; `rank`: this one."""
+    adapters = adapters_of(model_or_tensors)
+    if adapters is not None:
+        return _draw_adapters(adapters, dtype, to_hf, ranks, rank)
     parts = parts_of(model_or_tensors)
     model = parts[0].module if len(parts) == 1 and pretrained.is_pretrained(parts[0].module) else None
     metadata = {"format": "pt"}
@@ -166,11 +171,67 @@ def _lay_out(
 ) -> tuple[tuple[Facts, ...], Layout, dict[str, Origins]]:
     products = cast(conversion, dtype, keep)
     layout = lay_out(products, conversion.blocks, shard_bytes, metadata, total_parameters)
+    return products, layout, _origins_of(conversion, layout)
+
+
+# As above.
+@functools.lru_cache(maxsize=4)
+def _lay_out_as_named(
+    conversion: Conversion,
+    dtype: torch.dtype | None,
+    keep: str | None,
+    files: tuple[tuple[str, int], ...],
+    metadata: tuple[tuple[str, str], ...],
+) -> tuple[tuple[Facts, ...], Layout, dict[str, Origins]]:
+    products = cast(conversion, dtype, keep)
+    layout = lay_out_as_named(products, files, metadata)
+    return products, layout, _origins_of(conversion, layout)
+
+
+def _origins_of(conversion: Conversion, layout: Layout) -> dict[str, Origins]:
     origins: dict[str, Origins] = {}
     for file in layout.files:
         sources = tuple([conversion.unit_of[entry.product].sources[0] for entry in file.entries])
         origins[file.name] = Origins(sources, tuple([conversion.sources[source][0] for source in sources]))
-    return products, layout, origins
+    return origins
+
+
+def _draw_adapters(
+    adapters: Adapters, dtype: torch.dtype | None, to_hf: ToHf | None, ranks: Sequence[int], rank: int
+) -> Drawing:
+    """As `_draw`, of a model that holds adapters. Their loaders look for one file each, however large it is."""
+    if to_hf is not None:
+        raise InvalidInputError(
+            f"to_hf is given for the adapters of a {type(adapters.model).__name__}, which are saved under the names "
+            "that peft gives them: leave it out"
+        )
+    tensors: list[torch.Tensor] = []
+    facts: list[Facts] = []
+    for adapter in adapters.adapters:
+        check_tensors(f"{adapter.folder}/" if adapter.folder else "", adapter.tensors)
+        tensors += adapter.tensors.values()
+        facts += facts_of(adapter.tensors)
+    conversion = as_they_are(tuple(facts))
+    base = adapters.base
+    products, layout, origins = _lay_out_as_named(
+        conversion,
+        dtype,
+        pretrained.fp32_pattern(base, dtype) if pretrained.is_pretrained(base) else None,
+        tuple((adapter.file, len(adapter.tensors)) for adapter in adapters.adapters),
+        tuple({**adapters.metadata, "format": "pt"}.items()),
+    )
+    drawing = Drawing(
+        tensors=tuple(tensors),
+        is_spread=_are_spread(tensors),
+        conversion=conversion,
+        products=products,
+        layout=layout,
+        origins=origins,
+        writers=tuple(assign([file.size for file in layout.files], ranks)),
+        adapters=adapters,
+    )
+    _check_parts_at_hand(drawing, rank)
+    return drawing
 
 
 def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
@@ -186,7 +247,11 @@ def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
 
 def _kept(part: Part) -> tuple[dict[str, torch.Tensor], tuple[Facts, ...], dict[str, str]]:
     """The tensors of a part that are saved, each memory once, and what they add to the files' metadata."""
-    pretrained.refuse_adapters(part.module)
+    if holds_adapters(part.module):
+        raise InvalidTypeError(
+            f"the model under {part.prefix!r} holds adapters, which are saved in files of their own: give the model "
+            "itself, or merge them and give the merged model"
+        )
     is_pretrained = pretrained.is_pretrained(part.module)
     facts = None if is_pretrained else facts_if_unchanged(part.tensors)
     if facts is not None:

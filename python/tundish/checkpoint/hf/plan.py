@@ -89,6 +89,7 @@ def plan_hf(
     if member.rank == member.ranks[0]:
         sidecars = gather_sidecars(
             model=drawing.model,
+            adapters=drawing.adapters,
             config=config,
             tokenizer=tokenizer,
             source_dir=source_dir,

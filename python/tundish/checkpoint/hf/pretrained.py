@@ -1,8 +1,7 @@
 """What `save_pretrained` of a transformers model writes, taken apart: its weights, its settings, its code.
 
-Owns everything that knows transformers, and peft, whose adapters models hold. What always holds: transformers is
-imported only where the caller's model is one of its own; the model and its settings are not changed, though
-`save_pretrained` changes them.
+Owns everything that knows transformers, but for adapters. What always holds: transformers is imported only where the
+caller's model is one of its own; the model and its settings are not changed, though `save_pretrained` changes them.
 
 Follows `PreTrainedModel.save_pretrained` of transformers 5, step by step.
 """
@@ -24,36 +23,25 @@ from tundish.checkpoint.tensors import Facts, tied_names
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
+    "WRAPPERS",
     "conversion_of",
     "fp32_pattern",
     "is_pretrained",
-    "refuse_adapters",
+    "own_class",
     "save_code",
     "settings_of",
+    "tied_away",
     "weights_of",
 ]
 
-_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+# What some wrappers put into the paths of modules.
+WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 
 
 def is_pretrained(module: nn.Module | None) -> bool:
     """Whether `module` is a model of transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
-
-
-def refuse_adapters(module: nn.Module | None) -> None:
-    """Refuse a model whose `save_pretrained` writes nothing but its adapters: one of peft, or one that loaded some.
-
-    Raises `InvalidTypeError`.
-    """
-    peft = sys.modules.get("peft")
-    is_of_peft = peft is not None and isinstance(module, peft.PeftModel | peft.PeftMixedModel)
-    if is_of_peft or (is_pretrained(module) and getattr(module, "_hf_peft_config_loaded", False)):
-        raise InvalidTypeError(
-            f"the model ({type(module).__name__}) holds adapters, and its save_pretrained writes nothing else: save "
-            "them with it, or merge them and save the merged model"
-        )
 
 
 def weights_of(
@@ -77,7 +65,7 @@ def weights_of(
         replaced, metadata = quantizer.get_state_dict_and_metadata(model)
         tensors = tensors if replaced is None else dict(replaced)
     ignored = set(model._keys_to_ignore_on_save or ())
-    dropped = _tied_away(model, tensors)
+    dropped = tied_away(model, tensors)
     kept = {name: tensor for name, tensor in tensors.items() if name not in ignored and name not in dropped}
     return kept, metadata
 
@@ -131,7 +119,7 @@ def settings_of(model: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
     """
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
-    config.architectures = [_own_class(model).__name__]
+    config.architectures = [own_class(model).__name__]
     return config, copy.deepcopy(model.generation_config) if model.can_generate() else None
 
 
@@ -140,15 +128,15 @@ def save_code(model: Any, config: Any, folder: str) -> None:
     if model.is_remote_code():
         modules = importlib.import_module("transformers.dynamic_module_utils")
         # An instance without weights, since fully_shard gives the model another class, of another module.
-        modules.custom_object_save(object.__new__(_own_class(model)), folder, config=config)
+        modules.custom_object_save(object.__new__(own_class(model)), folder, config=config)
 
 
-def _own_class(model: Any) -> type[Any]:
+def own_class(model: Any) -> type[Any]:
     """The class of a model as the user knows it, where `fully_shard` put its own in front."""
     return next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
 
 
-def _tied_away(model: Any, tensors: dict[str, torch.Tensor]) -> set[str]:
+def tied_away(model: Any, tensors: dict[str, torch.Tensor]) -> set[str]:
     """The names of tied weights that are not written, since the model ties them again when it is loaded."""
     groups = tied_names(tensors)
     if not groups:
@@ -157,7 +145,7 @@ def _tied_away(model: Any, tensors: dict[str, torch.Tensor]) -> set[str]:
     for path, module in model.named_modules():
         declared = getattr(module, "_tied_weights_keys", None) or ()
         # The regular expressions are relative to the module that declares them.
-        start = _WRAPPERS.sub("", f"{path}.") if path else ""
+        start = WRAPPERS.sub("", f"{path}.") if path else ""
         patterns += [re.compile(start + pattern) for pattern in declared]
     dropped: set[str] = set()
     for names in groups:

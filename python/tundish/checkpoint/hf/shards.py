@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import heapq
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from tundish.checkpoint.tensors import DTYPES, Facts
 from tundish.checkpoint.windows import PAGE
 from tundish.errors import InvalidInputError
 
-__all__ = ["INDEX_NAME", "Entry", "Layout", "ShardFile", "assign", "lay_out"]
+__all__ = ["INDEX_NAME", "Entry", "Layout", "ShardFile", "assign", "lay_out", "lay_out_as_named"]
 
 INDEX_NAME = "model.safetensors.index.json"
 # Readers of the format refuse more.
@@ -109,6 +110,31 @@ def lay_out(
     for file in files:
         digest.update(file.header)
     return Layout(files=files, index=index, fingerprint=digest.hexdigest())
+
+
+def lay_out_as_named(
+    products: tuple[Facts, ...], files: tuple[tuple[str, int], ...], metadata: tuple[tuple[str, str], ...]
+) -> Layout:
+    """Lay products out in files that are there whatever their size, where readers know them by their names.
+
+    Args:
+        products: those of the first file, then those of the next; names are distinct within a file.
+        files: the name of each, and how many products it holds.
+        metadata: of every file's header.
+
+    Raises `InvalidInputError` for a header that readers would refuse.
+    """
+    numbered = enumerate(products)
+    laid: list[ShardFile] = []
+    digest = hashlib.sha256()
+    for name, count in files:
+        own = [
+            (number, product, math.prod(product[1]) * product[2].itemsize)
+            for number, product in itertools.islice(numbered, count)
+        ]
+        laid.append(_file(name, own, metadata))
+        digest.update(name.encode() + laid[-1].header)
+    return Layout(files=tuple(laid), index=None, fingerprint=digest.hexdigest())
 
 
 def assign(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:

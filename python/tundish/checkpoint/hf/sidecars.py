@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 import torch
 
 from tundish._native import FileFacts, checksum_file
+from tundish.checkpoint.hf.adapters import Adapters
 from tundish.checkpoint.hf.pretrained import save_code, settings_of
 from tundish.checkpoint.hf.shards import INDEX_NAME
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError
@@ -50,6 +51,8 @@ _WEIGHTS = (
 _NOWHERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG})
 # Of version control and of downloads, which keep weights under names of their own; of a checkpoint of ours.
 _LEFT_OUT = frozenset({".git", ".cache", "tundish.json"})
+# Where it lies, from_pretrained looks for the weights of the whole model.
+_BESIDE_WHOLE_MODELS = frozenset({"config.json"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +131,7 @@ def _replace_links(folder: Path) -> None:
 def gather_sidecars(
     *,
     model: Any,
+    adapters: Adapters | None = None,
     config: Any,
     tokenizer: Any,
     source_dir: str | os.PathLike[str] | None,
@@ -137,35 +141,49 @@ def gather_sidecars(
 ) -> Sidecars:
     """Take down what is to be written beside the weights, so that later changes change nothing of it.
 
-    `model`: a model of transformers, or None. `config`: instead of the model's own. `root`: the folder of all
+    `model`: a model of transformers, or None. `adapters`: those of a model that holds some. `config`: instead of the model's own. `root`: the folder of all
     checkpoints, of which nothing is taken where it lies in `source_dir`. What it returns has to be released.
 
     Raises:
         InvalidTypeError: `config` or `tokenizer` cannot be saved; `source_dir` is no path.
         NotFoundError: `source_dir` is no folder.
-        InvalidInputError: `source_dir` is the root, or holds links that lead in a circle, or names that are no text.
+        InvalidInputError: `source_dir` is the root, or holds links that lead in a circle, or names that are no text;
+            there are both a `config` and adapters.
         StorageError: something in `source_dir` cannot be read.
         Whatever the `save_pretrained` of a config raises.
     """
     for name, one in (("config", config), ("tokenizer", tokenizer)):
         if one is not None and not callable(getattr(one, "save_pretrained", None)):
             raise InvalidTypeError(f"{name} is a {type(one).__name__}, which has no save_pretrained")
-    own, generation = (None, None) if model is None else settings_of(model, dtype)
+    own, generation = _settings_of(model, adapters, dtype)
     if config is not None:
+        if adapters is not None:
+            raise InvalidInputError(
+                "config is given for a model that holds adapters: beside adapters a config.json says that the whole "
+                "model is there, and from_pretrained would look for its weights; leave config out"
+            )
         own = copy.deepcopy(config)
         if dtype is not None and hasattr(own, "dtype"):
             own.dtype = str(dtype).removeprefix("torch.")
     settings = (own, generation)
     _check_settings([one for one in settings if one is not None])
-    source = () if source_dir is None else _opened(source_dir, root)
+    left_out = _BESIDE_WHOLE_MODELS if adapters is not None else frozenset[str]()
+    source = () if source_dir is None else _opened(source_dir, root, left_out)
+    coded = model if adapters is None else adapters.coded
     return Sidecars(
         source=source,
         size=sum(os.fstat(file.fileno()).st_size for _, file in source),
         settings=settings,
-        model=model if model is not None and model.is_remote_code() else None,
+        model=coded if coded is not None and coded.is_remote_code() else None,
         tokenizer=tokenizer,
         index=index,
     )
+
+
+def _settings_of(model: Any, adapters: Adapters | None, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    if adapters is not None:
+        return adapters.settings()
+    return (None, None) if model is None else settings_of(model, dtype)
 
 
 # What was found to be good, so that a training loop does not try the same settings at each save.
@@ -187,8 +205,10 @@ def _check_settings(settings: list[Any]) -> None:
     _good.append(said)
 
 
-def _opened(source_dir: Any, root: Path | None) -> tuple[tuple[str, BinaryIO], ...]:
-    """Names of everything in a folder that is to be copied, in order, and the files, open."""
+def _opened(
+    source_dir: Any, root: Path | None, left_out: Collection[str]
+) -> tuple[tuple[str, BinaryIO], ...]:
+    """Names of everything in a folder that is to be copied, in order, and the files, open; `left_out`: other names."""
     if not isinstance(source_dir, str | os.PathLike):
         raise InvalidTypeError(f"source_dir is {source_dir!r}: give the path of a folder")
     folder = Path(source_dir)
@@ -201,9 +221,9 @@ def _opened(source_dir: Any, root: Path | None) -> tuple[tuple[str, BinaryIO], .
                 raise InvalidInputError(
                     f"source_dir is {str(folder)!r}, the root of the checkpoints: give the folder of one model"
                 )
+            named = [(_name_of(path, folder), path) for path in _walk(folder, (), own)]
             opened = [
-                (_name_of(path, folder), stack.enter_context(path.open("rb")))
-                for path in _walk(folder, (), own)
+                (name, stack.enter_context(path.open("rb"))) for name, path in named if name not in left_out
             ]
         except OSError as error:
             raise StorageError(
