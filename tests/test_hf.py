@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tundish.checkpoint import open_readonly
 from tundish.errors import (
@@ -32,7 +33,7 @@ class Trainer(TundishTrainerMixin, transformers.Trainer):  # type: ignore[misc]
     pass
 
 
-def model() -> Any:
+def model(seed: int = 0) -> Any:
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -42,11 +43,13 @@ def model() -> Any:
         num_key_value_heads=2,
         attention_dropout=0.1,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return transformers.LlamaForCausalLM(config)
 
 
-def trainer(folder: Path, steps: int, kind: type[Trainer] = Trainer, **arguments: Any) -> Any:
+def trainer(
+    folder: Path, steps: int, kind: type[Trainer] = Trainer, trained: Any = None, **arguments: Any
+) -> Any:
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(64, (16,), generator=generator) for _ in range(64)]
     settings = {
@@ -67,7 +70,7 @@ def trainer(folder: Path, steps: int, kind: type[Trainer] = Trainer, **arguments
 
     samples = [{"input_ids": row, "labels": row} for row in rows]
     return kind(
-        model(),
+        model() if trained is None else trained,
         transformers.TrainingArguments(str(folder), **settings),
         train_dataset=samples,
         eval_dataset=samples[:2],
@@ -365,15 +368,89 @@ def test_a_trainer_whose_own_saves_come_first_is_refused() -> None:
     assert Right._save_checkpoint is TundishTrainerMixin._save_checkpoint
 
 
-def test_a_model_with_adapters_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    run = trainer(tmp_path, steps=1)
+def adapted(kind: str, seed: int = 0) -> Any:
+    """A model with the adapters "default" and "other", of which the latter is active and trained."""
     with warnings.catch_warnings():
         # peft asks transformers what that warns of.
         warnings.simplefilter("ignore")
         import peft
 
-        run.model = peft.get_peft_model(run.model, peft.LoraConfig(target_modules=["q_proj"], r=2))
-    with pytest.raises(InvalidTypeError, match="holds adapters"):
+        first = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+        second = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=3, modules_to_save=["norm"])
+        adapted = model(seed)
+        if kind == "of peft":
+            adapted = peft.get_peft_model(adapted, first)
+            adapted.add_adapter("other", second)
+        else:
+            adapted.add_adapter(first, "default")
+            adapted.add_adapter(second, "other")
+        adapted.set_adapter("other")
+    return adapted
+
+
+ADAPTED = pytest.mark.parametrize("kind", ["of peft", "of transformers"])
+# peft and the Trainer ask transformers what that warns of.
+says_what_is_old = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+looks_for_the_base = pytest.mark.filterwarnings("ignore:.*Could not find a config file")
+
+
+@ADAPTED
+@says_what_is_old
+@looks_for_the_base
+def test_a_run_of_adapters_is_exported_and_resumed(tmp_path: Path, kind: str) -> None:
+    whole = trainer(tmp_path / "whole", steps=8, trained=adapted(kind), learning_rate=0.01)
+    before = weights(whole)
+    whole.train()
+    changed = [name for name, tensor in weights(whole).items() if not torch.equal(tensor, before[name])]
+    assert changed and all(".other." in name for name in changed)
+    trainer(tmp_path / "broken", steps=5, trained=adapted(kind), learning_rate=0.01).train()
+    # What is saved to resume from holds the base and all adapters: nothing depends on how the run begins again.
+    resumed = trainer(tmp_path / "broken", steps=8, trained=adapted(kind, seed=7), learning_rate=0.01)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(weights(resumed), weights(whole))
+    assert saved(tmp_path / "broken") == {"hf": [2, 4, 6, 8], "dcp": [2, 4, 6, 8]}
+    resumed.model.save_pretrained(tmp_path / "theirs")
+    theirs = sorted(
+        path.relative_to(tmp_path / "theirs") for path in (tmp_path / "theirs").rglob("*.safetensors")
+    )
+    assert len(theirs) == (2 if kind == "of peft" else 1)
+    for run in ("whole", "broken"):
+        export = tmp_path / run / "hf-8"
+        assert sorted(path.relative_to(export) for path in export.rglob("*.safetensors")) == theirs
+        for name in theirs:
+            assert_same(load_file(export / name), load_file(tmp_path / "theirs" / name))
+
+
+@ADAPTED
+@says_what_is_old
+@looks_for_the_base
+def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path, kind: str) -> None:
+    losses = {2: 4.0, 4: 3.0, 6: 5.0}
+    at_best: dict[str, torch.Tensor] = {}
+
+    class Evaluated(Trainer):
+        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+            if self.state.global_step == 4:
+                at_best.update(weights(self))
+            return {"eval_loss": losses[self.state.global_step]}
+
+    kinds = {"save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "max_steps": 6}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
+    settings = {**kinds, **best, "learning_rate": 0.01}
+    run = trainer(tmp_path, steps=6, kind=Evaluated, trained=adapted(kind), **settings)
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "hf-4")
+    assert_same(weights(run), at_best)
+
+
+@says_what_is_old
+def test_adapters_that_cannot_be_saved_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    import peft
+
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2)
+    run = trainer(tmp_path, steps=1)
+    run.model = peft.get_peft_model(run.model, config, mixed=True)
+    with pytest.raises(InvalidTypeError, match="mixes kinds of adapters"):
         run.train()
     assert not list(tmp_path.iterdir())
 

@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
-from tundish.checkpoint.hf.pretrained import refuse_adapters
+from tundish.checkpoint.hf.adapters import holds_adapters, load_adapters, refuse_mixed
 from tundish.distributed import agreed, voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StepExistsError, missing_extra
 
@@ -137,7 +137,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
                 "trains: give 'end' and call push_to_hub() then, or push from an on_published of checkpointer_options"
             )
         if self.args.save_strategy != SaveStrategy.NO:
-            refuse_adapters(self.model)
+            refuse_mixed(self.model)
         self._bests = []
         try:
             if not resume_from_checkpoint:
@@ -321,7 +321,10 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         self.checkpointer.wait()
         # From here on it is an ordinary load of an export.
         self._resumed_step = -1
-        super()._load_best_model()
+        # The Trainer loads what lies at the top into the adapter that is active, whichever that is.
+        has_adapters = holds_adapters(self.model) and not self.is_fsdp_enabled
+        if not (has_adapters and load_adapters(self.model, Path(self.state.best_model_checkpoint))):
+            super()._load_best_model()
 
 
 def _bests_of(best_step: int | None, best_checkpoint: str | None) -> frozenset[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -261,27 +260,6 @@ def test_settings_that_cannot_be_saved_are_refused_at_once(tmp_path: Path) -> No
     model.generation_config.num_return_sequences = 4
     with pytest.raises(ValueError, match="num_return_sequences"):
         plan_hf(model)
-
-
-def test_models_that_hold_adapters_are_refused() -> None:
-    with warnings.catch_warnings():
-        # peft asks transformers what that warns of.
-        warnings.simplefilter("ignore")
-        import peft
-
-        config = peft.LoraConfig(target_modules=["q_proj"], r=2)
-        wrapped = peft.get_peft_model(MODELS["llama"](), config)
-        added = MODELS["llama"]()
-        # What its `add_adapter` does, once it has found a version of peft that may not be out yet.
-        peft.inject_adapter_in_model(config, added)
-        added._hf_peft_config_loaded = True
-    for model in (wrapped, {"part": wrapped}, nn.DataParallel(wrapped), added):
-        with pytest.raises(
-            InvalidTypeError, match="holds adapters, and its save_pretrained writes nothing else"
-        ):
-            plan_hf(model)
-    # Once they are merged it is a model as any.
-    plan_hf(wrapped.merge_and_unload()).release()
 
 
 def test_what_save_pretrained_writes_otherwise_is_refused() -> None:

@@ -28,7 +28,15 @@ from tundish.checkpoint.names import check_name, without_wrappers
 from tundish.checkpoint.tensors import is_dtensor
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["Adapter", "AdapterSettings", "Adapters", "adapters_of", "holds_adapters", "refuse_mixed"]
+__all__ = [
+    "Adapter",
+    "AdapterSettings",
+    "Adapters",
+    "adapters_of",
+    "holds_adapters",
+    "load_adapters",
+    "refuse_mixed",
+]
 
 _WEIGHTS = "adapter_model.safetensors"
 _CARD = "README.md"
@@ -54,7 +62,7 @@ class Adapter:
     @property
     def file(self) -> str:
         """The name of the file with its weights, in the export."""
-        return f"{self.folder}/{_WEIGHTS}" if self.folder else _WEIGHTS
+        return _file_in(self.folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +134,26 @@ def refuse_mixed(module: nn.Module | None) -> None:
         )
 
 
+def load_adapters(model: Any, folder: Path) -> bool:
+    """Load the weights of all adapters of `model` that an export holds; False, and nothing is loaded, where one lacks.
+
+    `model`: one of which `save_hf` made the export. On every rank that holds it; where no parameter is spread.
+    """
+    peft = importlib.import_module("peft")
+    is_of_peft = _is_of_peft(model)
+    names = list(model.peft_config) if is_of_peft else model.active_adapters()
+    files = {name: folder / _file_in(_folder_of(name) if is_of_peft else "") for name in names}
+    if not all(file.is_file() for file in files.values()):
+        return False
+    load_file = importlib.import_module("safetensors.torch").load_file
+    for name, file in files.items():
+        weights = load_file(file)
+        if not is_of_peft:
+            weights = {key.removeprefix(_PREFIX): tensor for key, tensor in weights.items()}
+        peft.set_peft_model_state_dict(model, weights, adapter_name=name)
+    return True
+
+
 def adapters_of(model_or_tensors: Any) -> Adapters | None:
     """The adapters of a model, as its `save_pretrained` writes them; None for anything that holds none.
 
@@ -146,6 +174,14 @@ def adapters_of(model_or_tensors: Any) -> Adapters | None:
     for adapter in found.adapters:
         _check(adapter)
     return found
+
+
+def _folder_of(adapter: str) -> str:
+    return "" if adapter == _DEFAULT else adapter
+
+
+def _file_in(folder: str) -> str:
+    return f"{folder}/{_WEIGHTS}" if folder else _WEIGHTS
 
 
 def _is_of_peft(module: nn.Module | None) -> bool:
@@ -171,7 +207,7 @@ def _of_peft(model: Any) -> Adapters:
         mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
         adapters.append(
             Adapter(
-                folder="" if name == _DEFAULT else name,
+                folder=_folder_of(name),
                 tensors=tensors,
                 config=config,
                 auto_mapping=mapping if config.task_type is None else None,
@@ -189,7 +225,9 @@ def _of_transformers(model: Any) -> Adapters:
         )
     quantizer = getattr(model, "hf_quantizer", None)
     state, metadata = (None, {}) if quantizer is None else quantizer.get_state_dict_and_metadata(model)
-    tensors, config = _selected(model, active[0], model.state_dict(keep_vars=True) if state is None else state)
+    tensors, config = _selected(
+        model, active[0], model.state_dict(keep_vars=True) if state is None else state
+    )
     tensors = {_PREFIX + name: tensor for name, tensor in tensors.items()}
     dropped = tied_away(model, tensors) | set(model._keys_to_ignore_on_save or ())
     kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
@@ -258,7 +296,7 @@ def _chosen(model: Any, adapter: str, state: dict[str, Any]) -> dict[str, torch.
 
 
 def _by_path(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` by the paths of the modules, in which peft looks for names: some wrappers are in one and not the other."""
+    """`state` by the paths of modules, which peft compares names with: some wrappers are in these and not in those."""
     paths = {WRAPPERS.sub("", f"{path}."): f"{path}." for path, _ in model.named_modules() if path}
     if all(plain == path for plain, path in paths.items()):
         return dict(state)
@@ -282,10 +320,21 @@ def _copied(own: Any) -> Any:
     return config
 
 
+# Of each model: what its card follows from, and the card. To make one takes 20 ms.
+_cards: weakref.WeakKeyDictionary[nn.Module, tuple[Any, bytes]] = weakref.WeakKeyDictionary()
+
+
 def _card_of(model: Any) -> bytes:
-    with TemporaryDirectory() as scratch:
-        model.create_or_update_model_card(scratch)
-        return Path(scratch, _CARD).read_bytes()
+    base = model.get_base_model()
+    kinds = [_kind_of(config) for config in model.peft_config.values()]
+    tags = list(getattr(base, "model_tags", None) or ())
+    key = str(model.active_adapter), kinds, tags, base.__dict__.get("name_or_path")
+    known = _cards.get(model)
+    if known is None or known[0] != key:
+        with TemporaryDirectory() as scratch:
+            model.create_or_update_model_card(scratch)
+            known = _cards[model] = key, Path(scratch, _CARD).read_bytes()
+    return known[1]
 
 
 def _check(adapter: Adapter) -> None:
@@ -293,7 +342,9 @@ def _check(adapter: Adapter) -> None:
     if not folder.isprintable() or folder in (".", "..") or "/" in folder or "\\" in folder:
         raise InvalidInputError(f"an adapter is called {folder!r}, which cannot name its folder: rename it")
     if not adapter.tensors:
-        raise InvalidInputError(f"there is nothing to save: the adapter {folder or _DEFAULT!r} has no tensors")
+        raise InvalidInputError(
+            f"there is nothing to save: the adapter {folder or _DEFAULT!r} has no tensors"
+        )
     for name, tensor in adapter.tensors.items():
         check_name(name)
         if not isinstance(tensor, torch.Tensor):

@@ -58,7 +58,7 @@ class Drawing:
 
     `tensors`: the sources of `conversion`. `is_spread`: which of them are cut over ranks. `products`: what the files
     hold. `layout`: how. `origins`: of what, by the name of each file. `writers`: of each file, by rank of the job.
-    `model`: the model of transformers that is saved, if it is one. `adapters`: what is saved of a model that holds some.
+    `model`: the model of transformers that is saved, if it is one. `adapters`: those of a model that holds some.
     """
 
     tensors: tuple[torch.Tensor, ...]

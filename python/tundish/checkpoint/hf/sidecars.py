@@ -141,8 +141,9 @@ def gather_sidecars(
 ) -> Sidecars:
     """Take down what is to be written beside the weights, so that later changes change nothing of it.
 
-    `model`: a model of transformers, or None. `adapters`: those of a model that holds some. `config`: instead of the model's own. `root`: the folder of all
-    checkpoints, of which nothing is taken where it lies in `source_dir`. What it returns has to be released.
+    `model`: a model of transformers, or None. `adapters`: those of a model that holds some. `config`: instead of the
+    model's own. `root`: the folder of all checkpoints, of which nothing is taken where it lies in `source_dir`. What it
+    returns has to be released.
 
     Raises:
         InvalidTypeError: `config` or `tokenizer` cannot be saved; `source_dir` is no path.
