@@ -47,18 +47,19 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         class Trainer(TundishTrainerMixin, transformers.Trainer):
             pass
 
-    Each save is a Hugging Face export `hf-<step>` and, without `save_only_model`, a DCP checkpoint `dcp-<step>` that
-    holds everything a resumption needs; both are written while training goes on. `train(resume_from_checkpoint=True)`
-    takes the newest whole one; what is newer than it, of both kinds, is set aside as `discarded-…`, whole or not.
-    `save_total_limit` is how many are kept; the best one stays with `load_best_model_at_end`, and the one before it
-    until it is published. A subclass of both is needed because the Trainer has no hook in place of its save: `on_save`
-    comes after it.
+    Each save is a Hugging Face export `hf-<step>` and, without `save_only_model`, a DCP checkpoint `dcp-<step>`
+    that holds everything a resumption needs; both are written while training goes on.
+    `train(resume_from_checkpoint=True)` takes the newest whole one; what is newer than it, of both kinds, is set
+    aside as `discarded-…`, whole or not. `save_total_limit` is how many are kept; the best one stays with
+    `load_best_model_at_end`, and the one before it until it is published. A model that holds adapters of peft is
+    exported as its adapters; its DCP checkpoints hold all of its weights, the base's too. A subclass of both is
+    needed because the Trainer has no hook in place of its save: `on_save` comes after it.
 
     Args:
         checkpointer_options: further arguments of the `Checkpointer`. All others are the Trainer's own.
 
     Raises `InvalidInputError` where DeepSpeed or a hyperparameter search saves in ways of its own, and where the
-    Trainer is to push to the hub while it trains.
+    Trainer is to push to the hub while it trains; `InvalidTypeError` for a model that mixes kinds of adapters.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

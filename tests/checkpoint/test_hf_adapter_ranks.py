@@ -15,16 +15,18 @@ LIMIT_BYTES = 300
 
 
 def spread(model: Any, *, is_by_layer: bool = True) -> Any:
-    """The model, sharded over all ranks: every layer and what is left of it, or all of it at once."""
+    """The model, sharded over all ranks: every layer and what is left of it, or all of it but prompts at once."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    for module in list(model.modules()):
-        if is_by_layer and type(module).__name__ == "LlamaDecoderLayer":
+    apart = ("LlamaDecoderLayer", "LlamaForCausalLM") if is_by_layer else ("PromptEmbedding",)
+    # What is within another module first.
+    for module in reversed(list(model.modules())):
+        if type(module).__name__ in apart:
             fully_shard(module, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return model if isinstance(model, FSDPModule) else fully_shard(model, mesh=mesh)
 
 
 def refuse(*args: Any, **kwargs: Any) -> Any:

@@ -273,13 +273,16 @@ def test_later_saves_hold_later_values_and_peft_is_asked_again_where_something_c
         lambda: changed(model),
         lambda: model.add_adapter("third", peft.LoraConfig(target_modules=["o_proj"], r=3)),
         lambda: setattr(model.peft_config["other"], "bias", "all"),
+        # Of which the model card tells.
+        lambda: model.get_base_model().add_model_tags(["tagged"]),
+        lambda: setattr(model.get_base_model(), "name_or_path", "elsewhere"),
     ]
     export(tmp_path / "first", model)
     for number, change in enumerate(changes):
         asked.clear()
         change()
         export(tmp_path / f"ours {number}", model)
-        assert asked == [[], ["default", "other", "third"], ["other"]][number]
+        assert asked == [[], ["default", "other", "third"], ["other"], [], []][number]
         model.save_pretrained(tmp_path / f"theirs {number}")
         assert_same_adapters(tmp_path / f"ours {number}", tmp_path / f"theirs {number}")
 

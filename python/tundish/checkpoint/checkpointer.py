@@ -196,12 +196,12 @@ class Checkpointer:
 
         Args:
             step: a whole number of at least 0, above every published one.
-            model_or_tensors: an `nn.Module`; a mapping of names to tensors or DTensors; or a mapping of prefixes to
-                modules, for composed models.
-            config: has `save_pretrained`; by default the model's own.
+            model_or_tensors: an `nn.Module` (of one that holds adapters of peft, these alone); a mapping of names to
+                tensors or DTensors; or a mapping of prefixes to modules, for composed models.
+            config: has `save_pretrained`; by default the model's own. None of a model that holds adapters.
             tokenizer: tokenizer or processor, likewise.
             dtype: convert floating-point tensors to this.
-            shard_bytes: no file holds more, unless one tensor does.
+            shard_bytes: no file holds more, unless one tensor does, or the file is an adapter's.
             source_dir: take everything but the weights from this folder, which is not the root; where both it and the
                 model, `config` or `tokenizer` have a file of one name, that of the latter.
             to_hf: converts names and tensors, one at a time, of models whose training layout differs:
@@ -218,7 +218,7 @@ class Checkpointer:
         Returns a future of the published path.
 
         Raises what is wrong with the arguments or the tensors, on all ranks: `InvalidInputError`, `InvalidTypeError`
-        (also for a model that holds adapters, as peft's), `StepExistsError`, `StepOrderError`, `StorageError` (too
+        (also for a model that mixes kinds of adapters), `StepExistsError`, `StepOrderError`, `StorageError` (too
         little disk). With `on_failure="raise"` also what an earlier save failed with.
         """
         make_plan = functools.partial(

@@ -328,7 +328,8 @@ def _card_of(model: Any) -> bytes:
     base = model.get_base_model()
     kinds = [_kind_of(config) for config in model.peft_config.values()]
     tags = list(getattr(base, "model_tags", None) or ())
-    key = str(model.active_adapter), kinds, tags, base.__dict__.get("name_or_path")
+    named = getattr(getattr(model, "config", None), "_name_or_path", None)
+    key = str(model.active_adapter), kinds, tags, base.__dict__.get("name_or_path"), named
     known = _cards.get(model)
     if known is None or known[0] != key:
         with TemporaryDirectory() as scratch:
