@@ -47,6 +47,13 @@ def _with_adapters(kind: str) -> Any:
             target_modules=["q_proj"], r=4, num_vectors=8, vector_length=4, save_only_topk_weights=True
         )
         model = peft.get_peft_model(model, config)
+    elif kind == "chosen ranks":
+        config = peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config)
+        ranks = {name for name, _ in model.named_parameters() if "lora_E" in name}
+        config.rank_pattern = {
+            name.removeprefix("base_model.model."): [True] * 2 + [False] * 10 for name in ranks
+        }
     elif kind == "prompts":
         config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, config)

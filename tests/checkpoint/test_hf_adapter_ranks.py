@@ -106,7 +106,7 @@ def saving_what_is_computed(rank: int, line: Line) -> None:
     warnings.filterwarnings("ignore", ".*Could not find a config file")
     root = line.hear()
     with Checkpointer(root, on_failure="raise", timeout=60) as checkpointer:
-        for adapters in ("computed", "prompts"):
+        for adapters in ("computed", "prompts", "chosen ranks"):
             # Some weights are all layers' own.
             model = spread(adapted(adapters), is_by_layer=False)
             line.say(*outcome(lambda model=model: checkpointer.save_hf(1, model)))
@@ -118,7 +118,7 @@ def test_weights_that_are_computed_of_what_is_spread_are_refused(path_in_memory:
     with Job(saving_what_is_computed, 2, path_in_memory) as job:
         for rank in range(2):
             job.tell(rank, path_in_memory / "root")
-        for kind in ("VBLORA", "PROMPT_TUNING"):
+        for kind in ("VBLORA", "PROMPT_TUNING", "ADALORA"):
             for kind_of_error, said, *_ in job.hear_all():
                 assert kind_of_error == "InvalidInputError"
                 assert f"saves of the adapter 'default' ({kind}) are computed of parameters" in said
