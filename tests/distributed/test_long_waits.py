@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rank_processes import Job, Line
+from rank_processes import Job, Line, outcome
 from tundish.distributed import Voter
 
 
@@ -66,3 +66,24 @@ def test_one_of_those_that_wait_says_for_whom(warn_after: float | None, tmp_path
             assert text.startswith(f"a long step has waited {seconds} s for rank 2: ")
     # Nothing of it stays in the store.
     assert [grown for _, grown in said] == [0, 0, 0]
+
+
+class Full(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError("no space left for the log")
+
+
+def wait_with_a_full_log(rank: int, line: Line) -> None:
+    logging.getLogger("tundish.distributed").addHandler(Full())
+    with Voter(timeout=60, warn_after=0.5) as voter:
+        if rank == 2:
+            time.sleep(3)
+        line.say(*outcome(lambda: voter.vote(what="a long step", timeout=60)))
+        line.say(*outcome(lambda: voter.vote(what="the next step", timeout=60)))
+
+
+def test_a_log_that_cannot_be_written_ends_no_vote(tmp_path: Path) -> None:
+    with Job(wait_with_a_full_log, 3, tmp_path) as job:
+        for _ in range(2):
+            assert job.hear_all() == [("", "", None)] * 3
+        job.expect_end()

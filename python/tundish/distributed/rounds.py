@@ -15,6 +15,7 @@ round with it, and may be held up by the store. Its invariants:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -295,12 +296,14 @@ class Protocol:
         votes = {f"{number}/vote/{rank}": rank for rank in self.member.ranks}
         missing = [votes[vote] for vote in self._store.missing(list(votes))]
         if missing:
-            _logger.warning(
-                "%s has waited %.4g s for %s: still at work, hung, or without this call, which all ranks make",
-                current.what,
-                seconds,
-                ranks_named(missing[:_MOST_NAMED], len(missing)),
-            )
+            # A log that cannot be written must not end the round.
+            with contextlib.suppress(Exception):
+                _logger.warning(
+                    "%s has waited %.4g s for %s: still at work, hung, or without this call, which all ranks make",
+                    current.what,
+                    seconds,
+                    ranks_named(missing[:_MOST_NAMED], len(missing)),
+                )
 
     def _is_in_turn(self, current: Round) -> bool:
         """Whether it is this rank's turn to conclude a round that is over."""
