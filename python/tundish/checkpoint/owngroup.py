@@ -5,8 +5,8 @@ descriptors: who saves nothing that needs the group, has none. What always holds
 a collective breaks the group off, so that the ranks that wait for it fail at once; the callers of the next save make
 a new one, as those of the first did, all together, under a name that a vote gave them, so that a rank which was
 interrupted meets the others again; nobody waits in the making for a rank that died or could not begin it, of which gloo
-would not hear before the timeout. Sockets close with the last reference to a group: nobody keeps one, nor what was
-started in it, beyond the collective.
+would not hear before the timeout, nor for one that does not answer until after it, and it is made on all ranks or none.
+Sockets close with the last reference to a group: nobody keeps one, nor what was started in it, beyond the collective.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from torch import distributed
 
 from tundish.distributed import Voter
-from tundish.distributed.groups import named_group
-from tundish.distributed.jobstore import second_client
+from tundish.distributed.groups import leave_behind, named_group
+from tundish.distributed.jobstore import SharedClients
 from tundish.distributed.rounds import crowd_of
 from tundish.distributed.verdict import Failure
 from tundish.errors import PeerFailedError
@@ -30,8 +30,16 @@ from tundish.waiting import Moment, Thread, wait_for
 _LOOK_SECONDS = 0.25
 # How long a rank that is interrupted goes on connecting: the others, if they come at all, are about to.
 _HURRIED_SECONDS = 2.0
+# How long a rank that gave up waits for what the others say of it, who hear of that when they look next.
+_PARTING_SECONDS = 3.0
 
 __all__ = ["Hurry", "OwnGroup", "came_from_others"]
+
+_WHAT = "connecting the ranks with one another"
+
+# To the job's store, for whoever makes a group: it holds up all others who come the same way, the script's own groups
+# among them, for as long as gloo waits for a rank.
+_ways = SharedClients()
 
 
 class Hurry:
@@ -61,22 +69,25 @@ class OwnGroup:
         self._ranks = ranks
         self._timeout = timeout
         self._voter = voter
-        self._resources = contextlib.ExitStack()
-        self._group: Any = None
+        # Of what follows: a thread in the background may break off the group that the callers' thread replaces.
+        # Re-entrant for a signal's handler.
+        self._lock = threading.RLock()
+        self._made: _Making | None = None
         self.generation = 0
 
     @property
     def is_absent(self) -> bool:
         """Whether there is no group on this rank: it was never made, or broken off."""
-        return self._group is None
+        return self._made is None or self._made.is_nothing
 
     @property
     def group(self) -> Any:
         """The `ProcessGroup`; raises `PeerFailedError` where there is none: this rank broke it off."""
-        if self._group is None:
+        group = None if self._made is None else self._made.group
+        if group is None:
             # Not None, which torch takes for the default group.
             raise PeerFailedError("the ranks' exchange broke off, since one of them gave up", -1)
-        return self._group
+        return group
 
     def of_generation(self, generation: int) -> Any:
         """`group`; raises `PeerFailedError`, too, where it was made anew since."""
@@ -89,24 +100,36 @@ class OwnGroup:
         """Collective: make a new group in place of the one that is there, or was. `name`: never used before.
 
         To be called in `to_its_end`: the others wait for this rank until it is made. `hurry`: ends that for
-        all where this rank is interrupted and another one does not come. Raises `PeerFailedError`, on all ranks or
-        none, where another rank let go of it, died, or could not make it.
+        all where this rank is interrupted and another one does not come. Raises, on all ranks or none, what this rank
+        could not make it with; `PeerFailedError` where another one let go of it, died, or could not make it; and
+        `VoteTimeoutError` where one did not come.
         """
         self.break_off()
         hurry = Hurry() if hurry is None else hurry
-        making = _Making(name, self._timeout, self._ranks, self._voter, hurry)
-        what = "connecting the ranks with one another"
+        making = _Making(name, self._timeout, self._ranks)
         try:
-            with self._voter.heeding(lambda: self._interruption(hurry)):
-                self._voter.vote(making.problem, what=what, timeout=self._timeout)
-            if making.is_given_up:
-                # The vote was over before what this rank gave up for came to pass.
-                raise PeerFailedError(f"{what}: one of them is gone", -1)
+            making.wait(self._voter, hurry)
+            self._agree(making, hurry)
         except BaseException:
             making.give_up()
             raise
-        self._group, self._resources = making.group, making.resources
-        self.generation += 1
+        with self._lock:
+            self._made = making
+            self.generation += 1
+
+    def _agree(self, making: _Making, hurry: Hurry) -> None:
+        """Collective: raise on all ranks where one has no group, with what it came to nothing with on any.
+
+        Twice where there is none: a rank that could not connect, as another one was gone, may not be taken for the one
+        that failed; so the first vote is for those that are to blame, and names who does not come to it.
+        """
+        parting = _PARTING_SECONDS * crowd_of(len(self._ranks))
+        left = parting if making.is_nothing else parting + making.seconds_left
+        with self._voter.heeding(lambda: self._interruption(hurry)):
+            is_nothing = self._voter.vote(making.fault, what=_WHAT, note=making.is_nothing, timeout=left)
+        if is_nothing:
+            self._voter.vote(making.consequence, what=_WHAT, timeout=parting)
+            raise PeerFailedError(f"{_WHAT}: one of them is gone", -1)
 
     def _interruption(self, hurry: Hurry) -> Failure | None:
         if not hurry.is_over():
@@ -115,71 +138,111 @@ class OwnGroup:
 
     def break_off(self, generation: int | None = None) -> None:
         """Let go of the group, or of that generation; whoever waits in it for this rank fails at once."""
-        if generation in (None, self.generation):
-            self._group = None
-            self._resources.close()
+        with self._lock:
+            if generation in (None, self.generation) and self._made is not None:
+                # In this order: where Ctrl-C interrupts it, it is done once more.
+                self._made.give_up()
+                self._made = None
 
 
 class _Making:
     """A group that is made on a thread of its own, which is left behind where it is known that it comes to nothing.
 
-    `problem`: what it came to nothing with, as far as this rank knows by itself. `is_given_up`: whether nobody wants it
-    any more. `resources`: closes the group.
+    `is_nothing`: whether there is no group. `fault`: what this rank could not make it with. `consequence`: how it heard
+    that another one kept it from that, where it is the one to tell.
     """
 
-    def __init__(self, name: str, timeout: float, ranks: tuple[int, ...], voter: Voter, hurry: Hurry) -> None:
+    def __init__(self, name: str, timeout: float, ranks: tuple[int, ...]) -> None:
         self.group: Any = None
-        self.problem: BaseException | None = None
-        self.resources = contextlib.ExitStack()
-        self._lock = threading.Lock()
-        self.is_given_up = False
+        self.fault: BaseException | None = None
+        self.consequence: BaseException | None = None
+        self._name = name
+        self._timeout = timeout
+        self._ranks = ranks
+        self._until = time.monotonic() + timeout
+        self._resources = contextlib.ExitStack()
+        # Re-entrant for a signal's handler.
+        self._lock = threading.RLock()
         self._over = Moment()
-
-        def run() -> None:
-            self._make(name, timeout, ranks)
-
+        self._is_given_up = False
+        # A client of the store and what it was made of; kept while the group is used, whose own hold on it Python does
+        # not see.
+        self._base: Any = None
+        self._way: Any = None
+        self._thread: threading.Thread = Thread(self._make, "tundish-connecting")
         try:
-            Thread(run, "tundish-connecting").start()
+            self._thread.start()
         except RuntimeError:
             # No more threads.
-            run()
-        pause = _LOOK_SECONDS * crowd_of(len(ranks))
+            self._make()
+
+    @property
+    def is_nothing(self) -> bool:
+        return self.group is None
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the time that the others are waited for."""
+        return max(0.0, self._until - time.monotonic())
+
+    def wait(self, voter: Voter, hurry: Hurry) -> None:
+        """Until it is made, or came to nothing; `voter` tells what became of the others."""
+        pause = _LOOK_SECONDS * crowd_of(len(self._ranks))
         while not wait_for(self._over.wait, pause):
-            if hurry.is_over() or voter.is_next_lost():
-                self.give_up()
-                break
+            if hurry.is_over():
+                self._come_to_nothing_with("this one was interrupted while it waited for the others")
+            elif not self.seconds_left:
+                self._come_to_nothing_with(f"not all of them came within {self._timeout:.4g} s")
+            elif not voter.is_next_lost(pause):
+                continue
+            # With what it came to nothing otherwise, another one says.
+            self.give_up()
+            return
+
+    def _come_to_nothing_with(self, why: object) -> None:
+        self.consequence = PeerFailedError(f"the ranks could not connect with one another: {why}", -1)
 
     def give_up(self) -> None:
-        """Nobody wants the group any more."""
+        """Nobody wants the group any more: close it, where it is or once it is made."""
         with self._lock:
-            self.is_given_up = True
+            self._is_given_up = True
+            self.group = None
             if self._over.has_come():
-                self.resources.close()
+                self._resources.close()
             else:
-                _left_behind.add(self)
-        self.group = None
+                # Whoever took the same way would wait until gloo gives up.
+                _ways.forget(self._base, self._way)
+                leave_behind(self._thread)
 
-    def _make(self, name: str, timeout: float, ranks: tuple[int, ...]) -> None:
-        store = None
+    def _make(self) -> None:
+        group: Any = None
         try:
-            if _left_behind:
-                # It holds up the default group's way to the store.
-                store = second_client(distributed.distributed_c10d._get_default_store())
-            self.group = self.resources.enter_context(named_group(name, timeout, ranks, store=store))
+            self._find_way()
+            made = named_group(self._name, self._timeout, self._ranks, store=self._way)
+            group = self._resources.enter_context(made)
         except BaseException as error:  # noqa: BLE001 (the others are told, and the caller raises it)
-            self.problem = error
+            _ways.forget(self._base, self._way)
             if came_from_others(error):
-                self.problem = PeerFailedError(f"the ranks could not connect with one another: {error}", -1)
+                self._come_to_nothing_with(error)
+            else:
+                self.fault = error
         with self._lock:
             self._over.come()
-            _left_behind.discard(self)
-            if self.is_given_up:
-                self.group = None
-                self.resources.close()
+            if self._is_given_up:
+                self._resources.close()
+            else:
+                self.group = group
 
-
-# Until gloo gives up.
-_left_behind: set[_Making] = set()
+    def _find_way(self) -> None:
+        if not distributed.is_initialized():
+            # Whoever makes the group says so.
+            return
+        base = distributed.distributed_c10d._get_default_store()
+        way = _ways.of(base)
+        with self._lock:
+            self._base, self._way = base, way
+            if self._is_given_up:
+                raise PeerFailedError("nobody wants the group any more", -1)
 
 
 def came_from_others(error: BaseException) -> bool:

@@ -22,7 +22,7 @@ from tundish.distributed.groups import Meeting, Membership, unused_name
 from tundish.distributed.rounds import LINGER_SECONDS, Protocol, Round, crowd_of
 from tundish.distributed.verdict import Failure, Outcome
 from tundish.errors import InvalidInputError, PeerFailedError, StoreLostError, TundishError, VoteTimeoutError
-from tundish.waiting import Thread, wait_for
+from tundish.waiting import Moment, Thread, wait_for
 
 __all__ = ["Channel"]
 
@@ -31,8 +31,18 @@ __all__ = ["Channel"]
 _ANSWER_SECONDS = 1.0
 _ANSWER_PARTS = 8
 
-# Rounds for one thread; None ends it.
-_Work = queue.SimpleQueue["tuple[Channel, Round] | None"]
+
+class _Look:
+    """At what is known of a round before it begins. `is_lost`: whether it will not go well, once that is `done`."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.is_lost = False
+        self.done = Moment()
+
+
+# Rounds, and looks at them, for one thread; None ends it.
+_Work = queue.SimpleQueue["tuple[Channel, Round | _Look] | None"]
 
 
 def _serve(rounds: _Work) -> None:
@@ -63,9 +73,9 @@ class Channel:
         self._number = 0
         self._closed = False
         self._lost: Exception | None = None
-        # Of the thread that went through the last round, and that round.
+        # Of the thread that went through the last round, or looked at one, and what it did.
         self._rounds: _Work | None = None
-        self._last: Round | None = None
+        self._last: Round | _Look | None = None
         self._one_round = threading.Lock()
         self._protocol = Protocol(member, node, f"votes/{self._name}")
         # Re-entrant: a second `close` does what Ctrl-C kept the first from.
@@ -169,17 +179,17 @@ class Channel:
         self.last_outcome = None if problem is not None else outcome
         return outcome
 
-    def is_next_lost(self) -> bool:
-        """Whether it is known already that the next round will fail. It asks the store, which may not answer."""
-        if not self._protocol_lock.acquire(blocking=False):
-            # A round that was left behind: the next one finds out.
-            return False
-        try:
-            return self._lost is not None or self._protocol.is_lost(self._number)
-        except Exception:  # noqa: BLE001 (what the store fails with, the next round says)
+    def is_next_lost(self, seconds: float) -> bool:
+        """Whether it is known already, as far as the store tells within `seconds`, that the next round fails."""
+        if self._closed:
             return True
-        finally:
-            self._protocol_lock.release()
+        with self._one_round:
+            look = self._last
+            if look is None or look.done.has_come():
+                look = _Look(self._number)
+                self._hand_over(look)
+        # What is left of a round that was left behind, the next one finds out.
+        return isinstance(look, _Look) and look.done.wait(seconds) and look.is_lost
 
     def close(self) -> None:
         """Let go of sockets, the connection and the store; never waits."""
@@ -188,8 +198,8 @@ class Channel:
             self._rounds.put(None)
         self._release_if_closed()
 
-    def _hand_over(self, current: Round) -> None:
-        """Give a round to the thread of the last one, or to another where that one was left behind."""
+    def _hand_over(self, current: Round | _Look) -> None:
+        """Give it to the thread of the last one, or to another where that one was left behind."""
         rounds = self._rounds
         if rounds is None or self._last is None or not self._last.done.has_come():
             if rounds is not None:
@@ -229,17 +239,27 @@ class Channel:
 
     # On the thread of the rounds.
 
-    def _run(self, current: Round) -> None:
+    def _run(self, current: Round | _Look) -> None:
         try:
             with self._protocol_lock:
                 if self._lost is not None:
                     raise self._lost
                 if not self._closed:
                     self._is_in_round = True
-                    self._protocol.go_through(current)
+                    self._go_through(current)
         except Exception as trouble:  # noqa: BLE001 (the caller has to hear of whatever ended the round)
-            self._lost = current.trouble = trouble
+            if isinstance(current, Round):
+                self._lost = current.trouble = trouble
+            else:
+                # With what, the next round says.
+                current.is_lost = True
         finally:
             self._is_in_round = False
             current.done.come()
             self._release_if_closed()
+
+    def _go_through(self, current: Round | _Look) -> None:
+        if isinstance(current, Round):
+            self._protocol.go_through(current)
+        else:
+            current.is_lost = self._protocol.is_lost(current.number)

@@ -27,6 +27,7 @@ __all__ = [
     "Meeting",
     "Membership",
     "Unbinding",
+    "leave_behind",
     "long_timeout_group",
     "make_group",
     "membership",
@@ -226,23 +227,38 @@ class Unbinding:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside = 0
+        # The threads that are in such a block.
+        self._inside: list[threading.Thread] = []
+        self._default_group: Any = None
         self._device: Any = None
 
     @contextlib.contextmanager
     def of(self, default_group: Any) -> Iterator[None]:
         """Such a block; what the first found, the last puts back."""
+        thread = threading.current_thread()
         with self._lock:
-            if self._inside == 0:
+            if not self._inside:
+                self._default_group = default_group
                 self._device, default_group.bound_device_id = default_group.bound_device_id, None
-            self._inside += 1
+            self._inside.append(thread)
         try:
             yield
         finally:
-            with self._lock:
-                self._inside -= 1
-                if self._inside == 0:
-                    default_group.bound_device_id = self._device
+            self.end(thread)
+
+    def end(self, thread: threading.Thread) -> None:
+        """`thread` is in such a block no more, or is left behind in it and needs it no more."""
+        with self._lock:
+            if thread in self._inside:
+                self._inside.remove(thread)
+                if not self._inside:
+                    self._default_group.bound_device_id = self._device
+                    self._default_group = None
 
 
 _unbinding = Unbinding()
+
+
+def leave_behind(thread: threading.Thread) -> None:
+    """Nobody waits any more for the group that `thread` makes: the default group is to be as it was."""
+    _unbinding.end(thread)

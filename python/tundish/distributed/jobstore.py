@@ -18,6 +18,7 @@ from typing import Any
 
 __all__ = [
     "JobStore",
+    "SharedClients",
     "distributed_module",
     "second_client",
     "start_of_job",
@@ -31,18 +32,55 @@ _ABSENT = "\x00"
 _AT_ONCE = 256
 
 
-# By the store that they were made of: the process that made a connection, and the connection as long as it is used.
-_connections: weakref.WeakKeyDictionary[Any, tuple[int, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
-_connections_lock = threading.Lock()
+class SharedClients:
+    """Second clients of stores: one of each for all who come, as long as somebody has it."""
+
+    def __init__(self) -> None:
+        # By the store that they were made of: the process that made one, and that one as long as it is used.
+        self._known: weakref.WeakKeyDictionary[Any, tuple[int, weakref.ref[Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._lock = threading.Lock()
+        # Another thread of the parent may hold it.
+        os.register_at_fork(after_in_child=self._renew_lock)
+
+    def of(self, base: Any) -> Any:
+        """This process's own client of the store that `base` is one of; whoever uses it keeps it."""
+        with self._lock:
+            client = self._standing(base)
+        if client is not None:
+            return client
+        # Without the lock: to connect to a host that is gone takes minutes, and others may have another store by then.
+        made = second_client(base)
+        with self._lock:
+            client = self._standing(base)
+            if client is None:
+                client = made
+                self._known[base] = os.getpid(), weakref.ref(client)
+        return client
+
+    def is_replaced(self, base: Any, client: Any) -> bool:
+        """Whether whoever comes next gets another one than `client`."""
+        with self._lock:
+            return self._standing(base) is not client
+
+    def forget(self, base: Any, client: Any) -> None:
+        """Let nobody else have this one."""
+        with self._lock:
+            if client is not None and self._standing(base) is client:
+                del self._known[base]
+
+    def _standing(self, base: Any) -> Any:
+        """The client that this process has by now, or None; under the lock."""
+        process, known = self._known.get(base, (0, None))
+        return None if known is None or process != os.getpid() else known()
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.Lock()
 
 
-def _renew_lock() -> None:
-    global _connections_lock
-    _connections_lock = threading.Lock()
-
-
-# Another thread of the parent may hold it.
-os.register_at_fork(after_in_child=_renew_lock)
+# For operations of which none holds up the next one.
+_connections = SharedClients()
 
 
 def distributed_module() -> Any:
@@ -87,47 +125,14 @@ def store_address(store: Any) -> tuple[str, int] | None:
     return None if server is None else (server.host, server.port)
 
 
-def _connection_to(base: Any) -> Any:
-    """This process's own connection to the TCPStore that `base` is a client of."""
-    with _connections_lock:
-        connection = _connected(base)
-    if connection is not None:
-        return connection
-    # Without the lock: to connect to a host that is gone takes minutes, and others may have another store by then.
-    made = second_client(base)
-    with _connections_lock:
-        connection = _connected(base)
-        if connection is None:
-            connection = made
-            _connections[base] = os.getpid(), weakref.ref(connection)
-    return connection
-
-
-def _connected(base: Any) -> Any:
-    """The connection that this process has by now, or None; under the lock."""
-    process, known = _connections.get(base, (0, None))
-    return None if known is None or process != os.getpid() else known()
-
-
-def _is_broken(base: Any, connection: Any) -> bool:
-    """Whether somebody found that this connection is; what holds none never is."""
-    with _connections_lock:
-        return connection is not None and _connected(base) is not connection
-
-
-def _forget(base: Any, connection: Any) -> None:
-    """Let nobody else have this connection."""
-    with _connections_lock:
-        if connection is not None and _connected(base) is connection:
-            del _connections[base]
-
-
 def second_client(base: Any) -> Any:
     """A connection of its own to the store that `base` is a client of; of a store without connections, a copy."""
     if hasattr(base, "clone"):
         return base.clone()
     # Before torch 2.8 no store could be cloned.
     server = _tcp_store(base)
+    if server is None:
+        return base
     return distributed_module().TCPStore(
         server.host, server.port, None, False, server.timeout, wait_for_workers=False
     )
@@ -148,7 +153,7 @@ class JobStore:
 
     def connect(self) -> None:
         """Open the connection, or another one where this one broke since, in whoever's hands."""
-        if self._connection is not None and not _is_broken(self._base, self._shared):
+        if self._connection is not None and not self._is_broken():
             return
         distributed = distributed_module()
         namespace = f"{self._namespace}/start-{start_of_job()}"
@@ -160,7 +165,7 @@ class JobStore:
             # apart.
             namespace = f"{namespace}/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         # Kept here, as the other holds it in C++ alone.
-        self._shared = _connection_to(self._base)
+        self._shared = _connections.of(self._base)
         self._connection = distributed.PrefixStore(namespace, self._shared)
 
     def read(self, key: str) -> str | None:
@@ -218,8 +223,12 @@ class JobStore:
             return getattr(self._connection, what)(*arguments)
         except Exception:
             # Whoever comes next is not to get one that may be broken.
-            _forget(self._base, self._shared)
+            _connections.forget(self._base, self._shared)
             raise
+
+    def _is_broken(self) -> bool:
+        """Whether somebody found that the connection is; what holds none never is."""
+        return self._shared is not None and _connections.is_replaced(self._base, self._shared)
 
     def close(self) -> None:
         """Let go of the connection and of the store."""

@@ -182,8 +182,18 @@ class Protocol:
             self._leave(current, verdict)
 
     def is_lost(self, number: int) -> bool:
-        """Whether the round of this `number`, which this rank has not begun, will fail: it did, or a member is gone."""
-        return bool(self._watch.vanished()) or self._verdict(number) is not None
+        """Whether the round of this `number`, which this rank has not begun, will not go well.
+
+        It failed, a member is gone, or one that came to it failed or notes something. Raises as `go_through`.
+        """
+        if self._watch.vanished():
+            return True
+        self._store.connect()
+        if self._verdict(number) is not None:
+            return True
+        # Not as `_count`, which would bring the key back where the round is over by now.
+        tally = Tally.of(int(self._store.read(f"{number}/arrived") or "0"))
+        return bool(tally.failed or tally.noted)
 
     def close(self) -> None:
         """Let go of sockets, the connection and the store."""

@@ -171,13 +171,14 @@ class Voter:
         outcome = None if self._channel is None else self._channel.last_outcome
         return None if outcome is None else outcome.is_noted
 
-    def is_next_lost(self) -> bool:
-        """Whether it is known before this rank votes that the next vote will fail: another rank failed, or is gone.
+    def is_next_lost(self, seconds: float) -> bool:
+        """Whether it is known before this rank votes that the next vote will not go well.
 
-        For who waits for the others in a way in which it does not hear of that. It asks the job's store, and blocks
-        while that is stopped.
+        Another rank is gone, or came to it and failed, or notes something. For who waits for the others in a way in
+        which it does not hear of that. `seconds`: how long the job's store may take to answer; what it does not answer
+        is not known.
         """
-        return self._channel is not None and self._channel.is_next_lost()
+        return self._channel is not None and self._channel.is_next_lost(seconds)
 
     @property
     def meeting(self) -> Meeting:

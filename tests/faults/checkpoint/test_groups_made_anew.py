@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rank_processes import Job, Line, outcome
+from rank_processes import LAUNCHER, RANK0, Job, Line, outcome
 from tundish.checkpoint import open_readonly, owngroup
 from tundish.distributed.voter import voter_of
 from tundish.errors import PeerFailedError
@@ -24,7 +24,7 @@ ROWS = 64
 class Saving:
     """A rank that saves tensors of which each rank has a part; the orders are its methods."""
 
-    def __init__(self, root: Path, kind: str, rank: int) -> None:
+    def __init__(self, rank: int, root: Path, kind: str, timeout: float = PATIENCE * 2) -> None:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -34,8 +34,8 @@ class Saving:
         self._rank = rank
         self._mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         self._failures: list[BaseException] = []
-        # Longer than the test: what is told in time is not told by a timeout.
-        self._checkpointer = Checkpointer(root, on_failure=self._failures.append, timeout=PATIENCE * 2)
+        # Mostly longer than the test: what is told in time is not told by a timeout.
+        self._checkpointer = Checkpointer(root, on_failure=self._failures.append, timeout=timeout)
 
     def save(self, step: int, **arguments: Any) -> Any:
         saves: list[Any] = []
@@ -105,6 +105,38 @@ class Saving:
         """A save in which this rank is stopped just before it meets the others for a group."""
         return self._while_made(lambda: os.kill(os.getpid(), signal.SIGSTOP), step, **arguments)
 
+    def come_late_while_made(self, step: int, seconds: float) -> Any:
+        """A save in which this rank comes so much later than the others to where they meet for the first group."""
+        pauses = [seconds]
+        return self._while_made(lambda: time.sleep(pauses.pop() if pauses else 0), step)
+
+    def fail_first_while_made(self, step: int) -> Any:
+        """A save in which this rank cannot make a group, while the others wait for it to connect."""
+
+        def fail() -> None:
+            time.sleep(1)
+            raise OSError(errno.EMFILE, "too many open files")
+
+        return self._while_made(fail, step)
+
+    def bind(self) -> None:
+        """Bind the default group to a device, as `init_process_group` does with device_id=."""
+        import torch
+
+        torch.distributed.group.WORLD.bound_device_id = torch.device("cuda", 0)
+
+    def is_bound(self) -> bool:
+        import torch
+
+        was_bound = torch.distributed.group.WORLD.bound_device_id is not None
+        torch.distributed.group.WORLD.bound_device_id = None
+        return was_bound
+
+    def meet_in_a_group_of_the_scripts_own(self) -> None:
+        import torch.distributed as distributed
+
+        distributed.barrier(distributed.new_group(backend="gloo"))
+
     def _while_made(self, do: Callable[[], None], step: int, **arguments: Any) -> Any:
         from tundish.distributed import groups
 
@@ -170,7 +202,7 @@ class Saving:
 
 def saving(rank: int, line: Line) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    this = Saving(*line.hear(), rank)
+    this = Saving(rank, *line.hear())
     while (order := line.hear()) is not None:
         name, arguments, named = order
         line.say(getattr(this, name)(*arguments, **named))
@@ -266,6 +298,102 @@ def test_ctrl_c_ends_the_wait_for_a_rank_that_does_not_connect(kind: str, tmp_pa
         each(job, "close")
         for rank in range(3):
             job.tell(rank)
+        job.expect_end()
+
+
+@pytest.mark.parametrize(("kind", "host"), [("hf", LAUNCHER), ("dcp", LAUNCHER), ("hf", RANK0)])
+def test_a_rank_that_stands_still_before_it_connects_is_named_in_time(
+    kind: str, host: str, tmp_path: Path
+) -> None:
+    timeout = 3.0
+    with Job(saving, 3, tmp_path, host=host) as job:
+        for rank in range(3):
+            job.tell(rank, (tmp_path / "root", kind, timeout))
+        begun = time.monotonic()
+        for rank in range(3):
+            job.tell(rank, ("stop_while_made" if rank == 0 else "save", (1,), {}))
+        for rank in (1, 2):
+            ((name, text, who),) = job.hear(rank)
+            assert (name, who) == ("VoteTimeoutError", (0,)), text
+        assert time.monotonic() - begun < 20
+        job.signal(0, signal.SIGCONT)
+        assert job.hear(0)[0][::2] == ("VoteTimeoutError", (0,))
+        for step in (2, 3):
+            assert each(job, "save", step) == [FINE] * 3
+        each(job, "close")
+        for rank in range(3):
+            job.tell(rank)
+        job.expect_end()
+
+
+def test_ctrl_c_is_heard_while_the_host_of_the_store_stands_still(tmp_path: Path) -> None:
+    with Job(saving, 2, tmp_path, host=RANK0) as job:
+        for rank in (0, 1):
+            job.tell(rank, (tmp_path / "root", "hf"))
+        for rank in (0, 1):
+            job.tell(rank, ("save" if rank else "stop_while_made", (1,), {}))
+        # It has to be at the making, which it comes to in tenths of a second.
+        time.sleep(2)
+        begun = time.monotonic()
+        job.signal(1, signal.SIGINT)
+        assert job.hear(1)[0][0] == "KeyboardInterrupt"
+        assert time.monotonic() - begun < 20
+        job.signal(0, signal.SIGCONT)
+        assert job.hear(0)[0][0] in ("PeerFailedError", "VoteTimeoutError")
+        assert each(job, "save", 2) == [FINE] * 2
+        each(job, "close")
+        for rank in (0, 1):
+            job.tell(rank)
+        job.expect_end()
+
+
+def test_a_rank_that_gave_up_just_before_the_last_one_came_leaves_nobody_waiting(tmp_path: Path) -> None:
+    with Job(saving, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, (tmp_path / "root", "dcp"))
+        assert each(job, "left") == [(0, 0)] * 3
+        begun = time.monotonic()
+        # Two seconds after Ctrl-C the first rank gives up; the last one comes while it tells the others.
+        for rank in range(3):
+            job.tell(rank, ("come_late_while_made", (1, 3.0), {}) if rank == 2 else ("save", (1,), {}))
+        time.sleep(0.5)
+        job.signal(0, signal.SIGINT)
+        assert [one[0] for (one,) in job.hear_all()] == ["KeyboardInterrupt"] + ["PeerFailedError"] * 2
+        assert time.monotonic() - begun < 20
+        assert each(job, "save", 2) == [FINE] * 3
+        each(job, "close")
+        for rank in range(3):
+            job.tell(rank)
+        job.expect_end()
+
+
+def test_a_group_that_comes_to_nothing_holds_up_nothing_of_the_scripts_own(tmp_path: Path) -> None:
+    with Job(saving, 2, tmp_path, seconds=PATIENCE * 2) as job:
+        for rank in (0, 1):
+            job.tell(rank, (tmp_path / "root", "hf"))
+        each(job, "bind")
+        for rank in (0, 1):
+            job.tell(rank, ("fail_first_while_made" if rank else "save", (1,), {}))
+        assert [one[0] for (one,) in job.hear_all()] == ["PeerFailedError", "OSError"]
+        assert each(job, "is_bound") == [True, True]
+        each(job, "meet_in_a_group_of_the_scripts_own")
+        assert each(job, "save", 2) == [FINE] * 2
+        each(job, "close")
+        for rank in (0, 1):
+            job.tell(rank)
+        job.expect_end()
+
+
+def making_late(rank: int, line: Line) -> None:
+    time.sleep(rank)
+    group = owngroup.OwnGroup((0, 1), PATIENCE, voter_of(None))
+    line.say(*outcome(lambda: group.renew("late")))
+    group.break_off()
+
+
+def test_a_group_may_be_the_first_thing_that_a_voter_is_for(tmp_path: Path) -> None:
+    with Job(making_late, 2, tmp_path) as job:
+        assert job.hear_all() == [FINE] * 2
         job.expect_end()
 
 
