@@ -5,6 +5,7 @@ Ray leaves threads and descriptors in a process that it was in, which later test
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import Any
@@ -197,6 +198,14 @@ def the_limit_holds_for_what_is_put() -> None:
         rtensor.clear_node()
         rtensor.serve(limit_bytes=1 << 20).close()
         rtensor.serve()
+
+
+def who_waits_without_end_says_so() -> None:
+    for seconds in (math.inf, 1e300):
+        handles = rtensor.remotize([torch.arange(3)], timeout=seconds)
+        assert rtensor.localize(handles, timeout=seconds)[0].tolist() == [0, 1, 2]
+        out = torch.zeros(3, dtype=torch.int64)
+        assert rtensor.localize(handles[0], out=out, timeout=seconds).tolist() == [0, 1, 2]
 
 
 def failures_of_ray_have_the_names_of_the_guide() -> None:

@@ -53,3 +53,7 @@ def test_the_limit_holds_for_what_is_put(driver: Peer) -> None:
 
 def test_failures_of_ray_have_the_names_of_the_guide(driver: Peer) -> None:
     driver.call(ray_tasks.failures_of_ray_have_the_names_of_the_guide)
+
+
+def test_who_waits_without_end_says_so(driver: Peer) -> None:
+    driver.call(ray_tasks.who_waits_without_end_says_so)

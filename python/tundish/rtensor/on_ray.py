@@ -40,6 +40,8 @@ __all__ = ["RayBackend"]
 
 # How soon a reference is let go of after its shard.
 _REAPING_SECONDS: Final = 0.2
+# Ray counts the milliseconds of a wait, in a number that has an end.
+_LONGEST_SECONDS: Final = 1e9
 # Between two looks for room.
 _TURN_SECONDS: Final = 0.02
 
@@ -201,7 +203,7 @@ class RayBackend(StoreBackend):
                 references.append(reference)
             first = wanted[0]
             try:
-                found = self._ray.get(references, timeout=timeout)
+                found = self._ray.get(references, timeout=min(timeout, _LONGEST_SECONDS))
             except self._ray.exceptions.GetTimeoutError as error:
                 raise TimedOutError(
                     f"waited in vain for shard {first.shard_id} of {first.node_addr}: the time that was given is over"
