@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -300,6 +301,10 @@ def to_its_end(work: Callable[[], None], *, hurry: Callable[[], object] | None =
 
 
 def _begin(run: Callable[[], None]) -> None:
+    if sys.is_finalizing():
+        # Of a generator that is closed as the interpreter ends: no other thread runs any more, nor does one come up.
+        run()
+        return
     try:
         Thread(run, "tundish-to-its-end").start()
     except RuntimeError:
