@@ -47,6 +47,16 @@ def test_a_worker_that_was_away_is_drained_in_the_next_step(
     assert hooked[:2] == [[handles[0].shard_id]] * 2
 
 
+def test_a_worker_that_comes_within_a_step_is_in_it(owners: list[Peer], controller: Controller) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    with Peer() as late:
+        with controller.step(claim=handles) as step:
+            controller.update([*controller.workers, Worker(late.addr, "critic", 7)])
+            assert late.call(told.current_step) == step.number
+            late.call(told.sums, handles)
+        assert entries([owners[0], late]) == [(0, 0), (0, 0)]
+
+
 def test_what_fails_twice_is_raised(owners: list[Peer], controller: Controller) -> None:
     handles = owners[0].call(told.make, 1, 10)
     with Peer() as dead:

@@ -6,16 +6,18 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
+import torch
 
 import told
 from peers import Peer
 from tundish import rtensor
 from tundish._native import ShardStore
 from tundish.errors import DrainError, ShardGoneError, TransferError
-from tundish.rtensor import Controller, steps
+from tundish.rtensor import Controller, Worker, lines, steps
 
 pytestmark = pytest.mark.usefixtures("emptied")
 
@@ -35,12 +37,36 @@ def test_what_was_kept_by_some_alone_ends_with_its_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     handles = owners[0].call(told.make, 2, 10)
+    with controller.step(claim=handles if is_claimed else None):
+        for consumer in consumers:
+            consumer.call(told.sums, handles)
+        keep_by_all_but_one(controller, handles, consumers[1], monkeypatch)
+    assert [held(one) for one in consumers] == [(0, 0)] * len(consumers)
+    assert held(owners[0]) == ((0 if is_claimed else 2), 0)
+    controller.clear_batches(handles)
+
+
+def test_what_was_kept_before_and_now_by_some_alone_ends_with_its_step(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    with controller.step(claim=handles):
+        consumers[0].call(told.sums, handles)
+        controller.keep(handles)
+    with controller.step(claim=handles):
+        keep_by_all_but_one(controller, handles, consumers[1], monkeypatch)
+    assert held(owners[0]) == held(consumers[0]) == (0, 0)
+
+
+def keep_by_all_but_one(
+    controller: Controller, handles: Any, silent_one: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask_all = controller._lines.ask_all
 
     def ask_all_but_one(requests: Any) -> list[Any]:
         wanted = list(requests)
         if wanted and wanted[0][1].path == "/keep":
-            silent = [worker.addr == consumers[1].addr for worker, _ in wanted]
+            silent = [worker.addr == silent_one.addr for worker, _ in wanted]
             assert any(silent)
             answers = iter(
                 ask_all([one for one, is_silent in zip(wanted, silent, strict=True) if not is_silent])
@@ -48,16 +74,24 @@ def test_what_was_kept_by_some_alone_ends_with_its_step(
             return [TransferError("it is silent") if is_silent else next(answers) for is_silent in silent]
         return ask_all(wanted)
 
-    with controller.step(claim=handles if is_claimed else None):
-        for consumer in consumers:
-            consumer.call(told.sums, handles)
-        with monkeypatch.context() as patch:
-            patch.setattr(controller._lines, "ask_all", ask_all_but_one)
-            with pytest.raises(DrainError, match="what to keep"):
-                controller.keep(handles)
-    assert [held(one) for one in consumers] == [(0, 0)] * len(consumers)
-    assert held(owners[0]) == ((0 if is_claimed else 2), 0)
-    controller.clear_batches(handles)
+    with monkeypatch.context() as patch:
+        patch.setattr(controller._lines, "ask_all", ask_all_but_one)
+        with pytest.raises(DrainError, match="what to keep"):
+            controller.keep(handles)
+
+
+def test_of_two_shards_of_one_name_the_one_that_is_not_kept_ends(
+    owners: list[Peer], consumers: list[Peer], controller: Controller
+) -> None:
+    kept, other = (owner.call(told.store, "rewards", 10) for owner in owners)
+    with controller.step(claim=[kept, other]):
+        consumers[0].call(told.sums, [kept, other])
+        controller.keep(kept)
+    assert [held(owner) for owner in owners] == [(1, 0), (0, 0)]
+    assert consumers[0].call(told.sums, [kept]) == [70]
+    with controller.step(claim=kept):
+        pass
+    assert held(owners[0]) == held(consumers[0]) == (0, 0)
 
 
 def claim_what_is_elsewhere(handles: Any) -> int:
@@ -202,3 +236,101 @@ def test_a_step_that_is_interrupted_as_it_begins_is_none(
     with controller.step(claim=handles[1:]):
         consumers[0].call(told.sums, handles[1:])
     assert held(owners[0]) == held(consumers[0]) == (0, 0)
+
+
+def test_what_was_kept_ends_though_the_end_of_its_step_is_interrupted(
+    owners: list[Peer], consumers: list[Peer], controller: Controller
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    calls: list[list[str]] = []
+
+    def interrupt(ids: list[str]) -> None:
+        calls.append(ids)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    controller.update([Worker("inference", "server", 0, interrupt), *controller.workers])
+    with controller.step(claim=handles):
+        consumers[0].call(told.sums, handles)
+        controller.keep(handles)
+    assert held(consumers[0]) == (0, 2)
+    with pytest.raises(KeyboardInterrupt), controller.step(claim=handles):
+        pass
+    with controller.step():
+        pass
+    assert held(owners[0]) == held(consumers[0]) == (0, 0)
+
+
+def unclaimed(process: Peer) -> int:
+    return int(process.call(told.stats)[0]["unclaimed_entries"])
+
+
+@pytest.mark.parametrize("moment", ["as it is given up", "as the controller is closed"])
+def test_claims_are_given_up_though_that_is_interrupted(
+    moment: str, owners: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    gone = rtensor.RTensor(
+        rtensor.TensorShardInfo("nobody.has.this", owners[0].addr), torch.empty(1, device="meta")
+    )
+    close = lines._Line.close
+
+    def interrupted(line: Any) -> None:
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGINT)
+        close(line)
+
+    def fail() -> None:
+        monkeypatch.setattr(lines._Line, "close", interrupted)
+        if moment == "as it is given up":
+            controller.step(claim=[*handles, gone]).__enter__()
+        else:
+            controller.close()
+
+    step = controller.step(claim=handles)
+    if moment == "as the controller is closed":
+        step.__enter__()
+        assert unclaimed(owners[0]) == 0
+    # Its traceback holds whatever is not closed.
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fail()
+    deadline = time.monotonic() + 10
+    while unclaimed(owners[0]) < 2:
+        assert time.monotonic() < deadline, "the claims stay"
+        time.sleep(0.01)
+    del caught, step
+
+
+def test_a_step_that_outlives_its_controller_ends_and_leaves_no_other_one(
+    owners: list[Peer], consumers: list[Peer], controller: Controller
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    with controller.step(claim=handles):
+        consumers[0].call(told.sums, handles)
+        controller.close()
+    assert held(owners[0]) == held(consumers[0]) == (0, 0)
+    deadline = time.monotonic() + 10
+    while owners[0].call(told.current_step) is not None:
+        assert time.monotonic() < deadline, "the next step of a closed controller has begun"
+        time.sleep(0.01)
+
+
+def test_what_an_interrupted_beginning_left_is_given_up_by_the_next_step(
+    owners: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(controller._lines, "made", interrupted)
+    monkeypatch.setattr(controller, "_give_up_what_began", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        controller.step(claim=handles).__enter__()
+    with controller.step():
+        pass
+    assert unclaimed(owners[0]) == 2
+    with controller.step(claim=handles):
+        pass
+    assert held(owners[0]) == (0, 0)

@@ -14,8 +14,8 @@ import contextlib
 import json
 import os
 import secrets
+import sys
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
@@ -33,11 +33,13 @@ from tundish.rtensor.answers import (
     total,
 )
 from tundish.rtensor.checks import check_claim_of_handles, check_seconds, check_token
-from tundish.rtensor.errands import Errand, Errands
+from tundish.rtensor.errands import Errands
 from tundish.rtensor.handle import RTensor, collect_shards, flatten_shard_ids, handles_of
 from tundish.rtensor.hooks import Hooks
+from tundish.rtensor.keeping import Keeping
 from tundish.rtensor.lines import Lines, Request, StepTakenError, Worker, worker_of
 from tundish.rtensor.process import state
+from tundish.rtensor.stages import Begun, Ending
 from tundish.rtensor.steps import Step, ranks_of
 from tundish.waiting import to_its_end
 
@@ -68,31 +70,6 @@ class Drained(NamedTuple):
     left: dict[Worker, int]
 
 
-class _Begun(NamedTuple):
-    """A step that has begun."""
-
-    number: int
-    handles: list[RTensor]
-    # By owner, the shards that are claimed, and the line on which they are.
-    owners: dict[str, list[str]]
-    lines: dict[str, int | None]
-
-
-class _Ending(NamedTuple):
-    """What is to be done at the end of a step."""
-
-    # By owner, what the step claimed and did not keep.
-    drained: dict[str, list[str]]
-    here: list[int]
-    contested: list[Errand]
-    consumers: list[Errand]
-    owners: list[Errand]
-    # For owners that have given up their claims.
-    removals: list[Errand]
-    # For all, of what some were told to keep, and not every one.
-    half_kept: list[Errand]
-
-
 class Controller:
     """Drains `workers`, which are all processes that store or fetch. A context manager.
 
@@ -117,19 +94,13 @@ class Controller:
         self._lock = threading.RLock()
         # By which this process knows the steps of this controller.
         self._claimant = secrets.randbits(63)
-        # What is not to end with the current step; and what did not end with one before, by which it is not dropped.
-        self._kept: set[str] = set()
-        self._carried: set[str] = set()
-        # Whether one that went before this controller had something kept, which ends when it is claimed here.
-        self._has_inherited = False
-        # Entries that are kept, by address: of one shard several, where rows were fetched.
-        self._kept_entries: Counter[str] = Counter()
-        # What some workers keep and others do not, since `keep` failed: it ends with the current step after all.
-        self._half_kept: set[str] = set()
+        self._keeping = Keeping()
         # By which connections the current step was begun.
         self._begun_by: dict[str, int | None] = {}
         self._number: int | None = None
         self._current: int | None = None
+        # Whether one has begun in part.
+        self._is_beginning = False
         # The step that has begun already, for what is fetched before it is entered; and those that were to be that, but
         # for workers where the number is another controller's: they end with the current one where they began.
         self._ahead: int | None = None
@@ -170,7 +141,13 @@ class Controller:
             seen[worker.addr] = worker
         self._lines.forget_all_but(seen.keys())
         self._errands.let_go_of_all_but(seen.keys())
+        new = [one for one in given if one.addr not in self._by_address and one.drain is None]
         self._workers, self._by_address = tuple(given), seen
+        if self._current is not None and new:
+            # What they fetch ends with the step that is under way; who does not answer is drained in the next one.
+            begin = Request("POST", f"/epoch/{self._current}/begin")
+            self._errands.ask((worker, begin) for worker in new)
+            self._begun_by |= {worker.addr: self._lines.made(worker.addr) for worker in new}
 
     def clear_batches(self, *targets: Any) -> Drained:
         """Drain all shards that handles in `targets` lead to: from every buffer, then from their owners.
@@ -195,8 +172,7 @@ class Controller:
             ShardStore.clear_buffer(ids)
             dropped = self._errands.carry_out(drops)
             removed = self._errands.carry_out(removals)
-            self._carried.difference_update(ids)
-            self._kept.difference_update(ids)
+            self._keeping.let_go(by_owner)
             for handle in handles:
                 handle.forget()
             return Drained(
@@ -223,8 +199,8 @@ class Controller:
         self._check_open()
         check_claim_of_handles(claim, "step")
         handles = handles_of(claim)
-        begun: list[_Begun] = []
-        noted: list[_Ending] = []
+        begun: list[Begun] = []
+        noted: list[Ending] = []
 
         def finish() -> None:
             self._finish(begun, noted)
@@ -244,10 +220,12 @@ class Controller:
                 self._errands.hurried(finish)
             raise
 
-    def _finish(self, begun: list[_Begun], noted: list[_Ending]) -> None:
+    def _finish(self, begun: list[Begun], noted: list[Ending]) -> None:
         """End a step that has begun, and begin the next one; `noted` gets what the end comes to."""
-        if not begun or os.getpid() != self._process:
-            return  # In a child made by `fork`, whose parent's the step is.
+        if not begun or os.getpid() != self._process or sys.is_finalizing():
+            # In a child made by `fork` the step is the parent's. And as the interpreter ends there is no thread left
+            # that could tell workers: they find out.
+            return
         (step,) = begun
         with self._lock:
             try:
@@ -260,6 +238,9 @@ class Controller:
                     self._errands.hurried(lambda: self._end(step, noted[0]))
                 raise
             self._end(step, noted[0])
+            if self._is_closed:
+                # Within the step, for whose end lines were made again.
+                self.close()
         ended = {one for ids in noted[0].drained.values() for one in ids}
         for handle in step.handles:
             if handle.shard_id in ended:
@@ -273,15 +254,14 @@ class Controller:
         self._check_open()
         check_claim_of_handles(obj, "keep")
         ids = flatten_shard_ids(obj)
-        self._half_kept.update(ids)
+        self._keeping.begin(ids)
         kept = ShardStore.keep(ids)
         answers = self._errands.tell(
             (worker, Request("POST", "/keep", {"shard_ids": ids}), ids) for worker in self._serving()
         )
-        self._kept_entries.update(by_address(answers, "kept_count"))
+        self._keeping.note(by_address(answers, "kept_count"))
         refuse("could not be told what to keep", answers)
-        self._kept.update(ids)
-        self._half_kept.difference_update(ids)
+        self._keeping.succeed(collect_shards(obj))
         return kept + total(answers, "kept_count")
 
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
@@ -292,10 +272,18 @@ class Controller:
     def close(self) -> None:
         """Let go of the workers. Done twice is done once."""
         self._is_closed = True
-        self._lines.close()
-        # As the workers do, which find the end of their lines.
-        ShardStore.give_up(self._claimant)
         self._ahead = None
+        if sys.is_finalizing():
+            # The lines end with the process.
+            return
+
+        def let_go() -> None:
+            self._lines.close()
+            # As the workers do, which find the end of their lines.
+            ShardStore.give_up(self._claimant)
+
+        # Ctrl-C leaves no line open, on which a worker would hold what was claimed.
+        to_its_end(let_go)
 
     def __enter__(self) -> Self:
         return self
@@ -308,7 +296,7 @@ class Controller:
             # One that went before this controller has counted too.
             told = [*self.stats().values(), json.loads(ShardStore.stats())]
             self._number = last_number(told)
-            self._has_inherited |= any(map(has_kept, told))
+            self._keeping.has_inherited |= any(map(has_kept, told))
         # Two that ask at the same time do not meet again.
         self._number += 1 + (secrets.randbelow(_NUMBERS) if is_contested else 0)
         return self._number
@@ -335,13 +323,17 @@ class Controller:
                 answers[_HERE] = StepTakenError(str(error))
         return answers | self._errands.ask((worker, begin) for worker in self._serving())
 
-    def _begin(self, handles: list[RTensor], noted: list[_Begun]) -> None:
+    def _begin(self, handles: list[RTensor], noted: list[Begun]) -> None:
         """Have every worker begin the next step, and the owners claim; `noted` gets it."""
         owners = collect_shards(handles)
         if self._current is not None:
             raise InvalidInputError(f"this controller is in step {self._current}: end that one first")
+        if self._is_beginning:
+            # Of the step before, and who was to give that up was interrupted.
+            self._give_up_what_began()
         self._errands.catch_up()
         number = self._next_number() if self._ahead is None else self._ahead
+        self._is_beginning = True
         try:
             begun = self._begin_everywhere(number)
             for _ in range(_TRIES):
@@ -366,26 +358,37 @@ class Controller:
             made = self._lines.made
             self._begun_by = {one.addr: made(one.addr) for one in self._serving()}
             self._current = number
-            noted.append(_Begun(number, handles, owners, {owner: made(owner) for owner in owners}))
+            noted.append(Begun(number, handles, owners, {owner: made(owner) for owner in owners}))
+            self._is_beginning = False
         except BaseException:
             noted.clear()
-            self._current = None
-            # Without a line to it a worker gives up what was claimed: the shards are as they were.
-            self._lines.forget([worker.addr for worker in self._workers] + list(owners))
-            self._contested = []
-            ShardStore.give_up(self._claimant)
+            self._give_up_what_began()
             raise
         finally:
             self._ahead = None
 
-    def _note_end(self, step: _Begun) -> _Ending:
+    def _give_up_what_began(self) -> None:
+        """Of a step that did not begin everywhere, or did not claim all."""
+        self._current = None
+        self._contested = []
+
+        def give_up() -> None:
+            # Without a line to it a worker gives up what was claimed: the shards are as they were.
+            self._lines.forget_all_but(set())
+            ShardStore.give_up(self._claimant)
+
+        to_its_end(give_up)
+        self._is_beginning = False
+
+    def _note_end(self, step: Begun) -> Ending:
         """What the end of the step comes to, noted before any of it is done."""
-        self._carried |= self._kept
-        drained = {owner: [one for one in ids if one not in self._kept] for owner, ids in step.owners.items()}
+        drained = self._keeping.ending(step.owners)
         claims = [one for ids in drained.values() for one in ids]
         end = Request("POST", f"/epoch/{step.number}/end")
         note = self._errands.note
-        ending = _Ending(
+        half, carried = self._keeping.end_step(drained)
+        halves = {owner: [one for one in ids if one in half] for owner, ids in drained.items()}
+        ending = Ending(
             drained,
             [contested for contested, workers in self._contested if _HERE in workers] + [step.number],
             note(
@@ -397,25 +400,19 @@ class Controller:
             note((worker, end, claims) for worker in self._workers if worker.addr not in drained),
             note((self._worker_at(owner), end, claims) for owner in drained),
             note(self._removals(drained)),
-            note(self._drops_of_half_kept(drained)),
+            note(self._drops(sorted(half))) + note(self._removals(halves)),
+            note(self._drops(carried)),
         )
-        self._kept.clear()
-        self._half_kept.clear()
         self._contested = []
         self._current = None
         return ending
 
-    def _drops_of_half_kept(
-        self, drained: dict[str, list[str]]
-    ) -> Iterator[tuple[Worker, Request, list[str]]]:
-        half = self._half_kept - self._carried
-        if half:
-            drop = Request("DELETE", "/buffer/clear", {"shard_ids": sorted(half)})
-            yield from ((worker, drop, sorted(half)) for worker in self._serving())
-            claimed = {owner: [one for one in ids if one in half] for owner, ids in drained.items()}
-            yield from self._removals({owner: ids for owner, ids in claimed.items() if ids})
+    def _drops(self, ids: list[str]) -> Iterator[tuple[Worker, Request, list[str]]]:
+        if ids:
+            drop = Request("DELETE", "/buffer/clear", {"shard_ids": ids})
+            yield from ((worker, drop, ids) for worker in self._serving())
 
-    def _end(self, step: _Begun, ending: _Ending) -> None:
+    def _end(self, step: Begun, ending: Ending) -> None:
         """Drain the step everywhere, consumers first."""
         claims = [one for ids in ending.drained.values() for one in ids]
 
@@ -441,13 +438,9 @@ class Controller:
         self._errands.forget(set(removals).difference(lost))
         self._errands.carry_out(lost)
         self._errands.carry_out_in_turn(ending.half_kept)
-        carried = [one for one in claims if self._has_inherited or one in self._carried]
+        drops = self._errands.carry_out(ending.carried)
+        self._keeping.dropped(by_address(drops, "cleared_count"))
         self._drop_what_is_of_no_step()
-        if carried:
-            drop = Request("DELETE", "/buffer/clear", {"shard_ids": carried})
-            drops = self._errands.tell((worker, drop, carried) for worker in self._serving())
-            self._kept_entries.subtract(by_address(drops, "cleared_count"))
-            self._carried.difference_update(carried)
         self._look_at_buffers(is_step_over=True)
 
     def _drop_what_is_of_no_step(self) -> None:
@@ -455,19 +448,16 @@ class Controller:
         flush = Request("DELETE", "/buffer/clear", {"shard_ids": None})
         made, begun_by = self._lines.made, self._begun_by
         lost = [one for one in self._serving() if made(one.addr) != begun_by.get(one.addr, made(one.addr))]
-        if lost and not self._carried:
+        if lost and not self._keeping.carries():
             self._errands.ask((worker, flush) for worker in lost)
 
     def _look_at_buffers(self, *, is_step_over: bool) -> dict[Worker, int]:
         """Warn of what is left in any buffer; by worker."""
         left: dict[Worker, int] = {}
         answers = self._errands.ask((worker, Request("GET", "/buffer/stats")) for worker in self._serving())
-        # What was carried over is there on purpose.
-        shards = len(self._carried | self._kept)
-        if not shards:
-            self._kept_entries.clear()
         for worker, answer in answers.items():
-            expected = max(shards, self._kept_entries[worker.addr])
+            # What was carried over is there on purpose.
+            expected = self._keeping.expected(worker.addr)
             entries = look_at_buffer(worker, answer, is_step_over=is_step_over, expected=expected)
             if entries:
                 left[worker] = entries
@@ -487,7 +477,7 @@ class Controller:
     def _removals(self, owners: dict[str, list[str]]) -> Iterator[tuple[Worker, Request, list[str]]]:
         for owner, ids in owners.items():
             worker = self._worker_at(owner)
-            if worker.drain is None:
+            if ids and worker.drain is None:
                 yield worker, Request("DELETE", "/data/clear", {"shard_ids": ids}), ids
 
     def _worker_at(self, addr: str) -> Worker:

@@ -22,6 +22,7 @@ from tundish.errors import InvalidTypeError, NotAuthorizedError, TransferError
 from tundish.rtensor.checks import split_address
 from tundish.rtensor.crew import Crew, Round
 from tundish.rtensor.exchange import Connection
+from tundish.waiting import to_its_end
 
 __all__ = ["Lines", "Request", "StepTakenError", "Worker", "worker_of"]
 
@@ -124,11 +125,17 @@ class Lines:
 
     def forget(self, addresses: Iterable[str]) -> None:
         """Close the lines to these addresses; what is asked on one of them fails."""
-        with self._lock:
-            gone = [self._lines.pop(one, None) for one in list(addresses)]
-        for line in gone:
-            if line is not None:
-                line.close()
+        wanted = list(addresses)
+
+        def close() -> None:
+            with self._lock:
+                gone = [self._lines.pop(one, None) for one in wanted]
+            for line in gone:
+                if line is not None:
+                    line.close()
+
+        # Whom nobody knows any more nobody closes.
+        to_its_end(close)
 
     def forget_all_but(self, addresses: Set[str]) -> None:
         """Close the lines to all other addresses."""

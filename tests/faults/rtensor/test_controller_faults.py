@@ -372,3 +372,41 @@ def test_consumers_are_told_before_owners_when_tried_again_too() -> None:
         is_well.set()
         controller.clear_batches(handle)
     assert told_at_last[:2] == ["consumer", "owner"]
+
+
+SUSPENDED = """
+import sys
+from tundish import rtensor
+
+def batches():
+    handles = rtensor.loads(bytes.fromhex(sys.argv[3]))
+    if sys.argv[1] == "alone":
+        with rtensor.step():
+            yield rtensor.localize(handles)
+    else:
+        workers = [rtensor.Worker(addr) for addr in sys.argv[2].split()]
+        with rtensor.Controller(workers) as controller, controller.step(claim=handles):
+            yield rtensor.localize(handles)
+
+def train():
+    # The error's traceback keeps it, suspended in its step, until the interpreter ends.
+    iterator = batches()
+    for batch in iterator:
+        raise ZeroDivisionError("of the training")
+
+train()
+"""
+
+
+@pytest.mark.parametrize("kind", ["alone", "controller"])
+def test_a_job_that_fails_ends_though_a_generator_is_still_in_a_step(
+    kind: str, peers: tuple[Peer, Peer]
+) -> None:
+    owner, _ = peers
+    handles = owner.call(told.make, 2, 10)
+    addresses = " ".join(peer.addr for peer in peers)
+    arguments = [sys.executable, "-c", SUSPENDED, kind, addresses, rtensor.dumps(handles).hex()]
+    job = subprocess.run(arguments, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert job.returncode == 1
+    assert "ZeroDivisionError: of the training" in job.stderr
+    until(lambda: owner.call(told.stats)[0]["unclaimed_entries"] == 2, "its claims stay")
