@@ -88,6 +88,12 @@ def test_containers_in_which_no_handle_is_found_are_refused() -> None:
             for found_in in (batch.values(), batch.items(), iter(batch.values()), set(batch.values())):
                 with pytest.raises(InvalidTypeError, match=r"and not in a .*: give list"):
                     call(found_in)
+            for nested in (batch.values(), batch.items(), frozenset(batch.values())):
+                with pytest.raises(InvalidTypeError, match=r"and not in a .*: give list"):
+                    call({"tags": {"a", "b"}, "handles": [nested]})
+        assert localize({"tags": {"a"}, "handle": batch["a"]})["tags"] == {"a"}
+        with pytest.raises(InvalidTypeError, match=r"and not in a set: give list"):
+            localize([set(batch.values())])
         assert controller.clear_batches(list(batch.values())).shards == 2
 
 

@@ -65,9 +65,25 @@ def restore(data: bytes, ref: Any) -> RTensor:
     return handle if ref is None else handle.with_ref(ref)
 
 
+# In these a tree finds nothing; iterators, which may hold handles as well, are not to be used up.
+_CLOSED: tuple[type[Any], ...] = (set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
+
+
 def handles_of(obj: Any) -> list[RTensor]:
-    """The handles in a nested structure, as often as they are named."""
-    return parts_of(RTensor, obj)
+    """The handles in a nested structure, as often as they are named.
+
+    Raises `InvalidTypeError` for handles in a set or a view of a dict, which would be passed over without a word.
+    """
+    found = parts_of((RTensor, *_CLOSED), obj)
+    handles = [part for part in found if isinstance(part, RTensor)]
+    if len(handles) < len(found):
+        for part in found:
+            if isinstance(part, _CLOSED) and handles_of(list(part)):
+                raise InvalidTypeError(
+                    f"handles are found in dicts, lists and tuples, and not in a {type(part).__qualname__}: give "
+                    "list(…) of it"
+                )
+    return handles
 
 
 def flatten_shard_ids(obj: Any) -> list[str]:

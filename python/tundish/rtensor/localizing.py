@@ -42,6 +42,7 @@ def localize(
     caller's to write to: whoever is next sees nothing of that. Handles that are equal become one tensor.
 
     Raises:
+        InvalidTypeError: handles are in a set or a view of a dict, in which none is found.
         ShardGoneError: a shard was removed, or drained with its step, or the step ended meanwhile.
         TransferError: an owner does not answer, or sent what is damaged; the message has its address.
         NotAuthorizedError: an owner wants a token; see `serve`.
