@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from adapted import take_any_peft
 from tundish.checkpoint import open_readonly
 from tundish.errors import (
     CorruptCheckpointError,
@@ -370,6 +371,7 @@ def test_a_trainer_whose_own_saves_come_first_is_refused() -> None:
 
 def adapted(kind: str, seed: int = 0) -> Any:
     """A model with the adapters "default" and "other", of which the latter is active and trained."""
+    take_any_peft()
     with warnings.catch_warnings():
         # peft asks transformers what that warns of.
         warnings.simplefilter("ignore")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import warnings
 from collections.abc import Collection
@@ -16,11 +17,17 @@ from hf_worlds import whole
 TWO = "two"
 
 
+def take_any_peft() -> None:
+    """transformers may ask for a version of peft that is not out yet, though it works with the one that is there."""
+    importlib.import_module("transformers.integrations.peft").MIN_PEFT_VERSION = "0"
+
+
 def adapted(kind: str) -> Any:
     """The same model on every rank, not spread yet, its adapters no longer as they began.
 
     TWO: an adapter "default" with modules of its own beside it, and one "other"; else of the type `kind` of peft.
     """
+    take_any_peft()
     with warnings.catch_warnings():
         # peft asks transformers what that warns of.
         warnings.simplefilter("ignore")

@@ -17,13 +17,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from adapted import TWO, adapted, assert_same_adapters, files
+from adapted import TWO, adapted, assert_same_adapters, files, take_any_peft
 from exporting import bits, export
 from hf_worlds import SMALL
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.hf.plan import plan_hf
 from tundish.errors import CorruptCheckpointError, InvalidInputError, InvalidTypeError
 
+take_any_peft()
 with warnings.catch_warnings():
     # peft asks transformers what that warns of.
     warnings.simplefilter("ignore")
