@@ -227,11 +227,14 @@ class _Making:
             else:
                 self.fault = error
         with self._lock:
-            self._over.come()
-            if self._is_given_up:
-                self._resources.close()
-            else:
-                self.group = group
+            try:
+                if self._is_given_up:
+                    self._resources.close()
+                else:
+                    self.group = group
+            finally:
+                # Last: who waits for it looks at the group next, without the lock.
+                self._over.come()
 
     def _find_way(self) -> None:
         if not distributed.is_initialized():

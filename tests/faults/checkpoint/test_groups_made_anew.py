@@ -16,6 +16,7 @@ from rank_processes import LAUNCHER, RANK0, Job, Line, outcome
 from tundish.checkpoint import open_readonly, owngroup
 from tundish.distributed.voter import voter_of
 from tundish.errors import PeerFailedError
+from tundish.waiting import Moment
 
 PATIENCE = 60.0
 ROWS = 64
@@ -393,6 +394,27 @@ def making_late(rank: int, line: Line) -> None:
 
 def test_a_group_may_be_the_first_thing_that_a_voter_is_for(tmp_path: Path) -> None:
     with Job(making_late, 2, tmp_path) as job:
+        assert job.hear_all() == [FINE] * 2
+        job.expect_end()
+
+
+class _Overtaken(Moment):
+    """Whoever comes to it is overtaken by those that waited for it, as on a machine with much to do."""
+
+    def come(self) -> None:
+        super().come()
+        time.sleep(0.2)
+
+
+def making_while_overtaken(rank: int, line: Line) -> None:
+    owngroup.Moment = _Overtaken
+    group = owngroup.OwnGroup((0, 1), PATIENCE, voter_of(None))
+    line.say(*outcome(lambda: group.renew("overtaken")))
+    group.break_off()
+
+
+def test_a_group_is_there_for_whoever_hears_first_that_it_is_made(tmp_path: Path) -> None:
+    with Job(making_while_overtaken, 2, tmp_path) as job:
         assert job.hear_all() == [FINE] * 2
         job.expect_end()
 
