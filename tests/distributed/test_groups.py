@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import types
 from datetime import timedelta
@@ -13,7 +14,7 @@ import pytest
 from rank_processes import Job, Line, outcome
 from tundish.distributed import long_timeout_group, vote
 from tundish.distributed.groups import Unbinding
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError
 
 
 def groups(rank: int, line: Line) -> None:
@@ -139,4 +140,17 @@ def test_groups_made_on_two_threads_at_once_leave_the_default_one_bound() -> Non
     first.__exit__(None, None, None)
     assert default.bound_device_id is None
     second.__exit__(None, None, None)
+    assert default.bound_device_id == "cuda:1"
+
+
+def test_the_default_group_stays_bound_whenever_the_thread_that_makes_another_is_left_behind() -> None:
+    unbinding, default = Unbinding(), types.SimpleNamespace(bound_device_id="cuda:1")
+    thread = threading.current_thread()
+    block = unbinding.of(default)
+    block.__enter__()
+    unbinding.leave(thread)
+    assert default.bound_device_id == "cuda:1"
+    block.__exit__(None, None, None)
+    with pytest.raises(PeerFailedError, match="nobody wants"), unbinding.of(default):
+        pass
     assert default.bound_device_id == "cuda:1"

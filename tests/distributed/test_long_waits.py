@@ -10,6 +10,7 @@ import pytest
 
 from rank_processes import Job, Line, outcome
 from tundish.distributed import Voter
+from tundish.distributed.rounds import Protocol
 
 
 class Kept(logging.Handler):
@@ -86,4 +87,28 @@ def test_a_log_that_cannot_be_written_ends_no_vote(tmp_path: Path) -> None:
     with Job(wait_with_a_full_log, 3, tmp_path) as job:
         for _ in range(2):
             assert job.hear_all() == [("", "", None)] * 3
+        job.expect_end()
+
+
+def look_at_a_slow_store(rank: int, line: Line) -> None:
+    with Voter(timeout=30) as voter:
+        if rank == 0:
+            line.say(*outcome(lambda: voter.vote(ValueError("mine"), what="a step")))
+            return
+        is_lost = Protocol.is_lost
+        Protocol.is_lost = lambda self, number: (time.sleep(0.3), is_lost(self, number))[1]
+        found = []
+        for _ in range(3):
+            found.append(voter.is_next_lost(0.05))
+            time.sleep(0.5)
+        line.say(found)
+        line.say(*outcome(lambda: voter.vote(what="a step")))
+
+
+def test_what_a_slow_store_tells_between_two_looks_is_heard(tmp_path: Path) -> None:
+    with Job(look_at_a_slow_store, 2, tmp_path) as job:
+        (found,) = job.hear(1)
+        assert not found[0] and found[-1], found
+        for kind, text, *_ in job.hear_all():
+            assert kind and "mine" in text
         job.expect_end()

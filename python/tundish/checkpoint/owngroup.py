@@ -78,12 +78,14 @@ class OwnGroup:
     @property
     def is_absent(self) -> bool:
         """Whether there is no group on this rank: it was never made, or broken off."""
-        return self._made is None or self._made.is_nothing
+        made = self._made
+        return made is None or made.is_nothing
 
     @property
     def group(self) -> Any:
         """The `ProcessGroup`; raises `PeerFailedError` where there is none: this rank broke it off."""
-        group = None if self._made is None else self._made.group
+        made = self._made
+        group = None if made is None else made.group
         if group is None:
             # Not None, which torch takes for the default group.
             raise PeerFailedError("the ranks' exchange broke off, since one of them gave up", -1)

@@ -185,7 +185,9 @@ class Channel:
             return True
         with self._one_round:
             look = self._last
-            if look is None or look.done.has_come():
+            # What came of a look that took longer than it was waited for counts, too.
+            is_told = isinstance(look, _Look) and look.number == self._number and look.is_lost
+            if look is None or (look.done.has_come() and not is_told):
                 look = _Look(self._number)
                 self._hand_over(look)
         # What is left of a round that was left behind, the next one finds out.

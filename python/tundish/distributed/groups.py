@@ -15,13 +15,14 @@ import math
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 from tundish.distributed.jobstore import distributed_module, start_of_job
-from tundish.errors import InvalidInputError, InvalidTypeError, listed
+from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError, listed
 
 __all__ = [
     "Meeting",
@@ -229,14 +230,21 @@ class Unbinding:
         self._lock = threading.Lock()
         # The threads that are in such a block.
         self._inside: list[threading.Thread] = []
+        # Those that were left behind.
+        self._left: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._default_group: Any = None
         self._device: Any = None
 
     @contextlib.contextmanager
     def of(self, default_group: Any) -> Iterator[None]:
-        """Such a block; what the first found, the last puts back."""
+        """Such a block; what the first found, the last puts back.
+
+        Raises `PeerFailedError` on a thread that was left behind.
+        """
         thread = threading.current_thread()
         with self._lock:
+            if thread in self._left:
+                raise PeerFailedError("nobody wants the group any more", -1)
             if not self._inside:
                 self._default_group = default_group
                 self._device, default_group.bound_device_id = default_group.bound_device_id, None
@@ -247,13 +255,22 @@ class Unbinding:
             self.end(thread)
 
     def end(self, thread: threading.Thread) -> None:
-        """`thread` is in such a block no more, or is left behind in it and needs it no more."""
+        """`thread` is in such a block no more."""
         with self._lock:
-            if thread in self._inside:
-                self._inside.remove(thread)
-                if not self._inside:
-                    self._default_group.bound_device_id = self._device
-                    self._default_group = None
+            self._end(thread)
+
+    def leave(self, thread: threading.Thread) -> None:
+        """`thread` is left behind, in such a block or on its way to one."""
+        with self._lock:
+            self._left.add(thread)
+            self._end(thread)
+
+    def _end(self, thread: threading.Thread) -> None:
+        if thread in self._inside:
+            self._inside.remove(thread)
+            if not self._inside:
+                self._default_group.bound_device_id = self._device
+                self._default_group = None
 
 
 _unbinding = Unbinding()
@@ -261,4 +278,4 @@ _unbinding = Unbinding()
 
 def leave_behind(thread: threading.Thread) -> None:
     """Nobody waits any more for the group that `thread` makes: the default group is to be as it was."""
-    _unbinding.end(thread)
+    _unbinding.leave(thread)

@@ -295,8 +295,10 @@ class Controller:
         if self._number is None or is_contested:
             # One that went before this controller has counted too.
             told = [*self.stats().values(), json.loads(ShardStore.stats())]
+            if self._number is None:
+                # Later, what is kept is this controller's own.
+                self._keeping.has_inherited = any(map(has_kept, told))
             self._number = last_number(told)
-            self._keeping.has_inherited |= any(map(has_kept, told))
         # Two that ask at the same time do not meet again.
         self._number += 1 + (secrets.randbelow(_NUMBERS) if is_contested else 0)
         return self._number

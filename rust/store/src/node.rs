@@ -287,8 +287,8 @@ impl Node {
         if segment.is_used() && total >= WORTH_A_LOOK {
             segment.populate(segment.capacity());
             let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MOST_THREADS));
-            // SAFETY: who made the sources says so; the offsets lie within the segment, which nobody else has, and it is
-            // nobody's source.
+            // SAFETY: who made the sources says so; the offsets lie within the segment, which nobody else has, and it
+            // is nobody's source.
             return unsafe { self.handover.copy(&copies, threads, |_| look()) };
         }
         let mut go_on = || {

@@ -17,25 +17,24 @@ use super::copying::{self, Copy};
 /// Bytes. Of more no cache would have all until it is read.
 const LARGE: usize = 8 << 20;
 
-/// Copies until the way that was not taken is tried again.
+/// Copies until the way that was not taken is tried again; in the beginning, when memory is fresh and takes several
+/// times as long, fewer.
 const TRIED_EVERY: u32 = 64;
+
+/// What is left of a rate after a copy that was slower, one part in so many less: somebody else may have had the
+/// processor, or the memory was fresh, so that one copy says little.
+const FORGOTTEN: u32 = 8;
 
 /// How much slower copies through the caches have to be: the reader's time, which is not seen, is less after them.
 const MUCH_SLOWER: u32 = 3;
 
 /// The ways to one kind of readers.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Handover {
-    /// Bytes a microsecond, of the last copy of each way.
+    /// Bytes a microsecond, of the fastest of the last copies of each way; 0 where there was none.
     through: AtomicU32,
     past: AtomicU32,
     copies: AtomicU32,
-}
-
-impl Default for Handover {
-    fn default() -> Self {
-        Handover { through: AtomicU32::new(u32::MAX), past: AtomicU32::new(0), copies: AtomicU32::new(0) }
-    }
 }
 
 impl Handover {
@@ -71,16 +70,18 @@ impl Handover {
 
     /// Whether the next copy is to go past the caches.
     fn is_past(&self) -> bool {
-        let is_better =
-            self.through.load(Ordering::Relaxed).saturating_mul(MUCH_SLOWER) < self.past.load(Ordering::Relaxed);
-        let is_trial = self.copies.fetch_add(1, Ordering::Relaxed) % TRIED_EVERY == 1;
+        let (through, past) = (self.through.load(Ordering::Relaxed), self.past.load(Ordering::Relaxed));
+        let is_better = through > 0 && through.saturating_mul(MUCH_SLOWER) < past;
+        let number = self.copies.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
+        let is_trial = number > 1 && (number.is_power_of_two() || number.is_multiple_of(TRIED_EVERY));
         is_better != is_trial
     }
 
     fn took(&self, is_past: bool, bytes: usize, time: Duration) {
-        let rate = bytes as u128 * 1000 / time.as_nanos().max(1);
+        let rate = u32::try_from(bytes as u128 * 1000 / time.as_nanos().max(1)).unwrap_or(u32::MAX);
         let way = if is_past { &self.past } else { &self.through };
-        way.store(rate.try_into().unwrap_or(u32::MAX), Ordering::Relaxed);
+        let before = way.load(Ordering::Relaxed);
+        way.store(rate.max(before - before / FORGOTTEN), Ordering::Relaxed);
     }
 }
 
@@ -101,14 +102,39 @@ mod tests {
             .count()
     }
 
+    const TRIES: usize = 10 * TRIED_EVERY as usize;
+    /// So many of them are trials: the powers of two below `TRIED_EVERY` and its multiples.
+    const TRIALS: usize = 5 + 10;
+
     #[test]
     fn the_way_follows_what_copies_take() {
         let handover = Handover::default();
-        let tries = 10 * TRIED_EVERY as usize;
-        assert_eq!(count_past(&handover, tries, 31, 37), 10, "one cache: past it to try alone");
-        assert!(count_past(&handover, tries, 430, 37) >= tries - 11, "the reader was moved to another processor");
-        let after = count_past(&handover, tries, 31, 37);
-        assert!(after <= TRIED_EVERY as usize + 10, "and back: {after} of {tries}");
+        assert_eq!(count_past(&handover, TRIES, 31, 37), TRIALS, "one cache: past it to try alone");
+        let moved = count_past(&handover, TRIES, 430, 37);
+        assert!(moved >= TRIES - TRIALS - 12, "the reader was moved to another processor: {moved} of {TRIES}");
+        let back = count_past(&handover, TRIES, 31, 37);
+        assert!(back <= TRIED_EVERY as usize + TRIALS, "and back: {back} of {TRIES}");
+        assert!(count_past(&Handover::default(), TRIES, 430, 37) >= TRIES - TRIALS, "in another cache from the first");
+    }
+
+    #[test]
+    fn one_slow_copy_changes_nothing() {
+        for (through, past, kept) in [(31, 37, false), (430, 37, true)] {
+            let handover = Handover::default();
+            count_past(&handover, TRIES, through, past);
+            handover.took(kept, BYTES, Duration::from_millis(5));
+            let followed = count_past(&handover, TRIED_EVERY as usize - 1, through, past);
+            assert_eq!(followed, if kept { TRIED_EVERY as usize - 1 } else { 0 });
+        }
+    }
+
+    #[test]
+    fn copies_into_fresh_memory_are_forgotten_soon() {
+        let handover = Handover::default();
+        handover.is_past();
+        handover.took(false, BYTES, Duration::from_micros(600));
+        let past = count_past(&handover, TRIES, 31, 37);
+        assert!(past <= TRIALS + 2, "{past}");
     }
 
     #[test]
@@ -128,6 +154,6 @@ mod tests {
             assert_eq!(copied, Ok(()));
             assert!(target == source);
         }
-        assert!(handover.past.load(Ordering::Relaxed) > 0, "the second was to try the way past the caches");
+        assert!(handover.past.load(Ordering::Relaxed) > 0, "the second tries the way past the caches");
     }
 }
