@@ -15,7 +15,6 @@ import pytest
         ("local", ["seed", "objects"]),
         ("gloo", ["seed", "objects"]),
         ("peers", ["accelerate", "accelerate split"]),
-        ("worlds", ["seed"]),
     ],
 )
 def test_ways_to_scatter_are_timed_and_agree(bench: SimpleNamespace, name: str, others: list[str]) -> None:
