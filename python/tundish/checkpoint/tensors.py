@@ -24,6 +24,7 @@ __all__ = [
     "Facts",
     "any_on_cuda",
     "are_of_torch",
+    "check_gathered",
     "check_tensor",
     "check_tensors",
     "facts_of",
@@ -135,7 +136,8 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
 
     Raises:
         InvalidTypeError: sparse, quantized, nested or another subclass of tensors.
-        InvalidInputError: on the meta device, freed, or a DTensor whose values are yet to be reduced.
+        InvalidInputError: on the meta device, freed, sharded by DeepSpeed, or a DTensor whose values are yet to be
+            reduced.
     """
     if type(tensor) not in _PLAIN:
         _check_subclass(name, tensor)
@@ -147,7 +149,26 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise InvalidInputError(f"{name!r} is on the meta device and has no values: materialize it first")
     if tensor.is_quantized:
         raise InvalidTypeError(f"{name!r} is quantized ({_said(tensor.dtype)}): save tensor.dequantize()")
+    check_gathered(name, tensor)
     check_memory(name, tensor)
+
+
+def check_gathered(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a parameter that ZeRO-3 of DeepSpeed has sharded: it is empty here, and would be saved as that.
+
+    Raises `InvalidInputError`.
+    """
+    if _is_partitioned(tensor):
+        raise InvalidInputError(
+            f"{name!r} is sharded by DeepSpeed (ZeRO-3) and has no values here: gather it first, with "
+            "deepspeed.zero.GatheredParameters, or use DeepSpeed's own save"
+        )
+
+
+def _is_partitioned(tensor: torch.Tensor) -> bool:
+    # DeepSpeed writes onto a parameter how many values it has when it is whole.
+    is_marked = hasattr(tensor, "ds_id") and getattr(tensor, "ds_numel", 0) > 0
+    return is_marked and tensor.numel() == 0
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
@@ -182,8 +203,12 @@ def _are_plain(tensors: Collection[torch.Tensor]) -> bool:
         held = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors))
         before = map(mul, map(torch.Tensor.storage_offset, tensors), map(_itemsize, tensors))
         # Exact where it lies densely; anything else has `check_tensor` look closer.
-        is_cut = any(map(lt, map(sub, held, before), map(_nbytes, tensors)))
+        sizes = list(map(_nbytes, tensors))
+        is_cut = any(map(lt, map(sub, held, before), sizes))
     except RuntimeError:
+        return False
+    # Only what is empty is asked one by one.
+    if not all(sizes) and any(map(_is_partitioned, tensors)):
         return False
     return not is_cut and not any(map(_is_nested, tensors)) and not any(map(_is_meta, tensors))
 
