@@ -48,7 +48,9 @@ def saving(rank: int, line: Line) -> None:
     warnings.filterwarnings("ignore", ".*Could not find a config file")
     while (order := line.hear()) is not None:
         adapters, kind, is_parallel, folder = order
-        model = spread(whole_of(adapters))
+        model = whole_of(adapters)
+        # Prompts are computed of what is whole, whatever the base is.
+        spread(model.base_model if adapters == "prompts" else model)
         if is_parallel:
             # As transformers marks what it spreads itself: peft then gathers whatever it is given.
             model._tp_size = distributed.get_world_size()
@@ -85,6 +87,7 @@ def saving(rank: int, line: Line) -> None:
 def test_the_same_files_as_of_the_whole_model(size: int, path_in_memory: Path) -> None:
     orders = [("two", kind, False) for kind in KINDS]
     orders += [("added", "plain", False), ("added", "lazy", False), ("two", "plain", True)]
+    orders += [("prompts", "plain", False)]
     with Job(saving, size, path_in_memory) as job:
         for number, order in enumerate(orders):
             (path_in_memory / str(number)).mkdir()

@@ -21,6 +21,7 @@ from adapted import TWO, adapted, assert_same_adapters, files, take_any_peft
 from exporting import bits, export
 from hf_worlds import SMALL
 from tundish.checkpoint import Checkpointer, open_readonly
+from tundish.checkpoint.hf import adapters
 from tundish.checkpoint.hf.plan import plan_hf
 from tundish.errors import CorruptCheckpointError, InvalidInputError, InvalidTypeError
 
@@ -200,6 +201,11 @@ def test_a_model_of_transformers_saves_the_adapter_that_is_active(base: Path, tm
     model.set_adapter(["first", "second"])
     with pytest.raises(InvalidInputError, match=r"first, second are active, and LlamaForCausalLM saves one"):
         plan_hf(model)
+    model.set_adapter([])
+    with pytest.raises(
+        InvalidInputError, match=r"no adapter is active, and LlamaForCausalLM saves the active"
+    ):
+        plan_hf(model)
     # Without its adapters it is a model as any.
     model.delete_adapter(["first", "second"])
     export(tmp_path / "whole", model)
@@ -286,6 +292,67 @@ def test_later_saves_hold_later_values_and_peft_is_asked_again_where_something_c
         assert asked == [[], ["default", "other", "third"], ["other"], [], []][number]
         model.save_pretrained(tmp_path / f"theirs {number}")
         assert_same_adapters(tmp_path / f"ours {number}", tmp_path / f"theirs {number}")
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_weights_that_are_untied_between_saves_are_saved_each(tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_modules=["embed_tokens", "lm_head"], r=2)
+    base = LlamaForCausalLM(LlamaConfig(**{**SMALL, "tie_word_embeddings": True}))
+    model = changed(peft.get_peft_model(base, config))
+    export(tmp_path / "tied", model)
+    head = base.lm_head.base_layer
+    assert head.weight is base.model.embed_tokens.base_layer.weight
+    head.weight = nn.Parameter(torch.full_like(head.weight, 7.0), requires_grad=False)
+    export(tmp_path / "untied", model)
+    model.save_pretrained(tmp_path / "theirs")
+    assert_same_adapters(tmp_path / "untied", tmp_path / "theirs")
+
+
+def test_nothing_is_kept_of_adapters_that_were_deleted(tmp_path: Path) -> None:
+    model = adapted(TWO)
+    for name in ("third", "fourth"):
+        model.add_adapter(name, peft.LoraConfig(target_modules=["o_proj"], r=3))
+        export(tmp_path / name, model)
+        model.delete_adapter(name)
+    export(tmp_path / "last", model)
+    assert adapters._known[model].keys() == {"default", "other"}
+
+
+def test_settings_are_never_gone_however_a_save_is_interrupted(base: Path, tmp_path: Path) -> None:
+    class Interrupted(dict[str, Any]):
+        def clear(self) -> None:
+            super().clear()
+            raise TimeoutError
+
+    model = with_adapter(base, KINDS["lora"]())
+    config = model.peft_config["default"]
+    config.__dict__ = Interrupted(config.__dict__)
+    before = dict(vars(config))
+    export(tmp_path / "ours", model)
+    assert vars(config) == before
+
+
+def partitioned(parameter: Any) -> None:
+    """As ZeRO-3 of DeepSpeed leaves a parameter while nobody computes with it."""
+    parameter.ds_id, parameter.ds_status, parameter.ds_numel = 3, "NOT_AVAILABLE", parameter.numel()
+    parameter.data = torch.empty(0)
+
+
+@pytest.mark.parametrize("kind", ["lora", "computed", "prompts"])
+def test_parameters_that_deepspeed_sharded_are_refused(kind: str, base: Path) -> None:
+    model = with_adapter(base, KINDS[kind]())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            partitioned(parameter)
+    with pytest.raises(InvalidInputError, match=r"is sharded by DeepSpeed \(ZeRO-3\) and has no values here"):
+        plan_hf(model)
+    whole = LlamaForCausalLM.from_pretrained(base)
+    partitioned(whole.lm_head.weight)
+    empty = nn.Parameter(torch.empty(0))
+    for one in (whole, {"some": empty, "lm_head.weight": whole.lm_head.weight}):
+        with pytest.raises(InvalidInputError, match=r"^'lm_head\.weight' is sharded by DeepSpeed"):
+            plan_hf(one)
+    plan_hf({"some": empty}).release()
 
 
 def wrapped_inside(model: Any) -> Any:

@@ -1,8 +1,9 @@
 """What `save_pretrained` writes of a model that holds adapters: these alone, each in one file, and their settings.
 
 Owns everything that knows peft. What always holds: peft is imported only where the caller's model holds adapters; the
-model and the settings of its adapters are not changed, though `save_pretrained` changes them; no tensor is copied, and
-nothing is gathered of those that are spread over ranks.
+model and the settings of its adapters are not changed, though `save_pretrained` changes them; nothing is gathered of
+what is spread over ranks; no tensor is copied but what peft computes when it saves (prompts, the
+`save_only_topk_weights` of VB-LoRA, AdaLoRA once it has chosen ranks), which it computes anew at each save.
 
 Follows `PeftModel.save_pretrained` of peft 0.21 and, for models of transformers that got adapters by `add_adapter` or
 `load_adapter`, `PreTrainedModel.save_pretrained` of transformers 5.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 import sys
 import weakref
 from collections.abc import Mapping
@@ -25,7 +27,7 @@ from torch import nn
 
 from tundish.checkpoint.hf.pretrained import WRAPPERS, is_pretrained, own_class, tied_away
 from tundish.checkpoint.names import check_name, without_wrappers
-from tundish.checkpoint.tensors import is_dtensor
+from tundish.checkpoint.tensors import check_gathered, is_dtensor
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
@@ -35,8 +37,11 @@ __all__ = [
     "adapters_of",
     "holds_adapters",
     "load_adapters",
+    "refuse_encoded",
     "refuse_mixed",
 ]
+
+_logger = logging.getLogger("tundish.checkpoint")
 
 _WEIGHTS = "adapter_model.safetensors"
 _CARD = "README.md"
@@ -134,19 +139,49 @@ def refuse_mixed(module: nn.Module | None) -> None:
         )
 
 
-def load_adapters(model: Any, folder: Path) -> bool:
-    """Load the weights of all adapters of `model` that an export holds; False, and nothing is loaded, where one lacks.
+def refuse_encoded(module: nn.Module | None) -> None:
+    """Refuse prompts that are made by an encoder, of which an export holds what comes out and not the encoder.
 
-    `model`: one of which `save_hf` made the export. On every rank that holds it; where no parameter is spread.
+    peft loads that into the encoder's embedding, so that it is right for inference alone: while the model is trained,
+    the encoder makes other prompts of it. Raises `InvalidInputError`.
+    """
+    if not _is_of_peft(module):
+        return
+    model: Any = module
+    for name, config in model.peft_config.items():
+        is_encoded = _kind_of(config) == "P_TUNING" or getattr(config, "prefix_projection", False)
+        if is_encoded and not config.inference_mode:
+            raise InvalidInputError(
+                f"load_best_model_at_end cannot load the adapter {name!r} ({_kind_of(config)}) again: an export holds "
+                "the prompts that its encoder makes, and not the encoder; train without it, and load the best export "
+                "with PeftModel.from_pretrained"
+            )
+
+
+def load_adapters(model: Any, folder: Path) -> bool:
+    """Load the weights of all adapters of `model` that an export holds; False where it holds none of any adapter.
+
+    Adapters that the export lacks, as they were added since, stay as they are, and a warning names them. `model`: one
+    of which `save_hf` made the export. On every rank that holds it; where no parameter is spread.
     """
     peft = importlib.import_module("peft")
     is_of_peft = _is_of_peft(model)
     names = list(model.peft_config) if is_of_peft else model.active_adapters()
     files = {name: folder / _file_in(_folder_of(name) if is_of_peft else "") for name in names}
-    if not all(file.is_file() for file in files.values()):
+    missing = [name for name, file in files.items() if not file.is_file()]
+    # What lies at the top and is no adapter of the model is of one that was deleted since: it belongs into no other.
+    if len(missing) == len(files) and not (folder / _WEIGHTS).is_file():
         return False
+    if missing:
+        _logger.warning(
+            "%s holds no weights of the adapters %s, which stay as they are: they were added after it was saved",
+            folder,
+            ", ".join(missing),
+        )
     load_file = importlib.import_module("safetensors.torch").load_file
     for name, file in files.items():
+        if name in missing:
+            continue
         weights = load_file(file)
         if not is_of_peft:
             weights = {key.removeprefix(_PREFIX): tensor for key, tensor in weights.items()}
@@ -159,9 +194,9 @@ def adapters_of(model_or_tensors: Any) -> Adapters | None:
 
     Raises:
         InvalidTypeError: it mixes kinds of adapters, or an adapter holds what is no tensor.
-        InvalidInputError: several adapters are active, of a model whose `save_pretrained` writes the active one; an
-            adapter has no weights, or a name that leads elsewhere; weights have to be computed that are spread over
-            ranks; weights are tied that the model does not declare.
+        InvalidInputError: several adapters are active, or none, of a model whose `save_pretrained` writes the active
+            one; an adapter has no weights, or a name that leads elsewhere; weights have to be computed that are spread
+            over ranks; weights are sharded by DeepSpeed, or tied without the model declaring it.
         Whatever peft raises where it cannot say what belongs to an adapter.
     """
     if not isinstance(model_or_tensors, nn.Module):
@@ -223,6 +258,10 @@ def _of_transformers(model: Any) -> Adapters:
             f"the adapters {', '.join(active)} are active, and {type(model).__name__} saves one: choose it with "
             "model.set_adapter"
         )
+    if not active:
+        raise InvalidInputError(
+            f"no adapter is active, and {type(model).__name__} saves the active one: choose it with model.set_adapter"
+        )
     quantizer = getattr(model, "hf_quantizer", None)
     state, metadata = (None, {}) if quantizer is None else quantizer.get_state_dict_and_metadata(model)
     tensors, config = _selected(
@@ -246,8 +285,13 @@ def _selected(model: Any, adapter: str, state: dict[str, Any]) -> tuple[dict[str
     """What of `state`, or made of it, is saved of an adapter, by its names in the file; and a copy of its config."""
     own = model.peft_config[adapter]
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    key = tuple(state), tuple(model.peft_config), vocabulary, own.to_dict()
+    # Tensors are found again by the first of their names, which is another one once weights are tied or untied.
+    first: dict[int, int] = {}
+    tied = tuple([first.setdefault(id(tensor), number) for number, tensor in enumerate(state.values())])
+    key = tuple(state), tied, tuple(model.peft_config), vocabulary, own.to_dict()
     known = _known.setdefault(model, {})
+    for gone in known.keys() - model.peft_config.keys():
+        del known[gone]
     if adapter in known and known[adapter][0] == key:
         return {name: state[source] for name, source in known[adapter][1].items()}, _copied(own)
     # peft writes into the config what it finds of the ranks of AdaLoRA.
@@ -256,8 +300,10 @@ def _selected(model: Any, adapter: str, state: dict[str, Any]) -> tuple[dict[str
         tensors = _ask(model, adapter, state)
         config = _copied(own)
     finally:
-        own.__dict__.clear()
+        # Never without a setting that was there, wherever this is interrupted.
         own.__dict__.update(before)
+        for name in own.__dict__.keys() - before.keys():
+            del own.__dict__[name]
     sources = {id(tensor): source for source, tensor in reversed(state.items())}
     if all(id(tensor) in sources for tensor in tensors.values()):
         known[adapter] = key, {name: sources[id(tensor)] for name, tensor in tensors.items()}
@@ -267,13 +313,20 @@ def _selected(model: Any, adapter: str, state: dict[str, Any]) -> tuple[dict[str
 def _ask(model: Any, adapter: str, state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What peft says is to be saved of an adapter. Not collective: no rank may wait for another in here."""
     state = _by_path(model, state)
+    for name, tensor in state.items():
+        # Of what has no values peft would compute something else, or fail in words of its own.
+        if adapter in name.split("."):
+            check_gathered(name, tensor)
     if not any(map(is_dtensor, state.values())):
         return _chosen(model, adapter, state)
     refused = InvalidInputError(
         f"the weights that peft saves of the adapter {adapter!r} ({_kind_of(model.peft_config[adapter])}) are computed "
         "of parameters that are spread over ranks: save it with its own save_pretrained, where they are whole"
     )
-    if model.peft_config[adapter].is_prompt_learning:
+    # Prompts are computed by the modules of the model, and not of `state`: a base that is spread is no matter.
+    if model.peft_config[adapter].is_prompt_learning and any(
+        map(is_dtensor, model.prompt_encoder[adapter].parameters())
+    ):
         raise refused
     stand_ins = {name: _StandIn.of(one) if is_dtensor(one) else one for name, one in state.items()}
     spread = {id(stand_in): state[name] for name, stand_in in stand_ins.items()}
