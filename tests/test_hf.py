@@ -446,6 +446,60 @@ def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path, kind: str) -> N
 
 
 @says_what_is_old
+@looks_for_the_base
+def test_the_best_is_loaded_into_the_adapters_that_it_holds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import peft
+
+    losses = {2: 4.0, 4: 5.0, 6: 6.0}
+    at_best: dict[str, torch.Tensor] = {}
+    third = peft.LoraConfig(target_modules=["q_proj"], r=3, init_lora_weights=False)
+
+    class Evaluated(Trainer):
+        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+            if self.state.global_step == 2:
+                at_best.update(weights(self))
+            if self.state.global_step == 4:
+                self.model.add_adapter("third", third)
+                at_best.update({name: one for name, one in weights(self).items() if ".third." in name})
+            return {"eval_loss": losses[self.state.global_step]}
+
+    kinds = {"save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "max_steps": 6}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.01}
+    run = trainer(tmp_path, steps=6, kind=Evaluated, trained=adapted("of peft"), **kinds, **best)
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "hf-2")
+    assert any(".third." in name for name in at_best)
+    assert_same(weights(run), at_best)
+    assert "hf-2 holds no weights of the adapters third, which stay as they are" in caplog.text
+    # What lies at the top is the weights of one adapter, and goes into no other.
+    run.model.set_adapter("third")
+    run.model.delete_adapter("default")
+    run.model.delete_adapter("other")
+    before = weights(run)
+    with run.checkpointer:
+        run._load_best_model()
+    assert_same(weights(run), before)
+
+
+@pytest.mark.parametrize("kind", ["PromptEncoderConfig", "PrefixTuningConfig"])
+@says_what_is_old
+def test_the_best_of_prompts_that_an_encoder_makes_is_refused_before_the_first_step(
+    tmp_path: Path, kind: str
+) -> None:
+    import peft
+
+    more = {"prefix_projection": True} if kind == "PrefixTuningConfig" else {}
+    config = getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM", **more)
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+    run = trainer(tmp_path, steps=1, trained=peft.get_peft_model(model(), config), **best)
+    with pytest.raises(InvalidInputError, match=r"load_best_model_at_end cannot load the adapter 'default'"):
+        run.train()
+    assert not list(tmp_path.iterdir())
+
+
+@says_what_is_old
 def test_adapters_that_cannot_be_saved_are_refused_before_the_first_step(tmp_path: Path) -> None:
     import peft
 

@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
-from tundish.checkpoint.hf.adapters import holds_adapters, load_adapters, refuse_mixed
+from tundish.checkpoint.hf.adapters import holds_adapters, load_adapters, refuse_encoded, refuse_mixed
 from tundish.distributed import agreed, voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StepExistsError, missing_extra
 
@@ -59,7 +59,8 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         checkpointer_options: further arguments of the `Checkpointer`. All others are the Trainer's own.
 
     Raises `InvalidInputError` where DeepSpeed or a hyperparameter search saves in ways of its own, and where the
-    Trainer is to push to the hub while it trains; `InvalidTypeError` for a model that mixes kinds of adapters.
+    Trainer is to push to the hub while it trains, or to load the best of an adapter whose prompts an encoder makes;
+    `InvalidTypeError` for a model that mixes kinds of adapters.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -139,6 +140,8 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             )
         if self.args.save_strategy != SaveStrategy.NO:
             refuse_mixed(self.model)
+            if self.args.load_best_model_at_end:
+                refuse_encoded(self.model)
         self._bests = []
         try:
             if not resume_from_checkpoint:
