@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import shutil
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from adapted import take_any_peft
+from trainer_runs import Trainer, assert_same, saved, trainer, transformers, weights
+from tundish import hf
 from tundish.checkpoint import open_readonly
 from tundish.errors import (
     CorruptCheckpointError,
@@ -22,72 +21,7 @@ from tundish.errors import (
     NotFoundError,
     StepExistsError,
 )
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-from tundish import hf  # noqa: E402 (after the skips)
-from tundish.hf import TundishTrainerMixin  # noqa: E402 (as above)
-
-
-class Trainer(TundishTrainerMixin, transformers.Trainer):  # type: ignore[misc]
-    pass
-
-
-def model(seed: int = 0) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        attention_dropout=0.1,
-    )
-    torch.manual_seed(seed)
-    return transformers.LlamaForCausalLM(config)
-
-
-def trainer(
-    folder: Path, steps: int, kind: type[Trainer] = Trainer, trained: Any = None, **arguments: Any
-) -> Any:
-    generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(64, (16,), generator=generator) for _ in range(64)]
-    settings = {
-        "max_steps": 8,
-        "save_steps": 2,
-        "per_device_train_batch_size": 2,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 3,
-        **arguments,
-    }
-
-    class Stop(transformers.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-            control.should_training_stop = state.global_step >= steps
-            return control
-
-    samples = [{"input_ids": row, "labels": row} for row in rows]
-    return kind(
-        model() if trained is None else trained,
-        transformers.TrainingArguments(str(folder), **settings),
-        train_dataset=samples,
-        eval_dataset=samples[:2],
-        callbacks=[Stop()],
-        checkpointer_options={"on_failure": "raise"},
-    )
-
-
-def weights(run: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-
-
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert torch.equal(tensor, right[name]), name
+from tundish.hf import TundishTrainerMixin
 
 
 def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
@@ -120,11 +54,6 @@ def test_a_named_step_is_resumed_and_a_damaged_one_refused(tmp_path: Path) -> No
     assert saved(tmp_path) == {"hf": [2, 4, 6], "dcp": [2, 4, 6]}
     assert data.read_bytes() != damaged
     assert (tmp_path / "discarded-dcp-6" / data.name).read_bytes() == damaged
-
-
-def saved(folder: Path) -> dict[str, list[int]]:
-    root = open_readonly(folder)
-    return {"hf": [one.step for one in root.list("hf")], "dcp": [one.step for one in root.list("dcp")]}
 
 
 def flip(folder: Path) -> None:
@@ -367,148 +296,6 @@ def test_a_trainer_whose_own_saves_come_first_is_refused() -> None:
         pass
 
     assert Right._save_checkpoint is TundishTrainerMixin._save_checkpoint
-
-
-def adapted(kind: str, seed: int = 0) -> Any:
-    """A model with the adapters "default" and "other", of which the latter is active and trained."""
-    take_any_peft()
-    with warnings.catch_warnings():
-        # peft asks transformers what that warns of.
-        warnings.simplefilter("ignore")
-        import peft
-
-        first = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
-        second = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=3, modules_to_save=["norm"])
-        adapted = model(seed)
-        if kind == "of peft":
-            adapted = peft.get_peft_model(adapted, first)
-            adapted.add_adapter("other", second)
-        else:
-            adapted.add_adapter(first, "default")
-            adapted.add_adapter(second, "other")
-        adapted.set_adapter("other")
-    return adapted
-
-
-ADAPTED = pytest.mark.parametrize("kind", ["of peft", "of transformers"])
-# peft and the Trainer ask transformers what that warns of.
-says_what_is_old = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-looks_for_the_base = pytest.mark.filterwarnings("ignore:.*Could not find a config file")
-
-
-@ADAPTED
-@says_what_is_old
-@looks_for_the_base
-def test_a_run_of_adapters_is_exported_and_resumed(tmp_path: Path, kind: str) -> None:
-    whole = trainer(tmp_path / "whole", steps=8, trained=adapted(kind), learning_rate=0.01)
-    before = weights(whole)
-    whole.train()
-    changed = [name for name, tensor in weights(whole).items() if not torch.equal(tensor, before[name])]
-    assert changed and all(".other." in name for name in changed)
-    trainer(tmp_path / "broken", steps=5, trained=adapted(kind), learning_rate=0.01).train()
-    # What is saved to resume from holds the base and all adapters: nothing depends on how the run begins again.
-    resumed = trainer(tmp_path / "broken", steps=8, trained=adapted(kind, seed=7), learning_rate=0.01)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same(weights(resumed), weights(whole))
-    assert saved(tmp_path / "broken") == {"hf": [2, 4, 6, 8], "dcp": [2, 4, 6, 8]}
-    resumed.model.save_pretrained(tmp_path / "theirs")
-    theirs = sorted(
-        path.relative_to(tmp_path / "theirs") for path in (tmp_path / "theirs").rglob("*.safetensors")
-    )
-    assert len(theirs) == (2 if kind == "of peft" else 1)
-    for run in ("whole", "broken"):
-        export = tmp_path / run / "hf-8"
-        assert sorted(path.relative_to(export) for path in export.rglob("*.safetensors")) == theirs
-        for name in theirs:
-            assert_same(load_file(export / name), load_file(tmp_path / "theirs" / name))
-
-
-@ADAPTED
-@says_what_is_old
-@looks_for_the_base
-def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path, kind: str) -> None:
-    losses = {2: 4.0, 4: 3.0, 6: 5.0}
-    at_best: dict[str, torch.Tensor] = {}
-
-    class Evaluated(Trainer):
-        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-            if self.state.global_step == 4:
-                at_best.update(weights(self))
-            return {"eval_loss": losses[self.state.global_step]}
-
-    kinds = {"save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "max_steps": 6}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
-    settings = {**kinds, **best, "learning_rate": 0.01}
-    run = trainer(tmp_path, steps=6, kind=Evaluated, trained=adapted(kind), **settings)
-    run.train()
-    assert run.state.best_model_checkpoint == str(tmp_path / "hf-4")
-    assert_same(weights(run), at_best)
-
-
-@says_what_is_old
-@looks_for_the_base
-def test_the_best_is_loaded_into_the_adapters_that_it_holds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    import peft
-
-    losses = {2: 4.0, 4: 5.0, 6: 6.0}
-    at_best: dict[str, torch.Tensor] = {}
-    third = peft.LoraConfig(target_modules=["q_proj"], r=3, init_lora_weights=False)
-
-    class Evaluated(Trainer):
-        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-            if self.state.global_step == 2:
-                at_best.update(weights(self))
-            if self.state.global_step == 4:
-                self.model.add_adapter("third", third)
-                at_best.update({name: one for name, one in weights(self).items() if ".third." in name})
-            return {"eval_loss": losses[self.state.global_step]}
-
-    kinds = {"save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "max_steps": 6}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.01}
-    run = trainer(tmp_path, steps=6, kind=Evaluated, trained=adapted("of peft"), **kinds, **best)
-    run.train()
-    assert run.state.best_model_checkpoint == str(tmp_path / "hf-2")
-    assert any(".third." in name for name in at_best)
-    assert_same(weights(run), at_best)
-    assert "hf-2 holds no weights of the adapters third, which stay as they are" in caplog.text
-    # What lies at the top is the weights of one adapter, and goes into no other.
-    run.model.set_adapter("third")
-    run.model.delete_adapter("default")
-    run.model.delete_adapter("other")
-    before = weights(run)
-    with run.checkpointer:
-        run._load_best_model()
-    assert_same(weights(run), before)
-
-
-@pytest.mark.parametrize("kind", ["PromptEncoderConfig", "PrefixTuningConfig"])
-@says_what_is_old
-def test_the_best_of_prompts_that_an_encoder_makes_is_refused_before_the_first_step(
-    tmp_path: Path, kind: str
-) -> None:
-    import peft
-
-    more = {"prefix_projection": True} if kind == "PrefixTuningConfig" else {}
-    config = getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM", **more)
-    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
-    run = trainer(tmp_path, steps=1, trained=peft.get_peft_model(model(), config), **best)
-    with pytest.raises(InvalidInputError, match=r"load_best_model_at_end cannot load the adapter 'default'"):
-        run.train()
-    assert not list(tmp_path.iterdir())
-
-
-@says_what_is_old
-def test_adapters_that_cannot_be_saved_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    import peft
-
-    config = peft.LoraConfig(target_modules=["q_proj"], r=2)
-    run = trainer(tmp_path, steps=1)
-    run.model = peft.get_peft_model(run.model, config, mixed=True)
-    with pytest.raises(InvalidTypeError, match="mixes kinds of adapters"):
-        run.train()
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.needs_gpu

@@ -385,17 +385,16 @@ def test_a_group_that_comes_to_nothing_holds_up_nothing_of_the_scripts_own(tmp_p
         job.expect_end()
 
 
-def making_late(rank: int, line: Line) -> None:
-    time.sleep(rank)
+def make_once(line: Line) -> None:
     group = owngroup.OwnGroup((0, 1), PATIENCE, voter_of(None))
-    line.say(*outcome(lambda: group.renew("late")))
+    line.say(*outcome(lambda: group.renew("once")))
     group.break_off()
 
 
-def test_a_group_may_be_the_first_thing_that_a_voter_is_for(tmp_path: Path) -> None:
-    with Job(making_late, 2, tmp_path) as job:
-        assert job.hear_all() == [FINE] * 2
-        job.expect_end()
+def making_late(rank: int, line: Line) -> None:
+    # The voter's first work is to look, as long as the other rank does not come.
+    time.sleep(rank)
+    make_once(line)
 
 
 class _Overtaken(Moment):
@@ -408,13 +407,14 @@ class _Overtaken(Moment):
 
 def making_while_overtaken(rank: int, line: Line) -> None:
     owngroup.Moment = _Overtaken
-    group = owngroup.OwnGroup((0, 1), PATIENCE, voter_of(None))
-    line.say(*outcome(lambda: group.renew("overtaken")))
-    group.break_off()
+    make_once(line)
 
 
-def test_a_group_is_there_for_whoever_hears_first_that_it_is_made(tmp_path: Path) -> None:
-    with Job(making_while_overtaken, 2, tmp_path) as job:
+@pytest.mark.parametrize("making", [making_late, making_while_overtaken])
+def test_a_group_is_there_for_whoever_comes_first(
+    making: Callable[[int, Line], None], tmp_path: Path
+) -> None:
+    with Job(making, 2, tmp_path) as job:
         assert job.hear_all() == [FINE] * 2
         job.expect_end()
 

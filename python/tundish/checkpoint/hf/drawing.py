@@ -52,6 +52,10 @@ class Origins(NamedTuple):
     names: tuple[str, ...]
 
 
+# What the files hold, how, and from where.
+_LaidOut = tuple[tuple[Facts, ...], Layout, dict[str, Origins]]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Drawing:
     """All that is known of a save before it is staged.
@@ -137,7 +141,7 @@ def _draw(
     conversion = together(conversions)
     if to_hf is not None:
         conversion = by_function(conversion.sources, to_hf)
-    products, layout, origins = _lay_out(
+    laid_out = _lay_out(
         conversion,
         dtype,
         "|".join(keep) or None,
@@ -145,6 +149,18 @@ def _draw(
         tuple(metadata.items()),
         totals[0] if model is not None and totals else None,
     )
+    return replace(_drawn_as(tensors, conversion, laid_out, ranks, rank), model=model)
+
+
+def _drawn_as(
+    tensors: Sequence[torch.Tensor],
+    conversion: Conversion,
+    laid_out: _LaidOut,
+    ranks: Sequence[int],
+    rank: int,
+) -> Drawing:
+    """The drawing of these sources; refuses what this rank is to write and cannot. `ranks`, `rank`: as of `_draw`."""
+    products, layout, origins = laid_out
     drawing = Drawing(
         tensors=tuple(tensors),
         is_spread=_are_spread(tensors),
@@ -153,7 +169,6 @@ def _draw(
         layout=layout,
         origins=origins,
         writers=tuple(assign([file.size for file in layout.files], ranks)),
-        model=model,
     )
     _check_parts_at_hand(drawing, rank)
     return drawing
@@ -168,7 +183,7 @@ def _lay_out(
     shard_bytes: int,
     metadata: tuple[tuple[str, str], ...],
     total_parameters: int | None,
-) -> tuple[tuple[Facts, ...], Layout, dict[str, Origins]]:
+) -> _LaidOut:
     products = cast(conversion, dtype, keep)
     layout = lay_out(products, conversion.blocks, shard_bytes, metadata, total_parameters)
     return products, layout, _origins_of(conversion, layout)
@@ -182,7 +197,7 @@ def _lay_out_as_named(
     keep: str | None,
     files: tuple[tuple[str, int], ...],
     metadata: tuple[tuple[str, str], ...],
-) -> tuple[tuple[Facts, ...], Layout, dict[str, Origins]]:
+) -> _LaidOut:
     products = cast(conversion, dtype, keep)
     layout = lay_out_as_named(products, files, metadata)
     return products, layout, _origins_of(conversion, layout)
@@ -213,25 +228,14 @@ def _draw_adapters(
         facts += facts_of(adapter.tensors)
     conversion = as_they_are(tuple(facts))
     base = adapters.base
-    products, layout, origins = _lay_out_as_named(
+    laid_out = _lay_out_as_named(
         conversion,
         dtype,
         pretrained.fp32_pattern(base, dtype) if pretrained.is_pretrained(base) else None,
         tuple((adapter.file, len(adapter.tensors)) for adapter in adapters.adapters),
         tuple({**adapters.metadata, "format": "pt"}.items()),
     )
-    drawing = Drawing(
-        tensors=tuple(tensors),
-        is_spread=_are_spread(tensors),
-        conversion=conversion,
-        products=products,
-        layout=layout,
-        origins=origins,
-        writers=tuple(assign([file.size for file in layout.files], ranks)),
-        adapters=adapters,
-    )
-    _check_parts_at_hand(drawing, rank)
-    return drawing
+    return replace(_drawn_as(tensors, conversion, laid_out, ranks, rank), adapters=adapters)
 
 
 def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
