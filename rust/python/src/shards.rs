@@ -19,6 +19,7 @@ use pyo3::types::{PyDict, PyMemoryView, PySequence, PyTuple};
 use tundish_commit::Checksum;
 use tundish_commit::shards::{self, WriterOptions};
 use tundish_commit::staging;
+use tundish_copying as copying;
 use tundish_packing::Watch;
 
 use crate::enter::{Door, enter};
@@ -91,7 +92,7 @@ impl Image {
             if length != stop - start {
                 return Err(PyValueError::new_err(format!("place {number} is not as large as its tensor")));
             }
-            copies.push(staging::Copy {
+            copies.push(copying::Copy {
                 source: ptr::with_exposed_provenance(address),
                 target: self.image.as_ptr().wrapping_add(start),
                 length,
@@ -101,7 +102,7 @@ impl Image {
             // SAFETY: targets lie in the image, one after the other, and sources in the memory of tensors that the
             // caller holds and that are dense; whoever frees that memory meanwhile would have torch's own copy
             // read it, too.
-            Ok(unsafe { staging::copy(&copies, threads, |begun| door.tick("stage", begun as u64, 0)) }?)
+            Ok(unsafe { copying::copy(&copies, threads, |begun| door.tick("stage", begun as u64, 0)) }?)
         })?;
         Ok(left)
     }

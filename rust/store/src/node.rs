@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use rustix::rand::{GetRandomFlags, getrandom};
-use tundish_commit::staging;
+use tundish_copying::{self as copying, Handover};
 use tundish_shm::{PerProcess, Segment, ShmError, arena, warm};
 
 use crate::attached::Attachments;
@@ -39,7 +39,7 @@ pub struct Node {
     pub(crate) owners: Mutex<HashSet<Arc<str>>>,
     reaper: Reaper,
     /// To whoever fetches on this node.
-    handover: staging::Handover,
+    handover: Handover,
 }
 
 /// So much is worth a look at how it had best be copied, and several threads where it is very much.
@@ -78,7 +78,7 @@ impl Node {
             buffer_pool,
             attachments: Attachments::default(),
             owners: Mutex::default(),
-            handover: staging::Handover::default(),
+            handover: Handover::default(),
         })
     }
 
@@ -276,7 +276,7 @@ impl Node {
         mut patience: Option<&mut Patience<'_>>,
     ) -> Result<(), StoreError> {
         let copies: Vec<_> = members
-            .map(|(source, offset)| staging::Copy {
+            .map(|(source, offset)| copying::Copy {
                 source: source.start,
                 target: segment.data().wrapping_add(offset as usize),
                 length: source.meta.nbytes() as usize,

@@ -1,16 +1,11 @@
 //! Staging memory: where the bytes of a file wait until they are on the disk.
 //!
 //! An [`Image`] is one file as it will lie on the disk. Its memory comes from the arena of its process, which keeps
-//! what is given back, because fresh pages cost fifteen to twenty times a copy into warm ones. Copies into it, past the caches, serve whoever
-//! else fills memory: [`copy`] where nobody reads it soon, a [`Handover`] where another process does.
+//! what is given back, because fresh pages cost fifteen to twenty times a copy into warm ones.
 
 mod arena;
-mod copying;
-mod handover;
 mod image;
 mod memory;
 
 pub use arena::{StagingStats, staging_stats, trim_staging};
-pub use copying::{Copy, copy};
-pub use handover::Handover;
 pub use image::{Image, OutOfMemory};

@@ -13,7 +13,7 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMemoryView};
-use tundish_commit::staging;
+use tundish_copying::{self as copying, Handover};
 use tundish_shm::arena::{Arena, Use, default_limit};
 use tundish_shm::{self as shm, Reference};
 
@@ -33,7 +33,7 @@ type ReferenceTuple = (u32, i32, u64, u64, usize);
 pub(crate) struct SegmentArena {
     arena: Unheld<Arc<Arena>>,
     /// Of all its parcels: their receivers are alike.
-    handover: Arc<staging::Handover>,
+    handover: Arc<Handover>,
 }
 
 #[pymethods]
@@ -89,7 +89,7 @@ struct State {
 #[pyclass(frozen)]
 pub(crate) struct Parcel {
     state: Mutex<State>,
-    handover: Arc<staging::Handover>,
+    handover: Arc<Handover>,
 }
 
 impl Parcel {
@@ -182,7 +182,7 @@ impl Parcel {
             })?;
             total += length;
             let source = std::ptr::with_exposed_provenance(address);
-            copies.push(staging::Copy { source, target: to.wrapping_add(end - length), length });
+            copies.push(copying::Copy { source, target: to.wrapping_add(end - length), length });
         }
         if total < WORTH_LETTING_GO {
             for copy in copies {

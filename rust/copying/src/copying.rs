@@ -3,7 +3,7 @@
 //! It owns nothing. What always holds: every byte is copied once, by one thread; when [`copy`] returns all are, and no
 //! thread of it runs.
 //!
-//! What is staged is read again only when it is written, and is larger than any cache. Ordinary stores would first read
+//! What a save stages, for one, is read again only when it is written, and is larger than any cache. Ordinary stores would first read
 //! each line of the target and push the training's data out of the caches; streaming stores do neither, and where
 //! memory is the limit, two transfers instead of three take two thirds of the time.
 #![allow(unsafe_code)]

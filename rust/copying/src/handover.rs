@@ -12,7 +12,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use super::copying::{self, Copy};
+use crate::copying::{self, Copy};
 
 /// Bytes. Of more no cache would have all until it is read.
 const LARGE: usize = 8 << 20;
