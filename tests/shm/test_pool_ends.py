@@ -95,12 +95,24 @@ def test_shutdown_does_not_wait_for_workers_that_only_start(tmp_path: Path) -> N
 
 
 def test_many_workers_are_told_to_start_and_to_end() -> None:
-    # More messages than a socket has room for.
-    pool = td.shm.SharedPool(tasks.echo, max_workers=400, mp_context="fork")
-    assert pool.submit(1).result(60) == 1
-    pool.shutdown()
-    with pytest.raises(PoolError, match="is shut down"):
-        pool.submit(1)
+    # More messages than a socket has room for. In a program of its own, of which copies are small.
+    script = """
+import operator, tundish as td
+pool = td.shm.SharedPool(operator.neg, max_workers=400, mp_context="fork")
+print(pool.submit(1).result(60))
+pool.shutdown()
+try:
+    pool.submit(1)
+except td.errors.PoolError as error:
+    print(error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (ran.stderr, ran.returncode) == ("", 0)
+    result, refusal = ran.stdout.splitlines()
+    assert result == "-1"
+    assert "is shut down" in refusal
 
 
 def test_shutdown_without_waiting_returns_at_once_and_ends_in_the_background() -> None:
