@@ -1,14 +1,13 @@
 //! Slabs: segments that hold tensors, one behind the other.
 //!
-//! A [`Slab`] owns its segment and gives it back to its pool when nothing here refers to it. What always holds: each
-//! byte of it is given out once, so that who has a room has it alone until its shard is stored or kept; from then on
-//! nobody writes to it.
+//! A [`Slab`] owns its segment and gives it back to its pool when nothing here refers to it. What always holds: who has
+//! a room has it alone until its shard is stored or kept, and from then on nobody writes to it; a room that nothing was
+//! stored in is the slab's again, so that what fails takes nothing from those who come later.
 #![allow(unsafe_code)]
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tundish_shm::warm::{self, WarmCopy};
 use tundish_shm::{Address, Segment, ShmError};
@@ -25,8 +24,9 @@ pub(crate) struct Slab {
     /// Taken out when it is given back.
     segment: Option<Segment>,
     pool: Arc<Pool>,
-    /// Where the room begins that nobody has.
-    next: AtomicU64,
+    /// The room that nobody has, in order, with something between any two. What follows everything that is given out
+    /// is the last of it; what comes before was given back.
+    free: Mutex<Vec<Range<u64>>>,
 }
 
 /// Where a tensor lies in a slab.
@@ -38,11 +38,13 @@ pub(crate) struct Place {
 }
 
 impl Slab {
-    /// Others may be told of it from here on.
-    fn new(mut segment: Segment, pool: &Arc<Pool>) -> Result<Arc<Self>, ShmError> {
+    /// Others may be told of it from here on. Its first `taken` bytes are given out already.
+    fn new(mut segment: Segment, pool: &Arc<Pool>, taken: u64) -> Result<Arc<Self>, ShmError> {
         let capacity = segment.capacity();
         let published = segment.publish(capacity, &[]);
-        let slab = Slab { segment: Some(segment), pool: Arc::clone(pool), next: AtomicU64::new(0) };
+        let free = Some(taken..capacity as u64).filter(|free| !free.is_empty());
+        let free = Mutex::new(free.into_iter().collect());
+        let slab = Slab { segment: Some(segment), pool: Arc::clone(pool), free };
         published.map(|()| Arc::new(slab))
     }
 
@@ -58,11 +60,34 @@ impl Slab {
         warm::copy_of(self.segment(), bytes)
     }
 
-    /// Gives out the next `len` bytes; `None` where so many are not left.
+    fn free(&self) -> MutexGuard<'_, Vec<Range<u64>>> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives out `len` bytes; `None` where so many are not left in one piece.
     fn give_out(&self, len: u64) -> Option<u64> {
-        let capacity = self.segment().capacity() as u64;
-        let further = |next: u64| next.checked_add(len).filter(|end| *end <= capacity);
-        self.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, further).ok()
+        let mut free = self.free();
+        let place = free.iter().position(|some| some.end - some.start >= len)?;
+        let start = free[place].start;
+        free[place].start += len;
+        if free[place].is_empty() {
+            free.remove(place);
+        }
+        Some(start)
+    }
+
+    /// Nothing was stored in these bytes.
+    fn take_back(&self, bytes: Range<u64>) {
+        let mut free = self.free();
+        let place = free.partition_point(|some| some.start < bytes.start);
+        free.insert(place, bytes);
+        free.dedup_by(|later, earlier| {
+            let adjoins = earlier.end == later.start;
+            if adjoins {
+                earlier.end = later.end;
+            }
+            adjoins
+        });
     }
 }
 
@@ -93,14 +118,19 @@ impl Place {
     }
 }
 
-/// Room in a slab, that one has alone.
+/// Room in a slab, that one has alone. Dropped, it is the slab's again.
 #[derive(Debug)]
-pub(crate) struct Room(Place);
+pub(crate) struct Room(Option<Place>);
 
 impl Room {
+    fn place(&self) -> &Place {
+        self.0.as_ref().expect("taken out when this ends")
+    }
+
     pub(crate) fn bytes(&mut self) -> &mut [u8] {
+        let place = self.place();
         // SAFETY: within the segment, which lives as long as the slab, and given out to this room alone.
-        unsafe { std::slice::from_raw_parts_mut(self.0.start(), self.0.len as usize) }
+        unsafe { std::slice::from_raw_parts_mut(place.start(), place.len as usize) }
     }
 
     /// Copies as many bytes as it has room for.
@@ -108,13 +138,22 @@ impl Room {
     /// # Safety
     /// They can be read.
     pub(crate) unsafe fn copy_from(&mut self, source: *const u8) {
+        let place = self.place();
         // SAFETY: the caller's promise, and as of `bytes`; the memory of a segment is nobody's source.
-        unsafe { std::ptr::copy(source, self.0.start(), self.0.len as usize) };
+        unsafe { std::ptr::copy(source, place.start(), place.len as usize) };
     }
 
     /// From here on it is only read.
-    pub(crate) fn into_place(self) -> Place {
-        self.0
+    pub(crate) fn into_place(mut self) -> Place {
+        self.0.take().expect("taken out when this ends")
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        if let Some(Place { slab, offset, len }) = self.0.take() {
+            slab.take_back(offset..offset + taken(len));
+        }
     }
 }
 
@@ -162,7 +201,7 @@ pub(crate) fn rooms(
     let mut place = |slab: &Arc<Slab>, start: u64, group: &Group| {
         for (index, offset) in &group.members {
             let place = Place { slab: Arc::clone(slab), offset: start + offset, len: sizes[*index] };
-            rooms[*index] = Some(Room(place));
+            rooms[*index] = Some(Room(Some(place)));
         }
     };
     let alone: u64 = groups.iter().map(|group| Pool::size_for(group.room)).sum();
@@ -171,8 +210,9 @@ pub(crate) fn rooms(
     let mut reservation;
     match fits {
         Some((slab, start)) => {
-            reservation = pool.reserve(alone, patience.as_deref_mut())?;
+            // First, so that they go back to the slab where the others cannot be had.
             place(&slab, start, &rest);
+            reservation = pool.reserve(alone, patience.as_deref_mut())?;
         }
         None if rest.members.is_empty() => reservation = pool.reserve(alone, patience.as_deref_mut())?,
         None => {
@@ -193,7 +233,7 @@ pub(crate) fn rooms(
                 }
                 taken => taken?,
             };
-            let slab = Slab::new(taken, pool)?;
+            let slab = Slab::new(taken, pool, 0)?;
             let start = slab.give_out(rest.room).expect("it was made for these");
             place(&slab, start, &rest);
             *pool.open.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&slab);
@@ -215,8 +255,8 @@ fn alone_in(
 ) -> Result<Arc<Slab>, StoreError> {
     let mut segment = reservation.take(group.room, patience.as_deref_mut())?;
     let prepared = prepare(&mut segment, &group.members, group.room, patience);
-    let slab = Slab::new(segment, reservation.pool())?;
-    slab.next.store(u64::MAX, Ordering::Relaxed);
+    let capacity = segment.capacity() as u64;
+    let slab = Slab::new(segment, reservation.pool(), capacity)?;
     prepared.map(|()| slab)
 }
 
@@ -247,7 +287,7 @@ mod tests {
     fn threads_that_ask_at_once_get_different_bytes() {
         let pool = Pool::new("storage", 64 << 20);
         let segment = pool.reserve(32 << 20, None).unwrap().take(16 << 20, None).unwrap();
-        let slab = Slab::new(segment, &pool).unwrap();
+        let slab = Slab::new(segment, &pool, 0).unwrap();
         let take_all = || std::iter::from_fn(|| slab.give_out(ALIGNMENT)).collect::<Vec<_>>();
         let mut given: Vec<u64> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..4).map(|_| scope.spawn(take_all)).collect();

@@ -110,3 +110,38 @@ fn a_slab_that_is_larger_than_was_asked_for_counts_whole_in_the_high_water_mark(
     assert_eq!((after.idle_bytes, after.used_bytes), (0, before.used_bytes + larger), "the kept one was used again");
     assert_eq!(after.high_water_bytes, after.used_bytes);
 }
+
+#[test]
+fn what_fails_half_way_takes_no_room_from_those_that_come_later() {
+    let pool = Pool::new("storage", LIMIT);
+    let held = places(&pool, &[100]).unwrap();
+    let slab = &held[0].slab;
+    let before = pool.account().used_bytes;
+    for _ in 0..1000 {
+        // The small one would fit, and the large one is too large.
+        assert!(matches!(places(&pool, &[10_000, LIMIT]), Err(StoreError::TooLarge { .. })));
+        let mut fail =
+            |_: &mut Segment, _: &[(usize, u64)], _: u64, _: Option<&mut Patience<'_>>| Err(StoreError::Interrupted);
+        assert!(matches!(rooms(&pool, &[10_000, 1 << 20], None, &mut fail), Err(StoreError::Interrupted)));
+        // Of one that breaks off.
+        drop(rooms(&pool, &[10_000], None, &mut |_, _, _, _| Ok(())).unwrap());
+    }
+    assert_eq!(pool.account().used_bytes, before);
+    let next = places(&pool, &[100]).unwrap();
+    assert!(Arc::ptr_eq(slab, &next[0].slab) && next[0].offset == 128, "{next:?}");
+}
+
+#[test]
+fn rooms_that_are_given_back_in_any_order_are_one_again() {
+    let pool = Pool::new("storage", LIMIT);
+    let made = || rooms(&pool, &[1000; 6], None, &mut |_, _, _, _| Ok(())).unwrap();
+    let mut some = made();
+    let last = places(&pool, &[1]).unwrap();
+    while !some.is_empty() {
+        drop(some.swap_remove(some.len() / 2));
+    }
+    let again: Vec<_> = made().into_iter().map(Room::into_place).collect();
+    let offsets: Vec<_> = again.iter().map(|place| place.offset).collect();
+    assert_eq!(offsets, [0, 1024, 2048, 3072, 4096, 5120]);
+    assert!(Arc::ptr_eq(&again[0].slab, &last[0].slab) && last[0].offset == 6144);
+}
