@@ -97,7 +97,7 @@ fn drained(consumer: &Arc<Node>, between: &Between, is_stall: bool, drain: impl 
     }
     let kept = put(&between.owner, &[&[1; 8]]);
     drop(fetch(consumer, &kept, 8, between));
-    consumer.keep(&kept);
+    consumer.keep(0, &kept);
     let (is_on, is_over) = (AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let fetcher = scope.spawn(|| {

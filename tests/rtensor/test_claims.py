@@ -78,6 +78,22 @@ def test_what_is_kept_goes_on(
     assert entries(owners)[0] == (0, 0) and entries(consumers) == [(0, 0)] * 3
 
 
+def test_what_is_kept_between_two_steps_ends_with_the_one_that_claims_it(
+    owners: list[Peer], consumers: list[Peer], controller: Controller
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    with controller.step():
+        pass
+    fetch_everywhere(handles, consumers)
+    assert controller.keep(handles) == 6
+    with controller.step(claim=handles[0]):
+        pass
+    assert entries([owners[0], *consumers]) == [(1, 0), *[(0, 1)] * 3]
+    with controller.step(claim=handles[1]):
+        pass
+    assert entries([owners[0], *consumers]) == [(0, 0)] * 4
+
+
 def test_what_an_earlier_controller_kept_ends_with_the_step_that_claims_it(
     owners: list[Peer], consumers: list[Peer]
 ) -> None:
@@ -93,6 +109,89 @@ def test_what_an_earlier_controller_kept_ends_with_the_step_that_claims_it(
         with next_one.step(claim=handles):
             pass
         assert entries(owners)[0] == (0, 0) and entries(consumers) == [(0, 0)] * 3
+
+
+def until(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("dies", ["within the step", "after it"])
+def test_what_one_controller_keeps_of_anothers_step_ends_with_both(
+    dies: str, owners: list[Peer], consumers: list[Peer], controller: Controller
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    with Controller(controller.workers) as keeper:
+        with controller.step(claim=handles):
+            fetch_everywhere(handles, consumers)
+            assert keeper.keep(handles[0]) == 4
+            if dies == "within the step":
+                keeper.close()
+                until(lambda: owners[0].call(told.stats)[0]["unclaimed_entries"] == 0, "it is no claim again")
+                assert consumers[0].call(told.sums, handles) == [0, 10]
+        if dies == "after it":
+            assert entries(owners)[0] == (1, 0) and entries(consumers) == [(0, 1)] * 3
+    until(
+        lambda: entries([owners[0], *consumers]) == [(0, 0)] * 4, "what a controller kept stays as it is gone"
+    )
+
+
+def test_what_one_controller_keeps_ends_with_the_step_of_another_that_claims_it(
+    owners: list[Peer], consumers: list[Peer], controller: Controller
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    with Controller(controller.workers) as keeper:
+        with controller.step(claim=handles):
+            fetch_everywhere(handles, consumers)
+            keeper.keep(handles)
+        with controller.step(claim=handles[0]):
+            pass
+        assert entries(owners)[0] == (1, 0) and entries(consumers) == [(0, 1)] * 3
+        with keeper.step(claim=handles[1]):
+            pass
+        assert entries([owners[0], *consumers]) == [(0, 0)] * 4
+
+
+def test_what_is_kept_of_an_owner_that_is_no_worker_goes_on(
+    owners: list[Peer], consumers: list[Peer]
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    # And that is this process itself.
+    own = rtensor.remotize([told.torch.ones(3)])
+    with Controller([Worker(consumers[0].addr)]) as controller:
+        with controller.step(claim=[handles, own]):
+            consumers[0].call(told.sums, handles)
+            assert controller.keep([handles[0], own]) == 3
+        assert entries(owners[:1]) == [(1, 0)] and rtensor.storage_stats()["num_tensors"] == 1
+        assert consumers[0].call(told.sums, [handles[0], *own]) == [0, 3]
+        with controller.step(claim=[handles[0], own]):
+            pass
+    assert entries([owners[0], consumers[0]]) == [(0, 0)] * 2 and rtensor.storage_stats()["num_tensors"] == 0
+
+
+def test_a_worker_that_lost_its_line_drops_what_it_fetched_since_and_not_what_somebody_kept(
+    owners: list[Peer], consumers: list[Peer], controller: Controller
+) -> None:
+    kept, of_others, since = (owners[0].call(told.make, 2, 10) for _ in range(3))
+    with Controller(controller.workers) as former, former.step():
+        consumers[0].call(told.sums, kept)
+        former.keep(kept)
+    with Controller(controller.workers) as other:
+        with controller.step():
+            controller._lines.forget([consumers[0].addr])
+            until(lambda: consumers[0].call(told.current_step) is None, "its line stays")
+            consumers[0].call(told.sums, since)
+        assert entries(consumers)[0] == (0, 2)
+        # Nor what was fetched in the step of another controller.
+        with controller.step(), other.step():
+            controller._lines.forget([consumers[0].addr])
+            consumers[0].call(told.sums, of_others)
+            assert entries(consumers)[0] == (0, 4)
+    with controller.step(claim=kept):
+        pass
+    assert entries(consumers)[0] == (0, 0)
 
 
 def test_controllers_of_one_process_take_turns(owners: list[Peer], consumers: list[Peer]) -> None:

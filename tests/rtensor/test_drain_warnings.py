@@ -75,6 +75,29 @@ def test_rows_that_are_kept_are_no_rest(
     consumers[1].call(told.end, 5_000_000)
 
 
+def test_what_was_kept_and_cleared_hides_nothing_though_something_else_is_kept(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    cleared, kept = owners[0].call(told.make, 2, 10)
+    with controller.step(claim=[cleared, kept]):
+        consumers[1].call(told.sums, [kept, cleared[:3], cleared[5:]])
+        controller.keep([cleared, kept])
+    controller.clear_batches(cleared)
+    # An owner keeps shards, and no entries.
+    owners[0].call(told.sums_in_step_of_its_own, owners[1].call(told.make, 1, 10), 6_000_000)
+    left = owners[0].call(told.make, 1, 10)
+    with controller.step():
+        consumers[1].call(told.sums_in_step_of_its_own, left, 6_000_000)
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert (
+        ["rank 0 (rollout)" in warned[0], "rank 1 (critic)" in warned[1]]
+        == [True, True]
+        == [one in text for one, text in zip(("1 entry", "2 entries"), warned, strict=True)]
+    )
+    for peer in (owners[0], consumers[1]):
+        peer.call(told.end, 6_000_000)
+
+
 def test_rows_that_one_process_keeps_are_no_rest(owners: list[Peer], consumers: list[Peer]) -> None:
     handle = owners[0].call(told.make, 1, 10)[0]
     assert consumers[2].call(steps_that_keep_rows, handle) == []

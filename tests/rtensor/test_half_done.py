@@ -58,6 +58,19 @@ def test_what_was_kept_before_and_now_by_some_alone_ends_with_its_step(
     assert held(owners[0]) == held(consumers[0]) == (0, 0)
 
 
+def test_what_could_not_be_kept_is_not_kept_of_the_next_step(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    with controller.step():
+        keep_by_all_but_one(controller, handles, consumers[1], monkeypatch)
+    consumers[1].call(told.sums, handles)
+    for _ in range(2):
+        with controller.step():
+            pass
+    assert held(consumers[1]) == (0, 0)
+
+
 def keep_by_all_but_one(
     controller: Controller, handles: Any, silent_one: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,6 @@ __all__ = [
     "by_address",
     "check_claim",
     "failures_of",
-    "has_kept",
     "last_number",
     "look_at_buffer",
     "look_at_ledger",
@@ -101,14 +100,6 @@ def total(answers: dict[Worker, Any], key: str) -> int:
 def by_address(answers: dict[Worker, Any], key: str) -> dict[str, int]:
     """What each worker says under `key`, 0 for one that says nothing."""
     return {worker.addr: total({worker: answer}, key) for worker, answer in answers.items()}
-
-
-def has_kept(stats: Any) -> bool:
-    """Whether a worker tells of entries in its buffer that end with no step."""
-    buffer = stats.get("buffer") if isinstance(stats, dict) else None
-    if not isinstance(buffer, dict) or buffer.get("oldest_epoch") is not None:
-        return False
-    return _count(buffer, "num_entries") > _count(buffer, "current_entries")
 
 
 def last_number(stats: Iterable[Any]) -> int:

@@ -25,7 +25,6 @@ from tundish.rtensor.answers import (
     by_address,
     check_claim,
     failures_of,
-    has_kept,
     last_number,
     look_at_buffer,
     look_at_ledger,
@@ -173,6 +172,7 @@ class Controller:
             dropped = self._errands.carry_out(drops)
             removed = self._errands.carry_out(removals)
             self._keeping.let_go(by_owner)
+            self._keeping.dropped(by_address(dropped, "kept_count"))
             for handle in handles:
                 handle.forget()
             return Drained(
@@ -250,19 +250,23 @@ class Controller:
         """Carry over what handles in `obj` lead to: it does not end with the current step; how many entries that were.
 
         Its shards are unclaimed again, and what was fetched of them stays until a later step claims or drains them.
+        What another controller's step claimed or fetched is kept as long as this controller is open, and ends with both.
         """
         self._check_open()
         check_claim_of_handles(obj, "keep")
+        by_owner = collect_shards(obj)
         ids = flatten_shard_ids(obj)
+        keep = Request("POST", "/keep", {"shard_ids": ids})
         self._keeping.begin(ids)
-        kept = ShardStore.keep(ids)
-        answers = self._errands.tell(
-            (worker, Request("POST", "/keep", {"shard_ids": ids}), ids) for worker in self._serving()
-        )
+        holders = dict.fromkeys([*self._serving(), *map(self._worker_at, by_owner)])
+        # Not to be told again later: who was not told by the end of the step drops it with that.
+        answers = self._errands.ask((worker, keep) for worker in holders)
+        # What the others have not got of it: as an owner this process is told by its line, as who claims there.
+        kept = ShardStore.keep(self._claimant, ids)
         self._keeping.note(by_address(answers, "kept_count"))
         refuse("could not be told what to keep", answers)
-        self._keeping.succeed(collect_shards(obj))
-        return kept + total(answers, "kept_count")
+        self._keeping.succeed(by_owner)
+        return kept + total(answers, "kept_count") + total(answers, "kept_shards")
 
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
         """What every worker holds, or why it does not say."""
@@ -294,11 +298,7 @@ class Controller:
     def _next_number(self, *, is_contested: bool = False) -> int:
         if self._number is None or is_contested:
             # One that went before this controller has counted too.
-            told = [*self.stats().values(), json.loads(ShardStore.stats())]
-            if self._number is None:
-                # Later, what is kept is this controller's own.
-                self._keeping.has_inherited = any(map(has_kept, told))
-            self._number = last_number(told)
+            self._number = last_number([*self.stats().values(), json.loads(ShardStore.stats())])
         # Two that ask at the same time do not meet again.
         self._number += 1 + (secrets.randbelow(_NUMBERS) if is_contested else 0)
         return self._number
@@ -360,7 +360,10 @@ class Controller:
             made = self._lines.made
             self._begun_by = {one.addr: made(one.addr) for one in self._serving()}
             self._current = number
-            noted.append(Begun(number, handles, owners, {owner: made(owner) for owner in owners}))
+            were_kept = {one for answer in claims.values() for one in answer.get("kept_shard_ids", ())}
+            lines = {owner: made(owner) for owner in owners}
+            self._keeping.begin_step(owners)
+            noted.append(Begun(number, handles, owners, lines, were_kept))
             self._is_beginning = False
         except BaseException:
             noted.clear()
@@ -385,72 +388,77 @@ class Controller:
     def _note_end(self, step: Begun) -> Ending:
         """What the end of the step comes to, noted before any of it is done."""
         drained = self._keeping.ending(step.owners)
+        half_kept, by_name = self._keeping.end_step(drained, step.were_kept)
         claims = [one for ids in drained.values() for one in ids]
         end = Request("POST", f"/epoch/{step.number}/end")
+        drop = Request("DELETE", "/buffer/clear", {"shard_ids": sorted(by_name)})
         note = self._errands.note
-        half, carried = self._keeping.end_step(drained)
-        halves = {owner: [one for one in ids if one in half] for owner, ids in drained.items()}
         ending = Ending(
             drained,
-            [contested for contested, workers in self._contested if _HERE in workers] + [step.number],
-            note(
-                (worker, Request("POST", f"/epoch/{contested}/end"), [])
-                for contested, workers in self._contested
+            half_kept,
+            here=[number for number, workers in self._contested if _HERE in workers] + [step.number],
+            contested=note(
+                (worker, Request("POST", f"/epoch/{number}/end"), [])
+                for number, workers in self._contested
                 for worker in workers
                 if self._is_worker(worker.addr)
             ),
-            note((worker, end, claims) for worker in self._workers if worker.addr not in drained),
-            note((self._worker_at(owner), end, claims) for owner in drained),
-            note(self._removals(drained)),
-            note(self._drops(sorted(half))) + note(self._removals(halves)),
-            note(self._drops(carried)),
+            consumers=note((worker, end, claims) for worker in self._workers if worker.addr not in drained),
+            owners=note((self._worker_at(owner), end, claims) for owner in drained),
+            drops=note((worker, drop, sorted(by_name)) for worker in self._serving() if by_name),
+            removals=note(self._removals(drained)),
         )
         self._contested = []
         self._current = None
         return ending
 
-    def _drops(self, ids: list[str]) -> Iterator[tuple[Worker, Request, list[str]]]:
-        if ids:
-            drop = Request("DELETE", "/buffer/clear", {"shard_ids": ids})
-            yield from ((worker, drop, ids) for worker in self._serving())
-
     def _end(self, step: Begun, ending: Ending) -> None:
         """Drain the step everywhere, consumers first."""
-        claims = [one for ids in ending.drained.values() for one in ids]
-
-        def end_here() -> None:
-            try:
-                ShardStore.clear_buffer(claims)
-            finally:
-                for one in ending.here:
-                    ShardStore.end_epoch(one)
-
-        to_its_end(end_here)
+        to_its_end(lambda: self._end_here(ending))
         self._errands.carry_out_in_turn(ending.contested)
         answers = self._errands.carry_out(ending.consumers)
         answers |= self._errands.carry_out(ending.owners)
         for worker, answer in answers.items():
             if isinstance(answer, dict):
                 look_at_ledger(worker, step.number, answer)
-        # What failed to end the step may have given up the claim when it is asked again.
-        removals = [one for one in ending.removals if not isinstance(answers[one.worker], Exception)]
-        # It lost the line, has given up the claim, and has the shards still.
-        made = self._lines.made
-        lost = [one for one in removals if made(one.worker.addr) != step.lines[one.worker.addr]]
-        self._errands.forget(set(removals).difference(lost))
-        self._errands.carry_out(lost)
-        self._errands.carry_out_in_turn(ending.half_kept)
-        drops = self._errands.carry_out(ending.carried)
-        self._keeping.dropped(by_address(drops, "cleared_count"))
+        dropped = self._errands.carry_out(ending.drops)
+        self._keeping.dropped(by_address(dropped, "kept_count"))
+        self._remove_what_owners_have(step, ending, answers)
         self._drop_what_is_of_no_step()
         self._look_at_buffers(is_step_over=True)
 
+    def _end_here(self, ending: Ending) -> None:
+        try:
+            ShardStore.clear_buffer([one for ids in ending.drained.values() for one in ids])
+        finally:
+            for number in ending.here:
+                ShardStore.end_epoch(number)
+
+    def _remove_what_owners_have(self, step: Begun, ending: Ending, answers: dict[Worker, Any]) -> None:
+        """Remove what the end of the step left with owners that have ended it.
+
+        Those that lost the line have given up the claim, and those that were told to keep what others do not have done
+        so. Who failed to end it may have given up the claim when he is asked again, and is told to remove it then.
+        """
+        ended = [one for one in ending.removals if not isinstance(answers[one.worker], Exception)]
+        made = self._lines.made
+        having = [
+            one
+            for one in ended
+            if made(one.worker.addr) != step.lines[one.worker.addr] or ending.half_kept.intersection(one.ids)
+        ]
+        self._errands.forget(set(ended).difference(having))
+        self._errands.carry_out(having)
+
     def _drop_what_is_of_no_step(self) -> None:
-        """Drain workers that took the end of the line for that of the controller, and fetched since."""
-        flush = Request("DELETE", "/buffer/clear", {"shard_ids": None})
+        """Drain workers that took the end of the line for that of the controller, and fetched since.
+
+        What they fetched then belongs to the step that has begun there afterwards.
+        """
         made, begun_by = self._lines.made, self._begun_by
         lost = [one for one in self._serving() if made(one.addr) != begun_by.get(one.addr, made(one.addr))]
-        if lost and not self._keeping.carries():
+        if lost and self._ahead is not None:
+            flush = Request("POST", f"/epoch/{self._ahead}/flush")
             self._errands.ask((worker, flush) for worker in lost)
 
     def _look_at_buffers(self, *, is_step_over: bool) -> dict[Worker, int]:

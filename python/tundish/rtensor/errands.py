@@ -51,9 +51,6 @@ class Errands:
         finally:
             self._lines.timeout, self._hooks.timeout = lines, hooks
 
-    def tell(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> dict[Worker, Any]:
-        return self.carry_out(self.note(requests))
-
     def note(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> list[Errand]:
         """Errands that are tried again at the next step, unless they are carried out before."""
         number = next(self._notes)
@@ -117,4 +114,5 @@ def _side_by_side(errands: Iterable[Errand]) -> list[list[Errand]]:
 
 
 def _is_alike(one: Errand, other: Errand) -> bool:
-    return one.note == other.note and one.request[:2] == other.request[:2]
+    asked, also_asked = one.request, other.request
+    return (one.note, asked.method, asked.path) == (other.note, also_asked.method, also_asked.path)

@@ -29,8 +29,6 @@ class Keeping:
         self._half_kept: set[str] = set()
         # Entries that are kept, by address: of one shard several, where rows were fetched.
         self._entries: Counter[str] = Counter()
-        # Whether one that went before this controller had something kept, which ends when it is claimed here.
-        self.has_inherited = False
 
     def begin(self, ids: Iterable[str]) -> None:
         """Workers are about to be told to keep these."""
@@ -50,39 +48,45 @@ class Keeping:
         self._kept.difference_update(_pairs(by_owner))
         self._carried.difference_update(*by_owner.values())
 
+    def begin_step(self, claimed: _Owners) -> None:
+        """A step begins and claims these: it is a later one than the keeps that there were."""
+        anew = self._kept.intersection(_pairs(claimed))
+        self._kept -= anew
+        self._carried.update(one for _, one in anew)
+
     def ending(self, claimed: _Owners) -> dict[str, list[str]]:
         """Of what a step claimed, that which ends with it."""
         return {
             owner: [one for one in ids if (owner, one) not in self._kept] for owner, ids in claimed.items()
         }
 
-    def end_step(self, ending: _Owners) -> tuple[set[str], list[str]]:
-        """A step ends, and with it `ending`. Names that are half kept, and of `ending` those that were carried over."""
+    def end_step(self, ending: _Owners, were_kept: set[str]) -> tuple[set[str], set[str]]:
+        """A step ends, and with it `ending`.
+
+        Names that are half kept, and all that are to be dropped by their names: these, and of `ending` those that
+        `were_kept` before the step, by whomever.
+        """
         ids = [one for some in ending.values() for one in some]
         kept = {one for _, one in self._kept}
-        carried = [one for one in ids if self.has_inherited or one in self._carried]
         self._carried.difference_update(ids)
         # A name that two owners gave, too: whoever was told to keep the one keeps both.
-        half = (self._half_kept - self._carried - kept) | kept.intersection(ids)
-        self._carried |= kept - half
+        half_kept = (self._half_kept - self._carried - kept) | kept.intersection(ids)
+        self._carried |= kept - half_kept
         self._kept.clear()
         self._half_kept.clear()
-        return half, carried
+        return half_kept, half_kept | were_kept.intersection(ids)
 
     def dropped(self, entries: Mapping[str, int]) -> None:
         """So many entries that were kept are dropped at these addresses."""
-        self._entries.subtract(entries)
-
-    def carries(self) -> bool:
-        """Whether there is anything that was carried over."""
-        return bool(self._carried)
+        for addr, count in entries.items():
+            # Of what was half kept it is not known how many there were.
+            self._entries[addr] = max(0, self._entries[addr] - count)
 
     def expected(self, addr: str) -> int:
         """How many entries are in that buffer on purpose."""
-        shards = len(self._carried.union(one for _, one in self._kept))
-        if not shards:
+        if not self._carried and not self._kept:
             self._entries.clear()
-        return max(shards, self._entries[addr])
+        return self._entries[addr]
 
 
 def _pairs(by_owner: _Owners) -> Iterable[tuple[str, str]]:

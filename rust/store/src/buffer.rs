@@ -7,7 +7,7 @@
 //!    nor was the shard drained by its id. Else it is refused and counted, and whoever fetched it is told.
 //! 3. A failure is nobody's who asks later.
 //! 4. What is fetched while there is no step belongs to the next one: all that is kept ends with a step, unless
-//!    somebody carried it over.
+//!    somebody carried it over; what one carries over of another's step ends with both.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,7 +18,8 @@ use crate::error::StoreError;
 use crate::flight::{Flight, Outcome, covers};
 use crate::parts::{Part, Parts, Viewed};
 use crate::shard::{Rows, ShardId};
-use crate::turnstile::Turnstile;
+use crate::stats::Dropped;
+use crate::turnstile::{TURN, Turnstile};
 use crate::{Claimant, Epoch};
 
 /// What was fetched of a shard.
@@ -179,13 +180,20 @@ impl<P: Clone> Buffer<P> {
         self.state.lock().parts.flush()
     }
 
+    /// Drains what was fetched in a step so far, which goes on; what is under way in it will not be kept. What was held
+    /// is returned, to be let go of.
+    pub(crate) fn flush_step(&self, epoch: Epoch) -> Option<Part<Entries<P>>> {
+        self.state.lock().parts.flush_step(epoch)
+    }
+
     /// Drains what was fetched of these shards; what is under way of them will not be kept. How many entries, and what
     /// was held, to be let go of.
-    pub(crate) fn remove(&self, ids: &[ShardId]) -> (u64, Vec<Vec<Entries<P>>>) {
+    pub(crate) fn remove(&self, ids: &[ShardId]) -> (Dropped, Vec<Vec<Entries<P>>>) {
+        let mut dropped = Dropped::default();
         // In pieces of a turn each: one long list would be moved as it grows, with the lock held.
         let turns = self.state.in_turns(ids, |state, some| {
             let mut removed = Vec::with_capacity(some.len());
-            some.iter().for_each(|id| state.remove(id, &mut removed));
+            some.iter().for_each(|id| dropped.kept += state.remove(id, &mut removed));
             let cancelled: Vec<_> = some.iter().filter_map(|id| state.flights.remove(id)).flatten().collect();
             (removed, cancelled)
         });
@@ -193,8 +201,8 @@ impl<P: Clone> Buffer<P> {
         for flight in cancelled.into_iter().flatten() {
             flight.land(Outcome::Failed(StoreError::Drained { id: flight.id.clone() }));
         }
-        let count = removed.iter().flatten().map(|entries: &Entries<P>| entries.len() as u64).sum();
-        (count, removed)
+        dropped.entries = removed.iter().flatten().map(|entries: &Entries<P>| entries.len() as u64).sum();
+        (dropped, removed)
     }
 
     /// Lets go of what the parent fetched. For a child.
@@ -202,9 +210,30 @@ impl<P: Clone> Buffer<P> {
         self.state.forget(|state| drop(state.parts.flush()));
     }
 
-    /// What was fetched of these shards ends with no step any more. How many entries.
-    pub(crate) fn keep(&self, ids: &[ShardId]) -> u64 {
-        self.state.in_turns(ids, |state, ids| ids.iter().map(|id| state.keep(id)).sum::<u64>()).into_iter().sum()
+    /// What was fetched of these shards ends with no step any more, as long as this claimant lives where it was
+    /// another one's. How many entries.
+    pub(crate) fn keep(&self, claimant: Claimant, ids: &[ShardId]) -> u64 {
+        let turns = self.state.in_turns(ids, |state, some| some.iter().map(|id| state.keep(claimant, id)).sum::<u64>());
+        turns.into_iter().sum()
+    }
+
+    /// What this claimant kept of others' steps ends with these. What ended before is returned, to be let go of.
+    pub(crate) fn give_up_kept(&self, claimant: Claimant) -> Vec<Vec<Entries<P>>> {
+        let mut ended = Vec::new();
+        loop {
+            self.state.pass();
+            let mut state = self.state.lock();
+            let Some(some) = state.parts.keeps.give_up(claimant, TURN) else { return ended };
+            let mut taken = Vec::with_capacity(some.len());
+            taken.extend(some.iter().filter_map(|(id, epoch)| state.return_to(*epoch, id)));
+            drop(state);
+            ended.push(taken);
+        }
+    }
+
+    /// Whoever keeps something of this step keeps it for good: its claimant is gone.
+    pub(crate) fn forget_keeps_of(&self, epoch: Epoch) {
+        self.state.lock().parts.keeps.forget_step(epoch);
     }
 }
 
@@ -304,29 +333,60 @@ impl<P: Clone> State<P> {
         begun.max_by_key(|(_, part)| part.token).and_then(|(epoch, _)| epoch)
     }
 
-    fn remove(&mut self, id: &ShardId, removed: &mut Vec<Entries<P>>) {
-        for (_, part) in self.parts.iter_mut() {
-            if let Some(entries) = part.take(id) {
-                entries.iter().for_each(|held| part.tally.free(held.bytes));
-                removed.push(entries);
-            }
-        }
-    }
-
-    fn keep(&mut self, id: &ShardId) -> u64 {
-        let mut kept = Entries::new();
+    /// How many of the entries somebody had kept.
+    fn remove(&mut self, id: &ShardId, removed: &mut Vec<Entries<P>>) -> u64 {
+        let kept = self.take_kept(id);
+        let count = kept.as_ref().map_or(0, |entries| entries.len() as u64);
+        removed.extend(kept);
         for part in self.parts.ending_mut() {
-            if let Some(entries) = part.take(id) {
-                entries.iter().for_each(|held| part.tally.free(held.bytes));
-                kept.extend(entries);
-            }
-        }
-        let count = kept.len() as u64;
-        if count > 0 {
-            let unclaimed = self.parts.unclaimed();
-            kept.iter().for_each(|held| unclaimed.tally.bring(held.bytes));
-            unclaimed.table(id).entry(id.clone()).or_default().extend(kept);
+            removed.extend(take(part, id));
         }
         count
     }
+
+    fn take_kept(&mut self, id: &ShardId) -> Option<Entries<P>> {
+        self.parts.keeps.forget(id);
+        take(self.parts.unclaimed(), id)
+    }
+
+    fn keep(&mut self, claimant: Claimant, id: &ShardId) -> u64 {
+        let of = self.parts.iter().filter(|(epoch, part)| epoch.is_some() && part.get(id).is_some());
+        let others = of.filter_map(|(epoch, part)| epoch.filter(|_| part.claimant != Some(claimant)));
+        let of = others.max();
+        let mut kept = Entries::new();
+        for part in self.parts.ending_mut() {
+            kept.extend(take(part, id).into_iter().flatten());
+        }
+        let count = kept.len() as u64;
+        if count > 0 {
+            bring(self.parts.unclaimed(), id, kept);
+        }
+        if self.parts.unclaimed().get(id).is_some() {
+            self.parts.keep(claimant, id, of);
+        }
+        count
+    }
+
+    /// What nobody keeps any more is the step's again that it was of; it is returned where that is over.
+    fn return_to(&mut self, epoch: Epoch, id: &ShardId) -> Option<Entries<P>> {
+        let entries = self.take_kept(id)?;
+        match self.parts.get_mut(Some(epoch)) {
+            Some(part) => {
+                bring(part, id, entries);
+                None
+            }
+            None => Some(entries),
+        }
+    }
+}
+
+fn take<P>(part: &mut Part<Entries<P>>, id: &ShardId) -> Option<Entries<P>> {
+    let entries = part.take(id)?;
+    entries.iter().for_each(|held| part.tally.free(held.bytes));
+    Some(entries)
+}
+
+fn bring<P>(part: &mut Part<Entries<P>>, id: &ShardId, entries: Entries<P>) {
+    entries.iter().for_each(|held| part.tally.bring(held.bytes));
+    part.table(id).entry(id.clone()).or_default().extend(entries);
 }

@@ -21,6 +21,7 @@ mod fetch;
 mod flight;
 pub mod handles;
 pub mod http;
+mod keeps;
 mod landing;
 mod meta;
 mod node;
@@ -51,7 +52,7 @@ pub use node::Node;
 pub use passage::{Incoming, Outgoing, Source};
 pub use patience::{GoOn, Patience};
 pub use shard::{Rows, Selection, ShardId};
-pub use stats::{Account, BufferStats, Claimed, EpochLedger, Limits, Removed, Stats, StorageStats};
+pub use stats::{Account, BufferStats, Claimed, Dropped, EpochLedger, Kept, Limits, Removed, Stats, StorageStats};
 pub use transport::{Receiver, Reference, Service, Transport, Wanted};
 pub use view::View;
 

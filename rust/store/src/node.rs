@@ -20,7 +20,7 @@ use crate::pool::Pool;
 use crate::reaper::{Last, Reaper};
 use crate::shard::{Rows, Selection, ShardId};
 use crate::slab::{Room, rooms};
-use crate::stats::{BufferStats, Claimed, EpochLedger, Limits, Removed, Stats, StorageStats};
+use crate::stats::{BufferStats, Claimed, Dropped, EpochLedger, Kept, Limits, Removed, Stats, StorageStats};
 use crate::storage::Storage;
 use crate::tensor::{Location, Tensor};
 use crate::transport::Service;
@@ -192,11 +192,13 @@ impl Node {
         removed
     }
 
-    fn flush_buffer(&self) -> u64 {
+    fn flush_buffer(&self) -> Dropped {
         let fetched = self.buffer.flush();
-        let count = fetched.iter().map(|part| part.tally.num_entries).sum();
-        self.reaper.let_go(fetched, count);
-        count
+        // The part of no step is the oldest.
+        let kept = fetched.first().map_or(0, |part| part.tally.num_entries);
+        let entries = fetched.iter().map(|part| part.tally.num_entries).sum();
+        self.reaper.let_go(fetched, entries);
+        Dropped { entries, kept }
     }
 
     /// The step that fetches belong to now.
@@ -307,8 +309,8 @@ impl Node {
 }
 
 impl Service for Node {
-    fn keep(&self, ids: &[ShardId]) -> u64 {
-        self.storage.unclaim(ids) + self.buffer.keep(ids)
+    fn keep(&self, claimant: Claimant, ids: &[ShardId]) -> Kept {
+        Kept { shards: self.storage.keep(claimant, ids), entries: self.buffer.keep(claimant, ids) }
     }
 
     fn look_up(&self, wanted: &[Selection]) -> Result<Vec<Outgoing>, StoreError> {
@@ -343,19 +345,27 @@ impl Service for Node {
         removed
     }
 
-    fn clear_buffer(&self, ids: Option<&[ShardId]>) -> u64 {
-        let count = match ids {
+    fn drop_fetched(&self, ids: Option<&[ShardId]>) -> Dropped {
+        let dropped = match ids {
             Some(ids) => {
-                let (count, fetched) = self.buffer.remove(ids);
-                self.reaper.let_go(fetched, count);
-                count
+                let (dropped, fetched) = self.buffer.remove(ids);
+                self.reaper.let_go(fetched, dropped.entries);
+                dropped
             }
             None => {
-                let count = self.flush_buffer();
+                let dropped = self.flush_buffer();
                 warm::let_go();
-                count
+                dropped
             }
         };
+        self.tell_of_drain();
+        dropped
+    }
+
+    fn flush_epoch(&self, epoch: Epoch) -> u64 {
+        let fetched = self.buffer.flush_step(epoch);
+        let count = fetched.as_ref().map_or(0, |part| part.tally.num_entries);
+        self.reaper.let_go(fetched, count);
         self.tell_of_drain();
         count
     }
@@ -392,6 +402,16 @@ impl Service for Node {
             self.storage.unclaim_all(*epoch);
         }
         let fetching = self.buffer.state.lock().parts.of_claimant(claimant);
+        fetching.iter().for_each(|epoch| self.buffer.forget_keeps_of(*epoch));
+        let stored = self.storage.give_up_kept(claimant);
+        let count = stored.iter().map(Vec::len).sum::<usize>() as u64;
+        self.reaper.let_go(stored, count);
+        let fetched = self.buffer.give_up_kept(claimant);
+        let entries = fetched.iter().map(Vec::len).sum::<usize>() as u64;
+        self.reaper.let_go(fetched, entries);
+        if count + entries > 0 {
+            self.tell_of_drain();
+        }
         for epoch in claiming.into_iter().chain(fetching) {
             self.end_epoch(epoch);
         }

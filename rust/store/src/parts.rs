@@ -13,6 +13,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::keeps::Keeps;
 use crate::shard::ShardId;
 use crate::{Claimant, Epoch};
 
@@ -72,6 +73,10 @@ impl<V> Part<V> {
         self.tables.get(place(id))?.get(id)
     }
 
+    pub(crate) fn find_mut(&mut self, id: &ShardId) -> Option<&mut V> {
+        self.tables.get_mut(place(id))?.get_mut(id)
+    }
+
     /// The table that has or would have it.
     pub(crate) fn table(&mut self, id: &ShardId) -> &mut HashMap<ShardId, V> {
         if self.tables.is_empty() {
@@ -83,6 +88,16 @@ impl<V> Part<V> {
     /// Takes an entry out; its bytes are the caller's to count.
     pub(crate) fn take(&mut self, id: &ShardId) -> Option<V> {
         self.tables.get_mut(place(id))?.remove(id)
+    }
+
+    /// Takes the entries out and leaves the account; from here on it has this token.
+    fn empty(&mut self, token: u64) -> Self {
+        let mut empty = Part::new(token, self.claimant);
+        empty.tally = self.tally;
+        empty.tally.freed_bytes += std::mem::take(&mut empty.tally.held_bytes);
+        empty.tally.num_entries = 0;
+        empty.viewed = Arc::clone(&self.viewed);
+        std::mem::replace(self, empty)
     }
 
     /// Some of the names in it, at most `most`, from the table `cursor` on, which moves on when that is done.
@@ -132,6 +147,8 @@ pub(crate) struct Parts<V> {
     /// What the next step begins with.
     next: Part<V>,
     past: VecDeque<Past>,
+    /// Of what is of no step.
+    pub(crate) keeps: Keeps,
     next_token: u64,
     pub(crate) high_water_bytes: u64,
 }
@@ -139,7 +156,8 @@ pub(crate) struct Parts<V> {
 impl<V> Parts<V> {
     pub(crate) fn new() -> Self {
         let parts = HashMap::from([(None, Part::new(0, None))]);
-        Parts { parts, next: Part::new(1, None), past: VecDeque::new(), next_token: 2, high_water_bytes: 0 }
+        let (next, past, keeps) = (Part::new(1, None), VecDeque::new(), Keeps::default());
+        Parts { parts, next, past, keeps, next_token: 2, high_water_bytes: 0 }
     }
 
     /// The step's part; begun if it is not there, for `claimant`, with what there is for the next step.
@@ -178,20 +196,35 @@ impl<V> Parts<V> {
 
     /// Takes all entries out; steps go on, with nothing in them.
     pub(crate) fn flush(&mut self) -> Vec<Part<V>> {
-        let mut flushed = Vec::new();
+        self.keeps.clear();
         let mut parts: Vec<_> = self.parts.values_mut().chain([&mut self.next]).collect();
         // The older stay the older.
         parts.sort_unstable_by_key(|part| part.token);
-        for part in parts {
-            let mut empty = Part::new(self.next_token, part.claimant);
-            self.next_token += 1;
-            empty.tally = part.tally;
-            empty.tally.freed_bytes += std::mem::take(&mut empty.tally.held_bytes);
-            empty.tally.num_entries = 0;
-            empty.viewed = Arc::clone(&part.viewed);
-            flushed.push(std::mem::replace(part, empty));
+        let tokens = self.next_token..;
+        self.next_token += parts.len() as u64;
+        parts.into_iter().zip(tokens).map(|(part, token)| part.empty(token)).collect()
+    }
+
+    /// Takes the entries of a step out, which goes on with nothing in it; `None` where it is not under way.
+    pub(crate) fn flush_step(&mut self, epoch: Epoch) -> Option<Part<V>> {
+        let part = self.parts.get_mut(&Some(epoch))?;
+        self.next_token += 1;
+        Some(part.empty(self.next_token - 1))
+    }
+
+    /// A claimant keeps what ended with the step `of` until now, or with none. It is among what is of no step now.
+    pub(crate) fn keep(&mut self, claimant: Claimant, id: &ShardId, of: Option<Epoch>) {
+        let Some(of) = of.or_else(|| self.keeps.step_of(id)) else { return };
+        if self.is_of(of, claimant) {
+            self.keeps.forget(id);
+        } else {
+            self.keeps.note(claimant, id, of);
         }
-        flushed
+    }
+
+    /// Whether a step that is under way is this claimant's.
+    pub(crate) fn is_of(&self, epoch: Epoch, claimant: Claimant) -> bool {
+        self.get(Some(epoch)).is_some_and(|part| part.claimant == Some(claimant))
     }
 
     pub(crate) fn get(&self, epoch: Option<Epoch>) -> Option<&Part<V>> {

@@ -36,6 +36,26 @@ pub struct Claimed {
     pub missing: Vec<ShardId>,
     /// Another step's.
     pub taken: Vec<ShardId>,
+    /// Of those that are the step's, those that somebody kept before: more of them may have been kept elsewhere.
+    pub kept: Vec<ShardId>,
+}
+
+/// What was carried over from one step to later ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Kept {
+    /// Shards that a step had claimed.
+    pub shards: u64,
+    /// Entries that were fetched in a step, or for the next one.
+    pub entries: u64,
+}
+
+/// What was dropped of what had been fetched.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Dropped {
+    /// Entries.
+    pub entries: u64,
+    /// Of these, those that somebody had kept.
+    pub kept: u64,
 }
 
 /// Memory of one side.

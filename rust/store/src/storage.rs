@@ -1,7 +1,8 @@
 //! The shards of this process, by the step that claimed them.
 //!
 //! What always holds: a shard is in one part; what no step has claimed lives until it is removed; what a step has
-//! claimed ends with it, and is unclaimed again when its claimant is gone.
+//! claimed ends with it, and is unclaimed again when its claimant is gone; what another claimant keeps of it ends with
+//! both.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -20,6 +21,8 @@ pub(crate) struct Stored<P> {
     bytes: u64,
     /// Seconds after the storage was made.
     second: u32,
+    /// Whether somebody kept it, or what was fetched of it, beyond a step.
+    was_kept: bool,
 }
 
 pub(crate) struct State<P> {
@@ -55,7 +58,7 @@ impl<P: Clone> Storage<P> {
             for (payload, bytes) in some {
                 let id = ShardId::numbered(self.nonce, state.next_counter);
                 state.next_counter += 1;
-                state.insert(&id, Stored { payload: payload.clone(), bytes: *bytes, second });
+                state.insert(&id, Stored { payload: payload.clone(), bytes: *bytes, second, was_kept: false });
                 ids.push(id);
             }
             state.parts.saw_peak();
@@ -73,7 +76,7 @@ impl<P: Clone> Storage<P> {
         let second = self.second();
         let mut state = self.state.lock();
         self.check_free(&state, id)?;
-        state.insert(id, Stored { payload, bytes, second });
+        state.insert(id, Stored { payload, bytes, second, was_kept: false });
         state.parts.saw_peak();
         Ok(())
     }
@@ -173,8 +176,9 @@ impl<P: Clone> Storage<P> {
         self.state.lock().parts.end(epoch)
     }
 
-    /// What these steps claimed is unclaimed again; the steps go on, or are ended by who called.
+    /// What this step claimed is unclaimed again, also what others keep of it; it goes on, or is ended by who called.
     pub(crate) fn unclaim_all(&self, epoch: Epoch) {
+        self.state.lock().parts.keeps.forget_step(epoch);
         let mut cursor = 0;
         loop {
             self.state.pass();
@@ -190,10 +194,25 @@ impl<P: Clone> Storage<P> {
         }
     }
 
-    /// These are claimed by no step any more. How many were.
-    pub(crate) fn unclaim(&self, ids: &[ShardId]) -> u64 {
-        let turns = self.state.in_turns(ids, |state, some| some.iter().filter(|id| state.unclaim(id)).count() as u64);
-        turns.into_iter().sum()
+    /// These are claimed by no step any more, as long as this claimant lives where it was another one's. How many were.
+    pub(crate) fn keep(&self, claimant: Claimant, ids: &[ShardId]) -> u64 {
+        let turns = self.state.in_turns(ids, |state, some| some.iter().filter(|id| state.keep(claimant, id)).count());
+        turns.into_iter().sum::<usize>() as u64
+    }
+
+    /// What this claimant kept of others' steps ends with these. What was stored and ended before is returned, to be
+    /// let go of.
+    pub(crate) fn give_up_kept(&self, claimant: Claimant) -> Vec<Vec<Stored<P>>> {
+        let mut ended = Vec::new();
+        loop {
+            self.state.pass();
+            let mut state = self.state.lock();
+            let Some(some) = state.parts.keeps.give_up(claimant, TURN) else { return ended };
+            let mut taken = Vec::with_capacity(some.len());
+            taken.extend(some.iter().filter_map(|(id, epoch)| state.return_to(*epoch, id)));
+            drop(state);
+            ended.push(taken);
+        }
     }
 
     fn second(&self) -> u32 {
@@ -225,6 +244,7 @@ impl<P> State<P> {
         let unclaimed = self.parts.unclaimed();
         let stored = unclaimed.take(id)?;
         unclaimed.tally.free(stored.bytes);
+        self.parts.keeps.forget(id);
         if let Some(count) = self.seconds.get_mut(&stored.second) {
             *count -= 1;
             if *count == 0 {
@@ -252,17 +272,41 @@ impl<P> State<P> {
         taken.map(|stored| self.insert(id, stored)).is_some()
     }
 
+    fn keep(&mut self, claimant: Claimant, id: &ShardId) -> bool {
+        let of = self.parts.iter().find_map(|(epoch, part)| epoch.filter(|_| part.get(id).is_some()));
+        let is_claimed = self.unclaim(id);
+        let unclaimed = self.parts.unclaimed();
+        let Some(stored) = unclaimed.find_mut(id) else { return false };
+        stored.was_kept = true;
+        self.parts.keep(claimant, id, of);
+        is_claimed
+    }
+
+    /// What nobody keeps any more is the step's again that it was of; it is returned where that is over.
+    fn return_to(&mut self, epoch: Epoch, id: &ShardId) -> Option<Stored<P>> {
+        let stored = self.take_unclaimed(id)?;
+        match self.parts.get_mut(Some(epoch)) {
+            Some(part) => {
+                part.tally.bring(stored.bytes);
+                part.table(id).insert(id.clone(), stored);
+                None
+            }
+            None => Some(stored),
+        }
+    }
+
     fn claim(&mut self, epoch: Epoch, id: &ShardId, claimed: &mut Claimed) {
         if let Some(stored) = self.take_unclaimed(id) {
-            let part = self.parts.get_mut(Some(epoch)).expect("looked at with this lock");
-            part.tally.bring(stored.bytes);
             claimed.claimed_count += 1;
             claimed.total_bytes += stored.bytes;
+            claimed.kept.extend(stored.was_kept.then(|| id.clone()));
+            let part = self.parts.get_mut(Some(epoch)).expect("looked at with this lock");
+            part.tally.bring(stored.bytes);
             part.table(id).insert(id.clone(), stored);
             return;
         }
         match self.parts.get(Some(epoch)).and_then(|part| part.get(id)) {
-            Some(_) => {}
+            Some(stored) => claimed.kept.extend(stored.was_kept.then(|| id.clone())),
             None if self.find(id).is_some() => claimed.taken.push(id.clone()),
             None => claimed.missing.push(id.clone()),
         }

@@ -9,7 +9,7 @@ use crate::meta::Meta;
 use crate::passage::{Incoming, Outgoing};
 use crate::patience::Patience;
 use crate::shard::{Rows, Selection, ShardId};
-use crate::stats::{Claimed, EpochLedger, Removed, Stats};
+use crate::stats::{Claimed, Dropped, EpochLedger, Kept, Removed, Stats};
 use crate::{Claimant, Epoch};
 
 /// What a server asks of the node that it serves. No call waits for anything but short locks; those that take time
@@ -34,7 +34,12 @@ pub trait Service: Send + Sync + 'static {
     fn remove(&self, ids: &[ShardId]) -> Removed;
 
     /// Removes what was fetched of these shards, all of it where `None`; how many entries. Time as of `remove`.
-    fn clear_buffer(&self, ids: Option<&[ShardId]>) -> u64;
+    fn clear_buffer(&self, ids: Option<&[ShardId]>) -> u64 {
+        self.drop_fetched(ids).entries
+    }
+
+    /// As `clear_buffer`; it tells what was kept apart.
+    fn drop_fetched(&self, ids: Option<&[ShardId]>) -> Dropped;
 
     /// From here on fetches belong to this step, and those that belonged to none.
     ///
@@ -49,13 +54,17 @@ pub trait Service: Send + Sync + 'static {
     fn claim(&self, epoch: Epoch, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError>;
 
     /// Carries these shards over: what was fetched of them, and the shards where they are stored here, no longer end
-    /// with a step. How many entries that were. Time as of `remove`.
-    fn keep(&self, ids: &[ShardId]) -> u64;
+    /// with a step; of another claimant's step not as long as this one lives. Time as of `remove`.
+    fn keep(&self, claimant: Claimant, ids: &[ShardId]) -> Kept;
+
+    /// Drops what was fetched in a step so far; it goes on. How many entries.
+    fn flush_epoch(&self, epoch: Epoch) -> u64;
 
     /// Ends a step: drops what it claimed and what was fetched in it. Again, it only tells how it stands.
     fn end_epoch(&self, epoch: Epoch) -> EpochLedger;
 
-    /// The claimant is gone: what it claimed is unclaimed again, and what was fetched in its steps is dropped.
+    /// The claimant is gone: what it claimed is unclaimed again, what was fetched in its steps is dropped, and what it
+    /// kept of others' steps ends with these.
     fn give_up(&self, claimant: Claimant);
 
     /// How all of it stands.

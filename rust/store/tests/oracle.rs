@@ -10,7 +10,7 @@ use std::time::Duration;
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, rows, whole};
 use proptest::prelude::*;
 use proptest::sample::Index;
-use tundish_store::{Node, Removed, Selection, Service, ShardId, StoreError, View};
+use tundish_store::{Kept, Node, Removed, Selection, Service, ShardId, StoreError, View};
 
 /// In place of a step, of what is fetched while there is none.
 const NEXT: u64 = u64::MAX;
@@ -22,7 +22,7 @@ enum Step {
     Remove(Vec<Index>),
     ClearNode,
     Claim(u64, Vec<Index>),
-    Keep(Vec<Index>),
+    Keep(u64, Vec<Index>),
     Begin(u64),
     End(u64),
     GiveUp(u64),
@@ -42,7 +42,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         2 => some().prop_map(Step::Remove),
         1 => Just(Step::ClearNode),
         3 => (epoch(), some()).prop_map(|(epoch, some)| Step::Claim(epoch, some)),
-        1 => some().prop_map(Step::Keep),
+        2 => (0u64..2, some()).prop_map(|(claimant, some)| Step::Keep(claimant, some)),
         3 => epoch().prop_map(Step::Begin),
         2 => epoch().prop_map(Step::End),
         1 => (0u64..2).prop_map(Step::GiveUp),
@@ -66,11 +66,79 @@ struct Side<K> {
     entries: BTreeMap<K, (Option<u64>, u64)>,
     tallies: BTreeMap<u64, Tally>,
     next: Tally,
+    /// What claimants keep of others' steps, and of which.
+    keeps: BTreeMap<(u64, ShardId), u64>,
 }
 
-impl<K: Ord + Clone> Side<K> {
+impl<K: Ord + Clone + Named> Side<K> {
     fn new() -> Self {
-        Side { entries: BTreeMap::new(), tallies: BTreeMap::new(), next: Tally::default() }
+        Side { entries: BTreeMap::new(), tallies: BTreeMap::new(), next: Tally::default(), keeps: BTreeMap::new() }
+    }
+
+    fn is_open(&self, epoch: u64) -> bool {
+        self.tallies.get(&epoch).is_some_and(|tally| !tally.has_ended)
+    }
+
+    fn of(&self, id: &ShardId, is_wanted: impl Fn(Option<u64>) -> bool) -> Vec<K> {
+        let all = self.entries.iter().filter(|(key, (epoch, _))| key.id() == id && is_wanted(*epoch));
+        all.map(|(key, _)| key.clone()).collect()
+    }
+
+    fn move_to(&mut self, epoch: Option<u64>, keys: &[K]) {
+        for key in keys {
+            let (_, bytes) = self.take(key).unwrap();
+            self.put(key.clone(), epoch, bytes);
+        }
+    }
+
+    fn step_of(&self, id: &ShardId) -> Option<u64> {
+        self.keeps.iter().find_map(|((_, kept), epoch)| (kept == id).then_some(*epoch))
+    }
+
+    fn forget(&mut self, id: &ShardId) {
+        self.keeps.retain(|(_, kept), _| kept != id);
+    }
+
+    /// How many were of steps.
+    fn keep(&mut self, claimant: u64, ids: &[ShardId]) -> u64 {
+        let mut count = 0;
+        for id in ids {
+            let of_steps = self.of(id, |epoch| epoch.is_some());
+            let epochs = of_steps.iter().filter_map(|key| self.entries[key].0);
+            let of = epochs.filter(|epoch| *epoch != NEXT && epoch % 2 != claimant).max();
+            let of = of.or_else(|| self.step_of(id));
+            self.move_to(None, &of_steps);
+            count += of_steps.len() as u64;
+            match of {
+                Some(of) if of % 2 == claimant && self.is_open(of) => self.forget(id),
+                Some(of) if !self.of(id, |_| true).is_empty() => _ = self.keeps.insert((claimant, id.clone()), of),
+                _ => {}
+            }
+        }
+        count
+    }
+
+    fn open_steps_of(&self, claimant: u64) -> Vec<u64> {
+        self.tallies.keys().copied().filter(|epoch| epoch % 2 == claimant && self.is_open(*epoch)).collect()
+    }
+
+    fn give_up_kept(&mut self, claimant: u64) {
+        let gone = self.open_steps_of(claimant);
+        self.keeps.retain(|_, epoch| !gone.contains(epoch));
+        let its: Vec<_> =
+            self.keeps.iter().filter(|((of, _), _)| *of == claimant).map(|(key, of)| (key.clone(), *of)).collect();
+        self.keeps.retain(|(of, _), _| *of != claimant);
+        for ((_, id), epoch) in its {
+            if self.step_of(&id).is_some() {
+                continue;
+            }
+            let kept = self.of(&id, |of| of.is_none());
+            if self.is_open(epoch) {
+                self.move_to(Some(epoch), &kept);
+            } else {
+                kept.iter().for_each(|key| assert!(self.take(key).is_some()));
+            }
+        }
     }
 
     fn count(&mut self, epoch: Option<u64>, brought: u64, freed: u64) {
@@ -116,6 +184,22 @@ impl<K: Ord + Clone> Side<K> {
 /// Of the consumer's entries.
 type Piece = (ShardId, Option<(u64, u64)>);
 
+trait Named {
+    fn id(&self) -> &ShardId;
+}
+
+impl Named for ShardId {
+    fn id(&self) -> &ShardId {
+        self
+    }
+}
+
+impl Named for Piece {
+    fn id(&self) -> &ShardId {
+        &self.0
+    }
+}
+
 struct World {
     owner: Arc<Node>,
     consumer: Arc<Node>,
@@ -124,6 +208,8 @@ struct World {
     shards: Vec<(ShardId, Vec<u8>)>,
     stored: Side<ShardId>,
     fetched: Side<Piece>,
+    /// Shards that somebody kept.
+    were_kept: BTreeSet<ShardId>,
     /// Steps of the consumer that have begun and not ended, the newest last.
     begun: Vec<u64>,
     views: Vec<(View, Vec<u8>)>,
@@ -141,7 +227,8 @@ impl World {
         between.add(OWNER, &owner);
         let (stored, fetched) = (Side::new(), Side::new());
         let (shards, begun, views) = (Vec::new(), Vec::new(), Vec::new());
-        World { owner, consumer, between, shards, stored, fetched, begun, views, hits: 0, misses: 0 }
+        let were_kept = BTreeSet::new();
+        World { owner, consumer, between, shards, stored, fetched, were_kept, begun, views, hits: 0, misses: 0 }
     }
 
     fn named(&self, some: &[Index]) -> Vec<ShardId> {
@@ -153,20 +240,9 @@ impl World {
     }
 
     fn clear_pieces(&mut self, ids: &[ShardId]) -> u64 {
+        ids.iter().for_each(|id| self.fetched.forget(id));
         let of_these: Vec<Piece> = self.fetched.entries.keys().filter(|(id, _)| ids.contains(id)).cloned().collect();
         of_these.iter().filter(|piece| self.fetched.take(piece).is_some()).count() as u64
-    }
-
-    fn unclaim(&mut self, ids: &[ShardId]) -> u64 {
-        let mut count = 0;
-        for id in ids {
-            if self.stored.entries.get(id).is_some_and(|(epoch, _)| epoch.is_some()) {
-                let (_, bytes) = self.stored.take(id).unwrap();
-                self.stored.put(id.clone(), None, bytes);
-                count += 1;
-            }
-        }
-        count
     }
 
     fn take(&mut self, step: Step) {
@@ -192,6 +268,7 @@ impl World {
             }
             Step::Remove(some) => {
                 let ids = self.named(&some);
+                ids.iter().for_each(|id| self.stored.forget(id));
                 let freed: Vec<u64> =
                     ids.iter().filter_map(|id| self.stored.take(id)).map(|(_, bytes)| bytes).collect();
                 let count = freed.len() as u64;
@@ -202,6 +279,7 @@ impl World {
                 let (count, total_bytes) = self.stored.held();
                 let ids: Vec<_> = self.stored.entries.keys().cloned().collect();
                 ids.iter().for_each(|id| assert!(self.stored.take(id).is_some()));
+                self.stored.keeps.clear();
                 let removed = Removed { cleared_count: count, num_tensors: count, total_bytes };
                 assert_eq!(self.owner.clear_node(), removed);
             }
@@ -219,6 +297,7 @@ impl World {
                     match self.stored.entries.get(id).copied() {
                         Some((None, size)) => {
                             self.stored.take(id);
+                            self.stored.forget(id);
                             self.stored.put(id.clone(), Some(epoch), size);
                             (count, bytes) = (count + 1, bytes + size);
                         }
@@ -229,23 +308,18 @@ impl World {
                 }
                 assert_eq!((claimed.claimed_count, claimed.total_bytes), (count, bytes));
                 assert_eq!((claimed.missing, claimed.taken), (missing, others));
+                let is_its = |id: &&ShardId| self.stored.entries.get(id).is_some_and(|(of, _)| *of == Some(epoch));
+                let kept: Vec<_> = ids.iter().filter(is_its).filter(|id| self.were_kept.contains(id)).collect();
+                assert_eq!(claimed.kept.iter().collect::<Vec<_>>(), kept);
             }
-            Step::Keep(some) => {
+            Step::Keep(claimant, some) => {
                 let ids = self.named(&some);
-                let unclaimed = self.unclaim(&ids);
-                assert_eq!(self.owner.keep(&ids), unclaimed);
-                let of_steps: Vec<Piece> = self
-                    .fetched
-                    .entries
-                    .iter()
-                    .filter(|((id, _), (epoch, _))| ids.contains(id) && epoch.is_some())
-                    .map(|(piece, _)| piece.clone())
-                    .collect();
-                for piece in &of_steps {
-                    let (_, bytes) = self.fetched.take(piece).unwrap();
-                    self.fetched.put(piece.clone(), None, bytes);
-                }
-                assert_eq!(self.consumer.keep(&ids), of_steps.len() as u64);
+                let there = ids.iter().filter(|id| self.stored.entries.contains_key(id));
+                self.were_kept.extend(there.cloned());
+                let shards = self.stored.keep(claimant, &ids);
+                assert_eq!(self.owner.keep(claimant, &ids), Kept { shards, entries: 0 });
+                let entries = self.fetched.keep(claimant, &ids);
+                assert_eq!(self.consumer.keep(claimant, &ids), Kept { shards: 0, entries });
             }
             Step::Begin(epoch) => {
                 let begun = self.consumer.begin_epoch(epoch, epoch % 2);
@@ -269,23 +343,14 @@ impl World {
             Step::GiveUp(claimant) => {
                 self.owner.give_up(claimant);
                 self.consumer.give_up(claimant);
-                let open = |side: &BTreeMap<u64, Tally>| -> Vec<u64> {
-                    side.iter()
-                        .filter(|(epoch, tally)| **epoch % 2 == claimant && !tally.has_ended)
-                        .map(|(epoch, _)| *epoch)
-                        .collect()
-                };
-                let epochs: BTreeSet<u64> = open(&self.stored.tallies).into_iter().collect();
-                let ids: Vec<ShardId> = self
-                    .stored
-                    .entries
-                    .iter()
-                    .filter(|(_, (epoch, _))| epoch.is_some_and(|epoch| epochs.contains(&epoch)))
-                    .map(|(id, _)| id.clone())
-                    .collect();
-                self.unclaim(&ids);
-                epochs.into_iter().for_each(|epoch| self.stored.end(epoch));
-                open(&self.fetched.tallies).into_iter().for_each(|epoch| self.fetched.end(epoch));
+                let stored = self.stored.open_steps_of(claimant);
+                let claimed = |of: Option<u64>| of.is_some_and(|of| stored.contains(&of));
+                let ids: Vec<_> = self.shards.iter().flat_map(|(id, _)| self.stored.of(id, claimed)).collect();
+                self.stored.give_up_kept(claimant);
+                self.fetched.give_up_kept(claimant);
+                self.stored.move_to(None, &ids);
+                stored.into_iter().for_each(|epoch| self.stored.end(epoch));
+                self.fetched.open_steps_of(claimant).into_iter().for_each(|epoch| self.fetched.end(epoch));
                 self.begun.retain(|epoch| epoch % 2 != claimant);
             }
             Step::Fetch(some) => self.fetch(&some),

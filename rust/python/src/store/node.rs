@@ -295,7 +295,8 @@ impl ShardStore {
         Ok((claimed.total_bytes, names(&claimed.missing), names(&claimed.taken)))
     }
 
-    /// The claimant is gone: what it claimed is unclaimed again, and what was fetched in its steps is dropped.
+    /// The claimant is gone: what it claimed is unclaimed again, what was fetched in its steps is dropped, and what it
+    /// kept of others' steps ends with these.
     #[staticmethod]
     fn give_up(py: Python<'_>, claimant: u64) {
         py.detach(|| Node::of_process().give_up(claimant));
@@ -310,11 +311,13 @@ impl ShardStore {
         as_json(&ledger)
     }
 
-    /// Has these shards, stored or fetched here, outlive their step: how many entries that were.
+    /// Has these shards, stored or fetched here, outlive their step, of another claimant's as long as this one lives: how
+    /// many entries that were.
     #[staticmethod]
-    fn keep(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<u64> {
+    fn keep(py: Python<'_>, claimant: u64, shard_ids: &Bound<'_, PyAny>) -> PyResult<u64> {
         let ids = ids_of(shard_ids)?;
-        Ok(py.detach(|| Node::of_process().keep(&ids)))
+        let kept = py.detach(|| Node::of_process().keep(claimant, &ids));
+        Ok(kept.shards + kept.entries)
     }
 
     /// The step that fetches belong to.

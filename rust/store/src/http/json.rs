@@ -263,6 +263,15 @@ pub(super) struct ClaimAnswer {
     pub(super) total_bytes: u64,
     pub(super) missing_shard_ids: Vec<String>,
     pub(super) taken_shard_ids: Vec<String>,
+    /// Of those that are the step's now.
+    pub(super) kept_shard_ids: Vec<String>,
+}
+
+/// What came of a request to keep: entries that had been fetched, and shards that had been claimed.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct KeepAnswer {
+    pub(super) kept_count: u64,
+    pub(super) kept_shards: u64,
 }
 
 #[cfg(test)]

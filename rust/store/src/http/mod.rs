@@ -6,9 +6,11 @@
 //! | `GET /data/<id>` | the shard; with `Range: rows=0-9` these rows of it, with `Range: bytes=…` these bytes of the body, where that is no JSON; 404 where there is none |
 //! | `POST /data/batch` `{"shard_ids": […], "rows": [[0, 10], null, …]}` | the shards, in order; 400 with `missing_shard_ids` |
 //! | `DELETE /data/clear` `{"shard_ids": […]}` | removes them: `cleared_count`, `freed_bytes`; of what is left `num_tensors`, `total_bytes` |
-//! | `DELETE /buffer/clear` `{"shard_ids": […]}` | removes what was fetched of them, everything with `null` or without a body: `cleared_count` |
+//! | `DELETE /buffer/clear` `{"shard_ids": […]}` | removes what was fetched of them, everything with `null` or without a body: `cleared_count`, of which `kept_count` were kept |
 //! | `GET /buffer/stats`, `/stats`, `/metrics`, `/health` | how it stands |
 //! | `POST /epoch/<number>/begin`, `…/claim` `{"shard_ids": […]}` | as long as the connection is open |
+//! | `POST /keep` `{"shard_ids": […]}` | what was fetched (`kept_count`) and claimed (`kept_shards`) outlives its step; where that is another connection's, as long as this one is open |
+//! | `POST /epoch/<number>/flush` | drops what was fetched in the step so far: `cleared_count` |
 //! | `POST /epoch/<number>/end` | the step's account |
 //!
 //! A shard is sent as JSON, and to who names `application/x-tundish-shards` in `Accept`, as this crate's client does,

@@ -31,6 +31,8 @@ pub enum Route {
     Claim(Epoch),
     /// `POST /epoch/<number>/end`
     End(Epoch),
+    /// `POST /epoch/<number>/flush`
+    Flush(Epoch),
     /// `GET /stats`
     Stats,
     /// `GET /metrics`
@@ -66,7 +68,8 @@ impl Route {
             ([Some("epoch"), Some(number), Some("begin"), None], Method::Post) => Ok(Route::Begin(epoch(number)?)),
             ([Some("epoch"), Some(number), Some("claim"), None], Method::Post) => Ok(Route::Claim(epoch(number)?)),
             ([Some("epoch"), Some(number), Some("end"), None], Method::Post) => Ok(Route::End(epoch(number)?)),
-            ([Some("epoch"), Some(_), Some("begin" | "claim" | "end"), None], _) => Err(not_allowed("POST")),
+            ([Some("epoch"), Some(number), Some("flush"), None], Method::Post) => Ok(Route::Flush(epoch(number)?)),
+            ([Some("epoch"), Some(_), Some("begin" | "claim" | "end" | "flush"), None], _) => Err(not_allowed("POST")),
             ([Some("stats"), None, ..], Method::Get) => Ok(Route::Stats),
             ([Some("metrics"), None, ..], Method::Get) => Ok(Route::Metrics),
             ([Some("health"), None, ..], Method::Get) => Ok(Route::Health),
@@ -136,6 +139,7 @@ mod tests {
             (Post, "/epoch/9007199254740991/end", Route::End(LAST_EPOCH)),
             (Post, "/epoch/0/begin", Route::Begin(0)),
             (Post, "/epoch/7/claim", Route::Claim(7)),
+            (Post, "/epoch/7/flush", Route::Flush(7)),
             (Get, "/stats", Route::Stats),
             (Get, "/metrics", Route::Metrics),
             (Get, "/health", Route::Health),
@@ -164,6 +168,7 @@ mod tests {
             (Post, "/buffer/clear", 405),
             (Delete, "/keep", 405),
             (Get, "/epoch/1/end", 405),
+            (Delete, "/epoch/1/flush", 405),
             (Post, "/epoch/-1/end", 400),
             (Post, "/epoch/+1/end", 400),
             (Post, "/epoch//end", 400),

@@ -16,6 +16,8 @@ mod buffer;
 mod error;
 #[path = "../../src/flight.rs"]
 mod flight;
+#[path = "../../src/keeps.rs"]
+mod keeps;
 #[path = "../../src/parts.rs"]
 mod parts;
 #[path = "../../src/shard.rs"]
@@ -141,7 +143,7 @@ fn what_lands_while_it_is_removed_by_its_id_or_all_is_flushed_is_removed_or_refu
                 let buffer = Arc::clone(&buffer);
                 move || match all {
                     true => buffer.flush().iter().map(|part| part.tally.num_entries).sum(),
-                    false => buffer.remove(&[key().id]).0,
+                    false => buffer.remove(&[key().id]).0.entries,
                 }
             });
             let landed = buffer.land(&flight, 5, BYTES);
@@ -398,5 +400,26 @@ fn what_is_under_way_when_a_step_begins_ends_with_it() {
         assert_eq!(standing(&buffer).0, (BYTES, 1));
         assert_eq!(buffer.end(1).map(|part| part.tally.num_entries), Some(1));
         assert_eq!(standing(&buffer), ((0, 0), 0, 0));
+    });
+}
+
+#[test]
+fn what_somebody_keeps_of_a_step_ends_with_both_in_whichever_order() {
+    check(|| {
+        let storage = Arc::new(Storage::new(1));
+        let id = storage.put(vec![(5, BYTES)]).remove(0);
+        storage.claim(7, 0, std::slice::from_ref(&id)).unwrap();
+        let keeper = thread::spawn({
+            let (storage, id) = (Arc::clone(&storage), id.clone());
+            move || {
+                let kept = storage.keep(1, &[id]);
+                let ended: usize = storage.give_up_kept(1).iter().map(Vec::len).sum();
+                (kept, ended as u64)
+            }
+        });
+        let ended = storage.end(7).map_or(0, |part| part.tally.num_entries);
+        let (kept, given_up) = keeper.join().unwrap();
+        assert_eq!(ended + given_up, 1, "{kept} kept");
+        assert!(!storage.has(&id));
     });
 }

@@ -97,11 +97,95 @@ fn what_is_kept_from_afar_outlives_its_step() {
     let mut held = client.hold(&owner.address());
     within(20.0, |patience| {
         held.claim(1, &ids(&["a", "b"]), patience).unwrap();
-        let kept = owner.ask("POST", "/keep", "", br#"{"shard_ids": ["a", "a", "never"]}"#).json();
-        assert_eq!((&kept["status"], &kept["kept_count"]), (&json!("ok"), &json!(1)));
+        let kept = held.keep(&ids(&["a", "a", "never"]), patience).unwrap();
+        assert_eq!((kept.shards, kept.entries), (1, 0));
         held.end_epoch(1, patience).unwrap();
     });
     assert_eq!((owner.node.stats().storage.num_entries, unclaimed(&owner)), (1, 1));
+    // Whoever kept it: its end is nobody's loss.
+    drop(held);
+    within(20.0, |patience| {
+        let claimed = client.hold(&owner.address()).claim(2, &ids(&["a"]), patience).unwrap();
+        assert_eq!((claimed.claimed_count, claimed.kept), (1, ids(&["a"])));
+    });
+}
+
+#[test]
+fn what_one_keeps_of_anothers_step_ends_with_both() {
+    let (owner, consumer, client) = (Owner::new(), Owner::new(), Client::new());
+    ["a", "b", "c"].iter().for_each(|id| owner.store(id, b"abc"));
+    let addresses = [owner.address(), consumer.address()];
+    let entries = || (owner.node.stats().storage.num_entries, consumer.node.stats().buffer.num_entries);
+    within(20.0, |patience| {
+        let (mut step, mut keeper) =
+            (addresses.each_ref().map(|one| client.hold(one)), addresses.each_ref().map(|one| client.hold(one)));
+        step[1].begin_epoch(1, patience).unwrap();
+        step[0].claim(1, &ids(&["a", "b", "c"]), patience).unwrap();
+        let wanted = ["a", "b", "c"].map(|id| owner.wanted(id, 3));
+        consumer.node.fetch(&wanted, &client, patience).unwrap();
+        let kept = keeper.each_mut().map(|held| held.keep(&ids(&["a", "b"]), patience).unwrap());
+        assert_eq!(kept.map(|kept| (kept.shards, kept.entries)), [(2, 0), (0, 2)]);
+        // A third one claims it anew, whose it is from here on.
+        let mut third = client.hold(&owner.address());
+        assert_eq!(third.claim(2, &ids(&["b"]), patience).unwrap().kept, ids(&["b"]));
+        step.iter_mut().for_each(|held| _ = held.end_epoch(1, patience).unwrap());
+        assert_eq!(entries(), (2, 2));
+        drop(keeper);
+        until("what was kept ends with who kept it", || entries() == (1, 0));
+        assert_eq!(unclaimed(&owner), 0);
+    });
+}
+
+#[test]
+fn what_is_kept_no_longer_is_its_steps_again_while_that_is_under_way() {
+    let (owner, client) = (Owner::new(), Client::new());
+    ["a", "b", "c"].iter().for_each(|id| owner.store(id, b"abc"));
+    within(20.0, |patience| {
+        let mut step = client.hold(&owner.address());
+        step.claim(1, &ids(&["a", "b"]), patience).unwrap();
+        let mut second = client.hold(&owner.address());
+        second.claim(2, &ids(&["c"]), patience).unwrap();
+        let mut keepers = [client.hold(&owner.address()), client.hold(&owner.address())];
+        keepers.iter_mut().for_each(|held| _ = held.keep(&ids(&["a"]), patience).unwrap());
+        let [one, other] = keepers;
+        drop(one);
+        assert_eq!(unclaimed(&owner), 1);
+        drop(other);
+        until("it is the step's again", || unclaimed(&owner) == 0);
+        // A step whose claimant is gone takes nothing with it, nor does who kept something of it then.
+        let mut keeper = client.hold(&owner.address());
+        keeper.keep(&ids(&["b", "c"]), patience).unwrap();
+        drop(step);
+        until("what was claimed is unclaimed again", || unclaimed(&owner) == 3);
+        drop(keeper);
+        until("the keeper is gone", || unclaimed(&owner) == 2);
+        second.end_epoch(2, patience).unwrap();
+        assert_eq!((owner.node.stats().storage.num_entries, unclaimed(&owner)), (2, 2));
+    });
+}
+
+#[test]
+fn a_step_is_flushed_alone() {
+    let (owner, consumer, client) = (Owner::new(), Owner::new(), Client::new());
+    ["a", "b"].iter().for_each(|id| owner.store(id, b"abc"));
+    let wanted = ["a", "b"].map(|id| owner.wanted(id, 3));
+    within(20.0, |patience| {
+        consumer.node.fetch(&wanted[..1], &client, patience).unwrap();
+        let mut held = client.hold(&consumer.address());
+        held.keep(&ids(&["a"]), patience).unwrap();
+        held.begin_epoch(1, patience).unwrap();
+        consumer.node.fetch(&wanted[1..], &client, patience).unwrap();
+        for count in [1, 0] {
+            let flushed = consumer.ask("POST", "/epoch/1/flush", "", b"").json();
+            assert_eq!(flushed["cleared_count"], json!(count));
+        }
+        assert_eq!(consumer.ask("POST", "/epoch/2/flush", "", b"").json()["cleared_count"], json!(0));
+        // It goes on.
+        consumer.node.fetch(&wanted, &client, patience).unwrap();
+        let dropped = consumer.ask("DELETE", "/buffer/clear", "", br#"{"shard_ids": ["a", "b"]}"#).json();
+        assert_eq!((&dropped["cleared_count"], &dropped["kept_count"]), (&json!(2), &json!(1)));
+        assert_eq!(held.end_epoch(1, patience).unwrap().freed_bytes, 3 * 64);
+    });
 }
 
 #[test]

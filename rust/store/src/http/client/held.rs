@@ -10,10 +10,10 @@ use super::request::{Request, unfit};
 use super::{Client, epoch_path};
 use crate::Epoch;
 use crate::error::StoreError;
-use crate::http::json::{self, ClaimAnswer};
+use crate::http::json::{self, ClaimAnswer, KeepAnswer};
 use crate::patience::Patience;
 use crate::shard::ShardId;
-use crate::stats::{Claimed, EpochLedger};
+use crate::stats::{Claimed, EpochLedger, Kept};
 
 /// A connection to a process whose steps are begun, given shards, and ended.
 ///
@@ -67,8 +67,26 @@ impl<'a> Held<'a> {
             claimed.total_bytes += answer.total_bytes;
             claimed.missing.extend(ids(answer.missing_shard_ids)?);
             claimed.taken.extend(ids(answer.taken_shard_ids)?);
+            claimed.kept.extend(ids(answer.kept_shard_ids)?);
         }
         Ok(claimed)
+    }
+
+    /// Carries shards over, stored there or fetched: of steps that are another's as long as the connection is open.
+    ///
+    /// # Errors
+    /// As of [`begin_epoch`](Held::begin_epoch).
+    pub fn keep(&mut self, ids: &[ShardId], patience: &mut Patience<'_>) -> Result<Kept, StoreError> {
+        let mut kept = Kept::default();
+        for some in ids.chunks(json::MOST_IDS) {
+            let body = json::ids_body(some.iter());
+            let answer = self.call(&Request::new("POST", "/keep", &[&body]), patience)?;
+            self.has_claimed = true;
+            let KeepAnswer { kept_count, kept_shards } = self.read(&answer)?;
+            kept.entries += kept_count;
+            kept.shards += kept_shards;
+        }
+        Ok(kept)
     }
 
     /// Ends a step there: drops what it claimed and what was fetched in it. It may be asked for again.

@@ -20,7 +20,7 @@ use super::traffic::Traffic;
 use crate::checksum::Checksum;
 use crate::error::StoreError;
 use crate::http::head::{Form, RequestHead};
-use crate::http::json::{self, ClaimAnswer};
+use crate::http::json::{self, ClaimAnswer, KeepAnswer};
 use crate::http::range::{Asked, Unit};
 use crate::http::refusal::Refusal;
 use crate::http::route::Route;
@@ -111,6 +111,10 @@ impl Exchange<'_> {
             Route::End(epoch) => {
                 let ledger = self.blocking(move |service| service.end_epoch(epoch)).await?;
                 Ok(Answer::json(200, &ledger))
+            }
+            Route::Flush(epoch) => {
+                let count = self.blocking(move |service| service.flush_epoch(epoch)).await?;
+                Ok(Answer::json(200, &json!({"status": "ok", "cleared_count": count})))
             }
             Route::BufferStats => Ok(Answer::json(200, &self.service.stats().buffer)),
             Route::Stats => Ok(Answer::json(200, &self.service.stats())),
@@ -271,14 +275,16 @@ impl Exchange<'_> {
     async fn clear_buffer(&mut self) -> Result<Answer, Trouble> {
         let body = self.names().await?.bytes;
         let ids = if body.is_empty() { None } else { json::read_ids(&body)? };
-        let count = self.blocking(move |service| service.clear_buffer(ids.as_deref())).await?;
-        Ok(Answer::json(200, &json!({"status": "ok", "cleared_count": count})))
+        let dropped = self.blocking(move |service| service.drop_fetched(ids.as_deref())).await?;
+        let counts = json!({"status": "ok", "cleared_count": dropped.entries, "kept_count": dropped.kept});
+        Ok(Answer::json(200, &counts))
     }
 
     async fn keep(&mut self) -> Result<Answer, Trouble> {
         let ids = self.ids().await?;
-        let count = self.blocking(move |service| service.keep(&ids)).await?;
-        Ok(Answer::json(200, &json!({"status": "ok", "kept_count": count})))
+        let claimant = self.claims.claimant(self.connection)?;
+        let kept = self.blocking(move |service| service.keep(claimant, &ids)).await?;
+        Ok(Answer::json(200, &KeepAnswer { kept_count: kept.entries, kept_shards: kept.shards }))
     }
 
     fn begin(&mut self, epoch: Epoch) -> Result<Answer, Trouble> {
@@ -301,6 +307,7 @@ impl Exchange<'_> {
             total_bytes: claimed.total_bytes,
             missing_shard_ids: names(&claimed.missing),
             taken_shard_ids: names(&claimed.taken),
+            kept_shard_ids: names(&claimed.kept),
         };
         Ok(Answer::json(200, &answer))
     }
