@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
@@ -58,6 +59,31 @@ def test_long_lists_of_ids_go_in_parts(
     with controller.step(claim=handles):
         assert owners[1].call(told.stats)[0]["unclaimed_entries"] == 0
     assert entries(owners) == [(0, 0), (0, 0)]
+
+
+def test_ids_are_written_once_for_all_workers(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = owners[0].call(told.make, 50, 1)
+    fetch_everywhere(handles, consumers)
+    written: list[str] = []
+    dumps = json.dumps
+
+    def noted(obj: Any, **options: Any) -> str:
+        written.append(dumps(obj, **options))
+        return written[-1]
+
+    def with_ids() -> int:
+        return sum(handles[-1].shard_id in text for text in written)
+
+    monkeypatch.setattr(json, "dumps", noted)
+    with controller.step():
+        controller.keep(handles)
+    assert with_ids() == 1
+    controller.clear_batches(handles)
+    # For those who drop what they fetched, and for the owner.
+    assert with_ids() == 3
+    assert entries([owners[0], *consumers]) == [(0, 0)] * 4
 
 
 def test_without_handles_nothing_is_cleared(

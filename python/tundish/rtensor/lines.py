@@ -59,12 +59,20 @@ class Worker(NamedTuple):
         return f"{self.role} {self.rank} at {self.addr}"
 
 
-class Request(NamedTuple):
-    """Method, path, and what is sent with it as JSON, or None."""
+class Request:
+    """What one worker or many are asked: method, path, and what is sent with it as JSON, which is written once.
 
-    method: str
-    path: str
-    content: Mapping[str, Any] | None = None
+    Attributes:
+        bodies: what is sent, one after the other: of a long list of ids some in each.
+    """
+
+    def __init__(self, method: str, path: str, content: Mapping[str, Any] | None = None) -> None:
+        self.method = method
+        self.path = path
+        ids: Sequence[str] = (content or {}).get("shard_ids") or ()
+        some = [ids[start : start + _MOST_IDS] for start in range(0, len(ids), _MOST_IDS)]
+        contents: list[Mapping[str, Any] | None] = [{"shard_ids": one} for one in some]
+        self.bodies = [None if one is None else json.dumps(one).encode() for one in contents or [content]]
 
 
 class Lines:
@@ -108,12 +116,11 @@ class Lines:
             line = self._lines.get(worker.addr)
             if line is None:
                 line = self._lines[worker.addr] = _Line(worker.addr)
-        content = request.content or {}
-        ids: Sequence[str] = content.get("shard_ids") or ()
+        first, *others = [partial(line.ask, worker, request, body, token) for body in request.bodies]
         timeout = self.timeout
-        answer = line.ask(worker, request._replace(content=_with_ids(content, ids, 0)), token, timeout)
-        for start in range(_MOST_IDS, len(ids), _MOST_IDS):
-            more = line.ask(worker, request._replace(content=_with_ids(content, ids, start)), token, timeout)
+        answer = first(timeout)
+        for ask in others:
+            more = ask(timeout)
             answer = {key: _joined(value, more[key]) for key, value in answer.items()}
         return answer
 
@@ -159,11 +166,12 @@ class _Line:
         self._connection = Connection(host, port)
         _of_process.add(self)
 
-    def ask(self, worker: Worker, request: Request, token: str | None, timeout: float) -> Any:
+    def ask(
+        self, worker: Worker, request: Request, content: bytes | None, token: str | None, timeout: float
+    ) -> Any:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
-        content = None if request.content is None else json.dumps(request.content).encode()
         deadline = time.monotonic() + timeout
         try:
             with self._lock:
@@ -268,11 +276,6 @@ def worker_of(given: Any) -> Worker:
     elif not callable(worker.drain):
         raise InvalidTypeError(f"drain of {worker} is a {type(worker.drain).__qualname__}, not a function")
     return worker
-
-
-def _with_ids(content: Mapping[str, Any], ids: Sequence[str], start: int) -> Mapping[str, Any] | None:
-    """What is sent of a long list of ids in one request."""
-    return {**content, "shard_ids": ids[start : start + _MOST_IDS]} if ids else content or None
 
 
 def _joined(one: Any, other: Any) -> Any:
