@@ -26,7 +26,7 @@ from tundish.errors import (
     TimedOutError,
     TransferError,
 )
-from tundish.rtensor import Controller, Worker
+from tundish.rtensor import Controller, Worker, on_ray
 
 
 def begin(folder: str) -> None:
@@ -206,6 +206,56 @@ def who_waits_without_end_says_so() -> None:
         assert rtensor.localize(handles, timeout=seconds)[0].tolist() == [0, 1, 2]
         out = torch.zeros(3, dtype=torch.int64)
         assert rtensor.localize(handles[0], out=out, timeout=seconds).tolist() == [0, 1, 2]
+
+
+def each_store_looks_at_its_own_shards_alone() -> None:
+    others = rtensor.remotize([torch.full((1,), number) for number in range(40)])
+    store, asked = on_ray.ShardStore, []
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def absent(self, ids: list[str]) -> list[str]:
+            asked.append(len(ids))
+            return store.absent(ids)
+
+    with pytest.MonkeyPatch.context() as patch:
+        # The thread that looks through all of them rests.
+        patch.setattr(on_ray, "_REAPING_SECONDS", 60.0)
+        time.sleep(0.3)
+        patch.setattr(on_ray, "ShardStore", Counting())
+        for number in range(20):
+            handle = rtensor.store(f"of.{number}", torch.ones(1))
+            assert rtensor.fetch(handle.shard_id).item() == 1
+            assert rtensor.remove(handle.shard_id) == 1
+    assert sum(asked) == 40
+    assert rtensor.storage_stats()["num_tensors"] == len(others)
+
+
+def who_left_the_cluster_starts_no_other_one() -> None:
+    """The last of these: it leaves the cluster."""
+    import ray
+
+    stored = rtensor.remotize([torch.ones(3), torch.ones(4)])
+    with rtensor.step():
+        rtensor.localize(stored)
+    ray.shutdown()
+    room = torch.empty(3)
+    calls = (
+        lambda: rtensor.remotize(torch.ones(3)),
+        lambda: rtensor.store("name", torch.ones(3)),
+        lambda: rtensor.localize(stored),
+        lambda: rtensor.localize(stored[0], out=room),
+    )
+    for call in calls:
+        with pytest.raises(InvalidInputError, match=r"no longer connected.*ray\.shutdown\(\) was called; "):
+            call()
+        assert not ray.is_initialized()
+    # What was stored is let go of.
+    assert rtensor.storage_stats()["num_tensors"] == 2
+    rtensor.remove([one.shard_id for one in stored])
+    assert rtensor.storage_stats()["total_bytes"] == 0
 
 
 def failures_of_ray_have_the_names_of_the_guide() -> None:

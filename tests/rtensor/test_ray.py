@@ -57,3 +57,12 @@ def test_failures_of_ray_have_the_names_of_the_guide(driver: Peer) -> None:
 
 def test_who_waits_without_end_says_so(driver: Peer) -> None:
     driver.call(ray_tasks.who_waits_without_end_says_so)
+
+
+def test_each_store_looks_at_its_own_shards_alone(driver: Peer) -> None:
+    driver.call(ray_tasks.each_store_looks_at_its_own_shards_alone)
+
+
+# The last one: nothing follows in a cluster that was left.
+def test_who_left_the_cluster_starts_no_other_one(driver: Peer) -> None:
+    driver.call(ray_tasks.who_left_the_cluster_starts_no_other_one)

@@ -250,7 +250,7 @@ class Controller:
         """Carry over what handles in `obj` lead to: it does not end with the current step; how many entries that were.
 
         Its shards are unclaimed again, and what was fetched of them stays until a later step claims or drains them.
-        What another controller's step claimed or fetched is kept as long as this controller is open, and ends with both.
+        What another controller's step claimed or fetched is kept while this controller is open, and ends with both.
         """
         self._check_open()
         check_claim_of_handles(obj, "keep")

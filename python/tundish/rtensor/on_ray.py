@@ -3,7 +3,8 @@
 Owns the references of what this process put there. What always holds: each of them stands for a shard without bytes
 in this process's own store, so that claims, removals and drains of that shard drop the reference; what is fetched
 is in the fetch buffer, as a copy, and ends with its step. Ray frees an object when the last reference to it is
-gone: that of its owner, and those in handles.
+gone: that of its owner, and those in handles. Ray is never asked for anything when this process has left the cluster
+that it was in: it would start another one.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class RayBackend(StoreBackend):
     Handles carry a reference, so they travel as arguments and results of Ray's functions and actors, not through
     `dumps`. `serve(limit_bytes=…)` bounds what this process puts there.
 
-    Raises `MissingExtraError` without ray, `InvalidInputError` where this process is not connected.
+    Raises `MissingExtraError` without ray, `InvalidInputError` where this process is not connected, also when it was
+    disconnected since and tensors are stored or fetched.
     """
 
     def __init__(self) -> None:
@@ -63,6 +65,7 @@ class RayBackend(StoreBackend):
         if not ray.is_initialized():
             raise InvalidInputError("this process is not connected to Ray: call ray.init() first")
         self._ray: Any = ray
+        self._connection = self._connected_as()
         self._lock = threading.Lock()
         self._stored: dict[str, RTensor] = {}
         self._bytes: dict[str, int] = {}
@@ -73,7 +76,24 @@ class RayBackend(StoreBackend):
     def address(self) -> str:
         return address()
 
+    def _connected_as(self) -> tuple[str, str] | None:
+        """What tells this connection to a cluster from an earlier or a later one."""
+        if not self._ray.is_initialized():
+            return None
+        context = self._ray.get_runtime_context()
+        return context.get_node_id(), context.get_worker_id()
+
+    def _check_connected(self) -> None:
+        connection = self._connected_as()
+        if connection != self._connection:
+            since = "" if connection is None else ", and ray.init() after that"
+            raise InvalidInputError(
+                f"this process is no longer connected to the Ray cluster that RayBackend() was made in: ray.shutdown() "
+                f"was called{since}; what was stored there is gone. Call set_backend(RayBackend()) after ray.init()"
+            )
+
     def store(self, tensors: Sequence[Tensor], timeout: float) -> list[RTensor]:
+        self._check_connected()
         address = self.address()
         with self._room(sum(tensor.nbytes for tensor in tensors), timeout):
             references = [self._put(tensor) for tensor in tensors]
@@ -82,6 +102,7 @@ class RayBackend(StoreBackend):
             return [self._handle(*one) for one in zip(places, tensors, references, strict=True)]
 
     def store_as(self, shard_id: str, tensor: Tensor, timeout: float) -> RTensor:
+        self._check_connected()
         address = self.address()
         with self._room(tensor.nbytes, timeout):
             reference = self._put(tensor)
@@ -90,7 +111,7 @@ class RayBackend(StoreBackend):
             return self._handle(place, tensor, reference)
 
     def own(self, shard_id: str) -> RTensor:
-        self.let_go()
+        self.let_go([shard_id])
         with self._lock:
             handle = self._stored.get(shard_id)
         if handle is None:
@@ -108,8 +129,9 @@ class RayBackend(StoreBackend):
             raw_bytes(target).numpy()[:] = values
 
     def remove(self, shard_ids: Iterable[str]) -> Removed:
-        removed = super().remove(shard_ids)
-        removed["total_bytes"] = self.let_go()
+        names = list(shard_ids)
+        removed = super().remove(names)
+        removed["total_bytes"] = self.let_go(names)
         return removed
 
     def clear(self) -> Removed:
@@ -125,10 +147,11 @@ class RayBackend(StoreBackend):
             found["storage"]["memory"]["used_bytes"] += self._used
         return found
 
-    def let_go(self) -> int:
-        """Drop the references of shards that are gone; bytes that they took in Ray's store."""
+    def let_go(self, shard_ids: Iterable[str] | None = None) -> int:
+        """Drop the references of shards that are gone, of these or of all; bytes that they took in Ray's store."""
         with self._lock:
-            gone = ShardStore.absent(list(self._stored))
+            known = self._stored if shard_ids is None else self._stored.keys() & set(shard_ids)
+            gone = ShardStore.absent(list(known))
             dropped = [self._stored.pop(shard_id) for shard_id in gone]
             size = sum(self._bytes.pop(shard_id) for shard_id in gone)
             self._used -= size
@@ -151,12 +174,14 @@ class RayBackend(StoreBackend):
         deadline = time.monotonic() + timeout
         limit: int = json.loads(ShardStore.stats())["storage"]["memory"]["limit_bytes"]
         while True:
-            self.let_go()
             with self._lock:
                 used = self._used
                 if used + size <= limit:
                     self._used += size
                     break
+            # A look through all that is stored, which is worth it only where there is no room.
+            if self.let_go():
+                continue
             if size > limit or time.monotonic() >= deadline:
                 raise StoreFullError(
                     f"{size} bytes do not fit in the storage: {used} of its {limit} bytes are in use; drain what was "
@@ -202,6 +227,7 @@ class RayBackend(StoreBackend):
                     )
                 references.append(reference)
             first = wanted[0]
+            self._check_connected()
             try:
                 found = self._ray.get(references, timeout=min(timeout, _LONGEST_SECONDS))
             except self._ray.exceptions.GetTimeoutError as error:
