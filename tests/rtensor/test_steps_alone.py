@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ import told
 from peers import Peer
 from tundish import rtensor
 from tundish.errors import ShardGoneError
-from tundish.rtensor import Controller, Worker
+from tundish.rtensor import Controller, Worker, undrained
 
 
 def test_a_claim_that_fails_drains_nothing() -> None:
@@ -52,3 +55,38 @@ def test_what_is_fetched_after_a_step_alone_ends_with_that_of_a_controller() -> 
         with Controller([Worker(consumer.addr)]) as controller, controller.step():
             pass
         assert consumer.call(told.stats)[1]["num_entries"] == 0
+
+
+def fetch_for_long(handles: list[rtensor.RTensor]) -> list[list[str]]:
+    """What is warned of: as it begins, after a minute, at once again, and after a step."""
+    said: list[list[str]] = []
+
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said[-1].append(record.getMessage())
+
+    note = Note(logging.WARNING)
+    logging.getLogger("tundish.rtensor").addHandler(note)
+    clock = [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(undrained, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        for handle, now in zip(handles, (0.0, 59.0, 61.0, 62.0, 130.0), strict=True):
+            clock[0] = now
+            said.append([])
+            rtensor.localize(handle)
+        with rtensor.step():
+            pass
+        for now in (1000.0, 2000.0):
+            clock[0] = now
+            said.append([])
+            rtensor.localize(handles)
+    logging.getLogger("tundish.rtensor").removeHandler(note)
+    return said
+
+
+def test_a_process_that_fetches_and_is_never_drained_is_warned() -> None:
+    with Peer() as owner, Peer() as consumer:
+        said = consumer.call(fetch_for_long, owner.call(told.make, 5, 10))
+    assert [len(some) for some in said] == [0, 0, 1, 0, 1, 0, 0]
+    assert "no step ever began in it: 3 entries (384 bytes)" in said[2][0] and "serve()" in said[2][0]
+    assert "fetched for 130 s" in said[4][0]

@@ -19,6 +19,7 @@ from tundish.rtensor.backends import backend
 from tundish.rtensor.checks import check_names, check_seconds
 from tundish.rtensor.handle import handles_of
 from tundish.rtensor.memory import is_whole, tensors_over
+from tundish.rtensor.process import state
 from tundish.rtensor.storing import DEFAULT_TIMEOUT
 from tundish.tree import map_only
 
@@ -37,9 +38,10 @@ def localize(
             nothing is kept in the buffer. Into contiguous tensors in host memory bytes are received directly.
         timeout: seconds until all of it is there.
 
-    What was fetched in this step comes from the buffer. Everything else is fetched in one request an owner, all
-    owners at once; what other threads are fetching already is waited for. Tensors are in host memory, and the
-    caller's to write to: whoever is next sees nothing of that. Handles that are equal become one tensor.
+    What was fetched in this step comes from the buffer, and stays there until the step ends; where no step ever begins
+    a warning says so. Everything else is fetched in one request an owner, all owners at once; what other threads are
+    fetching already is waited for. Tensors are in host memory, and the caller's to write to: whoever is next sees
+    nothing of that. Handles that are equal become one tensor.
 
     Raises:
         InvalidTypeError: handles are in a set or a view of a dict, in which none is found.
@@ -65,6 +67,7 @@ def localize(
         return map_only(RTensor, lambda _: next(into), obj)
     unique = list(dict.fromkeys(handles))
     views = backend().fetch(unique, timeout)
+    state().watch.fetched()
     tensors = dict(zip(unique, tensors_over(views, unique), strict=True))
     if isinstance(obj, RTensor):
         return tensors[obj]

@@ -11,6 +11,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tundish.rtensor.undrained import Watch
+
 if TYPE_CHECKING:
     from tundish.rtensor.backends import Backend
     from tundish.rtensor.serving import Server
@@ -29,6 +31,7 @@ class State:
         kept: the shards of others of which something was fetched and is not to end with a step, as far as is known.
         kept_entries: what was fetched of them: of one shard several parts, where rows were chosen.
         tokens: what is shown to others, by their addresses.
+        watch: looks whether what is fetched is ever drained.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -41,6 +44,7 @@ class State:
     kept: set[str] = field(default_factory=set)
     kept_entries: int = 0
     tokens: dict[str, str] = field(default_factory=dict)
+    watch: Watch = field(default_factory=Watch)
 
 
 _state = State()
