@@ -163,8 +163,13 @@ def test_what_is_kept_of_an_owner_that_is_no_worker_goes_on(
     with Controller([Worker(consumers[0].addr)]) as controller:
         with controller.step(claim=[handles, own]):
             consumers[0].call(told.sums, handles)
+            # What it fetches itself of others is not this controller's to drain, nor to keep.
+            owners[0].call(told.sums, rtensor.loads(rtensor.dumps(own)))
             assert controller.keep([handles[0], own]) == 3
-        assert entries(owners[:1]) == [(1, 0)] and rtensor.storage_stats()["num_tensors"] == 1
+        assert entries(owners[:1]) == [(1, 1)] and rtensor.storage_stats()["num_tensors"] == 1
+        with Controller([Worker(owners[0].addr)]) as its_own, its_own.step():
+            pass
+        assert entries(owners[:1]) == [(1, 0)]
         assert consumers[0].call(told.sums, [handles[0], *own]) == [0, 3]
         with controller.step(claim=[handles[0], own]):
             pass

@@ -31,8 +31,9 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
+    from tundish.rtensor.answers import Drained
     from tundish.rtensor.backends import Backend, HttpBackend, LocalBackend, set_backend
-    from tundish.rtensor.controller import Controller, Drained
+    from tundish.rtensor.controller import Controller
     from tundish.rtensor.handle import (
         RTensor,
         TensorShardInfo,
@@ -51,8 +52,9 @@ else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
+            "tundish.rtensor.answers": ("Drained",),
             "tundish.rtensor.backends": ("Backend", "HttpBackend", "LocalBackend", "set_backend"),
-            "tundish.rtensor.controller": ("Controller", "Drained"),
+            "tundish.rtensor.controller": ("Controller",),
             "tundish.rtensor.handle": (
                 "RTensor",
                 "TensorShardInfo",

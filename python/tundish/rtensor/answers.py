@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tundish.errors import DrainError, ShardGoneError, counted
 from tundish.rtensor.lines import Worker
 
 __all__ = [
+    "Drained",
     "by_address",
     "check_claim",
     "failures_of",
@@ -28,6 +29,24 @@ _log = logging.getLogger("tundish.rtensor")
 _NAMED = 8
 # Steps of controllers that count from 1 do not get there; what somebody has begun beyond is nothing to count on from.
 _MOST_STEPS = 1 << 48
+
+
+class Drained(NamedTuple):
+    """What a drain came to.
+
+    Attributes:
+        entries: that consumers had fetched and have dropped.
+        shards: that owners have removed.
+        bytes: that these took.
+        failures: what could not be drained, by worker; it is tried again.
+        left: entries that are still in a buffer, by worker.
+    """
+
+    entries: int
+    shards: int
+    bytes: int
+    failures: dict[Worker, Exception]
+    left: dict[Worker, int]
 
 
 def refuse(what: str, answers: dict[Worker, Any]) -> None:

@@ -17,11 +17,12 @@ import secrets
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from tundish._native import ShardStore, shard_ids
 from tundish.errors import InvalidInputError, ShardGoneError
 from tundish.rtensor.answers import (
+    Drained,
     by_address,
     check_claim,
     failures_of,
@@ -42,31 +43,13 @@ from tundish.rtensor.stages import Begun, Ending
 from tundish.rtensor.steps import Step, ranks_of
 from tundish.waiting import to_its_end
 
-__all__ = ["Controller", "Drained"]
+__all__ = ["Controller"]
 
 # Of numbers for a step that others have.
 _TRIES = 8
 _NUMBERS = 16
 # Among workers.
 _HERE = Worker("this process", "controller")
-
-
-class Drained(NamedTuple):
-    """What a drain came to.
-
-    Attributes:
-        entries: that consumers had fetched and have dropped.
-        shards: that owners have removed.
-        bytes: that these took.
-        failures: what could not be drained, by worker; it is tried again.
-        left: entries that are still in a buffer, by worker.
-    """
-
-    entries: int
-    shards: int
-    bytes: int
-    failures: dict[Worker, Exception]
-    left: dict[Worker, int]
 
 
 class Controller:
@@ -250,17 +233,24 @@ class Controller:
         """Carry over what handles in `obj` lead to: it does not end with the current step; how many entries that were.
 
         Its shards are unclaimed again, and what was fetched of them stays until a later step claims or drains them.
-        What another controller's step claimed or fetched is kept while this controller is open, and ends with both.
+        What another controller's step claimed or fetched is kept while this controller is open, and ends with both; a
+        step of this one that does not begin gives that up, too.
         """
         self._check_open()
         check_claim_of_handles(obj, "keep")
         by_owner = collect_shards(obj)
         ids = flatten_shard_ids(obj)
         keep = Request("POST", "/keep", {"shard_ids": ids})
+        wanted = [(worker, keep) for worker in self._serving()]
+        # Others are not drained here, but for what they own.
+        wanted += [
+            (self._worker_at(owner), Request("POST", "/keep", {"shard_ids": own}))
+            for owner, own in by_owner.items()
+            if not self._is_worker(owner)
+        ]
         self._keeping.begin(ids)
-        holders = dict.fromkeys([*self._serving(), *map(self._worker_at, by_owner)])
         # Not to be told again later: who was not told by the end of the step drops it with that.
-        answers = self._errands.ask((worker, keep) for worker in holders)
+        answers = self._errands.ask(wanted)
         # What the others have not got of it: as an owner this process is told by its line, as who claims there.
         kept = ShardStore.keep(self._claimant, ids)
         self._keeping.note(by_address(answers, "kept_count"))
@@ -391,7 +381,9 @@ class Controller:
         half_kept, by_name = self._keeping.end_step(drained, step.were_kept)
         claims = [one for ids in drained.values() for one in ids]
         end = Request("POST", f"/epoch/{step.number}/end")
-        drop = Request("DELETE", "/buffer/clear", {"shard_ids": sorted(by_name)})
+        drop_ids = sorted(by_name)
+        drop = Request("DELETE", "/buffer/clear", {"shard_ids": drop_ids})
+        owners = [self._worker_at(owner) for owner in drained]
         note = self._errands.note
         ending = Ending(
             drained,
@@ -404,8 +396,10 @@ class Controller:
                 if self._is_worker(worker.addr)
             ),
             consumers=note((worker, end, claims) for worker in self._workers if worker.addr not in drained),
-            owners=note((self._worker_at(owner), end, claims) for owner in drained),
-            drops=note((worker, drop, sorted(by_name)) for worker in self._serving() if by_name),
+            owners=note((owner, end, claims) for owner in owners),
+            drops=note(
+                (one, drop, drop_ids) for one in dict.fromkeys([*self._serving(), *owners]) if drop_ids
+            ),
             removals=note(self._removals(drained)),
         )
         self._contested = []
