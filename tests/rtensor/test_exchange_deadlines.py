@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import tundish as td
 from false_worker import FalseWorker
-from tundish import cli
+from tundish import cli, rtensor
 from tundish.errors import DrainError, TransferError
 from tundish.rtensor import Controller, Worker
 from tundish.rtensor.crew import Crew, Round
@@ -142,13 +143,17 @@ def test_a_function_that_does_not_end_has_failed() -> None:
 )
 def test_what_a_worker_says_of_itself_stops_no_training(buffer: Any, stats: Any) -> None:
     told: dict[str, Any] = {"/buffer/stats": buffer, "/stats": stats}
+    otherwise = {"held_bytes": "x", "viewed_bytes": "y", "kept_count": "z", "kept_shard_ids": [["x"], 3]}
+    otherwise |= {"missing_shard_ids": 3, "taken_shard_ids": {"x": None}}
     steps = []
     with (
-        FalseWorker(lambda path: told.get(path, {"held_bytes": "x", "viewed_bytes": "y"})) as worker,
+        FalseWorker(lambda path: told.get(path, otherwise)) as worker,
         Controller([Worker(worker.addr)], timeout=60) as controller,
     ):
+        handle = rtensor.RTensor(rtensor.TensorShardInfo("x", worker.addr), torch.empty(1, device="meta"))
         for _ in range(2):
-            with controller.step() as step:
+            with controller.step(claim=handle) as step:
+                controller.keep(handle)
                 steps.append(step.number)
     assert steps == [steps[0], steps[0] + 1]
 

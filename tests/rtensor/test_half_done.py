@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -326,6 +327,26 @@ def test_a_step_that_outlives_its_controller_ends_and_leaves_no_other_one(
     while owners[0].call(told.current_step) is not None:
         assert time.monotonic() < deadline, "the next step of a closed controller has begun"
         time.sleep(0.01)
+
+
+def test_what_was_given_up_just_now_is_claimed_as_soon_as_its_owner_has_noticed(
+    owners: list[Peer], controller: Controller
+) -> None:
+    handles, gone = owners[0].call(told.make, 2, 10), owners[0].call(told.make, 1, 10)
+    owners[0].call(told.remove, [gone[0].shard_id])
+    with Controller(controller.workers) as other:
+        # In place of its own claims, of an owner that is slow to notice.
+        step = other.step(claim=handles)
+        step.__enter__()
+        with pytest.raises(ShardGoneError, match=gone[0].shard_id), controller.step(claim=gone):
+            pass
+        noticing = threading.Timer(0.2, other.close)
+        noticing.start()
+        with controller.step(claim=handles):
+            pass
+        noticing.join()
+    assert held(owners[0]) == (0, 0)
+    del step
 
 
 def test_what_an_interrupted_beginning_left_is_given_up_by_the_next_step(

@@ -7,7 +7,7 @@ that failed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from tundish.errors import DrainError, ShardGoneError, counted
@@ -21,6 +21,7 @@ __all__ = [
     "last_number",
     "look_at_buffer",
     "look_at_ledger",
+    "names_in",
     "refuse",
     "total",
 ]
@@ -61,7 +62,7 @@ def check_claim(worker: Worker, answer: dict[str, Any]) -> None:
         ("missing_shard_ids", "has not got, or has drained or removed,"),
         ("taken_shard_ids", "holds for another step"),
     ):
-        names: Sequence[str] = answer.get(key, ())
+        names = names_in(answer, key)
         if names:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             raise ShardGoneError(f"{worker} {what} these shards: {', '.join(names[:_NAMED])}{more}")
@@ -106,6 +107,12 @@ def look_at_buffer(worker: Worker, answer: Any, *, is_step_over: bool, expected:
     else:
         _log.debug("%s is drained", worker)
     return entries
+
+
+def names_in(answer: dict[str, Any], key: str) -> list[str]:
+    """The names that a worker tells; what is none counts for nothing."""
+    told = answer.get(key)
+    return [one for one in told if isinstance(one, str)] if isinstance(told, list) else []
 
 
 def failures_of(answers: dict[Worker, Any]) -> dict[Worker, Exception]:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
@@ -29,6 +31,7 @@ from tundish.rtensor.answers import (
     last_number,
     look_at_buffer,
     look_at_ledger,
+    names_in,
     refuse,
     total,
 )
@@ -48,6 +51,9 @@ __all__ = ["Controller"]
 # Of numbers for a step that others have.
 _TRIES = 8
 _NUMBERS = 16
+# In which owners notice that a line has ended, and with it what was claimed; and between two looks at that.
+_NOTICING_SECONDS = 1.0
+_TURN_SECONDS = 0.01
 # Among workers.
 _HERE = Worker("this process", "controller")
 
@@ -81,8 +87,9 @@ class Controller:
         self._begun_by: dict[str, int | None] = {}
         self._number: int | None = None
         self._current: int | None = None
-        # Whether one has begun in part.
+        # Whether one has begun in part, and when one was given up that had.
         self._is_beginning = False
+        self._gave_up = -math.inf
         # The step that has begun already, for what is fetched before it is entered; and those that were to be that, but
         # for workers where the number is another controller's: they end with the current one where they began.
         self._ahead: int | None = None
@@ -337,20 +344,11 @@ class Controller:
                 number = self._next_number(is_contested=True)
                 begun = self._begin_everywhere(number)
             refuse(f"did not begin step {number}", begun)
-            claims = self._errands.ask(
-                (
-                    self._worker_at(owner),
-                    Request("POST", f"/epoch/{number}/claim", {"shard_ids": ids}),
-                )
-                for owner, ids in owners.items()
-            )
-            refuse(f"did not claim shards for step {number}", claims)
-            for worker, answer in claims.items():
-                check_claim(worker, answer)
+            claims = self._claim(number, owners)
             made = self._lines.made
             self._begun_by = {one.addr: made(one.addr) for one in self._serving()}
             self._current = number
-            were_kept = {one for answer in claims.values() for one in answer.get("kept_shard_ids", ())}
+            were_kept = {one for answer in claims.values() for one in names_in(answer, "kept_shard_ids")}
             lines = {owner: made(owner) for owner in owners}
             self._keeping.begin_step(owners)
             noted.append(Begun(number, handles, owners, lines, were_kept))
@@ -362,8 +360,26 @@ class Controller:
         finally:
             self._ahead = None
 
+    def _claim(self, number: int, owners: dict[str, list[str]]) -> dict[Worker, Any]:
+        """What owners answered. Raises `DrainError` and `ShardGoneError`."""
+        requests = [
+            (self._worker_at(owner), Request("POST", f"/epoch/{number}/claim", {"shard_ids": ids}))
+            for owner, ids in owners.items()
+        ]
+        while True:
+            claims = self._errands.ask(requests)
+            refuse(f"did not claim shards for step {number}", claims)
+            is_noticed = time.monotonic() > self._gave_up + _NOTICING_SECONDS
+            if is_noticed or not any(names_in(answer, "taken_shard_ids") for answer in claims.values()):
+                break
+            time.sleep(_TURN_SECONDS)
+        for worker, answer in claims.items():
+            check_claim(worker, answer)
+        return claims
+
     def _give_up_what_began(self) -> None:
         """Of a step that did not begin everywhere, or did not claim all."""
+        self._gave_up = time.monotonic()
         self._current = None
         self._contested = []
 
@@ -429,10 +445,9 @@ class Controller:
                 ShardStore.end_epoch(number)
 
     def _remove_what_owners_have(self, step: Begun, ending: Ending, answers: dict[Worker, Any]) -> None:
-        """Remove what the end of the step left with owners that have ended it.
+        """Remove what the end of the step left: with who gave up the claim, and who keeps what others do not.
 
-        Those that lost the line have given up the claim, and those that were told to keep what others do not have done
-        so. Who failed to end it may have given up the claim when he is asked again, and is told to remove it then.
+        Who failed to end it may have given up the claim when he is asked again, and is told to remove it then.
         """
         ended = [one for one in ending.removals if not isinstance(answers[one.worker], Exception)]
         made = self._lines.made
@@ -445,10 +460,7 @@ class Controller:
         self._errands.carry_out(having)
 
     def _drop_what_is_of_no_step(self) -> None:
-        """Drain workers that took the end of the line for that of the controller, and fetched since.
-
-        What they fetched then belongs to the step that has begun there afterwards.
-        """
+        """Drain workers that took the end of the line for ours: what they fetched since is of the step begun ahead."""
         made, begun_by = self._lines.made, self._begun_by
         lost = [one for one in self._serving() if made(one.addr) != begun_by.get(one.addr, made(one.addr))]
         if lost and self._ahead is not None:
