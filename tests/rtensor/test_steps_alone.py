@@ -57,6 +57,21 @@ def test_what_is_fetched_after_a_step_alone_ends_with_that_of_a_controller() -> 
         assert consumer.call(told.stats)[1]["num_entries"] == 0
 
 
+def fail_to_begin_a_step(claim: rtensor.RTensor) -> None:
+    with pytest.raises(ShardGoneError), rtensor.step(claim=claim):
+        pass
+
+
+def test_what_a_process_keeps_of_a_controllers_step_stays_though_one_of_its_own_does_not_begin() -> None:
+    with Peer() as worker:
+        kept, gone = worker.call(told.make, 2, 10)
+        worker.call(told.remove, [gone.shard_id])
+        with Controller([Worker(worker.addr)]) as controller, controller.step(claim=kept):
+            assert worker.call(told.keep, kept) == 1
+        worker.call(fail_to_begin_a_step, gone)
+        assert worker.call(told.sums, kept) == [0]
+
+
 def fetch_for_long(handles: list[rtensor.RTensor]) -> list[list[str]]:
     """What is warned of: as it begins, after a minute, at once again, and after a step."""
     said: list[list[str]] = []

@@ -26,6 +26,7 @@ class State:
 
     Attributes:
         claimant: what its claims on shards are known by.
+        keeper: and what it keeps, which is not given up as claims are.
         epoch: the number of the last step of this process alone.
         in_step: whether one is under way.
         kept: the shards of others of which something was fetched and is not to end with a step, as far as is known.
@@ -37,6 +38,7 @@ class State:
     pid: int = field(default_factory=os.getpid)
     lock: threading.RLock = field(default_factory=threading.RLock)
     claimant: int = field(default_factory=lambda: secrets.randbits(63))
+    keeper: int = field(default_factory=lambda: secrets.randbits(63))
     backend: Backend | None = None
     server: Server | None = None
     epoch: int = 0

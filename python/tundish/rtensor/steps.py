@@ -98,9 +98,9 @@ def keep(obj: Any) -> int:
     here = {"local", mine.server.addr if mine.server is not None else "local"}
     others = {one for owner, ids in collect_shards(obj).items() if owner not in here for one in ids}
     mine.kept |= others
-    kept = ShardStore.keep(mine.claimant, list(others))
+    kept = ShardStore.keep(mine.keeper, list(others))
     mine.kept_entries += kept
-    return kept + ShardStore.keep(mine.claimant, [one for one in flatten_shard_ids(obj) if one not in others])
+    return kept + ShardStore.keep(mine.keeper, [one for one in flatten_shard_ids(obj) if one not in others])
 
 
 def drain(group: Any = None, *, claim: Any = None) -> None:
