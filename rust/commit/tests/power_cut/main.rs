@@ -110,12 +110,25 @@ fn cut_in_recovery(disk: &ModelDisk, what: String, allowed: &[&State]) -> Result
 }
 
 #[test]
-fn whatever_is_lost_the_old_or_the_new_state_is_there() {
+fn whatever_is_lost_the_old_or_the_new_state_is_there_and_life_goes_on() {
     let run = life();
     let world = run.disk.world().clone();
     let mut states = 0;
     for call in &run.calls {
-        let count = cut_in(&world, call, thorough()).unwrap_or_else(|violation| panic!("{violation}"));
+        let count = visit_cuts(&world, call, thorough(), &mut |nodes, allowed| {
+            oracle::check_untouched(&nodes, allowed)?;
+            let disk = ModelDisk::new(World::new(nodes));
+            let (state, root) = oracle::check_recovery(&disk, allowed)?;
+            drop(root);
+            // What was mended once needs no mending.
+            let again = run::open(&disk).map_err(|error| error.to_string())?;
+            let recovered = again.recovered();
+            if !recovered.repaired.is_empty() || !recovered.removed.is_empty() || !recovered.set_aside.is_empty() {
+                return Err(format!("there was more to mend: {recovered:?}"));
+            }
+            oracle::check_life_goes_on(&disk, &again, state)
+        });
+        let count = count.unwrap_or_else(|violation| panic!("{violation}"));
         println!("{count:6} {}", call.what);
         states += count;
     }
@@ -161,27 +174,6 @@ fn the_power_may_go_while_the_root_of_a_killed_process_is_recovered() {
     }
     println!("{states} states");
     assert!(states >= 1_000, "only {states} states");
-}
-
-#[test]
-fn life_goes_on_whatever_was_lost() {
-    let run = life();
-    let world = run.disk.world().clone();
-    for call in &run.calls {
-        let outcome = visit_cuts(&world, call, thorough(), &mut |nodes, allowed| {
-            let disk = ModelDisk::new(World::new(nodes));
-            let (state, root) = oracle::check_recovery(&disk, allowed)?;
-            drop(root);
-            // What was mended once needs no mending.
-            let again = run::open(&disk).map_err(|error| error.to_string())?;
-            let recovered = again.recovered();
-            if !recovered.repaired.is_empty() || !recovered.removed.is_empty() || !recovered.set_aside.is_empty() {
-                return Err(format!("there was more to mend: {recovered:?}"));
-            }
-            oracle::check_life_goes_on(&disk, &again, state)
-        });
-        outcome.unwrap_or_else(|violation| panic!("{violation}"));
-    }
 }
 
 /// The owner was killed, perhaps because its disk was full, which it still is.
