@@ -207,6 +207,11 @@ BAD = {
     ),
     "not a .npy file": (["pack", "text.npy", "--max-length", "8", "--out", "new"], "text.npy", 2),
     "truncated": (["pack", "short.npy", "--max-length", "8", "--out", "new"], "short.npy", 2),
+    "copied as text to Windows": (
+        ["pack", "text-mode.npy", "--max-length", "8", "--out", "new"],
+        "1 byte more",
+        2,
+    ),
     "a header nested too deeply": (
         ["pack", "nested4000.npy", "--max-length", "8", "--out", "new"],
         "too deeply",
@@ -277,6 +282,7 @@ def yard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("half.npy").write_bytes(Path("good.npy").read_bytes().replace(b"'<i8', ", b"('b',),"))
     Path("text.npy").write_text("5 3 9 2\n")
     Path("short.npy").write_bytes(Path("good.npy").read_bytes()[:-8])
+    Path("text-mode.npy").write_bytes(Path("good.npy").read_bytes().replace(b"\n", b"\r\n"))
     for depth in (4000, 9000):
         header = b"-" * depth + b"1\n"
         Path(f"nested{depth}.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)

@@ -217,6 +217,13 @@ def _map_array(path: Path) -> np.ndarray:
     except (RecursionError, MemoryError) as error:
         # What Python's parser makes of a header that is a thousand minus signs, and neither says where.
         raise InvalidInputError(f"{path}: cannot be mapped: its header is nested too deeply") from error
+    # A copy in text mode puts a byte into the header's end, and every number after it is another one.
+    behind = path.stat().st_size - array.offset - array.nbytes
+    if behind > 0:
+        raise InvalidInputError(
+            f"{path}: holds {counted(behind, 'byte')} more than the array that its header tells of: it was "
+            "changed after numpy.save wrote it; write it again"
+        )
     # Here, where the file can be named.
     return as_integer_column(array, str(path))
 
