@@ -69,9 +69,7 @@ def as_integer_column(values: Any, name: str) -> IntegerArray:
         # What numpy takes for one object: a mapping, a set, a generator, a text, None.
         raise InvalidTypeError(f"{name} is of type {type(values).__name__}; {_NEEDED}")
     if array.ndim != 1:
-        raise InvalidInputError(
-            f"{name} must have one dimension; it is a {type(values).__name__} of shape {array.shape}"
-        )
+        raise InvalidInputError(f"{name} must have one dimension; its shape is {array.shape}")
     if array.dtype.kind not in "iu":
         if array.size == 0 and array.dtype.kind == "f":
             # What numpy makes of an empty list.

@@ -44,7 +44,7 @@ class PackedBatchSampler:
         batch_size: packs a rank takes at each step.
         rank, world_size: this process and how many there are. Each left out is taken from
             `torch.distributed` if it is initialised, else from the variables `RANK` and `WORLD_SIZE` that
-            torchrun sets, else it is 0 of 1.
+            torchrun sets, else it is 0 of 1. A rank is taken only where `world_size` is that of the same job.
         seed: 0 … 2³² − 1; the same on every rank.
         epoch: the first epoch; `set_epoch` moves on.
         shuffle: draw a new order of packs each epoch. `False` keeps the plan's order.
@@ -85,11 +85,17 @@ class PackedBatchSampler:
         if group_by_longest and not shuffle:
             raise InvalidInputError("group_by_longest changes the order of packs: it needs shuffle=True")
         running_rank, running_world_size = _running_ranks() if rank is None or world_size is None else (0, 1)
-        rank = running_rank if rank is None else rank
         world_size = running_world_size if world_size is None else world_size
         self._batch_size = as_integer(batch_size, "batch_size", 1, LARGEST_GLOBAL_BATCH)
         self._world_size = as_integer(world_size, "world_size", 1, LARGEST_GLOBAL_BATCH)
-        self._rank = as_integer(rank, "rank", 0, LARGEST_GLOBAL_BATCH)
+        if rank is None and self._world_size != running_world_size:
+            # Where nobody told, every process would take itself for rank 0, and all would train on the same packs.
+            raise InvalidInputError(
+                f"world_size is {self._world_size}, and what tells the rank counts {running_rank} of "
+                f"{running_world_size} (torch.distributed, else RANK and WORLD_SIZE, else 0 of 1): give both rank and "
+                "world_size, or neither"
+            )
+        self._rank = as_integer(running_rank if rank is None else rank, "rank", 0, LARGEST_GLOBAL_BATCH)
         if self._rank >= self._world_size:
             raise InvalidInputError(
                 f"rank {self._rank} is not below world_size {self._world_size}: ranks count from 0; "
