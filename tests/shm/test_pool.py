@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import functools
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -364,6 +366,14 @@ def test_arguments_of_calls_that_cannot_be_used_are_refused() -> None:
             pool.shutdown(timeout=-1)
         with pytest.raises(InvalidTypeError, match="timeout is 'soon'"):
             pool.shutdown(timeout="soon")  # type: ignore[arg-type]
+        assert pool.submit(1).result() == 1
+
+
+def test_a_pool_is_one_processs_alone() -> None:
+    with td.shm.SharedPool(tasks.echo, max_workers=1) as pool:
+        for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(NotPicklableError, match="a SharedPool cannot be copied or pickled"):
+                copied(pool)
         assert pool.submit(1).result() == 1
 
 

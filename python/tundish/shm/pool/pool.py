@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator, Iterable
 from collections.abc import Mapping as MappingType
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, NoReturn, Self
 
-from tundish.errors import InvalidTypeError, PoolError
+from tundish.errors import InvalidTypeError, NotPicklableError, PoolError
 from tundish.shm.pool.arguments import (
     checked_context,
     checked_count,
@@ -197,6 +197,12 @@ class SharedPool:
             self.shutdown(cancel=True)
         else:
             self.shutdown(timeout=None)
+
+    def __reduce__(self) -> NoReturn:
+        # As part of a dataset, say, that goes to a loader's workers; a copy would be a second owner of one engine.
+        raise NotPicklableError(
+            "a SharedPool cannot be copied or pickled: its workers are those of one process"
+        )
 
     def _check_process(self) -> None:
         if os.getpid() != self._engine.pid:
