@@ -172,6 +172,12 @@ def test_a_sampler_of_packs_is_resumed_by_counting() -> None:
     every = list(loader)
     reading = Reading(loader, width=2, tail="short", skip=3)
     assert [batch for one in drawn(reading) for batch in one.batches[: one.new]] == every[3:]
+    # Which leaves out the same ones when it is resumed itself.
+    sampler.load_state_dict(sampler.state_dict() | {"step": 3})
+    with pytest.raises(InvalidInputError, match="was resumed by itself, at step 3"):
+        Reading(loader, width=2, tail="short", skip=3)
+    reading = Reading(loader, width=2, tail="short")
+    assert [batch for one in drawn(reading) for batch in one.batches[: one.new]] == every[3:]
 
 
 def test_an_error_of_the_loader_comes_out_in_its_round() -> None:

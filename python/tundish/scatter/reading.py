@@ -43,7 +43,8 @@ class Reading:
     loader's own, from which it goes on; else `skip` batches are left out, but the last of them may be read to be
     repeated. `show` is told of how many of them it was.
 
-    Raises what the loader raises, and `InvalidInputError` where it has fewer batches than are to be left out.
+    Raises what the loader raises, and `InvalidInputError` where it has fewer batches than are to be left out, or its
+    sampler leaves some out already.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class Reading:
             loader.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
             self._batches = iter(loader)
         else:
+            if skip:
+                _refuse_resumed(loader, skip)
             again = width if tail == "pad" and skip >= width and self._may_end_after(skip) else 0
             self._batches = _without_first(loader, skip, again, show)
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
@@ -163,6 +166,16 @@ def _begin_anew_after(loader: Any) -> None:
     for part in (loader, getattr(loader, "dataset", None)):
         if getattr(part, "_starting_state_dict", None) is not None:
             part.load_state_dict(None)  # type: ignore[union-attr]
+
+
+def _refuse_resumed(loader: Any, skip: int) -> None:
+    """Raise where a sampler was resumed too, as a `PackedBatchSampler` can be: twice as many would be left out."""
+    step = getattr(getattr(loader, "batch_sampler", None), "start_step", None)
+    if isinstance(step, int) and step > 0:
+        raise InvalidInputError(
+            f"the first {skip} batches are to be left out, and the loader's batch_sampler was resumed by itself, at "
+            f"step {step}: load the state into the DispatchLoader alone"
+        )
 
 
 def _without_first(
