@@ -237,6 +237,9 @@ class PackPlan:
         Args:
             pack_ids: pack numbers, integers, shape (k,), each in 0 … len(plan) - 1.
 
+        Returns:
+            A `tundish.packing.PackBatch`, whose attributes are arrays, and which iterates over its `Pack`s.
+
         Raises:
             NoSuchPackError: a number is out of range.
             PlanMismatchError: the columns are damaged, or name a sample that the attached lengths lack.
@@ -248,7 +251,17 @@ class PackPlan:
         return {name: column.astype(np.int64) for name, column in zip(FIELDS, self._columns, strict=True)}
 
     def stats(self) -> dict[str, int | float]:
-        """How much is packed, cut and left out; see `tundish.packing.stats.plan_stats`."""
+        """How much of the samples the plan packs, cuts and leaves out.
+
+        Returns:
+            packs, pieces: how many.
+            samples: samples that the plan takes tokens of (or that lie in a pack without any).
+            samples_cut: samples that are in more than one pack, or lose their end to the dropped tail.
+            tokens, tokens_packed, tokens_dropped: of the ordered samples, in tokens.
+            fill: tokens_packed over packs times max_length; 1.0 for an empty plan.
+            pieces_per_pack: mean; max_pieces_per_pack: largest.
+            longest: longest piece, in tokens.
+        """
         from tundish.packing.stats import plan_stats
 
         return plan_stats(self)
@@ -401,7 +414,16 @@ class PackPlan:
             )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the plan to a picture file; see `tundish.packing.plot.plot_plan`."""
+        """Draw the plan to a picture: `.png`, `.svg` or `.pdf`.
+
+        It shows the samples' lengths (of plans without lengths attached: each pack's longest piece), pieces a pack,
+        how many samples are cut, and the tokens that are lost, beside what padding would have cost.
+
+        Raises:
+            MissingExtraError: there is no matplotlib.
+            InvalidInputError: another kind of picture.
+            StorageError, NotFoundError: the file cannot be written.
+        """
         from tundish.packing.plot import plot_plan
 
         plot_plan(self, path)

@@ -60,14 +60,7 @@ class Counts:
 
 
 def plot_plan(plan: PackPlan, path: str | os.PathLike[str]) -> Path:
-    """Draw `plan` to `path` (`.png`, `.svg` or `.pdf`) and return the path.
-
-    The picture shows the samples' lengths (of plans without lengths attached: each pack's longest piece), pieces a
-    pack, how many samples are cut, and the tokens that are lost, beside what padding would have cost.
-
-    Raises `MissingExtraError` without matplotlib, `InvalidInputError` for another kind of picture, `StorageError`
-    or `NotFoundError` where the file cannot be written.
-    """
+    """Draw `plan` to `path`, as `PackPlan.plot` says, and return the path."""
     target = as_path(path, "path")
     if target.suffix.lower() not in FORMATS:
         raise InvalidInputError(

@@ -15,17 +15,7 @@ STEP = 1 << 18
 
 
 def plan_stats(plan: PackPlan) -> dict[str, int | float]:
-    """How much of the samples a plan packs, cuts and leaves out.
-
-    Returns:
-        packs, pieces: how many.
-        samples: samples that the plan takes tokens of (or that lie in a pack without any).
-        samples_cut: samples that are in more than one pack, or lose their end to the dropped tail.
-        tokens, tokens_packed, tokens_dropped: of the ordered samples, in tokens.
-        fill: tokens_packed over packs times max_length; 1.0 for an empty plan.
-        pieces_per_pack: mean; max_pieces_per_pack: largest.
-        longest: longest piece, in tokens.
-    """
+    """What `PackPlan.stats` gives."""
     facts = plan.facts
     continued = 0
     cut = 0
