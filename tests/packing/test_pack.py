@@ -82,6 +82,13 @@ def test_shuffle_is_numpys(n: int, seed: int) -> None:
     assert np.array_equal(found, expected)
 
 
+def test_with_an_order_the_seed_is_not_used() -> None:
+    alone = td.pack([5, 3, 9, 2], 8, order=[3, 0, 2])
+    both = td.pack([5, 3, 9, 2], 8, seed=7, order=[3, 0, 2])
+    assert as_lists(both) == as_lists(alone)
+    assert (both.fingerprint, both.seed) == (alone.fingerprint, None)
+
+
 @pytest.mark.parametrize("dtype", INTEGER_DTYPES, ids=str)
 def test_any_integer_dtype_gives_the_same_plan(dtype: np.dtype[np.integer]) -> None:
     values = np.random.default_rng(3).integers(0, 100, 1000)
