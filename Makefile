@@ -58,16 +58,18 @@ soak: $(STAMPS)/with-test
 	$(BIN)/python -m pytest tests/faults
 
 lint: $(STAMPS)/with-lint
-	cargo fmt --all --check
-	cargo fmt --manifest-path fuzz/Cargo.toml --check
-	cargo clippy --locked --workspace --all-targets -- -D warnings
-	cargo clippy --locked --workspace --all-targets $(CORE_TESTS) -- -D warnings
-	@# Without the fuzzer itself, which is compiled by a C++ compiler; the stable one of Rust will do.
-	cargo clippy --locked --manifest-path fuzz/Cargo.toml --no-default-features -- -D warnings
-	$(BIN)/ruff format --check $(PYTHON_FOLDERS)
-	$(BIN)/ruff check $(PYTHON_FOLDERS)
-	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest --mypy-config-file stubtest.ini tundish._native
+	@# mypy takes as long as all others together, on one processor: it runs beside them. What is fuzzed is looked at
+	@# without the fuzzer itself, which is compiled by a C++ compiler; the stable one of Rust will do.
+	@$(BIN)/mypy & types=$$!; trap 'kill $$types 2>/dev/null || :' EXIT; set -ex; \
+	cargo fmt --all --check; \
+	cargo fmt --manifest-path fuzz/Cargo.toml --check; \
+	cargo clippy --locked --workspace --all-targets -- -D warnings; \
+	cargo clippy --locked --workspace --all-targets $(CORE_TESTS) -- -D warnings; \
+	cargo clippy --locked --manifest-path fuzz/Cargo.toml --no-default-features -- -D warnings; \
+	$(BIN)/ruff format --check $(PYTHON_FOLDERS); \
+	$(BIN)/ruff check $(PYTHON_FOLDERS); \
+	$(BIN)/python -m mypy.stubtest --mypy-config-file stubtest.ini tundish._native; \
+	wait $$types
 
 wheel: $(STAMPS)/maturin
 	rm -f dist/tundish-*.whl

@@ -16,7 +16,6 @@ import pytest
 import pool_tasks as tasks
 import tundish as td
 from pool_helpers import each_method, until
-from tundish.errors import PoolError
 
 # ---- Many at once ----
 
