@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from tundish.errors import TransferError
 from tundish.rtensor.answers import failures_of, refuse
 from tundish.rtensor.hooks import Hooks
 from tundish.rtensor.lines import Lines, Request, Worker
@@ -41,15 +42,19 @@ class Errands:
         # What began and did not succeed: it failed, or was interrupted.
         self._undone: list[Errand] = []
         self._notes = itertools.count()
+        # Those that did not answer since somebody was in a hurry; nothing where nobody is.
+        self._silent: set[Worker] | None = None
 
     def hurried(self, work: Callable[[], object]) -> None:
-        """Do `work` in which nobody is waited for longer than a second."""
-        lines, hooks = self._lines.timeout, self._hooks.timeout
+        """Do `work` in which nobody is waited for longer than a second, or once more."""
+        lines, hooks, silent = self._lines.timeout, self._hooks.timeout, self._silent
         try:
+            self._silent = set() if silent is None else silent
             self._lines.timeout, self._hooks.timeout = min(_HURRIED, lines), min(_HURRIED, hooks)
             work()
         finally:
             self._lines.timeout, self._hooks.timeout = lines, hooks
+            self._silent = None
 
     def note(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> list[Errand]:
         """Errands that are tried again at the next step, unless they are carried out before."""
@@ -82,8 +87,18 @@ class Errands:
         return failures
 
     def ask(self, requests: Iterable[tuple[Worker, Request]]) -> dict[Worker, Any]:
+        silent = frozenset(self._silent or ())
         wanted = list(requests)
-        return dict(zip([worker for worker, _ in wanted], self._lines.ask_all(wanted), strict=True))
+        asked = [(worker, request) for worker, request in wanted if worker not in silent]
+        answers: dict[Worker, Any] = {
+            worker: TransferError(f"{worker} was not asked: it did not answer what it was asked before")
+            for worker, _ in wanted
+            if worker in silent
+        }
+        answers |= zip([worker for worker, _ in asked], self._lines.ask_all(asked), strict=True)
+        if self._silent is not None:
+            self._silent |= {one for one, answer in answers.items() if isinstance(answer, TransferError)}
+        return answers
 
     def catch_up(self) -> None:
         """Drain what could not be drained before. Raises `DrainError`."""
