@@ -4,8 +4,7 @@ It owns an open root (`opening`) until it is closed or nobody has it any more, a
 always holds:
 
 1. A save is refused on all ranks, before anything is staged, or taken by all.
-2. All ranks make the same calls in the same order; a call that fails on one rank fails on all. The votes of a call
-   have numbers of its own, so that they meet though one rank, which lost sight of the rest, went through fewer before.
+2. All ranks make the same calls (`calls`) in the same order; a call that fails on one rank fails on all.
 3. Nothing is deleted before what replaces it is durable and recorded.
 4. A root is let go of when its saves are over, whatever interrupted the wait for them; the interpreter does not end
    before, whether or not somebody still has the checkpointer.
@@ -24,9 +23,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from tundish.checkpoint.buffers import trim
+from tundish.checkpoint.calls import Calls
 from tundish.checkpoint.failure import OnFailure
 from tundish.checkpoint.hf.plan import plan_hf
 from tundish.checkpoint.opening import Arguments, Opened, open_root
@@ -41,11 +41,6 @@ __all__ = ["Checkpointer"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 _held: set[_Hold] = set()
-
-# More votes than any call holds.
-_VOTES = 16
-
-T = TypeVar("T")
 
 
 class _Hold:
@@ -145,8 +140,6 @@ class Checkpointer:
     ) -> None:
         self._process = os.getpid()
         self._closed = False
-        # Of each thread: the collective call that it is inside.
-        self._inside = threading.local()
         arguments = Arguments(
             root=root,
             retention=functools.partial(
@@ -169,6 +162,7 @@ class Checkpointer:
                 hold.let_go()
         self._opened = open_root(arguments, group, timeout)
         self.path = self._opened.path
+        self._calls = Calls(self._opened.voter)
         self._hold = _Hold(self._opened)
         # Whoever drops it, as a function does that returns, has its saves finished all the same.
         weakref.finalize(self, self._hold.drop).atexit = False
@@ -221,31 +215,35 @@ class Checkpointer:
         (also for a model that mixes kinds of adapters), `StepExistsError`, `StepOrderError`, `StorageError` (too
         little disk). With `on_failure="raise"` also what an earlier save failed with.
         """
-        make_plan = functools.partial(
-            plan_hf,
-            model_or_tensors,
-            config=config,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            shard_bytes=shard_bytes,
-            source_dir=source_dir,
-            root=self.path,
-            to_hf=to_hf,
-            staging=staging,
-            optimizer=optimizer,
-            group=self._opened.group,
-            background_group=self._opened.background_group,
-            are_nodes_alike=self._opened.are_nodes_alike,
-        )
-        request = Request(
-            kind="hf",
-            step=plain_step(step),
-            tag=tag,
-            overwrite=overwrite,
-            blocking=blocking,
-            make_plan=make_plan,
-        )
-        return self._collective(f"save_{request.kind}", lambda: take(self._opened, request))
+        opened, calls = self._opened, self._calls
+
+        def save() -> Save:
+            request = Request(
+                kind="hf",
+                step=plain_step(step),
+                tag=tag,
+                overwrite=overwrite,
+                blocking=blocking,
+                make_plan=functools.partial(
+                    plan_hf,
+                    model_or_tensors,
+                    config=config,
+                    tokenizer=tokenizer,
+                    dtype=dtype,
+                    shard_bytes=shard_bytes,
+                    source_dir=source_dir,
+                    root=self.path,
+                    to_hf=to_hf,
+                    staging=staging,
+                    optimizer=optimizer,
+                    group=opened.group,
+                    background_group=opened.background_group,
+                    are_nodes_alike=opened.are_nodes_alike,
+                ),
+            )
+            return take(opened, request, leave=calls.leave)
+
+        return calls.make("save_hf", self._check_call, save)
 
     def save_dcp(
         self,
@@ -271,24 +269,28 @@ class Checkpointer:
 
         Returns and raises as `save_hf`. The files are plain DCP, which `torch.distributed.checkpoint.load` reads.
         """
-        make_plan = functools.partial(
-            self._opened.dcp.plan,
-            state_dict,
-            extra=extra,
-            rank_extra=rank_extra,
-            staging=staging,
-            optimizer=optimizer,
-        )
-        request = Request(
-            kind="dcp",
-            step=plain_step(step),
-            tag=tag,
-            overwrite=overwrite,
-            blocking=blocking,
-            make_plan=make_plan,
-            extra=extra,
-        )
-        return self._collective(f"save_{request.kind}", lambda: take(self._opened, request))
+        opened, calls = self._opened, self._calls
+
+        def save() -> Save:
+            request = Request(
+                kind="dcp",
+                step=plain_step(step),
+                tag=tag,
+                overwrite=overwrite,
+                blocking=blocking,
+                make_plan=functools.partial(
+                    opened.dcp.plan,
+                    state_dict,
+                    extra=extra,
+                    rank_extra=rank_extra,
+                    staging=staging,
+                    optimizer=optimizer,
+                ),
+                extra=extra,
+            )
+            return take(opened, request, leave=calls.leave)
+
+        return calls.make("save_dcp", self._check_call, save)
 
     # ---- What is there ----
 
@@ -344,7 +346,7 @@ class Checkpointer:
                 if opened.owner is not None:
                     opened.owner.discard_after(step)
 
-        self._collective("discard_after", discard)
+        self._calls.make("discard_after", self._check_call, discard)
 
     def load_dcp(
         self, state_dict: dict[str, Any], step: int | None = None, *, verify: bool = True
@@ -378,7 +380,7 @@ class Checkpointer:
                 opened.failure.raise_pending()
             return opened.dcp.load(state_dict, view=opened.view, step=step, verify=verify)
 
-        return self._collective("load_dcp", load)
+        return self._calls.make("load_dcp", self._check_call, load)
 
     # ---- Waiting, failing, ending ----
 
@@ -449,24 +451,9 @@ class Checkpointer:
         if not self._is_in_callback():
             self._opened.failure.raise_pending()
 
-    def _collective(self, call: str, work: Callable[[], T]) -> T:
-        """What `work` returns, a call that all ranks make; no thread makes one inside another."""
+    def _check_call(self, call: str) -> None:
         self._check_open()
         self._refuse_in_callback(call)
-        outer = getattr(self._inside, "call", None)
-        if outer is not None:
-            raise InvalidInputError(
-                f"{call}() was called inside {outer}(), by a signal's handler or a function that was given: the "
-                "other ranks cannot know of it. Have the handler take a note, and save between two steps"
-            )
-        try:
-            self._inside.call = call
-            voter = self._opened.voter
-            # A call that was interrupted before it voted leaves its numbers to the next, which the others wait for.
-            voter.skip_to(-(-voter.meeting.number // _VOTES) * _VOTES)
-            return work()
-        finally:
-            self._inside.call = None
 
     def _refuse_in_callback(self, call: str) -> None:
         """Refuse what waits for saves, or for other ranks, on the thread of a save."""

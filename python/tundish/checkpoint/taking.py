@@ -7,7 +7,6 @@ fails with.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import errno
 import logging
@@ -133,70 +132,53 @@ class _Reserved:
 
 
 class _Ballot:
-    """The vote by which a save is taken, on all ranks or none.
+    """The vote by which a save is taken, on all ranks or none; two where a rank has news, which tell the greatest.
 
     Ctrl-C may come when the other ranks have taken it, and they go on: then it is taken here too, and fails as any save
-    does whose staging fails on one rank. It may come before this rank's vote, and then the others hear of it.
+    does whose staging fails on one rank. It may come before this rank's vote: of that the call (`calls`) tells them.
 
-    `same`, `news`, `error`: what this rank brings. `number`: of the vote. `is_taken`: what it came to, and with it
-    `interruption`.
+    `same`, `news`, `error`: what this rank brings; once it `is_taken`, `error` is what interrupted it. `number`: of the
+    first vote. `greatest`: of the news of all ranks.
     """
 
     def __init__(self, opened: Opened, request: Request) -> None:
         self._voter = opened.voter
         self._timeout = opened.timeout
         self._what = self.same = request.what
-        self.news = News.NONE
+        self.news = self.greatest = News.NONE
         self.error: BaseException | None = None
-        self.interruption: BaseException | None = None
         self.is_taken = False
-        # Whether any rank has news, and lacks a group.
-        self._has_any = self._lacks_group = False
-        # The number of votes before the one that is due.
-        self._before = self.number = opened.voter.meeting.number
+        self.number = opened.voter.meeting.number
 
     def hold(self) -> None:
         """Collective: vote. Raises, on all ranks, where the save is not taken."""
-        # After a vote there is no call before it is noted what it came to, and so no signal comes there.
-        try:
-            self._has_any = self._vote(self.error, self.news > News.NONE)
-        except BaseException as caught:  # noqa: BLE001 (raised where the others did not take the save)
-            self._has_any, self.interruption = self._told_in_spite_of(caught), caught
-        if not self._has_any:
-            self.is_taken = True
-            return
-        self._before += 1
-        try:
-            self._lacks_group = self._vote(self.interruption, self.news is News.NO_GROUP)
-        except BaseException as caught:  # noqa: BLE001 (as above)
-            self._lacks_group, self.interruption = self._told_in_spite_of(caught), caught
-        self.is_taken = True
+        for news in (News.OTHER_FORM, News.NO_GROUP):
+            before = self._voter.meeting.number
+            try:
+                is_told = self._voter.vote(
+                    self.error, what=self._what, same=self.same, note=self.news >= news, timeout=self._timeout
+                )
+            except BaseException as caught:  # noqa: BLE001 (raised where the others did not take the save)
+                is_told, self.error = self._told_in_spite_of(caught, before), caught
+            # Up to the end there is no call, and so no signal comes, before it is noted what the vote came to.
+            if is_told:
+                self.greatest = news
+            if not is_told or news is News.NO_GROUP:
+                self.is_taken = True
+                return
 
-    @property
-    def greatest(self) -> News:
-        """Of the news of all ranks."""
-        return News.NO_GROUP if self._lacks_group else News.OTHER_FORM if self._has_any else News.NONE
-
-    def give_up(self, error: BaseException) -> None:
-        """Tell the others of `error`, if they wait for a vote that it kept this rank from."""
-        if self._voter.meeting.number == self._before:
-            # It raises what it is given.
-            with contextlib.suppress(BaseException):
-                self._vote(error, note=False)
-
-    def _vote(self, error: BaseException | None, note: bool) -> bool:
-        return self._voter.vote(error, what=self._what, same=self.same, note=note, timeout=self._timeout)
-
-    def _told_in_spite_of(self, caught: BaseException) -> bool:
+    def _told_in_spite_of(self, caught: BaseException, before: int) -> bool:
         """What all ranks were told in the vote in which this one was interrupted; else it raises what `caught` is."""
-        noted = self._voter.note_in_spite_of_interrupt()
-        if noted is None or self._voter.meeting.number == self._before:
+        told = self._voter.note_in_spite_of_interrupt()
+        if told is None or self._voter.meeting.number == before:
             raise caught
-        return noted
+        return told
 
 
-def take(opened: Opened, request: Request) -> Save:
+def take(opened: Opened, request: Request, *, leave: Callable[[], None]) -> Save:
     """Collective: take a save; returns when it is staged, or published where it blocks.
+
+    `leave`: called when the other ranks need this one no more in the call.
 
     Raises, on all ranks, what is wrong with it, or what an earlier one failed with.
     """
@@ -217,19 +199,19 @@ def take(opened: Opened, request: Request) -> Save:
     except BaseException as caught:
         if not ballot.is_taken:
             try:
-                ballot.give_up(caught)
                 reserved.give_back()
             except BaseException:
                 reserved.give_back()
                 raise
             raise
-        ballot.interruption = caught
+        ballot.error = caught
     try:
         if isinstance(plan, HasNews):
             plan.react_to(ballot.greatest, opened.voter.meeting)
-        if ballot.interruption is not None:
+        leave()
+        if ballot.error is not None:
             # The other ranks took the save: it fails as any does whose staging fails on one rank.
-            raise ballot.interruption
+            raise ballot.error
         job.staged, job.undo = _stage(opened, lane, job, plan, reserved), None
     except BaseException as caught:
         # The other ranks are told in the lane's next vote.

@@ -139,7 +139,8 @@ class Channel:
                 deadline=None if seconds is None else now + seconds,
                 warn_after=self.warn_after,
             )
-            self._number += 1
+            # In one step as far as Ctrl-C sees.
+            self._number, self.last_outcome = self._number + 1, None
             try:
                 self._hand_over(current)
                 answered = wait_for(current.done.wait, seconds)

@@ -255,8 +255,6 @@ class Voter:
         source: int | None = None,
         note: bool = False,
     ) -> Outcome:
-        if self._channel is not None:
-            self._channel.last_outcome = None
         outcome = Outcome(None, is_noted=note)
         seconds = None if timeout is None else seconds_of(timeout)
         if error is None and same is not None:
