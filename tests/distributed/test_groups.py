@@ -27,7 +27,13 @@ def groups(rank: int, line: Line) -> None:
         if rank == 0:
             time.sleep(3)
         distributed.barrier(group)
-    line.say("the slow rank was waited for")
+        addresses = [f"{group.group_name}//cpu//0/{member}" for member in range(4)]
+        store = distributed.distributed_c10d._get_default_store()
+        line.say("the slow rank was waited for", store.check(addresses))
+        line.hear()
+    line.say("left")
+    line.hear()
+    line.say([address for address in addresses if store.check([address])])
 
     def scope(value: str) -> None:
         with long_timeout_group(30, [3, 1]) as group:
@@ -62,7 +68,12 @@ def groups(rank: int, line: Line) -> None:
 def test_long_timeout_groups(tmp_path: Path) -> None:
     # The default group would give up after two seconds.
     with Job(groups, 4, tmp_path, seconds=2) as job:
-        job.hear_all()
+        assert job.hear_all() == [("the slow rank was waited for", True)] * 4
+        # What gloo keeps in the store lasts as long as the group.
+        for expected in (("left",), ([],)):
+            for rank in range(4):
+                job.tell(rank)
+            assert job.hear_all() == [expected] * 4
         for turn in range(3):
             for rank in (1, 3):
                 assert job.hear(rank) == ("KeyError", f"'turn {turn}'", None)

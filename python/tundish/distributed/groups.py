@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from tundish.distributed.jobstore import distributed_module, start_of_job
+from tundish.distributed.jobstore import Leaving, distributed_module, start_of_job
 from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError, listed
+from tundish.waiting import Moment, Thread, wait_for
 
 __all__ = [
     "Meeting",
@@ -36,6 +37,9 @@ __all__ = [
     "seconds_of",
     "unused_name",
 ]
+
+# How long the end of a group waits for the store.
+_LEAVING_SECONDS = 1.0
 
 _counters: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
 _counters_lock = threading.Lock()
@@ -180,13 +184,37 @@ def named_group(
     """
     distributed = distributed_module()
     limit = timedelta(seconds=seconds_of(timeout))
-    group = make_group(distributed, members, name, limit, backend, store)
+    base = distributed.distributed_c10d._get_default_store()
+    # Where its members are to be found, as torch and gloo name it: by the group, the device, and the only context.
+    addresses = [f"cpu//0/{member}" for member in range(len(members))] if backend == "gloo" else []
+    leaving = Leaving(base, f"{name}/", len(members), addresses)
     try:
-        yield group
+        group = make_group(distributed, members, name, limit, backend, store)
+        try:
+            yield group
+        finally:
+            # The default group takes all others along when the block destroyed it.
+            if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
+                distributed.destroy_process_group(group)
     finally:
-        # The default group takes all others along when the block destroyed it.
-        if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
-            distributed.destroy_process_group(group)
+        _leave(leaving)
+
+
+def _leave(leaving: Leaving) -> None:
+    over = Moment()
+
+    def leave() -> None:
+        try:
+            # Whoever hosted the store may have ended.
+            with contextlib.suppress(Exception):
+                leaving.leave()
+        finally:
+            over.come()
+
+    # The store may stand still, which the end of a group does not wait for.
+    with contextlib.suppress(RuntimeError):
+        Thread(leave, "tundish-leaving").start()
+        wait_for(over.wait, _LEAVING_SECONDS)
 
 
 def make_group(

@@ -14,10 +14,13 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
     "JobStore",
+    "Leaving",
+    "LentClients",
     "SharedClients",
     "distributed_module",
     "second_client",
@@ -74,6 +77,41 @@ class SharedClients:
         """The client that this process has by now, or None; under the lock."""
         process, known = self._known.get(base, (0, None))
         return None if known is None or process != os.getpid() else known()
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.Lock()
+
+
+class LentClients:
+    """Second clients of stores, each lent to one at a time, as what that one waits for holds up everything else on it.
+
+    One that was given back is lent again, as long as somebody still has it.
+    """
+
+    def __init__(self) -> None:
+        # By the store that they were made of: the process that made each, and it as long as it is used.
+        self._idle: weakref.WeakKeyDictionary[Any, list[tuple[int, weakref.ref[Any]]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._lock = threading.Lock()
+        # Another thread of the parent may hold it.
+        os.register_at_fork(after_in_child=self._renew_lock)
+
+    def lend(self, base: Any) -> Any:
+        """A client of the store that `base` is one of, which nobody else gets before it is given back."""
+        with self._lock:
+            idle = self._idle.get(base, [])
+            while idle:
+                process, known = idle.pop()
+                client = known()
+                if client is not None and process == os.getpid():
+                    return client
+        return second_client(base)
+
+    def give_back(self, base: Any, client: Any) -> None:
+        """Nothing waits on it any more."""
+        with self._lock:
+            self._idle.setdefault(base, []).append((os.getpid(), weakref.ref(client)))
 
     def _renew_lock(self) -> None:
         self._lock = threading.Lock()
@@ -136,6 +174,29 @@ def second_client(base: Any) -> Any:
     return distributed_module().TCPStore(
         server.host, server.port, None, False, server.timeout, wait_for_workers=False
     )
+
+
+class Leaving:
+    """Keys under `prefix` of the store that `base` is a client of, which the last of `size` ranks that leave deletes.
+
+    Connected from the start on: where the host of the store has left before, that shows at once. Before torch 2.8 the
+    keys stay, as a second client does not see the prefixes of the first; so do those of ranks of which one is gone.
+    """
+
+    def __init__(self, base: Any, prefix: str, size: int, keys: Sequence[str]) -> None:
+        self._store: Any = None
+        self._size = size
+        self._keys = keys
+        if hasattr(base, "clone"):
+            # Kept here, as the other holds it in C++ alone.
+            self._shared = _connections.of(base)
+            self._store = distributed_module().PrefixStore(prefix, self._shared)
+
+    def leave(self) -> None:
+        """Once on each rank, when it reads none of them any more. Raises what the store fails with."""
+        if self._store is not None and self._store.add("left", 1) == self._size:
+            for key in (*self._keys, "left"):
+                self._store.delete_key(key)
 
 
 class JobStore:
