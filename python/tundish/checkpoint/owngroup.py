@@ -20,7 +20,7 @@ from torch import distributed
 
 from tundish.distributed import Voter
 from tundish.distributed.groups import leave_behind, named_group
-from tundish.distributed.jobstore import SharedClients
+from tundish.distributed.jobstore import LentClients
 from tundish.distributed.rounds import crowd_of
 from tundish.distributed.verdict import Failure
 from tundish.errors import PeerFailedError
@@ -37,9 +37,9 @@ __all__ = ["Hurry", "OwnGroup", "came_from_others"]
 
 _WHAT = "connecting the ranks with one another"
 
-# To the job's store, for whoever makes a group: it holds up all others who come the same way, the script's own groups
-# among them, for as long as gloo waits for a rank.
-_ways = SharedClients()
+# To the job's store, one for each group that is being made: gloo, while it waits for a rank, holds up all others who
+# come the same way, the script's own groups among them. On another rank it may be them that it waits for.
+_ways = LentClients()
 
 
 class Hurry:
@@ -167,9 +167,7 @@ class _Making:
         self._lock = threading.RLock()
         self._over = Moment()
         self._is_given_up = False
-        # A client of the store and what it was made of; kept while the group is used, whose own hold on it Python does
-        # not see.
-        self._base: Any = None
+        # A client of the store; kept while the group is used, whose own hold on it Python does not see.
         self._way: Any = None
         self._thread: threading.Thread = Thread(self._make, "tundish-connecting")
         try:
@@ -212,18 +210,17 @@ class _Making:
             if self._over.has_come():
                 self._resources.close()
             else:
-                # Whoever took the same way would wait until gloo gives up.
-                _ways.forget(self._base, self._way)
                 leave_behind(self._thread)
 
     def _make(self) -> None:
         group: Any = None
         try:
-            self._find_way()
+            base = self._find_way()
             made = named_group(self._name, self._timeout, self._ranks, store=self._way)
             group = self._resources.enter_context(made)
+            # Else it stays with this one: something may wait on it.
+            _ways.give_back(base, self._way)
         except BaseException as error:  # noqa: BLE001 (the others are told, and the caller raises it)
-            _ways.forget(self._base, self._way)
             if came_from_others(error):
                 self._come_to_nothing_with(error)
             else:
@@ -238,16 +235,17 @@ class _Making:
                 # Last: who waits for it looks at the group next, without the lock.
                 self._over.come()
 
-    def _find_way(self) -> None:
+    def _find_way(self) -> Any:
+        """Take a client of the job's store, which this returns. Raises where nobody wants the group any more."""
         if not distributed.is_initialized():
             # Whoever makes the group says so.
-            return
+            return None
         base = distributed.distributed_c10d._get_default_store()
-        way = _ways.of(base)
+        self._way = _ways.lend(base)
         with self._lock:
-            self._base, self._way = base, way
             if self._is_given_up:
                 raise PeerFailedError("nobody wants the group any more", -1)
+        return base
 
 
 def came_from_others(error: BaseException) -> bool:

@@ -419,6 +419,37 @@ def test_a_group_is_there_for_whoever_comes_first(
         job.expect_end()
 
 
+def making_on_two_threads(rank: int, line: Line) -> None:
+    """Two checkpointers save at once; of their groups, each rank begins to make another one first."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    savings = [Saving(rank, root, "hf") for root in line.hear()]
+    later = savings[1 - rank]._checkpointer._opened.voter.meeting.name.rpartition("-")[0]
+    make = owngroup.named_group
+
+    def make_in_turn(name: str, *given: Any, **named: Any) -> Any:
+        if name.startswith(later):
+            # As long as the other one needs until it waits for the other rank.
+            time.sleep(0.5)
+        return make(name, *given, **named)
+
+    owngroup.named_group = make_in_turn
+    with ThreadPoolExecutor() as threads:
+        line.say(list(threads.map(lambda saving: saving.save(1), savings)))
+    for saving in savings:
+        saving.close()
+
+
+def test_two_checkpointers_of_a_process_connect_at_once_in_any_order(tmp_path: Path) -> None:
+    with Job(making_on_two_threads, 2, tmp_path) as job:
+        begun = time.monotonic()
+        for rank in (0, 1):
+            job.tell(rank, (tmp_path / "a", tmp_path / "b"))
+        assert job.hear_all() == [([FINE, FINE],)] * 2
+        assert time.monotonic() - begun < 20
+        job.expect_end()
+
+
 def test_what_was_begun_and_never_left_breaks_off_nothing_later(tmp_path: Path) -> None:
     with Job(saving, 2, tmp_path) as job:
         for rank in (0, 1):
