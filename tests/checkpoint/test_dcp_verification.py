@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import shutil
 import signal
@@ -21,8 +22,8 @@ from torch import distributed
 from dcp_worlds import run
 from rank_processes import Job, Line, outcome
 from tundish.checkpoint import Checkpointer, load_dcp
-from tundish.checkpoint.dcp import opened
-from tundish.checkpoint.dcp.shares import share_of
+from tundish.checkpoint.dcp import opened, shares
+from tundish.checkpoint.dcp.shares import cuts_of, share_of
 
 MIB = 1 << 20
 
@@ -31,30 +32,54 @@ MIB = 1 << 20
     sizes=some.lists(some.integers(0, 50 * MIB), max_size=40),
     count=some.integers(1, 9),
     savers=some.integers(1, 9),
+    is_summed=some.booleans(),
 )
-def test_every_file_is_one_ranks_and_none_has_much_more_than_its_part(
-    sizes: list[int], count: int, savers: int
+def test_every_byte_is_one_ranks_and_none_has_much_more_than_its_part(
+    sizes: list[int], count: int, savers: int, is_summed: bool
 ) -> None:
     names = [f"__{number}_0.distcp" for number in range(20)] + [f"other-{number}" for number in range(20)]
-    files = [(name, size, None) for name, size in zip(names, sizes, strict=False)]
-    shares = [share_of(index, count, files, savers) for index in range(count)]
-    assert sorted(name for share in shares for name in share) == sorted(name for name, _, _ in files)
+    checksum = "crc64nvme:0123456789abcdef" if is_summed else None
+    files = [(name, size, checksum) for name, size in zip(names, sizes, strict=False)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, "_LEAST_PART", 8 * MIB)
+        cuts = cuts_of(count, files)
+        dealt = [share_of(index, count, files, savers, cuts) for index in range(count)]
+    whole = sorted(name for share in dealt for name in share.whole)
+    assert whole == sorted(name for name, _, _ in files if name not in cuts)
+    parts = sorted(part for share in dealt for part in share.parts)
+    assert parts == sorted(part for pieces in cuts.values() for part in pieces)
+    for name, size, _ in files:
+        starts = [0, *itertools.accumulate(part[2] for part in cuts.get(name, []))]
+        assert not starts[1:] or starts[-1] == size
+        assert [part[1] for part in cuts.get(name, [])] == starts[:-1]
     # To open a file counts as a mebibyte.
-    work = {name: size + MIB for name, size, _ in files}
-    part, largest = sum(work.values()) / count, max(work.values(), default=0)
-    assert max(sum(work[name] for name in share) for share in shares) <= part + largest + 1
+    sized = {name: size for name, size, _ in files}
+    work = [
+        sum(sized[name] + MIB for name in share.whole) + sum(size + MIB for _, _, size in share.parts)
+        for share in dealt
+    ]
+    even = max(8 * MIB, sum(sizes) / count + 1)
+    largest = max([even, *(size for name, size in sized.items() if name not in cuts)]) + MIB
+    assert max(work) <= sum(work) / count + largest + 1
+    # With checksums no file holds up the rest.
+    assert not is_summed or largest <= even + MIB
+
+
+def names_of(index: int, count: int, files: list[tuple[str, int, str | None]], savers: int) -> set[str]:
+    return share_of(index, count, files, savers, {}).whole
 
 
 def test_a_rank_verifies_what_it_loads_next() -> None:
     names = [f"__{number}_0.distcp" for number in range(4)]
     extras = [f"rank_extra-{number:05d}.json" for number in range(4)]
-    files = [(name, 50 * MIB, None) for name in names] + [(name, 200, None) for name in extras]
-    assert [share_of(index, 4, files, 4) for index in range(4)] == [
+    files: list[tuple[str, int, str | None]] = [(name, 50 * MIB, None) for name in names]
+    small: list[tuple[str, int, str | None]] = [(name, 200, None) for name in extras]
+    assert [names_of(index, 4, files + small, 4) for index in range(4)] == [
         {name, extra} for name, extra in zip(names, extras, strict=True)
     ]
     # Of few files each goes to another node.
-    shares = [share_of(index, 16, files[:4], 4) for index in range(16)]
-    assert [index for index, share in enumerate(shares) if share] == [0, 4, 8, 12]
+    dealt = [names_of(index, 16, files, 4) for index in range(16)]
+    assert [index for index, share in enumerate(dealt) if share] == [0, 4, 8, 12]
 
 
 class Watched:
@@ -173,6 +198,46 @@ def test_what_any_rank_finds_damaged_means_the_one_before_on_all(tmp_path: Path,
                 (about,) = (one for one in messages if f"step {step} cannot be loaded" in one)
                 assert name in about
             assert "files that no save wrote, which are not read: notes/mine.txt" in text
+
+
+def load_a_large_file_together(rank: int, line: Line) -> None:
+    """One of the ranks saved nearly everything: all read its file, a part each."""
+    (root,) = line.hear()
+    shares._LEAST_PART = MIB
+    state = {f"mine-{rank}": torch.full((MIB if rank == 1 else 1,), 7.0)}
+    with Checkpointer(root, on_failure="raise", timeout=60) as checkpointer:
+        checkpointer.save_dcp(1, state, blocking=True)
+        large = root / "dcp-1" / "__1_0.distcp"
+        whole = large.read_bytes()
+        assert len(cuts_of(3, [(large.name, len(whole), "")])[large.name]) == 3
+        for at in (0, len(whole) // 2, len(whole) - 1, None):
+            distributed.barrier()
+            if rank == 0:
+                large.write_bytes(whole[:-1] if at is None else whole)
+            if rank == 0 and at is not None:
+                with large.open("r+b") as file:
+                    file.seek(at)
+                    file.write(bytes([whole[at] ^ 1]))
+            distributed.barrier()
+            line.say(*outcome(lambda: checkpointer.load_dcp(state, 1)))
+        distributed.barrier()
+        if rank == 0:
+            large.write_bytes(whole)
+        distributed.barrier()
+        line.say(*outcome(lambda: checkpointer.load_dcp(state, 1)))
+
+
+def test_a_large_file_is_verified_by_all_ranks_and_each_of_its_bytes_counts(tmp_path: Path) -> None:
+    with Job(load_a_large_file_together, 3, tmp_path / "job") as job:
+        for rank in range(3):
+            job.tell(rank, (tmp_path / "root",))
+        for what in (*["has the checksum crc64nvme"] * 3, "bytes in the place of"):
+            said = job.hear_all()
+            kinds = [kind for kind, _, _ in said]
+            assert kinds == ["CorruptCheckpointError", "PeerFailedError", "PeerFailedError"], said
+            assert "__1_0.distcp has" in said[0][1] and what in said[0][1], said
+        assert job.hear_all() == [("", "", None)] * 3
+        job.expect_end()
 
 
 def load_beside_other_eyes(rank: int, line: Line) -> None:

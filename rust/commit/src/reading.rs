@@ -27,11 +27,12 @@ const MOST_THREADS: usize = 8;
 /// Between two looks at whether to go on.
 const INTERVAL: Duration = Duration::from_millis(20);
 
-/// A file of which `size` bytes are to be read: the name `leaf` in an open folder.
+/// A file of which `size` bytes from `start` on are to be read: the name `leaf` in an open folder.
 pub(crate) struct Source<'a, D: Disk> {
     pub(crate) folder: &'a D::Folder,
     pub(crate) leaf: &'a OsStr,
     pub(crate) path: &'a Path,
+    pub(crate) start: u64,
     pub(crate) size: u64,
 }
 
@@ -109,14 +110,15 @@ impl<D: Disk> Work<'_, D> {
     }
 
     fn read(&self, source: usize, offset: u64, length: u64, buffer: &mut [u8]) -> Result<Checksum, Unread> {
-        let Source { folder, leaf, path, .. } = &self.sources[source];
+        let Source { folder, leaf, path, start, .. } = &self.sources[source];
         // Opened for each piece: there may be more files than descriptors.
         let file = self.disk.open_file(folder, leaf, path).map_err(Unread::Failed)?;
         let mut checksum = Checksum::EMPTY;
         let mut done = 0;
         while done < length && !self.stopped.load(Ordering::Relaxed) {
             let wanted = buffer.len().min(usize::try_from(length - done).unwrap_or(usize::MAX));
-            let read = self.disk.read_at(&file, offset + done, &mut buffer[..wanted], path).map_err(Unread::Failed)?;
+            let read =
+                self.disk.read_at(&file, start + offset + done, &mut buffer[..wanted], path).map_err(Unread::Failed)?;
             if read == 0 {
                 return Err(Unread::Short);
             }

@@ -57,7 +57,7 @@ pub fn checksum_file(
     }
     disk.fsync(&file, path)?;
     disk.fsync_folder(&parent, &parent_path)?;
-    let sources = [Source { folder: &parent, leaf: &leaf, path, size: status.size }];
+    let sources = [Source { folder: &parent, leaf: &leaf, path, start: 0, size: status.size }];
     let mut checksum = Checksum::EMPTY;
     for outcome in reading::checksums(&disk, &sources, path, go_on)? {
         checksum = outcome.map_err(|unread| match unread {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use common::crc64;
 use tundish_commit::disk::RealDisk;
-use tundish_commit::root::{read_lock_at, verify_folder};
+use tundish_commit::root::{Part, read_lock_at, verify_folder};
 use tundish_commit::{CommitError, checksum_file, seal, write_sidecar};
 
 const FILES: [(&str, usize); 5] =
@@ -150,6 +150,39 @@ fn of_some_files_these_alone_are_looked_at() {
     let names = all.map(str::to_owned).into();
     let error = lock.verify_files(&names, true, &mut |_, _| ControlFlow::Break(())).unwrap_err();
     assert!(matches!(error, CommitError::Interrupted { .. }), "{error}");
+}
+
+#[test]
+fn parts_of_a_file_that_several_read_tell_of_it_what_the_whole_does() {
+    let (_parent, folder) = checkpoint();
+    let lock = read_lock_at(&RealDisk, &folder).unwrap();
+    let (_, files, _) = lock.describe().unwrap();
+    let whole = files.iter().find(|file| file.name == "model.safetensors").unwrap();
+    let part = |start, size| Part { name: whole.name.clone(), start, size };
+    let cuts = [part(0, 1), part(1, whole.size / 3), part(1 + whole.size / 3, whole.size - 1 - whole.size / 3)];
+    let sum = || lock.sum_parts(&cuts, &mut |_, _| ControlFlow::Continue(())).unwrap();
+    let told = || {
+        let (sums, damaged) = sum();
+        assert!(damaged.is_empty());
+        let sums: Vec<_> = sums.into_iter().map(Option::unwrap).zip(cuts.iter().map(|cut| cut.size)).collect();
+        lock.compare_sums(&whole.name, &sums).unwrap()
+    };
+    assert!(told().is_none());
+    let error = lock.sum_parts(&cuts, &mut |_, _| ControlFlow::Break(())).unwrap_err();
+    assert!(matches!(error, CommitError::Interrupted { .. }), "{error}");
+    let mut bytes = fs::read(folder.join(&whole.name)).unwrap();
+    for at in [0, bytes.len() / 2, bytes.len() - 1] {
+        bytes[at] ^= 1;
+        fs::write(folder.join(&whole.name), &bytes).unwrap();
+        let damage = told().unwrap();
+        assert!(damage.is_changed && damage.what.starts_with("has the checksum"), "{damage}");
+        bytes[at] ^= 1;
+    }
+    // What shows in each part shows once.
+    fs::write(folder.join(&whole.name), &bytes[1..]).unwrap();
+    let (sums, damaged) = sum();
+    assert_eq!((sums, damaged.len(), damaged[0].is_changed), (vec![None; 3], 1, false));
+    assert!(lock.compare_sums("mine", &[]).unwrap().is_some());
 }
 
 #[test]

@@ -10,8 +10,10 @@ use pyo3::exceptions::{PyRecursionError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 use tundish_commit::disk::RealDisk;
-use tundish_commit::root::{Checkpoint, Opening, ReadLock, ReadonlyRoot, Recovery, Root, Survey, read_lock_at};
-use tundish_commit::{CommitError, Kind};
+use tundish_commit::root::{
+    Checkpoint, Damage, Opening, Part, ReadLock, ReadonlyRoot, Recovery, Root, Survey, read_lock_at,
+};
+use tundish_commit::{Checksum, CommitError, Kind, NotAChecksum};
 use tundish_packing::Watch;
 
 use crate::enter::{Door, enter};
@@ -191,6 +193,13 @@ pub(crate) struct CheckpointReadLock {
 /// Name, size and checksum, as a manifest has them.
 type RecordedFile = (String, u64, Option<String>);
 
+/// What is damaged: the name of a file, what is wrong with it, and whether that are its bytes.
+type Told = (String, String, bool);
+
+fn told(damage: Damage) -> Told {
+    (damage.name, damage.what, damage.is_changed)
+}
+
 impl CheckpointReadLock {
     fn holding(lock: ReadLock<RealDisk>) -> Self {
         Self { path: lock.path().to_path_buf(), is_locked: lock.is_locked(), lock: Mutex::new(Some(Arc::new(lock))) }
@@ -234,12 +243,7 @@ impl CheckpointReadLock {
     /// What is damaged of some files: missing, of another size or, with `every_byte`, of other bytes. Of each its name,
     /// what is wrong with it, and whether that are its bytes: if not, it may look otherwise from elsewhere.
     #[pyo3(signature = (names, *, every_byte))]
-    fn verify_files(
-        &self,
-        py: Python<'_>,
-        names: BTreeSet<String>,
-        every_byte: bool,
-    ) -> PyResult<Vec<(String, String, bool)>> {
+    fn verify_files(&self, py: Python<'_>, names: BTreeSet<String>, every_byte: bool) -> PyResult<Vec<Told>> {
         let damaged = enter(py, None, |door| {
             let mut go_on = |read, total| match door.tick("verify", read, total) {
                 Ok(()) => ControlFlow::Continue(()),
@@ -247,7 +251,34 @@ impl CheckpointReadLock {
             };
             Ok(self.held()?.verify_files(&names, every_byte, &mut go_on)?)
         })?;
-        Ok(damaged.into_iter().map(|damage| (damage.name, damage.what, damage.is_changed)).collect())
+        Ok(damaged.into_iter().map(told).collect())
+    }
+
+    /// The checksums of parts of files, each given by the file's name, its first byte and its size; None of one of a
+    /// file that is damaged as far as a part shows it, of which the second list tells as `verify_files` does.
+    fn sum_parts(&self, py: Python<'_>, parts: Vec<(String, u64, u64)>) -> PyResult<(Vec<Option<String>>, Vec<Told>)> {
+        let parts: Vec<Part> = parts.into_iter().map(|(name, start, size)| Part { name, start, size }).collect();
+        let (sums, damaged) = enter(py, None, |door| {
+            let mut go_on = |read, total| match door.tick("verify", read, total) {
+                Ok(()) => ControlFlow::Continue(()),
+                Err(_) => ControlFlow::Break(()),
+            };
+            Ok(self.held()?.sum_parts(&parts, &mut go_on)?)
+        })?;
+        let sums = sums.into_iter().map(|sum| sum.map(|sum| sum.to_string())).collect();
+        Ok((sums, damaged.into_iter().map(told).collect()))
+    }
+
+    /// What is wrong with the file `name`, whose parts, one after the other, have these checksums and sizes.
+    fn compare_sums(&self, py: Python<'_>, name: &str, sums: Vec<(String, u64)>) -> PyResult<Option<Told>> {
+        let sums = sums
+            .into_iter()
+            .map(|(sum, size)| {
+                Ok((sum.parse().map_err(|error: NotAChecksum| PyValueError::new_err(error.to_string()))?, size))
+            })
+            .collect::<PyResult<Vec<(Checksum, u64)>>>()?;
+        let damage = enter(py, None, |_| Ok(self.held()?.compare_sums(name, &sums)?))?;
+        Ok(damage.map(told))
     }
 
     /// The files that the manifest does not list.

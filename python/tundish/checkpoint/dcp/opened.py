@@ -1,8 +1,9 @@
 """A DCP checkpoint that several ranks read together.
 
 What always holds: it is the same one for all of them, and neither removed nor replaced until they are done; each of its
-files is verified by one rank, and of copies each file of every copy, and what is found damaged there is damaged for
-all; what one rank alone cannot reach is that rank's failure and says nothing of the checkpoint.
+files is verified by one rank, or a part of it by each of several, and of copies each file of every copy, and what is
+found damaged there is damaged for all; what one rank alone cannot reach is that rank's failure and says nothing of the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import contextlib
 import errno
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tundish._native import CheckpointReadLock
-from tundish.checkpoint.dcp.shares import share_of
+from tundish.checkpoint.dcp.shares import Part, cuts_of, share_of
 from tundish.checkpoint.reading import MANIFEST, held, is_file, tell_unsummed
 from tundish.distributed import Voter
 from tundish.distributed.packed import packed, unpacked
@@ -123,12 +124,21 @@ class Opened:
         foreign: list[str] = []
         every_byte = self._every_byte
         index, count = self._place_among_alike() if every_byte else (readers.index, readers.count)
+        # Not of copies: some ranks read the parts of another one than the first.
+        is_cut = every_byte and count == readers.count
+        cuts = cuts_of(count, self.files) if is_cut else {}
+        sums: list[str | None] = []
         with readers.voted(f"verifying {self.path}") as ballot:
-            share = share_of(index, count, self.files, self.savers)
-            found = self.lock.verify_files(share, every_byte=every_byte)
+            share = share_of(index, count, self.files, self.savers, cuts)
+            found = self.lock.verify_files(share.whole, every_byte=every_byte)
+            if share.parts:
+                sums, shown = self.lock.sum_parts(share.parts)
+                found += shown
             ballot.note = bool(found)
             if readers.is_first and every_byte:
                 foreign = self.lock.foreign_files()
+        if cuts:
+            ballot = self._compare(cuts, share.parts, sums, found)
         if ballot.is_noted:
             return self._agree_on(found)
         if foreign:
@@ -138,6 +148,33 @@ class Opened:
         if readers.is_first and every_byte:
             tell_unsummed(self.path, [name for name, _, checksum in self.files if checksum is None])
         return None
+
+    def _compare(
+        self,
+        cuts: Mapping[str, Sequence[Part]],
+        parts: Sequence[Part],
+        sums: Sequence[str | None],
+        found: list[_Damage],
+    ) -> Ballot:
+        """Collective: compare the files of which each rank read `parts`, and found that they have these `sums`.
+
+        What is damaged of them is added to what is `found`, on the first rank.
+        """
+        readers = self.readers
+        what = f"comparing what was read of {self.path}"
+        told = readers.voter.gather(
+            json.dumps(list(zip(parts, sums, strict=True))), what=what, timeout=readers.timeout
+        )
+        with readers.voted(what) as ballot:
+            known = {tuple(part): checksum for text in told for part, checksum in json.loads(text)}
+            for name, pieces in cuts.items() if readers.is_first else ():
+                of_pieces = [(known[piece], piece[2]) for piece in pieces]
+                # Of one that was not read to its end whoever read it tells.
+                if all(checksum is not None for checksum, _ in of_pieces):
+                    damage = self.lock.compare_sums(name, of_pieces)
+                    found += [] if damage is None else [damage]
+            ballot.note = bool(found)
+        return ballot
 
     def _place_among_alike(self) -> tuple[int, int]:
         """Collective: which one this rank is of those that see the same files as it does, and of how many.

@@ -54,6 +54,7 @@ pub use opening::Opening;
 pub use owner::{Identity, Patience, Timing};
 pub use reading::{Damaged, ReadLock, ReadonlyRoot, Survey, read_lock_at, verify_folder};
 pub use recovery::Recovery;
+pub use verify::Part;
 
 /// The key of a checkpoint in a root.
 type Key = (Kind, u64);

@@ -19,7 +19,8 @@ use rustix::io::Errno;
 
 use super::checkpoint::{self, Checkpoint, Damage, Published, Said, Unwhole};
 use super::directory::Directory;
-use super::{Key, Root, layout, verify};
+use super::verify::{self, Part};
+use super::{Key, Root, layout};
 use crate::checksum::Checksum;
 use crate::disk::{Disk, EntryKind, Lock, RealDisk, Sharing};
 use crate::error::CommitError;
@@ -106,6 +107,27 @@ impl<D: Disk + Clone> ReadLock<D> {
         go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
     ) -> Result<Vec<Damage>, CommitError> {
         verify::verify_files(&self.folder, &self.said()?.manifest, names, every_byte, go_on)
+    }
+
+    /// The checksums of parts of some files, for whoever reads a large one together with others; and what is damaged of
+    /// these files as far as a part of one shows it: then it has none. A part has to lie within its file.
+    ///
+    /// # Errors
+    /// As [`ReadLock::verify_files`].
+    pub fn sum_parts(
+        &self,
+        parts: &[Part],
+        go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+    ) -> Result<(Vec<Option<Checksum>>, Vec<Damage>), CommitError> {
+        verify::sum_parts(&self.folder, &self.said()?.manifest, parts, go_on)
+    }
+
+    /// What is wrong with the file `name`, whose parts, one after the other, have these checksums and sizes.
+    ///
+    /// # Errors
+    /// [`CommitError::Corrupt`] of the manifest.
+    pub fn compare_sums(&self, name: &str, sums: &[(Checksum, u64)]) -> Result<Option<Damage>, CommitError> {
+        Ok(verify::compare_sums(&self.said()?.manifest, name, sums))
     }
 
     /// The files that the manifest does not list, which no save wrote.

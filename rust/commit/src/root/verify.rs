@@ -13,6 +13,17 @@ use crate::error::CommitError;
 use crate::manifest::{self, Manifest, ManifestFile};
 use crate::reading::{self, Source, Unread};
 
+/// A part of a file: `size` bytes from `start` on.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Of the file, as the manifest says it.
+    pub name: String,
+    /// The first byte.
+    pub start: u64,
+    /// How many.
+    pub size: u64,
+}
+
 /// Reads every file of the checkpoint in `folder` and compares it with the manifest. Who verifies a checkpoint that
 /// others may remove keeps it. Returns the names of the files that were saved without a checksum: of them only the size
 /// is known.
@@ -41,6 +52,48 @@ pub(super) fn verify_files<D: Disk + Clone>(
     let unknown = wanted().filter(|(_, file)| file.is_none());
     damaged.extend(unknown.map(|(name, _)| Damage::foreign(name.clone())));
     Ok(damaged)
+}
+
+/// The checksums of `parts` of files of the checkpoint in `folder`, and what is damaged of these files as far as a part
+/// of one shows it: then it has none.
+pub(super) fn sum_parts<D: Disk + Clone>(
+    folder: &Directory<D>,
+    manifest: &Manifest,
+    parts: &[Part],
+    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+) -> Result<(Vec<Option<Checksum>>, Vec<Damage>), CommitError> {
+    let names: BTreeSet<String> = parts.iter().map(|part| part.name.clone()).collect();
+    let mut damaged = verify_files(folder, manifest, &names, false, go_on)?;
+    let bad: BTreeSet<String> = damaged.iter().map(|damage| damage.name.clone()).collect();
+    let files: BTreeMap<&str, &ManifestFile> = manifest.files.iter().map(|file| (file.name.as_str(), file)).collect();
+    let wanted: Vec<(usize, Region<'_>)> = parts
+        .iter()
+        .enumerate()
+        .filter(|(_, part)| !bad.contains(&part.name))
+        .map(|(number, part)| (number, Region { file: files[part.name.as_str()], start: part.start, size: part.size }))
+        .collect();
+    let mut sums = vec![None; parts.len()];
+    let regions: Vec<Region<'_>> = wanted.iter().map(|(_, region)| *region).collect();
+    for ((number, region), outcome) in wanted.iter().zip(read(folder, &regions, go_on)?) {
+        match outcome {
+            Ok(checksum) => sums[*number] = Some(checksum),
+            Err(unread) => damaged.push(of_unread(region.file, unread)?),
+        }
+    }
+    Ok((sums, damaged))
+}
+
+/// What is wrong with the file `name`, whose parts, one after the other, have these checksums and sizes.
+pub(super) fn compare_sums(manifest: &Manifest, name: &str, sums: &[(Checksum, u64)]) -> Option<Damage> {
+    let Some(file) = manifest.files.iter().find(|file| file.name == name) else {
+        return Some(Damage::foreign(name.to_owned()));
+    };
+    let found = sums.iter().fold(Checksum::EMPTY, |before, (next, size)| before.then(*next, *size));
+    match file.checksum.as_deref().map(str::parse::<Checksum>)? {
+        Ok(expected) if expected == found => None,
+        Ok(expected) => Some(changed(file, other_checksum(found, expected))),
+        Err(error) => Some(changed(file, format!("has in the manifest what is {error}"))),
+    }
 }
 
 /// The files of the checkpoint in `folder` that its manifest does not list.
@@ -114,37 +167,57 @@ fn compare_bytes<'a, D: Disk + Clone>(
     for file in files {
         match file.checksum.as_deref().map(str::parse::<Checksum>) {
             None => {}
-            Some(Ok(checksum)) => summed.push(Summed { file, checksum, path: top.path.join(&file.name) }),
+            Some(Ok(checksum)) => summed.push((Region { file, start: 0, size: file.size }, checksum)),
             Some(Err(error)) => damaged.push(changed(file, format!("has in the manifest what is {error}"))),
         }
     }
-    let folders = open_folders(top, summed.iter().map(|summed| summed.file))?;
-    let sources: Vec<_> = summed
-        .iter()
-        .map(|Summed { file, path, .. }| {
-            let (parent, leaf) = split(&file.name);
-            let folder = folders.get(parent).unwrap_or(top);
-            Source { folder: &folder.folder, leaf: OsStr::new(leaf), path, size: file.size }
-        })
-        .collect();
-    for (summed, outcome) in summed.iter().zip(reading::checksums(&top.disk, &sources, &top.path, go_on)?) {
+    let regions: Vec<Region<'_>> = summed.iter().map(|(region, _)| *region).collect();
+    for ((Region { file, .. }, expected), outcome) in summed.iter().zip(read(top, &regions, go_on)?) {
         damaged.push(match outcome {
-            Ok(checksum) if checksum == summed.checksum => continue,
-            Ok(checksum) => changed(summed.file, other_checksum(checksum, summed.checksum)),
-            Err(Unread::Short) => unread(summed.file, "became shorter while it was read".to_owned()),
-            // Of its bytes nothing is known.
-            Err(Unread::Failed(error)) if error.is_shortage() => return Err(error),
-            Err(Unread::Failed(error)) => unread(summed.file, format!("cannot be read: {error}")),
+            Ok(found) if found == *expected => continue,
+            Ok(found) => changed(file, other_checksum(found, *expected)),
+            Err(unread) => of_unread(file, unread)?,
         });
     }
     Ok(damaged)
 }
 
-/// A file, the checksum that it should have, and where it lies.
-struct Summed<'a> {
+/// Bytes of a file.
+#[derive(Clone, Copy)]
+struct Region<'a> {
     file: &'a ManifestFile,
-    checksum: Checksum,
-    path: PathBuf,
+    start: u64,
+    size: u64,
+}
+
+/// The checksums of `regions` of files in `top`.
+fn read<D: Disk + Clone>(
+    top: &Directory<D>,
+    regions: &[Region<'_>],
+    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+) -> Result<Vec<Result<Checksum, Unread>>, CommitError> {
+    let folders = open_folders(top, regions.iter().map(|region| region.file))?;
+    let paths: Vec<PathBuf> = regions.iter().map(|region| top.path.join(&region.file.name)).collect();
+    let sources: Vec<_> = regions
+        .iter()
+        .zip(&paths)
+        .map(|(&Region { file, start, size }, path)| {
+            let (parent, leaf) = split(&file.name);
+            let folder = folders.get(parent).unwrap_or(top);
+            Source { folder: &folder.folder, leaf: OsStr::new(leaf), path, start, size }
+        })
+        .collect();
+    reading::checksums(&top.disk, &sources, &top.path, go_on)
+}
+
+/// A file that could not be read to where it should end; an error where nothing is known of its bytes.
+fn of_unread(file: &ManifestFile, unread: Unread) -> Result<Damage, CommitError> {
+    let what = match unread {
+        Unread::Short => "became shorter while it was read".to_owned(),
+        Unread::Failed(error) if error.is_shortage() => return Err(error),
+        Unread::Failed(error) => format!("cannot be read: {error}"),
+    };
+    Ok(Damage { name: file.name.clone(), what, is_changed: false })
 }
 
 /// The folders in `top` that files lie in, by their names relative to it.
@@ -177,10 +250,6 @@ fn other_checksum(found: Checksum, expected: Checksum) -> String {
 
 fn changed(file: &ManifestFile, what: String) -> Damage {
     Damage { name: file.name.clone(), what, is_changed: true }
-}
-
-fn unread(file: &ManifestFile, what: String) -> Damage {
-    Damage { name: file.name.clone(), what, is_changed: false }
 }
 
 /// Refuses a folder with any damage.
