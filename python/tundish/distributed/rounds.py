@@ -74,9 +74,11 @@ _logger = logging.getLogger("tundish.distributed")
 
 @dataclass(kw_only=True)
 class Round:
-    """One vote of this rank. Its thread sets `verdict`, `gathered` and `done`, its caller the two flags.
+    """One vote of this rank. Its thread sets what has a value at first, its caller `abandoned` and `interruption`.
 
     `what`: the step voted on. `warn_after`: seconds after which somebody says for whom it waits, doubled each time.
+    `are_all_there`, `absent`: when this rank looked around last, whether all brought their status, and who will not,
+    as `missed` told.
 
     `lock` decides between a caller that gives up and a verdict that comes at that moment: the caller returns
     the verdict, or its thread sees `abandoned`.
@@ -99,6 +101,8 @@ class Round:
     done: Moment = field(default_factory=Moment)
     lock: threading.Lock = field(default_factory=threading.Lock)
     posted: bool = False
+    are_all_there: bool = False
+    absent: Failure | None = None
     turn: float | None = None
     verdict: Verdict | None = None
     concluder: bool = False
@@ -262,39 +266,48 @@ class Protocol:
         """Wait for the verdict, or reach it where this rank is the one to see that the round is over."""
         crowd = crowd_of(len(self.member.ranks))
         between = (_LOOK_AROUND if self.mates else _LOOK_WHO_CAME) * crowd
-        pause, look_around = _FIRST_PAUSE * crowd, current.started + between
-        are_all_there = False
-        missed: Failure | None = None
+        pause, next_look = _FIRST_PAUSE * crowd, current.started + between
         while True:
             self._watch.wait(pause)
             verdict = self._verdict(current.number)
+            if verdict is None and time.monotonic() >= next_look:
+                next_look = time.monotonic() + between
+                self._look_around(current)
+                verdict = self._forgotten(current.number)
             if verdict is not None:
                 return verdict
-            now = time.monotonic()
-            if now >= look_around:
-                look_around = now + between
-                if not self.mates:
-                    self._get_to_know()
-                # The last to arrive may have died before it could write the verdict.
-                are_all_there = self._count(current.number).arrived >= len(self.member.ranks)
-                if current.warn_after is not None and now - current.started >= current.warn_after:
-                    self._tell_who_is_missing(current, current.warn_after)
-                    current.warn_after *= 2
-                verdict = self._forgotten(current.number)
-                if verdict is not None:
-                    return verdict
-                if current.missed is not None:
-                    missed = current.missed()
             dead = self._watch.vanished()
-            is_over = are_all_there or bool(dead or missed or current.interruption or current.abandoned)
-            is_late = current.deadline is not None and now >= current.deadline
-            was_told = current.own is not None and now >= current.started + _GATHER_SECONDS
-            if (is_over or is_late or was_told) and self._is_in_turn(current):
-                return self._verdict(current.number) or self._conclude(current, dead=dead, missed=missed)
-            longest = _SHORT_PAUSE if now < current.started + 2.0 else _LONG_PAUSE
-            pause = min(pause * _GROWTH, longest * crowd)
-            if current.turn is not None:
-                pause = min(pause, max(_FIRST_PAUSE, current.turn - now))
+            if self._is_over(current, dead) and self._is_in_turn(current):
+                return self._verdict(current.number) or self._conclude(current, dead=dead)
+            pause = self._next_pause(current, pause)
+
+    def _look_around(self, current: Round) -> None:
+        """Find out what nobody tells a rank that waits."""
+        if not self.mates:
+            self._get_to_know()
+        # The last to arrive may have died before it could write the verdict.
+        current.are_all_there = self._count(current.number).arrived >= len(self.member.ranks)
+        if current.warn_after is not None and time.monotonic() - current.started >= current.warn_after:
+            self._tell_who_is_missing(current, current.warn_after)
+            current.warn_after *= 2
+        if current.missed is not None:
+            current.absent = current.missed()
+
+    def _is_over(self, current: Round, dead: frozenset[int]) -> bool:
+        """Whether there is nobody more to wait for, or no more time."""
+        now = time.monotonic()
+        if current.are_all_there or dead or current.absent or current.interruption or current.abandoned:
+            return True
+        if current.deadline is not None and now >= current.deadline:
+            return True
+        # The others are given a moment to name their own failures.
+        return current.own is not None and now >= current.started + _GATHER_SECONDS
+
+    def _next_pause(self, current: Round, before: float) -> float:
+        now = time.monotonic()
+        longest = _SHORT_PAUSE if now < current.started + 2.0 else _LONG_PAUSE
+        pause = min(before * _GROWTH, longest * crowd_of(len(self.member.ranks)))
+        return pause if current.turn is None else min(pause, max(_FIRST_PAUSE, current.turn - now))
 
     def _tell_who_is_missing(self, current: Round, seconds: float) -> None:
         """Say in the log of one of the ranks that wait so long for whom: it may be a call that not all make."""
@@ -336,11 +349,10 @@ class Protocol:
         *,
         tally: Tally | None = None,
         dead: frozenset[int] = frozenset(),
-        missed: Failure | None = None,
     ) -> Verdict:
         """Write what this rank knows as the verdict; returns the one that was written first.
 
-        `tally`: of the round, where all ranks are in it. `missed`: of a rank that will not be.
+        `tally`: of the round, where all ranks are in it.
         """
         number, ranks = current.number, self.member.ranks
         missing: set[int] = set()
@@ -351,15 +363,15 @@ class Protocol:
             missing = {votes[key] for key in self._store.missing(list(votes))}
         told, is_noted = self._statuses(current, tally, missing)
         failures = {rank: Failure(rank=rank, text=self._obituary(rank)) for rank in dead} | told
-        if missed is not None:
-            failures.setdefault(missed.rank, missed)
+        if current.absent is not None:
+            failures.setdefault(current.absent.rank, current.absent)
         if current.interruption is not None:
             failures[self.member.rank] = current.interruption
         if current.abandoned:
             # The store could not be read in time; who else was silent cannot be told.
             missing = set() if self.host is None else {self.host}
         verdict = Verdict.bounded(
-            complete=not (missing or dead or missed or current.interruption or current.abandoned),
+            complete=not (missing or dead or current.absent or current.interruption or current.abandoned),
             failures=list(failures.values()),
             failed_count=tally.failed,
             silent=[] if failures else sorted(missing),
