@@ -178,15 +178,20 @@ impl<P: Clone> Storage<P> {
 
     /// What this step claimed is unclaimed again, also what others keep of it; it goes on, or is ended by who called.
     pub(crate) fn unclaim_all(&self, epoch: Epoch) {
-        self.state.lock().parts.keeps.forget_step(epoch);
         let mut cursor = 0;
         loop {
             self.state.pass();
             let mut state = self.state.lock();
             let Some(part) = state.parts.get(Some(epoch)) else { return };
             let some = part.some_ids(&mut cursor, TURN);
-            if some.is_empty() {
+            if part.tally.num_entries == 0 {
+                // With the same lock: what somebody keeps later is not the step's any more.
+                state.parts.keeps.forget_step(epoch);
                 return;
+            }
+            if some.is_empty() {
+                // Somebody who kept something is gone, and it came back behind the cursor.
+                cursor = 0;
             }
             some.iter().for_each(|id| {
                 state.unclaim(id);

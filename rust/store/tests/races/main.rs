@@ -423,3 +423,23 @@ fn what_somebody_keeps_of_a_step_ends_with_both_in_whichever_order() {
         assert!(!storage.has(&id));
     });
 }
+
+#[test]
+fn what_somebody_keeps_as_the_claimant_of_its_step_goes_is_unclaimed_whatever_becomes_of_either() {
+    check(|| {
+        let storage = Arc::new(Storage::new(1));
+        let id = storage.put(vec![(5, BYTES)]).remove(0);
+        storage.claim(7, 0, std::slice::from_ref(&id)).unwrap();
+        let keeper = thread::spawn({
+            let (storage, id) = (Arc::clone(&storage), id.clone());
+            move || {
+                storage.keep(1, &[id]);
+                storage.give_up_kept(1).len()
+            }
+        });
+        storage.unclaim_all(7);
+        storage.end(7);
+        keeper.join().unwrap();
+        assert!(storage.has(&id));
+    });
+}
