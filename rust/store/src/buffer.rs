@@ -180,10 +180,10 @@ impl<P: Clone> Buffer<P> {
         self.state.lock().parts.flush()
     }
 
-    /// Drains what was fetched in a step so far, which goes on; what is under way in it will not be kept. What was held
-    /// is returned, to be let go of.
-    pub(crate) fn flush_step(&self, epoch: Epoch) -> Option<Part<Entries<P>>> {
-        self.state.lock().parts.flush_step(epoch)
+    /// Drains what was fetched in a step of this claimant so far, which goes on; what is under way in it will not be
+    /// kept. What was held is returned, to be let go of.
+    pub(crate) fn flush_step(&self, epoch: Epoch, claimant: Claimant) -> Option<Part<Entries<P>>> {
+        self.state.lock().parts.flush_step(epoch, claimant)
     }
 
     /// Drains what was fetched of these shards; what is under way of them will not be kept. How many entries, and what
@@ -330,7 +330,7 @@ impl<P: Clone> State<P> {
 
     fn newest(&self) -> Option<Epoch> {
         let begun = self.parts.iter().filter(|(epoch, _)| epoch.is_some());
-        begun.max_by_key(|(_, part)| part.token).and_then(|(epoch, _)| epoch)
+        begun.max_by_key(|(_, part)| part.age).and_then(|(epoch, _)| epoch)
     }
 
     /// How many of the entries somebody had kept.

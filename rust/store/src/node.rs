@@ -265,7 +265,7 @@ impl Node {
             misses: state.counts.misses,
             late_inserts_refused: state.counts.late,
             in_flight: state.counts.in_flight,
-            oldest_epoch: holding.min_by_key(|(_, part)| part.token).and_then(|(epoch, _)| epoch),
+            oldest_epoch: holding.min_by_key(|(_, part)| part.age).and_then(|(epoch, _)| epoch),
             memory,
         }
     }
@@ -362,8 +362,8 @@ impl Service for Node {
         dropped
     }
 
-    fn flush_epoch(&self, epoch: Epoch) -> u64 {
-        let fetched = self.buffer.flush_step(epoch);
+    fn flush_epoch(&self, epoch: Epoch, claimant: Claimant) -> u64 {
+        let fetched = self.buffer.flush_step(epoch, claimant);
         let count = fetched.as_ref().map_or(0, |part| part.tally.num_entries);
         self.reaper.let_go(fetched, count);
         self.tell_of_drain();

@@ -55,8 +55,10 @@ pub(crate) type Viewed = Arc<AtomicU64>;
 
 /// What ends together: the entries of a step, or those of none.
 pub(crate) struct Part<V> {
-    /// Tells it from a later one of the same name; the older, the smaller.
+    /// Tells it from a later one of the same name.
     pub(crate) token: u64,
+    /// The older, the smaller; as its token at first, which is another one when it was flushed.
+    pub(crate) age: u64,
     pub(crate) claimant: Option<Claimant>,
     pub(crate) tally: Tally,
     pub(crate) viewed: Viewed,
@@ -66,7 +68,7 @@ pub(crate) struct Part<V> {
 
 impl<V> Part<V> {
     fn new(token: u64, claimant: Option<Claimant>) -> Self {
-        Part { token, claimant, tally: Tally::default(), viewed: Viewed::default(), tables: Vec::new() }
+        Part { token, age: token, claimant, tally: Tally::default(), viewed: Viewed::default(), tables: Vec::new() }
     }
 
     pub(crate) fn get(&self, id: &ShardId) -> Option<&V> {
@@ -93,6 +95,7 @@ impl<V> Part<V> {
     /// Takes the entries out and leaves the account; from here on it has this token.
     fn empty(&mut self, token: u64) -> Self {
         let mut empty = Part::new(token, self.claimant);
+        empty.age = self.age;
         empty.tally = self.tally;
         empty.tally.freed_bytes += std::mem::take(&mut empty.tally.held_bytes);
         empty.tally.num_entries = 0;
@@ -194,20 +197,20 @@ impl<V> Parts<V> {
         part
     }
 
-    /// Takes all entries out; steps go on, with nothing in them.
+    /// Takes all entries out, those of the oldest first; steps go on, with nothing in them.
     pub(crate) fn flush(&mut self) -> Vec<Part<V>> {
         self.keeps.clear();
         let mut parts: Vec<_> = self.parts.values_mut().chain([&mut self.next]).collect();
-        // The older stay the older.
-        parts.sort_unstable_by_key(|part| part.token);
+        parts.sort_unstable_by_key(|part| part.age);
         let tokens = self.next_token..;
         self.next_token += parts.len() as u64;
         parts.into_iter().zip(tokens).map(|(part, token)| part.empty(token)).collect()
     }
 
-    /// Takes the entries of a step out, which goes on with nothing in it; `None` where it is not under way.
-    pub(crate) fn flush_step(&mut self, epoch: Epoch) -> Option<Part<V>> {
-        let part = self.parts.get_mut(&Some(epoch))?;
+    /// Takes the entries of a step out, which goes on with nothing in it; `None` where this claimant has none under way
+    /// of that number.
+    pub(crate) fn flush_step(&mut self, epoch: Epoch, claimant: Claimant) -> Option<Part<V>> {
+        let part = self.parts.get_mut(&Some(epoch)).filter(|part| part.claimant == Some(claimant))?;
         self.next_token += 1;
         Some(part.empty(self.next_token - 1))
     }
@@ -285,7 +288,7 @@ impl<V> Parts<V> {
 
     /// The last steps that have ended, and those that have not, the newest last.
     pub(crate) fn epochs(&self) -> (Vec<Epoch>, Vec<Epoch>) {
-        let mut open: Vec<_> = self.iter().filter_map(|(epoch, part)| Some((part.token, epoch?))).collect();
+        let mut open: Vec<_> = self.iter().filter_map(|(epoch, part)| Some((part.age, epoch?))).collect();
         open.sort_unstable();
         let past = self.past.iter().skip(self.past.len().saturating_sub(TOLD)).map(|past| past.epoch);
         (past.collect(), open.into_iter().map(|(_, epoch)| epoch).collect())

@@ -57,8 +57,8 @@ pub trait Service: Send + Sync + 'static {
     /// with a step; of another claimant's step not as long as this one lives. Time as of `remove`.
     fn keep(&self, claimant: Claimant, ids: &[ShardId]) -> Kept;
 
-    /// Drops what was fetched in a step so far; it goes on. How many entries.
-    fn flush_epoch(&self, epoch: Epoch) -> u64;
+    /// Drops what was fetched so far in a step that is this claimant's; it goes on. How many entries.
+    fn flush_epoch(&self, epoch: Epoch, claimant: Claimant) -> u64;
 
     /// Ends a step: drops what it claimed and what was fetched in it. Again, it only tells how it stands.
     fn end_epoch(&self, epoch: Epoch) -> EpochLedger;

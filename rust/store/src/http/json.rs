@@ -274,6 +274,12 @@ pub(super) struct KeepAnswer {
     pub(super) kept_shards: u64,
 }
 
+/// Entries that a step had fetched so far.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct FlushAnswer {
+    pub(super) cleared_count: u64,
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::collection::vec;

@@ -10,7 +10,7 @@
 //! | `GET /buffer/stats`, `/stats`, `/metrics`, `/health` | how it stands |
 //! | `POST /epoch/<number>/begin`, `…/claim` `{"shard_ids": […]}` | as long as the connection is open |
 //! | `POST /keep` `{"shard_ids": […]}` | what was fetched (`kept_count`) and claimed (`kept_shards`) outlives its step; where that is another connection's, as long as this one is open |
-//! | `POST /epoch/<number>/flush` | drops what was fetched in the step so far: `cleared_count` |
+//! | `POST /epoch/<number>/flush` | drops what was fetched so far in the step, where it was begun on this connection: `cleared_count` |
 //! | `POST /epoch/<number>/end` | the step's account |
 //!
 //! A shard is sent as JSON, and to who names `application/x-tundish-shards` in `Accept`, as this crate's client does,

@@ -10,7 +10,7 @@ use super::request::{Request, unfit};
 use super::{Client, epoch_path};
 use crate::Epoch;
 use crate::error::StoreError;
-use crate::http::json::{self, ClaimAnswer, KeepAnswer};
+use crate::http::json::{self, ClaimAnswer, FlushAnswer, KeepAnswer};
 use crate::patience::Patience;
 use crate::shard::ShardId;
 use crate::stats::{Claimed, EpochLedger, Kept};
@@ -87,6 +87,16 @@ impl<'a> Held<'a> {
             kept.shards += kept_shards;
         }
         Ok(kept)
+    }
+
+    /// Drops what was fetched there so far in a step that was begun here, and goes on. How many entries.
+    ///
+    /// # Errors
+    /// As of [`begin_epoch`](Held::begin_epoch).
+    pub fn flush_epoch(&mut self, epoch: Epoch, patience: &mut Patience<'_>) -> Result<u64, StoreError> {
+        let answer = self.call(&Request::new("POST", &epoch_path(epoch, "flush"), &[]), patience)?;
+        let FlushAnswer { cleared_count } = self.read(&answer)?;
+        Ok(cleared_count)
     }
 
     /// Ends a step there: drops what it claimed and what was fetched in it. It may be asked for again.

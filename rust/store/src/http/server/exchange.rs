@@ -20,7 +20,7 @@ use super::traffic::Traffic;
 use crate::checksum::Checksum;
 use crate::error::StoreError;
 use crate::http::head::{Form, RequestHead};
-use crate::http::json::{self, ClaimAnswer, KeepAnswer};
+use crate::http::json::{self, ClaimAnswer, FlushAnswer, KeepAnswer};
 use crate::http::range::{Asked, Unit};
 use crate::http::refusal::Refusal;
 use crate::http::route::Route;
@@ -113,8 +113,9 @@ impl Exchange<'_> {
                 Ok(Answer::json(200, &ledger))
             }
             Route::Flush(epoch) => {
-                let count = self.blocking(move |service| service.flush_epoch(epoch)).await?;
-                Ok(Answer::json(200, &json!({"status": "ok", "cleared_count": count})))
+                let claimant = self.claims.claimant(self.connection)?;
+                let cleared_count = self.blocking(move |service| service.flush_epoch(epoch, claimant)).await?;
+                Ok(Answer::json(200, &FlushAnswer { cleared_count }))
             }
             Route::BufferStats => Ok(Answer::json(200, &self.service.stats().buffer)),
             Route::Stats => Ok(Answer::json(200, &self.service.stats())),
