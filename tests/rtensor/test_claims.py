@@ -138,6 +138,27 @@ def test_what_one_controller_keeps_of_anothers_step_ends_with_both(
     )
 
 
+def test_what_one_controller_keeps_of_anothers_step_that_is_gone_is_dropped_with_it(
+    owners: list[Peer], consumers: list[Peer], controller: Controller
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    with Controller(controller.workers) as keeper:
+        step = controller.step(claim=handles)
+        step.__enter__()
+        fetch_everywhere(handles, consumers)
+        keeper.keep(handles)
+        controller.close()
+        until(
+            lambda: all(one.call(told.current_step) is None for one in consumers),
+            "the step of who is gone goes on",
+        )
+        assert entries([owners[0], *consumers]) == [(2, 0), *[(0, 2)] * 3]
+    until(lambda: entries(consumers) == [(0, 0)] * 3, "what was kept stays as both are gone")
+    # Unclaimed again, as what nobody kept.
+    assert entries(owners)[0] == (2, 0)
+    del step
+
+
 def test_what_one_controller_keeps_ends_with_the_step_of_another_that_claims_it(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:

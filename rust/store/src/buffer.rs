@@ -230,11 +230,6 @@ impl<P: Clone> Buffer<P> {
             ended.push(taken);
         }
     }
-
-    /// Whoever keeps something of this step keeps it for good: its claimant is gone.
-    pub(crate) fn forget_keeps_of(&self, epoch: Epoch) {
-        self.state.lock().parts.keeps.forget_step(epoch);
-    }
 }
 
 impl<P: Clone> State<P> {

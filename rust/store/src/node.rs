@@ -402,7 +402,6 @@ impl Service for Node {
             self.storage.unclaim_all(*epoch);
         }
         let fetching = self.buffer.state.lock().parts.of_claimant(claimant);
-        fetching.iter().for_each(|epoch| self.buffer.forget_keeps_of(*epoch));
         let stored = self.storage.give_up_kept(claimant);
         let count = stored.iter().map(Vec::len).sum::<usize>() as u64;
         self.reaper.let_go(stored, count);

@@ -123,8 +123,6 @@ impl<K: Ord + Clone + Named> Side<K> {
     }
 
     fn give_up_kept(&mut self, claimant: u64) {
-        let gone = self.open_steps_of(claimant);
-        self.keeps.retain(|_, epoch| !gone.contains(epoch));
         let its: Vec<_> =
             self.keeps.iter().filter(|((of, _), _)| *of == claimant).map(|(key, of)| (key.clone(), *of)).collect();
         self.keeps.retain(|(of, _), _| *of != claimant);
@@ -346,6 +344,8 @@ impl World {
                 let stored = self.stored.open_steps_of(claimant);
                 let claimed = |of: Option<u64>| of.is_some_and(|of| stored.contains(&of));
                 let ids: Vec<_> = self.shards.iter().flat_map(|(id, _)| self.stored.of(id, claimed)).collect();
+                // These are unclaimed again, whoever keeps them; what was fetched of them is nobody's but who keeps it.
+                self.stored.keeps.retain(|_, epoch| !stored.contains(epoch));
                 self.stored.give_up_kept(claimant);
                 self.fetched.give_up_kept(claimant);
                 self.stored.move_to(None, &ids);

@@ -187,6 +187,35 @@ fn a_step_is_flushed_alone() {
 }
 
 #[test]
+fn a_step_that_is_flushed_is_no_newer_for_that() {
+    let (consumer, client) = (Owner::new(), Client::new());
+    within(20.0, |patience| {
+        let mut held = client.hold(&consumer.address());
+        (1..=3).for_each(|epoch| held.begin_epoch(epoch, patience).unwrap());
+        held.flush_epoch(1, patience).unwrap();
+        held.end_epoch(3, patience).unwrap();
+        assert_eq!(consumer.node.current_epoch(), Some(2));
+    });
+}
+
+#[test]
+fn what_one_keeps_of_the_step_of_somebody_who_is_gone_is_dropped_by_consumers_with_who_keeps_it() {
+    let (owner, consumer, client) = (Owner::new(), Owner::new(), Client::new());
+    owner.store("a", b"abc");
+    let (mut step, mut keeper) = (client.hold(&consumer.address()), client.hold(&consumer.address()));
+    within(20.0, |patience| {
+        step.begin_epoch(1, patience).unwrap();
+        consumer.node.fetch(&[owner.wanted("a", 3)], &client, patience).unwrap();
+        assert_eq!(keeper.keep(&ids(&["a"]), patience).unwrap().entries, 1);
+    });
+    drop(step);
+    until("its step is over", || consumer.node.current_epoch().is_none());
+    assert_eq!(consumer.node.stats().buffer.num_entries, 1);
+    drop(keeper);
+    until("nobody keeps it", || consumer.node.stats().buffer.num_entries == 0);
+}
+
+#[test]
 fn long_lists_of_names_go_in_several_requests() {
     let (owner, consumer, client) = (Owner::new(), Owner::new(), Client::new());
     // One request has room for a quarter of a million.
