@@ -14,7 +14,7 @@ from typing import Any
 from tundish.errors import TransferError
 from tundish.rtensor.answers import failures_of, refuse
 from tundish.rtensor.hooks import Hooks
-from tundish.rtensor.lines import Lines, Request, Worker
+from tundish.rtensor.lines import Lines, Request, SilentError, Worker
 
 __all__ = ["Errand", "Errands"]
 
@@ -54,7 +54,7 @@ class Errands:
             work()
         finally:
             self._lines.timeout, self._hooks.timeout = lines, hooks
-            self._silent = None
+            self._silent = silent
 
     def note(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> list[Errand]:
         """Errands that are tried again at the next step, unless they are carried out before."""
@@ -97,7 +97,7 @@ class Errands:
         }
         answers |= zip([worker for worker, _ in asked], self._lines.ask_all(asked), strict=True)
         if self._silent is not None:
-            self._silent |= {one for one, answer in answers.items() if isinstance(answer, TransferError)}
+            self._silent |= {one for one, answer in answers.items() if isinstance(answer, SilentError)}
         return answers
 
     def catch_up(self) -> None:

@@ -24,7 +24,7 @@ from tundish.rtensor.crew import Crew, Round
 from tundish.rtensor.exchange import Connection
 from tundish.waiting import to_its_end
 
-__all__ = ["Lines", "Request", "StepTakenError", "Worker", "worker_of"]
+__all__ = ["Lines", "Request", "SilentError", "StepTakenError", "Worker", "worker_of"]
 
 # Of ids in a request: some megabytes, which no worker refuses.
 _MOST_IDS = 1 << 16
@@ -204,7 +204,7 @@ class _Line:
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             self._connection.close()
             reason = str(error) or type(error).__name__
-            raise TransferError(
+            raise SilentError(
                 f"{worker} does not answer ({request.method} {request.path}): {reason}; does that process still run?"
             ) from error
         except BaseException:
@@ -257,6 +257,10 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class SilentError(TransferError):
+    """No answer came from there, or none in time."""
 
 
 class StepTakenError(TransferError):
