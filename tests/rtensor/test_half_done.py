@@ -47,6 +47,16 @@ def test_what_was_kept_by_some_alone_ends_with_its_step(
     controller.clear_batches(handles)
 
 
+def test_what_was_kept_by_some_alone_ends_in_the_controllers_process_too(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = owners[0].call(told.make, 2, 10)
+    with controller.step():
+        rtensor.localize(handles)
+        keep_by_all_but_one(controller, handles, consumers[1], monkeypatch)
+    assert rtensor.fetch_buffer_stats()["num_entries"] == 0
+
+
 def test_what_was_kept_before_and_now_by_some_alone_ends_with_its_step(
     owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:

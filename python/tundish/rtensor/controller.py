@@ -439,7 +439,9 @@ class Controller:
 
     def _end_here(self, ending: Ending) -> None:
         try:
-            ShardStore.clear_buffer([one for ids in ending.drained.values() for one in ids])
+            ShardStore.clear_buffer(
+                [*(one for ids in ending.drained.values() for one in ids), *ending.half_kept]
+            )
         finally:
             for number in ending.here:
                 ShardStore.end_epoch(number)
