@@ -98,6 +98,25 @@ def test_what_was_kept_and_cleared_hides_nothing_though_something_else_is_kept(
         peer.call(told.end, 6_000_000)
 
 
+def test_what_another_ones_step_dropped_of_what_is_kept_hides_nothing(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    dropped, left = (owners[0].call(told.make, 2, 10) for _ in range(2))
+    with controller.step():
+        consumers[1].call(told.sums, dropped)
+        controller.keep(dropped)
+    with Controller(controller.workers) as other, other.step(claim=dropped):
+        pass
+    with controller.step():
+        pass
+    assert not caplog.records
+    with controller.step():
+        consumers[1].call(told.sums_in_step_of_its_own, left, 7_000_000)
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "2 entries" in record.getMessage()
+    consumers[1].call(told.end, 7_000_000)
+
+
 def test_rows_that_one_process_keeps_are_no_rest(owners: list[Peer], consumers: list[Peer]) -> None:
     handle = owners[0].call(told.make, 1, 10)[0]
     assert consumers[2].call(steps_that_keep_rows, handle) == []

@@ -81,8 +81,8 @@ def look_at_ledger(worker: Worker, number: int, ledger: dict[str, Any]) -> None:
         )
 
 
-def look_at_buffer(worker: Worker, answer: Any, *, is_step_over: bool, expected: int) -> int:
-    """Entries that a worker says are left in its fetch buffer; it is warned of more than are `expected`.
+def look_at_buffer(worker: Worker, answer: Any, *, is_step_over: bool, expected: int) -> int | None:
+    """Entries that are left in a worker's fetch buffer, if it says so; more than `expected` are warned of.
 
     `is_step_over`: those of the step under way, which were fetched for the next one, are no rest.
     """
@@ -93,7 +93,7 @@ def look_at_buffer(worker: Worker, answer: Any, *, is_step_over: bool, expected:
             size -= int(answer["current_bytes"])
     except (TypeError, KeyError, ValueError, OverflowError) as error:
         _log.debug("%s does not say what is left in its fetch buffer: %s", worker, answer or error)
-        return 0
+        return None
     if entries > expected:
         _log.warning(
             "rank %d (%s) at %s still has %s (%d bytes) in its fetch buffer after the drain, the oldest of step %s",

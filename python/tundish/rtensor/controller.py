@@ -477,6 +477,8 @@ class Controller:
             # What was carried over is there on purpose.
             expected = self._keeping.expected(worker.addr)
             entries = look_at_buffer(worker, answer, is_step_over=is_step_over, expected=expected)
+            if entries is not None:
+                self._keeping.saw(worker.addr, entries)
             if entries:
                 left[worker] = entries
         return left

@@ -82,6 +82,11 @@ class Keeping:
             # Of what was half kept it is not known how many there were.
             self._entries[addr] = max(0, self._entries[addr] - count)
 
+    def saw(self, addr: str, entries: int) -> None:
+        """No more are in that buffer: others' steps dropped some, or there is a new process."""
+        if entries < self._entries[addr]:
+            self._entries[addr] = max(0, entries)
+
     def expected(self, addr: str) -> int:
         """How many entries are in that buffer on purpose."""
         if not self._carried and not self._kept:
