@@ -233,6 +233,20 @@ def each_store_looks_at_its_own_shards_alone() -> None:
     assert rtensor.storage_stats()["num_tensors"] == len(others)
 
 
+def names_that_were_drained_and_are_given_anew_take_no_more_room() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # The thread that lets go of what was drained rests.
+        patch.setattr(on_ray, "_REAPING_SECONDS", 60.0)
+        time.sleep(0.3)
+        for _ in range(3):
+            rtensor.store("anew", torch.ones(1000))
+            # As a drain that comes from elsewhere does.
+            on_ray.ShardStore.remove(["anew"])
+        rtensor.store("anew", torch.ones(1000))
+    assert rtensor.storage_stats()["memory"]["used_bytes"] < 2 * 4000
+    rtensor.remove(["anew"])
+
+
 def who_left_the_cluster_starts_no_other_one() -> None:
     """The last of these: it leaves the cluster."""
     import ray

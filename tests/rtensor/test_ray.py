@@ -63,6 +63,10 @@ def test_each_store_looks_at_its_own_shards_alone(driver: Peer) -> None:
     driver.call(ray_tasks.each_store_looks_at_its_own_shards_alone)
 
 
+def test_names_that_were_drained_and_are_given_anew_take_no_more_room(driver: Peer) -> None:
+    driver.call(ray_tasks.names_that_were_drained_and_are_given_anew_take_no_more_room)
+
+
 # The last one: nothing follows in a cluster that was left.
 def test_who_left_the_cluster_starts_no_other_one(driver: Peer) -> None:
     driver.call(ray_tasks.who_left_the_cluster_starts_no_other_one)

@@ -199,10 +199,11 @@ class RayBackend(StoreBackend):
         shard = TensorShardInfo(place.shard_id, place.node_addr, reference)
         handle = RTensor(shard, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         with self._lock:
+            # One of this name may have been drained just now, and not been let go of yet.
+            self._used += tensor.nbytes - self._bytes.get(shard.shard_id, 0)
             # The caller may forget what its handle refers to; this process does not.
             self._stored[shard.shard_id] = handle.with_ref(reference)
             self._bytes[shard.shard_id] = tensor.nbytes
-            self._used += tensor.nbytes
             if self._reaper is None:
                 self._reaper = threading.Thread(
                     target=_reap, args=(weakref.ref(self),), name="tundish-rtensor-ray", daemon=True
