@@ -99,8 +99,13 @@ def fetch_for_long(handles: list[rtensor.RTensor]) -> list[list[str]]:
     return said
 
 
-def test_a_process_that_fetches_and_is_never_drained_is_warned() -> None:
+@pytest.mark.parametrize("is_owner", [False, True], ids=["alone", "of an owner that is no worker"])
+def test_a_process_that_fetches_and_is_never_drained_is_warned(is_owner: bool) -> None:
     with Peer() as owner, Peer() as consumer:
+        if is_owner:
+            own = consumer.call(told.make, 1, 10)
+            with Controller([Worker(owner.addr)]) as controller, controller.step(claim=own):
+                pass
         said = consumer.call(fetch_for_long, owner.call(told.make, 5, 10))
     assert [len(some) for some in said] == [0, 0, 1, 0, 1, 0, 0]
     assert "no step ever began in it: 3 entries (384 bytes)" in said[2][0] and "serve()" in said[2][0]

@@ -36,7 +36,8 @@ class Watch:
             self._began, self._due = now, now + _FIRST_SECONDS
             return
         told = json.loads(ShardStore.stats())
-        if told["epochs"]:
+        # Others only claimed what is stored here: this process is no worker of their controller.
+        if told["current_epoch"] is not None or any(step["fetched_bytes"] for step in told["epochs"]):
             self._due = math.inf
             return
         seconds = now - self._began
