@@ -90,8 +90,9 @@ def _claim(number: int, mine: State, ids: list[str]) -> None:
 def keep(obj: Any) -> int:
     """Carry over what handles in `obj` lead to: what this process stores or fetched of it does not end with the step.
 
-    It stays until it is removed or drained by its id, or a later step claims it. Returns the number of entries. See
-    `Controller.keep` for shards of other processes.
+    It stays until it is removed or drained by its id, or a later step of this process or `drain` claims it.
+    Returns the number of entries. A controller knows of what was kept with `Controller.keep` alone: what a
+    worker fetched and keeps for itself it takes for a rest, and warns of it.
     """
     check_claim_of_handles(obj, "keep")
     mine = state()
