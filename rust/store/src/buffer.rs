@@ -219,16 +219,12 @@ impl<P: Clone> Buffer<P> {
 
     /// What this claimant kept of others' steps ends with these. What ended before is returned, to be let go of.
     pub(crate) fn give_up_kept(&self, claimant: Claimant) -> Vec<Vec<Entries<P>>> {
-        let mut ended = Vec::new();
-        loop {
-            self.state.pass();
-            let mut state = self.state.lock();
-            let Some(some) = state.parts.keeps.give_up(claimant, TURN) else { return ended };
+        self.state.turns_until_done(|state| {
+            let some = state.parts.keeps.give_up(claimant, TURN)?;
             let mut taken = Vec::with_capacity(some.len());
             taken.extend(some.iter().filter_map(|(id, epoch)| state.return_to(*epoch, id)));
-            drop(state);
-            ended.push(taken);
-        }
+            Some(taken)
+        })
     }
 }
 

@@ -179,15 +179,13 @@ impl<P: Clone> Storage<P> {
     /// What this step claimed is unclaimed again, also what others keep of it; it goes on, or is ended by who called.
     pub(crate) fn unclaim_all(&self, epoch: Epoch) {
         let mut cursor = 0;
-        loop {
-            self.state.pass();
-            let mut state = self.state.lock();
-            let Some(part) = state.parts.get(Some(epoch)) else { return };
+        self.state.turns_until_done(|state| {
+            let part = state.parts.get(Some(epoch))?;
             let some = part.some_ids(&mut cursor, TURN);
             if part.tally.num_entries == 0 {
                 // With the same lock: what somebody keeps later is not the step's any more.
                 state.parts.keeps.forget_step(epoch);
-                return;
+                return None;
             }
             if some.is_empty() {
                 // Somebody who kept something is gone, and it came back behind the cursor.
@@ -196,7 +194,8 @@ impl<P: Clone> Storage<P> {
             some.iter().for_each(|id| {
                 state.unclaim(id);
             });
-        }
+            Some(())
+        });
     }
 
     /// These are claimed by no step any more, as long as this claimant lives where it was another one's. How many were.
@@ -208,16 +207,12 @@ impl<P: Clone> Storage<P> {
     /// What this claimant kept of others' steps ends with these. What was stored and ended before is returned, to be
     /// let go of.
     pub(crate) fn give_up_kept(&self, claimant: Claimant) -> Vec<Vec<Stored<P>>> {
-        let mut ended = Vec::new();
-        loop {
-            self.state.pass();
-            let mut state = self.state.lock();
-            let Some(some) = state.parts.keeps.give_up(claimant, TURN) else { return ended };
+        self.state.turns_until_done(|state| {
+            let some = state.parts.keeps.give_up(claimant, TURN)?;
             let mut taken = Vec::with_capacity(some.len());
             taken.extend(some.iter().filter_map(|(id, epoch)| state.return_to(*epoch, id)));
-            drop(state);
-            ended.push(taken);
-        }
+            Some(taken)
+        })
     }
 
     fn second(&self) -> u32 {

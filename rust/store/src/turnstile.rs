@@ -46,8 +46,17 @@ impl<T> Turnstile<T> {
         results
     }
 
+    /// Works in turns, as [`in_turns`](Self::in_turns) does, until one says that it is done.
+    pub(crate) fn turns_until_done<R>(&self, mut turn: impl FnMut(&mut T) -> Option<R>) -> Vec<R> {
+        let results = std::iter::from_fn(|| {
+            self.pass();
+            turn(&mut self.lock())
+        });
+        results.collect()
+    }
+
     /// Lets those who wait go first, within reason.
-    pub(crate) fn pass(&self) {
+    fn pass(&self) {
         /// They may be many, and come back.
         const PATIENCE: usize = 1000;
 
