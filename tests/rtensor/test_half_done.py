@@ -369,7 +369,7 @@ def test_what_an_interrupted_beginning_left_is_given_up_by_the_next_step(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(controller._lines, "made", interrupted)
-    monkeypatch.setattr(controller, "_give_up_what_began", interrupted)
+    monkeypatch.setattr(controller._beginning, "_give_up", interrupted)
     with pytest.raises(KeyboardInterrupt):
         controller.step(claim=handles).__enter__()
     with controller.step():
