@@ -31,7 +31,7 @@ from typing import Any, Self
 LAUNCHER, RANK0, FILE = "launcher", "rank0", "file"
 PATIENCE = 60.0
 _STARTING_SECONDS = 30.0
-# What scenarios import that takes long. Not tundish: some bring a compiled module of their own.
+# What scenarios import that takes long.
 _PRELOADED = [
     "torch",
     "torch._dynamo",
@@ -43,6 +43,11 @@ _PRELOADED = [
     "tqdm",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
+    "tundish.checkpoint.checkpointer",
+    "tundish.packing.sampler",
+    "tundish.rtensor.controller",
+    "tundish.scatter.loader",
+    "tundish.shm.pool.pool",
 ]
 
 

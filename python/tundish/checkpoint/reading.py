@@ -11,6 +11,7 @@ import errno
 import functools
 import logging
 import os
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +155,8 @@ def check_root(path: Path) -> None:
 def check_step(step: object) -> int:
     """`step`, if it is a whole number of at least 0."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 63:
-        raise InvalidInputError(f"step is {step!r}: give a whole number of at least 0")
+        # Of a state that was given in its place, for which it would take megabytes, not all.
+        raise InvalidInputError(f"step is {reprlib.repr(step)}: give a whole number of at least 0")
     return step
 
 

@@ -173,8 +173,8 @@ def storage_stats() -> dict[str, Any]:
 
     `num_tensors` and their `total_bytes`; of them `unclaimed_entries`, `unclaimed_bytes` and the age of the oldest,
     `oldest_unclaimed_seconds`; the most bytes there ever were, `high_water_bytes`; and in `memory` the bytes of
-    allocated
-    memory: `limit_bytes`, `used_bytes`, `escaped_bytes` that a view holds although they were removed, `idle_bytes`.
+    allocated memory: `limit_bytes`, `used_bytes`, `escaped_bytes` that a view holds although they were removed,
+    `idle_bytes`.
     """
     storage = backend().stats()["storage"]
     return {"num_tensors": storage.pop("num_entries"), **storage}

@@ -88,7 +88,13 @@ def scatter_batch(
 
 
 def stats(group: Any = None) -> list[ScatterStats]:
-    """What the scatters of `group` did on this rank, one for each source."""
+    """What the scatters of `group` did on this rank, one for each source.
+
+    Of each `source` and `ranks`, the global ranks of the source and of all who take part; `transports`, by name the
+    ranks on the other end; `rounds`, calls so far; `batches`, which were sent or came, and `sent_bytes`;
+    `waiting_seconds` for the others; and `memory`, bytes of the source's shared memory: `in_use` on their way, `cached`
+    for the next batches, `escaped`, which receivers hold.
+    """
     distributed = distributed_module()
     key = process_group(group)
     if key is None and distributed.is_initialized():

@@ -274,7 +274,13 @@ class DispatchLoader(Generic[T_co]):
             tell_epoch(self._loader, self._standing.told_epoch)
 
     def stats(self) -> LoaderStats:
-        """Bytes, batches, memory and times of this rank so far."""
+        """Bytes, batches, memory and times of this rank so far.
+
+        What `tundish.scatter.stats` gives of each scatter, where `rounds` are those that were handed out; and
+        `reading_seconds`, on the source, in its loader; `next_seconds` that the loop waited for its batches;
+        `ready_rounds` that are here and were not handed out, and `ready_bytes` of their batches, on the source counted
+        only where more than one may be ready.
+        """
         rounds, bytes_ready = (0, 0) if self._rounds is None else self._rounds.stock
         reading = self._pass.reading_seconds if self._pass is not None else 0.0
         return LoaderStats(

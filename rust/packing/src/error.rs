@@ -29,7 +29,7 @@ pub enum PackError {
         sample: usize,
     },
     /// An entry of the order that names no sample.
-    #[error("order[{position}] is {value}, but the dataset has {samples} samples (valid: 0 to {samples} - 1)")]
+    #[error("order[{position}] is {value}, but the dataset has {samples} samples, the first of which is 0")]
     OrderOutOfRange {
         /// Where in the order.
         position: usize,

@@ -1,7 +1,7 @@
 """The compiled module with its failpoints, for processes that a test starts.
 
 It is built beside the one that users get and never installed: a process of a test loads it in the other's place,
-before it imports tundish. What the failpoints do is said in `rust/commit/src/failpoint.rs`.
+before it uses tundish. What the failpoints do is said in `rust/commit/src/failpoint.rs`.
 """
 
 from __future__ import annotations
@@ -82,8 +82,10 @@ def environment(place: Place, fault: str) -> dict[str, str]:
 
 
 def load(library: Path) -> None:
-    """In a process that has not imported tundish yet: make this module its compiled one."""
-    assert _NAME not in sys.modules
+    """In a process that has not used tundish yet: make this module its compiled one."""
+    # What the fork server of the tests imported, with the other one.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tundish"]:
+        del sys.modules[name]
     specification = importlib.util.spec_from_file_location(_NAME, library)
     assert specification is not None
     assert specification.loader is not None
