@@ -11,7 +11,6 @@
 use std::cell::Cell;
 use std::process;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Instant;
 
 use rustix::param::page_size;
 use tundish_shm::arena::{Arena, Use};
@@ -47,8 +46,8 @@ struct State {
     limit: u64,
     used: u64,
     high_water: u64,
-    /// When a slab was last asked for.
-    asked: Instant,
+    /// The least that waited to be used again since the last look at what is of no use; none where no slab was taken.
+    least_idle: Option<u64>,
 }
 
 /// Bytes that were set aside, and are again for all when this is dropped.
@@ -59,7 +58,7 @@ pub(crate) struct Reservation {
 
 impl Pool {
     pub(crate) fn new(name: &'static str, limit: u64) -> Arc<Self> {
-        let state = State { limit, used: 0, high_water: 0, asked: Instant::now() };
+        let state = State { limit, used: 0, high_water: 0, least_idle: None };
         // How much it keeps is the pool's to say.
         let arena = Arena::new(Use::Slabs, usize::MAX);
         Arc::new(Pool {
@@ -101,7 +100,6 @@ impl Pool {
                 self.arena.stats();
                 (state, escaped) = self.lock_with_escaped();
             }
-            state.asked = Instant::now();
             let (used, limit) = (state.used, state.limit);
             if bytes > limit {
                 return Err(StoreError::TooLarge { account: self.name, asked: bytes, limit });
@@ -147,15 +145,25 @@ impl Pool {
         if self.process != process::id() {
             return;
         }
+        self.note_idle();
         self.arena.give_back(segment);
         self.release(bytes);
     }
 
-    /// What waits to be used again goes back to the system, but for what has been of use since `since`.
-    pub(crate) fn trim(&self, since: Instant) {
-        if self.lock().asked < since {
-            self.arena.trim(0);
+    /// What waited to be used again ever since the last call goes back to the system; what was of use meanwhile, if only
+    /// once, stays.
+    pub(crate) fn trim(&self) {
+        let idle = self.arena.stats().cached as u64;
+        let unused = self.lock().least_idle.take().unwrap_or(idle).min(idle);
+        if unused > 0 {
+            self.arena.trim(usize::try_from(idle - unused).unwrap_or(usize::MAX));
         }
+    }
+
+    fn note_idle(&self) {
+        let mut state = self.lock();
+        let idle = self.arena.last_stats().cached as u64;
+        state.least_idle = Some(state.least_idle.map_or(idle, |least| least.min(idle)));
     }
 
     /// What waits to be used again goes back to the system.
@@ -232,6 +240,7 @@ impl Reservation {
         };
         self.bytes -= set_aside;
         self.pool.make_room(0);
+        self.pool.note_idle();
         Ok(segment)
     }
 

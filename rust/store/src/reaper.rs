@@ -16,7 +16,7 @@ use crate::slice;
 /// So few entries are let go of at once, that the memory is there for the next use.
 const FEW: u64 = 1000;
 
-/// After which a pool is quiet.
+/// What is of no use for so long goes back to the system.
 const QUIET: Duration = Duration::from_secs(60);
 
 type Garbage = Box<dyn Any + Send>;
@@ -35,7 +35,7 @@ pub(crate) struct Reaper {
     sender: Mutex<Option<Sender<Garbage>>>,
     left: Arc<Left>,
     pools: Vec<Weak<Pool>>,
-    /// Slabs that nobody asked for in so long go back to the system.
+    /// Slabs that nobody needed for so long go back to the system.
     pub(crate) quiet: Duration,
 }
 
@@ -47,7 +47,7 @@ struct Left {
 }
 
 impl Reaper {
-    /// One that trims these pools, too, when they are quiet.
+    /// One that trims these pools, too, now and then.
     pub(crate) fn new(pools: &[&Arc<Pool>]) -> Self {
         let pools = pools.iter().map(|pool| Arc::downgrade(pool)).collect();
         Reaper { sender: Mutex::default(), left: Arc::default(), pools, quiet: QUIET }
@@ -90,19 +90,19 @@ impl Reaper {
 
 fn work(garbage: &Receiver<Garbage>, left: &Left, pools: &[Weak<Pool>], quiet: Duration) {
     slice::be_patient();
+    let mut last = Instant::now();
     loop {
-        match garbage.recv_timeout(quiet) {
+        if last.elapsed() >= quiet {
+            pools.iter().filter_map(Weak::upgrade).for_each(|pool| pool.trim());
+            last = Instant::now();
+        }
+        match garbage.recv_timeout(quiet.saturating_sub(last.elapsed())) {
             Ok(garbage) => {
                 drop(garbage);
                 *left.count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
                 left.done.notify_all();
             }
-            Err(RecvTimeoutError::Timeout) => {
-                let since = Instant::now().checked_sub(quiet);
-                for pool in pools.iter().filter_map(Weak::upgrade) {
-                    since.into_iter().for_each(|since| pool.trim(since));
-                }
-            }
+            Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
         }
     }
