@@ -11,16 +11,17 @@ from typing import Any, Self
 
 
 class FalseWorker:
-    """Answers every request with what `answer`, given its path, returns. A context manager."""
+    """Answers every request with what `answer`, given its path, returns: bytes as they are. A context manager."""
 
-    def __init__(self, answer: Callable[[str], Any]) -> None:
+    def __init__(self, answer: Callable[[str], Any], *, status: int = 200) -> None:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                text = json.dumps(answer(self.path)).encode()
-                self.send_response(200)
+                found = answer(self.path)
+                text = found if isinstance(found, bytes) else json.dumps(found).encode()
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
                 self.wfile.write(text)

@@ -230,6 +230,27 @@ def test_controllers_of_one_process_take_turns(owners: list[Peer], consumers: li
             assert entries(owners)[0] == (0, 0) and entries(consumers) == [(0, 0)] * 3
 
 
+def test_what_was_fetched_for_a_step_whose_number_another_one_has_elsewhere_ends_with_it(
+    owners: list[Peer], consumers: list[Peer]
+) -> None:
+    """The step began under it where nobody else has it, and what was fetched there before it was entered is of it."""
+    with (
+        Controller(workers_of(owners, consumers)) as controller,
+        Controller(workers_of(owners, [])) as other,
+    ):
+        with controller.step():
+            pass
+        with other.step():
+            # It has begun the step ahead, of which the other one has the number with the owners by now.
+            with controller.step() as before:
+                pass
+            fetch_everywhere(owners[0].call(told.make, 2, 10), consumers)
+            with controller.step() as step:
+                pass
+            assert step.number > before.number
+            assert entries(consumers) == [(0, 0)] * 3
+
+
 def test_steps_are_numbered_on_by_the_next_controller(owners: list[Peer], consumers: list[Peer]) -> None:
     numbers = []
     for _ in range(2):

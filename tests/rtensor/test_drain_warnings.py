@@ -168,7 +168,7 @@ def test_bytes_that_a_worker_holds_after_the_end_of_a_step_are_warned_of(
     """No worker of this version does: its account is what would show a fault in it."""
 
     def answer(path: str) -> dict[str, Any]:
-        return {"held_bytes": 777, "has_ended": True} if path.endswith("/end") else {}
+        return {"held_bytes": 777, "has_ended": True} if path.endswith("/end") else {"status": "ok"}
 
     with FalseWorker(answer) as false:
         worker = Worker(false.addr, "critic", 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from typing import Any
@@ -193,6 +194,70 @@ def test_workers_that_cannot_be_are_refused() -> None:
         Controller([Worker("http://a/", "x", 0)])
     with pytest.raises(InvalidTypeError, match="not a function"):
         Controller([Worker("a", "x", 0, "hook")])  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match="rank of x one at a:1 is a str"):
+        Controller([Worker("a:1", "x", "one")])  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match="cannot be told from others"):
+        Controller([Worker("a", "x", 0, Unhashable())])
+
+
+class Unhashable:
+    """As a dataclass with a `__call__` is."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, ids: list[str]) -> None: ...
+
+
+@pytest.mark.parametrize("addr", ["local", "nonsense"])
+def test_shards_that_nobody_can_be_asked_for_are_refused_before_anything_is_drained(
+    addr: str, owners: list[Peer], controller: Controller
+) -> None:
+    handles = owners[0].call(told.make, 1, 10)
+    mixed = [*handles, RTensor(TensorShardInfo("name", addr), torch.empty(2, device="meta"))]
+    refused = "LocalBackend" if addr == "local" else "'nonsense' is no address"
+    with pytest.raises(InvalidInputError, match=refused), controller.step(claim=mixed):
+        pass
+    for call in (controller.clear_batches, controller.keep):
+        with pytest.raises(InvalidInputError, match=refused):
+            call(mixed)
+    assert entries(owners)[0] == (1, 0)
+    with controller.step(claim=handles):
+        pass
+    assert entries(owners)[0] == (0, 0)
+
+
+@pytest.mark.parametrize("is_step", [True, False], ids=["step", "clear_batches"])
+def test_a_worker_that_stands_still_is_waited_for_once_in_a_drain(
+    is_step: bool, consumers: list[Peer]
+) -> None:
+    silent = consumers[0]
+    workers = [Worker(silent.addr, "critic", 7), Worker(consumers[1].addr)]
+    with Controller(workers, timeout=1) as controller, contextlib.ExitStack() as stack:
+        handles = consumers[1].call(told.make, 1, 10)
+        step = stack.enter_context(contextlib.ExitStack())
+        if is_step:
+            step.enter_context(controller.step(claim=handles))
+        silent.signal(signal.SIGSTOP)
+        stack.callback(silent.signal, signal.SIGCONT)
+        begun = time.monotonic()
+        if is_step:
+            step.close()
+        else:
+            controller.clear_batches(handles)
+        assert 1 <= time.monotonic() - begun < 1.9
+
+
+@pytest.mark.parametrize(
+    ("status", "body"), [(200, b"{}"), (200, b""), (204, b""), (302, b""), (200, b"[]"), (202, b'{"a": 1}')]
+)
+def test_what_is_content_with_everything_has_drained_nothing(status: int, body: bytes) -> None:
+    with (
+        FalseWorker(lambda _: body, status=status) as proxy,
+        Controller([Worker(proxy.addr)], timeout=10) as controller,
+        pytest.raises(DrainError, match="no process of tundish"),
+        controller.step(),
+    ):
+        pass
 
 
 def test_workers_that_are_silent_are_not_waited_for_one_after_the_other() -> None:

@@ -112,7 +112,10 @@ def test_a_step_drains_what_was_claimed_and_what_was_fetched(
         for stats in controller.stats().values():
             assert isinstance(stats, dict)
             (ledger,) = [one for one in stats["epochs"] if one["epoch"] == step.number]
-            assert ledger["has_ended"] and ledger["held_bytes"] == ledger["viewed_bytes"] == 0
+            assert (
+                ledger["has_ended"]
+                and ledger["held_bytes"] == ledger["viewed_bytes"] == ledger["escaped_bytes"] == 0
+            )
             assert ledger["stored_bytes"] + ledger["fetched_bytes"] == ledger["freed_bytes"] > 0
         assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
         assert caplog.text.count("is drained") == 5
@@ -212,6 +215,27 @@ def test_what_is_fetched_while_a_step_is_drained_belongs_to_the_next_one(
     controller.update(controller.workers[:-1])
     with controller.step():
         pass
+    assert entries(consumers) == [(0, 0)] * 3
+
+
+def test_what_a_step_claimed_is_fetched_by_nobody_while_it_is_drained(
+    owners: list[Peer], consumers: list[Peer], controller: Controller
+) -> None:
+    """Fetched for the next step, it would stay until the end of that one."""
+    handles = owners[0].call(told.make, 2, 10)
+    refused = []
+
+    def fetch(_: list[str]) -> None:
+        # The consumers that serve have ended the step already, and its owner has not.
+        for consumer in consumers:
+            with pytest.raises(PeerError, match="ShardGoneError"):
+                consumer.call(told.sums, handles)
+            refused.append(consumer)
+
+    controller.update([*controller.workers, Worker("inference", "server", 3, fetch)])
+    with controller.step(claim=handles):
+        fetch_everywhere(handles, consumers)
+    assert len(refused) == 3
     assert entries(consumers) == [(0, 0)] * 3
 
 

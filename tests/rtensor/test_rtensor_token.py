@@ -31,7 +31,7 @@ class Listener:
             return
         with connection:
             self.heard.append(connection.recv(1 << 16))
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+            connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\nConnection: close\r\n\r\n{"a":1}')
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)

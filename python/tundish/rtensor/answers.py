@@ -69,13 +69,13 @@ def check_claim(worker: Worker, answer: dict[str, Any]) -> None:
 
 
 def look_at_ledger(worker: Worker, number: int, ledger: dict[str, Any]) -> None:
-    held, viewed = _count(ledger, "held_bytes"), _count(ledger, "viewed_bytes")
+    held, escaped = _count(ledger, "held_bytes"), _count(ledger, "escaped_bytes")
     if held:
         _log.warning("%s still holds %d bytes of step %d after its end", worker, held, number)
-    elif ledger.get("has_ended") and viewed:
+    elif escaped:
         _log.warning(
             "%d bytes of step %d escaped on %s: tensors that were handed out in the step are still in use there",
-            viewed,
+            escaped,
             number,
             worker,
         )

@@ -45,6 +45,11 @@ _TURN_SECONDS = 0.01
 class Beginning:
     """Of one controller's steps, which come one after the other.
 
+    A step goes through these, in this order, and whoever uses this calls them in it: `begin_ahead` at the end of the
+    one before, for what is fetched between the two; `prepare` and `begin` when it is entered; `contested` and `over`
+    when its end is noted; `flush_where_lost` when that is done. The first one of a controller was not begun ahead, and
+    one that is not entered, or does not begin, has no end: `forget_next` and `begin` itself see to that.
+
     Attributes:
         claimant: by which its own process knows the steps of this controller.
         current: the number of the step that is under way.

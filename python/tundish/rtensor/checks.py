@@ -17,6 +17,7 @@ __all__ = [
     "check_claim_of_handles",
     "check_container",
     "check_names",
+    "check_owners",
     "check_seconds",
     "check_token",
     "split_address",
@@ -82,6 +83,17 @@ def check_claim_of_handles(targets: Any, what: str) -> None:
             "or remove(names) on their owner and clear_fetch_buffer(names) where they were fetched"
         )
     check_container(targets, what)
+
+
+def check_owners(addresses: Iterable[str]) -> None:
+    """Raises `InvalidInputError` for owners of shards that no controller reaches."""
+    for addr in addresses:
+        if addr == "local":
+            raise InvalidInputError(
+                "a handle that LocalBackend made leads to a shard of its own process alone, which drains it itself: "
+                "with rtensor.step() or rtensor.drain()"
+            )
+        split_address(addr)
 
 
 def check_container(obj: Any, what: str) -> None:

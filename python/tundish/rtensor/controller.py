@@ -30,7 +30,7 @@ from tundish.rtensor.answers import (
     total,
 )
 from tundish.rtensor.beginning import HERE, Beginning
-from tundish.rtensor.checks import check_claim_of_handles, check_seconds, check_token
+from tundish.rtensor.checks import check_claim_of_handles, check_owners, check_seconds, check_token
 from tundish.rtensor.errands import Errands
 from tundish.rtensor.handle import collect_shards, flatten_shard_ids, handles_of
 from tundish.rtensor.hooks import Hooks
@@ -92,9 +92,15 @@ class Controller:
         What could not be drained of others is let go: those processes are gone.
         """
         self._check_open()
-        new = self._roster.replace(workers)
-        self._lines.forget_all_but(self._roster.addresses())
-        self._errands.let_go_of_all_but(self._roster.addresses())
+        given = list(workers)
+        new: list[Worker] = []
+
+        def replace() -> None:
+            new.extend(self._roster.replace(given))
+            self._lines.forget_all_but(self._roster.addresses())
+            self._errands.let_go_of_all_but(self._roster.addresses())
+
+        to_its_end(replace)
         self._beginning.begin_at(new)
 
     def clear_batches(self, *targets: Any) -> Drained:
@@ -107,13 +113,14 @@ class Controller:
         self._check_open()
         for target in targets:
             check_claim_of_handles(target, "clear_batches")
-        with self._lock:
+        handles = handles_of(targets)
+        by_owner = collect_shards(handles)
+        check_owners(by_owner.keys() - self._roster.addresses())
+        with self._lock, self._errands.once():
             self._errands.catch_up()
-            handles = handles_of(targets)
             ids = shard_ids(handles)
             if not ids:
                 return Drained(0, 0, 0, {}, {})
-            by_owner = collect_shards(handles)
             drop = Request("DELETE", "/buffer/clear", {"shard_ids": ids})
             drops = self._errands.note((worker, drop, ids) for worker in self._roster.all)
             removals = self._errands.note(self._removals(by_owner))
@@ -148,6 +155,7 @@ class Controller:
         self._check_open()
         check_claim_of_handles(claim, "step")
         handles = handles_of(claim)
+        check_owners(collect_shards(handles).keys() - self._roster.addresses())
         begun: list[Begun] = []
         noted: list[Ending] = []
 
@@ -178,10 +186,12 @@ class Controller:
             # that could tell workers: they find out.
             return
         (step,) = begun
-        with self._lock:
+        with self._lock, self._errands.once():
             try:
                 to_its_end(lambda: noted.append(self._note_end(step)))
-                # First, so that there is no time at which what is fetched belongs to no step.
+                # Before the next one begins: what ends with this one could be fetched in that, and would stay.
+                self._close_claims(step.number, noted[0])
+                # Before this one ends: there is no time at which what is fetched belongs to no step.
                 self._beginning.begin_ahead()
             except BaseException:
                 # Who does not answer at once now is told by the next step.
@@ -207,6 +217,7 @@ class Controller:
         self._check_open()
         check_claim_of_handles(obj, "keep")
         by_owner = collect_shards(obj)
+        check_owners(by_owner.keys() - self._roster.addresses())
         ids = flatten_shard_ids(obj)
         keep = Request("POST", "/keep", {"shard_ids": ids})
         wanted = [(worker, keep) for worker in self._roster.serving()]
@@ -285,6 +296,12 @@ class Controller:
         )
         self._beginning.over()
         return ending
+
+    def _close_claims(self, number: int, ending: Ending) -> None:
+        """Have owners give nobody any more what ends with the step; who does not answer is told of its end anyway."""
+        close = Request("POST", f"/epoch/{number}/close")
+        owners = [self._roster.at(owner) for owner, ids in ending.drained.items() if ids]
+        self._errands.ask((owner, close) for owner in owners if owner.drain is None)
 
     def _end(self, step: Begun, ending: Ending) -> None:
         """Drain the step everywhere, consumers first."""

@@ -5,9 +5,10 @@ What always holds: what fails or is interrupted stays noted, and is tried again 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,19 +43,28 @@ class Errands:
         # What began and did not succeed: it failed, or was interrupted.
         self._undone: list[Errand] = []
         self._notes = itertools.count()
-        # Those that did not answer since somebody was in a hurry; nothing where nobody is.
+        # Those that did not answer, where nobody is to be asked again who did not.
         self._silent: set[Worker] | None = None
+
+    @contextlib.contextmanager
+    def once(self) -> Iterator[None]:
+        """Within it nobody is asked again who did not answer: each would be waited for as often as it is asked."""
+        silent = self._silent
+        self._silent = set() if silent is None else silent
+        try:
+            yield
+        finally:
+            self._silent = silent
 
     def hurried(self, work: Callable[[], object]) -> None:
         """Do `work` in which nobody is waited for longer than a second, or once more."""
-        lines, hooks, silent = self._lines.timeout, self._hooks.timeout, self._silent
+        lines, hooks = self._lines.timeout, self._hooks.timeout
         try:
-            self._silent = set() if silent is None else silent
             self._lines.timeout, self._hooks.timeout = min(_HURRIED, lines), min(_HURRIED, hooks)
-            work()
+            with self.once():
+                work()
         finally:
             self._lines.timeout, self._hooks.timeout = lines, hooks
-            self._silent = silent
 
     def note(self, requests: Iterable[tuple[Worker, Request, list[str]]]) -> list[Errand]:
         """Errands that are tried again at the next step, unless they are carried out before."""

@@ -28,11 +28,13 @@ __all__ = ["Lines", "Request", "SilentError", "StepTakenError", "Worker", "worke
 
 # Of ids in a request: some megabytes, which no worker refuses.
 _MOST_IDS = 1 << 16
+_OK = 200
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
 _CONFLICT = 409
 _WRONG = 400
 _LONGEST_REASON = 1000
+_LONGEST_SHOWN = 100
 
 # What connections are known by.
 _made = itertools.count()
@@ -179,6 +181,15 @@ class _Line:
         finally:
             if self._connection.is_ended:
                 self._let_go()
+        if status in (_UNAUTHORIZED, _FORBIDDEN):
+            shown = (
+                ""
+                if token is not None
+                else "; it was shown none, which only workers are, by the addresses they have"
+            )
+            raise NotAuthorizedError(
+                f"{worker} refuses {request.method} {request.path}: it wants the token that it was served with{shown}"
+            )
         return _read(worker, request, status, text)
 
     def _exchange_again(
@@ -275,10 +286,19 @@ def worker_of(given: Any) -> Worker:
         worker = Worker(*given)
     else:
         raise InvalidTypeError(f"{given!r} is no worker: Worker(addr, role, rank)")
+    if isinstance(worker.rank, bool) or not isinstance(worker.rank, int):
+        raise InvalidTypeError(f"rank of {worker} is a {type(worker.rank).__qualname__}, not a whole number")
     if worker.drain is None:
         split_address(worker.addr)
-    elif not callable(worker.drain):
+        return worker
+    if not callable(worker.drain):
         raise InvalidTypeError(f"drain of {worker} is a {type(worker.drain).__qualname__}, not a function")
+    try:
+        hash(worker)
+    except TypeError as error:
+        raise InvalidTypeError(
+            f"{worker} cannot be told from others ({error}): give a function as its drain"
+        ) from None
     return worker
 
 
@@ -289,23 +309,21 @@ def _joined(one: Any, other: Any) -> Any:
 
 def _read(worker: Worker, request: Request, status: int, text: bytes) -> Any:
     try:
-        answer = json.loads(text) if text else {}
+        answer = json.loads(text) if text else None
     # What lies in a thousand lists is none of theirs.
     except (ValueError, RecursionError):
         answer = None
-    if status in (_UNAUTHORIZED, _FORBIDDEN):
-        raise NotAuthorizedError(
-            f"{worker} refuses {request.method} {request.path}: it wants the token that it was served with"
-        )
-    if status >= _WRONG or answer is None:
+    if status >= _WRONG:
         reason = answer.get("message", "") if isinstance(answer, dict) else text.decode(errors="replace")
         kind = StepTakenError if status == _CONFLICT else TransferError
         raise kind(
             f"{worker} refuses {request.method} {request.path} ({status}): {str(reason)[:_LONGEST_REASON]}"
         )
-    if not isinstance(answer, dict):
+    if status != _OK or not isinstance(answer, dict) or not answer:
+        # A proxy, say, that is content with everything: it has drained nothing.
+        shown = text.decode(errors="replace")[:_LONGEST_SHOWN]
         raise TransferError(
-            f"{worker} answers {request.method} {request.path} with a {type(answer).__name__}: what serves there is no "
+            f"{worker} answers {request.method} {request.path} with {status} {shown!r}: what serves there is no "
             "process of tundish"
         )
     return answer

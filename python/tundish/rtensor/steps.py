@@ -201,10 +201,10 @@ def _next_number(mine: State) -> int:
 
 def _end(number: int, mine: State) -> None:
     ledger = json.loads(ShardStore.end_epoch(number))
-    if ledger["viewed_bytes"]:
+    if ledger["escaped_bytes"]:
         _log.warning(
             "%d bytes of step %d escaped: tensors that were handed out in the step are still in use",
-            ledger["viewed_bytes"],
+            ledger["escaped_bytes"],
             number,
         )
     left = json.loads(ShardStore.stats())["buffer"]

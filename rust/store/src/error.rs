@@ -55,7 +55,7 @@ pub enum StoreError {
         shards: Vec<MissingShard>,
     },
     /// A shard of this name is there.
-    #[error("shard {id} exists already; a shard never changes: store under another id, or remove it first")]
+    #[error("shard {id} exists already; a shard never changes: store under another id")]
     Exists {
         /// Which.
         id: ShardId,
@@ -67,7 +67,7 @@ pub enum StoreError {
         epoch: Epoch,
     },
     /// The step is somebody else's.
-    #[error("step {epoch} is another controller's: two controllers number their steps in different ways")]
+    #[error("step {epoch} is another controller's, or this process is among the workers under two addresses")]
     StepTaken {
         /// Which.
         epoch: Epoch,

@@ -224,6 +224,7 @@ impl Node {
             ledger.late_inserts_refused += standing.tally.late;
             ledger.viewed_bytes += standing.viewed_bytes;
         }
+        ledger.escaped_bytes = if ledger.has_ended { ledger.viewed_bytes } else { 0 };
         Some(ledger)
     }
 
@@ -376,6 +377,10 @@ impl Service for Node {
 
     fn claim(&self, epoch: Epoch, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
         self.storage.claim(epoch, claimant, ids)
+    }
+
+    fn close_epoch(&self, epoch: Epoch, claimant: Claimant) {
+        self.storage.close(epoch, claimant);
     }
 
     fn end_epoch(&self, epoch: Epoch) -> EpochLedger {

@@ -62,13 +62,16 @@ pub(crate) struct Part<V> {
     pub(crate) claimant: Option<Claimant>,
     pub(crate) tally: Tally,
     pub(crate) viewed: Viewed,
+    /// Whether its step is about to end, so that nobody is given anything of it any more.
+    pub(crate) is_closed: bool,
     /// None as long as nothing is in it.
     tables: Vec<HashMap<ShardId, V>>,
 }
 
 impl<V> Part<V> {
     fn new(token: u64, claimant: Option<Claimant>) -> Self {
-        Part { token, age: token, claimant, tally: Tally::default(), viewed: Viewed::default(), tables: Vec::new() }
+        let (tally, viewed) = (Tally::default(), Viewed::default());
+        Part { token, age: token, claimant, tally, viewed, is_closed: false, tables: Vec::new() }
     }
 
     pub(crate) fn get(&self, id: &ShardId) -> Option<&V> {
@@ -96,6 +99,7 @@ impl<V> Part<V> {
     fn empty(&mut self, token: u64) -> Self {
         let mut empty = Part::new(token, self.claimant);
         empty.age = self.age;
+        empty.is_closed = self.is_closed;
         empty.tally = self.tally;
         empty.tally.freed_bytes += std::mem::take(&mut empty.tally.held_bytes);
         empty.tally.num_entries = 0;

@@ -138,15 +138,10 @@ pub struct EpochLedger {
     pub num_entries: u64,
     /// Bytes of tensors handed out in it that live, here and now.
     pub viewed_bytes: u64,
+    /// The same when it has ended: they outlived it. Until then none.
+    pub escaped_bytes: u64,
     /// What came for it too late.
     pub late_inserts_refused: u64,
-}
-
-impl EpochLedger {
-    /// Bytes that outlived the step: tensors that were handed out in it and still live.
-    pub fn escaped_bytes(&self) -> u64 {
-        if self.has_ended { self.viewed_bytes } else { 0 }
-    }
 }
 
 /// All of it.

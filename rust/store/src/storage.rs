@@ -104,13 +104,14 @@ impl<P: Clone> Storage<P> {
         self.state.forget(|state| drop(state.parts.flush()));
     }
 
-    /// What is stored under these names, in order, or those that nothing is stored under.
+    /// What is stored under these names, in order, or those that nothing is stored under, or nothing that is still given
+    /// out.
     pub(crate) fn get(&self, ids: &[ShardId]) -> Result<Vec<P>, Vec<MissingShard>> {
         let mut missing = Vec::new();
         let mut found = Vec::with_capacity(ids.len());
         self.state.in_turns(ids, |state, some| {
             for id in some {
-                match state.find(id) {
+                match state.find_open(id) {
                     Some(stored) => found.push(stored.payload.clone()),
                     None => missing.push(MissingShard { id: id.clone(), was_removed: self.was_here(state, id) }),
                 }
@@ -171,6 +172,14 @@ impl<P: Clone> Storage<P> {
         Ok(claimed)
     }
 
+    /// A step of this claimant's is about to end: what it claimed is there until then, and given to nobody any more.
+    pub(crate) fn close(&self, epoch: Epoch, claimant: Claimant) {
+        let mut state = self.state.lock();
+        if let Some(part) = state.parts.get_mut(Some(epoch)).filter(|part| part.claimant == Some(claimant)) {
+            part.is_closed = true;
+        }
+    }
+
     /// Ends a step. What it had claimed is returned, to be let go of.
     pub(crate) fn end(&self, epoch: Epoch) -> Option<Part<Stored<P>>> {
         self.state.lock().parts.end(epoch)
@@ -229,6 +238,10 @@ impl<P: Clone> Storage<P> {
 impl<P> State<P> {
     fn find(&self, id: &ShardId) -> Option<&Stored<P>> {
         self.parts.iter().find_map(|(_, part)| part.get(id))
+    }
+
+    fn find_open(&self, id: &ShardId) -> Option<&Stored<P>> {
+        self.parts.iter().filter(|(_, part)| !part.is_closed).find_map(|(_, part)| part.get(id))
     }
 
     /// Among the unclaimed; there is none of this name.

@@ -60,6 +60,10 @@ pub trait Service: Send + Sync + 'static {
     /// Drops what was fetched so far in a step that is this claimant's; it goes on. How many entries.
     fn flush_epoch(&self, epoch: Epoch, claimant: Claimant) -> u64;
 
+    /// A step of this claimant's is about to end: what it claimed is given to nobody any more, so that what is fetched for
+    /// the next step is nothing that ends with this one.
+    fn close_epoch(&self, epoch: Epoch, claimant: Claimant);
+
     /// Ends a step: drops what it claimed and what was fetched in it. Again, it only tells how it stands.
     fn end_epoch(&self, epoch: Epoch) -> EpochLedger;
 

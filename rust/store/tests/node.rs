@@ -80,7 +80,7 @@ fn views_outlive_the_drain_and_their_memory_is_not_used_again_before() {
         let ids = put(&owner, &[vec![7; len]]).unwrap();
         let view = fetch(&consumer, &[whole(OWNER, &ids[0], len as u64)], &between).unwrap();
         let ledger = consumer.end_epoch(1);
-        assert_eq!((ledger.held_bytes, ledger.viewed_bytes, ledger.escaped_bytes()), (0, len as u64, len as u64));
+        assert_eq!((ledger.held_bytes, ledger.viewed_bytes, ledger.escaped_bytes), (0, len as u64, len as u64));
         owner.remove(&ids);
         let holder = if way == Way::Bytes { consumer.stats().buffer.memory } else { owner.stats().storage.memory };
         assert!(holder.used_bytes == 0 && holder.escaped_bytes >= len as u64, "{holder:?}");
@@ -89,7 +89,7 @@ fn views_outlive_the_drain_and_their_memory_is_not_used_again_before() {
         let other = fetch(&consumer, &[whole(OWNER, &next[0], len as u64)], &between).unwrap();
         assert!(view[0].bytes().iter().all(|byte| *byte == 7));
         drop(view);
-        assert_eq!(consumer.ledger(1).unwrap().escaped_bytes(), 0);
+        assert_eq!(consumer.ledger(1).unwrap().escaped_bytes, 0);
         let stats = (owner.stats().storage.memory, consumer.stats().buffer.memory);
         assert_eq!((stats.0.escaped_bytes, stats.1.escaped_bytes), (0, 0));
         assert!(stats.0.idle_bytes + stats.1.idle_bytes >= len as u64, "kept for the next use: {stats:?}");

@@ -122,7 +122,7 @@ def _is_balanced(stats: Any, number: int, unclaimed: int) -> bool:
         and [ledger["has_ended"] for ledger in ledgers if ledger["epoch"] == number] == [True]
         and all(
             ledger["stored_bytes"] + ledger["fetched_bytes"] == ledger["freed_bytes"]
-            and ledger["held_bytes"] == ledger["viewed_bytes"] == 0
+            and ledger["held_bytes"] == ledger["viewed_bytes"] == ledger["escaped_bytes"] == 0
             for ledger in ledgers
         )
     )

@@ -94,6 +94,20 @@ impl RTensor {
     }
 }
 
+/// One of the texts that a `TensorShardInfo` has.
+fn text_of<'py>(shard: &Bound<'py, PyAny>, name: &Bound<'py, PyString>) -> PyResult<Bound<'py, PyString>> {
+    let found = shard.getattr_opt(name)?.and_then(|found| found.cast_into::<PyString>().ok());
+    found.ok_or_else(|| {
+        let reason =
+            format!("shard is a {}, and has to be a TensorShardInfo(shard_id, node_addr) of two texts", kind_of(shard));
+        BindingError::Type(reason).into()
+    })
+}
+
+fn kind_of(object: &Bound<'_, PyAny>) -> String {
+    object.get_type().qualname().map_or_else(|_| "foreign object".to_owned(), |name| name.to_string())
+}
+
 #[pymethods]
 impl RTensor {
     /// `shard`: a `TensorShardInfo`; `data`: a tensor of the shard's shape and dtype, on the device meta unless it is
@@ -101,11 +115,15 @@ impl RTensor {
     #[new]
     fn make(shard: &Bound<'_, PyAny>, data: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = shard.py();
-        let id = shard.getattr(intern!(py, "shard_id"))?;
-        let id: ShardId = id.cast::<PyString>()?.to_str()?.parse().map_err(BindingError::from)?;
-        let owner: Arc<str> = shard.getattr(intern!(py, "node_addr"))?.cast::<PyString>()?.to_str()?.into();
-        let reference = shard.getattr(intern!(py, "ref"))?;
-        let is_meta: bool = data.getattr(intern!(py, "is_meta"))?.extract()?;
+        let id = text_of(shard, intern!(py, "shard_id"))?;
+        let id: ShardId = id.to_str()?.parse().map_err(BindingError::from)?;
+        let owner: Arc<str> = text_of(shard, intern!(py, "node_addr"))?.to_str()?.into();
+        let reference = shard.getattr_opt(intern!(py, "ref"))?.unwrap_or_else(|| py.None().into_bound(py));
+        let Some(is_meta) = data.getattr_opt(intern!(py, "is_meta"))? else {
+            let reason = format!("data is a {}, and has to be a tensor: one on the device meta will do", kind_of(data));
+            return Err(BindingError::Type(reason).into());
+        };
+        let is_meta: bool = is_meta.extract()?;
         let kind = Arc::new(Kind { owner, meta: Arc::new(meta_of(data)?) });
         let reference = (!reference.is_none()).then(|| reference.unbind());
         let local = (!is_meta).then(|| Local::Given(data.clone().unbind()));

@@ -11,6 +11,7 @@
 //! | `POST /epoch/<number>/begin`, `…/claim` `{"shard_ids": […]}` | as long as the connection is open |
 //! | `POST /keep` `{"shard_ids": […]}` | what was fetched (`kept_count`) and claimed (`kept_shards`) outlives its step; where that is another connection's, as long as this one is open |
 //! | `POST /epoch/<number>/flush` | drops what was fetched so far in the step, where it was begun on this connection: `cleared_count` |
+//! | `POST /epoch/<number>/close` | gives nobody what the step claimed on this connection any more: it is about to end |
 //! | `POST /epoch/<number>/end` | the step's account |
 //!
 //! A shard is sent as JSON, and to who names `application/x-tundish-shards` in `Accept`, as this crate's client does,

@@ -29,6 +29,8 @@ pub enum Route {
     Begin(Epoch),
     /// `POST /epoch/<number>/claim`
     Claim(Epoch),
+    /// `POST /epoch/<number>/close`
+    Close(Epoch),
     /// `POST /epoch/<number>/end`
     End(Epoch),
     /// `POST /epoch/<number>/flush`
@@ -67,9 +69,12 @@ impl Route {
             ([Some("keep"), None, ..], _) => Err(not_allowed("POST")),
             ([Some("epoch"), Some(number), Some("begin"), None], Method::Post) => Ok(Route::Begin(epoch(number)?)),
             ([Some("epoch"), Some(number), Some("claim"), None], Method::Post) => Ok(Route::Claim(epoch(number)?)),
+            ([Some("epoch"), Some(number), Some("close"), None], Method::Post) => Ok(Route::Close(epoch(number)?)),
             ([Some("epoch"), Some(number), Some("end"), None], Method::Post) => Ok(Route::End(epoch(number)?)),
             ([Some("epoch"), Some(number), Some("flush"), None], Method::Post) => Ok(Route::Flush(epoch(number)?)),
-            ([Some("epoch"), Some(_), Some("begin" | "claim" | "end" | "flush"), None], _) => Err(not_allowed("POST")),
+            ([Some("epoch"), Some(_), Some("begin" | "claim" | "close" | "end" | "flush"), None], _) => {
+                Err(not_allowed("POST"))
+            }
             ([Some("stats"), None, ..], Method::Get) => Ok(Route::Stats),
             ([Some("metrics"), None, ..], Method::Get) => Ok(Route::Metrics),
             ([Some("health"), None, ..], Method::Get) => Ok(Route::Health),
@@ -139,6 +144,7 @@ mod tests {
             (Post, "/epoch/9007199254740991/end", Route::End(LAST_EPOCH)),
             (Post, "/epoch/0/begin", Route::Begin(0)),
             (Post, "/epoch/7/claim", Route::Claim(7)),
+            (Post, "/epoch/7/close", Route::Close(7)),
             (Post, "/epoch/7/flush", Route::Flush(7)),
             (Get, "/stats", Route::Stats),
             (Get, "/metrics", Route::Metrics),

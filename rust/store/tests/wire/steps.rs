@@ -47,6 +47,32 @@ fn a_step_ends_with_what_it_claimed_and_what_was_fetched_in_it() {
 }
 
 #[test]
+fn what_a_step_that_is_about_to_end_claimed_is_given_to_nobody_and_is_there_until_then() {
+    let (owner, client) = (Owner::new(), Client::new());
+    ["a", "b"].iter().for_each(|id| owner.store(id, b"abc"));
+    let consumer = Owner::new();
+    let missing = |id: &str| {
+        within(20.0, |patience| consumer.node.fetch(&[owner.wanted(id, 3)], &Client::of_sockets(), patience))
+            .is_err_and(|error| matches!(error, StoreError::Missing { .. }))
+    };
+    within(20.0, |patience| {
+        let (mut held, mut other) = (client.hold(&owner.address()), client.hold(&owner.address()));
+        held.claim(7, &ids(&["a"]), patience).unwrap();
+        other.close_epoch(7, patience).unwrap();
+        assert!(!missing("a"), "who has not claimed closes nothing");
+        consumer.node.clear_buffer(None);
+        held.close_epoch(7, patience).unwrap();
+        assert!(missing("a") && !missing("b"));
+        assert_eq!((owner.node.stats().storage.num_entries, unclaimed(&owner)), (2, 1));
+        assert_eq!(other.claim(8, &ids(&["a"]), patience).unwrap().taken, ids(&["a"]));
+        // It is as it was for all when who claimed it does not end the step.
+        drop(held);
+        until("claims are given up with their connection", || unclaimed(&owner) == 2);
+        assert!(!missing("a"));
+    });
+}
+
+#[test]
 fn the_end_of_a_step_is_a_small_message() {
     let owner = Owner::new();
     let ended = owner.ask("POST", "/epoch/3/end", "", b"").json();

@@ -99,6 +99,14 @@ impl<'a> Held<'a> {
         Ok(cleared_count)
     }
 
+    /// Has nobody given what a step claimed here any more: it is about to end.
+    ///
+    /// # Errors
+    /// As of [`begin_epoch`](Held::begin_epoch).
+    pub fn close_epoch(&mut self, epoch: Epoch, patience: &mut Patience<'_>) -> Result<(), StoreError> {
+        self.call(&Request::new("POST", &epoch_path(epoch, "close"), &[]), patience).map(drop)
+    }
+
     /// Ends a step there: drops what it claimed and what was fetched in it. It may be asked for again.
     ///
     /// # Errors

@@ -108,6 +108,10 @@ impl Exchange<'_> {
             Route::Keep => self.keep().await,
             Route::Begin(epoch) => self.begin(epoch),
             Route::Claim(epoch) => self.claim(epoch).await,
+            Route::Close(epoch) => {
+                self.service.close_epoch(epoch, self.claims.claimant(self.connection)?);
+                Ok(Answer::json(200, &json!({"status": "ok"})))
+            }
             Route::End(epoch) => {
                 let ledger = self.blocking(move |service| service.end_epoch(epoch)).await?;
                 Ok(Answer::json(200, &ledger))

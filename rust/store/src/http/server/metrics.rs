@@ -77,7 +77,7 @@ pub(super) fn text(stats: &Stats, traffic: &Traffic) -> String {
     page.one("open_epochs", "gauge", "Steps that have begun and not ended.", open().count());
     let held = open().map(|ledger| ledger.held_bytes).sum::<u64>();
     page.one("open_epochs_held_bytes", "gauge", "Bytes that open steps hold.", held);
-    let escaped = stats.epochs.iter().map(|ledger| ledger.escaped_bytes()).sum::<u64>();
+    let escaped = stats.epochs.iter().map(|ledger| ledger.escaped_bytes).sum::<u64>();
     page.one("ended_epochs_escaped_bytes", "gauge", "Bytes of tensors that outlived their step.", escaped);
     page.one("connections", "gauge", "Open connections.", Traffic::value(&traffic.connections));
     page.one("sent_bytes_total", "counter", "Bytes sent.", Traffic::value(&traffic.sent_bytes));
