@@ -33,8 +33,10 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
     Args:
         obj: containers of containers of tensors; what `td.tree` knows. Numbers, texts, arrays and None stay as they
             are.
-        trim: of a dict with an `attention_mask` of at least two dimensions, leave out the last columns that the
-            mask has no row of: of it, and of tensors in the dict that have as many rows and columns.
+        trim: of a dict with an `attention_mask` of at least two dimensions, leave out the last columns that no row
+            of the mask uses: of it, and of tensors in the dict that have as many rows and columns. Used is what is
+            not zero. A mask of floats says that only where it is made of 0 and 1, and not of 0 alone: one that is
+            added to scores (0 and -inf) says it the other way round, and nothing is left out then.
         timeout: seconds to wait for room where the storage is at its limit.
 
     Copies are stored: detached, in host memory, of what the tensor shows and nothing around it. The same tensor
@@ -102,7 +104,11 @@ def _trimmed(container: Any) -> Any:
     if mask.ndim < 2 or not mask.numel():
         return container
     rows, columns = mask.shape[0], mask.shape[-1]
-    used = mask.detach().ne(0).reshape(-1, columns).any(0).nonzero()
+    values = mask.detach()
+    is_used = values.ne(0)
+    if (mask.is_floating_point() or mask.is_complex()) and not _says_use(values, is_used):
+        return container
+    used = is_used.reshape(-1, columns).any(0).nonzero()
     width = int(used[-1]) + 1 if len(used) else 0
     if width == columns:
         return container
@@ -117,6 +123,11 @@ def _trimmed(container: Any) -> Any:
         ):
             trimmed[key] = value[..., :width]
     return trimmed
+
+
+def _says_use(values: Tensor, is_used: Tensor) -> bool:
+    """Whether a mask that is no integers says what is used: what is added to scores has 0 there, perhaps alone."""
+    return bool(((values.eq(1) == is_used).all() & is_used.any()).item())
 
 
 def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) -> RTensor:
