@@ -6,7 +6,6 @@ own to write to; what has another dtype or shape than its handle is refused.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,12 +13,13 @@ import torch
 from torch import Tensor
 
 from tundish._native import RTensor
-from tundish.errors import InvalidInputError, InvalidTypeError, counted
+from tundish.errors import InvalidInputError
 from tundish.rtensor.backends import backend
 from tundish.rtensor.checks import check_names, check_seconds
 from tundish.rtensor.handle import handles_of
-from tundish.rtensor.memory import is_whole, tensors_over
+from tundish.rtensor.memory import tensors_over
 from tundish.rtensor.process import state
+from tundish.rtensor.rooms import rooms_of
 from tundish.rtensor.storing import DEFAULT_TIMEOUT
 from tundish.tree import map_only
 
@@ -35,7 +35,8 @@ def localize(
         obj: containers of containers of handles, or a handle. Everything else stays as it is.
         out: receive into this tensor, for a handle, or into as many as `obj` has handles, in the order in which
             they are met. They have the handles' shapes and dtypes and are what comes in place of the handles;
-            nothing is kept in the buffer. Into contiguous tensors in host memory bytes are received directly.
+            nothing is kept in the buffer. Into contiguous tensors in host memory bytes are received directly. Views
+            of one tensor may lie between each other, and have no memory in common; nor have elements of one.
         timeout: seconds until all of it is there.
 
     What was fetched in this step comes from the buffer, and stays there until the step ends; where no step ever begins
@@ -61,7 +62,7 @@ def localize(
             raise InvalidInputError("there is no handle whose tensor `out` could receive")
         return obj
     if out is not None:
-        rooms = _rooms(handles, [out] if isinstance(out, Tensor) else out)
+        rooms = rooms_of(out, handles)
         _receive(handles, rooms, timeout)
         into = iter(rooms)
         return map_only(RTensor, lambda _: next(into), obj)
@@ -74,37 +75,6 @@ def localize(
     return map_only(RTensor, tensors.__getitem__, obj)
 
 
-def _rooms(handles: list[RTensor], out: Any) -> list[Tensor]:
-    if not isinstance(out, Iterable):
-        raise InvalidTypeError(f"out is a {type(out).__qualname__}: give a tensor, or a list of tensors")
-    rooms = list(out)
-    if len(rooms) != len(handles):
-        raise InvalidInputError(
-            f"`out` has {counted(len(rooms), 'tensor')}, and there are {counted(len(handles), 'handle')}"
-        )
-    for number, (handle, room) in enumerate(zip(handles, rooms, strict=True)):
-        if not isinstance(room, Tensor):
-            raise InvalidTypeError(f"out[{number}] is a {type(room).__qualname__}, not a tensor")
-        if room.layout is not torch.strided or room.is_nested or room.is_meta:
-            raise InvalidTypeError(
-                f"out[{number}] is not dense or has no memory: no bytes can be received into it"
-            )
-        if room.dtype != handle.dtype or room.shape != handle.shape:
-            raise InvalidInputError(
-                f"out[{number}] is {room.dtype} of shape {tuple(room.shape)}, and its handle is "
-                f"{handle.dtype} of shape {tuple(handle.shape)}"
-            )
-        if not is_whole(room):
-            raise InvalidInputError(
-                f"out[{number}] has no room for its values: its storage was freed or cut, or it never had any"
-            )
-        if room.requires_grad:
-            raise InvalidInputError(f"out[{number}] requires a gradient: give its detach()")
-        if any(length > 1 and not stride for length, stride in zip(room.shape, room.stride(), strict=True)):
-            raise InvalidInputError(f"out[{number}] is expanded: several of its elements lie in one place")
-    return rooms
-
-
 def _receive(handles: list[RTensor], rooms: list[Tensor], timeout: float) -> None:
     direct = [
         room.is_cpu and room.is_contiguous() and not room.is_conj() and not room.is_neg() for room in rooms
@@ -113,7 +83,6 @@ def _receive(handles: list[RTensor], rooms: list[Tensor], timeout: float) -> Non
         room if is_direct else torch.empty(room.shape, dtype=room.dtype, device="cpu")
         for room, is_direct in zip(rooms, direct, strict=True)
     ]
-    _check_apart([room for room, is_direct in zip(rooms, direct, strict=True) if is_direct])
     try:
         backend().fetch_into(handles, targets, timeout)
     finally:
@@ -124,14 +93,6 @@ def _receive(handles: list[RTensor], rooms: list[Tensor], timeout: float) -> Non
     for room, target in zip(rooms, targets, strict=True):
         if target is not room:
             room.copy_(target)
-
-
-def _check_apart(rooms: list[Tensor]) -> None:
-    """Raises `InvalidInputError` where two of these, which are dense, have memory in common."""
-    places = sorted((room.data_ptr(), room.nbytes) for room in rooms if room.nbytes)
-    for (one, length), (other, _) in itertools.pairwise(places):
-        if other < one + length:
-            raise InvalidInputError("two tensors of `out` share memory: what comes into one would be in both")
 
 
 def clear_fetch_buffer(shard_ids: Iterable[str] | None = None) -> int:

@@ -21,7 +21,7 @@ from tundish.tree import Refusal
 from tundish.tree.arrays import NUMPY_TYPES
 from tundish.tree.carrying import EXCHANGE
 
-__all__ = ["dense", "is_whole", "tensors_over"]
+__all__ = ["dense", "extent", "is_whole", "tensors_over"]
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -69,15 +69,20 @@ def is_whole(tensor: Tensor) -> bool:
             storage = tensor.untyped_storage()
             if storage.device.type == "meta" or tensor._is_zerotensor():
                 return False
-            values = tensor.numel()
-            if not tensor.is_contiguous():
-                values = 1 + sum(
-                    (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-                )
-            return bool((tensor.storage_offset() + values) * tensor.itemsize <= storage.nbytes())
+            # Those that are made of other tensors claim a storage that is nowhere.
+            is_somewhere = tensor.data_ptr() != 0
+            end = (tensor.storage_offset() + extent(tensor)) * tensor.itemsize
+            return is_somewhere and bool(end <= storage.nbytes())
     except RuntimeError:
         # Those of a transformation of torch.func have no storage.
         return False
+
+
+def extent(tensor: Tensor) -> int:
+    """How many values fit from the first one of `tensor` to the last: more than it has, where it has gaps."""
+    if tensor.is_contiguous():
+        return tensor.numel()
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def tensors_over(views: Sequence[_native.ShardView], handles: Sequence[_native.RTensor]) -> list[Tensor]:
