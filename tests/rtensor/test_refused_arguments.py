@@ -174,6 +174,16 @@ def test_other_calls_name_what_they_refuse() -> None:
     assert torch.equal(localize(handle, timeout=10**400), torch.ones(3))
 
 
+def test_what_is_received_into_is_looked_at_where_there_is_nothing_to_receive() -> None:
+    with pytest.raises(InvalidTypeError, match="out is a int: give a tensor, or a list"):
+        localize([], out=5)  # type: ignore[arg-type]
+    for out in (torch.ones(1), [torch.ones(1)], iter([torch.ones(1)])):
+        with pytest.raises(InvalidInputError, match="`out` has 1 tensor, and there are 0 handles"):
+            localize(["no handle"], out=out)  # type: ignore[arg-type]
+    for nothing in ([], (), iter([])):
+        assert localize(["no handle"], out=nothing) == ["no handle"]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("call", [td.rtensor.remove, td.rtensor.clear_fetch_buffer])
 @pytest.mark.parametrize("names", ["handle", 3])
 def test_what_is_no_name_is_refused_with_what_gives_names(call: Callable[[Any], int], names: Any) -> None:

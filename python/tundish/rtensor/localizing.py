@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tundish._native import RTensor
-from tundish.errors import InvalidInputError
 from tundish.rtensor.backends import backend
 from tundish.rtensor.checks import check_names, check_seconds
 from tundish.rtensor.handle import handles_of
@@ -55,14 +54,10 @@ def localize(
     """
     timeout = check_seconds(timeout)
     handles = handles_of(obj)
+    rooms = None if out is None else rooms_of(out, handles)
     if not handles:
-        if out is not None and not isinstance(out, Tensor) and not len(out):
-            return obj
-        if out is not None:
-            raise InvalidInputError("there is no handle whose tensor `out` could receive")
         return obj
-    if out is not None:
-        rooms = rooms_of(out, handles)
+    if rooms is not None:
         _receive(handles, rooms, timeout)
         into = iter(rooms)
         return map_only(RTensor, lambda _: next(into), obj)
