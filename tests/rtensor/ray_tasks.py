@@ -144,6 +144,7 @@ def actors_consume_and_are_drained() -> None:
         for actor, role in zip(actors, ("actor", "ref"), strict=True)
     ]
     handles = rtensor.remotize([torch.ones(100_000), torch.ones(10)])
+    kept = handles[1].with_ref(handles[1].ref)
     with Controller([*workers, Worker(rtensor.serve().addr, "rollout")]) as controller:
         with controller.step(claim=handles):
             for _ in range(2):
@@ -155,6 +156,8 @@ def actors_consume_and_are_drained() -> None:
     assert handles[0].ref is None
     with pytest.raises(ShardGoneError, match="drained or removed"):
         rtensor.localize(handles)
+    # A handle that somebody keeps is a reference that Ray counts.
+    assert rtensor.localize(kept).sum() == 10
 
 
 def drained_objects_leave_rays_store() -> None:

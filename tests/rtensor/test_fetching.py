@@ -166,6 +166,18 @@ def test_what_was_removed_is_gone(processes: tuple[Peer, Peer]) -> None:
 
 
 @pytest.mark.usefixtures("way")
+def test_what_was_fetched_of_a_name_is_read_until_the_step_ends(processes: tuple[Peer, Peer]) -> None:
+    owner, _ = processes
+    with rtensor.step():
+        old = owner.call(told.store, "weights", 10)
+        assert int(rtensor.localize(old).sum()) == 70
+        owner.call(told.remove, ["weights"])
+        owner.call(told.store, "weights", 10, 8)
+        assert int(rtensor.localize(old).sum()) == 70
+    assert int(rtensor.localize(old).sum()) == 80
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     "declared", [torch.empty(10), torch.empty(11, dtype=torch.int64), torch.empty(2, 5, dtype=torch.int64)]
 )

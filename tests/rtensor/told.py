@@ -28,8 +28,8 @@ def remotize(obj: Any) -> Any:
     return rtensor.remotize(obj)
 
 
-def store(name: str, size: int) -> rtensor.RTensor:
-    return rtensor.store(name, torch.full((size,), 7, dtype=torch.int64))
+def store(name: str, size: int, value: int = 7) -> rtensor.RTensor:
+    return rtensor.store(name, torch.full((size,), value, dtype=torch.int64))
 
 
 def sums(handles: Any) -> list[int]:

@@ -133,6 +133,8 @@ def _says_use(values: Tensor, is_used: Tensor) -> bool:
 def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) -> RTensor:
     """Store a copy of `tensor` under a name; the handle that leads to it.
 
+    A name is not to be given anew within a step: see `remove`.
+
     Raises `InvalidInputError` where a shard of that name is there, and what `remotize` raises.
     """
     timeout = check_seconds(timeout)
@@ -164,7 +166,9 @@ def _check_name(shard_id: str) -> None:
 def remove(shard_ids: str | Iterable[str]) -> int:
     """Remove shards that this process stores, and what it fetched of them itself; how many there were.
 
-    Repetitions, and names of what is not here, count for nothing.
+    What others fetched stays with them until their step ends, or `clear_batches` drains it: of another tensor that is
+    stored under the name before that, they read the old one. Repetitions, and names of what is not here, count for
+    nothing.
     """
     names: Sequence[str] | Iterable[str] = [shard_ids] if isinstance(shard_ids, str) else shard_ids
     check_names(names, "remove")
