@@ -25,7 +25,11 @@ def test_all_processes_are_in_one_table(capsys: pytest.CaptureFixture[str], tmp_
         assert cli.main(["rtensor", "stats", owner.addr, guarded.addr]) == 1
         told_of = capsys.readouterr().out
         assert guarded.addr in told_of and "wants the token" in told_of and owner.addr in told_of
+        assert "put it into a file, and give that with --token-file" in told_of
         secret = tmp_path / "token"
+        secret.write_text("another\n")
+        assert cli.main(["rtensor", "stats", guarded.addr, "--token-file", str(secret)]) == 1
+        assert f"the one in {secret} (--token-file) is another" in capsys.readouterr().out
         secret.write_text("secret\n")
         words = ["rtensor", "stats", owner.addr, guarded.addr, "--token-file", str(secret)]
         assert cli.main(words) == 0

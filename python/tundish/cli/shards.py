@@ -67,7 +67,11 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
         if isinstance(answer, Exception) and not isinstance(answer, (TransferError, NotAuthorizedError)):
             raise answer
     told = {worker.addr: answer for worker, answer in zip(workers, answers, strict=True)}
-    failed = {addr: str(answer) for addr, answer in told.items() if isinstance(answer, Exception)}
+    failed = {
+        addr: f"{answer}{_about_token(options.token_file) if isinstance(answer, NotAuthorizedError) else ''}"
+        for addr, answer in told.items()
+        if isinstance(answer, Exception)
+    }
     found: dict[str, Any] = {}
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for addr, stats in told.items():
@@ -109,6 +113,13 @@ def _token(path: Path) -> str:
     except InvalidInputError as error:
         raise InvalidInputError(f"{path}: {error}") from error
     return token
+
+
+def _about_token(path: Path | None) -> str:
+    """What to do where a process wants another token, or one at all."""
+    if path is None:
+        return ": put it into a file, and give that with --token-file"
+    return f", and the one in {path} (--token-file) is another"
 
 
 def _row(addr: str, stats: dict[str, Any]) -> tuple[str, ...]:
