@@ -217,6 +217,16 @@ def test_pieces_without_tokens_leave_no_trace() -> None:
     assert item["cu_seqlens"].tolist() == [0, 1, 3]
 
 
+@pytest.mark.parametrize("give", [iter, tuple, np.array, lambda rows: (row for row in rows)])
+def test_rows_that_are_asked_for_together_may_come_as_any_iterable(give: Any) -> None:
+    class Given(BatchedRows):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return give(super().__getitems__(indices))
+
+    dataset = td.PackedDataset(Given([[1, 2], [3, 4], [5, 6]]), td.pack([2, 2, 2], 3))
+    assert [item["input_ids"].tolist() for item in dataset.__getitems__([0, 1])] == [[1, 2, 3], [4, 5, 6]]
+
+
 @pytest.mark.parametrize("rows_type", [Rows, BatchedRows])
 def test_a_batch_reads_each_sample_once(rows_type: type[Rows]) -> None:
     rows = rows_type(make_samples([25, 3, 4]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import tundish as td
@@ -29,10 +30,15 @@ def test_labels_of_another_length_are_refused_and_the_sample_named() -> None:
         ({"input_ids": [[1, 2]]}, "input_ids of sample 1 of dataset 0 must be one-dimensional"),
         ({"input_ids": [1, 2], "labels": [1.0, 2.0]}, "labels of sample 1 of dataset 0 must be integers"),
         ([[1], [2, 3]], "sample 1 of dataset 0 cannot be read"),
+        (torch.zeros(2, dtype=torch.int64, device="meta"), "sample 1 of dataset 0 cannot be read as an array of "
+         "token ids: it is a tensor on the meta device, which holds no values; make samples on the CPU"),
+        ({"input_ids": [1, 2], "labels": torch.zeros(2, device="meta")}, "labels of sample 1 of dataset 0 cannot be"),
+        (torch.ones(2).to_sparse(), "sample 1 of dataset 0 cannot be read as an array of token ids: can't convert"),
+        (torch.nested.nested_tensor([torch.ones(1)] * 2, layout=torch.jagged), "sample 1 of dataset 0 cannot be"),
         ("ab", "sample 1 of dataset 0 must be one-dimensional"),
         (None, "sample 1 of dataset 0 must be one-dimensional"),
     ],
-)
+)  # fmt: skip
 def test_samples_of_something_else_are_refused(row: Any, message: str) -> None:
     dataset = td.PackedDataset(Rows([[1, 2], row]), td.pack([2, 2], 4))
     with pytest.raises(InvalidTypeError, match=re.escape(message)):
@@ -47,7 +53,13 @@ def test_samples_of_something_else_are_refused(row: Any, message: str) -> None:
         ([Rows([[1]] * 3)] * 2, PlanMismatchError, "made for 1 dataset, and 2 datasets were given"),
         ({"train": [[1], [2], [3]]}, InvalidTypeError, "dataset 0 is of type dict"),
         ("samples", InvalidTypeError, "dataset 0 is of type str"),
-        (np.arange(3), InvalidTypeError, "dataset 0 is of type ndarray"),
+        (np.arange(3), InvalidTypeError, "dataset 0 is of type ndarray .* is one sample: .* is a list of it"),
+        (
+            torch.arange(3),
+            InvalidTypeError,
+            "dataset 0 is of type Tensor .* is one sample: .* is a list of it",
+        ),
+        ([Rows([[1]] * 3), np.arange(3)], InvalidTypeError, "dataset 1 is of type ndarray .* is one sample"),
         ((n for n in range(3)), InvalidTypeError, "dataset 0 is of type generator"),
         ([iter([[1]])], InvalidTypeError, "dataset 0 is of type list_iterator"),
         (None, InvalidTypeError, "dataset 0 is of type NoneType"),
@@ -93,6 +105,31 @@ def test_a_dataset_that_gives_too_few_rows_is_refused() -> None:
 
     with pytest.raises(InvalidTypeError, match="__getitems__ of dataset 0 gave 1 samples for 2 indices"):
         td.PackedDataset(Short([[1], [2]]), td.pack([1, 1], 2))[0]
+
+
+@pytest.mark.parametrize(
+    ("gives", "named"),
+    [(None, "NoneType"), (np.array(1), "ndarray"), ({"input_ids": [[1], [2]]}, "dict"), (2, "int")],
+)
+def test_what_is_no_list_of_rows_is_refused(gives: Any, named: str) -> None:
+    class Odd(BatchedRows):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return gives
+
+    with pytest.raises(
+        InvalidTypeError,
+        match=f"__getitems__ of dataset 0 gave something of type {named}: it is to give a list",
+    ):
+        td.PackedDataset(Odd([[1], [2]]), td.pack([1, 1], 2))[0]
+
+
+def test_an_error_of_a_sample_that_is_no_tensor_is_its_own() -> None:
+    class Lazy:
+        def __array__(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("the disk is gone")
+
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        td.PackedDataset(Rows([Lazy(), [2]]), td.pack([1, 1], 2))[0]
 
 
 def test_an_index_error_of_a_dataset_is_raised_and_ends_no_loop() -> None:
@@ -146,3 +183,21 @@ def test_tables_are_refused(package: str) -> None:
         td.PackedDataset(table, plan)
     column = table["input_ids"].to_pylist() if package == "pyarrow" else table["input_ids"].tolist()
     assert td.PackedDataset(column, plan)[0]["input_ids"].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("form", ["arrow", "polars"])
+def test_a_dataset_that_gives_tables_for_rows_is_refused(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = pytest.importorskip("datasets")
+    rows = hf.Dataset.from_dict({"input_ids": [[1, 2], [3, 4]]})
+    if form == "arrow":
+        tables = rows.with_format(form)
+    else:
+        # Without polars `with_format` refuses by itself.
+        tables = rows.with_format(None)
+        monkeypatch.setattr(tables, "_format_type", form)
+    plan = td.pack_datasets([[2, 2], [2, 2]], 4)
+    with pytest.raises(
+        InvalidTypeError, match=rf"dataset 1 is a Dataset with the format '{form}'.*with_format\(None"
+    ):
+        td.PackedDataset([rows, tables], plan)
+    assert td.PackedDataset([rows, tables.with_format(None)], plan)[1]["input_ids"].tolist() == [1, 2, 3, 4]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,12 +194,29 @@ class PackedDataset(Dataset[dict[str, Any]]):
         fetch_many = getattr(dataset, "__getitems__", None)
         if not fetch_many:
             return [as_sample(dataset[index], number, index) for index in wanted]
-        rows = fetch_many(wanted)
+        rows = self._rows(number, fetch_many(wanted))
         if len(rows) != len(wanted):
             raise InvalidTypeError(
                 f"__getitems__ of dataset {number} gave {len(rows)} samples for {len(wanted)} indices"
             )
         return [as_sample(row, number, index) for index, row in zip(wanted, rows, strict=True)]
+
+    @staticmethod
+    def _rows(number: int, rows: Any) -> list[Any]:
+        """What `__getitems__` of a dataset gave, which may come one by one."""
+        if isinstance(rows, list):
+            return rows
+        try:
+            # They are drawn below: what fails as they are made is the dataset's own to tell.
+            given = None if isinstance(rows, Mapping | str | bytes) else iter(rows)
+        except TypeError:
+            given = None
+        if given is None:
+            raise InvalidTypeError(
+                f"__getitems__ of dataset {number} gave something of type {type(rows).__name__}: it is to give a list "
+                "of the samples asked for, in their order"
+            )
+        return list(given)
 
     def _check_lengths(self, number: int, wanted: list[int], found: list[Sample], pieces: _Pieces) -> None:
         """Compare samples with the attached lengths."""

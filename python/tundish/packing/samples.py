@@ -108,9 +108,16 @@ def _as_token_array(value: Any, key: str | None, dataset: int, number: int) -> N
     """What a sample holds under `key`; what it is called is put together only where it is refused."""
     try:
         array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
+        # Of a tensor torch says so with any of these; what else fails at run time is the dataset's own to tell.
+        is_tensor = isinstance(value, torch.Tensor)
+        if isinstance(error, RuntimeError) and not is_tensor:
+            raise
+        reason = str(error)
+        if is_tensor and value.is_meta:
+            reason = "it is a tensor on the meta device, which holds no values; make samples on the CPU"
         raise InvalidTypeError(
-            f"{_name(key, dataset, number)} cannot be read as an array of token ids: {error}"
+            f"{_name(key, dataset, number)} cannot be read as an array of token ids: {reason}"
         ) from error
     if array.ndim != 1:
         raise InvalidTypeError(
@@ -147,8 +154,13 @@ def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSour
             f"are integers, and the first is of type {type(first).__name__}{entry}"
         )
     for number, dataset in enumerate(found):
+        if _is_row(dataset):
+            raise InvalidTypeError(
+                f"dataset {number} is of type {type(dataset).__name__} and has one dimension, which is one sample: a "
+                f"dataset of this sample alone is a list of it; several datasets are a list of datasets{hint}"
+            )
         usable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        if not usable or isinstance(dataset, Mapping | str | bytes) or _is_row(dataset):
+        if not usable or isinstance(dataset, Mapping | str | bytes):
             raise InvalidTypeError(
                 f"dataset {number} is of type {type(dataset).__name__}: a dataset has a length and gives "
                 f"samples by their numbers; several datasets are a list{hint}"
@@ -157,6 +169,11 @@ def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSour
             raise InvalidTypeError(
                 f"dataset {number} is a {type(dataset).__name__}, which gives columns by numbers or names, and no "
                 "samples: give a datasets.Dataset of it, or a list of its token ids"
+            )
+        if (form := _table_format(dataset)) is not None:
+            raise InvalidTypeError(
+                f"dataset {number} is a {type(dataset).__name__} with the format {form!r}, in which it gives tables "
+                "and no rows: pass dataset.with_format(None), or 'numpy' or 'torch'"
             )
     if len(found) != len(num_samples):
         raise PlanMismatchError(
@@ -170,6 +187,15 @@ def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSour
                 "pass the dataset that was planned, or plan this one"
             )
     return found
+
+
+def _table_format(dataset: Any) -> str | None:
+    """The format of a HF `Dataset` that gives tables for rows, of which it cannot even give several at once."""
+    if type(dataset).__module__.partition(".")[0] != "datasets":
+        return None
+    facts = getattr(dataset, "format", None)
+    form = facts.get("type") if isinstance(facts, Mapping) else None
+    return form if form in ("arrow", "polars") else None
 
 
 def _holds_samples(items: Sequence[Any], num_samples: tuple[int, ...]) -> bool:
