@@ -103,6 +103,72 @@ def test_what_is_no_batch_is_refused(items: Any, says: str) -> None:
     assert td.PackedCollator()([ITEM, ITEM])["input_ids"].tolist() == [[1, 1]]
 
 
+def item_of(**changed: Any) -> dict[str, Any]:
+    """A good item of two pieces and four tokens, but for what is changed."""
+    return {
+        "input_ids": torch.tensor([1, 2, 3, 4]),
+        "labels": torch.tensor([1, 2, 3, 4]),
+        "position_ids": torch.tensor([0, 0, 1, 2]),
+        "cu_seqlens": torch.tensor([0, 1, 4], dtype=torch.int32),
+        "max_seqlen": 3,
+        **changed,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "says"),
+    [
+        ({"labels": torch.ones(4, requires_grad=True)}, InvalidTypeError, "labels of dtype float32: .* integers"),
+        ({"input_ids": torch.ones(4, dtype=torch.bool)}, InvalidTypeError, "input_ids of dtype bool"),
+        ({"position_ids": torch.zeros(4, dtype=torch.uint64)}, InvalidTypeError, "position_ids of dtype uint64"),
+        ({"input_ids": torch.tensor([[1, 2, 3, 4]])}, InvalidTypeError, r"input_ids of shape \(1, 4\)"),
+        ({"labels": torch.ones((), dtype=torch.int64)}, InvalidTypeError, r"labels of shape \(\)"),
+        ({"cu_seqlens": torch.tensor([0, 4], device="meta")}, InvalidTypeError, "cu_seqlens on meta: .* the CPU"),
+        ({"labels": torch.arange(4).to_sparse()}, InvalidTypeError, "labels on sparse_coo: .* the CPU"),
+        ({"labels": torch.tensor([1, 2, 3])}, InvalidInputError, "4 input_ids but 3 labels"),
+        ({"position_ids": torch.arange(5)}, InvalidInputError, "4 input_ids but 5 position_ids"),
+        ({"cu_seqlens": torch.tensor([0, 1, 5])}, InvalidInputError, r"cu_seqlens \[0, 1, 5\], .* from 0 to 4"),
+        ({"cu_seqlens": torch.tensor([0, 1, 3])}, InvalidInputError, r"cu_seqlens \[0, 1, 3\]"),
+        ({"cu_seqlens": torch.tensor([1, 4])}, InvalidInputError, r"cu_seqlens \[1, 4\]"),
+        ({"cu_seqlens": torch.tensor([0, 4, 4])}, InvalidInputError, r"cu_seqlens \[0, 4, 4\]"),
+        ({"cu_seqlens": torch.tensor([0, 3, 1, 4])}, InvalidInputError, r"cu_seqlens \[0, 3, 1, 4\]"),
+        ({"cu_seqlens": torch.tensor([0, 2**32 + 4])}, InvalidInputError, r"cu_seqlens \[0, 4294967300\]"),
+        ({"cu_seqlens": torch.arange(99)}, InvalidInputError, r"cu_seqlens \[0, 1, 2, 3, …, 98\]"),
+        ({"cu_seqlens": torch.arange(0)}, InvalidInputError, r"cu_seqlens \[\]"),
+    ],
+)  # fmt: skip
+def test_an_item_whose_tensors_do_not_fit_is_named(
+    changed: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    collate = td.PackedCollator(return_flash_attn_kwargs=True, return_seq_idx=True)
+    with pytest.raises(kind, match=f"item 1 of the batch has .*{says}"):
+        collate([item_of(), item_of(**changed)])
+
+
+def test_a_batch_beyond_what_its_bounds_can_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The limit itself is 16 GiB of tokens.
+    monkeypatch.setattr("tundish.packing.collate._MOST_TOKENS", 8)
+    assert td.PackedCollator()([item_of()] * 2)["input_ids"].shape == (1, 8)
+    with pytest.raises(InvalidInputError, match=r"the batch has 12 tokens, .* end at 8"):
+        td.PackedCollator()([item_of()] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_integers_of_any_width_come_out_as_the_documented_dtypes(dtype: torch.dtype) -> None:
+    collate = td.PackedCollator(return_flash_attn_kwargs=True, return_seq_idx=True)
+    keys = ("input_ids", "labels", "position_ids", "cu_seqlens")
+    narrow = item_of(**{key: item_of()[key].to(dtype) for key in keys})
+    # Enough of them that their bounds are beyond a byte.
+    for first in (narrow, item_of()):
+        found, expected = collate([first] + [narrow] * 99), collate([item_of()] * 100)
+        for key, value in expected.items():
+            if isinstance(value, torch.Tensor):
+                assert found[key].dtype == value.dtype, key
+                assert torch.equal(found[key], value), key
+            else:
+                assert found[key] == value, key
+
+
 def test_items_stay_as_they_are() -> None:
     items = make_dataset(own_labels=False).__getitems__([0])
     before = items[0]["labels"].clone()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.packing.dataset import IGNORED_LABEL
@@ -19,6 +20,9 @@ __all__ = ["PackedCollator"]
 
 _TENSOR_KEYS = ("input_ids", "labels", "position_ids", "cu_seqlens")
 _ITEM_KEYS = (*_TENSOR_KEYS, "max_seqlen")
+# Where bounds of int32 end.
+_MOST_TOKENS = 2**31 - 1
+_INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 
 
 class PackedCollator:
@@ -57,28 +61,43 @@ class PackedCollator:
         """Give the model's arguments for a batch of items.
 
         Raises:
-            InvalidInputError: there are no items.
-            InvalidTypeError: an item does not come from a `PackedDataset`.
+            InvalidInputError: there are no items, or an item's labels, positions or bounds do not fit its tokens.
+            InvalidTypeError: an item does not come from a `PackedDataset`, or holds something else than
+                one-dimensional integers on the CPU.
         """
         _check(items)
         # What is small is done in numpy: an operation of torch takes several times as long to start, and some start
         # threads and wait for them.
-        bounds = [np.zeros(1, dtype=np.int32)]
+        bounds = [np.zeros(1, dtype=np.int64)]
         before = 0
-        for item in items:
-            bounds.append(item["cu_seqlens"].numpy()[1:] + np.int32(before))
-            before += len(item["input_ids"])
-        cu_seqlens = np.concatenate(bounds)
-        labels = torch.cat([item["labels"] for item in items])
+        for number, item in enumerate(items):
+            own = item["cu_seqlens"].numpy()
+            tokens = len(item["input_ids"])
+            if not len(own) or own[0] != 0 or own[-1] != tokens:
+                raise _misfit(own, tokens, number)
+            bounds.append(np.add(own[1:], before, dtype=np.int64))
+            before += tokens
+        joined = np.concatenate(bounds)
+        sizes = joined[1:] - joined[:-1]
+        # Of all items at once: of each it would take as long as all else that is looked at.
+        if (sizes <= 0).any():
+            raise _first_misfit(items)
+        if before > _MOST_TOKENS:
+            raise InvalidInputError(
+                f"the batch has {before} tokens, and the int32 bounds of its pieces end at {_MOST_TOKENS}"
+            )
+        cu_seqlens = joined.astype(np.int32)
+        # Integers of any width come in; of int64, as a PackedDataset gives, this makes no second copy.
+        labels = torch.cat([item["labels"] for item in items]).long()
         labels.numpy()[cu_seqlens[:-1]] = IGNORED_LABEL
         batch: dict[str, Any] = {
-            "input_ids": torch.cat([item["input_ids"] for item in items])[None],
+            "input_ids": torch.cat([item["input_ids"] for item in items]).long()[None],
             "labels": labels[None],
-            "position_ids": torch.cat([item["position_ids"] for item in items])[None],
+            "position_ids": torch.cat([item["position_ids"] for item in items]).long()[None],
         }
         if self.return_seq_idx:
             pieces = np.arange(len(cu_seqlens) - 1, dtype=np.int32)
-            batch["seq_idx"] = torch.from_numpy(pieces.repeat(np.diff(cu_seqlens)))[None]
+            batch["seq_idx"] = torch.from_numpy(pieces.repeat(sizes))[None]
         if self.return_flash_attn_kwargs:
             longest = max(item["max_seqlen"] for item in items)
             batch |= {
@@ -106,8 +125,49 @@ def _check(items: Any) -> None:
         elif others := [key for key in _TENSOR_KEYS if not isinstance(item[key], torch.Tensor)]:
             wrong = f"has no tensor as its {', '.join(others)}"
         else:
+            _check_tensors(item, number)
             continue
         raise InvalidTypeError(
             f"item {number} of the batch {wrong}: PackedCollator takes whole items of a PackedDataset. (The Trainer of "
             "transformers takes out what the model's forward does not name: give it remove_unused_columns=False)"
         )
+
+
+def _check_tensors(item: Mapping[str, Any], number: int) -> None:
+    """Refuse tensors that do not fit together, which somebody made or changed after the `PackedDataset`."""
+    for key in _TENSOR_KEYS:
+        tensor = item[key]
+        is_dense = tensor.layout is torch.strided
+        if tensor.dtype in _INTEGERS and tensor.ndim == 1 and is_dense and tensor.is_cpu:
+            continue
+        if tensor.dtype not in _INTEGERS:
+            wrong = f"of dtype {str(tensor.dtype).removeprefix('torch.')}: they are integers"
+        elif tensor.ndim != 1:
+            wrong = f"of shape {tuple(tensor.shape)}: items are collated one by one, and have one dimension"
+        else:
+            place = tensor.device if is_dense else str(tensor.layout).removeprefix("torch.")
+            wrong = (
+                f"on {place}: batches are made of dense tensors on the CPU, and sent to a device afterwards"
+            )
+        raise InvalidTypeError(f"item {number} of the batch has {key} {wrong}")
+    shape = item["input_ids"].shape
+    for key in ("labels", "position_ids"):
+        if item[key].shape != shape:
+            raise InvalidInputError(
+                f"item {number} of the batch has {shape[0]} input_ids but {len(item[key])} {key}: they must be as many"
+            )
+
+
+def _first_misfit(items: Sequence[Mapping[str, Any]]) -> InvalidInputError:
+    """What is wrong with the first item whose bounds do not rise."""
+    bounds = [item["cu_seqlens"].numpy() for item in items]
+    number = next(number for number, own in enumerate(bounds) if (own[1:] <= own[:-1]).any())
+    return _misfit(bounds[number], len(items[number]["input_ids"]), number)
+
+
+def _misfit(bounds: NDArray[Any], tokens: int, number: int) -> InvalidInputError:
+    few = bounds.tolist() if len(bounds) <= 8 else [*bounds[:4].tolist(), "…", int(bounds[-1])]
+    return InvalidInputError(
+        f"item {number} of the batch has the cu_seqlens [{', '.join(map(str, few))}], which are no bounds of pieces "
+        f"of {tokens} tokens: those rise from 0 to {tokens}"
+    )
