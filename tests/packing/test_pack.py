@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import date
+from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -156,7 +158,23 @@ def test_arrays_are_not_copied() -> None:
         (np.array([2**63], dtype=np.uint64), InvalidInputError, "sample 0"),
         (np.ma.masked_array([1, 2], mask=[0, 1]), InvalidTypeError, "masked"),
         (pa.array([1, None]), InvalidTypeError, "nulls"),
-        (pa.array(["a"]), InvalidTypeError, "lengths"),
+        (
+            pa.array(["a"]),
+            InvalidTypeError,
+            "lengths must be an array of integers, and is a pyarrow StringArray of string; conv",
+        ),
+        (pa.chunked_array([["a"], ["b"]]), InvalidTypeError, "is a pyarrow StringArray of string"),
+        (pa.chunked_array([], pa.string()), InvalidTypeError, "is a pyarrow StringArray of string"),
+        (
+            pa.array([[5, 2], [8]]),
+            InvalidTypeError,
+            "ListArray of list.*; if these are tokens, .*list_value_length of them",
+        ),
+        (pa.array([date(2020, 1, 1)]), InvalidTypeError, "of date32.*; convert it first"),
+        (pa.array([Decimal(3)]), InvalidTypeError, "of decimal128.*; convert it first"),
+        (pa.array([True]), InvalidTypeError, "of bool"),
+        (pa.Tensor.from_numpy(np.arange(3)), InvalidTypeError, "is a pyarrow Tensor of int64; convert it"),
+        (pa.array([1.0]), InvalidTypeError, "float64"),
         (torch.tensor([1.0]), InvalidTypeError, "float32"),
         (torch.tensor([1.0], dtype=torch.bfloat16), InvalidTypeError, "lengths"),
         (iter([1, 2]), InvalidTypeError, "list_iterator"),
@@ -182,6 +200,12 @@ def test_bad_lengths_are_refused(lengths: object, error: type[Exception], says: 
         ({"threads": 0}, InvalidInputError, "threads"),
         ({"threads": "2"}, InvalidTypeError, "threads"),
         ({"mode": "soft"}, InvalidInputError, "'hard'"),
+        (
+            {"mode": np.array(["hard", "soft"])},
+            InvalidTypeError,
+            "mode must be the name of one, 'hard', not array",
+        ),
+        ({"mode": None}, InvalidTypeError, "mode .* not None"),
         ({"drop_last": 1}, InvalidTypeError, "drop_last"),
         ({"order": [0, 1, 3]}, InvalidInputError, r"order\[2\] is 3"),
         ({"order": [-1]}, InvalidInputError, r"order\[0\] is -1"),
@@ -189,6 +213,13 @@ def test_bad_lengths_are_refused(lengths: object, error: type[Exception], says: 
         ({"order": [0.0]}, InvalidTypeError, "order"),
         ({"order": np.broadcast_to(np.int64(0), 2**40)}, InvalidInputError, "for 3 samples"),
         ({"share": "no", "cache_dir": "x"}, InvalidTypeError, "share"),
+        (
+            {"share": np.array([1, 2])},
+            InvalidTypeError,
+            r"share must be True or False, not array\(\[1, 2\]\)",
+        ),
+        ({"share": torch.tensor([1, 2])}, InvalidTypeError, "share must be True or False, not tensor"),
+        ({"share": 0}, InvalidTypeError, "share must be True or False, not 0"),
         ({"order": np.array([2**64 - 1], dtype=np.uint64)}, InvalidInputError, r"order\[0\]"),
         ({"out": "a", "cache_dir": "b"}, InvalidInputError, "not both"),
         ({"group": object()}, InvalidInputError, "share"),

@@ -50,8 +50,12 @@ def test_getitem(plan: td.PackPlan) -> None:
     for bad in (len(plan), -len(plan) - 1):
         with pytest.raises(IndexError, match=str(len(plan))):
             plan[bad]
-    with pytest.raises(TypeError):
-        plan["0"]
+    with pytest.raises(InvalidTypeError, match="by its number, got '0'"):
+        plan["0"]  # type: ignore[call-overload]
+    with pytest.raises(InvalidTypeError, match=r"a slice of integers, got slice\('a', None, None\)"):
+        plan["a":]  # type: ignore[misc]
+    with pytest.raises(InvalidInputError, match=r"whose step is not 0, got slice\(None, None, 0\)"):
+        plan[::0]
 
 
 def test_lookup_is_many_getitems(plan: td.PackPlan) -> None:

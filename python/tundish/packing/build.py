@@ -96,7 +96,8 @@ def pack(
         a node. Too few tokens for a pack, or no samples at all, give the empty plan.
 
     Raises:
-        InvalidTypeError: lengths, order, max_length, seed or threads are no integers.
+        InvalidTypeError: lengths, order, max_length, seed or threads are no integers, or another argument is of a type
+            that it cannot be.
         InvalidInputError: a negative length, a total of 2**63 tokens or more, a bad order, an argument out of
             range, a plan larger than memory.
         AlreadyExistsError: `out`, or the plan's place in `cache_dir`, holds something else than this plan.
@@ -185,6 +186,8 @@ def _job(
     global_pack: Any,
     threads: Any,
 ) -> _native.Job:
+    if not isinstance(mode, str):
+        raise InvalidTypeError(f"mode must be the name of one, {', '.join(map(repr, MODES))}, not {mode!r}")
     if mode not in MODES:
         raise InvalidInputError(f"mode is {mode!r}; the modes are {', '.join(map(repr, MODES))}")
     for name, flag in (("drop_last", drop_last), ("global_pack", global_pack)):
@@ -212,6 +215,15 @@ class _Place:
     progress: bool | None
 
     @property
+    def is_collective(self) -> bool:
+        """Whether other ranks may wait for this one, also where `check` refuses what was given as `share`."""
+        try:
+            return bool(self.share)
+        except (ValueError, RuntimeError, TypeError):
+            # Arrays and tensors of several entries are neither true nor false.
+            return True
+
+    @property
     def is_memory(self) -> bool:
         return self.out is None and self.cache_dir is None
 
@@ -235,7 +247,7 @@ class _Place:
 
 
 def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
-    if place.share:
+    if place.is_collective:
         return _shared(checked, place)
     with ProgressLine("pack", place.progress) as line:
         place.check()

@@ -140,7 +140,14 @@ def _from_arrow(values: Any, name: str) -> Any:
     try:
         return values.to_numpy(zero_copy_only=True) if hasattr(values, "to_numpy") else values
     except (TypeError, ValueError) as error:
-        raise InvalidTypeError(f"{name} is a pyarrow object that is no array of integers: {error}") from error
+        # pyarrow tells of a copy, which integers without nulls never need.
+        kind = str(getattr(values, "type", "unknown type"))
+        hint = "convert it first"
+        if "list" in kind.partition("<")[0]:
+            hint = "if these are tokens, their numbers are pyarrow.compute.list_value_length of them"
+        raise InvalidTypeError(
+            f"{name} must be an array of integers, and is a pyarrow {type(values).__name__} of {kind}; {hint}"
+        ) from error
 
 
 def as_length_columns(lengths: Any, *, single: bool) -> list[IntegerArray]:

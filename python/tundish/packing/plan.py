@@ -205,10 +205,19 @@ class PackPlan:
 
         Raises:
             NoSuchPackError: there is no such pack (an `IndexError`).
-            InvalidTypeError: the index is neither an integer nor a slice.
+            InvalidTypeError: the index is neither an integer nor a slice of integers.
+            InvalidInputError: the step of a slice is 0.
         """
         if isinstance(index, slice):
-            return list(self.lookup(np.arange(*index.indices(len(self)), dtype=np.int64)))
+            try:
+                start, stop, step = index.indices(len(self))
+            except TypeError:
+                raise InvalidTypeError(f"packs are asked for by a slice of integers, got {index!r}") from None
+            except ValueError:
+                raise InvalidInputError(
+                    f"packs are asked for by a slice whose step is not 0, got {index!r}"
+                ) from None
+            return list(self.lookup(np.arange(start, stop, step, dtype=np.int64)))
         try:
             asked = operator.index(index)
         except TypeError:
