@@ -71,8 +71,9 @@ def pack(
     Args:
         lengths: tokens of each sample, shape (n,): a numpy array of any integer dtype (strided and
             memory-mapped ones too), a torch tensor, a pyarrow array, or a sequence. Read without a
-            copy where it is an array, and kept, so that every `Piece.stop` of the plan is known.
-            Nobody may write to it meanwhile.
+            copy where it is an array, and kept, so that every `Piece.stop` of the plan is known. With the plan they
+            are pickled in full, to every spawned worker, unless they are of `tundish.shm.node_shared` or mapped whole
+            from a file. Nobody may write to it meanwhile.
         max_length: tokens a pack, at least 1.
         mode: "hard".
         seed: 0 … 2**32 - 1 to shuffle the samples exactly as
@@ -92,8 +93,9 @@ def pack(
         progress: show progress; by default on a terminal.
 
     Returns:
-        The plan, mapped from its files with `out` or `cache_dir`, else in memory; with `share` there is one copy of it
-        a node. Too few tokens for a pack, or no samples at all, give the empty plan.
+        The plan, mapped from its files with `out` or `cache_dir`, else in memory; with `share` there is one copy of its
+        arrays a node, but not of the lengths that it keeps (see there). Too few tokens for a pack, or no samples at
+        all, give the empty plan.
 
     Raises:
         InvalidTypeError: lengths, order, max_length, seed or threads are no integers, or another argument is of a type
