@@ -364,6 +364,19 @@ def test_version() -> None:
     assert (run.returncode, run.stdout) == (0, f"tundish {td.__version__}\n")
 
 
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["pack", "--help"], ["plan", "show", "--help"]])
+def test_help_and_version_are_text_beside_json_too(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the guide says: they are for people, and end the command before it does anything."""
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(("usage: tundish", f"tundish {td.__version__}"))
+    for asked in ([*words, "--json"], [*words[:-1], "--json", words[-1]]):
+        assert cli.main(asked) == 0
+        assert capsys.readouterr().out == text
+
+
 def test_the_command_is_installed() -> None:
     installed = Path(sys.executable).with_name("tundish")
     run = subprocess.run([installed, "--version"], capture_output=True, text=True, check=True)

@@ -2,8 +2,8 @@
 
 Owns the exit codes and what is printed of an error. What always holds: results go to standard
 output and everything else to standard error; with `--json` standard output is exactly one JSON object, also
-when the command fails; an error that the user can mend is one line without a traceback, and a bug keeps its
-traceback.
+when the command fails, except for the texts of `--help` and `--version`; an error that the user can
+mend is one line without a traceback, and a bug keeps its traceback.
 """
 
 from __future__ import annotations
