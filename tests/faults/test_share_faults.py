@@ -19,7 +19,7 @@ LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)
 
 def share(folder: Path, **options: object) -> td.PackPlan:
     options = {"lengths": LENGTHS, "max_length": 256, "seed": 4, "cache_dir": folder / "cache", **options}
-    return td.pack(share=True, **{"progress": False, **options})  # type: ignore[arg-type]
+    return td.pack(**{"share": True, "progress": False, **options})  # type: ignore[arg-type]
 
 
 def good_and_bad_calls(rank: int, line: Line) -> None:
@@ -29,6 +29,7 @@ def good_and_bad_calls(rank: int, line: Line) -> None:
     line.say(*outcome(lambda: share(folder, lengths=LENGTHS if rank else -LENGTHS)))
     line.say(*outcome(lambda: share(folder, order=[0.5] if rank == 1 else None)))
     line.say(*outcome(lambda: share(folder, progress="yes" if rank == 1 else None)))
+    line.say(*outcome(lambda: share(folder, share=np.array([1, 2]) if rank == 1 else True)))
     line.say(*outcome(lambda: share(folder, seed=5 + rank)))
     for seed in (7, 8):
         share(folder, seed=seed)
@@ -64,6 +65,7 @@ def test_all_ranks_map_one_plan_or_raise_one_error(tmp_path: Path) -> None:
         refused(["InvalidInputError", peer, peer], "negative length")
         refused([peer, "InvalidTypeError", peer], "order")
         refused([peer, "InvalidTypeError", peer], "progress")
+        refused([peer, "InvalidTypeError", peer], "share must be True or False")
         for _ in ("none of the plans is there", "all of them are"):
             refused([peer, peer, peer], "same arguments")
         refused([peer, mismatch, mismatch], "same arguments")
