@@ -13,6 +13,7 @@ import torch
 
 import tundish as td
 from peers import Peer
+from tundish import rtensor
 from tundish._native import ShardStore
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, TundishError
 from tundish.rtensor import Controller, Worker, localize, remotize
@@ -38,6 +39,8 @@ def test_a_controller_takes_workers_and_a_token() -> None:
     for worker in ("127.0.0.1:1", 3, (), None):
         with pytest.raises(InvalidTypeError, match="is no worker"):
             Controller([worker])  # type: ignore[list-item]
+    with pytest.raises(InvalidTypeError, match="workers is a NoneType"):
+        Controller(None)  # type: ignore[arg-type]
     with Controller([], timeout=1e300) as controller, controller.step():
         pass
 
@@ -66,6 +69,15 @@ def takers_of_claims(controller: Controller) -> list[Callable[[Any], Any]]:
         lambda claim: td.rtensor.step(claim=claim).__enter__(),
         td.rtensor.keep,
     ]
+
+
+def test_a_handle_is_made_of_a_shard_and_a_tensor() -> None:
+    data = torch.empty(3, device="meta")
+    for shard in (("name", "a:1"), None, rtensor.TensorShardInfo(b"name", "a:1")):  # type: ignore[arg-type]
+        with pytest.raises(InvalidTypeError, match="has to be a TensorShardInfo"):
+            rtensor.RTensor(shard, data)  # type: ignore[arg-type]
+    with pytest.raises(InvalidTypeError, match="data is a int, and has to be a tensor"):
+        rtensor.RTensor(rtensor.TensorShardInfo("name", "a:1"), 3)  # type: ignore[arg-type]
 
 
 def test_names_in_place_of_handles_are_refused() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 from tundish._native import ShardStore, shard_ids
-from tundish.errors import InvalidInputError
+from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.rtensor.answers import (
     Drained,
     by_address,
@@ -92,6 +92,10 @@ class Controller:
         What could not be drained of others is let go: those processes are gone.
         """
         self._check_open()
+        if not isinstance(workers, Iterable):
+            raise InvalidTypeError(
+                f"workers is a {type(workers).__qualname__}: give a list of Worker(addr, role, rank)"
+            )
         given = list(workers)
         new: list[Worker] = []
 
