@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+import tracemalloc
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -138,6 +139,28 @@ def test_stats_add_up(lengths: list[int], max_length: int, drop_last: bool, seed
     assert stats["max_pieces_per_pack"] == max(counts, default=0)
     assert stats["pieces_per_pack"] == (sum(counts) / len(counts) if counts else 0)
     assert stats["longest"] == max((p.stop - p.start for pack in plan for p in pack.pieces), default=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 30), max_size=12), min_size=1, max_size=6), st.integers(1, 40))
+def test_stats_of_datasets_are_those_of_each(datasets: list[list[int]], max_length: int) -> None:
+    stats = td.pack_datasets(datasets, max_length).stats()
+    alone = [td.pack(lengths, max_length).stats() for lengths in datasets]
+    for key in ("packs", "pieces", "samples", "samples_cut", "tokens", "tokens_packed", "tokens_dropped"):
+        assert stats[key] == sum(each[key] for each in alone), key
+
+
+def test_stats_take_no_memory_for_each_pack() -> None:
+    # Two datasets, each with a tail: where it begins is looked up in a column of eight million packs.
+    plan = td.pack_datasets([[7 * 4_000_000 + 3]] * 2, 7)
+    tracemalloc.start()
+    try:
+        stats = plan.stats()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert stats["packs"] == 8_000_000 and stats["tokens_dropped"] == 6
+    assert most < 2 * len(plan), "less than half of one column"
 
 
 @settings(max_examples=150, deadline=None)

@@ -62,13 +62,10 @@ def _steps(total: int) -> Iterator[tuple[int, int]]:
 
 def _cut_by_tails(plan: PackPlan, tail_starts: list[int]) -> int:
     """Samples whose end is dropped and that no pack's start has counted as cut."""
-    count = 0
-    for stream, tail_start in enumerate(tail_starts):
-        if tail_start == 0:
-            continue
-        # The last pack of the stream ends inside the sample; it was counted if that pack began inside it too.
-        last = int(np.searchsorted(plan.dataset_id, stream, side="right")) - 1
-        before = int(plan.indices_cu_len[last - 1]) if last > 0 else 0
-        alone = int(plan.indices_cu_len[last]) - before == 1
-        count += not (alone and plan.start_offset[last] > 0)
-    return count
+    # Of the column's own type: for any other numpy would convert the whole column before it looks.
+    streams = np.flatnonzero(tail_starts).astype(plan.dataset_id.dtype)
+    # The last pack of each stream ends inside the sample; it was counted if that pack began inside it too.
+    last = np.searchsorted(plan.dataset_id, streams, side="right") - 1
+    before = np.where(last > 0, plan.indices_cu_len[last - 1], 0)
+    alone = plan.indices_cu_len[last] - before == 1
+    return int((~(alone & (plan.start_offset[last] > 0))).sum())
