@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tundish as td
-from tundish.errors import InvalidInputError, StorageError
+from tundish.errors import AlreadyExistsError, InvalidInputError, StorageError
 
 SAMPLES = 3_000_000
 BUILD = """
@@ -201,18 +203,109 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True, timeout=30)
 
 
-def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("disk_options", "options"),
+    [
+        # Of an order that leaves out half of the samples nobody knows before that it names the longest.
+        ("size=2m", {"order": np.arange(250_000)}),
+        # It cannot have as many files.
+        ("size=64m,nr_inodes=7", {}),
+    ],
+    ids=["few bytes", "few files"],
+)
+def test_a_full_disk_is_an_error_and_leaves_nothing(
+    disk_options: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     lengths = np.full(500_000, 300)
-    with small_disk(tmp_path / "disk", "size=2m") as disk:
+    plan = td.pack(lengths, 512, **options)
+    with small_disk(tmp_path / "disk", disk_options) as disk:
         for write in (
-            lambda: td.pack(lengths, 512, out=disk / "plan"),
-            lambda: td.pack(lengths, 512).save(disk / "plan"),
-            lambda: td.pack(lengths, 512, cache_dir=disk),
+            lambda: td.pack(lengths, 512, out=disk / "plan", **options),
+            lambda: plan.save(disk / "plan"),
+            lambda: td.pack(lengths, 512, cache_dir=disk, **options),
         ):
             with pytest.raises(StorageError, match="plan") as caught:
                 write()
             assert caught.value.errno == 28
             assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"seed": 1}, {"drop_last": False}, {"order": np.arange(10_000, 1_000_000)}],
+    ids=["in order", "shuffled", "with the tail", "in a given order"],
+)
+def test_a_plan_of_short_samples_is_refused_for_its_pieces(options: dict[str, Any], tmp_path: Path) -> None:
+    """Its packs would fit the disk; it is its pieces that do not."""
+    lengths = np.ones(1_000_000, np.int32)
+    plan = td.pack(lengths, 4096, **options)
+    with small_disk(tmp_path / "disk", "size=2m") as disk:
+        before = disk.stat().st_mtime_ns
+        for write in (
+            lambda: td.pack(lengths, 4096, out=disk / "plan", **options),
+            lambda: plan.save(disk / "plan"),
+            lambda: td.pack(lengths, 4096, cache_dir=disk, **options),
+        ):
+            with pytest.raises(
+                StorageError, match=r"takes \d+ bytes or more .* has \d+ bytes free"
+            ) as caught:
+                write()
+            assert caught.value.errno == 28
+            needed, free = re.search(r"takes (\d+) .* has (\d+) bytes free", str(caught.value)).groups()
+            assert 0.95 * 4 * len(plan.indices) < int(needed) <= files_bytes(plan, tmp_path)
+            assert 1 << 20 < int(free) <= 2 << 20
+            assert disk.stat().st_mtime_ns == before, "nothing was ever made in it"
+
+
+def files_bytes(plan: td.PackPlan, folder: Path) -> int:
+    if not (folder / "elsewhere").exists():
+        plan.save(folder / "elsewhere")
+    return sum(file.stat().st_size for file in (folder / "elsewhere").iterdir())
+
+
+def test_save_knows_to_the_byte_what_it_takes(tmp_path: Path) -> None:
+    plan = td.pack(np.ones(1_000_000, np.int32), 4096)
+    with small_disk(tmp_path / "disk", "size=2m") as disk, pytest.raises(StorageError) as caught:
+        plan.save(disk / "plan")
+    assert f"takes {files_bytes(plan, tmp_path)} bytes" in str(caught.value)
+
+
+# The kernel ends it, as a kill would, at the byte where a file becomes too large.
+KILLED_WRITER = """
+import resource, signal, sys, numpy as np, tundish as td
+plan = td.pack(np.ones(300_000, np.int32), 64)
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_150_000, 1_150_000))
+plan.save(sys.argv[1] + "/plan")
+"""
+
+
+def test_what_a_killed_writer_left_makes_room(tmp_path: Path) -> None:
+    """A plan is not refused for lack of room that the writing of it would make."""
+    plan = td.pack(np.ones(300_000, np.int32), 64)
+    with small_disk(tmp_path / "disk", "size=2m") as disk:
+        writer = subprocess.run(
+            [sys.executable, "-c", KILLED_WRITER, str(disk)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert writer.returncode == -signal.SIGXFSZ, writer.stderr
+        (leftover,) = disk.iterdir()
+        assert sum(file.stat().st_size for file in leftover.iterdir()) > 1 << 20
+        plan.save(disk / "plan")
+        assert [path.name for path in disk.iterdir()] == ["plan"]
+
+
+def test_a_plan_that_is_there_is_saved_again_without_room(tmp_path: Path) -> None:
+    plan = td.pack(np.ones(300_000, np.int32), 64)
+    with small_disk(tmp_path / "disk", "size=2m") as disk:
+        plan.save(disk / "plan")
+        plan.save(disk / "plan")
+        with pytest.raises(AlreadyExistsError):
+            td.pack(np.ones(300_000, np.int32), 32).save(disk / "plan")
 
 
 def test_a_plan_that_the_disk_has_no_room_for_is_refused_before_any_work(tmp_path: Path) -> None:

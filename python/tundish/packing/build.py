@@ -105,8 +105,8 @@ def pack(
         AlreadyExistsError: `out`, or the plan's place in `cache_dir`, holds something else than this plan.
         PlanFormatError: the plan that lies there is damaged; the message names the file.
         NotFoundError: the parent of `out` does not exist, or the plan that lies there lacks a file.
-        StorageError: the file system refused, or has less room than the plan takes, which is seen before any work
-            where no sample is left out.
+        StorageError: the file system refused, or has less room than the plan takes: before any work, where it has
+            not even that of the packs and pieces that the lengths make in whatever order, and else as it is written.
         PeerFailedError: with `share`, another rank failed, and the message carries its error; or ranks ask for
             different plans.
         KeyboardInterrupt: on Ctrl-C, within 100 ms; nothing half-written stays.

@@ -322,7 +322,8 @@ class PackPlan:
         Raises:
             AlreadyExistsError: something else is there.
             NotFoundError: the parent folder does not exist.
-            StorageError: the file system refused (read-only, full).
+            StorageError: the file system refused (read-only, full); too little room is seen before anything is
+                written.
         """
         from tundish.progress import ProgressLine
 

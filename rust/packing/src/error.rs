@@ -65,7 +65,7 @@ pub enum PackError {
     },
     /// More bytes than the file system has left.
     #[error(
-        "the plan takes {needed} bytes or more ({packs} packs), and the file system of {} has {free} bytes free; raise max_length, or write it elsewhere",
+        "the plan takes {needed} bytes or more ({packs} packs, {pieces} pieces), and the file system of {} has {free} bytes free; make room, write it elsewhere, or raise max_length",
         path.display()
     )]
     NoRoom {
@@ -73,8 +73,10 @@ pub enum PackError {
         path: PathBuf,
         /// Bytes of its files at least.
         needed: u128,
-        /// Packs of the plan.
+        /// Packs of the plan at least.
         packs: u64,
+        /// Pieces of the plan at least.
+        pieces: u64,
         /// Bytes that are free.
         free: u64,
     },

@@ -25,6 +25,7 @@ use crate::mapping::MappedColumn;
 use crate::memory;
 use crate::npy::{self, HEADER_BYTES, Layout};
 use crate::plan::{FORMAT_VERSION, Facts, Field, Views};
+use crate::room;
 use crate::sink::{Columns, Room, Sink};
 use crate::watch::{Lookout, Watch};
 
@@ -210,9 +211,12 @@ impl<C: Cell> Sink<C> for FileSink<C> {
 /// Write a plan to a folder that is published when it is complete and durable.
 ///
 /// # Errors
-/// `PackError::Commit` when the folder cannot be written or `target` is taken.
+/// `NoRoom`, before anything is written; `PackError::Commit` when the folder cannot be written or `target` is taken.
 pub fn save(views: &Views<'_>, facts: &Facts, target: &Path, watch: &mut dyn Watch) -> Result<(), PackError> {
     let wide = Field::ALL.map(|field| views.column(field).kind() == IntegerKind::I64);
+    let (packs, pieces) = (views.packs() as u64, views.column(Field::Indices).len() as u64);
+    let needed = room::bytes_of_columns(packs, pieces, wide) + facts_text(facts)?.len() as u128;
+    room::check(target, needed, packs, pieces)?;
     let mut writer = Writer::create(target, wide)?;
     match append_all(&mut writer, views, watch) {
         Ok(()) => writer.publish(facts, watch),

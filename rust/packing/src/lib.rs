@@ -27,6 +27,7 @@ mod npy;
 mod ordered;
 pub mod plan;
 mod processor;
+mod room;
 pub mod sample_index;
 pub mod shuffle;
 mod sink;

@@ -357,8 +357,10 @@ fn a_plan_that_no_disk_has_room_for_is_refused_before_it_is_made() {
     };
     let target = folder.path().join("plan");
     match Prepared::new(request, &mut Silent).unwrap().write(&target, &mut Silent) {
-        Err(PackError::NoRoom { path, needed, packs, .. }) => {
-            assert_eq!((path, needed, packs), (target, 24 << 60, 1 << 60));
+        Err(PackError::NoRoom { path, needed, packs, pieces, .. }) => {
+            // With the headers of six files.
+            assert_eq!((path, needed), (target, (24 << 60) + 6 * 128));
+            assert_eq!((packs, pieces), (1 << 60, 1 << 60));
         }
         other => panic!("{other:?}"),
     }

@@ -17,6 +17,7 @@
 
 mod chunk;
 mod kernel;
+mod least;
 mod marks;
 mod order;
 mod parallel;
@@ -31,7 +32,7 @@ use crate::error::PackError;
 use crate::fingerprint::{ColumnHash, Fingerprint, LEAF, ParameterHash};
 use crate::folder::FileSink;
 use crate::integers::{Integers, Word};
-use crate::plan::{FORMAT_VERSION, Facts, Field, OrderKind, Plan};
+use crate::plan::{FORMAT_VERSION, Facts, OrderKind, Plan};
 use crate::shuffle::RandomState;
 use crate::sink::{Measure, MemorySink, Sink};
 use crate::watch::{Lookout, Watch};
@@ -228,30 +229,12 @@ impl<'a> Prepared<'a> {
         }
     }
 
-    /// Refuse a plan that the file system has no room for, where so much is known before any work.
-    fn check_room(&self, target: &Path) -> Result<(), PackError> {
-        // An order that leaves samples out makes fewer packs, which only the computation counts.
-        let samples = self.streams.iter().map(Dataset::len).sum::<usize>();
-        if matches!(self.request.order, OrderSource::Given(order) if order.len() < samples) {
-            return Ok(());
-        }
-        // Every pack has a piece, and every entry takes four bytes or more.
-        let (packs, _) = self.bounds();
-        let needed = u128::from(packs) * 4 * Field::ALL.len() as u128;
-        match tundish_commit::free_space(target)? {
-            Some(free) if u128::from(free) < needed => {
-                Err(PackError::NoRoom { path: target.to_owned(), needed, packs, free })
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// Compute the plan straight into a folder that is published when it is complete and durable.
     ///
     /// # Errors
-    /// As `pack`; `PackError::Commit` when the folder cannot be written or `target` is taken.
+    /// As `pack`; `NoRoom`, before any work; `PackError::Commit` when the folder cannot be written or `target` is taken.
     pub fn write(&self, target: &Path, watch: &mut dyn Watch) -> Result<Facts, PackError> {
-        self.check_room(target)?;
+        self.check_room(target, watch)?;
         if self.is_narrow() {
             // A bad order is refused before anything is written.
             if let (OrderSource::Given(order), [stream]) = (self.request.order, &self.streams[..]) {
