@@ -428,6 +428,35 @@ def test_a_closed_standard_output_is_exit_3(yard: Path) -> None:
     assert run.stderr.startswith("tundish: standard output: ") and run.stderr.count("\n") == 1
 
 
+def test_running_out_of_memory_is_exit_3(tmp_path: Path) -> None:
+    # A file of nothing but zeros takes no room; the order of its samples takes 400 MB of memory.
+    np.lib.format.open_memmap(tmp_path / "lengths.npy", "w+", np.int16, (100_000_000,)).flush()
+    command = [
+        *COMMAND,
+        "pack",
+        "lengths.npy",
+        "--max-length",
+        "4096",
+        "--seed",
+        "0",
+        "--out",
+        "plan",
+        "--threads",
+        "1",
+    ]
+    run = subprocess.run(
+        ["sh", "-c", 'ulimit -v 500000; exec "$@"', "sh", *command],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (run.returncode, run.stderr) == (3, "tundish: cannot allocate 400000000 bytes of memory\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["lengths.npy"]
+
+
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Enough to work on that a signal arrives in the middle of it.

@@ -444,3 +444,43 @@ def test_bad_input_leaves_no_folder(tmp_path: Path) -> None:
         with pytest.raises(InvalidInputError):
             td.pack([5, 5], 2, cache_dir=tmp_path, **arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+# In a process of its own, which gets no more than it has and `room` bytes from there on.
+STARVED = """
+import re, resource, sys, numpy as np, tundish as td
+from tundish.errors import OutOfMemoryError
+ones = np.ones(20_000_000, np.int8)
+plan = td.pack(ones, 1, threads=1)
+size = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (size + (16 << 20), resource.RLIM_INFINITY))
+try:
+    eval(sys.argv[1])
+except OutOfMemoryError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        ("td.pack(ones, 1, threads=1)", "out= or cache_dir="),
+        # Each has an index a sample.
+        ("td.pack(ones, 4096, threads=1, seed=0, out=sys.argv[2] + '/plan')", None),
+        ("td.pack(ones, 4096, threads=1, seed=0)", "out= or cache_dir="),
+        ("plan.sample_index()", None),
+        ("plan.arrays()", "attributes"),
+    ],
+)
+def test_running_out_of_memory_is_told_as_that(call: str, advice: str | None, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STARVED, call, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "bytes of memory" in done.stdout
+    assert advice in done.stdout if advice else "out=" not in done.stdout
+    assert list(tmp_path.iterdir()) == []

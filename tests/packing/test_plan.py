@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tundish as td
-from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError
+from tundish.errors import InvalidInputError, InvalidTypeError, OutOfMemoryError, PlanMismatchError
 
 LENGTHS = np.random.default_rng(11).integers(0, 300, 2000)
 
@@ -268,7 +268,7 @@ def test_sample_index_needs_one_stream() -> None:
 
 def test_impossible_requests_are_errors_not_the_end_of_the_process() -> None:
     plan = td.pack(np.ones(100, dtype=np.int8), 10)
-    with pytest.raises(InvalidInputError, match="memory"):
+    with pytest.raises(OutOfMemoryError, match="memory"):
         plan.lookup(np.broadcast_to(np.int64(0), 2**44))
     for threads in (0, -1, 2**70, True, "x", 1.5):
         with pytest.raises((InvalidInputError, InvalidTypeError), match="threads"):

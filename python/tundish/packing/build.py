@@ -102,6 +102,7 @@ def pack(
             that it cannot be.
         InvalidInputError: a negative length, a total of 2**63 tokens or more, a bad order, an argument out of
             range, a plan larger than memory.
+        OutOfMemoryError: the system gave no more memory.
         AlreadyExistsError: `out`, or the plan's place in `cache_dir`, holds something else than this plan.
         PlanFormatError: the plan that lies there is damaged; the message names the file.
         NotFoundError: the parent of `out` does not exist, or the plan that lies there lacks a file.

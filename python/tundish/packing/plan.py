@@ -25,6 +25,7 @@ from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
     NoSuchPackError,
+    OutOfMemoryError,
     PlanMismatchError,
     TundishError,
     counted,
@@ -256,8 +257,19 @@ class PackPlan:
         return PackBatch(*self._reader.lookup(as_integer_column(pack_ids, "pack_ids")))
 
     def arrays(self) -> dict[str, NDArray[np.int64]]:
-        """The six columns as int64, by name."""
-        return {name: column.astype(np.int64) for name, column in zip(FIELDS, self._columns, strict=True)}
+        """The six columns as int64, by name.
+
+        Raises:
+            OutOfMemoryError: there is no room for them; the columns themselves are attributes of the plan.
+        """
+        try:
+            return {name: column.astype(np.int64) for name, column in zip(FIELDS, self._columns, strict=True)}
+        except MemoryError as error:
+            needed = 8 * sum(map(len, self._columns))
+            raise OutOfMemoryError(
+                f"the columns as int64 take {needed} bytes of memory, which there are not; the plan's attributes "
+                f"({', '.join(FIELDS)}) are the columns as they are, without a copy"
+            ) from error
 
     def stats(self) -> dict[str, int | float]:
         """How much of the samples the plan packs, cuts and leaves out.

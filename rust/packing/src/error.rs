@@ -49,6 +49,17 @@ pub enum PackError {
     /// An argument that cannot be used.
     #[error("{0}")]
     Invalid(String),
+    /// The system gave no more memory.
+    #[error(
+        "cannot allocate {bytes} bytes of memory{}",
+        if *plan_in_memory { "; a plan can be written to a folder, with out= or cache_dir=" } else { "" }
+    )]
+    OutOfMemory {
+        /// What was asked for last, in bytes.
+        bytes: u128,
+        /// Whether a plan that was to lie in memory takes some of it, which is then not needed in a folder.
+        plan_in_memory: bool,
+    },
     /// More memory than there is.
     #[error(
         "the plan takes {bytes} bytes ({packs} packs, up to {pieces} pieces), more than this machine's {available} bytes of memory; write it to a folder with out= or cache_dir=, or raise max_length"

@@ -48,10 +48,7 @@ pub(crate) fn zeroed<T: Zero>(len: usize) -> Result<Vec<T>, PackError> {
 }
 
 pub(crate) fn out_of_memory<T>(len: usize) -> PackError {
-    PackError::Invalid(format!(
-        "cannot allocate {} bytes of memory; a plan can be written to a folder, with out= or cache_dir=",
-        len as u128 * size_of::<T>() as u128
-    ))
+    PackError::OutOfMemory { bytes: len as u128 * size_of::<T>() as u128, plan_in_memory: false }
 }
 
 /// Ask for huge pages in memory of the caller's own, from its first page to its last.

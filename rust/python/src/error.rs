@@ -84,6 +84,7 @@ fn pack_error(error: &PackError) -> PyErr {
     let message = error.to_string();
     match error {
         PackError::NoSuchPack { .. } => raise("NoSuchPackError", &message),
+        PackError::OutOfMemory { .. } => raise("OutOfMemoryError", &message),
         PackError::Format { .. } => raise("PlanFormatError", &message),
         PackError::Mismatch(_) => raise("PlanMismatchError", &message),
         PackError::Missing { path, reason } => raise_os("NotFoundError", ENOENT, reason, path),

@@ -214,6 +214,18 @@ impl<'a> Prepared<'a> {
         if let Some(available) = crate::memory::physical_bytes().filter(|&available| bytes > u128::from(available)) {
             return Err(PackError::TooLarge { bytes, packs, pieces, available });
         }
+        self.pack_into_memory((packs, pieces), narrow, watch).map_err(|error| match error {
+            PackError::OutOfMemory { bytes, .. } => PackError::OutOfMemory { bytes, plan_in_memory: true },
+            other => other,
+        })
+    }
+
+    fn pack_into_memory(
+        &self,
+        (packs, pieces): (u64, u64),
+        narrow: bool,
+        watch: &mut dyn Watch,
+    ) -> Result<Plan, PackError> {
         if narrow {
             let mut sink = MemorySink::<i32>::new(packs, pieces)?;
             let facts = self.run(&mut sink, false, watch)?;
