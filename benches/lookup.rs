@@ -21,8 +21,8 @@ fn look_up(criterion: &mut Criterion) {
         threads: 1,
     };
     let plan = Prepared::new(request, &mut Silent).and_then(|prepared| prepared.pack(&mut Silent)).expect("a plan");
-    let packs: Vec<i64> =
-        RandomState::new(3).shuffled(plan.facts.packs as usize, &mut Silent).expect("memory for an order");
+    let packs =
+        RandomState::new(3).shuffled::<i64>(plan.facts.packs as usize, &mut Silent).expect("memory for an order");
     let mut batches = packs.chunks_exact(1024).cycle();
     let mut group = criterion.benchmark_group("lookup");
     group.throughput(Throughput::Elements(1024));

@@ -1,4 +1,4 @@
-"""Packing into files takes the memory that docs/packing.md says, whatever the number of samples."""
+"""Packing takes the memory that docs/packing.md says, whatever the number of samples, and gives it back."""
 
 from __future__ import annotations
 
@@ -50,3 +50,32 @@ def test_working_memory_is_bounded(how: str, threads: int, more: int, tmp_path: 
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 16 * MIB + threads * 8 * MIB + more
+
+
+REPEATED = """
+import sys, numpy as np, tundish as td
+from pathlib import Path
+
+def resident():
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) << 10
+
+random = np.random.default_rng(0)
+lengths = np.minimum(random.lognormal(6, 1, 3_000_000), 60_000).astype(np.int32)
+options = {"seed": {"seed": 1}, "order": {"order": random.permutation(len(lengths))}}.get(sys.argv[1], {})
+td.pack(lengths[:1000], 1024, **options if "seed" in options else {})
+before = resident()
+for _ in range(6):
+    plan = td.pack(lengths, 1024, threads=2, **options)
+    assert resident() - before > 16 << 20
+    del plan
+print(resident() - before)
+"""
+
+
+@pytest.mark.parametrize("how", ["nothing", "order", "seed"])
+def test_nothing_stays_of_plans_that_are_gone(how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REPEATED, how], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 8 * MIB

@@ -1,8 +1,10 @@
 //! Arrays of integers whose memory is as quick to fill as memory can be.
 //!
-//! Owns the memory of a plan's columns. What always holds: the first `len` values were written; of large arrays that
-//! are made here every page is a huge one, where the kernel has those, since they begin and end on its boundaries: an
-//! allocator's own notes between arrays would leave small pages at both ends of each, of which every one costs a fault.
+//! Owns the memory of a plan's columns, and of what is as large while they are made. What always holds: the first `len`
+//! values were written; of large arrays that are made here every page is a huge one, where the kernel has those, since
+//! they begin and end on its boundaries: an allocator's own notes between arrays would leave small pages at both ends
+//! of each, of which every one costs a fault. The largest are the system's own memory and go back to it when they are
+//! dropped: an allocator keeps what it once gave, and of plans that are made one after the other it kept a second one.
 #![allow(unsafe_code)]
 
 use std::alloc::{self, Layout};
@@ -12,17 +14,19 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
 use crate::error::PackError;
-use crate::memory::{self, HUGE_PAGE};
+use crate::memory::{self, HUGE_PAGE, Zero};
 
 /// Arrays from this size on are whole huge pages.
 const WHOLE_PAGES_FROM_BYTES: usize = 1 << 20;
+/// And from this size on no allocator's.
+const MAPPED_FROM_BYTES: usize = 4 << 20;
 
 /// As a `Vec`, but for where its memory begins and ends.
 pub struct Array<T> {
     start: NonNull<T>,
     len: usize,
     capacity: usize,
-    /// That of the memory at `start`.
+    /// That of the memory at `start`, which no allocator gave where `is_mapped` says so.
     layout: Layout,
 }
 
@@ -31,7 +35,28 @@ unsafe impl<T: Send> Send for Array<T> {}
 // SAFETY: as above.
 unsafe impl<T: Sync> Sync for Array<T> {}
 
-impl<T: Copy> Array<T> {
+/// Whether memory of this layout is the system's own. No `Vec` has one that is aligned so.
+fn is_mapped(layout: Layout) -> bool {
+    layout.align() == HUGE_PAGE && layout.size() >= MAPPED_FROM_BYTES
+}
+
+impl<T> Array<T> {
+    /// `len` zeros, untouched by this process until written.
+    ///
+    /// Unlike `vec![0; len]` it reports a failed allocation instead of aborting the process.
+    pub(crate) fn zeroed(len: usize) -> Result<Self, PackError>
+    where
+        T: Zero,
+    {
+        if len.saturating_mul(size_of::<T>()) < MAPPED_FROM_BYTES {
+            return memory::zeroed(len).map(Self::from);
+        }
+        let mut array = Self::with_room(len)?;
+        // The system maps nothing but zeros, which are values of T.
+        array.len = len;
+        Ok(array)
+    }
+
     /// An empty array with room for `capacity` values.
     ///
     /// Unlike `Vec::with_capacity` it reports a failed allocation instead of aborting the process.
@@ -45,8 +70,12 @@ impl<T: Copy> Array<T> {
             true => plain,
             false => plain.align_to(HUGE_PAGE).map_err(|_| refused())?.pad_to_align(),
         };
-        // SAFETY: not of size zero.
-        let start = NonNull::new(unsafe { alloc::alloc(layout) }).ok_or_else(refused)?.cast::<T>();
+        let start = match is_mapped(layout) {
+            true => memory::map(layout.size()),
+            // SAFETY: not of size zero.
+            false => NonNull::new(unsafe { alloc::alloc(layout) }),
+        };
+        let start = start.ok_or_else(refused)?.cast::<T>();
         if layout.align() == HUGE_PAGE {
             memory::advise_huge(start.as_ptr().cast(), layout.size());
         }
@@ -54,7 +83,10 @@ impl<T: Copy> Array<T> {
     }
 
     /// Make room for `more` values behind those that are there.
-    pub(crate) fn reserve(&mut self, more: usize) -> Result<(), PackError> {
+    pub(crate) fn reserve(&mut self, more: usize) -> Result<(), PackError>
+    where
+        T: Copy,
+    {
         let needed = self.len.saturating_add(more);
         if needed > self.capacity {
             let mut larger = Self::with_room(needed.max(2 * self.capacity))?;
@@ -137,7 +169,10 @@ impl<T> From<Vec<T>> for Array<T> {
 
 impl<T> Drop for Array<T> {
     fn drop(&mut self) {
-        if self.layout.size() > 0 {
+        if is_mapped(self.layout) {
+            // SAFETY: mapped in this size, and nobody uses it any more.
+            unsafe { memory::unmap(self.start.cast(), self.layout.size()) };
+        } else if self.layout.size() > 0 {
             // SAFETY: allocated with this layout by the global allocator, which is a Vec's, too.
             unsafe { alloc::dealloc(self.start.as_ptr().cast(), self.layout) };
         }
@@ -215,6 +250,30 @@ mod tests {
     fn large_arrays_begin_on_a_huge_page() {
         for len in [WHOLE_PAGES_FROM_BYTES / 8, HUGE_PAGE / 8, 5 << 20] {
             assert_eq!(filled(len).as_ptr().addr() % HUGE_PAGE, 0);
+        }
+    }
+
+    #[test]
+    fn zeros_are_values_however_the_memory_is_made() {
+        for len in [0usize, 1, MAPPED_FROM_BYTES / 8 - 1, MAPPED_FROM_BYTES / 8, 5 << 20] {
+            let array = Array::<u64>::zeroed(len).unwrap();
+            assert_eq!(array.len(), len);
+            assert!(array.iter().all(|&value| value == 0));
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn large_arrays_go_back_to_the_system() {
+        for bytes in [MAPPED_FROM_BYTES, 5 << 20, 31 << 20, 100 << 20] {
+            let [narrow, zeros] = [filled(bytes / 8).narrowed(|_| Ok(())).unwrap(), Array::zeroed(bytes / 4).unwrap()];
+            for array in [narrow, zeros] {
+                let page = array.as_ptr() as *mut core::ffi::c_void;
+                drop(array);
+                // SAFETY: advice that changes nothing; it is refused where nothing is mapped.
+                let refused = unsafe { rustix::mm::madvise(page, 4096, rustix::mm::Advice::Normal) };
+                assert_eq!(refused, Err(rustix::io::Errno::NOMEM));
+            }
         }
     }
 

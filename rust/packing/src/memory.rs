@@ -6,7 +6,10 @@
 use std::alloc::Layout;
 #[cfg(target_os = "linux")]
 use std::ops::Range;
+use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU16, AtomicU64};
+
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use crate::error::PackError;
 
@@ -19,7 +22,7 @@ impl Zero for i64 {}
 impl Zero for AtomicU16 {}
 impl Zero for AtomicU64 {}
 
-/// Arrays from this size on are backed by huge pages: fewer faults while filling them, fewer
+/// Vectors from this size on are backed by huge pages: fewer faults while filling them, fewer
 /// address-translation misses while reading them at random.
 const HUGE_FROM_BYTES: usize = 4 << 20;
 /// Of x86-64, and of arm64 with pages of 4 KiB; elsewhere it is only an alignment.
@@ -45,6 +48,37 @@ pub(crate) fn zeroed<T: Zero>(len: usize) -> Result<Vec<T>, PackError> {
         advise_huge(array.as_ptr().cast(), layout.size());
     }
     Ok(array)
+}
+
+/// `bytes` fresh zeros of the system's own, which begin where a huge page does; None where it has no room for them.
+/// `bytes` is a multiple of `HUGE_PAGE`.
+pub(crate) fn map(bytes: usize) -> Option<NonNull<u8>> {
+    // Room to move the start up to where a huge page begins.
+    let mapped = bytes.checked_add(HUGE_PAGE)?;
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping where the kernel chooses, which takes nothing from anybody.
+    let start = unsafe { mmap_anonymous(ptr::null_mut(), mapped, access, MapFlags::PRIVATE) }.ok()?;
+    let start = NonNull::new(start.cast::<u8>())?;
+    let lead = start.addr().get().wrapping_neg() % HUGE_PAGE;
+    // SAFETY: less than a huge page is cut off before it, the rest of one behind it, and nobody knows of either.
+    unsafe {
+        let begin = start.add(lead);
+        unmap(start, lead);
+        unmap(begin.add(bytes), HUGE_PAGE - lead);
+        Some(begin)
+    }
+}
+
+/// Give back memory that was mapped.
+///
+/// # Safety
+/// It is whole pages of what `map` gave, and nobody uses it any more.
+pub(crate) unsafe fn unmap(start: NonNull<u8>, bytes: usize) {
+    if bytes > 0 {
+        // SAFETY: the caller's promise. It fails only where the process has too many mappings to cut one in two, and
+        // what was to be given back then stays mapped.
+        let _ = unsafe { munmap(start.as_ptr().cast(), bytes) };
+    }
 }
 
 pub(crate) fn out_of_memory<T>(len: usize) -> PackError {

@@ -17,9 +17,9 @@ pub(crate) const STEP: usize = 1024;
 /// The order that a seed gives: one index a sample.
 pub(crate) fn draw(random: &mut RandomState, samples: usize, watch: &mut dyn Watch) -> Result<Column, PackError> {
     Ok(if samples <= 1 << 31 {
-        Column::I32(random.shuffled(samples, watch)?.into())
+        Column::I32(random.shuffled(samples, watch)?)
     } else {
-        Column::I64(random.shuffled(samples, watch)?.into())
+        Column::I64(random.shuffled(samples, watch)?)
     })
 }
 

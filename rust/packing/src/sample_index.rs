@@ -6,12 +6,12 @@
 //! What always holds: memory beyond the inputs and the rows is constant, plus one index a sample where the order has to
 //! be drawn; rows are 32 bits wide where all values fit, 64 bits otherwise.
 
+use crate::array::Array;
 use crate::cell::Cell;
 use crate::error::PackError;
 use crate::folder::FACTS_FILE;
 use crate::hard::{Dataset, OrderSource, Prepared, Request};
 use crate::integers::{IntegerKind, Integers};
-use crate::memory;
 use crate::ordered::{Ordered, STEP, draw};
 use crate::plan::{Column, Facts, Field, OrderKind, Views};
 use crate::shuffle::RandomState;
@@ -58,9 +58,9 @@ pub fn sample_index(
     let samples = facts.samples.iter().fold(0u64, |sum, &samples| sum.saturating_add(samples));
     let narrow = views.column(Field::StartOffset).kind() == IntegerKind::I32;
     if narrow && fits(samples) && fits(facts.tail_start[0]) {
-        return Ok(Column::I32(Rows::new(views, facts)?.filled(inputs, watch)?.into()));
+        return Ok(Column::I32(Rows::new(views, facts)?.filled(inputs, watch)?));
     }
-    let mut wide = Column::I64(Rows::new(views, facts)?.filled(inputs, watch)?.into());
+    let mut wide = Column::I64(Rows::new(views, facts)?.filled(inputs, watch)?);
     wide.narrow(watch)?;
     Ok(wide)
 }
@@ -221,18 +221,18 @@ struct Rows<'a, C> {
     views: &'a Views<'a>,
     facts: &'a Facts,
     /// One row more than packs, where there is a tail.
-    values: Vec<C>,
+    values: Array<C>,
     filled: usize,
 }
 
 impl<'a, C: Cell> Rows<'a, C> {
     fn new(views: &'a Views<'a>, facts: &'a Facts) -> Result<Self, PackError> {
         let tail = facts.tokens > facts.tokens_packed;
-        let values = memory::zeroed(2 * (views.packs() + usize::from(tail)))?;
+        let values = Array::zeroed(2 * (views.packs() + usize::from(tail)))?;
         Ok(Self { views, facts, values, filled: 0 })
     }
 
-    fn filled(mut self, inputs: &Inputs<'_>, watch: &mut dyn Watch) -> Result<Vec<C>, PackError> {
+    fn filled(mut self, inputs: &Inputs<'_>, watch: &mut dyn Watch) -> Result<Array<C>, PackError> {
         if self.values.is_empty() {
             return Ok(self.values);
         }

@@ -8,6 +8,7 @@
 //! draws run one block ahead of the swaps, and each drawn cell is prefetched in between: the time is
 //! that of the memory's bandwidth, not of its latency.
 
+use crate::array::Array;
 use crate::error::PackError;
 use crate::memory::{self, Zero};
 use crate::watch::Watch;
@@ -98,8 +99,8 @@ impl RandomState {
     ///
     /// # Errors
     /// When memory for the array is refused, or `watch` interrupts.
-    pub fn shuffled<I: Index>(&mut self, len: usize, watch: &mut dyn Watch) -> Result<Vec<I>, PackError> {
-        let mut order = memory::zeroed::<I>(len)?;
+    pub fn shuffled<I: Index>(&mut self, len: usize, watch: &mut dyn Watch) -> Result<Array<I>, PackError> {
+        let mut order = Array::<I>::zeroed(len)?;
         for (number, part) in order.chunks_mut(SWAPS_A_TICK).enumerate() {
             watch.tick("shuffling", 0, len as u64)?;
             for (offset, slot) in part.iter_mut().enumerate() {

@@ -9,7 +9,6 @@ use std::mem::MaybeUninit;
 use crate::array::Array;
 use crate::cell::Cell;
 use crate::error::PackError;
-use crate::memory;
 use crate::plan::Field;
 use crate::watch::Lookout;
 
@@ -92,7 +91,7 @@ impl<C: Cell> Columns<C> {
 
 /// Keeps the columns in memory.
 pub(crate) struct MemorySink<C> {
-    dataset_id: Vec<C>,
+    dataset_id: Array<C>,
     columns: Columns<C>,
 }
 
@@ -104,7 +103,7 @@ impl<C: Cell> MemorySink<C> {
         let pieces = usize::try_from(pieces).unwrap_or(usize::MAX).saturating_add(SPARE);
         let pack_column = || Array::with_room(packs);
         Ok(Self {
-            dataset_id: memory::zeroed(packs)?,
+            dataset_id: Array::zeroed(packs)?,
             columns: Columns {
                 indices: Array::with_room(pieces)?,
                 packs: [pack_column()?, pack_column()?, pack_column()?, pack_column()?],
@@ -120,7 +119,7 @@ impl<C: Cell> MemorySink<C> {
     pub(crate) fn into_columns(mut self) -> [Array<C>; 6] {
         self.dataset_id.truncate(self.packs());
         let [indices_cu_len, start_offset, end_offset, longest] = self.columns.packs;
-        [self.dataset_id.into(), self.columns.indices, indices_cu_len, start_offset, end_offset, longest]
+        [self.dataset_id, self.columns.indices, indices_cu_len, start_offset, end_offset, longest]
     }
 }
 

@@ -9,11 +9,11 @@
 //! compared with what the lengths and the order make of them. Lengths that change meanwhile give an error and nothing
 //! worse.
 
+use crate::array::Array;
 use crate::error::PackError;
 use crate::folder::FACTS_FILE;
 use crate::hard::{Dataset, OrderSource, Prepared, Request};
 use crate::integers::{IntegerKind, Integers};
-use crate::memory;
 use crate::ordered::{Ordered, STEP, draw};
 use crate::plan::{Column, Facts, Field, OrderKind, Views};
 use crate::shuffle::RandomState;
@@ -156,7 +156,7 @@ fn order_source<'a>(facts: &Facts, order: Option<Integers<'a>>) -> Result<OrderS
 
 /// Whether every entry of an order names a sample, and no two the same.
 fn check_order(order: &Integers<'_>, samples: usize, watch: &mut dyn Watch) -> Result<(), PackError> {
-    let mut used = memory::zeroed::<u64>(samples.div_ceil(64))?;
+    let mut used = Array::<u64>::zeroed(samples.div_ceil(64))?;
     let mut entries = vec![0u64; order.len().min(STEP)];
     for start in (0..order.len()).step_by(STEP) {
         watch.tick("checking the order", start as u64, order.len() as u64)?;

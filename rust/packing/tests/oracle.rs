@@ -164,7 +164,7 @@ proptest! {
         let plan = pack(&views, source, max_length, (drop_last, !reversed), 1).unwrap();
         let order: Vec<u64> = match (reversed, seed) {
             (true, _) => backwards.clone(),
-            (false, Some(seed)) => RandomState::new(seed).shuffled(all.len(), &mut Silent).unwrap(),
+            (false, Some(seed)) => RandomState::new(seed).shuffled(all.len(), &mut Silent).unwrap().to_vec(),
             (false, None) => (0..all.len() as u64).collect(),
         };
         let mut expected = Vec::new();

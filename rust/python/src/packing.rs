@@ -189,9 +189,9 @@ pub(crate) fn shuffled_indices<'py>(
             Some(epoch) => RandomState::of_pair(seed, epoch),
         };
         Ok(if samples <= 1 << 31 {
-            PlanColumn::I32(random.shuffled(samples, door)?.into())
+            PlanColumn::I32(random.shuffled(samples, door)?)
         } else {
-            PlanColumn::I64(random.shuffled(samples, door)?.into())
+            PlanColumn::I64(random.shuffled(samples, door)?)
         })
     })?;
     lent::as_numpy(py, column)

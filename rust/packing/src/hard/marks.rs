@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::scan::Dataset;
+use crate::array::Array;
 use crate::error::PackError;
 use crate::integers::Word;
 use crate::memory;
@@ -20,7 +21,7 @@ const PREFETCH_FROM_BYTES: usize = 4 << 20;
 const AHEAD: usize = 64;
 
 /// One bit a sample.
-pub(crate) struct Bits(Vec<u64>);
+pub(crate) struct Bits(Array<u64>);
 
 /// Word and bit of a sample.
 #[inline(always)]
@@ -31,7 +32,7 @@ fn place(index: u64) -> (usize, u64) {
 impl Bits {
     /// A bit for each of `samples` samples.
     pub(crate) fn new(samples: usize) -> Result<Self, PackError> {
-        memory::zeroed(samples.div_ceil(64)).map(Self)
+        Array::zeroed(samples.div_ceil(64)).map(Self)
     }
 
     /// Mark samples, none of them out of range; whether all of them were unmarked.
@@ -55,7 +56,7 @@ pub(super) enum Marks {
     /// A set for each thread.
     Own(Vec<Mutex<Bits>>),
     /// One set for all.
-    Shared(Vec<AtomicU64>),
+    Shared(Array<AtomicU64>),
 }
 
 /// The set of a thread.
@@ -67,7 +68,7 @@ impl Marks {
     /// For `samples` samples, marked by the threads numbered 0 … `threads` - 1.
     pub(super) fn new(samples: usize, threads: usize) -> Result<Self, PackError> {
         if threads > 1 && samples.div_ceil(8).saturating_mul(threads) > OWN_BYTES {
-            return memory::zeroed(samples.div_ceil(64)).map(Self::Shared);
+            return Array::zeroed(samples.div_ceil(64)).map(Self::Shared);
         }
         (0..threads.max(1)).map(|_| Bits::new(samples).map(Mutex::new)).collect::<Result<_, _>>().map(Self::Own)
     }
@@ -129,7 +130,7 @@ impl Marks {
         let mut sets = sets.into_iter().map(|set| set.into_inner().unwrap_or_else(PoisonError::into_inner).0);
         let Some(mut all) = sets.next() else { return true };
         sets.all(|set| {
-            let both = all.iter_mut().zip(set).fold(0, |both, (all, word)| {
+            let both = all.iter_mut().zip(&set[..]).fold(0, |both, (all, word)| {
                 let common = *all & word;
                 *all |= word;
                 both | common
@@ -169,7 +170,7 @@ mod tests {
                 order[first] = order[second];
                 let own = Marks::new(samples, threads).unwrap();
                 assert_eq!(is_distinct(&order, samples, threads, own), first == second);
-                let shared = Marks::Shared(memory::zeroed(1).unwrap());
+                let shared = Marks::Shared(Array::zeroed(1).unwrap());
                 assert_eq!(is_distinct(&order, samples, threads, shared), first == second);
             }
         }

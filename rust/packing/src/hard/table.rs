@@ -13,6 +13,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 
 use super::scan::{Dataset, Scan};
+use crate::array::Array;
 use crate::crew::Crew;
 use crate::error::PackError;
 use crate::fingerprint::LEAF;
@@ -37,7 +38,7 @@ const RUN: usize = 4 * LEAF;
 const RUNS_A_TICK: usize = 64;
 
 /// The lengths of a dataset.
-pub(super) struct Table(Vec<AtomicU16>);
+pub(super) struct Table(Array<AtomicU16>);
 
 /// The integers themselves, where nobody else sees them.
 fn plain(lengths: &mut [AtomicU16]) -> &mut [u16] {
@@ -63,7 +64,7 @@ impl Table {
         if !is_small || is_contended || taken < samples / SPARSE {
             return Ok(None);
         }
-        let mut table = memory::zeroed::<AtomicU16>(samples)?;
+        let mut table = Array::<AtomicU16>::zeroed(samples)?;
         let step = RUN * RUNS_A_TICK * crew.threads();
         for (number, part) in plain(&mut table).chunks_mut(step).enumerate() {
             let begin = number * step;
