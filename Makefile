@@ -25,12 +25,13 @@ PYTHON_FOLDERS := python tests benches examples
 TESTS_AT_ONCE := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 .NOTPARALLEL:
-.PHONY: help demo test soak bench lint wheel fuzz audit tools
+.PHONY: help demo test soak mutants bench lint wheel fuzz audit tools
 
 help:
 	@echo 'make demo    pack real text, train a small model on it on two ranks, save and resume'
 	@echo 'make test    every test, in Rust and in Python'
 	@echo 'make soak    the long forms of the tests that kill, starve and cut the power: hours'
+	@echo 'make mutants faults of remote tensors that their tests have to see, put into a copy one at a time: ten minutes'
 	@echo 'make bench   the Rust benches, then tundish beside its peers; writes benches/RESULTS.md'
 	@echo 'make lint    formats, lints, types, stubs'
 	@echo 'make wheel   one wheel for every Python from 3.11 on, into dist/'
@@ -56,6 +57,10 @@ soak: $(STAMPS)/with-test
 	cargo test --test power_cut --package tundish-commit $(CORE_TESTS)
 	cargo test --test board_processes --package tundish-shm
 	$(BIN)/python -m pytest tests/faults
+
+mutants: $(STAMPS)/with-test
+	@cargo nextest --version >/dev/null 2>&1 || { echo 'make: cargo-nextest is missing: run `cargo install cargo-nextest --locked`' >&2; exit 1; }
+	$(BIN)/python tests/mutants.py
 
 lint: $(STAMPS)/with-lint
 	@# mypy takes as long as all others together, on one processor: it runs beside them. What is fuzzed is looked at

@@ -1,0 +1,160 @@
+"""Puts faults into a copy of the checkout, one at a time: some test of remote tensors has to see each.
+
+`make mutants` runs it, on what is built and installed. What always holds: a fault that cannot be put in, or after which
+nothing is built, is told of as that, and counts for nothing; the checkout stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+STORE = ("cargo", "nextest", "run", "--package", "tundish-store", "--fail-fast")
+# What a runner of tests ends with when one of them failed, and nothing worse.
+FAILED = {"cargo": 100, "pytest": 1}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: `old`, which `file` has once, becomes `new`. `tests` are files of pytest; none: those in Rust."""
+
+    fault: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+
+
+MUTANTS = [
+    Mutant(
+        "a delete that does nothing",
+        "rust/store/src/storage.rs",
+        "taken.extend(some.iter().filter_map(|id| state.remove(id)));",
+        "taken.extend(some.iter().filter_map(|_| None::<Stored<P>>));",
+    ),
+    Mutant(
+        "a clear_node that forgets what was fetched",
+        "rust/store/src/node.rs",
+        "        self.flush_buffer();\n        self.tell_of_drain();\n        // Nothing is to be used",
+        "        self.tell_of_drain();\n        // Nothing is to be used",
+    ),
+    Mutant(
+        "a missing lock",
+        "rust/store/src/storage.rs",
+        "        let mut state = self.state.lock();\n        self.check_free(&state, id)?;\n",
+        "        self.check_free(&self.state.lock(), id)?;\n        let mut state = self.state.lock();\n",
+    ),
+    Mutant(
+        "a wrong count",
+        "rust/store/src/parts.rs",
+        "        self.num_entries -= 1;",
+        "        self.num_entries -= u64::from(self.num_entries > 1);",
+    ),
+    Mutant(
+        "a late insert",
+        "rust/store/src/buffer.rs",
+        "let Some(part) = state.parts.with_token_mut(flight.token).filter(|_| is_wanted) else {",
+        "let Some(part) = Some(state.parts.unclaimed()).filter(|_| is_wanted || flight.epoch.is_some()) else {",
+    ),
+    Mutant(
+        "no retry of a request",
+        "rust/store/src/http/client/attempts.rs",
+        "if began.elapsed() + self.pause > LONGEST {",
+        "if began.elapsed() + self.pause > Duration::ZERO {",
+    ),
+    Mutant(
+        "a cast dtype",
+        "python/tundish/rtensor/memory.py",
+        "return values.resolve_conj().resolve_neg().cpu().contiguous()",
+        "return values.resolve_conj().resolve_neg().cpu().contiguous().float()",
+        ("tests/rtensor/test_storing.py",),
+    ),
+    Mutant(
+        "no retry of a drain",
+        "python/tundish/rtensor/errands.py",
+        "self.forget(one for one in errands if not isinstance(answers[one.worker], Exception))",
+        "self.forget(errands)",
+        ("tests/rtensor/test_drained_workers.py",),
+    ),
+    Mutant(
+        "a drain that skips one rank",
+        "python/tundish/rtensor/controller.py",
+        "(worker, end, claims) for worker in self._roster.all if",
+        "(worker, end, claims) for worker in self._roster.all[:-1] if",
+        ("tests/rtensor/test_draining.py",),
+    ),
+    Mutant(
+        "a step that does not end where its number was another's",
+        "python/tundish/rtensor/beginning.py",
+        "            for number, workers in self._contested\n",
+        "            for number, workers in self._contested[1:]\n",
+        ("tests/rtensor/test_claims.py",),
+    ),
+    Mutant(
+        "claims that are served until their step has ended",
+        "rust/store/src/storage.rs",
+        "part.is_closed = true;",
+        "part.is_closed = false;",
+    ),
+]
+
+
+def copy(folder: Path) -> None:
+    """What git has of the checkout, and the module that is built."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=CHECKOUT, stdout=subprocess.PIPE, check=True, text=True
+    )
+    built = [str(path.relative_to(CHECKOUT)) for path in CHECKOUT.glob("python/tundish/_native*.so")]
+    for name in [*filter(None, listed.stdout.split("\0")), *built]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(CHECKOUT / name, folder / name)
+
+
+def seen(mutant: Mutant, folder: Path) -> bool:
+    """Whether a test fails. Raises `RuntimeError` where it cannot be told."""
+    environment = {**os.environ, "CARGO_TARGET_DIR": str(CHECKOUT / "target" / "mutants")}
+    if mutant.tests:
+        environment["PYTHONPATH"] = str(folder / "python")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests]
+    else:
+        command = list(STORE)
+        built = subprocess.run(
+            [*STORE, "--no-run"], cwd=folder, env=environment, capture_output=True, text=True
+        )
+        if built.returncode:
+            raise RuntimeError(f"{mutant.fault}: it does not build:\n{built.stderr}")
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if ran.returncode not in (0, FAILED["pytest" if mutant.tests else "cargo"]):
+        raise RuntimeError(
+            f"{mutant.fault}: {command} ended with {ran.returncode}:\n{ran.stdout}{ran.stderr}"
+        )
+    return ran.returncode != 0
+
+
+def main() -> int:
+    unseen = []
+    with tempfile.TemporaryDirectory(prefix="tundish-mutants-") as made:
+        folder = Path(made)
+        copy(folder)
+        for mutant in MUTANTS:
+            file = folder / mutant.file
+            text = file.read_text(encoding="utf-8")
+            if text.count(mutant.old) != 1:
+                raise RuntimeError(f"{mutant.fault}: {mutant.file} has not once {mutant.old!r}")
+            file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+            is_seen = seen(mutant, folder)
+            # With a date of its own, or cargo would take it for what it has built.
+            file.write_text(text, encoding="utf-8")
+            print(f"{'seen' if is_seen else 'NOT SEEN'}: {mutant.fault}", flush=True)
+            unseen += [] if is_seen else [mutant.fault]
+    return 1 if unseen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
