@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-STORE = ("cargo", "nextest", "run", "--package", "tundish-store", "--fail-fast")
+STORE = ("cargo", "nextest", "run", "--package", "tundish-store")
 # What a runner of tests ends with when one of them failed, and nothing worse.
 FAILED = {"cargo": 100, "pytest": 1}
 
@@ -123,7 +123,7 @@ def seen(mutant: Mutant, folder: Path) -> bool:
         environment["PYTHONPATH"] = str(folder / "python")
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests]
     else:
-        command = list(STORE)
+        command = [*STORE, "--fail-fast"]
         built = subprocess.run(
             [*STORE, "--no-run"], cwd=folder, env=environment, capture_output=True, text=True
         )

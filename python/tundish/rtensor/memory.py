@@ -65,17 +65,24 @@ def is_whole(tensor: Tensor) -> bool:
     if not tensor.numel():
         return True
     try:
+        if type(tensor) is Tensor:
+            return _has_memory(tensor)
         with torch._C.DisableTorchFunctionSubclass():
-            storage = tensor.untyped_storage()
-            if storage.device.type == "meta" or tensor._is_zerotensor():
-                return False
-            # Those that are made of other tensors claim a storage that is nowhere.
-            is_somewhere = tensor.data_ptr() != 0
-            end = (tensor.storage_offset() + extent(tensor)) * tensor.itemsize
-            return is_somewhere and bool(end <= storage.nbytes())
+            # What one of a kind of its own says of its device need not be where its storage is.
+            return tensor.untyped_storage().device.type != "meta" and _has_memory(tensor)
     except RuntimeError:
         # Those of a transformation of torch.func have no storage.
         return False
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    if tensor.is_meta or tensor._is_zerotensor():
+        return False
+    # Those that are made of other tensors claim a storage that is nowhere.
+    if not tensor.data_ptr():
+        return False
+    end = (tensor.storage_offset() + extent(tensor)) * tensor.itemsize
+    return bool(end <= tensor.untyped_storage().nbytes())
 
 
 def extent(tensor: Tensor) -> int:

@@ -48,19 +48,24 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
     """
     timeout = check_seconds(timeout)
     found: list[Tensor] = []
-    places: dict[Any, int] = {}
+    # As long as this lives no other tensor is at the place of one.
+    alive: list[Tensor] = []
+    places: dict[Any, list[int]] = {}
     order: list[int] = []
 
     def note(tensor: Tensor) -> Tensor:
-        place = places.setdefault(_identity(tensor), len(found))
-        if place == len(found):
+        here = places.setdefault(_place(tensor), [])
+        for number in here:
+            if alive[number] is tensor or _stands_for(alive[number], tensor):
+                break
+        else:
+            number = len(found)
             found.append(dense(tensor))
-            # As long as this lives no other tensor is at its place.
             alive.append(tensor)
-        order.append(place)
+            here.append(number)
+        order.append(number)
         return tensor
 
-    alive: list[Tensor] = []
     map_only(Tensor, note, obj, enter=_trimmed if trim else None)
     if not found:
         return obj
@@ -69,22 +74,20 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
     return map_only(Tensor, lambda _: handles[next(named)], obj)
 
 
-def _identity(tensor: Tensor) -> Any:
-    """Equal for tensors of which one can stand for the other."""
-    if tensor.layout is not torch.strided or type(tensor) is not Tensor or tensor.is_nested:
+def _place(tensor: Tensor) -> Any:
+    """Equal for tensors of which one may stand for the other."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return id(tensor)
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         # It is refused where it is to be stored.
         return id(tensor)
-    return (
-        tensor.data_ptr(),
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-        tensor.device,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
+    return tensor.data_ptr(), tensor.dtype, tensor.shape
+
+
+def _stands_for(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors at one place show the same: the rest of what tells them apart, which few are asked for."""
+    told = [(tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg()) for tensor in (one, other)]
+    return told[0] == told[1]
 
 
 def _trimmed(container: Any) -> Any:
