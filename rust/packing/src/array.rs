@@ -266,14 +266,16 @@ mod tests {
     #[test]
     fn large_arrays_go_back_to_the_system() {
         for bytes in [MAPPED_FROM_BYTES, 5 << 20, 31 << 20, 100 << 20] {
-            let [narrow, zeros] = [filled(bytes / 8).narrowed(|_| Ok(())).unwrap(), Array::zeroed(bytes / 4).unwrap()];
-            for array in [narrow, zeros] {
+            let is_gone = |array: Array<i32>| {
                 let page = array.as_ptr() as *mut core::ffi::c_void;
                 drop(array);
                 // SAFETY: advice that changes nothing; it is refused where nothing is mapped.
-                let refused = unsafe { rustix::mm::madvise(page, 4096, rustix::mm::Advice::Normal) };
-                assert_eq!(refused, Err(rustix::io::Errno::NOMEM));
-            }
+                let advised = unsafe { rustix::mm::madvise(page, 4096, rustix::mm::Advice::Normal) };
+                advised == Err(rustix::io::Errno::NOMEM)
+            };
+            // Another thread may have been given the same place by then, but not each time.
+            assert!((0..100).any(|_| is_gone(filled(bytes / 8).narrowed(|_| Ok(())).unwrap())));
+            assert!((0..100).any(|_| is_gone(Array::zeroed(bytes / 4).unwrap())));
         }
     }
 
