@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import resource
@@ -23,13 +24,21 @@ from tundish.errors import StorageError
 def only(free: int) -> Iterator[None]:
     """So many descriptors are left to this process."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    next_one = os.dup(0)
-    os.close(next_one)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (next_one + free, limits[1]))
+    # Not so many above the lowest one, which may be a gap below hundreds that are taken.
+    first_beyond = next(itertools.islice(filter(_is_unused, itertools.count()), free, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_beyond, limits[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def _is_unused(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return True
+    return False
 
 
 @pytest.fixture
