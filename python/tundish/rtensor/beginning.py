@@ -21,7 +21,7 @@ from tundish._native import ShardStore
 from tundish.errors import InvalidInputError, ShardGoneError
 from tundish.rtensor.answers import check_claim, last_number, names_in, refuse
 from tundish.rtensor.errands import Errands
-from tundish.rtensor.handle import RTensor, collect_shards
+from tundish.rtensor.handle import RTensor
 from tundish.rtensor.keeping import Keeping
 from tundish.rtensor.lines import Lines, Request, StepTakenError, Worker
 from tundish.rtensor.process import state
@@ -82,12 +82,11 @@ class Beginning:
             # Of the step before, and who was to give that up was interrupted.
             self._give_up()
 
-    def begin(self, handles: list[RTensor], noted: list[Begun]) -> None:
-        """Have every worker begin the next step, and the owners claim what `handles` lead to; `noted` gets it.
+    def begin(self, handles: list[RTensor], owners: dict[str, list[str]], noted: list[Begun]) -> None:
+        """Have every worker begin the next step, and `owners` claim what `handles` lead to; `noted` gets it.
 
         Raises `DrainError` and `ShardGoneError`.
         """
-        owners = collect_shards(handles)
         number = self._next_number() if self._ahead is None else self._ahead
         self._is_partial = True
         try:

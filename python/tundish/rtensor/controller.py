@@ -118,8 +118,7 @@ class Controller:
         for target in targets:
             check_claim_of_handles(target, "clear_batches")
         handles = handles_of(targets)
-        by_owner = collect_shards(handles)
-        check_owners(by_owner.keys() - self._roster.addresses())
+        by_owner = self._owners_of(handles)
         with self._lock, self._errands.once():
             self._errands.catch_up()
             ids = shard_ids(handles)
@@ -159,7 +158,7 @@ class Controller:
         self._check_open()
         check_claim_of_handles(claim, "step")
         handles = handles_of(claim)
-        check_owners(collect_shards(handles).keys() - self._roster.addresses())
+        owners = self._owners_of(handles)
         begun: list[Begun] = []
         noted: list[Ending] = []
 
@@ -171,7 +170,7 @@ class Controller:
                 with self._lock:
                     self._beginning.prepare()
                     self._errands.catch_up()
-                    self._beginning.begin(handles, begun)
+                    self._beginning.begin(handles, owners, begun)
                 yield Step(begun[0].number)
             except (Exception, SystemExit):
                 finish()
@@ -220,8 +219,7 @@ class Controller:
         """
         self._check_open()
         check_claim_of_handles(obj, "keep")
-        by_owner = collect_shards(obj)
-        check_owners(by_owner.keys() - self._roster.addresses())
+        by_owner = self._owners_of(obj)
         ids = flatten_shard_ids(obj)
         keep = Request("POST", "/keep", {"shard_ids": ids})
         wanted = [(worker, keep) for worker in self._roster.serving()]
@@ -366,6 +364,12 @@ class Controller:
         if self._is_closed or os.getpid() != self._process:
             reason = "closed" if self._is_closed else f"that of process {self._process}"
             raise InvalidInputError(f"this controller is {reason}: make another one")
+
+    def _owners_of(self, obj: Any) -> dict[str, list[str]]:
+        """Who owns what handles in `obj` lead to. Raises `InvalidInputError` for owners that nobody reaches."""
+        by_owner = collect_shards(obj)
+        check_owners(by_owner.keys() - self._roster.addresses())
+        return by_owner
 
     def _removals(self, owners: dict[str, list[str]]) -> Iterator[tuple[Worker, Request, list[str]]]:
         for owner, ids in owners.items():
