@@ -154,14 +154,21 @@ async def _awaited(future: SteadyFuture[str]) -> str:
 
 
 def test_no_thread_stays_behind_whose_start_ctrl_c_interrupts() -> None:
-    before = _threads()
+    before, noted = _threads(), threading.active_count()
     for _, ctrl_c in at_every_moment(threading, waiting):
         with ctrl_c:
             waiting.Thread(lambda: None, "passing").start()
     deadline = time.monotonic() + 30
-    while _threads() > before:
-        assert time.monotonic() < deadline
+    while _threads() > before or threading.active_count() > noted:
+        assert time.monotonic() < deadline, threading.enumerate()
         time.sleep(0.01)
+
+
+def test_a_thread_that_cannot_be_started_says_so() -> None:
+    thread = waiting.Thread(lambda: None, "passing")
+    thread.start()
+    with pytest.raises(RuntimeError, match="once"):
+        thread.start()
 
 
 def _threads() -> int:

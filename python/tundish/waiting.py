@@ -11,6 +11,7 @@ wants it next hangs; a bare lock in a `with` is taken and given back in one step
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import math
 import numbers
@@ -167,14 +168,32 @@ class _Event(threading.Event):
 
 
 class Thread(threading.Thread):
-    """A daemon thread that comes up though Ctrl-C interrupts its start, of which nobody may know then.
+    """A daemon thread of which nothing stays behind where Ctrl-C interrupts its start.
 
-    In `Thread.start` somebody waits for the thread by an event, and Ctrl-C may hold up the thread there.
+    In the base's `start` the new thread may be held up by it, or be noted for ever though it never began, with all that
+    it holds. So here that is done on a thread which no signal reaches, begun in one step of the interpreter.
     """
 
     def __init__(self, target: Callable[..., object], name: str, args: tuple[Any, ...] = ()) -> None:
         super().__init__(target=target, name=name, args=args, daemon=True)
-        self._started = _Event()
+
+    def start(self) -> None:
+        """As that of the base; where Ctrl-C interrupts it, the thread comes up, or nothing knows of it."""
+        begin, over = super().start, Moment()
+        errors: list[Exception] = []
+
+        def aside() -> None:
+            try:
+                begin()
+            except Exception as error:  # noqa: BLE001 (the caller raises it)
+                errors.append(error)
+            finally:
+                over.come()
+
+        _thread.start_new_thread(aside, ())
+        wait_for(over.wait)
+        if errors:
+            raise errors.pop()
 
 
 class Waiters(list[Any]):

@@ -36,6 +36,7 @@ from tundish.rawbytes import raw_bytes
 from tundish.rtensor.backends import Removed, StoreBackend
 from tundish.rtensor.handle import TensorShardInfo
 from tundish.rtensor.serving import address
+from tundish.waiting import Thread
 
 __all__ = ["RayBackend"]
 
@@ -71,7 +72,7 @@ class RayBackend(StoreBackend):
         self._bytes: dict[str, int] = {}
         # Of all of them, and of what is being put.
         self._used = 0
-        self._reaper: threading.Thread | None = None
+        self._reaper: Thread | None = None
 
     def address(self) -> str:
         return address()
@@ -205,10 +206,10 @@ class RayBackend(StoreBackend):
             self._stored[shard.shard_id] = handle.with_ref(reference)
             self._bytes[shard.shard_id] = tensor.nbytes
             if self._reaper is None:
-                self._reaper = threading.Thread(
-                    target=_reap, args=(weakref.ref(self),), name="tundish-rtensor-ray", daemon=True
-                )
-                self._reaper.start()
+                reaper = Thread(_reap, "tundish-rtensor-ray", (weakref.ref(self),))
+                reaper.start()
+                # Not before it is there; of two, each lets go of what is gone.
+                self._reaper = reaper
         return handle
 
     def _getter(self, handles: Sequence[RTensor], timeout: float) -> Any:

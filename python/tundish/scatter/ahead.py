@@ -16,7 +16,7 @@ from tundish.devices import on_this_device
 from tundish.errors import TimedOutError
 from tundish.scatter.passes import Pass, Round
 from tundish.scatter.shelf import Shelf
-from tundish.waiting import Moment, wait_for
+from tundish.waiting import Moment, Thread, wait_for
 
 __all__ = ["Ahead", "Inline", "Rounds"]
 
@@ -121,7 +121,7 @@ class Inline(_Ending):
         self._pass.depart(self._taken)
         # Others may be slow to take what they are told.
         try:
-            threading.Thread(target=leave, name="tundish-dispatch", daemon=True).start()
+            Thread(leave, "tundish-dispatch").start()
         except RuntimeError:
             # An interpreter that ends starts no threads any more.
             leave()
@@ -157,13 +157,9 @@ class Ahead(_Ending):
         return self._shelf.stock
 
     def start(self) -> None:
-        threading.Thread(
-            # Where the source's loader is read.
-            target=on_this_device(_make),
-            args=(self._turn, self._pass, self._shelf, self._is_over),
-            name="tundish-dispatch",
-            daemon=True,
-        ).start()
+        # Where the source's loader is read.
+        make = on_this_device(_make)
+        Thread(make, "tundish-dispatch", (self._turn, self._pass, self._shelf, self._is_over)).start()
         self._is_started = True
 
     def take(self) -> Round | None:

@@ -12,7 +12,6 @@ A `Courier` owns the thread that waits for them, which Ctrl-C does not reach. Wh
 from __future__ import annotations
 
 import queue
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -31,7 +30,7 @@ from tundish.scatter.near import MOST_HELD
 from tundish.tree import Schema
 from tundish.tree.layout import Layout
 from tundish.tree.recent import Recent
-from tundish.waiting import Moment
+from tundish.waiting import Moment, Thread
 
 __all__ = ["Courier", "FarEnd", "FarLane", "Job", "send"]
 
@@ -103,7 +102,7 @@ class Courier:
         self._jobs: _Jobs = queue.SimpleQueue()
         self.close = weakref.finalize(self, self._jobs.put, None)
         self.close.atexit = False
-        threading.Thread(target=_serve, args=(self._jobs,), name="tundish-scatter", daemon=True).start()
+        Thread(_serve, "tundish-scatter", (self._jobs,)).start()
 
     def do(self, work: Callable[[], T]) -> Job[T]:
         job = Job(work)

@@ -29,7 +29,7 @@ from tundish.scatter.reading import Reading
 from tundish.scatter.scatterer import Note, Scatterer
 from tundish.scatter.stops import Stops, StopWatch
 from tundish.tree.describing import describe
-from tundish.waiting import was_let_go
+from tundish.waiting import Thread, was_let_go
 
 __all__ = ["Pass", "ReceiverPass", "Round", "SourcePass", "Start"]
 
@@ -183,7 +183,7 @@ class SourcePass:
             return
         # An interpreter that ends starts no threads any more; the others see it end.
         with contextlib.suppress(RuntimeError):
-            threading.Thread(target=self._tell_aside, name="tundish-dispatch-leave", daemon=True).start()
+            Thread(self._tell_aside, "tundish-dispatch-leave").start()
 
     def leave(self, rounds: int, /) -> None:
         try:
