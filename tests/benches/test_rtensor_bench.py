@@ -35,7 +35,7 @@ def test_a_fetch_is_timed_compared_and_weighed(bench: SimpleNamespace) -> None:
             consumer.ask("fetch", "256 MB")
 
 
-@pytest.mark.parametrize("way", ["sockets", "reading"])
+@pytest.mark.parametrize("way", ["sockets", "reading", "ours, from the buffer"])
 def test_what_no_way_can_do_without_is_of_the_same_tensors(bench: SimpleNamespace, way: str) -> None:
     with bench.rtensor_actors.pair(way, ["64 KB", "256 × 64 KB"]) as (_, consumer):
         for case in ("64 KB", "256 × 64 KB"):

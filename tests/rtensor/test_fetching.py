@@ -12,9 +12,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from tundish.errors import (
     ShardMismatchError,
     StorageError,
 )
+from tundish.rtensor.handle import handles_of
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,45 @@ def test_tensors_of_every_size_come(processes: tuple[Peer, Peer]) -> None:
     assert all(torch.equal(one, two) for one, two in zip(back["small"], batch["small"], strict=True))
     assert back["empty"].shape == (0, 4)
     assert torch.equal(back["bytes"].view(torch.uint8), batch["bytes"].view(torch.uint8))
+
+
+class _Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+def _contents(tree: Any) -> Any:
+    """A nested object as its classes, keys and the values of its tensors."""
+    if isinstance(tree, torch.Tensor):
+        return tree.tolist()
+    if isinstance(tree, dict):
+        return type(tree), [(key, _contents(part)) for key, part in tree.items()]
+    return (type(tree), [_contents(part) for part in tree]) if isinstance(tree, list | tuple) else tree
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda one, other: one,
+        lambda one, other: [one, other, one],
+        lambda one, other: (other, one),
+        lambda one, other: {"b": other, "a": one},
+        lambda one, other: OrderedDict(b=other, a=one),
+        lambda one, other: _Pair(other, one),
+        lambda one, other: [one, 3, None],
+        lambda one, other: {"a": one, "b": (other, {"c": [one]}), "d": []},
+        lambda one, other: [(one,), _Pair([other], {})],
+    ],
+)
+def test_containers_of_handles_stay_what_they_are(processes: tuple[Peer, Peer], around: Any) -> None:
+    owner, _ = processes
+    given = torch.arange(3), torch.ones(2, 2)
+    handles = owner.call(told.remotize, list(given))
+    tree = around(*handles)
+    rooms = [torch.empty(handle.shape, dtype=handle.dtype) for handle in handles_of(tree)]
+    for found in (rtensor.localize(tree), rtensor.localize(tree, out=rooms)):
+        assert _contents(found) == _contents(around(*given))
+        assert found is not tree
 
 
 @pytest.mark.usefixtures("way")

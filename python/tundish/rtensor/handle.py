@@ -6,12 +6,13 @@ tensor before it was asked for it; nothing that came as bytes is a name of somet
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tundish._native import RTensor, dump_handles, load_handles, shard_ids
 from tundish.errors import InvalidTypeError
 from tundish.rtensor.checks import check_container
-from tundish.tree import parts_of
+from tundish.tree import map_only, parts_of
 
 __all__ = [
     "RTensor",
@@ -20,6 +21,7 @@ __all__ = [
     "dumps",
     "flatten_shard_ids",
     "handles_of",
+    "in_place_of_handles",
     "loads",
 ]
 
@@ -69,11 +71,18 @@ def restore(data: bytes, ref: Any) -> RTensor:
 _CLOSED: tuple[type[Any], ...] = (set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
 
 
+_HANDLES = {RTensor}
+
+
 def handles_of(obj: Any) -> list[RTensor]:
     """The handles in a nested structure, as often as they are named.
 
     Raises `InvalidTypeError` for handles in a set or a view of a dict, which would be passed over without a word.
     """
+    if type(obj) is RTensor:
+        return [obj]
+    if _is_flat(obj):
+        return list(obj.values()) if type(obj) is dict else list(obj)
     found = parts_of((RTensor, *_CLOSED), obj)
     handles = [part for part in found if isinstance(part, RTensor)]
     if len(handles) < len(found):
@@ -84,6 +93,25 @@ def handles_of(obj: Any) -> list[RTensor]:
                     "list(…) of it"
                 )
     return handles
+
+
+def in_place_of_handles(function: Callable[[RTensor], Any], obj: Any) -> Any:
+    """The nested `obj` with `function(handle)` in place of each of its handles."""
+    if type(obj) is RTensor:
+        return function(obj)
+    if not _is_flat(obj):
+        return map_only(RTensor, function, obj)
+    if type(obj) is dict:
+        return dict(zip(obj, map(function, obj.values()), strict=True))
+    return type(obj)(map(function, obj))
+
+
+def _is_flat(obj: Any) -> bool:
+    """Whether it is a plain container of handles alone: many fetches are small, and a walk takes some microseconds."""
+    kind = type(obj)
+    if kind is dict:
+        return set(map(type, obj.values())) == _HANDLES
+    return (kind is list or kind is tuple) and set(map(type, obj)) == _HANDLES
 
 
 def flatten_shard_ids(obj: Any) -> list[str]:

@@ -15,12 +15,11 @@ from torch import Tensor
 from tundish._native import RTensor
 from tundish.rtensor.backends import backend
 from tundish.rtensor.checks import check_names, check_seconds
-from tundish.rtensor.handle import handles_of
+from tundish.rtensor.handle import handles_of, in_place_of_handles
 from tundish.rtensor.memory import tensors_over
 from tundish.rtensor.process import state
 from tundish.rtensor.rooms import rooms_of
 from tundish.rtensor.storing import DEFAULT_TIMEOUT
-from tundish.tree import map_only
 
 __all__ = ["clear_fetch_buffer", "fetch_buffer_stats", "localize"]
 
@@ -60,14 +59,12 @@ def localize(
     if rooms is not None:
         _receive(handles, rooms, timeout)
         into = iter(rooms)
-        return map_only(RTensor, lambda _: next(into), obj)
+        return in_place_of_handles(lambda _: next(into), obj)
     unique = list(dict.fromkeys(handles))
     views = backend().fetch(unique, timeout)
     state().watch.fetched()
     tensors = dict(zip(unique, tensors_over(views, unique), strict=True))
-    if isinstance(obj, RTensor):
-        return tensors[obj]
-    return map_only(RTensor, tensors.__getitem__, obj)
+    return in_place_of_handles(tensors.__getitem__, obj)
 
 
 def _receive(handles: list[RTensor], rooms: list[Tensor], timeout: float) -> None:

@@ -16,6 +16,7 @@ __all__ = ["module_of"]
 _MODULES = {
     "ours": "tundish_sockets",
     "ours, same node": "tundish_memory",
+    "ours, from the buffer": "tundish_buffer",
     "AReaL": "areal_http",
     "Ray": "ray_tensors",
     "Ray, arrays": "ray_arrays",
