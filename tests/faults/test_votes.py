@@ -17,6 +17,7 @@ import pytest
 
 from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 from tundish.distributed import Voter, build_once_per_node, vote
+from tundish.distributed import voter as voter_module
 from tundish.distributed.watch import PeerWatch, node_identity
 
 # The promise: a killed peer is noticed within this many seconds.
@@ -98,6 +99,46 @@ def test_a_rank_that_is_killed_in_the_first_vote_is_named_within_a_second(host: 
         job.tell(0)
         kind, text, named, _ = job.hear(0)
         assert (kind, named) == ("PeerFailedError", 3), text
+        job.expect_end(0, 1, 2)
+
+
+def killed_before_they_meet(rank: int, line: Line) -> None:
+    import torch.distributed as distributed
+
+    # Two on each node.
+    voter_module.node_identity = lambda: f"node {rank % 2}"
+    some = distributed.new_group([0, 1, 3], backend="gloo")
+    vote(what="all are well")
+    with Voter() as voter:
+        voter.vote(what="all meet")
+    line.say("ready")
+    line.hear()
+    calls = [lambda: Voter(timeout=20)]
+    if rank < 2:
+        calls.append(lambda: vote(what="the first one of a group", group=some, timeout=20))
+    for call in calls:
+        begun = time.monotonic()
+        line.say(*outcome(call), time.monotonic() - begun)
+    if rank < 2:
+        # It is missed by nobody who does not wait for it.
+        Voter.among((0, 1), timeout=20).close()
+
+
+@pytest.mark.parametrize("host", [LAUNCHER, FILE])
+def test_a_rank_that_was_killed_before_a_new_voter_meets_is_not_waited_for(host: str, tmp_path: Path) -> None:
+    with Job(killed_before_they_meet, 4, tmp_path, host=host) as job:
+        job.hear_all()
+        job.signal(3, signal.SIGKILL)
+        assert job.exit_code(3) == -signal.SIGKILL
+        for rank in (0, 1, 2):
+            job.tell(rank)
+        told = [("meeting of a new voter", message) for message in job.hear_all(0, 1, 2)]
+        told += [("the first one of a group", message) for message in job.hear_all(0, 1)]
+        for what, (kind, text, named, seconds) in told:
+            assert (kind, named) == ("PeerFailedError", 3), text
+            assert text.startswith(f"{what}: rank 3 (process ")
+            assert "was killed or vanished" in text
+            assert seconds < NOTICED
         job.expect_end(0, 1, 2)
 
 

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tundish.distributed.groups import Meeting, Membership, unused_name
 from tundish.distributed.rounds import LINGER_SECONDS, Protocol, Round, crowd_of
@@ -57,10 +57,12 @@ class Channel:
     """Votes among the members of one group. All members make it, in the same order.
 
     `node`: ranks that give the same name watch each other and have one builder; they must share a kernel
-    and a network namespace.
+    and a network namespace. `gone_before`: what tells, while the members meet, which ranks of the job are gone.
     """
 
-    def __init__(self, member: Membership, node: str) -> None:
+    def __init__(
+        self, member: Membership, node: str, gone_before: Callable[[], Mapping[int, Failure]] = dict
+    ) -> None:
         self.member = member
         # What the last round came to on this rank, also where something ended its caller's wait; None where it failed.
         self.last_outcome: Outcome | None = None
@@ -77,7 +79,7 @@ class Channel:
         self._rounds: _Work | None = None
         self._last: Round | _Look | None = None
         self._one_round = threading.Lock()
-        self._protocol = Protocol(member, node, f"votes/{self._name}")
+        self._protocol = Protocol(member, node, f"votes/{self._name}", gone_before)
         # Re-entrant: a second `close` does what Ctrl-C kept the first from.
         self._protocol_lock = threading.RLock()
         # A finaliser may come in the middle of a round, on its own thread.
@@ -87,6 +89,10 @@ class Channel:
     def mates(self) -> tuple[int, ...]:
         """The ranks of this rank's node in the group's order; known after the first complete round."""
         return self._protocol.mates
+
+    def gone(self) -> dict[int, Failure]:
+        """The members of this rank's node that were found gone, also between rounds. On any thread."""
+        return self._protocol.gone()
 
     @property
     def meeting(self) -> Meeting:

@@ -23,7 +23,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tundish.distributed.groups import Membership
@@ -134,14 +134,22 @@ class Protocol:
 
     `node`: ranks that give the same name watch each other; they must share a kernel and a network namespace. `host`:
     the rank that serves the store, None where none does. `mates`: the ranks of this rank's node in the group's order,
-    known after the first complete round.
+    known after the first complete round. `gone_before`: what tells, until then, which ranks of the job are gone: to one
+    that was before it came here there is no connection.
     """
 
-    def __init__(self, member: Membership, node: str, name: str) -> None:
+    def __init__(
+        self,
+        member: Membership,
+        node: str,
+        name: str,
+        gone_before: Callable[[], Mapping[int, Failure]],
+    ) -> None:
         self.member = member
         self.host = store_host_rank(member.store)
         self.mates: tuple[int, ...] = ()
         self._node = node
+        self._gone_before = gone_before
         self._kept: list[int] = []
         self._introduction: str | None = None
         # Keys of this rank that others read in a round, with its number: deleted when all are in a later one.
@@ -167,7 +175,7 @@ class Protocol:
             current.posted = True
             tally = self._count(number, current.counted)
             if tally.arrived == len(self.member.ranks):
-                verdict = self._conclude(current, tally=tally)
+                verdict = self._conclude(current, {}, tally)
         if verdict is None:
             verdict = self._await(current)
         self._gather(current, verdict)
@@ -198,6 +206,10 @@ class Protocol:
         # Not as `_count`, which would bring the key back where the round is over by now.
         tally = Tally.of(int(self._store.read(f"{number}/arrived") or "0"))
         return bool(tally.failed or tally.noted)
+
+    def gone(self) -> dict[int, Failure]:
+        """The members of this node that were found gone. On any thread."""
+        return {rank: Failure(rank=rank, text=self._obituary(rank)) for rank in self._watch.vanished()}
 
     def close(self) -> None:
         """Let go of sockets, the connection and the store."""
@@ -276,9 +288,12 @@ class Protocol:
                 verdict = self._forgotten(current.number)
             if verdict is not None:
                 return verdict
-            dead = self._watch.vanished()
+            dead = self.gone()
+            if not self.mates:
+                known = self._gone_before()
+                dead = {rank: known[rank] for rank in known if rank in self.member.ranks} | dead
             if self._is_over(current, dead) and self._is_in_turn(current):
-                return self._verdict(current.number) or self._conclude(current, dead=dead)
+                return self._verdict(current.number) or self._conclude(current, dead)
             pause = self._next_pause(current, pause)
 
     def _look_around(self, current: Round) -> None:
@@ -293,7 +308,7 @@ class Protocol:
         if current.missed is not None:
             current.absent = current.missed()
 
-    def _is_over(self, current: Round, dead: frozenset[int]) -> bool:
+    def _is_over(self, current: Round, dead: Mapping[int, Failure]) -> bool:
         """Whether there is nobody more to wait for, or no more time."""
         now = time.monotonic()
         if current.are_all_there or dead or current.absent or current.interruption or current.abandoned:
@@ -343,13 +358,7 @@ class Protocol:
         """What is counted of a round, with what is added."""
         return Tally.of(self._store.add(f"{number}/arrived", added.number))
 
-    def _conclude(
-        self,
-        current: Round,
-        *,
-        tally: Tally | None = None,
-        dead: frozenset[int] = frozenset(),
-    ) -> Verdict:
+    def _conclude(self, current: Round, dead: Mapping[int, Failure], tally: Tally | None = None) -> Verdict:
         """Write what this rank knows as the verdict; returns the one that was written first.
 
         `tally`: of the round, where all ranks are in it.
@@ -362,7 +371,7 @@ class Protocol:
             votes = {f"{number}/vote/{rank}": rank for rank in ranks}
             missing = {votes[key] for key in self._store.missing(list(votes))}
         told, is_noted = self._statuses(current, tally, missing)
-        failures = {rank: Failure(rank=rank, text=self._obituary(rank)) for rank in dead} | told
+        failures = {**dead, **told}
         if current.absent is not None:
             failures.setdefault(current.absent.rank, current.absent)
         if current.interruption is not None:
@@ -375,7 +384,7 @@ class Protocol:
             failures=list(failures.values()),
             failed_count=tally.failed,
             silent=[] if failures else sorted(missing),
-            present_count=len(ranks) - len(missing | dead),
+            present_count=len(ranks) - len(missing | dead.keys()),
             is_noted=is_noted,
             seconds=time.monotonic() - current.started,
         )

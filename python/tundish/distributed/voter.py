@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -45,7 +45,9 @@ class Voter:
     their votes could meet in another order on another rank.
 
     From the constructor on, a member on the same node that is killed is noticed within 1 s of the kernel
-    ending it, by whoever is in a vote, and told to the members on other nodes through the store.
+    ending it, by whoever is in a vote, and told to the members on other nodes through the store. One that was gone
+    before is noticed as soon by those of its node that voted with it in the whole job (`vote` without a group, or what
+    makes such votes); where there were none, the constructor waits for it as long as `timeout`.
 
     Args:
         group: the `ProcessGroup` (None: all ranks). Without torch.distributed, a world of one.
@@ -109,7 +111,7 @@ class Voter:
 
     def _join(self, member: Membership, node: str, warn_after: float | None = WARN_AFTER) -> None:
         self.rank, self.ranks = member.rank, member.ranks
-        self._channel = Channel(member, node) if len(member.ranks) > 1 else None
+        self._channel = Channel(member, node, _gone_from_job) if len(member.ranks) > 1 else None
         if self._channel is not None:
             self._channel.warn_after = warn_after
 
@@ -380,6 +382,16 @@ def voter_of(group: Any) -> Voter:
     return voter
 
 
+def _gone_from_job() -> Mapping[int, Failure]:
+    """The ranks of this node that the voter of the whole job found gone.
+
+    That one alone tells: any other's members may close theirs and live on, who to it are gone all the same.
+    """
+    job = distributed_module().group.WORLD
+    voter = None if job is None else _voters.get(job)
+    return {} if voter is None or voter._channel is None else voter._channel.gone()
+
+
 def vote(
     error: BaseException | None = None,
     *,
@@ -393,7 +405,8 @@ def vote(
     With `same` all ranks make sure that they go on with the same: a hash of the configuration, the step.
 
     All members call it from one thread each, in the same order; a background thread takes a `Voter`. In a
-    world of one it raises `error`, if any. A killed peer is noticed from the group's second vote on.
+    world of one it raises `error`, if any. A killed peer is noticed once it came to a vote of the group, or of the
+    whole job; one that was gone before is waited for.
 
     Raises what `Voter.vote` raises, and `InvalidInputError` when this rank is not in `group` or `WORLD_SIZE`
     says that there are several processes but no process group is initialised.

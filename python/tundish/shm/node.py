@@ -68,7 +68,7 @@ def node_shared(
 
     Raises:
         What the builder raised, on that rank, and `PeerFailedError` with it on all others; also within 1 s when it is
-            killed, from the first vote in `group` on, in whatever call that was.
+            killed, from the first vote in `group` or of all ranks on, in whatever call that was.
         InvalidTypeError: an array of objects, or a key or path that is none.
         InvalidInputError: a key that is empty or cannot be encoded; a key in `path` that stands for an array of
             another dtype or shape.
