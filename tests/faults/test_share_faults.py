@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tundish as td
-from rank_processes import Job, Line, outcome
+from rank_processes import Job, Line, on_nodes, outcome
+from tundish import _native
+from tundish.distributed import voter as voter_module
 
 LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)
 
@@ -184,6 +188,62 @@ def test_a_killed_builder_is_noticed_within_a_second(tmp_path: Path, again: bool
         td.pack(LENGTHS, 256, seed=4, cache_dir=tmp_path / "cache").verify()
     visible = os.listdir(tmp_path / "cache") if (tmp_path / "cache").exists() else []
     assert len(visible) == again
+
+
+def long_build(rank: int, line: Line) -> None:
+    size, place = line.hear()
+    on_nodes(rank, size)
+    voter_module.node_identity = lambda: f"node {rank // size}"
+    pack, write, until = _native.pack, _native.write, time.monotonic() + 20
+
+    def build(job: Any, *arguments: Any) -> Any:
+        # As it is for a hundred times as many samples: the work of minutes.
+        line.say("building")
+        while time.monotonic() < until:
+            built = pack(job, arguments[-1])
+        return write(job, *arguments) if place else built
+
+    if rank == 0:
+        # In this process alone.
+        _native.pack, _native.write = (pack, build) if place else (build, write)
+    lengths = np.tile(LENGTHS, 100)
+    line.say(*outcome(lambda: share(Path(), lengths=lengths, cache_dir=None, **place)), time.monotonic())
+
+
+@pytest.mark.parametrize("in_files", [True, False])
+@pytest.mark.parametrize(
+    ("nodes", "size", "end", "told"),
+    [
+        (1, 2, signal.SIGKILL, r"rank 1 \(process .*\) was killed or vanished"),
+        (1, 3, signal.SIGKILL, r"rank 1 \(process .*\) was killed or vanished"),
+        (1, 3, signal.SIGINT, "rank 1 failed with KeyboardInterrupt"),
+        # The other node hears of it by the builder alone.
+        (2, 2, signal.SIGKILL, r"rank 1 \(process .*\) was killed or vanished"),
+    ],
+)
+def test_a_builder_ends_soon_after_another_rank_of_its_node(
+    tmp_path: Path, nodes: int, size: int, end: signal.Signals, told: str, in_files: bool
+) -> None:
+    (tmp_path / "plans").mkdir()
+    with Job(long_build, nodes * size, tmp_path) as job:
+        for rank in range(nodes * size):
+            place = {"out": tmp_path / "plans" / f"plan-{rank // size}"} if in_files else {}
+            job.tell(rank, (size, place))
+        assert job.hear(0) == ("building",)
+        # The others wait for it.
+        time.sleep(0.5)
+        ended = time.monotonic()
+        job.signal(1, end)
+        others = [rank for rank in range(nodes * size) if rank != 1]
+        for kind, text, named, at in job.hear_all(*others):
+            assert (kind, named) == ("PeerFailedError", 1)
+            assert re.search(rf": {told}$", text)
+            assert at - ended < 1.0
+        if end == signal.SIGINT:
+            assert job.hear(1)[0] == "KeyboardInterrupt"
+            others.append(1)
+        job.expect_end(*others)
+    assert set(os.listdir(tmp_path / "plans")) <= {"plan-1"}
 
 
 def slow_build_in_memory(rank: int, line: Line) -> None:

@@ -371,7 +371,8 @@ class Protocol:
             votes = {f"{number}/vote/{rank}": rank for rank in ranks}
             missing = {votes[key] for key in self._store.missing(list(votes))}
         told, is_noted = self._statuses(current, tally, missing)
-        failures = {**dead, **told}
+        # One that saw another one gone tells of that one.
+        failures = {**dead, **{failure.rank: failure for failure in told.values()}}
         if current.absent is not None:
             failures.setdefault(current.absent.rank, current.absent)
         if current.interruption is not None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tundish.errors import PeerFailedError, TundishError, VoteTimeoutError, ranks_named
 
-__all__ = ["Failure", "Outcome", "Verdict"]
+__all__ = ["Failure", "GoneError", "Outcome", "Verdict"]
 
 _TEXT_CHARACTERS = 2000
 _DETAILED = 8
@@ -29,7 +29,9 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """The failure of `rank` with `error`, its text cut to a bounded length."""
+        """The failure of `rank` with `error`, its text cut to a bounded length; of a `GoneError` the other one's."""
+        if isinstance(error, GoneError):
+            return error.failure
         try:
             text = str(error)
         except Exception:  # noqa: BLE001 (an error that cannot even be printed is still a failure)
@@ -47,6 +49,14 @@ class Failure:
     def from_json(cls, text: str) -> Failure:
         """From the JSON form."""
         return cls(**json.loads(text))
+
+
+class GoneError(PeerFailedError):
+    """What a rank that works for others ends with when it sees that another one is gone; `failure` is that one's."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"rank {failure.rank} {failure.text}", failure.rank)
+        self.failure = failure
 
 
 @dataclass(frozen=True, kw_only=True)

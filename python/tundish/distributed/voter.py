@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 from tundish.distributed.channel import Channel
 from tundish.distributed.groups import Meeting, Membership, membership, seconds_of
 from tundish.distributed.jobstore import distributed_module
-from tundish.distributed.verdict import Failure, Outcome
+from tundish.distributed.verdict import Failure, GoneError, Outcome
 from tundish.distributed.watch import node_identity
 from tundish.errors import InvalidInputError, InvalidTypeError, TundishError, listed
 from tundish.waiting import was_let_go
@@ -182,6 +182,16 @@ class Voter:
         """
         return self._channel is not None and self._channel.is_next_lost(seconds)
 
+    def raise_if_lost(self) -> None:
+        """Raise `PeerFailedError` where another member of this node is known to be gone.
+
+        For long work that ends in a vote, which is lost then, to ask now and then, on any thread: the kernel is asked,
+        and not the store. Brought to the vote it is that member's failure, and all ranks raise the same.
+        """
+        gone = {} if self._channel is None else self._channel.gone()
+        if gone:
+            raise GoneError(gone[min(gone)])
+
     @property
     def meeting(self) -> Meeting:
         """Of the last vote: for what the ranks that came to it make together next."""
@@ -268,7 +278,8 @@ class Voter:
             outcome = self._channel.hold(
                 error, what, seconds, same=same, brought=brought, told=told, source=source, note=note
             )
-        if error is not None:
+        # Who only saw that another rank is gone raises what all do.
+        if error is not None and (outcome.problem is None or not isinstance(error, GoneError)):
             raise error
         if outcome.problem is not None:
             raise outcome.problem
@@ -301,7 +312,8 @@ class Voter:
         The builder of a node is its lowest rank in the group (local rank 0, where the group holds it).
 
         Args:
-            build: slow work; may be long, and raise anything. It must not vote with this voter.
+            build: slow work; may be long, and raise anything. It must not vote with this voter. It hears of the
+                others where it asks: `raise_if_lost` ends it when one of its node is gone.
             what: what is built, for messages.
             timeout: how long the others wait for the builders; None, the default, for as long as they take.
 

@@ -44,6 +44,8 @@ MODES = ("hard",)
 # Seconds that ranks wait for one another to hash or map; far beyond what either takes for 10^9 samples.
 PATIENCE = 3600.0
 PathLike = str | os.PathLike[str]
+# Told how far long work is; what it raises ends that.
+Tick = Callable[[str, int, int], None]
 
 
 def pack(
@@ -259,7 +261,7 @@ def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
             facts, columns = _native.pack(job, line.callback)
             return PackPlan(columns, facts, lengths=job["lengths"])
         if place.cache_dir is None:
-            expected = _publish(job, place.target(""), line)
+            expected = _publish(job, place.target(""), line.callback)
         else:
             expected = _native.fingerprint(job, line.callback)
         return _mapped(job, place, expected, line)
@@ -282,15 +284,21 @@ def _shared(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
             "equal where all ranks pass the same arguments, as share=True needs",
             same=f"{expected} in {'memory' if place.is_memory else 'files'}",
         )
+
+        def tick(phase: str, done: int, total: int) -> None:
+            # A builder waits for nobody, and would hear only when it is done that nobody waits for it any more.
+            voter.raise_if_lost()
+            line.update(phase, done, total)
+
         if place.is_memory:
-            return _shared_in_memory(job, expected, place, line)
+            return _shared_in_memory(job, expected, place, tick)
         target = place.target(expected)
 
         def build() -> None:
             if place.cache_dir is None:
-                _publish(job, target, line)
+                _publish(job, target, tick)
             else:
-                cached_plan(target, lambda: _publish(job, target, line))
+                cached_plan(target, lambda: _publish(job, target, tick))
 
         voter.build_once_per_node(build, what="building the plan")
         with voter.agreed("mapping the plan", timeout=PATIENCE):
@@ -303,11 +311,11 @@ def _shared(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
             return _mapped(job, place, expected, line)
 
 
-def _shared_in_memory(job: _native.Job, expected: str, place: _Place, line: ProgressLine) -> PackPlan:
+def _shared_in_memory(job: _native.Job, expected: str, place: _Place, tick: Tick) -> PackPlan:
     from tundish.shm import SharedArray, node_shared
 
     def build() -> SharedArray:
-        facts, columns = _native.pack(job, line.callback)
+        facts, columns = _native.pack(job, tick)
         left = list(columns)
         del columns
         return as_block(facts, left)
@@ -316,22 +324,24 @@ def _shared_in_memory(job: _native.Job, expected: str, place: _Place, line: Prog
     return plan_in_block(block, list(job["lengths"]))
 
 
-def _publish(job: _native.Job, target: Path, line: ProgressLine) -> str:
+def _publish(job: _native.Job, target: Path, tick: Tick | None) -> str:
     """Publish the plan as `target`, unless there is a plan already; the fingerprint that it should have."""
     # Looked at first: a plan that is there needs no room on its disk.
     if not is_there(target / "plan.json"):
         try:
-            return str(json.loads(_native.write(job, target, line.callback))["fingerprint"])
+            return str(json.loads(_native.write(job, target, tick))["fingerprint"])
         except AlreadyExistsError:
             if not is_there(target / "plan.json"):
                 raise
-    return _native.fingerprint(job, line.callback)
+    return _native.fingerprint(job, tick)
 
 
 def _mapped(job: _native.Job, place: _Place, expected: str, line: ProgressLine) -> PackPlan:
     target = place.target(expected)
     is_cached = place.cache_dir is not None
-    plan = cached_plan(target, lambda: _publish(job, target, line)) if is_cached else found_plan(target)
+    plan = (
+        cached_plan(target, lambda: _publish(job, target, line.callback)) if is_cached else found_plan(target)
+    )
     if plan.fingerprint != expected:
         raise AlreadyExistsError(
             errno.EEXIST,
