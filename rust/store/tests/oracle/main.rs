@@ -1,19 +1,19 @@
 //! An owner and a consumer beside a model that knows no memory: whatever is done in whatever order, what is held, what
 //! is told and what every byte is are the same.
 
+#[path = "../common/mod.rs"]
 mod common;
+mod side;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, rows, whole};
 use proptest::prelude::*;
 use proptest::sample::Index;
+use side::{NEXT, Piece, Side, Tally};
 use tundish_store::{Kept, Node, Removed, Selection, Service, ShardId, StoreError, View};
-
-/// In place of a step, of what is fetched while there is none.
-const NEXT: u64 = u64::MAX;
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -51,151 +51,6 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => Just(Step::DropViews),
     ];
     prop::collection::vec(step, 1..80)
-}
-
-/// Of a step, on one node.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Tally {
-    brought: u64,
-    held: u64,
-    has_ended: bool,
-}
-
-/// What is known of a node's entries: in which step each is.
-struct Side<K> {
-    entries: BTreeMap<K, (Option<u64>, u64)>,
-    tallies: BTreeMap<u64, Tally>,
-    next: Tally,
-    /// What claimants keep of others' steps, and of which.
-    keeps: BTreeMap<(u64, ShardId), u64>,
-}
-
-impl<K: Ord + Clone + Named> Side<K> {
-    fn new() -> Self {
-        Side { entries: BTreeMap::new(), tallies: BTreeMap::new(), next: Tally::default(), keeps: BTreeMap::new() }
-    }
-
-    fn is_open(&self, epoch: u64) -> bool {
-        self.tallies.get(&epoch).is_some_and(|tally| !tally.has_ended)
-    }
-
-    fn of(&self, id: &ShardId, is_wanted: impl Fn(Option<u64>) -> bool) -> Vec<K> {
-        let all = self.entries.iter().filter(|(key, (epoch, _))| key.id() == id && is_wanted(*epoch));
-        all.map(|(key, _)| key.clone()).collect()
-    }
-
-    fn move_to(&mut self, epoch: Option<u64>, keys: &[K]) {
-        for key in keys {
-            let (_, bytes) = self.take(key).unwrap();
-            self.put(key.clone(), epoch, bytes);
-        }
-    }
-
-    fn step_of(&self, id: &ShardId) -> Option<u64> {
-        self.keeps.iter().find_map(|((_, kept), epoch)| (kept == id).then_some(*epoch))
-    }
-
-    fn forget(&mut self, id: &ShardId) {
-        self.keeps.retain(|(_, kept), _| kept != id);
-    }
-
-    /// How many were of steps.
-    fn keep(&mut self, claimant: u64, ids: &[ShardId]) -> u64 {
-        let mut count = 0;
-        for id in ids {
-            let of_steps = self.of(id, |epoch| epoch.is_some());
-            let epochs = of_steps.iter().filter_map(|key| self.entries[key].0);
-            let of = epochs.filter(|epoch| *epoch != NEXT && epoch % 2 != claimant).max();
-            let of = of.or_else(|| self.step_of(id));
-            self.move_to(None, &of_steps);
-            count += of_steps.len() as u64;
-            match of {
-                Some(of) if of % 2 == claimant && self.is_open(of) => self.forget(id),
-                Some(of) if !self.of(id, |_| true).is_empty() => _ = self.keeps.insert((claimant, id.clone()), of),
-                _ => {}
-            }
-        }
-        count
-    }
-
-    fn open_steps_of(&self, claimant: u64) -> Vec<u64> {
-        self.tallies.keys().copied().filter(|epoch| epoch % 2 == claimant && self.is_open(*epoch)).collect()
-    }
-
-    fn give_up_kept(&mut self, claimant: u64) {
-        let its: Vec<_> =
-            self.keeps.iter().filter(|((of, _), _)| *of == claimant).map(|(key, of)| (key.clone(), *of)).collect();
-        self.keeps.retain(|(of, _), _| *of != claimant);
-        for ((_, id), epoch) in its {
-            if self.step_of(&id).is_some() {
-                continue;
-            }
-            let kept = self.of(&id, |of| of.is_none());
-            if self.is_open(epoch) {
-                self.move_to(Some(epoch), &kept);
-            } else {
-                kept.iter().for_each(|key| assert!(self.take(key).is_some()));
-            }
-        }
-    }
-
-    fn count(&mut self, epoch: Option<u64>, brought: u64, freed: u64) {
-        if let Some(epoch) = epoch {
-            let tally = if epoch == NEXT { &mut self.next } else { self.tallies.get_mut(&epoch).unwrap() };
-            tally.brought += brought;
-            tally.held = tally.held + brought - freed;
-        }
-    }
-
-    fn put(&mut self, key: K, epoch: Option<u64>, bytes: u64) {
-        self.entries.insert(key, (epoch, bytes));
-        self.count(epoch, bytes, 0);
-    }
-
-    fn take(&mut self, key: &K) -> Option<(Option<u64>, u64)> {
-        let (epoch, bytes) = self.entries.remove(key)?;
-        self.count(epoch, 0, bytes);
-        Some((epoch, bytes))
-    }
-
-    fn begin(&mut self, epoch: u64) -> bool {
-        if let Some(tally) = self.tallies.get(&epoch) {
-            return !tally.has_ended;
-        }
-        let next = self.entries.values_mut().filter(|(of, _)| *of == Some(NEXT));
-        next.for_each(|(of, _)| *of = Some(epoch));
-        self.tallies.insert(epoch, std::mem::take(&mut self.next));
-        true
-    }
-
-    fn end(&mut self, epoch: u64) {
-        self.entries.retain(|_, (of, _)| *of != Some(epoch));
-        let tally = self.tallies.entry(epoch).or_default();
-        (tally.has_ended, tally.held) = (true, 0);
-    }
-
-    fn held(&self) -> (u64, u64) {
-        (self.entries.len() as u64, self.entries.values().map(|(_, bytes)| bytes).sum())
-    }
-}
-
-/// Of the consumer's entries.
-type Piece = (ShardId, Option<(u64, u64)>);
-
-trait Named {
-    fn id(&self) -> &ShardId;
-}
-
-impl Named for ShardId {
-    fn id(&self) -> &ShardId {
-        self
-    }
-}
-
-impl Named for Piece {
-    fn id(&self) -> &ShardId {
-        &self.0
-    }
 }
 
 struct World {
