@@ -53,6 +53,12 @@ def test_pack_show_and_verify(lengths: Path, tmp_path: Path) -> None:
     for name, column in expected.arrays().items():
         np.testing.assert_array_equal(made.arrays()[name], column)
 
+    again = tundish("pack", lengths, "--max-length", 512, "--seed", 7, "--out", out)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert packed.stdout.startswith("packed ") and again.stdout.startswith(
+        "found the plan there already, of "
+    )
+
     shown = tundish("plan", "show", out)
     assert (shown.returncode, shown.stderr) == (0, "")
     for name, value in [

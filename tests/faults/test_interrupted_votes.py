@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
 from ctrl_c import CtrlC, at_every_moment
 from rank_processes import Job, Line, outcome
 from tundish import waiting
-from tundish.distributed import Voter, channel, voter
+from tundish.distributed import Voter, channel, voter, watch
+from tundish.distributed.watch import PeerWatch
 
 
 def interrupted(rank: int, line: Line) -> None:
@@ -95,3 +97,16 @@ def test_a_voter_whose_end_was_interrupted_ends_at_the_second_try(tmp_path: Path
             job.tell(1)
         assert came[0] and not came[-1]
         job.expect_end()
+
+
+def test_a_rank_that_is_gone_stays_known_though_ctrl_c_comes_as_it_is_found() -> None:
+    for moment, ctrl_c in at_every_moment(watch):
+        with contextlib.ExitStack() as watches:
+            mine, gone, other = (watches.enter_context(contextlib.closing(PeerWatch())) for _ in range(3))
+            mine.connect({1: gone.address, 2: other.address})
+            gone.close()
+            with ctrl_c:
+                mine.vanished()
+            assert mine.vanished() == {1}, moment
+            other.close()
+            assert mine.vanished() == {1, 2}, moment

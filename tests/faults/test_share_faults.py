@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 import tundish as td
 from rank_processes import Job, Line, on_nodes, outcome
 from tundish import _native
 from tundish.distributed import voter as voter_module
+from tundish.packing import block
+from tundish.packing import build as building
 
 LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)
 
@@ -196,6 +199,22 @@ def long_build(rank: int, line: Line) -> None:
     voter_module.node_identity = lambda: f"node {rank // size}"
     pack, write, until = _native.pack, _native.write, time.monotonic() + 20
 
+    if rank == 0 and place == {"copying": True}:
+        # As it is for a plan that is so much larger: a byte at a time.
+        place, block.PIECE = {}, 1
+        as_block = building.as_block
+
+        def copy(*arguments: Any) -> Any:
+            line.say("building")
+            return as_block(*arguments)
+
+        building.as_block = copy
+        line.say(
+            *outcome(lambda: share(Path(), lengths=np.tile(LENGTHS, 100), cache_dir=None)), time.monotonic()
+        )
+        return
+    place.pop("copying", None)
+
     def build(job: Any, *arguments: Any) -> Any:
         # As it is for a hundred times as many samples: the work of minutes.
         line.say("building")
@@ -210,7 +229,7 @@ def long_build(rank: int, line: Line) -> None:
     line.say(*outcome(lambda: share(Path(), lengths=lengths, cache_dir=None, **place)), time.monotonic())
 
 
-@pytest.mark.parametrize("in_files", [True, False])
+@pytest.mark.parametrize("where", ["in files", "in memory", "as it is copied"])
 @pytest.mark.parametrize(
     ("nodes", "size", "end", "told"),
     [
@@ -222,12 +241,14 @@ def long_build(rank: int, line: Line) -> None:
     ],
 )
 def test_a_builder_ends_soon_after_another_rank_of_its_node(
-    tmp_path: Path, nodes: int, size: int, end: signal.Signals, told: str, in_files: bool
+    tmp_path: Path, nodes: int, size: int, end: signal.Signals, told: str, where: str
 ) -> None:
     (tmp_path / "plans").mkdir()
     with Job(long_build, nodes * size, tmp_path) as job:
         for rank in range(nodes * size):
-            place = {"out": tmp_path / "plans" / f"plan-{rank // size}"} if in_files else {}
+            place: dict[str, Any] = {"copying": True} if where == "as it is copied" else {}
+            if where == "in files":
+                place["out"] = tmp_path / "plans" / f"plan-{rank // size}"
             job.tell(rank, (size, place))
         assert job.hear(0) == ("building",)
         # The others wait for it.
@@ -246,14 +267,71 @@ def test_a_builder_ends_soon_after_another_rank_of_its_node(
     assert set(os.listdir(tmp_path / "plans")) <= {"plan-1"}
 
 
+def two_plans(rank: int, line: Line) -> None:
+    folder, is_group, places = line.hear()
+    group = dist.new_group([0, 1, 2]) if is_group else None
+    for seed, place in enumerate(places):
+        if place == "files":
+            options: dict[str, Any] = {"cache_dir": Path(folder) / "cache"}
+        else:
+            options = {"cache_dir": None}
+        line.say(
+            *outcome(lambda options=options, seed=seed: share(Path(), seed=seed, group=group, **options)),
+            time.monotonic(),
+        )
+        line.hear()
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+@pytest.mark.parametrize("places", [("files", "files"), ("files", "memory"), ("memory", "files")])
+def test_a_rank_that_is_killed_between_two_plans_is_noticed_within_a_second(
+    tmp_path: Path, places: tuple[str, str], is_group: bool
+) -> None:
+    with Job(two_plans, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, (str(tmp_path), is_group, places))
+        assert not any(message[0] for message in job.hear_all())
+        # Who has the plan of the next call to build.
+        job.signal(0, signal.SIGKILL)
+        assert job.exit_code(0) == -signal.SIGKILL
+        called = time.monotonic()
+        for rank in (1, 2):
+            job.tell(rank)
+        for kind, text, named, at in job.hear_all(1, 2):
+            assert (kind, named) == ("PeerFailedError", 0), text
+            assert at - called < 1.0
+        for rank in (1, 2):
+            job.tell(rank)
+        job.expect_end(1, 2)
+
+
+def interrupted_between_votes(rank: int, line: Line) -> None:
+    if rank == 1:
+
+        def interrupted(*arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        building._shared_in_memory = interrupted  # type: ignore[assignment]
+    line.say(*outcome(lambda: td.pack(LENGTHS, 256, share=True, progress=False)), time.monotonic())
+
+
+def test_a_rank_that_is_interrupted_between_two_votes_of_a_plan_in_memory_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    with Job(interrupted_between_votes, 3, tmp_path) as job:
+        kind, *_, ended = job.hear(1)
+        assert kind == "KeyboardInterrupt"
+        for kind, text, named, at in job.hear_all(0, 2):
+            assert (kind, named) == ("PeerFailedError", 1), text
+            assert at - ended < 5.0
+
+
 def slow_build_in_memory(rank: int, line: Line) -> None:
     def build(*arguments: object) -> None:
         line.say("building")
         time.sleep(30)
 
     if rank == 0:
-        from tundish.packing import build as building
-
         building.as_block = build  # type: ignore[assignment]
     line.say(*outcome(lambda: td.pack(LENGTHS, 256, share=True, progress=False)), time.monotonic())
 

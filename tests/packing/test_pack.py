@@ -146,6 +146,8 @@ def test_arrays_are_not_copied() -> None:
         (np.array([1.5, 2.0]), InvalidTypeError, "float64"),
         ([3, float("nan")], InvalidTypeError, r"lengths\[1\] is of type float"),
         (np.array([True]), InvalidTypeError, "bool"),
+        ([True, 2], InvalidTypeError, r"lengths\[0\] is of type bool"),
+        ((2, np.True_), InvalidTypeError, r"lengths\[1\] is of type bool"),
         (np.array(["5"]), InvalidTypeError, "<U1"),
         ([2**70], InvalidInputError, r"lengths\[0\] is .* beyond what int64 holds"),
         ([1, None], InvalidTypeError, r"lengths\[1\] is of type NoneType"),
@@ -183,6 +185,11 @@ def test_arrays_are_not_copied() -> None:
 def test_bad_lengths_are_refused(lengths: object, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         td.pack(lengths, 4)
+
+
+def test_a_total_of_several_datasets_that_is_too_large_is_not_laid_to_the_last_one() -> None:
+    with pytest.raises(InvalidInputError, match=r"all lengths up to sample 0 of dataset 1 add up to 2\^63"):
+        td.pack_datasets([[2**62], [2**62]], 2**61)
 
 
 @pytest.mark.parametrize(

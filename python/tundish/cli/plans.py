@@ -96,6 +96,7 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
     if options.order is not None and several:
         raise InvalidInputError("--order is for one dataset: give one LENGTHS file, and no --global-pack")
     from tundish.packing.build import pack, pack_datasets
+    from tundish.packing.cache import is_there
 
     lengths = [_map_array(path) for path in options.lengths]
     shared: dict[str, Any] = {
@@ -106,6 +107,7 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
         "out": options.out,
         "progress": progress_of(options),
     }
+    was_there = is_there(options.out / "plan.json")
     start = time.perf_counter()
     if several:
         plan = pack_datasets(lengths, options.max_length, global_pack=options.global_pack, **shared)
@@ -114,7 +116,8 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
         plan = pack(lengths[0], options.max_length, order=order, **shared)
     seconds = time.perf_counter() - start
     facts = describe(plan, options.out)
-    head = f"packed {facts['samples']:,} samples in {seconds:.2f} s"
+    done = "found the plan there already, of" if was_there else "packed"
+    head = f"{done} {facts['samples']:,} samples in {seconds:.2f} s"
     return {"json": {**facts, "seconds": round(seconds, 6)}, "text": f"{head}\n{rows(facts)}"}
 
 

@@ -52,7 +52,11 @@ class Failure:
 
 
 class GoneError(PeerFailedError):
-    """What a rank that works for others ends with when it sees that another one is gone; `failure` is that one's."""
+    """What a rank that works for others ends with when it sees that another one is gone.
+
+    Brought to a vote it stands for the `failure`, the other one's: `Failure.of` makes that of it, the verdict names
+    that rank, and this one raises what all do.
+    """
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"rank {failure.rank} {failure.text}", failure.rank)

@@ -46,8 +46,9 @@ class Voter:
 
     From the constructor on, a member on the same node that is killed is noticed within 1 s of the kernel
     ending it, by whoever is in a vote, and told to the members on other nodes through the store. One that was gone
-    before is noticed as soon by those of its node that voted with it in the whole job (`vote` without a group, or what
-    makes such votes); where there were none, the constructor waits for it as long as `timeout`.
+    before is noticed as soon by those of its node that voted with it in the whole job or in `group` (`vote`, or what
+    makes such votes: `pack(share=True)`, `node_shared`); where none did, the constructor waits for it as long as
+    `timeout`.
 
     Args:
         group: the `ProcessGroup` (None: all ranks). Without torch.distributed, a world of one.
@@ -72,7 +73,7 @@ class Voter:
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         warn_after: float | None = WARN_AFTER,
     ) -> None:
-        self._join(membership(group), node_identity(), warn_after)
+        self._join(membership(group), node_identity(), group, warn_after)
         self._meet(timeout)
 
     @classmethod
@@ -99,7 +100,7 @@ class Voter:
         Tests give different names to ranks of one machine and so have several nodes.
         """
         voter = cls.__new__(cls)
-        voter._join(membership(group), node)
+        voter._join(membership(group), node, group)
         return voter
 
     def _meet(self, timeout: timedelta | float) -> None:
@@ -109,9 +110,11 @@ class Voter:
             self.close()
             raise
 
-    def _join(self, member: Membership, node: str, warn_after: float | None = WARN_AFTER) -> None:
+    def _join(
+        self, member: Membership, node: str, group: Any = None, warn_after: float | None = WARN_AFTER
+    ) -> None:
         self.rank, self.ranks = member.rank, member.ranks
-        self._channel = Channel(member, node, _gone_from_job) if len(member.ranks) > 1 else None
+        self._channel = Channel(member, node, _gone_before(group)) if len(member.ranks) > 1 else None
         if self._channel is not None:
             self._channel.warn_after = warn_after
 
@@ -182,15 +185,24 @@ class Voter:
         """
         return self._channel is not None and self._channel.is_next_lost(seconds)
 
+    def gone(self) -> Mapping[int, Failure]:
+        """The other members of this node that are gone, or closed theirs, and how. On any thread."""
+        return {} if self._channel is None else self._channel.gone()
+
+    def lost(self) -> Failure | None:
+        """That of the lowest of them, for another voter that is `heeding` this one; None where all are there."""
+        gone = self.gone()
+        return gone[min(gone)] if gone else None
+
     def raise_if_lost(self) -> None:
         """Raise `PeerFailedError` where another member of this node is known to be gone.
 
         For long work that ends in a vote, which is lost then, to ask now and then, on any thread: the kernel is asked,
         and not the store. Brought to the vote it is that member's failure, and all ranks raise the same.
         """
-        gone = {} if self._channel is None else self._channel.gone()
-        if gone:
-            raise GoneError(gone[min(gone)])
+        lost = self.lost()
+        if lost is not None:
+            raise GoneError(lost)
 
     @property
     def meeting(self) -> Meeting:
@@ -394,14 +406,19 @@ def voter_of(group: Any) -> Voter:
     return voter
 
 
-def _gone_from_job() -> Mapping[int, Failure]:
-    """The ranks of this node that the voter of the whole job found gone.
+def _gone_before(group: Any) -> Callable[[], Mapping[int, Failure]]:
+    """What tells which ranks of this node the lasting voters found gone, that of the whole job and that of `group`.
 
-    That one alone tells: any other's members may close theirs and live on, who to it are gone all the same.
+    They alone tell: any other's members may close theirs and live on, who to it are gone all the same.
     """
-    job = distributed_module().group.WORLD
-    voter = None if job is None else _voters.get(job)
-    return {} if voter is None or voter._channel is None else voter._channel.gone()
+    own = None if group is None else weakref.ref(group)
+
+    def gone() -> Mapping[int, Failure]:
+        lasting = [distributed_module().group.WORLD, None if own is None else own()]
+        voters = [_voters.get(one) for one in lasting if one is not None]
+        return {rank: one for voter in voters if voter is not None for rank, one in voter.gone().items()}
+
+    return gone
 
 
 def vote(
@@ -417,8 +434,8 @@ def vote(
     With `same` all ranks make sure that they go on with the same: a hash of the configuration, the step.
 
     All members call it from one thread each, in the same order; a background thread takes a `Voter`. In a
-    world of one it raises `error`, if any. A killed peer is noticed once it came to a vote of the group, or of the
-    whole job; one that was gone before is waited for.
+    world of one it raises `error`, if any. A killed peer is noticed by the others of its node once it came to a vote of
+    the group, or of the whole job; one that was gone before is waited for.
 
     Raises what `Voter.vote` raises, and `InvalidInputError` when this rank is not in `group` or `WORLD_SIZE`
     says that there are several processes but no process group is initialised.

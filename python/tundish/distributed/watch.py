@@ -133,15 +133,17 @@ class PeerWatch:
             return
         with self._polling:
             for descriptor, _ in self._poll.poll(math.ceil(seconds * 1000)):
-                rank, connection = self._connections.pop(descriptor)
-                self._poll.unregister(descriptor)
+                rank, connection = self._connections[descriptor]
                 with contextlib.suppress(OSError):
                     told = connection.recv(_FAREWELL.size) if connection in self._given else b""
                     if len(told) == _FAREWELL.size:
                         (whose,) = _FAREWELL.unpack(told)
                         self._departed[rank] = None if whose == _NOBODYS else whose
-                connection.close()
+                # Ctrl-C, where this is the main thread, leaves it to be found once more or known already.
                 self._vanished.add(rank)
+                self._poll.unregister(descriptor)
+                del self._connections[descriptor]
+                connection.close()
 
     def close(self, because_of: int | None = None) -> None:
         """Close every socket; peers that still watch this process see it vanish.
@@ -163,7 +165,8 @@ class PeerWatch:
             self._listener.close()
             self._listener = None
         for descriptor, (_, connection) in self._connections.items():
-            self._poll.unregister(descriptor)
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(descriptor)
             connection.close()
         self._connections.clear()
         self._given.clear()

@@ -7,6 +7,7 @@ Owns the layout: the length of a JSON text in eight bytes, the text, and the col
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +21,15 @@ __all__ = ["as_block", "columns_in"]
 # Of what numpy and the processor like.
 ALIGNMENT = 64
 LENGTH = np.dtype("<u8")
-# Bytes that are copied between two looks at Ctrl-C.
+# Bytes that are copied between two ticks.
 PIECE = 32 << 20
 
 
-def as_block(facts: str, columns: list[NDArray[Any]]) -> SharedArray:
-    """The plan of these facts and columns, in shared memory; takes the columns out of the list as it copies them."""
+def as_block(facts: str, columns: list[NDArray[Any]], tick: Callable[[str, int, int], None]) -> SharedArray:
+    """The plan of these facts and columns, in shared memory; takes the columns out of the list as it copies them.
+
+    `tick`: told now and then how many bytes of how many lie there; what it raises ends the copy.
+    """
     from tundish.shm import SharedArray
 
     index = json.dumps(
@@ -43,6 +47,7 @@ def as_block(facts: str, columns: list[NDArray[Any]]) -> SharedArray:
     for start in starts:
         source = columns.pop(0).view(np.uint8)
         for offset in range(0, len(source), PIECE):
+            tick("copying the plan", start + offset, end)
             piece = source[offset : offset + PIECE]
             target[start + offset : start + offset + len(piece)] = piece
     return block

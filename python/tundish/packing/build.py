@@ -268,8 +268,11 @@ def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
 
 
 def _shared(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
-    from tundish.distributed import Voter
+    from tundish.distributed.voter import Voter, voter_of
 
+    # What this leaves lasts: of a rank that is gone by the next call, the others know it there.
+    lasting = voter_of(place.group)
+    lasting.vote(what="meeting to share a plan")
     # Ranks watch one another from here on; so this comes before any work, which may be killed.
     with ExitStack() as lines, Voter(place.group) as voter:
         # Arguments are checked within a vote too: a rank that got bad ones must not leave the others waiting.
@@ -291,7 +294,9 @@ def _shared(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
             line.update(phase, done, total)
 
         if place.is_memory:
-            return _shared_in_memory(job, expected, place, tick)
+            # Nobody comes to its votes whom something ended within this call.
+            with lasting.heeding(voter.lost):
+                return _shared_in_memory(job, expected, place, tick)
         target = place.target(expected)
 
         def build() -> None:
@@ -318,7 +323,7 @@ def _shared_in_memory(job: _native.Job, expected: str, place: _Place, tick: Tick
         facts, columns = _native.pack(job, tick)
         left = list(columns)
         del columns
-        return as_block(facts, left)
+        return as_block(facts, left, tick)
 
     block = node_shared(build, key=f"plan {expected}", group=place.group)
     return plan_in_block(block, list(job["lengths"]))

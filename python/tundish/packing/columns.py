@@ -27,6 +27,7 @@ MOST_THREADS = 512
 
 IntegerArray = NDArray[np.integer[Any]]
 
+_BOOLEANS = frozenset({bool, np.bool_})
 _NEEDED = "give an array or a sequence of integers, one a sample"
 
 
@@ -76,6 +77,9 @@ def as_integer_column(values: Any, name: str) -> IntegerArray:
             return np.empty(0, dtype=np.int64)
         _check_entries(values, name)
         raise InvalidTypeError(f"{name} must be integers, and its dtype is {array.dtype}; convert it first")
+    if isinstance(values, list | tuple) and not _BOOLEANS.isdisjoint(map(type, values)):
+        # Beside integers numpy takes them for such.
+        _check_entries(values, name)
     _check_file_of(array, name)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -87,7 +91,7 @@ def _check_entries(values: Any, name: str) -> None:
     if isinstance(values, np.ndarray) or not hasattr(values, "__len__"):
         return
     for position, value in enumerate(values):
-        if not isinstance(value, int | np.integer):
+        if type(value) in _BOOLEANS or not isinstance(value, int | np.integer):
             kind = type(value).__name__
             raise InvalidTypeError(f"{name}[{position}] is of type {kind}; it must be one integer")
         if not -(2**63) <= value < 2**63:

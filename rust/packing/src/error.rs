@@ -20,7 +20,7 @@ pub enum PackError {
     },
     /// Lengths that add up to 2⁶³ or more.
     #[error(
-        "lengths of dataset {dataset} add up to 2^63 tokens or more at sample {sample}; such a total cannot be planned"
+        "all lengths up to sample {sample} of dataset {dataset} add up to 2^63 tokens or more; such a total cannot be planned"
     )]
     TotalTooLarge {
         /// Which dataset.
