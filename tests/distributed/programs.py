@@ -1,0 +1,235 @@
+"""Programs of users for tests: what `subprocess` starts with `python`, without the time that its imports take.
+
+Their processes come from the fork server, which has torch imported already: one costs tenths of a second instead of
+seconds. What always holds: a program has a `__main__`, arguments, an environment, a folder and standard streams of its
+own, sees the mounts of its test, and comes to its end as an interpreter does: threads are waited for, `atexit` is
+called, modules are taken down. Where imports, the memory of a bare interpreter or an end by Ctrl-C are what is tested,
+it takes an interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import runpy
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import IO, Any, NoReturn, Self
+
+from rank_processes import PATIENCE, preload
+
+PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
+_CLONE_NEWNS = 0x00020000
+
+
+class Program:
+    """`python *words`, with the part of `subprocess.Popen` that tests need; pipes carry text.
+
+    `words` begin with `-c` and code, `-m` and a module, or the path of a script. A context manager as `Popen` is one.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[object],
+        *,
+        stdin: Any = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        start_new_session: bool = False,
+    ) -> None:
+        self.args = [str(word) for word in words]
+        self.returncode: int | None = None
+        self.stdin, their_stdin = _ends(stdin, 0)
+        self.stdout, their_stdout = _ends(stdout, 1)
+        self.stderr, their_stderr = _ends(stderr, 2)
+        preload()
+        with their_stdin, their_stdout, their_stderr:
+            streams = their_stdin, their_stdout, their_stderr
+            about = self.args, dict(os.environ if env is None else env), os.fspath(cwd or os.getcwd())
+            # Those of this thread alone, where a test has a `/dev/shm` of its own.
+            mounts = f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/mnt"
+            context = multiprocessing.get_context("forkserver")
+            self._process = context.Process(target=_run, args=(*about, mounts, start_new_session, streams))
+            self._process.start()
+        self.pid: int = self._process.pid  # type: ignore[assignment]
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._process.exitcode
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._process.join(timeout)
+            if self.poll() is None:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002
+        """Whatever it is still to say; TimeoutExpired where that has no end."""
+        until = None if timeout is None else time.monotonic() + timeout
+        if self.stdin is not None and not self.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self.stdin.write(input or "")
+                self.stdin.close()
+        streams = [
+            stream for stream in (self.stdout, self.stderr) if stream is not None and not stream.closed
+        ]
+        said = dict.fromkeys(streams, b"")
+        # Without threads: they would share the mounts of this one, which then could not leave its own.
+        with selectors.DefaultSelector() as selector:
+            for stream in streams:
+                selector.register(stream, selectors.EVENT_READ)
+            while selector.get_map():
+                left = None if until is None else until - time.monotonic()
+                if left is not None and left <= 0:
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+                for key, _ in selector.select(left):
+                    part = os.read(key.fd, 1 << 16)
+                    said[key.fileobj] += part  # type: ignore[index]
+                    if not part:
+                        selector.unregister(key.fileobj)
+                        key.fileobj.close()  # type: ignore[union-attr]
+        self.wait(None if until is None else max(0.0, until - time.monotonic()))
+        out, err = (
+            None if one is None else said.get(one, b"").decode() for one in (self.stdout, self.stderr)
+        )
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for stream in (self.stdin, self.stdout, self.stderr):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        self.wait()
+
+
+def run(
+    words: Sequence[object],
+    *,
+    input: str | None = None,  # noqa: A002
+    timeout: float = PATIENCE,
+    check: bool = False,
+    **settings: Any,
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` with `capture_output`, in text."""
+    program = Program(words, stdin=DEVNULL if input is None else PIPE, stdout=PIPE, stderr=PIPE, **settings)
+    try:
+        out, err = program.communicate(input, timeout)
+    finally:
+        program.kill()
+    done = subprocess.CompletedProcess(program.args, program.wait(), out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _ends(given: Any, number: int) -> tuple[IO[str] | None, Connection]:
+    """Of a standard stream: this process's end of a pipe, and what the program gets."""
+    if given == PIPE:
+        reader, writer = os.pipe()
+        mine, theirs = (reader, writer) if number else (writer, reader)
+        return open(mine, "r" if number else "w"), Connection(theirs)
+    if given == DEVNULL:
+        return None, Connection(os.open(os.devnull, os.O_RDWR))
+    if given is None:
+        given = number
+    return None, Connection(os.dup(given if isinstance(given, int) else given.fileno()))
+
+
+def _run(
+    words: list[str],
+    environment: dict[str, str],
+    folder: str,
+    mounts: str,
+    leads: bool,
+    streams: Sequence[Connection],
+) -> NoReturn:
+    # What the fork server imported is never garbage, and to look through it takes long.
+    gc.freeze()
+    if leads:
+        os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 (the interpreter's own)
+    os.environ.clear()
+    os.environ.update(environment)
+    _see(mounts)
+    os.chdir(folder)
+    status: Any = 0
+    try:
+        _execute(words)
+    except SystemExit as left:
+        status = left.code
+    except BaseException as error:
+        _tell(error)
+        status = 1
+    if status is not None and not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    # Not the end of a process of `multiprocessing`, which calls no `atexit`, but that of an interpreter.
+    ctypes.pythonapi.Py_Exit(status or 0)
+    raise AssertionError("unreachable")
+
+
+def _see(mounts: str) -> None:
+    if os.path.exists("/proc/self/ns/mnt") and os.readlink(mounts) != os.readlink("/proc/self/ns/mnt"):
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(mounts, "rb") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNS) != 0:
+                raise OSError(ctypes.get_errno(), "cannot see the mounts of the test")
+
+
+def _tell(error: BaseException) -> None:
+    """What an interpreter does with an error that nobody caught; it is kept to the end, and so is what it leads to."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
+    sys.excepthook(type(error), error, trace)
+
+
+def _execute(words: list[str]) -> None:
+    first, *arguments = words
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if first == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *arguments[1:]]
+        exec(compile(arguments[0], "<string>", "exec"), main.__dict__)
+    elif first == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
+        sys.argv = words
+        main.__file__ = first
+        with open(first, "rb") as script:
+            exec(compile(script.read(), first, "exec"), main.__dict__)
