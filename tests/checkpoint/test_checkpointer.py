@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from programs import run
 from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
 from tundish.errors import (
     CallbackError,
@@ -392,8 +392,7 @@ def test_an_exit_with_a_save_in_flight_finishes_it(root: Path) -> None:
         checkpointer.save_hf(1, {{"weight": torch.ones(1 << 22)}})
         raise KeyError("the training loop fails")
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = run(["-c", textwrap.dedent(program)])
     assert ended.returncode == 1
     assert "the training loop fails" in ended.stderr
     readonly = open_readonly(root)

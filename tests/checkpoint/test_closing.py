@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from programs import run
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.hf.plan import HfPlan
 from tundish.checkpoint.saves import Save
@@ -190,8 +191,7 @@ PROGRAM = """
 
 
 def test_what_a_users_function_fails_with_ends_no_training(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = run(["-c", textwrap.dedent(PROGRAM), tmp_path])
     assert ended.returncode == 0, ended.stderr
     before, *cases = ended.stdout.split("case ")
     assert before == ""

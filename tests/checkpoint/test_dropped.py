@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from programs import run
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.retention import Checkpoint
 from tundish.errors import InvalidInputError
@@ -26,9 +26,7 @@ TENSORS = {"w": torch.ones(1000)}
 
 
 def saved_by(script: str, root: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(root)], capture_output=True, text=True, timeout=60
-    )
+    return run(["-c", textwrap.dedent(script), root])
 
 
 def test_a_save_of_a_function_that_returned_is_finished_before_the_interpreter_ends(tmp_path: Path) -> None:

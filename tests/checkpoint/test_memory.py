@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from programs import run
 
 SAVE = """
 import sys
@@ -44,13 +44,7 @@ assert stats["in_use"] == stats["cached"] == 0, "kept with no checkpointer left 
 
 @pytest.mark.parametrize(("kind", "staging"), [("hf", "eager"), ("hf", "lazy"), ("dcp", "eager")])
 def test_a_save_takes_the_memory_of_what_it_stages(kind: str, staging: str, path_in_memory: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SAVE, kind, staging, str(path_in_memory / "root")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run(["-c", SAVE, kind, staging, path_in_memory / "root"])
     assert done.returncode == 0, done.stderr
     taken, staged = map(float, done.stdout.split())
     assert 1 <= staged <= 1.05

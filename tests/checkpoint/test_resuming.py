@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import platform
 import shutil
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from programs import run
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.reading import ReadOnlyRoot
 from tundish.errors import CorruptCheckpointError, NotFoundError
@@ -197,10 +195,7 @@ def refuse_flock() -> None:
 
 
 def test_without_locks_what_was_saved_is_loaded_all_the_same(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", LOCKLESS, str(tmp_path / "root"), str(Path(__file__).parent)]
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=100, check=False, env=dict(os.environ)
-    )
+    done = run(["-c", LOCKLESS, tmp_path / "root", Path(__file__).parent])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [3, 2, 2, "dcp-3"]
     assert f"the file system of {tmp_path / 'root'} has no locks" in done.stderr

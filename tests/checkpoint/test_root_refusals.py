@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from programs import PIPE, Program
 from tundish.checkpoint import Checkpointer, open_readonly, verify
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, RootInUseError, StorageError
 
@@ -90,8 +89,7 @@ def test_a_root_that_another_process_owns_is_refused_by_its_name(tmp_path: Path)
         print("open", flush=True)
         time.sleep(60)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+    with Program(["-c", textwrap.dedent(program)], stdout=PIPE) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "open\n"
         with pytest.MonkeyPatch.context() as patch:

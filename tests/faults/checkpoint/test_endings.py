@@ -7,7 +7,6 @@ import fcntl
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from programs import PIPE, Program
 from tundish.checkpoint import Checkpointer, open_readonly
 
 PRELUDE = """
@@ -28,9 +28,9 @@ tensors = {"w": torch.ones(1 << 18)}
 
 
 @contextlib.contextmanager
-def started(program: str, root: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(program), str(root)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def started(program: str, root: Path) -> Iterator[Program]:
+    words = ["-c", PRELUDE + textwrap.dedent(program), root]
+    with Program(words, stdout=PIPE, stderr=PIPE) as process:
         try:
             yield process
         finally:

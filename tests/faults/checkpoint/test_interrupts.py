@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from programs import PIPE, Program
 from tundish.checkpoint import open_readonly
 
 MIB = 1 << 20
@@ -51,8 +50,7 @@ checkpointer.close()
 @pytest.mark.parametrize("layout", ["plain", "turned"])
 def test_ctrl_c_ends_a_copy_at_once_and_leaves_nothing(layout: str, kind: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
-    command = [sys.executable, "-c", PROGRAM, str(root), layout, kind]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with Program(["-c", PROGRAM, root, layout, kind], stdout=PIPE, stderr=PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stderr is not None
