@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import tundish as td
+from programs import run
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
@@ -111,7 +112,7 @@ def test_a_batch_of_remote_tensors_is_consumed_in_another_process_as_the_guide_s
     names: dict[str, Any] = {}
     exec(here, names)
     begin = f"import tundish as td\nsent = {names['sent']!r}\n"
-    ran = subprocess.run([sys.executable, "-c", begin + there], capture_output=True, text=True, check=False)
+    ran = run(["-c", begin + there])
     assert (ran.stderr, ran.returncode) == ("", 0)
     exec(back, names)
 

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tundish as td
+from rank_processes import preload
 from samplers import global_batches, options, plan_of, samplers_of, splits
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -262,7 +263,8 @@ def report_ranks(rank: int, meeting: str, answers: Any) -> None:
 
 
 def test_ranks_come_from_the_process_group(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    preload()
+    context = multiprocessing.get_context("forkserver")
     answers = context.Queue()
     processes = [
         context.Process(target=report_ranks, args=(rank, str(tmp_path / "meeting"), answers))

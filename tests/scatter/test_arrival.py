@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 import tundish as td
+from programs import run
 from tundish import _native
 from tundish.errors import InvalidInputError
 from tundish.scatter import arrival
@@ -168,7 +167,5 @@ def hold(tensors):
 threading.Thread(target=hold, args=(plan.tensors(numpy.zeros(512, numpy.uint8)),), daemon=True).start()
 time.sleep(0.05)
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
-    )
+    ended = run(["-c", program])
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

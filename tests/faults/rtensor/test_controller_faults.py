@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ import told
 from between import Between
 from false_worker import FalseWorker
 from peers import Peer
+from programs import PIPE, Program, run
 from tundish import rtensor
 from tundish.errors import DrainError, ShardGoneError
 from tundish.rtensor import Controller, Worker
@@ -257,9 +256,7 @@ time.sleep(100)
 def test_a_child_of_a_dead_controller_holds_no_claims(peers: tuple[Peer, Peer]) -> None:
     owner, _ = peers
     handles = owner.call(told.make, 2, 10)
-    controller = subprocess.Popen(
-        [sys.executable, "-c", FORKING, owner.addr, rtensor.dumps(handles).hex()], stdout=subprocess.PIPE
-    )
+    controller = Program(["-c", FORKING, owner.addr, rtensor.dumps(handles).hex()], stdout=PIPE)
     assert controller.stdout is not None
     child = int(controller.stdout.readline())
     try:
@@ -297,8 +294,8 @@ with rtensor.Controller([rtensor.Worker(sys.argv[1])]) as controller:
 def test_a_child_that_leaves_the_block_of_a_step_does_not_end_it(peers: tuple[Peer, Peer]) -> None:
     owner, consumer = peers
     handles = owner.call(told.make, 2, 10)
-    arguments = [sys.executable, "-c", LEAVING, owner.addr, rtensor.dumps(handles).hex()]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as controller:
+    words = ["-c", LEAVING, owner.addr, rtensor.dumps(handles).hex()]
+    with Program(words, stdin=PIPE, stdout=PIPE) as controller:
         assert controller.stdin is not None and controller.stdout is not None
         try:
             ended = int(controller.stdout.readline())
@@ -405,8 +402,7 @@ def test_a_job_that_fails_ends_though_a_generator_is_still_in_a_step(
     owner, _ = peers
     handles = owner.call(told.make, 2, 10)
     addresses = " ".join(peer.addr for peer in peers)
-    arguments = [sys.executable, "-c", SUSPENDED, kind, addresses, rtensor.dumps(handles).hex()]
-    job = subprocess.run(arguments, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    job = run(["-c", SUSPENDED, kind, addresses, rtensor.dumps(handles).hex()])
     assert job.returncode == 1
     assert "ZeroDivisionError: of the training" in job.stderr
     until(lambda: owner.call(told.stats)[0]["unclaimed_entries"] == 2, "its claims stay")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from programs import run
 
 # Of a user whose processes nobody else has: root's are not limited.
 WITHOUT_THREADS = """
@@ -31,7 +30,5 @@ print("served")
 
 
 def test_a_server_without_a_thread_is_an_error_and_starts_when_there_is_one() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = run(["-c", WITHOUT_THREADS])
     assert (ended.stdout, ended.stderr, ended.returncode) == ("served\n", "", 0)

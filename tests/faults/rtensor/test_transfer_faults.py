@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ import torch
 
 import told
 from peers import Peer, PeerError
+from programs import PIPE, Program
 from tundish import rtensor
 from tundish.errors import ShardGoneError, TransferError
 from tundish.rtensor import Controller, Worker
@@ -242,7 +241,7 @@ def test_ctrl_c_ends_a_fetch_at_once() -> None:
             "try: R.localize(R.RTensor(shard, torch.empty(9, device='meta')))\n"
             "except KeyboardInterrupt: print('interrupted', R.fetch_buffer_stats()['in_flight'], flush=True)\n"
         )
-        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        with Program(["-c", script], stdout=PIPE) as process:
             assert process.stdout is not None and process.stdout.readline() == "begin\n"
             connection, _ = silent.accept()
             with connection:

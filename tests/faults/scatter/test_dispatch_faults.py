@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
+from programs import PIPE, Program
 from rank_processes import Job, Line, on_nodes, outcome
 
 # The promise: a failure, or a rank that was killed, is known within so many seconds.
@@ -424,8 +423,8 @@ def test_a_process_may_end_in_the_loop() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", ENDS_IN_THE_LOOP],
+        Program(
+            ["-c", ENDS_IN_THE_LOOP],
             env={
                 **os.environ,
                 "MASTER_ADDR": "127.0.0.1",
@@ -435,8 +434,7 @@ def test_a_process_may_end_in_the_loop() -> None:
                 "LOCAL_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": "2",
             },
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=PIPE,
         )
         for rank in range(2)
     ]

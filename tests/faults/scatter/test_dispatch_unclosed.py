@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch.distributed as dist
 
 import tundish as td
 from private_shm import private_shm
+from programs import PIPE, Program
 from rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 UNCLOSED = """
@@ -66,8 +65,8 @@ def test_ranks_whose_loaders_nobody_closes_end_and_leave_nothing(how: str) -> No
         port = probe.getsockname()[1]
     with private_shm(64 << 20) as folder:
         ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", UNCLOSED, how],
+            Program(
+                ["-c", UNCLOSED, how],
                 env={
                     **os.environ,
                     "MASTER_ADDR": "127.0.0.1",
@@ -77,9 +76,8 @@ def test_ranks_whose_loaders_nobody_closes_end_and_leave_nothing(how: str) -> No
                     "LOCAL_RANK": str(rank),
                     "LOCAL_WORLD_SIZE": "2",
                 },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                stdout=PIPE,
+                stderr=PIPE,
             )
             for rank in range(2)
         ]

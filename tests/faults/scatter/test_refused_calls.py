@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import textwrap
 import time
 from datetime import timedelta
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import tundish as td
+from programs import PIPE, Program
 from rank_processes import Job, Line, outcome
 
 
@@ -254,12 +253,11 @@ def test_a_program_that_ends_as_it_is_not_in_the_group_is_known_to_who_waits_for
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROGRAM), str(rank), port],
+        Program(
+            ["-c", textwrap.dedent(PROGRAM), rank, port],
             env={**os.environ, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            stdout=PIPE,
+            stderr=PIPE,
         )
         for rank in range(2)
     ]
