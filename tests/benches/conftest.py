@@ -6,12 +6,16 @@ Reference forms have to be right, agree with tundish, and be timed and compared 
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from programs import Program
 
 PEERS = Path(__file__).resolve().parents[2] / "benches" / "peers"
 MODULES = {
@@ -48,3 +52,17 @@ def bench() -> Iterator[SimpleNamespace]:
         sys.path.remove(str(PEERS))
         for name in [name for name in sys.modules if name.partition(".")[0] in ROOMS]:
             del sys.modules[name]
+
+
+@pytest.fixture
+def warm_programs(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bench's children that import torch come from the fork server, but for those that another program becomes."""
+
+    def started(command: Sequence[str], *, text: bool = False, **settings: Any) -> Any:
+        if command[0] != sys.executable:
+            return subprocess.Popen(command, text=text, **settings)
+        return Program(command[1:], text=text, **settings)
+
+    warm = SimpleNamespace(**vars(subprocess) | {"Popen": started})
+    for module in (bench.processes, bench.pools, bench.rtensor_actors):
+        monkeypatch.setattr(module, "subprocess", warm)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("warm_programs")
+
 # Each kind of them; the others begin as one of these does, and a bench that cannot run one says so.
 WAYS = [
     ("writes", 1, False),

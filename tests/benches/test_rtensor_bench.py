@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("warm_programs")
+
 
 def test_tensors_to_be_fetched_are_told_apart_and_read_whole(bench: SimpleNamespace) -> None:
     found = {case: bench.rtensor_tensors.make(case) for case in ("64 KB", "4 MB", "256 × 64 KB")}

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("warm_programs")
+
 
 @pytest.mark.parametrize(
     ("name", "others"),

@@ -34,7 +34,7 @@ _CLONE_NEWNS = 0x00020000
 
 
 class Program:
-    """`python *words`, with the part of `subprocess.Popen` that tests need; pipes carry text.
+    """`python *words`, with the part of `subprocess.Popen` that tests need; pipes carry text by default.
 
     `words` begin with `-c` and code, `-m` and a module, or the path of a script. A context manager as `Popen` is one.
     """
@@ -49,12 +49,13 @@ class Program:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         start_new_session: bool = False,
+        text: bool = True,
     ) -> None:
         self.args = [str(word) for word in words]
         self.returncode: int | None = None
-        self.stdin, their_stdin = _ends(stdin, 0)
-        self.stdout, their_stdout = _ends(stdout, 1)
-        self.stderr, their_stderr = _ends(stderr, 2)
+        self.stdin, their_stdin = _ends(stdin, 0, text=text)
+        self.stdout, their_stdout = _ends(stdout, 1, text=text)
+        self.stderr, their_stderr = _ends(stderr, 2, text=text)
         preload()
         with their_stdin, their_stdout, their_stderr:
             streams = their_stdin, their_stdout, their_stderr
@@ -65,6 +66,10 @@ class Program:
             self._process = context.Process(target=_run, args=(*about, mounts, start_new_session, streams))
             self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
+        # Whoever kills its group finds it.
+        with contextlib.suppress(ProcessLookupError):
+            while start_new_session and os.getpgid(self.pid) != self.pid:
+                time.sleep(0.001)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -80,7 +85,7 @@ class Program:
         return self.returncode
 
     def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002
-        """Whatever it is still to say; TimeoutExpired where that has no end."""
+        """Whatever it is still to say, through pipes of text; TimeoutExpired where that has no end."""
         until = None if timeout is None else time.monotonic() + timeout
         if self.stdin is not None and not self.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
@@ -150,12 +155,12 @@ def run(
     return done
 
 
-def _ends(given: Any, number: int) -> tuple[IO[str] | None, Connection]:
+def _ends(given: Any, number: int, *, text: bool) -> tuple[IO[Any] | None, Connection]:
     """Of a standard stream: this process's end of a pipe, and what the program gets."""
     if given == PIPE:
         reader, writer = os.pipe()
         mine, theirs = (reader, writer) if number else (writer, reader)
-        return open(mine, "r" if number else "w"), Connection(theirs)
+        return open(mine, ("r" if number else "w") + ("" if text else "b")), Connection(theirs)
     if given == DEVNULL:
         return None, Connection(os.open(os.devnull, os.O_RDWR))
     if given is None:
