@@ -17,25 +17,26 @@ import numpy as np
 import pytest
 
 import tundish as td
+from programs import DEVNULL, PIPE, Program, run
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_packed.py"
 SMALL = ["--documents", "40", "--vocabulary", "400", "--max-length", "128", "--steps", "10"]
 TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# torchrun's agent with ranks that are forked, and have their imports; the other test has those that torchrun starts.
+FORKING_LAUNCHER = """
+import sys
+from programs import become
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+alone = LaunchConfig(
+    min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork"
+)
+elastic_launch(alone, lambda *words: become(words))(*sys.argv[1:])
+"""
 
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def demo(launcher: list[str], out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*launcher, str(SCRIPT), "--out", str(out), *SMALL, *options],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=100,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,14 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(out: Path) -> subprocess.CompletedProcess[str]:
-    return demo(TWO_RANKS, out)
+    return subprocess.run(
+        [*TWO_RANKS, str(SCRIPT), "--out", str(out), *SMALL],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=100,
+        check=False,
+    )
 
 
 def test_two_ranks_train_and_say_what_happened(
@@ -106,21 +114,20 @@ def test_one_process_uses_the_tokens_of_a_former_run_and_says_when_the_loss_rise
     assert two_ranks.returncode == 0, two_ranks.stderr
     before = {path: path.stat().st_mtime_ns for path in out.glob("corpus-*/*")}
     # Steps this long throw any model off.
-    run = demo([sys.executable], out, "--learning-rate", "50")
-    assert run.returncode == 1
-    assert "the loss did not go down" in run.stderr
-    assert "Traceback" not in run.stderr
+    ran = run([SCRIPT, "--out", out, *SMALL, "--learning-rate", "50"], env=environment())
+    assert ran.returncode == 1
+    assert "the loss did not go down" in ran.stderr
+    assert "Traceback" not in ran.stderr
     assert {path: path.stat().st_mtime_ns for path in out.glob("corpus-*/*")} == before
 
 
 def test_ctrl_c_ends_both_ranks(two_ranks: subprocess.CompletedProcess[str], out: Path) -> None:
     assert two_ranks.returncode == 0, two_ranks.stderr
     # A session of its own, so that the signal reaches launcher and ranks as a terminal's would, and nobody else.
-    running = subprocess.Popen(
-        [*TWO_RANKS, str(SCRIPT), "--out", str(out), *SMALL, "--steps", "100000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+    running = Program(
+        ["-c", FORKING_LAUNCHER, SCRIPT, "--out", out, *SMALL, "--steps", "100000"],
+        stdout=PIPE,
+        stderr=DEVNULL,
         env=environment(),
         start_new_session=True,
     )

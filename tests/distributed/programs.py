@@ -155,6 +155,24 @@ def run(
     return done
 
 
+def become(words: Sequence[str]) -> NoReturn:
+    """Be `python *words` from here on, to its end."""
+    status: Any = 0
+    try:
+        _execute(words)
+    except SystemExit as left:
+        status = left.code
+    except BaseException as error:
+        _tell(error)
+        status = 1
+    if status is not None and not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    # Not the end of a process of `multiprocessing`, which calls no `atexit`, but that of an interpreter.
+    ctypes.pythonapi.Py_Exit(status or 0)
+    raise AssertionError("unreachable")
+
+
 def _ends(given: Any, number: int, *, text: bool) -> tuple[IO[Any] | None, Connection]:
     """Of a standard stream: this process's end of a pipe, and what the program gets."""
     if given == PIPE:
@@ -188,20 +206,7 @@ def _run(
     os.environ.update(environment)
     _see(mounts)
     os.chdir(folder)
-    status: Any = 0
-    try:
-        _execute(words)
-    except SystemExit as left:
-        status = left.code
-    except BaseException as error:
-        _tell(error)
-        status = 1
-    if status is not None and not isinstance(status, int):
-        print(status, file=sys.stderr)
-        status = 1
-    # Not the end of a process of `multiprocessing`, which calls no `atexit`, but that of an interpreter.
-    ctypes.pythonapi.Py_Exit(status or 0)
-    raise AssertionError("unreachable")
+    become(words)
 
 
 def _see(mounts: str) -> None:
@@ -221,7 +226,7 @@ def _tell(error: BaseException) -> None:
     sys.excepthook(type(error), error, trace)
 
 
-def _execute(words: list[str]) -> None:
+def _execute(words: Sequence[str]) -> None:
     first, *arguments = words
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if first == "-c":
@@ -230,11 +235,11 @@ def _execute(words: list[str]) -> None:
         exec(compile(arguments[0], "<string>", "exec"), main.__dict__)
     elif first == "-m":
         sys.path.insert(0, os.getcwd())
-        sys.argv = arguments
+        sys.argv = list(arguments)
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
-        sys.argv = words
+        sys.argv = list(words)
         main.__file__ = first
         with open(first, "rb") as script:
             exec(compile(script.read(), first, "exec"), main.__dict__)
