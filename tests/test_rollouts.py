@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from programs import run
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rollouts.py"
 
 
 def test_a_model_learns_and_memory_stays_flat() -> None:
-    ran = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--steps", "12", "--report", "6"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
+    ran = run([EXAMPLE, "--steps", 12, "--report", 6], timeout=110)
     assert ran.returncode == 0, ran.stderr
     # Nothing was left over in any step, or escaped.
     assert "still has" not in ran.stderr and "escaped" not in ran.stderr, ran.stderr
