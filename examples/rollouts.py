@@ -51,8 +51,10 @@ def small_model() -> LlamaForCausalLM:
 
 def main() -> None:
     options = read_options()
-    # Its server imports this script once, and all processes with it.
     context = multiprocessing.get_context("forkserver")
+    # Its server imports once what takes long, and all processes have it. Many versions of Python forget this script,
+    # which it would import by itself.
+    context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "tundish.rtensor"])
     rollouts = [Process(context, rollout, number) for number in range(2)]
     trainer = Process(context, train, 0)
     workers = [td.rtensor.Worker(one.addr, "rollout", rank) for rank, one in enumerate(rollouts)]
