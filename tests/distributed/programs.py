@@ -3,8 +3,8 @@
 Their processes come from the fork server, which has torch imported already: one costs tenths of a second instead of
 seconds. What always holds: a program has a `__main__`, arguments, an environment, a folder and standard streams of its
 own, sees the mounts of its test, and comes to its end as an interpreter does: threads are waited for, `atexit` is
-called, modules are taken down. Where imports, the memory of a bare interpreter or an end by Ctrl-C are what is tested,
-it takes an interpreter.
+called, modules are taken down. One that Ctrl-C ends has the status 1 and is not killed by the signal: where that,
+imports or the memory of a bare interpreter are what is tested, it takes an interpreter.
 """
 
 from __future__ import annotations
