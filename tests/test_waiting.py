@@ -6,6 +6,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -169,6 +171,24 @@ def test_a_thread_that_cannot_be_started_says_so() -> None:
     thread.start()
     with pytest.raises(RuntimeError, match="once"):
         thread.start()
+
+
+def test_no_thread_is_waited_for_that_is_started_as_the_interpreter_ends() -> None:
+    program = """
+import sys
+from tundish.waiting import Thread
+class Last:
+    def __del__(self, thread=Thread, say=print):
+        try:
+            thread(say, "late", ("started",)).start()
+        except RuntimeError:
+            say("refused", flush=True)
+sys.modules["last"] = Last()
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout == "refused\n"
 
 
 def _threads() -> int:

@@ -179,6 +179,9 @@ class Thread(threading.Thread):
 
     def start(self) -> None:
         """As that of the base; where Ctrl-C interrupts it, the thread comes up, or nothing knows of it."""
+        if sys.is_finalizing():
+            # Later versions of Python say so themselves; in 3.11 it would never come up.
+            raise RuntimeError("no thread is started any more: the interpreter ends")
         begin, over = super().start, Moment()
         errors: list[Exception] = []
 

@@ -16,6 +16,7 @@ import torch
 # Read when ray is first imported: nothing of the cluster is to be written to the user's home, or told to anybody.
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
+from ctrl_c import at_every_moment
 from tundish import rtensor
 from tundish.errors import (
     InvalidInputError,
@@ -168,6 +169,19 @@ def drained_objects_leave_rays_store() -> None:
             with controller.step(claim=handle):
                 assert int(rtensor.localize(handle)[-1]) == number
             assert rtensor.storage_stats()["total_bytes"] == 0
+
+
+def what_ctrl_c_ends_takes_no_room() -> None:
+    backend = rtensor.RayBackend()
+    rtensor.set_backend(backend)
+    for moment, ctrl_c in at_every_moment(on_ray):
+        with ctrl_c:
+            rtensor.remotize(torch.ones(10))
+            rtensor.clear_node()
+            backend.let_go()
+        rtensor.clear_node()
+        backend.let_go()
+        assert rtensor.storage_stats()["memory"]["used_bytes"] == 0, moment
 
 
 def batches_are_cleared_by_name() -> None:

@@ -51,6 +51,10 @@ def test_the_limit_holds_for_what_is_put(driver: Peer) -> None:
     driver.call(ray_tasks.the_limit_holds_for_what_is_put)
 
 
+def test_what_ctrl_c_ends_takes_no_room(driver: Peer) -> None:
+    driver.call(ray_tasks.what_ctrl_c_ends_takes_no_room)
+
+
 def test_failures_of_ray_have_the_names_of_the_guide(driver: Peer) -> None:
     driver.call(ray_tasks.failures_of_ray_have_the_names_of_the_guide)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import socket
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -100,13 +101,51 @@ def test_containers_in_which_no_handle_is_found_are_refused() -> None:
             for found_in in (batch.values(), batch.items(), iter(batch.values()), set(batch.values())):
                 with pytest.raises(InvalidTypeError, match=r"and not in a .*: give list"):
                     call(found_in)
-            for nested in (batch.values(), batch.items(), frozenset(batch.values())):
-                with pytest.raises(InvalidTypeError, match=r"and not in a .*: give list"):
+            for nested in (batch.values(), batch.items(), frozenset(batch.values()), MappingProxyType(batch)):
+                with pytest.raises(InvalidTypeError, match=r"and not in a .*: give (list|dict)"):
                     call({"tags": {"a", "b"}, "handles": [nested]})
         assert localize({"tags": {"a"}, "handle": batch["a"]})["tags"] == {"a"}
         with pytest.raises(InvalidTypeError, match=r"and not in a set: give list"):
             localize([set(batch.values())])
+        with pytest.raises(InvalidTypeError, match=r"and not in a mappingproxy: give dict"):
+            localize(MappingProxyType(batch))
+        with pytest.raises(InvalidTypeError, match=r"and not in a dict_values: give list"):
+            localize(batch.values())
+        with pytest.raises(InvalidTypeError, match=r"used up by a look into it: give list"):
+            localize(iter(batch.values()))
         assert controller.clear_batches(list(batch.values())).shards == 2
+
+
+def test_containers_in_which_no_tensor_is_found_are_refused() -> None:
+    tensors = {"a": torch.ones(1), "b": torch.ones(2)}
+    for within in (set(tensors.values()), frozenset(tensors.values()), tensors.values(), tensors.items()):
+        with pytest.raises(InvalidTypeError, match=r"obj\[1\] has tensors, which are found in .*: give list"):
+            remotize([torch.ones(3), within])
+    with pytest.raises(InvalidTypeError, match=r"obj has tensors, .* is a mappingproxy: give dict"):
+        remotize(MappingProxyType(tensors))
+    with pytest.raises(InvalidTypeError, match=r"used up by a look into it: give list"):
+        remotize(iter(tensors.values()))
+    assert td.rtensor.storage_stats()["num_tensors"] == 0
+    passed = {"tags": {"a"}, "keys": tensors.keys(), "frozen": MappingProxyType({"a": 1})}
+    assert remotize(passed) is passed
+
+
+def test_a_mapping_of_handles_is_no_list_of_names() -> None:
+    batch = {"a": remotize(torch.ones(1))}
+    for call in (td.rtensor.remove, td.rtensor.clear_fetch_buffer):
+        for names in (batch, b"abc"):
+            with pytest.raises(InvalidTypeError, match=r"takes names of shards, not a .*flatten_shard_ids"):
+                call(names)  # type: ignore[operator]
+    assert td.rtensor.remove(td.rtensor.flatten_shard_ids(batch)) == 1
+
+
+def test_a_tensor_that_lost_its_memory_is_not_taken_for_zeros() -> None:
+    lost = torch.ones(3)
+    lost.untyped_storage().resize_(0)
+    zeros = torch._efficientzerotensor((3,))
+    for both in ([zeros, lost], [lost, zeros]):
+        with pytest.raises(TundishError, match="has no values"):
+            remotize(both)
 
 
 def test_tensors_stand_among_handles() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, MappingView, Set
+from collections.abc import Iterable, Iterator, Mapping, MappingView, Set
 from numbers import Real
 from typing import Any
 
@@ -16,6 +16,7 @@ from tundish.errors import InvalidInputError, InvalidTypeError
 __all__ = [
     "check_claim_of_handles",
     "check_container",
+    "check_iterator",
     "check_names",
     "check_owners",
     "check_seconds",
@@ -62,7 +63,8 @@ def check_seconds(timeout: Any, *, may_be_zero: bool = True) -> float:
 
 def check_names(names: Any, what: str) -> None:
     """Raises `InvalidTypeError` for what is no list of names of shards: a handle, above all."""
-    if not isinstance(names, Iterable):
+    # Of a mapping, of handles above all, the keys are no names.
+    if not isinstance(names, Iterable) or isinstance(names, (bytes, Mapping)):
         raise InvalidTypeError(
             f"{what} takes names of shards, not a {type(names).__qualname__}; flatten_shard_ids(obj) gives those of "
             "handles"
@@ -94,6 +96,14 @@ def check_owners(addresses: Iterable[str]) -> None:
                 "with rtensor.step() or rtensor.drain()"
             )
         split_address(addr)
+
+
+def check_iterator(obj: Any) -> None:
+    """Raises `InvalidTypeError` for an iterator, in which nobody looks for anything."""
+    if isinstance(obj, Iterator):
+        raise InvalidTypeError(
+            f"a {type(obj).__qualname__} would be used up by a look into it: give list(…) of it"
+        )
 
 
 def check_container(obj: Any, what: str) -> None:

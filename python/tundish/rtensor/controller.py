@@ -30,9 +30,9 @@ from tundish.rtensor.answers import (
     total,
 )
 from tundish.rtensor.beginning import HERE, Beginning
-from tundish.rtensor.checks import check_claim_of_handles, check_owners, check_seconds, check_token
+from tundish.rtensor.checks import check_owners, check_seconds, check_token
 from tundish.rtensor.errands import Errands
-from tundish.rtensor.handle import collect_shards, flatten_shard_ids, handles_of
+from tundish.rtensor.handle import RTensor, by_owner, claimed
 from tundish.rtensor.hooks import Hooks
 from tundish.rtensor.keeping import Keeping
 from tundish.rtensor.lines import Lines, Request, Worker
@@ -115,10 +115,8 @@ class Controller:
         Raises `DrainError` where that has failed before.
         """
         self._check_open()
-        for target in targets:
-            check_claim_of_handles(target, "clear_batches")
-        handles = handles_of(targets)
-        by_owner = self._owners_of(handles)
+        handles = [handle for target in targets for handle in claimed(target, "clear_batches")]
+        owned = self._owners_of(handles)
         with self._lock, self._errands.once():
             self._errands.catch_up()
             ids = shard_ids(handles)
@@ -126,11 +124,11 @@ class Controller:
                 return Drained(0, 0, 0, {}, {})
             drop = Request("DELETE", "/buffer/clear", {"shard_ids": ids})
             drops = self._errands.note((worker, drop, ids) for worker in self._roster.all)
-            removals = self._errands.note(self._removals(by_owner))
+            removals = self._errands.note(self._removals(owned))
             ShardStore.clear_buffer(ids)
             dropped = self._errands.carry_out(drops)
             removed = self._errands.carry_out(removals)
-            self._keeping.let_go(by_owner)
+            self._keeping.let_go(owned)
             self._keeping.dropped(by_address(dropped, "kept_count"))
             for handle in handles:
                 handle.forget()
@@ -156,8 +154,7 @@ class Controller:
             DrainError: a worker does not begin the step, or could not be drained now and in the step before.
         """
         self._check_open()
-        check_claim_of_handles(claim, "step")
-        handles = handles_of(claim)
+        handles = claimed(claim, "step")
         owners = self._owners_of(handles)
         begun: list[Begun] = []
         noted: list[Ending] = []
@@ -218,15 +215,15 @@ class Controller:
         step of this one that does not begin gives that up, too.
         """
         self._check_open()
-        check_claim_of_handles(obj, "keep")
-        by_owner = self._owners_of(obj)
-        ids = flatten_shard_ids(obj)
+        handles = claimed(obj, "keep")
+        owned = self._owners_of(handles)
+        ids = shard_ids(handles)
         keep = Request("POST", "/keep", {"shard_ids": ids})
         wanted = [(worker, keep) for worker in self._roster.serving()]
         # Others are not drained here, but for what they own.
         wanted += [
             (self._roster.at(owner), Request("POST", "/keep", {"shard_ids": own}))
-            for owner, own in by_owner.items()
+            for owner, own in owned.items()
             if owner not in self._roster
         ]
         self._keeping.begin(ids)
@@ -236,7 +233,7 @@ class Controller:
         kept = ShardStore.keep(self._beginning.claimant, ids)
         self._keeping.note(by_address(answers, "kept_count"))
         refuse("could not be told what to keep", answers)
-        self._keeping.succeed(by_owner)
+        self._keeping.succeed(owned)
         return kept + total(answers, "kept_count") + total(answers, "kept_shards")
 
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
@@ -365,11 +362,11 @@ class Controller:
             reason = "closed" if self._is_closed else f"that of process {self._process}"
             raise InvalidInputError(f"this controller is {reason}: make another one")
 
-    def _owners_of(self, obj: Any) -> dict[str, list[str]]:
-        """Who owns what handles in `obj` lead to. Raises `InvalidInputError` for owners that nobody reaches."""
-        by_owner = collect_shards(obj)
-        check_owners(by_owner.keys() - self._roster.addresses())
-        return by_owner
+    def _owners_of(self, handles: Iterable[RTensor]) -> dict[str, list[str]]:
+        """Who owns what `handles` lead to. Raises `InvalidInputError` for owners that nobody reaches."""
+        owned = by_owner(handles)
+        check_owners(owned.keys() - self._roster.addresses())
+        return owned
 
     def _removals(self, owners: dict[str, list[str]]) -> Iterator[tuple[Worker, Request, list[str]]]:
         for owner, ids in owners.items():

@@ -6,23 +6,29 @@ tensor before it was asked for it; nothing that came as bytes is a name of somet
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from tundish._native import RTensor, dump_handles, load_handles, shard_ids
 from tundish.errors import InvalidTypeError
-from tundish.rtensor.checks import check_container
+from tundish.rtensor.checks import check_claim_of_handles, check_container, check_iterator
 from tundish.tree import map_only, parts_of
 
 __all__ = [
+    "CLOSED",
     "RTensor",
     "TensorShardInfo",
+    "by_owner",
+    "claimed",
     "collect_shards",
     "dumps",
     "flatten_shard_ids",
     "handles_of",
     "in_place_of_handles",
+    "inside",
     "loads",
+    "opened",
 ]
 
 
@@ -67,8 +73,15 @@ def restore(data: bytes, ref: Any) -> RTensor:
     return handle if ref is None else handle.with_ref(ref)
 
 
-# In these a tree finds nothing; iterators, which may hold handles as well, are not to be used up.
-_CLOSED: tuple[type[Any], ...] = (set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
+# In these a tree finds nothing; iterators, which may hold something as well, are not to be used up.
+CLOSED: Final[tuple[type[Any], ...]] = (
+    set,
+    frozenset,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+    MappingProxyType,
+)
 
 
 _HANDLES = {RTensor}
@@ -77,22 +90,44 @@ _HANDLES = {RTensor}
 def handles_of(obj: Any) -> list[RTensor]:
     """The handles in a nested structure, as often as they are named.
 
-    Raises `InvalidTypeError` for handles in a set or a view of a dict, which would be passed over without a word.
+    Raises `InvalidTypeError` for handles in a set or a view of a dict, which would be passed over without a word, and
+    for an iterator.
     """
     if type(obj) is RTensor:
         return [obj]
     if _is_flat(obj):
         return list(obj.values()) if type(obj) is dict else list(obj)
-    found = parts_of((RTensor, *_CLOSED), obj)
+    found = parts_of((RTensor, *CLOSED), obj)
     handles = [part for part in found if isinstance(part, RTensor)]
     if len(handles) < len(found):
         for part in found:
-            if isinstance(part, _CLOSED) and handles_of(list(part)):
+            if isinstance(part, CLOSED) and handles_of(inside(part)):
                 raise InvalidTypeError(
-                    f"handles are found in dicts, lists and tuples, and not in a {type(part).__qualname__}: give "
-                    "list(…) of it"
+                    f"handles are found in dicts, lists and tuples, and not in {opened(part)}"
                 )
+    if not handles:
+        check_iterator(obj)
     return handles
+
+
+def inside(closed: Any) -> list[Any]:
+    """What is in one of the `CLOSED`."""
+    return list(closed.values()) if isinstance(closed, MappingProxyType) else list(closed)
+
+
+def opened(closed: Any) -> str:
+    """What one of the `CLOSED` is, and what to give in its place."""
+    kind = "dict" if isinstance(closed, MappingProxyType) else "list"
+    return f"a {type(closed).__qualname__}: give {kind}(…) of it"
+
+
+def claimed(obj: Any, what: str) -> list[RTensor]:
+    """The handles in what is claimed, kept or drained; what else is there may be anything.
+
+    Raises `InvalidTypeError` for names of shards, and as `handles_of`.
+    """
+    check_claim_of_handles(obj, what)
+    return handles_of(obj)
 
 
 def in_place_of_handles(function: Callable[[RTensor], Any], obj: Any) -> Any:
@@ -130,7 +165,12 @@ def collect_shards(obj: Any) -> dict[str, list[str]]:
     Raises as `flatten_shard_ids`.
     """
     check_container(obj, "collect_shards")
-    by_owner: dict[str, list[RTensor]] = {}
-    for handle in handles_of(obj):
-        by_owner.setdefault(handle.node_addr, []).append(handle)
-    return {owner: shard_ids(handles) for owner, handles in by_owner.items()}
+    return by_owner(handles_of(obj))
+
+
+def by_owner(handles: Iterable[RTensor]) -> dict[str, list[str]]:
+    """The ids of the shards of `handles`, each once, by the address of their owner."""
+    owned: dict[str, list[RTensor]] = {}
+    for handle in handles:
+        owned.setdefault(handle.node_addr, []).append(handle)
+    return {owner: shard_ids(some) for owner, some in owned.items()}

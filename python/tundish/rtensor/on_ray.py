@@ -153,9 +153,13 @@ class RayBackend(StoreBackend):
         with self._lock:
             known = self._stored if shard_ids is None else self._stored.keys() & set(shard_ids)
             gone = ShardStore.absent(list(known))
-            dropped = [self._stored.pop(shard_id) for shard_id in gone]
-            size = sum(self._bytes.pop(shard_id) for shard_id in gone)
-            self._used -= size
+            dropped, before = [], self._used
+            for shard_id in gone:
+                dropped.append(self._stored[shard_id])
+                # As above.
+                self._used -= self._bytes[shard_id]
+                del self._stored[shard_id], self._bytes[shard_id]
+            size = before - self._used
         for handle in dropped:
             handle.forget()
         return size
@@ -174,37 +178,43 @@ class RayBackend(StoreBackend):
         """Room for so many bytes within this process's limit. Raises `StoreFullError`."""
         deadline = time.monotonic() + timeout
         limit: int = json.loads(ShardStore.stats())["storage"]["memory"]["limit_bytes"]
-        while True:
-            with self._lock:
-                used = self._used
-                if used + size <= limit:
-                    self._used += size
-                    break
-            # A look through all that is stored, which is worth it only where there is no room.
-            if self.let_go():
-                continue
-            if size > limit or time.monotonic() >= deadline:
-                raise StoreFullError(
-                    f"{size} bytes do not fit in the storage: {used} of its {limit} bytes are in use; drain what was "
-                    "consumed, or raise the limit"
-                )
-            time.sleep(_TURN_SECONDS)
+        taken = 0
         try:
+            while True:
+                with self._lock:
+                    used = self._used
+                    if used + size <= limit:
+                        # Both before Ctrl-C can come.
+                        self._used += size
+                        taken = size
+                        break
+                # A look through all that is stored, which is worth it only where there is no room.
+                if self.let_go():
+                    continue
+                if size > limit or time.monotonic() >= deadline:
+                    raise StoreFullError(
+                        f"{size} bytes do not fit in the storage: {used} of its {limit} bytes are in use; drain what "
+                        "was consumed, or raise the limit"
+                    )
+                time.sleep(_TURN_SECONDS)
             yield
         finally:
             # What was put is counted by its handle.
             with self._lock:
-                self._used -= size
+                self._used -= taken
 
     def _handle(self, place: RTensor, tensor: Tensor, reference: Any) -> RTensor:
         shard = TensorShardInfo(place.shard_id, place.node_addr, reference)
         handle = RTensor(shard, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        # The caller may forget what its handle refers to; this process does not.
+        name, size, own = place.shard_id, tensor.nbytes, handle.with_ref(reference)
         with self._lock:
             # One of this name may have been drained just now, and not been let go of yet.
-            self._used += tensor.nbytes - self._bytes.get(shard.shard_id, 0)
-            # The caller may forget what its handle refers to; this process does not.
-            self._stored[shard.shard_id] = handle.with_ref(reference)
-            self._bytes[shard.shard_id] = tensor.nbytes
+            before = self._bytes.get(name, 0)
+            # All three before Ctrl-C can come: nothing is called.
+            self._stored[name] = own
+            self._bytes[name] = size
+            self._used += size - before
             if self._reaper is None:
                 reaper = Thread(_reap, "tundish-rtensor-ray", (weakref.ref(self),))
                 reaper.start()

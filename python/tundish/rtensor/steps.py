@@ -13,13 +13,12 @@ import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tundish._native import ShardStore
+from tundish._native import ShardStore, shard_ids
 from tundish.distributed import Voter, voter_of
 from tundish.distributed.packed import packed, unpacked
 from tundish.errors import InvalidInputError, ShardGoneError
 from tundish.rtensor.answers import last_number
-from tundish.rtensor.checks import check_claim_of_handles
-from tundish.rtensor.handle import collect_shards, flatten_shard_ids
+from tundish.rtensor.handle import by_owner, claimed
 from tundish.rtensor.lines import Lines, Request, Worker
 from tundish.rtensor.process import State, state
 from tundish.rtensor.serving import address, trust
@@ -51,8 +50,7 @@ def step(claim: Any = None) -> Iterator[Step]:
     """
     mine = state()
     with _alone(mine):
-        check_claim_of_handles(claim, "step")
-        ids = flatten_shard_ids(claim) if claim is not None else []
+        ids = shard_ids(claimed(claim, "step"))
         number = _next_number(mine)
         try:
             if ids:
@@ -94,14 +92,14 @@ def keep(obj: Any) -> int:
     Returns the number of entries. A controller knows of what was kept with `Controller.keep` alone: what a
     worker fetched and keeps for itself it takes for a rest, and warns of it.
     """
-    check_claim_of_handles(obj, "keep")
+    handles = claimed(obj, "keep")
     mine = state()
     here = {"local", mine.server.addr if mine.server is not None else "local"}
-    others = {one for owner, ids in collect_shards(obj).items() if owner not in here for one in ids}
+    others = {one for owner, ids in by_owner(handles).items() if owner not in here for one in ids}
     mine.kept |= others
     kept = ShardStore.keep(mine.keeper, list(others))
     mine.kept_entries += kept
-    return kept + ShardStore.keep(mine.keeper, [one for one in flatten_shard_ids(obj) if one not in others])
+    return kept + ShardStore.keep(mine.keeper, [one for one in shard_ids(handles) if one not in others])
 
 
 def drain(group: Any = None, *, claim: Any = None) -> None:
@@ -120,21 +118,20 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
     voter = voter_of(group)
     mine = state()
     problem: BaseException | None = None
-    by_owner: dict[str, list[str]] = {}
+    claims: dict[str, list[str]] = {}
     try:
         if mine.in_step:
             raise InvalidInputError(
                 "drain ends the step of all ranks, and this one is in a step() of its own"
             )
-        check_claim_of_handles(claim, "drain")
-        by_owner = collect_shards(claim) if claim is not None else {}
-        to_its_end(lambda: _drop(mine, [one for ids in by_owner.values() for one in ids]))
+        claims = by_owner(claimed(claim, "drain"))
+        to_its_end(lambda: _drop(mine, [one for ids in claims.values() for one in ids]))
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
     if voter.vote(problem, what="drop what was fetched", note=bool(mine.kept)):
-        _drop_what_is_kept(voter, mine, {one for ids in by_owner.values() for one in ids})
+        _drop_what_is_kept(voter, mine, {one for ids in claims.values() for one in ids})
     try:
-        _remove(by_owner)
+        _remove(claims)
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
     voter.vote(problem, what="remove what was claimed")
@@ -164,17 +161,17 @@ def _of_all(voter: Voter, ids: set[str], what: str) -> set[str]:
     return set(json.loads(voter.pass_on(together, source=voter.ranks[0], what=what)))
 
 
-def _remove(by_owner: dict[str, list[str]]) -> None:
+def _remove(claims: dict[str, list[str]]) -> None:
     server = state().server
-    here = by_owner.pop(server.addr, []) if server is not None else []
-    ShardStore.remove([*here, *by_owner.pop("local", [])])
-    if not by_owner:
+    here = claims.pop(server.addr, []) if server is not None else []
+    ShardStore.remove([*here, *claims.pop("local", [])])
+    if not claims:
         return
     # Handles name whatever host they like: those that this process was told of are shown a token.
     with contextlib.closing(Lines(state().tokens.get, _TIMEOUT_SECONDS)) as lines:
         requests = [
             (Worker(owner, "owner"), Request("DELETE", "/data/clear", {"shard_ids": ids}))
-            for owner, ids in by_owner.items()
+            for owner, ids in claims.items()
         ]
         for answer in lines.ask_all(requests):
             if isinstance(answer, Exception):
@@ -183,14 +180,17 @@ def _remove(by_owner: dict[str, list[str]]) -> None:
 
 @contextlib.contextmanager
 def _alone(mine: State) -> Iterator[None]:
-    with mine.lock:
-        if mine.in_step:
-            raise InvalidInputError("this process is in a step already: end that one first")
-        mine.in_step = True
+    is_ours = False
     try:
+        with mine.lock:
+            if mine.in_step:
+                raise InvalidInputError("this process is in a step already: end that one first")
+            # Both before Ctrl-C can come.
+            is_ours = mine.in_step = True
         yield
     finally:
-        mine.in_step = False
+        if is_ours:
+            mine.in_step = False
 
 
 def _next_number(mine: State) -> int:

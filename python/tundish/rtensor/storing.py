@@ -17,9 +17,10 @@ from torch import Tensor
 from tundish._native import RTensor
 from tundish.errors import InvalidTypeError
 from tundish.rtensor.backends import Removed, backend
-from tundish.rtensor.checks import check_names, check_seconds
+from tundish.rtensor.checks import check_iterator, check_names, check_seconds
+from tundish.rtensor.handle import CLOSED, inside, opened
 from tundish.rtensor.memory import dense, is_whole
-from tundish.tree import Refusal, map_only
+from tundish.tree import Refusal, map_only, parts_of
 
 __all__ = ["DEFAULT_TIMEOUT", "clear_node", "fetch", "remotize", "remove", "storage_stats", "store"]
 
@@ -44,7 +45,7 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
     step that claimed them ends.
 
     Raises `StoreFullError` at the limit, `InvalidTypeError`, with the path, for a tensor that is more than values in
-    memory, such as a sparse one.
+    memory, such as a sparse one, and for tensors in a set or a view of a dict, in which none is found.
     """
     timeout = check_seconds(timeout)
     found: list[Tensor] = []
@@ -53,7 +54,15 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
     places: dict[Any, list[int]] = {}
     order: list[int] = []
 
-    def note(tensor: Tensor) -> Tensor:
+    def note(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            if parts_of(Tensor, inside(tensor)):
+                what = opened(tensor)
+                raise Refusal(
+                    InvalidTypeError,
+                    f"has tensors, which are found in dicts, lists and tuples, and is {what}",
+                )
+            return tensor
         here = places.setdefault(_place(tensor), [])
         for number in here:
             if alive[number] is tensor or _stands_for(alive[number], tensor):
@@ -66,8 +75,9 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
         order.append(number)
         return tensor
 
-    map_only(Tensor, note, obj, enter=_trimmed if trim else None)
+    map_only((Tensor, *CLOSED), note, obj, enter=_trimmed if trim else None)
     if not found:
+        check_iterator(obj)
         return obj
     handles = backend().store(found, timeout)
     named = iter(order)
@@ -81,7 +91,8 @@ def _place(tensor: Tensor) -> Any:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         # It is refused where it is to be stored.
         return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape
+    # Those without memory may be there for zeros, or have lost what they had.
+    return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape
 
 
 def _stands_for(one: Tensor, other: Tensor) -> bool:
