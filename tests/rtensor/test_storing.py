@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections import UserDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import tundish as td
 from tundish import rtensor
-from tundish.errors import InvalidInputError, InvalidTypeError, ShardGoneError, StoreFullError
+from tundish.errors import InvalidInputError, InvalidTypeError, ShardGoneError, StoreFullError, TransferError
 
 pytestmark = pytest.mark.usefixtures("local")
 
@@ -426,6 +428,42 @@ def test_what_was_fetched_of_a_claimed_shard_goes_with_it() -> None:
     with rtensor.step(claim=handle):
         pass
     assert rtensor.fetch_buffer_stats()["num_entries"] == 0
+
+
+@pytest.mark.parametrize(
+    "error", [ShardGoneError("its handle refers to nothing"), TransferError("it is lost")]
+)
+def test_what_another_store_says_of_a_handle_is_told_to_nobody_who_has_a_better_one(error: Exception) -> None:
+    handle = rtensor.remotize(torch.arange(4))
+    goes_on = threading.Event()
+
+    def fails(_: list[int]) -> list[Any]:
+        assert goes_on.wait(20)
+        raise error
+
+    def fetch(get: Any) -> int:
+        return len(td._native.ShardStore.fetch_through([handle], get, 20.0))
+
+    def until(key: str, least: int) -> None:
+        deadline = time.monotonic() + 20
+        while rtensor.fetch_buffer_stats()[key] < least and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    with ThreadPoolExecutor(2) as pool:
+        hits = rtensor.fetch_buffer_stats()["hits"]
+        first = pool.submit(fetch, fails)
+        until("in_flight", 1)
+        second = pool.submit(fetch, lambda _: [np.arange(4).view(np.uint8)])
+        until("hits", hits + 1)
+        goes_on.set()
+        with pytest.raises(type(error)):
+            first.result()
+        if isinstance(error, TransferError):
+            # It is about the bytes.
+            with pytest.raises(TransferError, match="it is lost"):
+                second.result()
+        else:
+            assert second.result() == 1
 
 
 def test_a_step_that_fails_drains_too() -> None:

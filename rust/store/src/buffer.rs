@@ -2,7 +2,8 @@
 //!
 //! What always holds:
 //!
-//! 1. What is wanted by several at once is fetched by the first of them; the others get what came, or its failure.
+//! 1. What is wanted by several at once is fetched by the first of them; the others get what came, or its failure, unless
+//!    that is about what the first declared and they do not.
 //! 2. What was fetched is kept only if nothing drained it meanwhile: neither its step has ended, nor all was flushed,
 //!    nor was the shard drained by its id. Else it is refused and counted, and whoever fetched it is told.
 //! 3. A failure is nobody's who asks later.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use crate::buffer::{Asked, Key, Ticket};
+use crate::buffer::{Asked, Found, Key, Ticket};
 use crate::error::StoreError;
 use crate::flight::{Flight, Outcome};
 use crate::landing::{Batch, Direct, Leg};
@@ -106,7 +106,7 @@ impl Node {
         }
         send_all(batches.into_values().collect(), transport, patience)?;
         for (index, flight) in own.into_iter().chain(others) {
-            if let Outcome::Landed(tensor, rows) = wait(&flight, patience)? {
+            if let Some((tensor, rows)) = wait(&flight, each[index], patience)? {
                 found[index] = Some(cut(each[index], tensor, rows)?);
             }
         }
@@ -267,12 +267,21 @@ fn unique(wanted: &[Wanted]) -> Result<(Vec<&Wanted>, Vec<usize>), StoreError> {
     Ok((each, uses))
 }
 
-/// What became of a flight.
-fn wait(flight: &Flight<Tensor>, patience: &mut Patience<'_>) -> Result<Outcome<Tensor>, StoreError> {
+/// What came of a flight, and its rows, for who wants this; `None` where that has to be asked for anew.
+fn wait(
+    flight: &Flight<Tensor>,
+    wanted: &Wanted,
+    patience: &mut Patience<'_>,
+) -> Result<Option<Found<Tensor>>, StoreError> {
     loop {
         match flight.wait(patience.turn()) {
+            Some(Outcome::Landed(tensor, rows)) => return Ok(Some((tensor, rows))),
             Some(Outcome::Failed(error)) => return Err(error),
-            Some(outcome) => return Ok(outcome),
+            // Else each of many who are wrong alike would have to be told so, one after the other.
+            Some(Outcome::Refuted(error, declared)) if (&flight.rows, &declared) == (&wanted.rows, &wanted.meta) => {
+                return Err(error);
+            }
+            Some(Outcome::Refuted(..) | Outcome::Again) => return Ok(None),
             None => patience.look()?,
         }
         if patience.is_over() {

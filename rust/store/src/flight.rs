@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::Epoch;
 use crate::error::StoreError;
+use crate::meta::Meta;
 use crate::shard::{Rows, ShardId};
 use crate::sync::{Condvar, Mutex};
 
@@ -17,6 +18,9 @@ pub(crate) enum Outcome<P> {
     Landed(P, Option<Rows>),
     /// It failed in a way that would be everybody's.
     Failed(StoreError),
+    /// It failed for what its fetcher declared the rows to be, and would for whoever declares the same of them; everybody
+    /// else has to ask anew.
+    Refuted(StoreError, Meta),
     /// It failed in a way that was the fetcher's own: whoever waits has to ask anew.
     Again,
 }

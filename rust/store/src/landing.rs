@@ -45,9 +45,10 @@ impl<'a> Leg<'a> {
 impl Batch<'_> {
     /// Whatever has not landed fails, as `error` says.
     pub(crate) fn fail(&mut self, error: &StoreError) {
+        let is_alone = self.legs.len() == 1;
         for leg in &mut self.legs {
             if !std::mem::replace(&mut leg.is_over, true) {
-                self.buffer.fail(&leg.flight, outcome_for(error, leg.wanted));
+                self.buffer.fail(&leg.flight, outcome_for(error, leg.wanted, is_alone));
             }
         }
     }
@@ -163,8 +164,10 @@ fn check(wanted: &Wanted, meta: &Meta) -> Result<(), StoreError> {
     })
 }
 
-/// What those who wait for a piece of a batch that failed are told.
-fn outcome_for(error: &StoreError, wanted: &Wanted) -> Outcome<Tensor> {
+/// What those who wait for a piece of a batch that failed are told; whether all of the batch was this piece.
+///
+/// They may have asked by better handles: what is wrong with the fetcher's own is no failure of theirs.
+fn outcome_for(error: &StoreError, wanted: &Wanted, is_alone: bool) -> Outcome<Tensor> {
     match error {
         StoreError::Missing { owner, shards } => {
             let its: Vec<MissingShard> = shards.iter().filter(|shard| shard.id == wanted.id).cloned().collect();
@@ -174,13 +177,20 @@ fn outcome_for(error: &StoreError, wanted: &Wanted) -> Outcome<Tensor> {
                 Outcome::Failed(StoreError::Missing { owner: owner.clone(), shards: its })
             }
         }
-        // Another shard's, or of whoever fetched.
-        StoreError::Mismatch { id, .. } | StoreError::Corrupt { id, .. } | StoreError::Drained { id }
-            if *id != wanted.id =>
-        {
-            Outcome::Again
+        // Of one shard a batch may have several pieces.
+        StoreError::Mismatch { id, declared, .. } if *id == wanted.id && *declared == format!("{:?}", wanted.meta) => {
+            Outcome::Refuted(error.clone(), wanted.meta.clone())
         }
-        StoreError::Interrupted
+        // The request itself was wrong, such as rows that a shard has not got: for which of its pieces is not told.
+        StoreError::Invalid(_) | StoreError::Refused { status: 400 | 413, .. } if is_alone => {
+            Outcome::Refuted(error.clone(), wanted.meta.clone())
+        }
+        // Another shard's, or of whoever fetched.
+        StoreError::Corrupt { id, .. } | StoreError::Drained { id } if *id != wanted.id => Outcome::Again,
+        StoreError::Mismatch { .. }
+        | StoreError::Invalid(_)
+        | StoreError::Refused { status: 400 | 413, .. }
+        | StoreError::Interrupted
         | StoreError::TimedOut { .. }
         | StoreError::Full { .. }
         | StoreError::TooLarge { .. }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, whole, within};
-use tundish_store::{Limits, Node, Patience, Service, ShardId, Source, StoreError, Wanted};
+use tundish_store::{Dtype, Limits, Meta, Node, Patience, Service, ShardId, Source, StoreError, Wanted};
 
 fn pair(tensors: &[Vec<u8>]) -> (Arc<Node>, Arc<Node>, Between, Vec<ShardId>) {
     let (owner, consumer, between) = common::pair(Way::Bytes);
@@ -135,6 +135,77 @@ fn who_waits_for_a_shard_does_not_fail_for_another_one_of_its_batch() {
         assert!(matches!(first.join().unwrap(), Err(StoreError::Missing { .. })));
         assert_eq!(second.join().unwrap(), [1; 100]);
     });
+}
+
+/// What becomes of those who ask while somebody fetches `first`, and how many requests there were.
+fn join(first: &[Wanted], then: &[&[Wanted]], mut between: Between) -> (Vec<Result<Vec<u8>, StoreError>>, usize) {
+    let consumer = Node::new(LIMITS);
+    let goes_on = Arc::new(AtomicBool::new(false));
+    between.before = Box::new({
+        let goes_on = Arc::clone(&goes_on);
+        move |_| {
+            wait_until(|| goes_on.load(Ordering::SeqCst));
+            Ok(())
+        }
+    });
+    let ask = |wanted: &[Wanted]| fetch(&consumer, wanted, &between).map(|views| views[0].bytes().to_vec());
+    let outcomes = std::thread::scope(|scope| {
+        let first = scope.spawn(|| ask(first).map(drop));
+        wait_until(|| between.requests.load(Ordering::SeqCst) == 1);
+        let others: Vec<_> = then.iter().map(|wanted| scope.spawn(|| ask(wanted))).collect();
+        wait_until(|| consumer.stats().buffer.hits == then.len() as u64);
+        goes_on.store(true, Ordering::SeqCst);
+        first.join().unwrap().unwrap_err();
+        others.into_iter().map(|other| other.join().unwrap()).collect()
+    });
+    assert_eq!(consumer.stats().buffer.in_flight, 0);
+    (outcomes, between.requests.load(Ordering::SeqCst))
+}
+
+#[test]
+fn who_waits_by_a_right_handle_does_not_fail_for_a_wrong_one() {
+    for way in [Way::Bytes, Way::Reference] {
+        let (owner, _, between) = common::pair(way);
+        let id = put(&owner, &[pattern(1, 100)]).unwrap().remove(0);
+        let right = [whole(OWNER, &id, 100)];
+        let [cast, long] = ["int8", "uint8"].map(|name| {
+            let meta = Meta::new(Dtype::from_name(name).unwrap(), [100 + u64::from(name == "uint8")].as_slice());
+            [Wanted { meta: meta.unwrap(), ..right[0].clone() }]
+        });
+        let (outcomes, requests) = join(&cast, &[&right, &right, &cast, &long, &cast, &right], between);
+        for at in [0, 1, 5] {
+            assert_eq!(*outcomes[at].as_ref().unwrap(), pattern(1, 100));
+        }
+        for (at, meta) in [(2, "int8[100]"), (3, "uint8[101]"), (4, "int8[100]")] {
+            let told = outcomes[at].as_ref().unwrap_err();
+            assert!(matches!(told, StoreError::Mismatch { declared, .. } if declared == meta), "{told}");
+        }
+        // Who is wrong as the first is told so with it; of the others one asks for all.
+        assert!((2..=3).contains(&requests), "{requests}");
+    }
+}
+
+#[test]
+fn who_waits_for_rows_does_not_fail_for_rows_that_are_not_there() {
+    let (owner, _, between) = common::pair(Way::Bytes);
+    let ids = put(&owner, &[pattern(1, 100), pattern(2, 50)]).unwrap();
+    let [some, none] = [0..10, 0..101].map(|rows| [common::rows(OWNER, &ids[0], rows)]);
+    let (outcomes, requests) = join(&none, &[&some, &none, &some], between);
+    assert_eq!([&outcomes[0], &outcomes[2]].map(|told| told.as_ref().unwrap()), [&pattern(1, 100)[..10]; 2]);
+    assert!(matches!(&outcomes[1], Err(StoreError::Invalid(why)) if why.contains("0 to 101")), "{outcomes:?}");
+    assert_eq!(requests, 2);
+    // Of a batch all that it asked for fails; whoever waits for other shards of it, or other rows, has them.
+    let other = [whole(OWNER, &ids[1], 50)];
+    let mut wrong = common::rows(OWNER, &ids[0], 90..100);
+    wrong.meta = Meta::new(Dtype::from_name("int8").unwrap(), [10].as_slice()).unwrap();
+    for batch in [[some[0].clone(), other[0].clone(), none[0].clone()], [wrong, some[0].clone(), other[0].clone()]] {
+        let between = Between::new(Way::Bytes);
+        between.add(OWNER, &owner);
+        let (outcomes, requests) = join(&batch, &[&some, &other], between);
+        assert_eq!(*outcomes[0].as_ref().unwrap(), pattern(1, 100)[..10]);
+        assert_eq!(*outcomes[1].as_ref().unwrap(), pattern(2, 50));
+        assert_eq!(requests, 3);
+    }
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! Fetching through a function of Python's, which gets the bytes from another store than this library's.
 //!
-//! What always holds: what the function raises is raised by the call that had it called, and told to whoever else waits
-//! for the same bytes.
+//! What always holds: what the function raises is raised by the call that had it called. Whoever else waits for the same
+//! bytes is told of it where it is about these, a `TransferError`; else he calls his own, for it may be the handle that is
+//! wrong.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -60,9 +61,13 @@ impl Transport for Through {
         let found = Python::attach(|py| {
             self.call(py, &places).map_err(|error| {
                 let reason = error.value(py).to_string();
+                let is_of_bytes = is_transfer_error(py, &error);
                 *self.raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
                 let id = wanted[0].id.clone();
-                StoreError::Unreachable { id, owner: Arc::clone(owner), reason }
+                match is_of_bytes {
+                    true => StoreError::Unreachable { id, owner: Arc::clone(owner), reason },
+                    false => StoreError::Interrupted,
+                }
             })
         })?;
         for (index, ((selection, (_, declared)), buffer)) in wanted.iter().zip(places).zip(found).enumerate() {
@@ -79,4 +84,9 @@ impl Transport for Through {
         }
         Ok(())
     }
+}
+
+fn is_transfer_error(py: Python<'_>, error: &PyErr) -> bool {
+    let class = py.import("tundish.errors").and_then(|errors| errors.getattr("TransferError"));
+    class.is_ok_and(|class| error.is_instance(py, &class))
 }

@@ -18,6 +18,8 @@ mod error;
 mod flight;
 #[path = "../../src/keeps.rs"]
 mod keeps;
+#[path = "../../src/meta.rs"]
+mod meta;
 #[path = "../../src/parts.rs"]
 mod parts;
 #[path = "../../src/shard.rs"]
@@ -37,6 +39,7 @@ use loom::thread;
 use buffer::{Asked, Buffer, Key, Ticket};
 use error::StoreError;
 use flight::{Flight, Outcome};
+use meta::{Dtype, Meta};
 use shard::ShardId;
 use storage::Storage;
 
@@ -92,7 +95,29 @@ fn get(buffer: &Buffer<Payload>, ticket: &Ticket, payload: Payload) -> Result<(P
             Asked::Joined(flight) => match wait(&flight) {
                 Outcome::Landed(payload, _) => return Ok((payload, fetched)),
                 Outcome::Failed(error) => return Err(error),
-                Outcome::Again => {}
+                Outcome::Refuted(..) | Outcome::Again => {}
+            },
+        }
+    }
+}
+
+/// As `get`, by a handle that declares so many rows, of which the shard has one.
+fn get_declared(buffer: &Buffer<Payload>, ticket: &Ticket, rows: u64) -> Result<u32, StoreError> {
+    let declared = Meta::new(Dtype::from_name("uint8").unwrap(), [rows].as_slice()).unwrap();
+    let error = StoreError::Invalid("it has one row".to_owned());
+    loop {
+        match ask(buffer, ticket)? {
+            Asked::Hit(..) => return if rows == 1 { Ok(0) } else { Err(error) },
+            Asked::Leads(flight) if rows == 1 => return buffer.land(&flight, 5, BYTES).map(|()| 1),
+            Asked::Leads(flight) => {
+                buffer.fail(&flight, Outcome::Refuted(error.clone(), declared.clone()));
+                return Err(error);
+            }
+            Asked::Joined(flight) => match wait(&flight) {
+                Outcome::Landed(..) => return if rows == 1 { Ok(0) } else { Err(error) },
+                Outcome::Refuted(error, others) if others == declared => return Err(error),
+                Outcome::Refuted(..) | Outcome::Again => {}
+                Outcome::Failed(error) => panic!("nothing but what was declared is wrong: {error}"),
             },
         }
     }
@@ -212,6 +237,25 @@ fn who_waits_for_a_fetcher_that_gave_up_fetches_itself() {
         });
         buffer.fail(&flight, Outcome::Again);
         assert_eq!(other.join().unwrap(), (5, 1));
+        assert_eq!(standing(&buffer), ((BYTES, 1), 0, 0));
+    });
+}
+
+#[test]
+fn who_waits_for_a_fetcher_that_declared_it_wrongly_has_it_or_is_wrong_itself() {
+    check(|| {
+        let buffer = Arc::new(Buffer::new());
+        let ticket = buffer.ticket();
+        let others: Vec<_> = [2, 1]
+            .map(|rows| {
+                let (buffer, ticket) = (Arc::clone(&buffer), ticket.clone());
+                thread::spawn(move || get_declared(&buffer, &ticket, rows))
+            })
+            .into_iter()
+            .collect();
+        let mine = get_declared(&buffer, &ticket, 2);
+        let got: Vec<_> = others.into_iter().map(|other| other.join().unwrap()).collect();
+        assert!(matches!((&mine, &got[..]), (Err(_), [Err(_), Ok(1)])), "{mine:?} {got:?}");
         assert_eq!(standing(&buffer), ((BYTES, 1), 0, 0));
     });
 }

@@ -1,9 +1,13 @@
 //! Fetching from owners that are as they should be.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tundish_store::http::{Client, Timing, Token};
-use tundish_store::{Limits, MissingShard, Node, Selection, Service, ShardId, StoreError, Wanted};
+use tundish_store::{
+    Limits, MissingShard, Node, Patience, Receiver, Selection, Service, ShardId, StoreError, Transport, Wanted,
+};
 
 use crate::common::{LIMITS, bytes_meta, overwrite, pattern, put, rows, whole, within};
 use crate::raw::{Owner, STUCK, clients, meta};
@@ -121,6 +125,65 @@ fn what_is_declared_is_what_has_to_come() {
             assert!(matches!(error, StoreError::Mismatch { .. }), "{error}");
         }
         assert_eq!(views(&consumer, &client, &[owner.wanted("a", 4)]).unwrap(), [b"abcd"]);
+    }
+}
+
+/// Sends nothing before it may.
+struct Held<'a> {
+    client: &'a Client,
+    goes_on: &'a AtomicBool,
+}
+
+impl Transport for Held<'_> {
+    fn fetch(
+        &self,
+        owner: &Arc<str>,
+        wanted: &[Selection],
+        receiver: &mut dyn Receiver,
+        patience: &mut Patience<'_>,
+    ) -> Result<(), StoreError> {
+        while !self.goes_on.load(Ordering::SeqCst) {
+            std::thread::sleep(patience.turn().min(Duration::from_millis(1)));
+            patience.look()?;
+        }
+        self.client.fetch(owner, wanted, receiver, patience)
+    }
+}
+
+#[test]
+fn what_one_asks_for_wrongly_comes_to_those_who_wait_for_it_and_ask_rightly() {
+    for (way, client) in clients() {
+        let (owner, consumer) = (Owner::new(), Node::new(LIMITS));
+        let bytes = pattern(1, 1000);
+        owner.store("a", &bytes);
+        let (address, id) = (owner.address(), "a".parse().unwrap());
+        let cast = Wanted { meta: meta("int8", &[1000]), ..owner.wanted("a", 1000) };
+        let right = rows(&address, &id, 0..10);
+        for wrong in [cast, rows(&address, &id, 0..2000)] {
+            let goes_on = AtomicBool::new(false);
+            let held = Held { client: &client, goes_on: &goes_on };
+            let ask = |one: &Wanted| {
+                let views = within(20.0, |patience| consumer.fetch(std::slice::from_ref(one), &held, patience))?;
+                Ok::<_, StoreError>(views[0].bytes().to_vec())
+            };
+            let count = |what: fn(&tundish_store::Stats) -> u64, least: u64| {
+                let deadline = Instant::now() + STUCK;
+                while what(&consumer.stats()) < least && Instant::now() < deadline {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            };
+            let joined = consumer.stats().buffer.hits + 1;
+            std::thread::scope(|scope| {
+                let first = scope.spawn(|| ask(&wrong));
+                count(|stats| stats.buffer.in_flight, 1);
+                let other = scope.spawn(|| ask(&right));
+                count(|stats| stats.buffer.hits, joined);
+                goes_on.store(true, Ordering::SeqCst);
+                first.join().unwrap().unwrap_err();
+                assert_eq!(other.join().unwrap().unwrap(), bytes[..10], "{way}");
+            });
+            consumer.clear_buffer(None);
+        }
     }
 }
 
