@@ -54,6 +54,7 @@ __all__ = [
     "shared_stats",
     "shuffled_indices",
     "staging_stats",
+    "stored_dtypes",
     "sweep_segments",
     "sweep_writer_slots",
     "tensors_over",
@@ -529,6 +530,7 @@ class ShardView:
 
 def tensors_over(exchange: TensorExchange, views: list[ShardView]) -> list[Any]: ...
 def shard_ids(handles: list[RTensor]) -> list[str]: ...
+def stored_dtypes() -> list[Any]: ...
 
 @final
 class ShardServer:

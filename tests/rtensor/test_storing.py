@@ -321,6 +321,7 @@ def fake() -> torch.Tensor:
         (lambda: torch.nested.nested_tensor([torch.ones(2)]), "nested"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
         (lambda: torch.empty(2, device="meta"), "no values"),
+        (lambda: torch.ones(2, dtype=torch.int8).view(torch.qint8), r"torch\.qint8, which cannot be stored"),
         (fake, "no values"),
     ],
 )
@@ -337,6 +338,7 @@ def test_what_is_more_than_values_is_refused_with_its_path(make: Any, why: str) 
         lambda: torch.ones(2, 3, device="meta"),
         lambda: torch.eye(3).to_sparse(),
         lambda: torch.nested.nested_tensor([torch.ones(2)]),
+        lambda: torch.ones(2, 3, dtype=torch.int8).view(torch.qint8),
         fake,
     ],
 )
@@ -344,6 +346,14 @@ def test_what_is_more_than_values_is_refused_with_its_path(make: Any, why: str) 
 def test_a_mask_that_is_no_values_is_refused_with_its_path(mask: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r'obj\["attention_mask"\] is a '):
         rtensor.remotize({"input_ids": torch.ones(2, 3), "attention_mask": mask()})
+
+
+def test_a_tensor_of_a_dtype_that_others_cannot_have_is_refused_with_its_name() -> None:
+    with pytest.raises(
+        InvalidTypeError, match=r"to be stored as some\.name is a tensor of torch\.quint8, which"
+    ):
+        rtensor.store("some.name", torch.ones(2, dtype=torch.uint8).view(torch.quint8))
+    assert rtensor.storage_stats()["num_tensors"] == 0
 
 
 def cut(size: int, *, view: bool = False) -> torch.Tensor:

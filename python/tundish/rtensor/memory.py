@@ -7,7 +7,7 @@ tensor has a storage of its own, which keeps the memory it lies in.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from tundish.tree import Refusal
 from tundish.tree.arrays import NUMPY_TYPES
 from tundish.tree.carrying import EXCHANGE
 
-__all__ = ["dense", "extent", "is_whole", "tensors_over"]
+__all__ = ["STORED_DTYPES", "dense", "extent", "is_whole", "tensors_over"]
+
+STORED_DTYPES: Final = frozenset(_native.stored_dtypes())
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -39,6 +41,7 @@ def dense(tensor: Tensor) -> Tensor:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and tensor.is_contiguous()
+        and tensor.dtype in STORED_DTYPES
         and is_whole(tensor)
     ):
         return tensor
@@ -138,4 +141,6 @@ def _why_not(tensor: Tensor) -> str | None:
             return "a quantized tensor: store its int_repr() and its scales"
         if tensor.device.type == "meta":
             return "a tensor on the device meta, which has no values"
+        if tensor.dtype not in STORED_DTYPES:
+            return f"a tensor of {tensor.dtype}, which cannot be stored for others: convert it first"
     return None

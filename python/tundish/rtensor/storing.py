@@ -19,7 +19,7 @@ from tundish.errors import InvalidTypeError
 from tundish.rtensor.backends import Removed, backend
 from tundish.rtensor.checks import check_iterator, check_names, check_seconds
 from tundish.rtensor.handle import CLOSED, inside, opened
-from tundish.rtensor.memory import dense, is_whole
+from tundish.rtensor.memory import STORED_DTYPES, dense, is_whole
 from tundish.tree import Refusal, map_only, parts_of
 
 __all__ = ["DEFAULT_TIMEOUT", "clear_node", "fetch", "remotize", "remove", "storage_stats", "store"]
@@ -45,7 +45,8 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
     step that claimed them ends.
 
     Raises `StoreFullError` at the limit, `InvalidTypeError`, with the path, for a tensor that is more than values in
-    memory, such as a sparse one, and for tensors in a set or a view of a dict, in which none is found.
+    memory, such as a sparse one, or whose dtype others cannot have, such as a quantized one, and for tensors in a set
+    or a view of a dict, in which none is found.
     """
     timeout = check_seconds(timeout)
     found: list[Tensor] = []
@@ -111,6 +112,7 @@ def _trimmed(container: Any) -> Any:
         or mask.layout is not torch.strided
         or mask.is_nested
         or mask.is_meta
+        or mask.dtype not in STORED_DTYPES
         or not is_whole(mask)
     ):
         # It is refused where it is to be stored.

@@ -35,6 +35,12 @@ fn known(py: Python<'_>) -> PyResult<&Known> {
     })
 }
 
+/// The dtypes whose tensors can be stored.
+#[pyfunction]
+pub(crate) fn stored_dtypes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
+    Ok(known(py)?.objects.iter().map(|(_, object)| object.bind(py).clone()).collect())
+}
+
 /// `torch.dtype` of a code.
 pub(super) fn object_of(py: Python<'_>, dtype: Dtype) -> PyResult<Bound<'_, PyAny>> {
     let found = known(py)?.objects.iter().find(|(code, _)| *code == dtype.code());

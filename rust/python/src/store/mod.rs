@@ -1,7 +1,7 @@
 //! Binds `tundish-store`: handles of tensors, what a process stores and fetches, its server.
 
 mod collector;
-mod dtypes;
+pub(crate) mod dtypes;
 pub(crate) mod encoding;
 pub(crate) mod handle;
 mod locals;
