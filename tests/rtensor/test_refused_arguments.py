@@ -81,6 +81,25 @@ def test_a_handle_is_made_of_a_shard_and_a_tensor() -> None:
         rtensor.RTensor(rtensor.TensorShardInfo("name", "a:1"), 3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda name: rtensor.store(name, torch.ones(1)),
+        rtensor.fetch,
+        rtensor.remove,
+        lambda name: rtensor.remove(["a", name]),
+        lambda name: rtensor.clear_fetch_buffer([name]),
+        lambda name: rtensor.RTensor(rtensor.TensorShardInfo(name, "a:1"), torch.empty(1, device="meta")),
+    ],
+)
+@pytest.mark.parametrize("name", ["a\ud800", "a/b", "\udfff", ""])
+def test_a_text_that_is_no_name_is_refused_with_what_one_is(call: Callable[[str], Any], name: str) -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"a shard id (is made of A-Z, a-z, 0-9|has 1 to 128 characters)"
+    ):
+        call(name)
+
+
 def test_names_in_place_of_handles_are_refused() -> None:
     handle = remotize(torch.ones(1))
     ids = td.rtensor.flatten_shard_ids(handle)
@@ -181,6 +200,8 @@ def test_a_server_takes_peers_and_changes_nothing_where_it_fails() -> None:
     td.rtensor.serve().close()
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StorageError):
         td.rtensor.serve(port=taken.getsockname()[1], limit_bytes=12345)
+    with pytest.raises(StorageError, match="cannot find the address"):
+        td.rtensor.serve("h\ud800", token="x")
     assert td.rtensor.storage_stats()["memory"]["limit_bytes"] == limit
 
 

@@ -104,6 +104,11 @@ fn text_of<'py>(shard: &Bound<'py, PyAny>, name: &Bound<'py, PyString>) -> PyRes
     })
 }
 
+/// The name that a text is. A lone surrogate, which Rust's texts cannot have, stands as a character that no name has.
+pub(super) fn name_of(text: &Bound<'_, PyString>) -> PyResult<ShardId> {
+    Ok(text.to_string_lossy().parse().map_err(BindingError::from)?)
+}
+
 fn kind_of(object: &Bound<'_, PyAny>) -> String {
     object.get_type().qualname().map_or_else(|_| "foreign object".to_owned(), |name| name.to_string())
 }
@@ -115,8 +120,7 @@ impl RTensor {
     #[new]
     fn make(shard: &Bound<'_, PyAny>, data: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = shard.py();
-        let id = text_of(shard, intern!(py, "shard_id"))?;
-        let id: ShardId = id.to_str()?.parse().map_err(BindingError::from)?;
+        let id = name_of(&text_of(shard, intern!(py, "shard_id"))?)?;
         let owner: Arc<str> = text_of(shard, intern!(py, "node_addr"))?.to_str()?.into();
         let reference = shard.getattr_opt(intern!(py, "ref"))?.unwrap_or_else(|| py.None().into_bound(py));
         let Some(is_meta) = data.getattr_opt(intern!(py, "is_meta"))? else {

@@ -19,7 +19,7 @@ use tundish_store::{
 
 use super::collector::untracked;
 use super::dtypes::meta_of;
-use super::handle::RTensor;
+use super::handle::{RTensor, name_of};
 use super::locals::forget_few;
 use super::through::Through;
 use super::view::ShardView;
@@ -107,13 +107,13 @@ impl ShardStore {
     #[staticmethod]
     fn put_as(
         py: Python<'_>,
-        shard_id: &str,
+        shard_id: &Bound<'_, PyString>,
         tensor: &Bound<'_, PyAny>,
         owner: &str,
         timeout: f64,
     ) -> PyResult<RTensor> {
         let deadline = deadline_of(timeout)?;
-        let id: ShardId = shard_id.parse().map_err(BindingError::from)?;
+        let id = name_of(shard_id)?;
         let meta = Arc::new(meta_of(tensor)?);
         let place = address_of(tensor)?;
         let (name, kind) = (id.clone(), Arc::clone(&meta));
@@ -142,8 +142,8 @@ impl ShardStore {
 
     /// The handle of a shard that is stored here.
     #[staticmethod]
-    fn handle_of(py: Python<'_>, shard_id: &str, owner: &str) -> PyResult<RTensor> {
-        let id: ShardId = shard_id.parse().map_err(BindingError::from)?;
+    fn handle_of(py: Python<'_>, shard_id: &Bound<'_, PyString>, owner: &str) -> PyResult<RTensor> {
+        let id = name_of(shard_id)?;
         let wanted = [Selection { id: id.clone(), rows: None }];
         let found = enter(py, None, move |_| Ok(Node::of_process().look_up(&wanted)?))?;
         let meta = found.first().map(|one| one.meta().clone());
@@ -388,7 +388,7 @@ fn id_of(id: &Bound<'_, PyAny>) -> PyResult<ShardId> {
         let kind = id.get_type().name()?;
         return Err(BindingError::Type(format!("a shard id is a text, not a {kind}")).into());
     };
-    Ok(text.to_str()?.parse::<ShardId>().map_err(BindingError::from)?)
+    name_of(text)
 }
 
 fn wanted_of(handles: &Bound<'_, PyList>) -> PyResult<Vec<Wanted>> {

@@ -1,6 +1,7 @@
 //! A process's server, and the clients with which it fetches.
 
 use pyo3::prelude::*;
+use pyo3::types::PyString;
 use tundish_shm::PerProcess;
 use tundish_store::http::{Client, Server, Timing, Token};
 use tundish_store::{Node, Transport};
@@ -29,10 +30,12 @@ impl ShardServer {
     /// At `host`, on `port`, or on one that is free for 0. Others than this machine reach it with a token only.
     #[new]
     #[pyo3(signature = (host, port, token=None))]
-    fn new(py: Python<'_>, host: &str, port: u16, token: Option<&str>) -> PyResult<Self> {
+    fn new(py: Python<'_>, host: &Bound<'_, PyString>, port: u16, token: Option<&str>) -> PyResult<Self> {
         let token = token_of(token)?;
+        // Of a lone surrogate, which no host has in its name, it becomes another name that none has.
+        let host = host.to_string_lossy().into_owned();
         let server =
-            enter(py, None, move |_| Ok(Server::start(Node::of_process(), host, port, token, Timing::default())?))?;
+            enter(py, None, move |_| Ok(Server::start(Node::of_process(), &host, port, token, Timing::default())?))?;
         let port = server.address().port();
         Ok(ShardServer { server: std::sync::Mutex::new(Some(Unheld::new(server))), port })
     }
