@@ -82,6 +82,28 @@ def test_names_and_dtypes_that_no_shard_has_are_refused() -> None:
         RTensor(TensorShardInfo("a", "a:1"), SimpleNamespace(shape=(1,), dtype=torch.qint8, is_meta=True))
 
 
+@pytest.mark.parametrize("addr", ["h x:1", "h:1\n", "h\0:1", "ä:1", "h\ud800:1", "h" * 299 + ":1"])
+def test_an_address_that_none_is_is_refused_where_a_handle_is_made(addr: str) -> None:
+    with pytest.raises(
+        InvalidInputError, match="an address of an owner is host:port, up to 300 ASCII characters"
+    ):
+        RTensor(TensorShardInfo("a", addr), META)
+
+
+@pytest.mark.parametrize("addr", ["local", "[fe80::1%eth0]:1", "h" * 298 + ":1"])
+def test_an_address_that_a_handle_takes_travels(addr: str) -> None:
+    one = RTensor(TensorShardInfo("a", addr), META)
+    assert loads(dumps([one])) == [one]
+
+
+@pytest.mark.parametrize("addr", ["my store", "h" * 301])
+def test_what_a_backend_calls_its_owner_by_is_refused_by_its_path_where_it_cannot_travel(addr: str) -> None:
+    (one,) = td._native.ShardStore.put([torch.ones(1)], addr, 1.0)
+    why = r"^obj\['a'\]\[1\] is a handle that cannot travel: an address of an owner is host:port"
+    with pytest.raises(InvalidTypeError, match=why):
+        dumps({"a": [None, one]})
+
+
 def test_a_handle_is_pickled_and_copied() -> None:
     for one in (handle(), handle()[1:3], RTensor(TensorShardInfo("some.name", "[::1]:80"), META)):
         for again in (pickle.loads(pickle.dumps(one)), copy.copy(one), copy.deepcopy(one)):

@@ -37,7 +37,7 @@ class TensorShardInfo(NamedTuple):
 
     Attributes:
         shard_id: names it: up to 128 characters out of `A-Z a-z 0-9 . _ : -`.
-        node_addr: where its owner serves it, as `"host:port"`.
+        node_addr: where its owner serves it, as `"host:port"`: up to 300 ASCII characters without spaces.
         ref: what the backend needs beside these: an `ObjectRef` of Ray.
     """
 

@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 pub use self::reader::Reader;
 pub use self::writer::Writer;
+use crate::error::StoreError;
 use crate::meta::Meta;
 use crate::shard::{Rows, ShardId};
 
@@ -30,6 +31,26 @@ const MOST_KNOWN: usize = 4096;
 
 /// An owner's address is no longer than this: a name of a host and a port.
 const LONGEST_OWNER: usize = 300;
+
+/// Whether a handle may name this as the address of its owner: the same for all who make, write or read one, since what
+/// one accepts another has to.
+///
+/// # Errors
+/// [`StoreError::Invalid`] where it may not.
+pub fn check_owner(address: &str) -> Result<(), StoreError> {
+    let refuse = |why: String| {
+        let rule =
+            format!("an address of an owner is host:port, up to {LONGEST_OWNER} ASCII characters without spaces");
+        Err(StoreError::Invalid(format!("{rule}; {why}")))
+    };
+    if let Some((place, _)) = address.char_indices().find(|(_, character)| !character.is_ascii_graphic()) {
+        return refuse(format!("character {place} of {address:?} is none of these"));
+    }
+    if address.len() > LONGEST_OWNER {
+        return refuse(format!("this one has {}", address.len()));
+    }
+    Ok(())
+}
 
 const NONE: u8 = 0;
 const FALSE: u8 = 1;

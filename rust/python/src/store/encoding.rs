@@ -57,7 +57,9 @@ fn write(value: &Bound<'_, PyAny>, writer: &mut Writer, depth: usize) -> Result<
                     .to_owned(),
             ));
         }
-        return Ok(writer.handle(&handle.get().handle).map_err(BindingError::from)?);
+        // One that a backend gave an address of its own kind.
+        let or_not = |error: StoreError| Refused::new(format!("is a handle that cannot travel: {error}"));
+        return writer.handle(&handle.get().handle).map_err(or_not);
     }
     if let Ok(text) = value.cast_exact::<PyString>() {
         return put(writer, &Value::Text { text: text.to_str()?, known: None });

@@ -11,7 +11,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PySlice, PyString, PyTuple, PyType};
-use tundish_store::handles::{Handle, Kind, Writer};
+use tundish_store::handles::{Handle, Kind, Writer, check_owner};
 use tundish_store::{Meta, ShardId, Wanted};
 
 use super::dtypes::{meta_of, object_of};
@@ -121,7 +121,8 @@ impl RTensor {
     fn make(shard: &Bound<'_, PyAny>, data: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = shard.py();
         let id = name_of(&text_of(shard, intern!(py, "shard_id"))?)?;
-        let owner: Arc<str> = text_of(shard, intern!(py, "node_addr"))?.to_str()?.into();
+        let owner: Arc<str> = text_of(shard, intern!(py, "node_addr"))?.to_string_lossy().into();
+        check_owner(&owner).map_err(BindingError::from)?;
         let reference = shard.getattr_opt(intern!(py, "ref"))?.unwrap_or_else(|| py.None().into_bound(py));
         let Some(is_meta) = data.getattr_opt(intern!(py, "is_meta"))? else {
             let reason = format!("data is a {}, and has to be a tensor: one on the device meta will do", kind_of(data));

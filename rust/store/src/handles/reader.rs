@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::{
-    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, KNOWN_TEXT, Kind, LARGE_INTEGER, LIST, LONGEST_KNOWN,
-    LONGEST_OWNER, MAGIC, MOST_KNOWN, NAMED_HANDLE, NEXT_HANDLE, NONE, ROWS, TEXT, TRUE, TUPLE, Value,
+    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, KNOWN_TEXT, Kind, LARGE_INTEGER, LIST, LONGEST_KNOWN, MAGIC,
+    MOST_KNOWN, NAMED_HANDLE, NEXT_HANDLE, NONE, ROWS, TEXT, TRUE, TUPLE, Value, check_owner,
 };
 use crate::error::StoreError;
 use crate::meta::{Dtype, Meta, Shape};
@@ -114,9 +114,7 @@ impl<'a> Reader<'a> {
         let owner = self.place(self.owners.len())?;
         if owner == self.owners.len() {
             let address = self.text()?;
-            if address.len() > LONGEST_OWNER || !address.bytes().all(|byte| byte.is_ascii_graphic()) {
-                return Err(self.wrong("an address that can be none"));
-            }
+            check_owner(address).map_err(|error| self.wrong(&error.to_string()))?;
             self.owners.push(address.into());
         }
         let meta = self.place(self.metas.len())?;

@@ -121,6 +121,40 @@ fn lengths_beyond_the_bytes_are_refused_before_room_is_made() {
 }
 
 #[test]
+fn an_address_that_is_written_is_read_and_what_is_none_is_neither() {
+    let of = |owner: &str| {
+        let mut one = handle(1, 1, Some("a"), "int8", &[4], None);
+        one.kind = Arc::new(Kind { owner: owner.into(), meta: Arc::clone(&one.kind.meta) });
+        one
+    };
+    // As if they had been written.
+    let told = |owner: &str| {
+        let bytes = written(&[Value::Handle(of("?"))]);
+        let place = bytes.windows(2).position(|two| two == [1, b'?']).unwrap();
+        assert!(owner.len() < 128 * 128);
+        let length = [owner.len() as u8 | 0x80, (owner.len() >> 7) as u8];
+        [&bytes[..place], &length, owner.as_bytes(), &bytes[place + 2..]].concat()
+    };
+    for right in ["local", "[::1]:80", "fe80::1%eth0:1", "", &"h".repeat(300)] {
+        check_owner(right).unwrap();
+        assert_eq!(Reader::new(&told(right)).unwrap().read().unwrap(), Value::Handle(of(right)));
+        let bytes = written(&[Value::Handle(of(right))]);
+        assert_eq!(Reader::new(&bytes).unwrap().read().unwrap(), Value::Handle(of(right)));
+    }
+    for wrong in ["h x:1", "h:1\n", "ä:1", "\u{fffd}", "h\0:1", &"h".repeat(301)] {
+        let refused = [
+            check_owner(wrong).unwrap_err(),
+            Writer::new().handle(&of(wrong)).unwrap_err(),
+            Reader::new(&told(wrong)).unwrap().read().unwrap_err(),
+        ];
+        assert!(refused.iter().all(|why| why.to_string().contains("host:port, up to 300 ASCII")), "{refused:?}");
+    }
+    let mut writer = Writer::new();
+    writer.handle(&of("local")).unwrap();
+    writer.handle(&of("h x:1")).unwrap_err();
+}
+
+#[test]
 fn rows_that_a_shard_has_not_got_are_refused() {
     let mut wrong = handle(1, 1, None, "int8", &[4], None);
     wrong.rows = Some(Box::new(2..5));

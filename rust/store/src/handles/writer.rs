@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::{
-    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, KNOWN_TEXT, Kind, LARGE_INTEGER, LIST, LONGEST_KNOWN,
-    LONGEST_OWNER, MAGIC, MOST_KNOWN, NAMED_HANDLE, NEXT_HANDLE, NONE, ROWS, TEXT, TRUE, TUPLE, Value,
+    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, KNOWN_TEXT, Kind, LARGE_INTEGER, LIST, LONGEST_KNOWN, MAGIC,
+    MOST_KNOWN, NAMED_HANDLE, NEXT_HANDLE, NONE, ROWS, TEXT, TRUE, TUPLE, Value, check_owner,
 };
 use crate::error::StoreError;
 use crate::meta::Meta;
@@ -64,7 +64,7 @@ impl Writer {
     /// Writes a value. What follows the beginning of a container is the caller's to write.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] for an owner whose address is too long.
+    /// [`StoreError::Invalid`] for an owner whose address can be none.
     pub fn write(&mut self, value: &Value<'_>) -> Result<(), StoreError> {
         match value {
             Value::None => self.out.push(NONE),
@@ -94,9 +94,9 @@ impl Writer {
     /// As [`write`](Writer::write).
     pub fn handle(&mut self, handle: &Handle) -> Result<(), StoreError> {
         let Kind { owner: address, meta: what } = &*handle.kind;
-        if address.len() > LONGEST_OWNER {
-            let long = address.len();
-            return Err(StoreError::Invalid(format!("an address has at most {LONGEST_OWNER} characters, not {long}")));
+        let is_as_before = self.kind.as_ref().is_some_and(|(kind, ..)| Arc::ptr_eq(kind, &handle.kind));
+        if !is_as_before {
+            check_owner(address)?;
         }
         if let Some(rows) = &handle.rows {
             self.out.push(ROWS);
