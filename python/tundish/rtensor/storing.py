@@ -121,7 +121,11 @@ def _trimmed(container: Any) -> Any:
         return container
     rows, columns = mask.shape[0], mask.shape[-1]
     values = mask.detach()
-    is_used = values.ne(0)
+    try:
+        is_used = values.ne(0)
+    except RuntimeError:
+        # Of a dtype that torch compares with nothing: it says nothing.
+        return container
     if (mask.is_floating_point() or mask.is_complex()) and not _says_use(values, is_used):
         return container
     used = is_used.reshape(-1, columns).any(0).nonzero()
