@@ -188,8 +188,8 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
             judges=False,
         )
     said = (
-        f"Each time is the least of {plan.rounds} rounds; in a round every way fetches what is small (16 MB in all, at "
-        f"most) {plan.repeats} times in a row, and does everything else once, each in processes of its own."
+        f"Each time is the least of {plan.rounds} rounds; in a round every way fetches or stores what is small (16 MB "
+        f"in all, at most) {plan.repeats} times in a row, and does everything else once, each in processes of its own."
     )
     fetches = ("sockets", "transports", "ray")
     measures: dict[str, Callable[[], Sequence[object]]] = {

@@ -44,8 +44,8 @@ _FLOOR = (
 class Plan:
     """How much is measured.
 
-    `rounds`: of fetches. `repeats`: how often a way fetches what is small in a round. `cases`: those of the
-    tensors that are fetched. `ways`: the others, of those that a measure has.
+    `rounds`: of fetches and stores. `repeats`: how often a way fetches or stores what is small in a round.
+    `cases`: those of the tensors. `ways`: the others, of those that a measure has.
     `fetches`: small ones beside a large one, for `seconds` at most. `judges`: whether targets are stated.
     """
 
@@ -141,10 +141,11 @@ def stores(plan: Plan) -> Section:
             seconds = dict.fromkeys(consumers, float("inf"))
             for number in range(plan.rounds + 1):
                 for way, consumer in consumers.items():
-                    took = consumer.ask("put", case)
-                    # The first has everything warm.
-                    if number:
-                        seconds[way] = min(seconds[way], took)
+                    for _ in range(_repeats(case, plan)):
+                        took = consumer.ask("put", case)
+                        # The first round has everything warm.
+                        if number:
+                            seconds[way] = min(seconds[way], took)
             ours = seconds.pop("ours, same node")
             section.rows += [_row(case, ours, way, took, least, plan) for way, took in seconds.items()]
     return section
@@ -208,15 +209,19 @@ def _consumers(ways: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Process]
         yield {way: stack.enter_context(pair(way, cases))[1] for way, cases in ways.items()}
 
 
+def _repeats(case: str, plan: Plan) -> int:
+    """How often in a row a case is fetched or stored."""
+    count, size = CASES[case]
+    return plan.repeats if count * size <= _SMALL_BYTES else 1
+
+
 def _fetched(consumers: Mapping[str, Process], case: str, plan: Plan) -> dict[str, float]:
     """The least seconds of each."""
     seconds = dict.fromkeys(consumers, float("inf"))
     digests = set()
-    count, size = CASES[case]
-    repeats = plan.repeats if count * size <= _SMALL_BYTES else 1
     for number in range(plan.rounds + 1):
         for way, consumer in consumers.items():
-            for _ in range(repeats):
+            for _ in range(_repeats(case, plan)):
                 took, digest = consumer.ask("fetch", case)
                 digests.add(digest)
                 # The first round has everything warm.
