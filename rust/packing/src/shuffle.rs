@@ -11,6 +11,7 @@
 use crate::array::Array;
 use crate::error::PackError;
 use crate::memory::{self, Zero};
+use crate::processor;
 use crate::watch::Watch;
 
 const STATE_WORDS: usize = 624;
@@ -22,6 +23,8 @@ const LOWER_BITS: u32 = 0x7fff_ffff;
 /// Swaps between the prefetch of a cell and its use. More than the memory system can have in flight
 /// at once, few enough that the lines stay in the first-level cache.
 const BLOCK: usize = 192;
+/// Draws that are compared with one bound.
+const GROUP: usize = 8;
 /// Swaps between two looks at the watch: about 10 ms.
 const SWAPS_A_TICK: usize = 1 << 20;
 
@@ -90,6 +93,7 @@ impl RandomState {
         high << 32 | u64::from(self.next_u32())
     }
 
+    #[inline(always)]
     fn refill(&mut self) {
         refill(&mut self.key, &mut self.tempered);
         self.position = 0;
@@ -125,11 +129,12 @@ impl RandomState {
                 watch.tick("shuffling", (len - unswapped) as u64, len as u64)?;
             }
         }
-        self.shuffle_front(&mut order[..unswapped], len, watch)?;
+        processor::widest(|| self.shuffle_front(&mut order[..unswapped], len, watch))?;
         Ok(order)
     }
 
     /// Shuffle an array of at most 2³² elements.
+    #[inline(always)]
     fn shuffle_front<I: Index>(&mut self, order: &mut [I], len: usize, watch: &mut dyn Watch) -> Result<(), PackError> {
         let mut drawn = [[0u32; BLOCK + 1]; 2];
         let mut undrawn = order.len();
@@ -139,11 +144,21 @@ impl RandomState {
         let mut since_tick = 0usize;
         while unswapped > 1 {
             let ahead = if undrawn > 1 { self.draw(undrawn, &mut drawn[side]) } else { 0 };
-            for &cell in &drawn[side][..ahead] {
-                memory::prefetch(order, cell as usize);
-            }
+            let (first, second) = drawn.split_at(1);
+            let (coming, due) = if side == 0 { (&first[0], &second[0]) } else { (&second[0], &first[0]) };
+            let (coming, due) = (&coming[..ahead], &due[..pending]);
             undrawn -= ahead;
-            for &cell in &drawn[1 - side][..pending] {
+            // In turn: the memory has something to bring all the while, and never more than it can have in flight.
+            let both = ahead.min(pending);
+            for (&next, &cell) in coming[..both].iter().zip(&due[..both]) {
+                memory::prefetch(order, next as usize);
+                unswapped -= 1;
+                order.swap(cell as usize, unswapped);
+            }
+            for &next in &coming[both..] {
+                memory::prefetch(order, next as usize);
+            }
+            for &cell in &due[both..] {
                 unswapped -= 1;
                 order.swap(cell as usize, unswapped);
             }
@@ -164,6 +179,7 @@ impl RandomState {
     /// Draw the partners of positions `undrawn - 1`, `undrawn - 2`, … into `out`, and say how many.
     ///
     /// Stops early at a power of two, where the mask changes.
+    #[inline(always)]
     fn draw(&mut self, undrawn: usize, out: &mut [u32; BLOCK + 1]) -> usize {
         let mut bound = (undrawn - 1) as u32;
         let mask = u32::MAX >> bound.leading_zeros();
@@ -177,13 +193,25 @@ impl RandomState {
             }
             // Never more draws than could overfill `out`: each fills one slot at most.
             let take = (STATE_WORDS - self.position).min(wanted - count);
-            for &word in &self.tempered[self.position..self.position + take] {
-                let candidate = word & mask;
-                // Written always and kept only if within the bound: no branch to mispredict.
-                out[count] = candidate;
-                let kept = u32::from(candidate <= bound);
-                count += kept as usize;
-                bound -= kept;
+            let (groups, rest) = self.tempered[self.position..self.position + take].as_chunks::<GROUP>();
+            for group in groups {
+                let candidates = group.map(|word| word & mask);
+                // The bound sinks by a group at most. With no candidate that near to it all are kept or not by the bound
+                // as it is before them, and none waits for what became of the one before.
+                let near = candidates.map(|candidate| bound.wrapping_sub(candidate) < GROUP as u32);
+                if near.contains(&true) {
+                    keep(&candidates, &mut bound, out, &mut count);
+                    continue;
+                }
+                let before = count;
+                for candidate in candidates {
+                    out[count] = candidate;
+                    count += usize::from(candidate <= bound);
+                }
+                bound -= (count - before) as u32;
+            }
+            for word in rest {
+                keep(&[word & mask], &mut bound, out, &mut count);
             }
             self.position += take;
         }
@@ -191,7 +219,20 @@ impl RandomState {
     }
 }
 
+/// Put the candidates within the bound, which sinks by one with each, into `out` from `count` on.
+#[inline(always)]
+fn keep(candidates: &[u32], bound: &mut u32, out: &mut [u32; BLOCK + 1], count: &mut usize) {
+    for &candidate in candidates {
+        // Written always and kept only if within the bound: no branch to mispredict.
+        out[*count] = candidate;
+        let kept = u32::from(candidate <= *bound);
+        *count += kept as usize;
+        *bound -= kept;
+    }
+}
+
 /// Generate the next 624 words and temper them. Loops without branches or calls, so that they are vectorised.
+#[inline(always)]
 fn refill(key: &mut [u32; STATE_WORDS], tempered: &mut [u32; STATE_WORDS]) {
     const HEAD: usize = STATE_WORDS - SHIFT_WORDS;
     #[inline(always)]
