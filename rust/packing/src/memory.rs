@@ -19,6 +19,7 @@ impl Zero for u32 {}
 impl Zero for u64 {}
 impl Zero for i32 {}
 impl Zero for i64 {}
+impl Zero for [u64; 2] {}
 impl Zero for AtomicU16 {}
 impl Zero for AtomicU64 {}
 

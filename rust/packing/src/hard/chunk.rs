@@ -4,8 +4,8 @@
 //! after works on the copy.
 #![allow(unsafe_code)]
 
+use super::distinct::Distinct;
 use super::kernel::{self, Written};
-use super::marks::Marks;
 use super::order::Order;
 use super::scan::Dataset;
 use super::table::Table;
@@ -24,8 +24,8 @@ pub(super) struct Chunk<C: Cell> {
     pub(super) lengths: Vec<C::Word>,
     /// Tokens of all samples.
     pub(super) tokens: u64,
-    /// Whether every index is one of a sample that was not marked before. The lengths are complete only if so. (What a
-    /// table finds, it tells at the end.)
+    /// Whether every index is one of a sample that was not named before, as far as it is known yet. The lengths are
+    /// complete only if so. (What a table or powers find, they tell at the end.)
     pub(super) sound: bool,
     /// Hashes of the indices, where the order is hashed.
     pub(super) leaves: Vec<u128>,
@@ -35,8 +35,8 @@ pub(super) struct Chunk<C: Cell> {
 pub(super) struct Checks {
     /// A copy of the lengths to take them from, which tells in the end whether a sample was named twice.
     pub(super) table: Option<Table>,
-    /// Where its samples are marked otherwise, to find one that is named twice.
-    pub(super) marks: Option<Marks>,
+    /// What finds one that is named twice otherwise.
+    pub(super) distinct: Option<Distinct>,
     /// Whether it is hashed.
     pub(super) hashing: bool,
 }
@@ -75,10 +75,10 @@ impl<C: Cell> Chunk<C> {
                 self.sound = false;
                 return Ok(());
             }
-            let (seen, distinct) = match (order, &checks.table, &checks.marks) {
+            let (seen, distinct) = match (order, &checks.table, &checks.distinct) {
                 (Order::Natural(_), ..) => (dataset.read(start, lengths), true),
                 (_, Some(table), _) => (table.take(indices, lengths), true),
-                (_, None, Some(marks)) => marks.gather(thread, dataset, indices, lengths),
+                (_, None, Some(distinct)) => distinct.gather(thread, dataset, indices, lengths),
                 (_, None, None) => (dataset.gather(indices, lengths), true),
             };
             if seen > C::LARGEST {

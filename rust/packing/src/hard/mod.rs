@@ -16,11 +16,13 @@
 #![allow(unsafe_code)]
 
 mod chunk;
+mod distinct;
 mod kernel;
 mod least;
 mod marks;
 mod order;
 mod parallel;
+mod powers;
 mod scan;
 mod table;
 
@@ -38,8 +40,8 @@ use crate::sink::{Measure, MemorySink, Sink};
 use crate::watch::{Lookout, Watch};
 
 use chunk::Checks;
+use distinct::Distinct;
 use kernel::{Cut, Written};
-use marks::Marks;
 use order::Order;
 pub(crate) use scan::Dataset;
 use scan::Scan;
@@ -412,27 +414,27 @@ impl<C: Cell> Packer<'_, C> {
             // Neither needs a check, and a drawn order takes memory enough.
             Order::Natural(_) | Order::Drawn(_) => None,
         };
-        let marks = match order {
-            Order::Given(_) if !self.order_checked && table.is_none() => {
-                Some(Marks::new(dataset.len(), if in_parallel { self.crew.threads() } else { 1 })?)
+        let distinct = match order {
+            Order::Given(given) if !self.order_checked && table.is_none() => {
+                Some(Distinct::new(dataset.len(), given.len(), if in_parallel { self.crew.threads() } else { 1 })?)
             }
             _ => None,
         };
-        let checks = Checks { table, marks, hashing: self.order_hash.is_some() };
+        let checks = Checks { table, distinct, hashing: self.order_hash.is_some() };
         let cut = if in_parallel {
             self.cut_in_parallel(dataset, order, &mut stream, &checks)
         } else {
             self.cut_serially(dataset, order, &mut stream, &checks)
         };
-        let distinct = match cut {
+        let sound = match cut {
             // More tokens than there are: of lengths that changed, or of a sample that several threads met, each for
             // the first time. `first_fault` tells which.
             Err(PackError::InputChanged) if matches!(order, Order::Given(_)) => false,
             cut => cut?,
         };
         if let Order::Given(given) = order
-            && !(distinct
-                && checks.marks.is_none_or(Marks::are_disjoint)
+            && !(sound
+                && checks.distinct.is_none_or(Distinct::holds)
                 && checks.table.is_none_or(|table| table.taken(self.crew) == given.len()))
         {
             return Err(order::first_fault(&given, dataset.len(), self.lookout.watch));

@@ -3,7 +3,8 @@
 //! What always holds: an entry is read once for the plan, and only indices of samples come out. Whichever check failed
 //! first, and on however many threads, the error names the first entry of the order that is wrong.
 
-use super::marks::{Bits, Marks};
+use super::distinct::Distinct;
+use super::marks::Bits;
 use crate::cell::Cell;
 use crate::crew::Crew;
 use crate::error::PackError;
@@ -70,7 +71,7 @@ pub(super) fn check<C: Cell>(
     watch: &mut dyn Watch,
 ) -> Result<(), PackError> {
     let threads = crew.threads();
-    let marks = Marks::new(samples, threads)?;
+    let distinct = Distinct::new(samples, order.len(), threads)?;
     let step = RUN * RUNS_A_TICK * threads;
     for begin in (0..order.len()).step_by(step) {
         watch.tick("checking the order", begin as u64, order.len() as u64)?;
@@ -78,13 +79,13 @@ pub(super) fn check<C: Cell>(
         crew.each(&mut are_good, |thread, number, is_good| {
             let start = begin + number * RUN;
             let mut scratch = vec![C::Word::default(); RUN.min(order.len() - start)];
-            *is_good = Order::<C>::Given(*order).read(start, &mut scratch, samples) && marks.mark(thread, &scratch);
+            *is_good = Order::<C>::Given(*order).read(start, &mut scratch, samples) && distinct.note(thread, &scratch);
         });
         if are_good.contains(&false) {
             return Err(first_fault(order, samples, watch));
         }
     }
-    if marks.are_disjoint() { Ok(()) } else { Err(first_fault(order, samples, watch)) }
+    if distinct.holds() { Ok(()) } else { Err(first_fault(order, samples, watch)) }
 }
 
 /// The error that names the first wrong entry of an order that has one.

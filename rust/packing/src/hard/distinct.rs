@@ -1,0 +1,70 @@
+//! Whether an order names no sample twice, found out while it is read.
+//!
+//! What always holds: an order that names each of its samples once passes, whichever threads read it. One that does not
+//! is found: by marks for certain, and by sums of powers, which large orders of all samples are held against, but for
+//! the chance that `powers` tells.
+
+use super::marks::Marks;
+use super::powers::Powers;
+use super::scan::Dataset;
+use crate::error::PackError;
+use crate::integers::Word;
+
+/// Of so many samples on, the marks lie beyond the second-level cache, and sums of powers take less time.
+const SUMMED_FROM: usize = 1 << 24;
+
+/// How it is found out.
+pub(super) enum Distinct {
+    /// By a bit a sample.
+    Marks(Marks),
+    /// By the powers of the indices.
+    Powers(Powers),
+}
+
+impl Distinct {
+    /// For an order that names `named` of `samples` samples, read by the threads numbered 0 … `threads` - 1.
+    pub(super) fn new(samples: usize, named: usize, threads: usize) -> Result<Self, PackError> {
+        // Of samples that an order leaves out no sum is known.
+        if named == samples && samples >= SUMMED_FROM {
+            return Powers::new(samples).map(Self::Powers);
+        }
+        Marks::new(samples, threads).map(Self::Marks)
+    }
+
+    /// Gather the lengths at `indices`, none of them out of range, and take note of these; the or of the lengths, and
+    /// whether none was named before as far as it is known yet.
+    pub(super) fn gather<W: Word>(
+        &self,
+        thread: usize,
+        dataset: &Dataset<'_>,
+        indices: &[W],
+        lengths: &mut [W],
+    ) -> (u64, bool) {
+        match self {
+            Self::Marks(marks) => marks.gather(thread, dataset, indices, lengths),
+            Self::Powers(powers) => {
+                powers.add(indices);
+                (dataset.gather(indices, lengths), true)
+            }
+        }
+    }
+
+    /// Take note of `indices`, none of them out of range; whether none was named before as far as it is known yet.
+    pub(super) fn note<W: Word>(&self, thread: usize, indices: &[W]) -> bool {
+        match self {
+            Self::Marks(marks) => marks.mark(thread, indices),
+            Self::Powers(powers) => {
+                powers.add(indices);
+                true
+            }
+        }
+    }
+
+    /// Whether the whole order named no sample twice, where no part of it was found to.
+    pub(super) fn holds(self) -> bool {
+        match self {
+            Self::Marks(marks) => marks.are_disjoint(),
+            Self::Powers(powers) => powers.are_all(),
+        }
+    }
+}
