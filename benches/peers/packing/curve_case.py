@@ -16,7 +16,7 @@ from report import Row, Section, count, duration, size
 
 from packing.cases import FLOOR, JUDGED_SAMPLES, MAX_LENGTH, SEED, Scale
 from packing.distributions import DISTRIBUTIONS, Distribution, draw_order, write_lengths
-from packing.floor import check_read_and_write
+from packing.floor import read_and_write
 
 MEMORY_LIMIT = 64 * 2**20
 MEMORY_JUDGED_SAMPLES = 10**8
@@ -142,7 +142,7 @@ def _packed(
     packs = int(loaded[0].sum(dtype=np.int64)) // MAX_LENGTH
 
     def loop(threads: int) -> tuple[int, Any, Any]:
-        return check_read_and_write(*loaded, samples, packs, threads)
+        return read_and_write(*loaded, samples, packs, threads)
 
     contestants = {
         "1": Contestant(lambda: loop(1), lambda found: found[0]),
