@@ -48,8 +48,8 @@ def curve(scale: Scale) -> tuple[Section, Section]:
     memory = Section(
         title="Memory beyond inputs and outputs",
         note="Lengths (int32) and order (int64) mapped, the plan written by `out=`; peak resident memory "
-        "that no file stands behind, above what the process held before the call. With the order "
-        "given it includes one bit a sample for its check; with a seed, one index a sample.",
+        "that no file stands behind, above what the process held before the call. With a seed it includes "
+        "one index a sample.",
     )
     by_way: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     loops: dict[tuple[str, int], list[float]] = defaultdict(list)

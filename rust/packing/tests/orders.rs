@@ -1,10 +1,11 @@
-//! A bad order: the first wrong entry is named, by every way to make a plan and on any number of threads, and nothing
-//! is written before.
+//! Orders, good and bad. Of a bad one the first wrong entry is named, by every way to make a plan and on any number of
+//! threads, and nothing is written before; one so large that its check is another one is no different.
 
 use std::path::Path;
 
 use tundish_packing::hard::{OrderSource, Prepared, Request};
-use tundish_packing::{Integers, PackError, Silent, Watch};
+use tundish_packing::plan::Column;
+use tundish_packing::{Field, Integers, PackError, Silent, Watch};
 
 const SAMPLES: usize = 200_000;
 
@@ -24,6 +25,20 @@ fn named(error: &PackError) -> (usize, bool) {
         PackError::OrderOutOfRange { position, .. } => (*position, true),
         PackError::OrderRepeated { position, .. } => (*position, false),
         other => panic!("{other}"),
+    }
+}
+
+fn request<'a, T>(lengths: &'a [T], order: OrderSource<'a>, threads: usize) -> Request<'a>
+where
+    Integers<'a>: From<&'a [T]>,
+{
+    Request {
+        lengths: vec![Integers::from(lengths)],
+        order,
+        max_length: 64,
+        drop_last: true,
+        global_pack: false,
+        threads,
     }
 }
 
@@ -58,14 +73,7 @@ fn the_first_wrong_entry_is_named_and_nothing_is_written() {
             [(&order[..SAMPLES], few), (&order[..SAMPLES], &[few, &[60_000; 3]].concat()[..]), (&order[..], many)]
         {
             for threads in 1..5 {
-                let request = Request {
-                    lengths: vec![Integers::from(lengths)],
-                    order: OrderSource::Given(Integers::from(order)),
-                    max_length: 64,
-                    drop_last: true,
-                    global_pack: false,
-                    threads,
-                };
+                let request = request(lengths, OrderSource::Given(Integers::from(order)), threads);
                 let prepared = Prepared::new(request, &mut Silent).unwrap();
                 let in_memory = prepared.pack(&mut Silent).unwrap_err();
                 let target = parent.path().join("plan");
@@ -75,5 +83,43 @@ fn the_first_wrong_entry_is_named_and_nothing_is_written() {
                 assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
             }
         }
+    }
+}
+
+#[test]
+fn a_large_order_is_cut_and_checked_like_any_other() {
+    // More than a table of lengths is made for, and more than are marked with a bit each.
+    let samples = (1usize << 24) + 9;
+    let length = |sample: usize| (sample * 37 % 101) as u8;
+    let lengths: Vec<u8> = (0..samples).map(length).collect();
+    // Coprime, so that all samples are named.
+    let sample = |place: usize| place * 6_700_417 % samples;
+    let mut order: Vec<i32> = (0..samples).map(|place| sample(place) as i32).collect();
+    let ordered: Vec<u8> = (0..samples).map(|place| length(sample(place))).collect();
+    let plan = |request| Prepared::new(request, &mut Silent).unwrap().pack(&mut Silent);
+    let expected = plan(request(&ordered, OrderSource::Natural, 2)).unwrap();
+    for threads in [1, 3] {
+        let found = plan(request(&lengths, OrderSource::Given(Integers::from(&order[..])), threads)).unwrap();
+        for (field, (found, expected)) in Field::ALL.into_iter().zip(found.columns.iter().zip(&expected.columns)) {
+            let (Column::I32(found), Column::I32(expected)) = (found, expected) else {
+                panic!("{field:?} has 32 bits")
+            };
+            match field {
+                Field::Indices => {
+                    assert!(found.iter().zip(&expected[..]).all(|(found, &place)| *found == order[place as usize]));
+                }
+                _ => assert!(found[..] == expected[..], "{field:?}, {threads} threads"),
+            }
+        }
+    }
+    let (wrong, before) = (samples - 70_000, samples / 2);
+    order[wrong] = order[before];
+    let parent = tempfile::tempdir().unwrap();
+    for threads in [1, 3] {
+        let request = request(&lengths, OrderSource::Given(Integers::from(&order[..])), threads);
+        let prepared = Prepared::new(request, &mut Silent).unwrap();
+        assert_eq!(named(&prepared.pack(&mut Silent).unwrap_err()), (wrong, false));
+        let to_files = prepared.write(&parent.path().join("plan"), &mut Untouched(parent.path())).unwrap_err();
+        assert_eq!(named(&to_files), (wrong, false));
     }
 }

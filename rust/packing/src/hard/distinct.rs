@@ -26,7 +26,7 @@ impl Distinct {
     pub(super) fn new(samples: usize, named: usize, threads: usize) -> Result<Self, PackError> {
         // Of samples that an order leaves out no sum is known.
         if named == samples && samples >= SUMMED_FROM {
-            return Powers::new(samples).map(Self::Powers);
+            return Powers::new(samples, threads).map(Self::Powers);
         }
         Marks::new(samples, threads).map(Self::Marks)
     }
@@ -43,7 +43,7 @@ impl Distinct {
         match self {
             Self::Marks(marks) => marks.gather(thread, dataset, indices, lengths),
             Self::Powers(powers) => {
-                powers.add(indices);
+                powers.add(thread, indices);
                 (dataset.gather(indices, lengths), true)
             }
         }
@@ -54,7 +54,7 @@ impl Distinct {
         match self {
             Self::Marks(marks) => marks.mark(thread, indices),
             Self::Powers(powers) => {
-                powers.add(indices);
+                powers.add(thread, indices);
                 true
             }
         }

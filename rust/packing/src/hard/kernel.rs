@@ -7,7 +7,9 @@
 
 use std::mem::MaybeUninit;
 
+use super::ahead::{Ahead, Ask, Nothing};
 use crate::cell::Cell;
+use crate::integers::Word;
 use crate::sink::Room;
 
 /// Where the cutting stands between two samples.
@@ -23,6 +25,13 @@ pub(crate) struct Cut<W> {
     pub longest: W,
 }
 
+/// Ordered samples: as many indices as lengths.
+#[derive(Clone, Copy)]
+pub(crate) struct Samples<'a, W> {
+    pub indices: &'a [W],
+    pub lengths: &'a [W],
+}
+
 /// What the merge of one chunk wrote: as many entries of each column, from the beginning of its slice on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Written {
@@ -34,22 +43,34 @@ pub(crate) struct Written {
     pub skipped: usize,
 }
 
-/// Cut the samples `indices` of `lengths` tokens, going on from `cut`.
+impl Written {
+    /// What two merges wrote, `next` behind this one.
+    pub(crate) fn then(self, next: Self) -> Self {
+        Self {
+            pieces: self.pieces + next.pieces,
+            packs: self.packs + next.packs,
+            pieces_closed: if next.packs > 0 { self.pieces + next.pieces_closed } else { self.pieces_closed },
+            skipped: self.skipped + next.skipped,
+        }
+    }
+}
+
+/// Cut samples, going on from `cut`.
 ///
-/// `pieces_before` pieces of the plan precede this chunk's; `packs_expected` only chooses the quicker way.
+/// `pieces_before` pieces of the plan precede this chunk's; `packs_expected` only chooses the quicker way. Beside the
+/// samples as many of `ahead` are asked for, if there are as many.
 ///
 /// # Panics
 /// When the room is too small for what the samples make.
 pub(crate) fn merge<C: Cell>(
-    indices: &[C::Word],
-    lengths: &[C::Word],
+    Samples { indices, lengths }: Samples<'_, C::Word>,
     max_length: C::Word,
     cut: &mut Cut<C::Word>,
     pieces_before: usize,
     packs_expected: usize,
     room: &mut Room<'_, C>,
+    ahead: Ahead<'_, C::Word, impl Ask>,
 ) -> Written {
-    let samples = indices.len().min(lengths.len());
     let packs_room = room.indices_cu_len.len();
     let mut output = Output {
         indices: &mut *room.indices,
@@ -60,23 +81,12 @@ pub(crate) fn merge<C: Cell>(
         pieces_before,
         written: Written::default(),
     };
-    let mut position = 0usize;
+    let samples = Samples { indices, lengths };
     // A boundary every few samples cannot be predicted; one every twelve or more mostly can.
-    let rare = packs_expected.saturating_mul(12) < samples;
-    while position < samples {
-        let sure = output.sure().min(samples - position);
-        if sure > 0 {
-            let (indices, lengths) = (&indices[position..][..sure], &lengths[position..][..sure]);
-            position += if rare {
-                output.until_boundary(indices, lengths, max_length, cut)
-            } else {
-                output.fast(indices, lengths, max_length, cut)
-            };
-        }
-        if position < samples {
-            output.careful(indices[position], lengths[position], max_length, cut);
-            position += 1;
-        }
+    let rare = packs_expected.saturating_mul(12) < indices.len();
+    match ahead.indices.get(..indices.len()) {
+        Some(coming) => output.cut_all(samples, max_length, cut, rare, Ahead { indices: coming, ..ahead }),
+        None => output.cut_all(samples, max_length, cut, rare, Ahead { ask: Nothing, indices }),
     }
     output.written.pieces_closed = match output.written.packs {
         0 => 0,
@@ -98,6 +108,35 @@ struct Output<'a, C> {
 }
 
 impl<C: Cell> Output<'_, C> {
+    /// Cut all samples, and beside each ask for one of `ahead`, of as many.
+    #[inline]
+    fn cut_all(
+        &mut self,
+        Samples { indices, lengths }: Samples<'_, C::Word>,
+        max_length: C::Word,
+        cut: &mut Cut<C::Word>,
+        rare: bool,
+        ahead: Ahead<'_, C::Word, impl Ask>,
+    ) {
+        let mut position = 0usize;
+        while position < indices.len() {
+            let sure = self.sure().min(indices.len() - position);
+            if sure > 0 {
+                let (indices, lengths) = (&indices[position..][..sure], &lengths[position..][..sure]);
+                let ahead = Ahead { indices: &ahead.indices[position..][..sure], ..ahead };
+                position += if rare {
+                    self.until_boundary(indices, lengths, max_length, cut, ahead)
+                } else {
+                    self.fast(indices, lengths, max_length, cut, ahead)
+                };
+            }
+            if position < indices.len() {
+                self.careful(indices[position], lengths[position], max_length, cut);
+                position += 1;
+            }
+        }
+    }
+
     /// Samples for which `fast` surely has room: each writes two pieces and touches two packs.
     fn sure(&self) -> usize {
         let pieces = self.indices.len().saturating_sub(self.written.pieces) / 2;
@@ -111,10 +150,20 @@ impl<C: Cell> Output<'_, C> {
     /// outcomes are written: the sample twice, the open pack as if it ended here, and the
     /// counters decide what the next sample overwrites.
     #[inline]
-    fn fast(&mut self, indices: &[C::Word], lengths: &[C::Word], max_length: C::Word, cut: &mut Cut<C::Word>) -> usize {
+    fn fast(
+        &mut self,
+        indices: &[C::Word],
+        lengths: &[C::Word],
+        max_length: C::Word,
+        cut: &mut Cut<C::Word>,
+        ahead: Ahead<'_, C::Word, impl Ask>,
+    ) -> usize {
         let one = C::word_of(1);
         let last = C::sub(max_length, one);
-        assert!(indices.len() == lengths.len() && indices.len() <= self.sure(), "room for every sample");
+        assert!(
+            indices.len() == lengths.len() && ahead.indices.len() == lengths.len() && indices.len() <= self.sure(),
+            "room for every sample"
+        );
         let first_pack = self.written.packs;
         let (mut pieces, mut packs) = (self.written.pieces, first_pack);
         let Cut { mut filled, mut longest, .. } = *cut;
@@ -122,7 +171,8 @@ impl<C: Cell> Output<'_, C> {
         let (ends, longests) = (self.ends.as_mut_ptr(), self.longests.as_mut_ptr());
         let mut count = C::word_of(self.pieces_before + pieces + 1);
         let mut done = indices.len();
-        for (offset, (&index, &length)) in indices.iter().zip(lengths).enumerate() {
+        for (offset, ((&index, &length), &coming)) in indices.iter().zip(lengths).zip(ahead.indices).enumerate() {
+            ahead.ask.ask(coming.widen());
             let sum = C::add(filled, length);
             let taken = C::sub(max_length, filled);
             let stays = sum < max_length;
@@ -169,12 +219,14 @@ impl<C: Cell> Output<'_, C> {
         lengths: &[C::Word],
         max_length: C::Word,
         cut: &mut Cut<C::Word>,
+        ahead: Ahead<'_, C::Word, impl Ask>,
     ) -> usize {
         let zero = C::Word::default();
         let room = &mut self.indices[self.written.pieces..][..indices.len()];
         let Cut { mut filled, mut longest, .. } = *cut;
         let mut done = 0usize;
-        for ((&index, &length), slot) in indices.iter().zip(lengths).zip(room) {
+        for (((&index, &length), &coming), slot) in indices.iter().zip(lengths).zip(ahead.indices).zip(room) {
+            ahead.ask.ask(coming.widen());
             let sum = C::add(filled, length);
             if sum >= max_length || sum == zero {
                 break;

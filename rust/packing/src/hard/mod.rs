@@ -7,14 +7,19 @@
 //! random reads independent of the merge, and keeps inputs that change meanwhile from ever
 //! contradicting what was counted.
 //!
+//! While one chunk is merged the next one's lengths are asked for (`ahead`), so that the memory works beside the
+//! arithmetic.
+//!
 //! With several threads the chunks of a window are loaded, counted and merged apart; what a chunk
 //! must know of those before it (tokens, pieces, packs, the open pack) are prefix sums over the
 //! chunks of the window (`parallel`).
 //!
-//! Working memory beyond inputs and outputs: at most 8 MiB a thread and 16 MiB, and with a given order one bit a
-//! sample and 32 MiB (`marks`, or a `table` of the lengths), or with a seed one index a sample.
+//! Working memory beyond inputs and outputs: at most 8 MiB a thread and 16 MiB, and with a given order 32 MiB (`marks`,
+//! or a `table` of the lengths, or `powers`) and, where it leaves samples out, one bit a sample, or with a seed one
+//! index a sample.
 #![allow(unsafe_code)]
 
+mod ahead;
 mod chunk;
 mod distinct;
 mod kernel;
@@ -24,6 +29,7 @@ mod order;
 mod parallel;
 mod powers;
 mod scan;
+mod serial;
 mod table;
 
 use std::path::Path;
@@ -39,7 +45,8 @@ use crate::shuffle::RandomState;
 use crate::sink::{Measure, MemorySink, Sink};
 use crate::watch::{Lookout, Watch};
 
-use chunk::Checks;
+use ahead::{Ask, Nothing};
+use chunk::{Checks, Source};
 use distinct::Distinct;
 use kernel::{Cut, Written};
 use order::Order;
@@ -408,23 +415,25 @@ impl<C: Cell> Packer<'_, C> {
             id: dataset.id(),
         };
         let packs_before = self.totals.packs;
-        let in_parallel = self.crew.threads() > 1 && order.len() > parallel::WORTHWHILE_SAMPLES;
         let table = match order {
             Order::Given(order) => Table::new(dataset, scan, order.len(), self.crew, self.lookout.watch)?,
             // Neither needs a check, and a drawn order takes memory enough.
             Order::Natural(_) | Order::Drawn(_) => None,
         };
         let distinct = match order {
-            Order::Given(given) if !self.order_checked && table.is_none() => {
-                Some(Distinct::new(dataset.len(), given.len(), if in_parallel { self.crew.threads() } else { 1 })?)
-            }
+            Order::Given(given) if !self.order_checked && table.is_none() => Some(Distinct::new(
+                dataset.len(),
+                given.len(),
+                if self.is_parallel(given.len()) { self.crew.threads() } else { 1 },
+            )?),
             _ => None,
         };
         let checks = Checks { table, distinct, hashing: self.order_hash.is_some() };
-        let cut = if in_parallel {
-            self.cut_in_parallel(dataset, order, &mut stream, &checks)
-        } else {
-            self.cut_serially(dataset, order, &mut stream, &checks)
+        let cut = match (order, &checks.table, dataset.only_part()) {
+            _ if dataset.len() < ahead::WORTHWHILE_SAMPLES => self.cut(dataset, order, &checks, Nothing, &mut stream),
+            (Order::Natural(_), ..) | (_, None, None) => self.cut(dataset, order, &checks, Nothing, &mut stream),
+            (_, Some(table), _) => self.cut(dataset, order, &checks, table.ask(), &mut stream),
+            (_, None, Some(lengths)) => self.cut(dataset, order, &checks, lengths, &mut stream),
         };
         let sound = match cut {
             // More tokens than there are: of lengths that changed, or of a sample that several threads met, each for
@@ -459,6 +468,27 @@ impl<C: Cell> Packer<'_, C> {
         self.close_short_pack(&stream)?;
         self.totals.tokens_packed += filled;
         Ok((stream.tokens, start))
+    }
+
+    /// Cut one stream, but for its end; false, and stopped early, where the order is not one.
+    fn cut(
+        &mut self,
+        dataset: &Dataset<'_>,
+        order: Order<'_, C>,
+        checks: &Checks,
+        ask: impl Ask,
+        stream: &mut Stream<C>,
+    ) -> Result<bool, PackError> {
+        let source = Source { dataset, order, checks, ask };
+        match self.is_parallel(order.len()) {
+            true => self.cut_in_parallel(&source, stream),
+            false => self.cut_serially(&source, stream),
+        }
+    }
+
+    /// Whether several threads cut an order of so many samples.
+    fn is_parallel(&self, samples: usize) -> bool {
+        self.crew.threads() > 1 && samples > parallel::WORTHWHILE_SAMPLES
     }
 
     fn close_short_pack(&mut self, stream: &Stream<C>) -> Result<(), PackError> {

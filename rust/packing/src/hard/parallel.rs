@@ -1,9 +1,9 @@
 //! Cutting one stream on several threads.
 //!
-//! The order is walked in windows of a few chunks a thread. In each window: (1) chunks are loaded
-//! and summed apart; (2) from the prefix sums each chunk knows where its first token falls in a
-//! pack, and counts its pieces and the pack it leaves open; (3) prefix sums of
-//! those counts give each chunk its own slices of the output, and the merges run apart.
+//! The order is walked in windows of a few chunks a thread. In each window, whose chunks are loaded and summed: (1)
+//! from the prefix sums each chunk knows where its first token falls in a pack, and counts its pieces and the pack it
+//! leaves open; (2) prefix sums of those counts give each chunk its own slices of the output, and the merges run apart,
+//! each beside the loading of a chunk of the next window.
 //!
 //! Counting needs no merge: a sample adds one piece, a pack closed within it adds one more, and a sample
 //! that ends on a boundary (an empty one there included) takes one away.
@@ -11,10 +11,9 @@
 
 use std::mem::MaybeUninit;
 
-use super::chunk::{Checks, Chunk};
-use super::kernel::{self, Cut, Written};
-use super::order::Order;
-use super::scan::Dataset;
+use super::ahead::{Ahead, Ask, Nothing};
+use super::chunk::{Chunk, Source};
+use super::kernel::{self, Cut, Samples, Written};
 use super::{Packer, Stream, packs_a_chunk};
 use crate::cell::Cell;
 use crate::error::PackError;
@@ -25,13 +24,16 @@ use crate::sink::Room;
 /// Below this many samples one thread is as fast.
 pub(super) const WORTHWHILE_SAMPLES: usize = 1 << 16;
 /// Samples a chunk: enough work that handing it to a thread costs nothing beside it.
-const CHUNK: usize = 2 * LEAF;
+const CHUNK: usize = LEAF;
 /// Chunks a thread in one window; more than one, so that a thread that was held up is relieved.
 const CHUNKS_A_THREAD: usize = 8;
 
 /// A chunk and what is known of it before it is merged.
 struct Slot<C: Cell> {
     chunk: Chunk<C>,
+    /// The one in the next window.
+    next: Chunk<C>,
+    /// What went wrong as that was loaded.
     error: Option<PackError>,
     /// Where the cutting stands before the chunk; completed in order.
     cut: Cut<C::Word>,
@@ -46,6 +48,7 @@ impl<C: Cell> Slot<C> {
     fn new(size: usize) -> Self {
         Self {
             chunk: Chunk::new(size),
+            next: Chunk::new(size),
             error: None,
             cut: Cut::default(),
             closed: 0,
@@ -53,6 +56,34 @@ impl<C: Cell> Slot<C> {
             open: Cut::default(),
             written: Written::default(),
         }
+    }
+
+    /// Merge the chunk into its slices, and load `count` samples from `start` on as the next one, run by run.
+    fn merge_and_load(
+        &mut self,
+        thread: usize,
+        source: &Source<'_, C, impl Ask>,
+        max_length: C::Word,
+        (start, count): (usize, usize),
+        (pieces_before, room): (usize, &mut Room<'_, C>),
+    ) -> Result<(), PackError> {
+        let (mut cut, mut written) = (self.cut, Written::default());
+        self.next.read(source, start, count);
+        let (samples, step) = (self.chunk.indices.len(), source.run());
+        for begin in (0..samples.max(count)).step_by(step) {
+            let run = |samples: usize| begin.min(samples)..(begin + step).min(samples);
+            let chunk = &self.chunk;
+            let merged = Samples { indices: &chunk.indices[run(samples)], lengths: &chunk.lengths[run(samples)] };
+            let packs_expected = self.closed * merged.indices.len() / samples.max(1);
+            let ahead = Ahead { ask: source.ask, indices: &self.next.indices[run(count)] };
+            let before = pieces_before + written.pieces;
+            let more = kernel::merge(merged, max_length, &mut cut, before, packs_expected, room, ahead);
+            take_room(room, more.pieces, more.packs);
+            written = written.then(more);
+            self.next.gather(thread, source, run(count))?;
+        }
+        self.written = written;
+        Ok(())
     }
 
     /// Count pieces, and find the open pack at the end by walking back to its first token.
@@ -121,31 +152,38 @@ impl<C: Cell> Packer<'_, C> {
     /// Cut a stream on the threads of the crew; false, and stopped early, where the order is not one.
     pub(super) fn cut_in_parallel(
         &mut self,
-        dataset: &Dataset<'_>,
-        order: Order<'_, C>,
+        source: &Source<'_, C, impl Ask>,
         stream: &mut Stream<C>,
-        checks: &Checks,
     ) -> Result<bool, PackError> {
-        let len = order.len();
+        let len = source.order.len();
         let divisor = Divisor::new(self.max_length.widen());
-        let crew = self.crew;
+        let (crew, max_length) = (self.crew, self.max_length);
         let in_all = CHUNKS_A_THREAD * crew.threads();
         // Of few samples, too, each thread has several chunks.
         let size = len.div_ceil(in_all).next_multiple_of(LEAF).min(CHUNK);
         let window = size * in_all;
+        // Position and samples of a chunk; none beyond the end.
+        let bounds = |begin: usize, number: usize| {
+            let start = (begin + number * size).min(len);
+            (start, size.min(len - start))
+        };
+        let load = |slots: &mut [Slot<C>], begin: usize| {
+            crew.each(slots, |thread, number, slot| {
+                let (start, count) = bounds(begin, number);
+                slot.error = slot.next.load(thread, source, start, count).err();
+            });
+        };
         let mut slots: Vec<Slot<C>> = (0..in_all).map(|_| Slot::new(size)).collect();
+        load(&mut slots, 0);
         for begin in (0..len).step_by(window) {
             self.lookout.reach(begin, len);
             self.lookout.look()?;
             let used = (len - begin).min(window).div_ceil(size);
             let slots = &mut slots[..used];
-            crew.each(slots, |thread, number, slot| {
-                let start = begin + number * size;
-                slot.error = slot.chunk.load(thread, dataset, order, checks, start, size.min(len - start)).err();
-            });
             if let Some(error) = slots.iter_mut().find_map(|slot| slot.error.take()) {
                 return Err(error);
             }
+            slots.iter_mut().for_each(|slot| core::mem::swap(&mut slot.chunk, &mut slot.next));
             if let Some(hash) = &mut self.order_hash {
                 slots.iter().flat_map(|slot| &slot.chunk.leaves).for_each(|&leaf| hash.push(leaf));
             }
@@ -164,11 +202,15 @@ impl<C: Cell> Packer<'_, C> {
                 // Packs far shorter than samples: what one merge writes has to be bounded.
                 for slot in &*slots {
                     let Chunk { indices, lengths, tokens, .. } = &slot.chunk;
-                    self.merge_samples(indices, lengths, *tokens, stream)?;
+                    self.merge_samples(indices, lengths, *tokens, stream, Ahead { ask: Nothing, indices: &[] })?;
                 }
+                load(slots, begin + window);
                 continue;
             }
-            self.merge_window(slots, closed, stream)?;
+            self.merge_window(slots, closed, stream, |thread, number, slot, own| {
+                let next = bounds(begin + window, number);
+                slot.error = slot.merge_and_load(thread, source, max_length, next, own).err();
+            })?;
         }
         Ok(true)
     }
@@ -183,7 +225,15 @@ impl<C: Cell> Packer<'_, C> {
         }
     }
 
-    fn merge_window(&mut self, slots: &mut [Slot<C>], closed: usize, stream: &mut Stream<C>) -> Result<(), PackError> {
+    /// Give each chunk of a window, which close so many packs, its slices, and have `merge` fill them: called on any
+    /// thread with its number, a chunk and its number, the pieces before it, and its slices.
+    fn merge_window(
+        &mut self,
+        slots: &mut [Slot<C>],
+        closed: usize,
+        stream: &mut Stream<C>,
+        merge: impl Fn(usize, usize, &mut Slot<C>, (usize, &mut Room<'_, C>)) + Sync,
+    ) -> Result<(), PackError> {
         let mut cut = stream.cut;
         for slot in &mut *slots {
             stream.note(&slot.chunk.lengths, slot.chunk.tokens)?;
@@ -197,7 +247,6 @@ impl<C: Cell> Packer<'_, C> {
         stream.cut = cut;
         let pieces: usize = slots.iter().map(|slot| slot.pieces).sum();
         let mut pieces_before = self.totals.pieces;
-        let max_length = self.max_length;
         let mut room = self.sink.room(pieces, closed, &mut self.lookout)?;
         let mut jobs = Vec::with_capacity(slots.len());
         for slot in &mut *slots {
@@ -206,24 +255,17 @@ impl<C: Cell> Packer<'_, C> {
             jobs.push((slot, pieces_before, own));
             pieces_before = pieces_after;
         }
-        self.crew.each(&mut jobs, |_, _, (slot, pieces_before, own)| {
-            let Slot { chunk, cut, closed, .. } = &**slot;
-            let mut cut = *cut;
-            slot.written =
-                kernel::merge(&chunk.indices, &chunk.lengths, max_length, &mut cut, *pieces_before, *closed, own);
-        });
+        self.crew.each(&mut jobs, |thread, number, (slot, before, own)| merge(thread, number, slot, (*before, own)));
         drop(jobs);
-        let mut total = Written::default();
-        for slot in slots.iter() {
+        // What was not merged, as an input that changed stopped it, is not kept.
+        if let Some(error) = slots.iter_mut().find_map(|slot| slot.error.take()) {
+            return Err(error);
+        }
+        let total = slots.iter().fold(Written::default(), |total, slot| {
             let Written { pieces, packs, .. } = slot.written;
             assert!((pieces, packs) == (slot.pieces, slot.closed), "a chunk fills its slices");
-            if slot.written.packs > 0 {
-                total.pieces_closed = total.pieces + slot.written.pieces_closed;
-            }
-            total.pieces += slot.written.pieces;
-            total.packs += slot.written.packs;
-            total.skipped += slot.written.skipped;
-        }
+            total.then(slot.written)
+        });
         // SAFETY: the slices of the slots lie one behind the other, and each was written whole.
         unsafe { self.keep(total, stream) }
     }

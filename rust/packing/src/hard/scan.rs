@@ -42,6 +42,14 @@ impl<'a> Dataset<'a> {
         self.id
     }
 
+    /// The lengths, if they are one part.
+    pub(super) fn only_part(&self) -> Option<Integers<'a>> {
+        match self.parts[..] {
+            [only] => Some(only),
+            _ => None,
+        }
+    }
+
     /// As `Integers::read`, across parts.
     pub(crate) fn read<W: Word>(&self, start: usize, out: &mut [W]) -> u64 {
         let mut seen = 0u64;

@@ -12,6 +12,7 @@
 use std::ptr;
 use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 
+use super::ahead::Narrow;
 use super::scan::{Dataset, Scan};
 use crate::array::Array;
 use crate::crew::Crew;
@@ -80,6 +81,11 @@ impl Table {
             }
         }
         Ok(Some(Self(table)))
+    }
+
+    /// How to ask for a length.
+    pub(super) fn ask(&self) -> Narrow {
+        Narrow(self.0.as_ptr().addr())
     }
 
     /// Take the lengths at `indices`; the or of them all.
