@@ -304,10 +304,10 @@ fn a_sample_of_very_many_packs() {
 
 #[test]
 fn bad_orders_and_lengths_are_refused() {
-    let lengths = vec![10u64; 200_000];
+    let lengths = vec![10u64; 300_000];
     for threads in [1, 2] {
-        for (position, value) in [(0usize, -1i64), (150_000, 200_000), (199_999, i64::MAX), (70_000, 3)] {
-            let mut order: Vec<i64> = (0..200_000).collect();
+        for (position, value) in [(0usize, -1i64), (150_000, 300_000), (299_999, i64::MAX), (70_000, 3)] {
+            let mut order: Vec<i64> = (0..300_000).collect();
             order[position] = value;
             let source = OrderSource::Given(Integers::from(&order[..]));
             match pack(&[&lengths], source, 64, (true, false), threads) {

@@ -7,7 +7,7 @@ use tundish_packing::hard::{OrderSource, Prepared, Request};
 use tundish_packing::plan::Column;
 use tundish_packing::{Field, Integers, PackError, Silent, Watch};
 
-const SAMPLES: usize = 200_000;
+const SAMPLES: usize = 300_000;
 
 /// Fails the test as soon as anything lies in the folder.
 struct Untouched<'a>(&'a Path);

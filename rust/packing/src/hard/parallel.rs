@@ -22,7 +22,7 @@ use crate::integers::Word;
 use crate::sink::Room;
 
 /// Below this many samples one thread is as fast.
-pub(super) const WORTHWHILE_SAMPLES: usize = 1 << 16;
+pub(super) const WORTHWHILE_SAMPLES: usize = 1 << 18;
 /// Samples a chunk: enough work that handing it to a thread costs nothing beside it.
 const CHUNK: usize = LEAF;
 /// Chunks a thread in one window; more than one, so that a thread that was held up is relieved.
