@@ -37,8 +37,8 @@ print(resident("VmHWM") - before)
     [
         ("nothing", 1, 0),
         ("nothing", 4, 0),
-        # A bit a sample, and what threads mark apart.
-        ("order", 2, SAMPLES // 8 + 32 * MIB),
+        # A copy of the lengths, or what threads mark apart.
+        ("order", 2, 32 * MIB),
         # An index a sample.
         ("seed", 2, 4 * SAMPLES),
     ],

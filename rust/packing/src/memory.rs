@@ -165,7 +165,7 @@ pub(crate) fn prefetch_address(address: *const u8) {
 
 /// The array as bytes in this machine's order.
 pub(crate) fn as_bytes<T: Zero + Copy>(array: &[T]) -> &[u8] {
-    // SAFETY: T is a plain integer without padding; any alignment suits u8; the lifetime is the array's.
+    // SAFETY: T is plain integers without padding; any alignment suits u8; the lifetime is the array's.
     unsafe { core::slice::from_raw_parts(array.as_ptr().cast(), size_of_val(array)) }
 }
 

@@ -20,8 +20,8 @@ const TWIST: u32 = 0x9908_b0df;
 const UPPER_BIT: u32 = 0x8000_0000;
 const LOWER_BITS: u32 = 0x7fff_ffff;
 
-/// Swaps between the prefetch of a cell and its use. More than the memory system can have in flight
-/// at once, few enough that the lines stay in the first-level cache.
+/// Swaps between the prefetch of a cell and its use. Long enough that the cell has come, few enough that the lines stay
+/// in the first-level cache.
 const BLOCK: usize = 192;
 /// Draws that are compared with one bound.
 const GROUP: usize = 8;
@@ -148,7 +148,7 @@ impl RandomState {
             let (coming, due) = if side == 0 { (&first[0], &second[0]) } else { (&second[0], &first[0]) };
             let (coming, due) = (&coming[..ahead], &due[..pending]);
             undrawn -= ahead;
-            // In turn: the memory has something to bring all the while, and never more than it can have in flight.
+            // In turn: the memory has something to bring all the while, and is never asked for many things at once.
             let both = ahead.min(pending);
             for (&next, &cell) in coming[..both].iter().zip(&due[..both]) {
                 memory::prefetch(order, next as usize);

@@ -112,9 +112,18 @@ fn a_large_order_is_cut_and_checked_like_any_other() {
             }
         }
     }
+    let good = tempfile::tempdir().unwrap();
+    let request_of_few = Request {
+        // Few boundaries, which are cut another way.
+        max_length: 1 << 20,
+        ..request(&lengths, OrderSource::Given(Integers::from(&order[..])), 2)
+    };
+    let target = good.path().join("plan");
+    let written = Prepared::new(request_of_few, &mut Silent).unwrap().write(&target, &mut Silent).unwrap();
+    assert_eq!(written.packs, expected.facts.tokens >> 20);
+    let parent = tempfile::tempdir().unwrap();
     let (wrong, before) = (samples - 70_000, samples / 2);
     order[wrong] = order[before];
-    let parent = tempfile::tempdir().unwrap();
     for threads in [1, 3] {
         let request = request(&lengths, OrderSource::Given(Integers::from(&order[..])), threads);
         let prepared = Prepared::new(request, &mut Silent).unwrap();

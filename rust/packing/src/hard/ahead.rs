@@ -17,7 +17,8 @@ pub(super) trait Ask: Copy + Send + Sync {
     fn ask(self, index: u64);
 }
 
-/// What comes one behind the other is not worth asking for: the processor sees that by itself.
+/// For what is not worth asking for: lengths that lie in the caches, or are read one behind the other, which the
+/// processor sees by itself; and for what lies in several places.
 #[derive(Clone, Copy)]
 pub(super) struct Nothing;
 
@@ -27,7 +28,7 @@ impl Ask for Nothing {
     fn ask(self, _index: u64) {}
 }
 
-/// Lengths of two bytes, one behind the other.
+/// Lengths of two bytes, one behind the other from this address on.
 #[derive(Clone, Copy)]
 pub(super) struct Narrow(pub(super) usize);
 
@@ -51,4 +52,82 @@ impl Ask for Integers<'_> {
 pub(super) struct Ahead<'i, W, A> {
     pub(super) ask: A,
     pub(super) indices: &'i [W],
+}
+
+impl<W> Ahead<'_, W, Nothing> {
+    pub(super) fn nothing() -> Self {
+        Self { ask: Nothing, indices: &[] }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::chunk::{Checks, Source};
+    use super::super::order::Order;
+    use super::super::{Cut, Dataset, Packer, Stream, Totals};
+    use super::*;
+    use crate::array::Array;
+    use crate::cell::Cell;
+    use crate::crew::Crew;
+    use crate::fingerprint::ColumnHash;
+    use crate::shuffle::RandomState;
+    use crate::sink::MemorySink;
+    use crate::watch::{Lookout, Silent};
+
+    /// Runs that end neither with a chunk nor with one another.
+    #[derive(Clone, Copy)]
+    struct Few;
+
+    impl Ask for Few {
+        const RUN: usize = 7;
+        fn ask(self, _index: u64) {}
+    }
+
+    fn cut<C: Cell>(lengths: &[u64], order: &[u32], max_length: u64, threads: usize, ask: impl Ask) -> [Array<C>; 6] {
+        let crew = Crew::new(threads);
+        let dataset = Dataset::new(vec![Integers::from(lengths)], 0);
+        let tokens: u64 = lengths.iter().sum();
+        let packs = tokens / max_length;
+        let mut sink = MemorySink::<C>::new(packs, packs + order.len() as u64).unwrap();
+        let mut watch = Silent;
+        let mut packer = Packer {
+            max_length: C::word_of(max_length as usize),
+            crew: &crew,
+            sink: &mut sink,
+            lookout: Lookout::new(&mut watch),
+            totals: Totals::default(),
+            order_hash: Some(ColumnHash::default()),
+            order_checked: true,
+        };
+        let mut stream =
+            Stream { cut: Cut::default(), tokens: 0, limit: tokens, empty_run: 0, last_length: C::word_of(0), id: 0 };
+        let checks = Checks { table: None, distinct: None, hashing: true };
+        let source = Source { dataset: &dataset, order: Order::Given(Integers::from(order)), checks: &checks, ask };
+        let is_order = match threads {
+            1 => packer.cut_serially(&source, &mut stream),
+            _ => packer.cut_in_parallel(&source, &mut stream),
+        };
+        assert!(is_order.unwrap());
+        sink.into_columns()
+    }
+
+    #[test]
+    fn runs_of_any_size_are_cut_alike() {
+        // More than three threads take in one window.
+        let samples = 3 * 8 * LEAF + 12_345;
+        let mut random = RandomState::new(1);
+        let order = random.shuffled::<u32>(samples, &mut Silent).unwrap();
+        for (max_length, longest) in [(1u64, 3u32), (7, 9), (64, 100), (4096, 2000), (1 << 20, 100), (3, 2000)] {
+            let lengths: Vec<u64> = (0..samples).map(|_| u64::from(random.next_u32() % (longest + 1))).collect();
+            let expected = cut::<i64>(&lengths, &order, max_length, 1, Nothing);
+            for threads in [1, 3] {
+                assert!(cut::<i64>(&lengths, &order, max_length, threads, Few) == expected, "{max_length}, {threads}");
+                let narrow = cut::<i32>(&lengths, &order, max_length, threads, Few);
+                let is_same = |(narrow, wide): (&Array<i32>, &Array<i64>)| {
+                    narrow.iter().map(|&value| i64::from(value)).eq(wide.iter().copied())
+                };
+                assert!(narrow.iter().zip(&expected).all(is_same), "{max_length}, {threads} threads");
+            }
+        }
+    }
 }

@@ -10,8 +10,8 @@ use super::scan::Dataset;
 use crate::error::PackError;
 use crate::integers::Word;
 
-/// Of so many samples on, the marks lie beyond the second-level cache, and sums of powers take less time.
-const SUMMED_FROM: usize = 1 << 24;
+/// Of more samples than these, sums of powers take less time than marks, which lie far from the processor then.
+const MARKED: usize = 1 << 24;
 
 /// How it is found out.
 pub(super) enum Distinct {
@@ -25,7 +25,7 @@ impl Distinct {
     /// For an order that names `named` of `samples` samples, read by the threads numbered 0 … `threads` - 1.
     pub(super) fn new(samples: usize, named: usize, threads: usize) -> Result<Self, PackError> {
         // Of samples that an order leaves out no sum is known.
-        if named == samples && samples >= SUMMED_FROM {
+        if named == samples && samples > MARKED {
             return Powers::new(samples, threads).map(Self::Powers);
         }
         Marks::new(samples, threads).map(Self::Marks)
@@ -66,5 +66,17 @@ impl Distinct {
             Self::Marks(marks) => marks.are_disjoint(),
             Self::Powers(powers) => powers.are_all(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn large_orders_of_all_samples_take_no_bit_a_sample() {
+        let is_marked = |samples, named| matches!(Distinct::new(samples, named, 2).unwrap(), Distinct::Marks(_));
+        assert!(is_marked(MARKED, MARKED) && is_marked(MARKED + 1, MARKED));
+        assert!(!is_marked(MARKED + 1, MARKED + 1));
     }
 }

@@ -57,8 +57,8 @@ impl Written {
 
 /// Cut samples, going on from `cut`.
 ///
-/// `pieces_before` pieces of the plan precede this chunk's; `packs_expected` only chooses the quicker way. Beside the
-/// samples as many of `ahead` are asked for, if there are as many.
+/// `pieces_before` pieces of the plan precede this chunk's; `packs_expected` only chooses the quicker way. Beside
+/// those that are cut quickly the samples at the same positions in `ahead` are asked for, if there are as many.
 ///
 /// # Panics
 /// When the room is too small for what the samples make.
@@ -108,7 +108,8 @@ struct Output<'a, C> {
 }
 
 impl<C: Cell> Output<'_, C> {
-    /// Cut all samples, and beside each ask for one of `ahead`, of as many.
+    /// Cut all samples, and beside those that are cut quickly ask for those at the same positions in `ahead`, of as many.
+    /// `rare`: whether boundaries are.
     #[inline]
     fn cut_all(
         &mut self,
@@ -120,7 +121,8 @@ impl<C: Cell> Output<'_, C> {
     ) {
         let mut position = 0usize;
         while position < indices.len() {
-            let sure = self.sure().min(indices.len() - position);
+            let sure = if rare { self.indices.len() - self.written.pieces } else { self.sure() };
+            let sure = sure.min(indices.len() - position);
             if sure > 0 {
                 let (indices, lengths) = (&indices[position..][..sure], &lengths[position..][..sure]);
                 let ahead = Ahead { indices: &ahead.indices[position..][..sure], ..ahead };

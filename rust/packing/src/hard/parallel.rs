@@ -11,7 +11,7 @@
 
 use std::mem::MaybeUninit;
 
-use super::ahead::{Ahead, Ask, Nothing};
+use super::ahead::{Ahead, Ask};
 use super::chunk::{Chunk, Source};
 use super::kernel::{self, Cut, Samples, Written};
 use super::{Packer, Stream, packs_a_chunk};
@@ -74,7 +74,7 @@ impl<C: Cell> Slot<C> {
             let run = |samples: usize| begin.min(samples)..(begin + step).min(samples);
             let chunk = &self.chunk;
             let merged = Samples { indices: &chunk.indices[run(samples)], lengths: &chunk.lengths[run(samples)] };
-            let packs_expected = self.closed * merged.indices.len() / samples.max(1);
+            let packs_expected = self.closed.saturating_mul(merged.indices.len()) / samples.max(1);
             let ahead = Ahead { ask: source.ask, indices: &self.next.indices[run(count)] };
             let before = pieces_before + written.pieces;
             let more = kernel::merge(merged, max_length, &mut cut, before, packs_expected, room, ahead);
@@ -159,13 +159,11 @@ impl<C: Cell> Packer<'_, C> {
         let divisor = Divisor::new(self.max_length.widen());
         let (crew, max_length) = (self.crew, self.max_length);
         let in_all = CHUNKS_A_THREAD * crew.threads();
-        // Of few samples, too, each thread has several chunks.
-        let size = len.div_ceil(in_all).next_multiple_of(LEAF).min(CHUNK);
-        let window = size * in_all;
+        let window = CHUNK * in_all;
         // Position and samples of a chunk; none beyond the end.
         let bounds = |begin: usize, number: usize| {
-            let start = (begin + number * size).min(len);
-            (start, size.min(len - start))
+            let start = (begin + number * CHUNK).min(len);
+            (start, CHUNK.min(len - start))
         };
         let load = |slots: &mut [Slot<C>], begin: usize| {
             crew.each(slots, |thread, number, slot| {
@@ -173,12 +171,12 @@ impl<C: Cell> Packer<'_, C> {
                 slot.error = slot.next.load(thread, source, start, count).err();
             });
         };
-        let mut slots: Vec<Slot<C>> = (0..in_all).map(|_| Slot::new(size)).collect();
+        let mut slots: Vec<Slot<C>> = (0..in_all).map(|_| Slot::new(CHUNK)).collect();
         load(&mut slots, 0);
         for begin in (0..len).step_by(window) {
             self.lookout.reach(begin, len);
             self.lookout.look()?;
-            let used = (len - begin).min(window).div_ceil(size);
+            let used = (len - begin).min(window).div_ceil(CHUNK);
             let slots = &mut slots[..used];
             if let Some(error) = slots.iter_mut().find_map(|slot| slot.error.take()) {
                 return Err(error);
@@ -202,7 +200,7 @@ impl<C: Cell> Packer<'_, C> {
                 // Packs far shorter than samples: what one merge writes has to be bounded.
                 for slot in &*slots {
                     let Chunk { indices, lengths, tokens, .. } = &slot.chunk;
-                    self.merge_samples(indices, lengths, *tokens, stream, Ahead { ask: Nothing, indices: &[] })?;
+                    self.merge_samples(indices, lengths, *tokens, stream, Ahead::nothing())?;
                 }
                 load(slots, begin + window);
                 continue;

@@ -1,8 +1,8 @@
 //! Whether an order names every sample once, told by sums of powers and not by a bit a sample.
 //!
 //! What always holds: an order of all samples that names each of them once passes. Any other order of as many passes
-//! with a chance of (samples / 2⁶¹)² at most, 2⁻⁶⁸ for 10⁸ samples, whoever made it: what it is held against is drawn
-//! anew each time and told nobody. Memory is that of two tables of powers, 16 bytes for every 4096 samples.
+//! with a chance of (samples / 2⁶¹)² at most, 2⁻⁶⁸ for 10⁸ samples, whoever made it: what it is held against is another
+//! one each time, and told nobody. Memory is that of two tables of powers, 16 bytes for every 4096 samples.
 //!
 //! The sum of Xⁱ over the indices i of an order and that over 0 … n - 1 are the same polynomial exactly if the order
 //! names every sample once, and two polynomials below degree n agree at fewer than n points of a field. So both are
@@ -12,7 +12,7 @@
 //! Sources: J. T. Schwartz, "Fast probabilistic algorithms for verification of polynomial identities" (1980); R. J.
 //! Lipton, "Fingerprinting sets" (1989).
 
-use std::hash::{BuildHasher, RandomState};
+use std::hash::{BuildHasher, RandomState as Secret};
 use std::sync::{Mutex, PoisonError};
 
 use crate::error::PackError;
@@ -26,7 +26,7 @@ const PRIME_BITS: u32 = 61;
 /// Low bits of an index that choose a power from the first table; the others choose one from the second.
 const LOW_BITS: u32 = 12;
 const LOW: usize = 1 << LOW_BITS;
-/// Products below 2¹²² whose sum is below 2¹²⁸, which is the last one that is surely so.
+/// So many products of elements have a sum below 2¹²⁸.
 const SUMMED: usize = 64;
 
 /// An element of the field for each of the two points.
@@ -87,7 +87,8 @@ pub(super) struct Powers {
 impl Powers {
     /// For an order of all of `samples` samples, read by the threads numbered 0 … `threads` - 1.
     pub(super) fn new(samples: usize, threads: usize) -> Result<Self, PackError> {
-        let secret = RandomState::new();
+        // Keyed by what the system gave at random, and another one each time.
+        let secret = Secret::new();
         Self::at([0u64, 1].map(|point| 2 + secret.hash_one(point) % (PRIME - 2)), samples, threads)
     }
 
@@ -175,6 +176,16 @@ mod tests {
             let all: Vec<u64> = (0..indices.len() as u64).collect();
             prop_assert_eq!(geometric(points, all.len()), points.map(|point| slow_sum(point, &all)));
         }
+    }
+
+    #[test]
+    fn the_largest_products_do_not_overflow() {
+        let mut powers = Powers::at([2, 3], 2 * LOW, 1).unwrap();
+        powers.low.fill([PRIME - 1; 2]);
+        powers.high.fill([PRIME - 1; 2]);
+        // Each is minus one times minus one.
+        powers.add(0, &[7u32; 5 * SUMMED + 3]);
+        assert_eq!(*powers.sums[0].lock().unwrap(), [5 * SUMMED as u64 + 3; 2]);
     }
 
     #[test]

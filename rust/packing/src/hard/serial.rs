@@ -4,7 +4,7 @@
 //! the arithmetic of this one.
 #![allow(unsafe_code)]
 
-use super::ahead::{Ahead, Ask, Nothing};
+use super::ahead::{Ahead, Ask};
 use super::chunk::{Chunk, Source};
 use super::kernel::{self, Samples, Written};
 use super::{Packer, Stream, packs_a_chunk};
@@ -94,13 +94,7 @@ impl<C: Cell> Packer<'_, C> {
             if closes(stream.cut.filled, tokens + length) > packs_a_chunk::<C>() {
                 let run = begin..position;
                 let closed = closes(stream.cut.filled, tokens) as usize;
-                self.merge_run(
-                    &indices[run.clone()],
-                    &lengths[run],
-                    closed,
-                    stream,
-                    Ahead { ask: Nothing, indices: &[] },
-                )?;
+                self.merge_run(&indices[run.clone()], &lengths[run], closed, stream, Ahead::nothing())?;
                 begin = position;
                 tokens = 0;
                 if closes(stream.cut.filled, length) > packs_a_chunk::<C>() {
@@ -112,7 +106,7 @@ impl<C: Cell> Packer<'_, C> {
             tokens += length;
         }
         let closed = closes(stream.cut.filled, tokens) as usize;
-        self.merge_run(&indices[begin..], &lengths[begin..], closed, stream, Ahead { ask: Nothing, indices: &[] })
+        self.merge_run(&indices[begin..], &lengths[begin..], closed, stream, Ahead::nothing())
     }
 
     fn merge_run(
@@ -153,7 +147,7 @@ impl<C: Cell> Packer<'_, C> {
         let zero = C::Word::default();
         let mut taken = C::sub(self.max_length, stream.cut.filled);
         // Up to the next boundary the sample is like any other that ends there.
-        self.merge_run(&[index], &[taken], 1, stream, Ahead { ask: Nothing, indices: &[] })?;
+        self.merge_run(&[index], &[taken], 1, stream, Ahead::nothing())?;
         let mut rest = C::sub(length, taken);
         loop {
             let packs = (rest.widen() / self.max_length.widen()).min(packs_a_chunk::<C>()) as usize;
