@@ -117,7 +117,7 @@ mod tests {
         let samples = 3 * 8 * LEAF + 12_345;
         let mut random = RandomState::new(1);
         let order = random.shuffled::<u32>(samples, &mut Silent).unwrap();
-        for (max_length, longest) in [(1u64, 3u32), (7, 9), (64, 100), (4096, 2000), (1 << 20, 100), (3, 2000)] {
+        for (max_length, longest) in [(1u64, 3u32), (7, 9), (64, 100), (4096, 2000), (1 << 20, 100), (300, 2000)] {
             let lengths: Vec<u64> = (0..samples).map(|_| u64::from(random.next_u32() % (longest + 1))).collect();
             let expected = cut::<i64>(&lengths, &order, max_length, 1, Nothing);
             for threads in [1, 3] {
