@@ -66,10 +66,10 @@ _COMPARISONS = {
     "local": Comparison(
         title="Ranks of one node, through shared memory",
         note=f"{_NOTE} The limit, in our column: a plain copy of a batch's bytes into shared memory, and its "
-        "receiver woken, who has tensors over them already and reads these as all do. Of VLM, of which a plain copy is "
-        "not the fastest, it leaves the copy out: the receiver is woken, and reads. Where processors share no cache, "
-        "as a virtual machine's may from one minute to the next, a plain copy takes several times as long as one past "
-        "the caches, and ours less than the limit.",
+        "receiver woken, who has tensors over them already and reads these as all do. Of VLM the copy "
+        "is tundish's own, past the caches and on all processors, which takes less time than a plain one. Where "
+        "processors share no cache, as a virtual machine's may from one minute to the next, a plain copy takes several "
+        "times as long as one past the caches, and ours less than the limit.",
         ours="ours",
         others=("seed", "objects"),
         targets={"seed": {"text": 8.0, "VLM": 8.0, "many": 10.0, "nested": 6.0}},

@@ -1,15 +1,17 @@
 """What any way takes that brings a batch's bytes to its receiver once, and has them read: the limits of a scatter.
 
-`Least` writes them into shared memory, unless they are very many, and wakes the receiver; `LeastFar` sends them as one
-message of gloo. Owns memory that all ranks map, and a pipe for each receiver. What always holds: whatever could be done
-beforehand is, though a scatter cannot count on it: the bytes of a batch lie one after the other, its receiver has
-tensors over the memory that they come to, and no other batch comes there.
+`Least` writes them into shared memory and wakes the receiver; `LeastFar` sends them as one message of gloo. Owns memory
+that rank 0 and each receiver map, and a pipe for each receiver. What always holds: whatever could be done beforehand
+is, though a scatter cannot count on it: the bytes of a batch lie one after the other, its receiver has tensors over the
+memory that they come to, and no other batch comes there.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from scatter.batches import tensors_of
+from tundish import _native
 
 __all__ = ["Least", "LeastFar"]
 
@@ -26,9 +29,10 @@ __all__ = ["Least", "LeastFar"]
 _LINE = 64
 # What a round is: one as before, or, as whoever is told so has to get ready, with batches of another kind.
 _AGAIN, _NEW = 1, 2
-# Bytes. Larger batches are sooner copied past the caches and by several threads than by a plain copy, which is no limit
-# of theirs: what they cannot do without is that their receiver reads them.
+# Bytes. Larger batches are sooner copied past the caches and by several threads, as tundish does, than by a plain copy.
 _LARGE = 1 << 25
+# How many copy those: nobody else works meanwhile.
+_THREADS = len(os.sched_getaffinity(0))
 
 
 class Least:
@@ -51,8 +55,9 @@ class Least:
             dist.barrier()
         self._seen = 0
         self._batches: list[Any] | None = None
-        # Of each receiver, what its batch has and where that goes.
-        self._copies: dict[int, tuple[NDArray[np.uint8], NDArray[np.uint8]]] = {}
+        # Of each receiver, what writes its batch.
+        self._copies: dict[int, Callable[[], None]] = {}
+        self._arena, self._parcels = _native.SegmentArena(1 << 30), _native.Parcels()
         self._mine: list[torch.Tensor] = []
 
     def __call__(self, batches: list[Any] | None) -> Any:
@@ -66,9 +71,8 @@ class Least:
             for rank in self._pipes:
                 self._tell(rank, _NEW)
             self._prepare(batches)
-        for rank, (contents, place) in self._copies.items():
-            if contents.size < _LARGE:
-                np.copyto(place, contents)
+        for rank, copy in self._copies.items():
+            copy()
             self._tell(rank, _AGAIN)
         return batches[0]
 
@@ -89,19 +93,36 @@ class Least:
         return heard % 4
 
     def _prepare(self, batches: list[Any] | None) -> None:
-        forms = None if batches is None else [_form(batch) for batch in batches]
-        forms = _agreed(forms)
+        forms = _agreed(None if batches is None else [_form(batch) for batch in batches])
         with tempfile.TemporaryDirectory(prefix="tundish-least-", dir="/dev/shm") as own:
             folder = Path(_agreed(own))
-            for rank in self._pipes:
+            for rank in range(1, dist.get_world_size()):
                 size, places = forms[rank]
-                memory = _shared(folder / str(rank), size)
-                if batches is None:
-                    self._mine = _tensors(memory, places)
+                if size < _LARGE:
+                    memory = _shared(folder / str(rank), size) if rank in self._pipes else None
+                    copy = partial(np.copyto, memory)
                 else:
-                    self._copies[rank] = _contents(batches[rank], size, places), memory
-                    np.copyto(memory, self._copies[rank][0])
+                    memory, copy = self._parcel(rank, size)
+                if batches is not None:
+                    self._copies[rank] = partial(copy, _contents(batches[rank], size, places))
+                    self._copies[rank]()
+                elif memory is not None:
+                    self._mine = _tensors(memory, places)
             dist.barrier()
+
+    def _parcel(
+        self, rank: int, size: int
+    ) -> tuple[NDArray[np.uint8] | None, Callable[[NDArray[np.uint8]], None]]:
+        """Collective: what the receiver, this rank, reads; and on rank 0 what copies a batch there."""
+        parcel = self._arena.take(size) if self._rank == 0 else None
+        reference = _agreed(None if parcel is None else parcel.reference())
+        view = self._parcels.open(reference) if rank == self._rank else None
+
+        def copy(contents: NDArray[np.uint8]) -> None:
+            address, length, start = (np.int64(word).tobytes() for word in (contents.ctypes.data, size, 0))
+            parcel.fill(address, length, start, 0, _THREADS)
+
+        return None if view is None else np.frombuffer(view, np.uint8), copy
 
 
 class LeastFar:
