@@ -6,8 +6,6 @@ copied to two bytes each first, of which caches hold more: with that the loop ta
 
 from __future__ import annotations
 
-from typing import Any
-
 import numba
 import numpy as np
 import numpy.typing as npt
@@ -47,11 +45,7 @@ def read_and_write(
     return tokens, written, columns
 
 
-def _compiled(parallel: bool = False) -> Any:
-    return numba.njit(cache=False, parallel=parallel)
-
-
-@_compiled()  # type: ignore[untyped-decorator]  # numba leaves it so
+@numba.njit(cache=False)  # type: ignore[untyped-decorator]  # numba leaves it so
 def _loop(lengths: Narrow, order: Order, written: Column, columns: Columns) -> int:
     """The tokens; less than none where a sample does not exist."""
     tokens = 0
@@ -66,14 +60,14 @@ def _loop(lengths: Narrow, order: Order, written: Column, columns: Columns) -> i
     return tokens
 
 
-@_compiled(parallel=True)  # type: ignore[untyped-decorator]  # as above
+@numba.njit(cache=False, parallel=True)  # type: ignore[untyped-decorator]  # as above
 def _copies(lengths: Column, narrow: Narrow, parts: int) -> None:
     for part in numba.prange(parts):
         begin, end = part * lengths.size // parts, (part + 1) * lengths.size // parts
         narrow[begin:end] = lengths[begin:end]
 
 
-@_compiled(parallel=True)  # type: ignore[untyped-decorator]  # as above
+@numba.njit(cache=False, parallel=True)  # type: ignore[untyped-decorator]  # as above
 def _loops(lengths: Narrow, order: Order, written: Column, columns: Columns, parts: int) -> int:
     tokens = np.zeros(parts, np.int64)
     for part in numba.prange(parts):

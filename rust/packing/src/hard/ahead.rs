@@ -64,7 +64,8 @@ impl<W> Ahead<'_, W, Nothing> {
 mod tests {
     use super::super::chunk::{Checks, Source};
     use super::super::order::Order;
-    use super::super::{Cut, Dataset, Packer, Stream, Totals};
+    use super::super::serial::Stream;
+    use super::super::{Cut, Dataset, Packer, Totals};
     use super::*;
     use crate::array::Array;
     use crate::cell::Cell;

@@ -52,6 +52,7 @@ use kernel::{Cut, Written};
 use order::Order;
 pub(crate) use scan::Dataset;
 use scan::Scan;
+use serial::Stream;
 use table::Table;
 
 /// Packs that one chunk may close: bounds the scratch memory of file output, in bytes.
@@ -382,19 +383,6 @@ struct Packer<'r, C: Cell> {
     order_hash: Option<ColumnHash>,
     /// Whether a given order is known to be one.
     order_checked: bool,
-}
-
-/// The state of one stream of tokens.
-struct Stream<C: Cell> {
-    cut: Cut<C::Word>,
-    tokens: u64,
-    /// Tokens that the scan found; more of them than that were changed since.
-    limit: u64,
-    /// Empty samples since the last one that was not.
-    empty_run: usize,
-    /// Tokens of that one.
-    last_length: C::Word,
-    id: usize,
 }
 
 impl<C: Cell> Packer<'_, C> {

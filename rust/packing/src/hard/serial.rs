@@ -1,4 +1,4 @@
-//! Cutting one stream on the calling thread.
+//! Cutting one stream on the calling thread, and what is known of a stream while it is cut.
 //!
 //! While one chunk is cut the next one is gathered, a run at a time: the memory brings what the next run needs beside
 //! the arithmetic of this one.
@@ -6,8 +6,8 @@
 
 use super::ahead::{Ahead, Ask};
 use super::chunk::{Chunk, Source};
-use super::kernel::{self, Samples, Written};
-use super::{Packer, Stream, packs_a_chunk};
+use super::kernel::{self, Cut, Samples, Written};
+use super::{Packer, packs_a_chunk};
 use crate::cell::Cell;
 use crate::error::PackError;
 use crate::fingerprint::LEAF;
@@ -15,6 +15,19 @@ use crate::integers::Word;
 
 /// Samples a chunk: one leaf of the fingerprint; indices and lengths lie in the second-level cache together.
 const CHUNK: usize = LEAF;
+
+/// The state of one stream of tokens.
+pub(super) struct Stream<C: Cell> {
+    pub(super) cut: Cut<C::Word>,
+    pub(super) tokens: u64,
+    /// Tokens that the scan found; more of them than that were changed since.
+    pub(super) limit: u64,
+    /// Empty samples since the last one that was not.
+    pub(super) empty_run: usize,
+    /// Tokens of that one.
+    pub(super) last_length: C::Word,
+    pub(super) id: usize,
+}
 
 impl<C: Cell> Stream<C> {
     /// Take note of what the end of the stream must know of these samples.
@@ -168,7 +181,7 @@ impl<C: Cell> Packer<'_, C> {
             room.indices[0].write(C::from_word(index));
             // SAFETY: just written.
             unsafe { self.keep(Written { pieces: 1, ..Written::default() }, stream)? };
-            stream.cut = kernel::Cut { filled: rest, start: taken, longest: rest };
+            stream.cut = Cut { filled: rest, start: taken, longest: rest };
         }
         Ok(())
     }
