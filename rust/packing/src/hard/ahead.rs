@@ -14,6 +14,8 @@ pub(super) trait Ask: Copy + Send + Sync {
     /// Samples whose lengths are asked for before any of them is read. Few enough that the processor still knows by
     /// then where their pages lie, and has their lines in its second-level cache.
     const RUN: usize = 1024;
+    /// Whether it asks at all.
+    const IS_ASKING: bool = true;
     fn ask(self, index: u64);
 }
 
@@ -24,6 +26,7 @@ pub(super) struct Nothing;
 
 impl Ask for Nothing {
     const RUN: usize = LEAF;
+    const IS_ASKING: bool = false;
     #[inline(always)]
     fn ask(self, _index: u64) {}
 }

@@ -88,10 +88,10 @@ impl<C: Cell> Chunk<C> {
     /// Gather the lengths of the samples in `run`, and check that none was named before, as `thread`.
     ///
     /// The scan saw every length; one that is longer now was changed since. Refusing it keeps sums from wrapping.
-    pub(super) fn gather(
+    pub(super) fn gather<A: Ask>(
         &mut self,
         thread: usize,
-        source: &Source<'_, C, impl Ask>,
+        source: &Source<'_, C, A>,
         run: Range<usize>,
     ) -> Result<(), PackError> {
         if !self.sound {
@@ -100,7 +100,7 @@ impl<C: Cell> Chunk<C> {
         let (indices, lengths) = (&self.indices[run.clone()], &mut self.lengths[run.clone()]);
         let (seen, distinct) = match (source.order, &source.checks.table, &source.checks.distinct) {
             (Order::Natural(_), ..) => (source.dataset.read(self.start + run.start, lengths), true),
-            (_, Some(table), _) => (table.take(indices, lengths), true),
+            (_, Some(table), _) => (table.take(indices, lengths, A::IS_ASKING), true),
             (_, None, Some(distinct)) => distinct.gather(thread, source.dataset, indices, lengths),
             (_, None, None) => (source.dataset.gather(indices, lengths), true),
         };

@@ -33,6 +33,7 @@ mod serial;
 mod table;
 
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
 use crate::cell::Cell;
 use crate::crew::Crew;
@@ -92,6 +93,8 @@ pub struct Prepared<'a> {
     request: Request<'a>,
     streams: Vec<Dataset<'a>>,
     scans: Vec<Scan>,
+    /// The lengths once more, for the first plan that is computed.
+    table: Mutex<Option<Table>>,
     crew: Crew,
     /// Hash of the order given, once it is known.
     order_digest: Option<u128>,
@@ -141,8 +144,16 @@ impl<'a> Prepared<'a> {
         };
         let crew = Crew::new(threads);
         let mut scans = Vec::with_capacity(streams.len());
+        let mut table = match (request.order, &streams[..]) {
+            (OrderSource::Given(order), [stream]) => Table::new(stream.len(), order.len(), crew.threads())?,
+            // No other needs a check, and a drawn order takes memory enough.
+            _ => None,
+        };
         for stream in &streams {
-            scans.push(scan::scan(stream, &crew, watch)?);
+            let copy = table.as_mut().map(Table::room).unwrap_or_default();
+            let scan = scan::scan(stream, copy, &crew, watch)?;
+            table = table.and_then(|table| table.of_lengths_up_to(scan.longest));
+            scans.push(scan);
         }
         // Checked as a whole so that prefix sums over datasets cannot overflow either.
         let mut total = 0u64;
@@ -152,7 +163,7 @@ impl<'a> Prepared<'a> {
                 .filter(|&sum| sum < 1 << 63)
                 .ok_or(PackError::TotalTooLarge { dataset, sample: streams[dataset].len().saturating_sub(1) })?;
         }
-        Ok(Self { request, streams, scans, crew, order_digest: None })
+        Ok(Self { request, streams, scans, table: Mutex::new(table), crew, order_digest: None })
     }
 
     /// The identity of the plan that `pack` or `write` will make.
@@ -326,7 +337,8 @@ impl<'a> Prepared<'a> {
                     Order::Drawn(&shuffled)
                 }
             };
-            let (stream_tokens, start) = packer.stream(stream, scan, order, request.drop_last)?;
+            let table = self.table.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let (stream_tokens, start) = packer.stream(stream, scan, table, order, request.drop_last)?;
             tokens += stream_tokens;
             tail_start.push(start);
         }
@@ -391,6 +403,7 @@ impl<C: Cell> Packer<'_, C> {
         &mut self,
         dataset: &Dataset<'_>,
         scan: &Scan,
+        table: Option<Table>,
         order: Order<'_, C>,
         drop_last: bool,
     ) -> Result<(u64, u64), PackError> {
@@ -403,11 +416,6 @@ impl<C: Cell> Packer<'_, C> {
             id: dataset.id(),
         };
         let packs_before = self.totals.packs;
-        let table = match order {
-            Order::Given(order) => Table::new(dataset, scan, order.len(), self.crew, self.lookout.watch)?,
-            // Neither needs a check, and a drawn order takes memory enough.
-            Order::Natural(_) | Order::Drawn(_) => None,
-        };
         let distinct = match order {
             Order::Given(given) if !self.order_checked && table.is_none() => Some(Distinct::new(
                 dataset.len(),

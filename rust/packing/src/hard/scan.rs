@@ -109,14 +109,20 @@ struct LeafScan {
     seen: u64,
 }
 
-/// Check, sum and hash all lengths of a dataset.
-pub(super) fn scan(dataset: &Dataset<'_>, crew: &Crew, watch: &mut dyn Watch) -> Result<Scan, PackError> {
+/// Check, sum and hash all lengths of a dataset, and copy them into `copy`, which is empty or has room for those of the
+/// only part. It means nothing where a length does not fit.
+pub(super) fn scan(
+    dataset: &Dataset<'_>,
+    copy: &mut [u16],
+    crew: &Crew,
+    watch: &mut dyn Watch,
+) -> Result<Scan, PackError> {
     let mut result = Scan { tokens: 0, longest: 0, parts: Vec::with_capacity(dataset.parts.len()) };
     for (number, part) in dataset.parts.iter().enumerate() {
         let id = dataset.id + number;
         let mut hash = ColumnHash::default();
         let mut failed = None;
-        for_leaves(part, crew, watch, "checking lengths", |start, leaf| {
+        for_leaves(part, copy, crew, watch, "checking lengths", |start, leaf| {
             if leaf.seen >> 63 != 0 {
                 failed.get_or_insert_with(|| bad_length(part, id, start));
                 return;
@@ -141,13 +147,14 @@ pub(super) fn scan(dataset: &Dataset<'_>, crew: &Crew, watch: &mut dyn Watch) ->
 /// The hash of a column of any integers.
 pub(super) fn hash_column(column: &Integers<'_>, crew: &Crew, watch: &mut dyn Watch) -> Result<u128, PackError> {
     let mut hash = ColumnHash::default();
-    for_leaves(column, crew, watch, "hashing the order", |_, leaf| hash.push(leaf.digest))?;
+    for_leaves(column, &mut [], crew, watch, "hashing the order", |_, leaf| hash.push(leaf.digest))?;
     Ok(hash.finish(column.len() as u64))
 }
 
-/// Scan all leaves and hand them to `take` in their order.
+/// Scan all leaves and hand them to `take` in their order. `copy` as in `scan`.
 fn for_leaves(
     column: &Integers<'_>,
+    mut copy: &mut [u16],
     crew: &Crew,
     watch: &mut dyn Watch,
     phase: &'static str,
@@ -160,11 +167,17 @@ fn for_leaves(
     for begin in (0..leaves).step_by(step) {
         watch.tick(phase, (begin * LEAF) as u64, column.len() as u64)?;
         scans.resize_with(step.min(leaves - begin), LeafScan::default);
-        let mut runs: Vec<&mut [LeafScan]> = scans.chunks_mut(LEAVES_A_RUN).collect();
-        crew.each(&mut runs, |_, number, run| {
+        let mut runs: Vec<(&mut [LeafScan], &mut [u16])> = Vec::new();
+        for run in scans.chunks_mut(LEAVES_A_RUN) {
+            let (own, rest) = copy.split_at_mut(copy.len().min(run.len() * LEAF));
+            runs.push((run, own));
+            copy = rest;
+        }
+        crew.each(&mut runs, |_, number, (run, copy)| {
             let mut scratch = Vec::new();
+            let mut copies = copy.chunks_mut(LEAF);
             for (leaf, scan) in (begin + number * LEAVES_A_RUN..).zip(run.iter_mut()) {
-                *scan = scan_leaf(column, bounds(leaf), &mut scratch);
+                *scan = scan_leaf(column, bounds(leaf), copies.next().unwrap_or_default(), &mut scratch);
             }
         });
         for (leaf, scan) in (begin..).zip(scans.drain(..)) {
@@ -174,11 +187,17 @@ fn for_leaves(
     Ok(())
 }
 
-fn scan_leaf(column: &Integers<'_>, (start, count): (usize, usize), scratch: &mut Vec<u32>) -> LeafScan {
+fn scan_leaf(
+    column: &Integers<'_>,
+    (start, count): (usize, usize),
+    copy: &mut [u16],
+    scratch: &mut Vec<u32>,
+) -> LeafScan {
     scratch.resize(LEAF, 0);
     let narrow = &mut scratch[..count];
     let seen = column.read(start, narrow);
     if seen <= u64::from(u32::MAX) {
+        widest(|| copy.iter_mut().zip(&*narrow).for_each(|(slot, &length)| *slot = length as u16));
         let (tokens, longest) = widest(|| {
             narrow.iter().fold((0u64, 0u32), |(sum, longest), &length| (sum + u64::from(length), longest.max(length)))
         });

@@ -4,7 +4,7 @@
 //! whether its cache has it. What is read is taken: a mark is left in its place, so that the order needs no
 //! bit a sample beside it for its check.
 //!
-//! What always holds: every length is below `TAKEN` and is the caller's as it was when it was copied. As many places
+//! What always holds: every length is below `TAKEN` and is the one that the scan checked and hashed. As many places
 //! are marked as different samples were taken, whichever threads took them: so no sample was taken twice exactly if
 //! there are as many marks as samples taken. One that is taken twice may show `TAKEN` as its length meanwhile.
 #![allow(unsafe_code)]
@@ -13,7 +13,6 @@ use std::ptr;
 use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 
 use super::ahead::Narrow;
-use super::scan::{Dataset, Scan};
 use crate::array::Array;
 use crate::crew::Crew;
 use crate::error::PackError;
@@ -21,7 +20,6 @@ use crate::fingerprint::LEAF;
 use crate::integers::Word;
 use crate::memory;
 use crate::processor::widest;
-use crate::watch::Watch;
 
 /// What a table may take: about what caches hold.
 const TABLE_BYTES: usize = 32 << 20;
@@ -33,10 +31,8 @@ const SHARED_FROM: usize = 1 << 19;
 const SPARSE: usize = 4;
 /// Samples between the prefetch of a length and its use.
 const AHEAD: usize = 80;
-/// Samples that a thread copies at a time.
+/// Samples whose marks a thread counts at a time.
 const RUN: usize = 4 * LEAF;
-/// Runs that a thread copies between two looks at the watch: a few milliseconds.
-const RUNS_A_TICK: usize = 64;
 
 /// The lengths of a dataset.
 pub(super) struct Table(Array<AtomicU16>);
@@ -48,39 +44,28 @@ fn plain(lengths: &mut [AtomicU16]) -> &mut [u16] {
 }
 
 impl Table {
-    /// The lengths of a dataset of which `taken` samples will be taken, where a copy is worth it and small enough.
+    /// Room for the lengths of `samples` samples of which `taken` will be taken, where a copy is worth it and small
+    /// enough.
     ///
     /// # Errors
-    /// Lengths that are longer than the scan found; an interrupt.
-    pub(super) fn new(
-        dataset: &Dataset<'_>,
-        scan: &Scan,
-        taken: usize,
-        crew: &Crew,
-        watch: &mut dyn Watch,
-    ) -> Result<Option<Self>, PackError> {
-        let samples = dataset.len();
-        let is_small = samples <= TABLE_BYTES / size_of::<u16>() && scan.longest < u64::from(TAKEN);
-        let is_contended = crew.threads() > 1 && samples < SHARED_FROM;
+    /// When memory is refused.
+    pub(super) fn new(samples: usize, taken: usize, threads: usize) -> Result<Option<Self>, PackError> {
+        let is_small = samples <= TABLE_BYTES / size_of::<u16>();
+        let is_contended = threads > 1 && samples < SHARED_FROM;
         if !is_small || is_contended || taken < samples / SPARSE {
             return Ok(None);
         }
-        let mut table = Array::<AtomicU16>::zeroed(samples)?;
-        let step = RUN * RUNS_A_TICK * crew.threads();
-        for (number, part) in plain(&mut table).chunks_mut(step).enumerate() {
-            let begin = number * step;
-            watch.tick("packing", 0, taken as u64)?;
-            let mut runs: Vec<(&mut [u16], bool)> = part.chunks_mut(RUN).map(|run| (run, true)).collect();
-            crew.each(&mut runs, |_, number, (run, is_good)| {
-                let seen = dataset.read(begin + number * RUN, run);
-                *is_good =
-                    seen <= u64::from(TAKEN) && widest(|| run.iter().fold(0, |most, &one| one.max(most))) < TAKEN;
-            });
-            if runs.iter().any(|&(_, is_good)| !is_good) {
-                return Err(PackError::InputChanged);
-            }
-        }
-        Ok(Some(Self(table)))
+        Array::zeroed(samples).map(|room| Some(Self(room)))
+    }
+
+    /// Where the lengths are to be written, in the order of the samples.
+    pub(super) fn room(&mut self) -> &mut [u16] {
+        plain(&mut self.0)
+    }
+
+    /// The table, if it can hold lengths up to the longest of those that were written.
+    pub(super) fn of_lengths_up_to(self, longest: u64) -> Option<Self> {
+        (longest < u64::from(TAKEN)).then_some(self)
     }
 
     /// How to ask for a length.
@@ -88,18 +73,19 @@ impl Table {
         Narrow(self.0.as_ptr().addr())
     }
 
-    /// Take the lengths at `indices`; the or of them all.
+    /// Take the lengths at `indices`; the or of them all. `are_asked`: whether the memory was asked for them before.
     ///
     /// # Panics
     /// When an index is out of range, or `out` and `indices` differ in length.
-    pub(super) fn take<W: Word>(&self, indices: &[W], out: &mut [W]) -> u64 {
+    #[inline]
+    pub(super) fn take<W: Word>(&self, indices: &[W], out: &mut [W], are_asked: bool) -> u64 {
         assert_eq!(indices.len(), out.len(), "one slot an index");
         // In a loop of its own, as in `Integers::gather`.
         let largest = widest(|| indices.iter().copied().max().unwrap_or_default().widen());
         assert!(indices.is_empty() || largest < self.0.len() as u64, "index within the table");
         let mut seen = 0;
         for (position, (&index, slot)) in indices.iter().zip(out.iter_mut()).enumerate() {
-            if let Some(ahead) = indices.get(position + AHEAD) {
+            if let (false, Some(ahead)) = (are_asked, indices.get(position + AHEAD)) {
                 memory::prefetch(&self.0, ahead.widen() as usize);
             }
             // SAFETY: no index exceeds the largest, which was checked against the table's length.
@@ -132,15 +118,16 @@ impl Table {
 
 #[cfg(test)]
 mod tests {
-    use super::super::scan;
+    use super::super::scan::{self, Dataset};
     use super::*;
     use crate::Silent;
     use crate::integers::Integers;
 
     fn table(lengths: &[i32], taken: usize, crew: &Crew) -> Option<Table> {
         let dataset = Dataset::new(vec![Integers::from(lengths)], 0);
-        let scan = scan::scan(&dataset, crew, &mut Silent).unwrap();
-        Table::new(&dataset, &scan, taken, crew, &mut Silent).unwrap()
+        let mut table = Table::new(lengths.len(), taken, crew.threads()).unwrap()?;
+        let scan = scan::scan(&dataset, table.room(), crew, &mut Silent).unwrap();
+        table.of_lengths_up_to(scan.longest)
     }
 
     const SAMPLES: usize = SHARED_FROM + 1000;
@@ -158,7 +145,7 @@ mod tests {
                 let table = table(&lengths, order.len(), &crew).unwrap();
                 let mut pieces: Vec<(&[u32], Vec<u32>)> =
                     order.chunks(1000).map(|piece| (piece, vec![0; piece.len()])).collect();
-                crew.each(&mut pieces, |_, _, (piece, out)| assert!(table.take(piece, out) <= 65_535));
+                crew.each(&mut pieces, |_, _, (piece, out)| assert!(table.take(piece, out, false) <= 65_535));
                 let right = |(index, length): (&u32, &u32)| lengths[*index as usize] == *length as i32;
                 let wrong =
                     pieces.iter().flat_map(|(piece, out)| piece.iter().zip(out)).filter(|&pair| !right(pair)).count();
@@ -177,17 +164,5 @@ mod tests {
         assert!(table(&[1; 1000], 1000, &Crew::new(2)).is_none());
         let many = vec![1; TABLE_BYTES / 2 + 1];
         assert!(table(&many, many.len(), &crew).is_none());
-    }
-
-    #[test]
-    fn lengths_that_grew_since_the_scan_are_refused() {
-        let crew = Crew::new(1);
-        for grown in [65_535, 65_536, -1] {
-            let dataset = Dataset::new(vec![Integers::from(&[5, 6][..])], 0);
-            let scan = scan::scan(&dataset, &crew, &mut Silent).unwrap();
-            let later = [5, grown];
-            let dataset = Dataset::new(vec![Integers::from(&later[..])], 0);
-            assert!(Table::new(&dataset, &scan, 2, &crew, &mut Silent).is_err());
-        }
     }
 }
