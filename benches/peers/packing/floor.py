@@ -1,14 +1,20 @@
 """The least that a plan in a given order does, as a compiled loop: lengths are read in it, arrays written.
 
 Not a cut, and no check but that every sample exists: of what is written only the order means anything. The lengths are
-copied to two bytes each first, of which caches hold more: with that the loop takes less time than on what it is given.
+copied to two bytes each first, of which caches hold more, and where caches do not hold them all, the memory is asked
+for each well before it is read: with both the loop takes less than half the time that it takes on what it is given.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
 __all__ = ["read_and_write"]
 
@@ -20,6 +26,10 @@ Narrow = npt.NDArray[np.uint16]
 
 # Of one entry a pack; one more, of zeros, is not written either by who makes a plan of one dataset.
 _PACK_COLUMNS = 4
+# Of fewer lengths the caches hold most, and asking takes time.
+_ASK_FROM_SAMPLES = 1 << 21
+# Samples between the asking and the reading.
+_AHEAD = 128
 
 
 def read_and_write(
@@ -45,11 +55,31 @@ def read_and_write(
     return tokens, written, columns
 
 
-@numba.njit(cache=False)  # type: ignore[untyped-decorator]  # numba leaves it so
+@intrinsic  # type: ignore[untyped-decorator]  # numba leaves it so
+def _ask(_context: Any, lengths: Any, _index: Any) -> tuple[Any, Any]:
+    """Have the entry at the index brought to the second-level cache."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        address = builder.gep(array.data, [arguments[1]])
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        reading, second_level, data = number(0), number(2), number(1)
+        builder.call(prefetch, [address, reading, second_level, data])
+        return context.get_dummy_value()
+
+    return types.void(lengths, types.intp), generate
+
+
+@numba.njit(cache=False)  # type: ignore[untyped-decorator]  # as above
 def _loop(lengths: Narrow, order: Order, written: Column, columns: Columns) -> int:
     """The tokens; less than none where a sample does not exist."""
     tokens = 0
+    asked = order.size if lengths.size >= _ASK_FROM_SAMPLES else 0
     for place in range(order.size):
+        if place + _AHEAD < asked:
+            _ask(lengths, order[place + _AHEAD])
         sample = order[place]
         if not 0 <= sample < lengths.size:
             return -1
