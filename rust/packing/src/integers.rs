@@ -267,23 +267,41 @@ impl<'a> Integers<'a> {
         self.gather_while(indices, out, |_, _| ())
     }
 
+    /// As `gather`, where the memory was asked for all of the values before: to ask once more takes longer than to read.
+    ///
+    /// # Panics
+    /// As `gather`.
+    pub fn gather_asked<I: Word, W: Word>(&self, indices: &[I], out: &mut [W]) -> u64 {
+        self.gather_with::<I, W, true>(indices, out, |_, _| ())
+    }
+
     /// As `gather`, and call `each` with every position and index: work that costs nothing beside the memory's latency.
     ///
     /// # Panics
     /// As `gather`.
     pub fn gather_while<I: Word, W: Word>(&self, indices: &[I], out: &mut [W], each: impl FnMut(usize, u64)) -> u64 {
+        self.gather_with::<I, W, false>(indices, out, each)
+    }
+
+    #[inline(always)]
+    fn gather_with<I: Word, W: Word, const ASKED: bool>(
+        &self,
+        indices: &[I],
+        out: &mut [W],
+        each: impl FnMut(usize, u64),
+    ) -> u64 {
         assert_eq!(indices.len(), out.len(), "one slot an index");
         with_type!(self.kind, T => {
             if self.stride == size_of::<T>() as isize {
-                widest(|| self.gather_typed::<T, I, W, true>(indices, out, each))
+                widest(|| self.gather_typed::<T, I, W, true, ASKED>(indices, out, each))
             } else {
-                widest(|| self.gather_typed::<T, I, W, false>(indices, out, each))
+                widest(|| self.gather_typed::<T, I, W, false, ASKED>(indices, out, each))
             }
         })
     }
 
     #[inline(always)]
-    fn gather_typed<T: Source, I: Word, W: Word, const DENSE: bool>(
+    fn gather_typed<T: Source, I: Word, W: Word, const DENSE: bool, const ASKED: bool>(
         &self,
         indices: &[I],
         out: &mut [W],
@@ -294,7 +312,7 @@ impl<'a> Integers<'a> {
         assert!(indices.is_empty() || largest < self.len as u64, "index within the column");
         let mut seen = 0u64;
         for (position, (&index, slot)) in indices.iter().zip(out.iter_mut()).enumerate() {
-            if let Some(ahead) = indices.get(position + GATHER_AHEAD) {
+            if !ASKED && let Some(ahead) = indices.get(position + GATHER_AHEAD) {
                 self.prefetch(ahead.widen() as usize);
             }
             each(position, index.widen());

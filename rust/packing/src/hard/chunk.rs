@@ -85,6 +85,12 @@ impl<C: Cell> Chunk<C> {
         }
     }
 
+    /// What comes before the gathering of the samples in `run`, and whether it has asked for their lengths.
+    pub(super) fn note(&self, thread: usize, source: &Source<'_, C, impl Ask>, run: Range<usize>) -> bool {
+        let distinct = source.checks.distinct.as_ref().filter(|_| self.sound);
+        distinct.is_some_and(|distinct| distinct.note_ahead(thread, &self.indices[run], source.ask))
+    }
+
     /// Gather the lengths of the samples in `run`, and check that none was named before, as `thread`.
     ///
     /// The scan saw every length; one that is longer now was changed since. Refusing it keeps sums from wrapping.
@@ -101,8 +107,9 @@ impl<C: Cell> Chunk<C> {
         let (seen, distinct) = match (source.order, &source.checks.table, &source.checks.distinct) {
             (Order::Natural(_), ..) => (source.dataset.read(self.start + run.start, lengths), true),
             (_, Some(table), _) => (table.take(indices, lengths, A::IS_ASKING), true),
-            (_, None, Some(distinct)) => distinct.gather(thread, source.dataset, indices, lengths),
-            (_, None, None) => (source.dataset.gather(indices, lengths), true),
+            (_, None, Some(Distinct::Marks(marks))) => marks.gather(thread, source.dataset, indices, lengths),
+            (..) if A::IS_ASKING => (source.dataset.gather_asked(indices, lengths), true),
+            (_, None, _) => (source.dataset.gather(indices, lengths), true),
         };
         if seen > C::LARGEST {
             return Err(PackError::InputChanged);
@@ -123,7 +130,9 @@ impl<C: Cell> Chunk<C> {
         self.read(source, start, count);
         // So many that each run is summed while it lies in the first-level cache.
         for begin in (0..count).step_by(LEAF) {
-            self.gather(thread, source, begin..count.min(begin + LEAF))?;
+            let run = begin..count.min(begin + LEAF);
+            self.note(thread, source, run.clone());
+            self.gather(thread, source, run)?;
         }
         Ok(())
     }

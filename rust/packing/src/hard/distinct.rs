@@ -4,9 +4,9 @@
 //! is found: by marks for certain, and by sums of powers, which large orders of all samples are held against, but for
 //! the chance that `powers` tells.
 
+use super::ahead::{Ask, Nothing};
 use super::marks::Marks;
 use super::powers::Powers;
-use super::scan::Dataset;
 use crate::error::PackError;
 use crate::integers::Word;
 
@@ -31,20 +31,13 @@ impl Distinct {
         Marks::new(samples, threads).map(Self::Marks)
     }
 
-    /// Gather the lengths at `indices`, none of them out of range, and take note of these; the or of the lengths, and
-    /// whether none was named before as far as it is known yet.
-    pub(super) fn gather<W: Word>(
-        &self,
-        thread: usize,
-        dataset: &Dataset<'_>,
-        indices: &[W],
-        lengths: &mut [W],
-    ) -> (u64, bool) {
+    /// What is to be done for indices before their lengths are gathered, and asks for these; false where nothing is.
+    pub(super) fn note_ahead<W: Word>(&self, thread: usize, indices: &[W], ask: impl Ask) -> bool {
         match self {
-            Self::Marks(marks) => marks.gather(thread, dataset, indices, lengths),
+            Self::Marks(_) => false,
             Self::Powers(powers) => {
-                powers.add(thread, indices);
-                (dataset.gather(indices, lengths), true)
+                powers.add(thread, indices, ask);
+                true
             }
         }
     }
@@ -54,7 +47,7 @@ impl Distinct {
         match self {
             Self::Marks(marks) => marks.mark(thread, indices),
             Self::Powers(powers) => {
-                powers.add(thread, indices);
+                powers.add(thread, indices, Nothing);
                 true
             }
         }

@@ -15,6 +15,7 @@
 use std::hash::{BuildHasher, RandomState as Secret};
 use std::sync::{Mutex, PoisonError};
 
+use super::ahead::Ask;
 use crate::error::PackError;
 use crate::integers::Word;
 use crate::memory;
@@ -108,20 +109,21 @@ impl Powers {
         Ok(Self { points, samples, low, high, sums })
     }
 
-    /// Add the powers of indices, none of them out of range.
-    pub(super) fn add<W: Word>(&self, thread: usize, indices: &[W]) {
-        let sum = widest(|| self.sum_of(indices));
+    /// Add the powers of indices, none of them out of range, and beside that ask for their lengths.
+    pub(super) fn add<W: Word>(&self, thread: usize, indices: &[W], ask: impl Ask) {
+        let sum = widest(|| self.sum_of(indices, ask));
         let mut all = self.sums[thread].lock().unwrap_or_else(PoisonError::into_inner);
         *all = added(*all, sum);
     }
 
     #[inline(always)]
-    fn sum_of<W: Word>(&self, indices: &[W]) -> Pair {
+    fn sum_of<W: Word>(&self, indices: &[W], ask: impl Ask) -> Pair {
         let mut sum = Pair::default();
         for indices in indices.chunks(SUMMED) {
             // Reduced once for all of them.
             let mut products = [0u128; 2];
             for index in indices {
+                ask.ask(index.widen());
                 let index = index.widen() as usize;
                 let (low, high) = (&self.low[index % LOW], &self.high[index / LOW]);
                 for point in 0..2 {
@@ -144,6 +146,7 @@ impl Powers {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::ahead::Nothing;
     use super::*;
 
     /// By the definition: every sum of products, with the remainder of a division.
@@ -168,8 +171,8 @@ mod tests {
         ) {
             let powers = Powers::at(points, 2000, 2).unwrap();
             let (first, second) = indices.split_at(indices.len() / 3);
-            powers.add(0, first);
-            powers.add(1, second);
+            powers.add(0, first, Nothing);
+            powers.add(1, second, Nothing);
             let expected = points.map(|point| slow_sum(point, &indices));
             let [first, second] = [0, 1].map(|thread| *powers.sums[thread].lock().unwrap());
             prop_assert_eq!(added(first, second), expected);
@@ -184,7 +187,7 @@ mod tests {
         powers.low.fill([PRIME - 1; 2]);
         powers.high.fill([PRIME - 1; 2]);
         // Each is minus one times minus one.
-        powers.add(0, &[7u32; 5 * SUMMED + 3]);
+        powers.add(0, &[7u32; 5 * SUMMED + 3], Nothing);
         assert_eq!(*powers.sums[0].lock().unwrap(), [5 * SUMMED as u64 + 3; 2]);
     }
 
@@ -195,7 +198,7 @@ mod tests {
             let is_order = |order: &[u32]| {
                 let powers = Powers::new(samples, 3).unwrap();
                 let parts = order.chunks(1000).enumerate();
-                parts.for_each(|(number, part)| powers.add(number % 3, part));
+                parts.for_each(|(number, part)| powers.add(number % 3, part, Nothing));
                 powers.are_all()
             };
             assert!(is_order(&order));

@@ -69,6 +69,14 @@ impl<'a> Dataset<'a> {
         self.starts.partition_point(|&start| start <= index).saturating_sub(1)
     }
 
+    /// As `Integers::gather_asked`, across parts.
+    pub(super) fn gather_asked<W: Word>(&self, indices: &[W], out: &mut [W]) -> u64 {
+        match self.only_part() {
+            Some(only) => only.gather_asked(indices, out),
+            None => self.gather(indices, out),
+        }
+    }
+
     /// As `Integers::gather`, across parts.
     pub(crate) fn gather<W: Word>(&self, indices: &[W], out: &mut [W]) -> u64 {
         self.gather_while(indices, out, |_, _| ())

@@ -76,7 +76,8 @@ impl<C: Cell> Packer<'_, C> {
             for (begin, (indices, lengths)) in (0..).step_by(step).zip(runs) {
                 let tokens = C::sum(lengths);
                 let run = begin.min(count)..(begin + step).min(count);
-                let ahead = Ahead { ask: source.ask, indices: &next.indices[run.clone()] };
+                let coming = if next.note(0, source, run.clone()) { &[] } else { &next.indices[run.clone()] };
+                let ahead = Ahead { ask: source.ask, indices: coming };
                 self.merge_samples(indices, lengths, tokens, stream, ahead)?;
                 next.gather(0, source, run)?;
             }
