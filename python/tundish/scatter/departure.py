@@ -43,6 +43,11 @@ class Departure:
         self.threads = threads
         self.is_plain = bool(self._addresses) or not self.tensors
 
+    @property
+    def numbers(self) -> range:
+        """Of all tensors."""
+        return range(len(self.tensors))
+
     def write(self, parcel: _native.Parcel) -> None:
         """Write the tensors where the layout says, into a parcel of at least `size` bytes."""
         layout = self.schema.layout
@@ -54,12 +59,15 @@ class Departure:
             _copy(place, tensor)
 
     def write_some(self, parcel: _native.Parcel, numbers: Sequence[int], start: int) -> None:
-        """Write these tensors, and at most empty ones between them, into a parcel that begins with byte `start`."""
+        """Write these tensors, and at most empty ones between them, into a parcel that begins with byte `start`.
+
+        Less than none: before the first.
+        """
         layout = self.schema.layout
         if self.is_plain:
             one = slice(numbers[0] * _WORD, (numbers[-1] + 1) * _WORD)
             parcel.fill(
-                self._addresses[one], layout.size_bytes[one], layout.offset_bytes[one], start, self.threads
+                self._addresses[one], layout.size_bytes[one], layout.offset_bytes[one], -start, self.threads
             )
             return
         buffer = torch.frombuffer(parcel, dtype=torch.uint8)

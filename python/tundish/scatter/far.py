@@ -5,15 +5,19 @@ A `Courier` owns the thread that waits for them, which Ctrl-C does not reach. Wh
 1. A round is, for each receiver, its head first, then the schema where that does not fit into it, then the tensors:
    those that are small together in one message, large ones from where they are and to where they stay, without a copy.
    All of it is made before the first of it is sent: a receiver never waits for what could not be made.
-2. All messages of a round are under way before one is waited for. What is sent is held until it was.
-3. A caller whose wait is ended leaves a round to the thread; the next one begins after it.
+2. Where the batch before had small tensors only, the receiver has room for as many bytes behind the head, and a batch
+   that fits into it comes in one message. A source that does not know what came last takes it that there is none.
+3. All messages of a round are under way before one is waited for. What is sent is held until it was.
+4. A caller whose wait is ended leaves a round to the thread; the next one begins after it.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -25,14 +29,14 @@ from tundish import _native
 from tundish.rawbytes import raw_bytes
 from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
-from tundish.scatter.messages import BATCH, DIRECT, HEAD_BYTES, Head, Known, Told
+from tundish.scatter.messages import BATCH, DIRECT, HEAD_BYTES, JOINED, JOINING, Head, Known, Told
 from tundish.scatter.near import MOST_HELD
 from tundish.tree import Schema
 from tundish.tree.layout import Layout
 from tundish.tree.recent import Recent
 from tundish.waiting import Moment, Thread
 
-__all__ = ["Courier", "FarEnd", "FarLane", "Job", "send"]
+__all__ = ["Courier", "FarEnd", "FarLane", "Job", "Sending"]
 
 # A wait that gloo ends takes the connection along. So it never does: a caller has a patience of its own, and whoever
 # comes late still finds what was sent.
@@ -41,6 +45,8 @@ _ENDLESS = timedelta(days=365)
 _FIRST_BYTES = 4096
 # Larger tensors are messages of their own.
 _LARGE = 1 << 20
+# As many bytes of small tensors come with the head. To copy more takes longer than another message.
+_MOST_JOINED = 8 << 20
 # Fewer are made of a batch while its bytes are on their way.
 _MANY = 64
 _TAG = 0
@@ -146,6 +152,8 @@ class FarLane:
         self._position = position
         self._arena = arena
         self._told = Told()
+        # Bytes for which the receiver has room behind the next head.
+        self._room = 0
 
     def messages(
         self, number: int, content: Departure | tuple[int, str], is_direct: bool = False
@@ -154,15 +162,22 @@ class FarLane:
 
         `is_direct`: whether tensors go from device to device, and here only what is said of them.
         """
+        room = self._room
         if isinstance(content, Departure):
             flags, place, said = self._told.tell(content.schema)
             head = Head(number, BATCH, flags, place, len(said), content.size)
+            self._room = 0 if is_direct else _joining(content.schema.layout)
+            if self._room:
+                head = head._replace(flags=head.flags | JOINING)
         else:
             said = content[1].encode(errors="replace")
             head = Head(number, content[0], said=len(said))
         if is_direct:
             head = head._replace(flags=head.flags | DIRECT)
         fits = HEAD_BYTES + len(said) <= _FIRST_BYTES
+        if isinstance(content, Departure) and fits and head.flags & JOINING and content.size <= room:
+            head = head._replace(flags=head.flags | JOINED)
+            return [self._written(content, 0, content.size, content.numbers, head.pack() + said)]
         message = (head.pack() + (said if fits else b"")).ljust(_FIRST_BYTES, b"\0")
         messages = [torch.frombuffer(bytearray(message), dtype=torch.uint8)]
         if not fits:
@@ -172,52 +187,80 @@ class FarLane:
         return messages
 
     def forget(self) -> None:
-        """What was made last was not sent."""
+        """What was made last was not sent, or nobody knows."""
         self._told.forget()
+        self._room = 0
 
-    def post(self, messages: list[torch.Tensor]) -> list[Any]:
-        """Have them sent; each has to live until its send is over."""
-        return [self._group.send([message], self._position, _TAG) for message in messages]
+    def post(self, messages: list[torch.Tensor], works: list[Any]) -> None:
+        """Have them sent, in one step for Ctrl-C; each has to live until its work, which `works` gets, is over."""
+        one_by_one = [[message] for message in messages]
+        works.extend(
+            map(self._group.send, one_by_one, itertools.repeat(self._position), itertools.repeat(_TAG))
+        )
 
     def _tensor(self, departure: Departure, piece: Piece) -> torch.Tensor:
         """The bytes of a piece: where they are, or written into warm memory one after the other."""
         tensor = departure.tensors[piece.numbers[0]]
         if len(piece.numbers) == 1 and tensor.is_cpu and tensor.is_contiguous():
             return raw_bytes(tensor)
-        parcel = self._arena.take(piece.stop - piece.start)
+        return self._written(departure, piece.start, piece.stop, piece.numbers)
+
+    def _written(
+        self, departure: Departure, start: int, stop: int, numbers: Sequence[int], head: bytes = b""
+    ) -> torch.Tensor:
+        """Bytes `start` to `stop` of the layout's buffer, with these tensors, in warm memory; behind a head or not."""
+        lead = _FIRST_BYTES if head else 0
+        parcel = self._arena.take(lead + stop - start)
         try:
-            departure.write_some(parcel, piece.numbers, piece.start)
-            return torch.from_numpy(bytes_of(parcel))
+            memoryview(parcel)[: len(head)] = head
+            departure.write_some(parcel, numbers, start - lead)
+            return torch.from_numpy(bytes_of(parcel)[: lead + stop - start])
         finally:
             # Used again when torch has let go of it.
             parcel.release()
 
 
-def send(contents: list[tuple[FarLane, list[torch.Tensor]]], reached: list[int]) -> dict[int, Exception]:
-    """Send each receiver its messages; by rank, what went wrong. `reached` gets the ranks that are waited for."""
-    errors: dict[int, Exception] = {}
-    posted = []
-    for lane, messages in contents:
+class Sending:
+    """Messages under way to receivers.
+
+    Attributes:
+        reached: the ranks whose messages somebody has waited for, or waits for.
+    """
+
+    def __init__(self) -> None:
+        self.reached: list[int] = []
+        self._posted: deque[tuple[int, list[Any], list[torch.Tensor]]] = deque()
+        self._errors: dict[int, Exception] = {}
+
+    def post(self, lane: FarLane, messages: list[torch.Tensor]) -> None:
+        """Have a receiver's messages sent."""
+        works: list[Any] = []
+        # First, as Ctrl-C may come right behind: what is sent is held until it was.
+        self._posted.append((lane.rank, works, messages))
         try:
-            posted.append((lane.rank, lane.post(messages)))
+            lane.post(messages, works)
         except Exception as error:  # noqa: BLE001 (the other receivers get theirs)
-            errors[lane.rank] = error
-    for rank, sends in posted:
-        reached.append(rank)
-        try:
-            for one in sends:
-                one.wait(_ENDLESS)
-        except Exception as error:  # noqa: BLE001 (as above)
-            errors[rank] = error
-    return errors
+            self._errors[lane.rank] = error
+
+    def finish(self) -> dict[int, Exception]:
+        """Wait until all are sent; by rank, what went wrong. Once more, there is nothing left to wait for."""
+        while self._posted:
+            rank, works, _ = self._posted[0]
+            self.reached.append(rank)
+            try:
+                for one in works:
+                    one.wait(_ENDLESS)
+            except Exception as error:  # noqa: BLE001 (as above)
+                self._errors[rank] = error
+            self._posted.popleft()
+        return self._errors
 
 
 class _Room(NamedTuple):
-    """Memory for a batch of this form. `parcel`: what it lies in, where that is used again."""
+    """Memory for what comes. `parcel`: what it lies in, where that is used again."""
 
-    arrival: Arrival
     memory: NDArray[np.uint8]
-    parcel: _native.Parcel | None
+    parcel: _native.Parcel | None = None
 
 
 class FarEnd:
@@ -244,6 +287,8 @@ class FarEnd:
         # The form of the last batch; what the next one is likely to be, where it is worth getting ready for.
         self._last: Layout | None = None
         self._likely: Schema | None = None
+        # Bytes for which there is room behind the next head.
+        self._behind = 0
 
     def wait(self, seconds: float) -> bool:
         """Whether a message is there within so many seconds."""
@@ -259,36 +304,62 @@ class FarEnd:
         return job.result()
 
     def _receive(self) -> tuple[Head, Arrival | str]:
-        message = bytearray(_FIRST_BYTES)
-        coming = self._get(torch.frombuffer(message, dtype=torch.uint8))
+        first = self._room(_FIRST_BYTES + self._behind, is_passed_on=False)
+        rooms = [first]
+        coming = self._get(first.memory)
         # While the source still has to take the batch apart.
-        rooms = [] if self._likely is None else [self._room(self._likely, is_prepared=True)]
+        ready = None if self._likely is None else self._made_ready(self._likely, rooms)
         try:
             coming.wait(_ENDLESS)
-            head = Head.unpack(message)
-            said = message[HEAD_BYTES : HEAD_BYTES + head.said]
+            head = Head.unpack(first.memory[:HEAD_BYTES].tobytes())
+            said = first.memory[HEAD_BYTES : HEAD_BYTES + head.said]
             if HEAD_BYTES + head.said > _FIRST_BYTES:
-                said = bytearray(head.said)
-                self._get(torch.frombuffer(said, dtype=torch.uint8)).wait(_ENDLESS)
+                said = np.empty(head.said, np.uint8)
+                self._get(said).wait(_ENDLESS)
             if head.kind != BATCH:
-                return head, said.decode(errors="replace")
-            schema = self._known.hear(head, said)
+                return head, said.tobytes().decode(errors="replace")
+            self._behind = head.size if head.flags & JOINING else 0
+            schema = self._known.hear(head, said.tobytes())
             if not head.size or head.flags & DIRECT:
                 return head, Arrival(schema, None)
             self._expect(schema)
-            if not rooms or rooms[0].arrival.schema.layout is not schema.layout:
-                rooms.append(self._room(schema))
-            memory, arrival = torch.from_numpy(rooms[-1].memory), rooms[-1].arrival.filled(schema)
-            works = [self._get(memory[piece.start : piece.stop]) for piece in _pieces(schema.layout)]
-            if arrival.tensors is None and not self._passes_on:
-                # While the bytes are on their way.
-                arrival = arrival.prepared(None)
-            for work in works:
-                work.wait(_ENDLESS)
-            return head, arrival
+            return head, self._batch(schema, bool(head.flags & JOINED), ready, rooms)
         finally:
             for room in rooms:
                 self._leave(room)
+
+    def _made_ready(self, schema: Schema, rooms: list[_Room]) -> Arrival:
+        """A batch of this form before its bytes are there: they come behind the head, or else to a room of its own."""
+        size = schema.layout.total
+        if self._behind != size:
+            rooms.append(self._room(size))
+            return Arrival(schema, rooms[-1].memory).prepared(None)
+        return Arrival(schema, rooms[0].memory[_FIRST_BYTES:]).prepared(None)
+
+    def _batch(self, schema: Schema, is_there: bool, ready: Arrival | None, rooms: list[_Room]) -> Arrival:
+        """The batch whose head has come; where `is_there`, its bytes came behind that."""
+        size = schema.layout.total
+        behind = rooms[0].memory[_FIRST_BYTES:]
+        if ready is not None and ready.schema.layout is schema.layout:
+            arrival = ready.filled(schema)
+        elif is_there and not self._passes_on:
+            arrival = Arrival(schema, behind[:size])
+        else:
+            rooms.append(self._room(size))
+            arrival = Arrival(schema, rooms[-1].memory, rooms[-1].parcel if self._passes_on else None)
+        memory = arrival.memory
+        assert memory is not None  # noqa: S101 (for the type checker)
+        works = []
+        if not is_there:
+            works = [self._get(memory[piece.start : piece.stop]) for piece in _pieces(schema.layout)]
+        elif memory.ctypes.data != behind.ctypes.data:
+            memory[:size] = behind[:size]
+        if arrival.tensors is None and not self._passes_on:
+            # While the bytes are on their way.
+            arrival = arrival.prepared(None)
+        for work in works:
+            work.wait(_ENDLESS)
+        return arrival
 
     def _expect(self, schema: Schema) -> None:
         """Take note of what came: for the third batch of one form and all later ones everything is ready beforehand."""
@@ -297,13 +368,12 @@ class FarEnd:
         is_worth_it = is_again and not self._passes_on and len(schema.layout.sizes) >= _MANY
         self._likely = schema if is_worth_it else None
 
-    def _room(self, schema: Schema, *, is_prepared: bool = False) -> _Room:
-        """Memory for a batch, with what can be made of it beforehand or not."""
-        size = schema.layout.total
-        parcel = self._arena.take(size) if self._passes_on or self._may_share() else None
-        memory = np.empty(size, np.uint8) if parcel is None else bytes_of(parcel)
-        arrival = Arrival(schema, memory, parcel if self._passes_on else None)
-        return _Room(arrival.prepared(None) if is_prepared else arrival, memory, parcel)
+    def _room(self, size: int, *, is_passed_on: bool = True) -> _Room:
+        if self._passes_on:
+            parcel = self._arena.take(size) if is_passed_on else None
+        else:
+            parcel = self._arena.take(size) if size > _FIRST_BYTES and self._may_share() else None
+        return _Room(np.empty(size, np.uint8)) if parcel is None else _Room(bytes_of(parcel)[:size], parcel)
 
     def _leave(self, room: _Room) -> None:
         if room.parcel is not None and not self._passes_on:
@@ -316,5 +386,11 @@ class FarEnd:
         self._kept = [kept for kept in self._kept if kept() is not None]
         return len(self._kept) < MOST_HELD
 
-    def _get(self, tensor: torch.Tensor) -> Any:
-        return self._group.recv([tensor], 0, _TAG)
+    def _get(self, memory: NDArray[np.uint8]) -> Any:
+        return self._group.recv([torch.from_numpy(memory)], 0, _TAG)
+
+
+def _joining(layout: Layout) -> int:
+    """Bytes of a batch that a message can hold together with its head; 0 where they come by themselves."""
+    is_small = 0 < layout.total <= _MOST_JOINED and max(layout.sizes) < _LARGE
+    return layout.total if is_small else 0

@@ -22,7 +22,7 @@ from tundish._native import available_processors
 from tundish.distributed import Voter
 from tundish.errors import InvalidInputError, PeerFailedError, TimedOutError
 from tundish.scatter.departure import threads_of
-from tundish.scatter.far import Courier, FarEnd, FarLane, Job, send
+from tundish.scatter.far import FarEnd, FarLane, Job, Sending
 from tundish.scatter.meeting import Ways
 from tundish.scatter.messages import FAILED, LOST
 from tundish.scatter.near import NearEnd, NearLane
@@ -40,8 +40,6 @@ _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
 # How long a source that ends, or was waiting in vain, waits for ranks of other nodes to hear why.
 _FAREWELL_SECONDS = 0.5
-# How often a source looks whether messages are under way.
-_POSTING_SECONDS = 0.01
 # How long what a rank of another node has sent may be on its way when that is known to be gone.
 _AFTER_DEATH_SECONDS = 0.5
 _AFTER_CLOSE_SECONDS = 5.0
@@ -100,8 +98,8 @@ class Member:
         self._told = 0
         self._batches = self._sent_bytes = self._largest = 0
         self._waited = 0.0
-        # What was sent last to ranks of other nodes, and whom of them it waits for, once all of it is under way.
-        self._under_way: tuple[Job[dict[int, Exception]], list[int]] | None = None
+        # What was sent last to ranks of other nodes, and who waits for it, once all of it is under way.
+        self._under_way: tuple[Sending, Job[dict[int, Exception]] | None] | None = None
         self._ways: Ways | None = None
         self._threads = 1
         # Batches of many tensors, and all that are large.
@@ -289,27 +287,33 @@ class Member:
             except Exception as another:  # noqa: BLE001 (the first one is raised)
                 error.add_note(f"rank {lane.rank} could not be told of it: {another}")
         if far and ways.courier is not None:
-            job = self._dispatch(ways, ways.courier, far, [])
+            sending = self._begin_sending(ways)
+            for receiver, messages in far:
+                sending.post(receiver, messages)
+            job = self._have_finished(ways, sending)
             # Whoever did not come until now takes this no sooner, and nobody waits for that one twice.
             is_brief = is_lost or isinstance(error, TimedOutError)
             wait_for(job.wait, _FAREWELL_SECONDS if is_brief else self._timeout.total_seconds())
 
-    def _dispatch(
-        self, ways: Ways, courier: Courier, messages: list[tuple[FarLane, list[Tensor]]], reached: list[int]
-    ) -> Job[dict[int, Exception]]:
-        """As `send`, by the courier; by another one where that still waits for somebody who is late, perhaps for ever.
-
-        What it sent is under way by then, so that the order is kept.
-        """
+    def _begin_sending(self, ways: Ways) -> Sending:
+        """Of a round, after whatever was sent before."""
         if self._under_way is not None:
-            job, begun = self._under_way
-            deadline = time.monotonic() + _FAREWELL_SECONDS
-            while not begun and not job.wait(_POSTING_SECONDS) and time.monotonic() < deadline:
-                pass
-            if begun and not job.wait(0.0):
-                courier = ways.renew_courier()
-        job = courier.do(lambda: send(messages, reached))
-        self._under_way = job, reached
+            sending, job = self._under_way
+            if job is None:
+                # Ctrl-C came before anybody waited for it.
+                job = self._have_finished(ways, sending)
+            if not job.wait(0.0):
+                # It waits for somebody who is late, perhaps for ever.
+                ways.renew_courier()
+        sending = Sending()
+        self._under_way = sending, None
+        return sending
+
+    def _have_finished(self, ways: Ways, sending: Sending) -> Job[dict[int, Exception]]:
+        """Have the courier wait for what is sent."""
+        courier = ways.courier or ways.renew_courier()
+        job = courier.do(sending.finish)
+        self._under_way = sending, job
         return job
 
 

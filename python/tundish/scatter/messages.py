@@ -24,6 +24,8 @@ __all__ = [
     "FILLING",
     "FRESH",
     "HEAD_BYTES",
+    "JOINED",
+    "JOINING",
     "LOST",
     "NOTE",
     "NOTHING",
@@ -60,9 +62,13 @@ SHARED: Final = 16
 DIRECT: Final = 32
 # The bytes are still being written: what the receiver has to do beforehand it can do meanwhile.
 FILLING: Final = 64
+# A batch like this one may come in one message with its head: the receiver has room for it from the next round on.
+JOINING: Final = 128
+# This one does.
+JOINED: Final = 256
 # Schemas that a receiver keeps.
 _KNOWN = 64
-_HEAD = struct.Struct("<QBBHIQiQQQQ")
+_HEAD = struct.Struct("<QBHHIQiQQQQ")
 HEAD_BYTES: Final = _HEAD.size
 
 # Process, descriptor, identity, generation, bytes: as compiled.
@@ -94,7 +100,7 @@ class Head(NamedTuple):
     @property
     def tells(self) -> int:
         """How a schema is told with it; 0 where none is."""
-        return self.flags & ~(FRESH | SHARED | DIRECT | FILLING)
+        return self.flags & (FRESH - 1)
 
     def pack(self) -> bytes:
         process, descriptor, identity, generation, room = self.reference

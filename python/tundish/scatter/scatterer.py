@@ -23,7 +23,7 @@ from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.departure import Departure, threads_beside
 from tundish.scatter.direct import Direct
-from tundish.scatter.far import FarLane, Job
+from tundish.scatter.far import FarLane, Job, Sending
 from tundish.scatter.member import GONE, Member
 from tundish.scatter.messages import DIRECT, FAILED, FILLED, FILLING, LOST, NOTE, NOTHING, Head
 from tundish.scatter.near import Announcement, HungUpError, NearEnd, NearLane, Shipment, own_pages
@@ -192,20 +192,19 @@ class Scatterer(Member):
         loaded: _Loaded | None = None,
         foretold: Mapping[int, Announcement] = MappingProxyType({}),
     ) -> None:
-        ways, number = self._ways, self._number
+        ways = self._ways
         if ways is None:
             return
-        messages = [(far, far.messages(number, departures[far.rank], loaded is not None)) for far in ways.far]
-        reached: list[int] = []
-        job = None
-        if messages and ways.courier is not None:
-            # Before they have it, as Ctrl-C may come in between: who is told of the next round in this one hears of it.
-            for far in ways.far:
-                del untold[far.rank]
-            job = self._dispatch(ways, ways.courier, messages, reached)
+        sending, job = None, None
+        if ways.far:
+            sending = self._begin_sending(ways)
+            self._post(sending, ways.far, departures, untold, is_direct=loaded is not None)
+            job = self._have_finished(ways, sending)
         try:
             self._send_near(ways.near, departures, untold, foretold)
-            errors = {} if job is None else self._sent_far(job, reached, departures)
+            errors = (
+                {} if job is None or sending is None else self._sent_far(job, sending.reached, departures)
+            )
             if job is not None and loaded is not None:
                 # Those who heard of it wait for it, whoever did not.
                 told = {rank: buffer for rank, buffer in loaded.buffers.items() if rank not in errors}
@@ -218,6 +217,29 @@ class Scatterer(Member):
         self._batches += sum(isinstance(departure, Departure) for departure in departures.values())
         for rank, error in errors.items():
             raise self._lose(rank, f"could not be sent its batch ({error})") from error
+
+    def _post(
+        self,
+        sending: Sending,
+        lanes: list[FarLane],
+        departures: dict[int, Departure | _Word],
+        untold: dict[int, NearLane | FarLane],
+        *,
+        is_direct: bool,
+    ) -> None:
+        """Have ranks of other nodes sent theirs, one after the other: who has it first is first to go on."""
+        try:
+            for lane in lanes:
+                messages = lane.messages(self._number, departures[lane.rank], is_direct)
+                # Before it has them, as Ctrl-C may come in between: who is told of the next round in this one hears of
+                # it.
+                del untold[lane.rank]
+                sending.post(lane, messages)
+        except BaseException:
+            # Nobody knows what became of the last ones that were made.
+            for lane in lanes:
+                lane.forget()
+            raise
 
     def _sent_far(
         self,

@@ -159,7 +159,7 @@ impl Parcel {
         addresses: &[u8],
         sizes: &[u8],
         offsets: &[u8],
-        start: usize,
+        shift: isize,
         threads: usize,
     ) -> PyResult<()> {
         // An export, so that nobody gives the parcel back meanwhile.
@@ -172,12 +172,12 @@ impl Parcel {
         let mut copies = Vec::with_capacity(sizes.len());
         let (mut end, mut total) = (0, 0);
         for ((address, length), offset) in addresses.zip(sizes).zip(offsets).filter(|((_, size), _)| *size > 0) {
-            let place = offset.checked_sub(start).filter(|&place| place >= end);
+            let place = offset.checked_add_signed(shift).filter(|&place| place >= end);
             let next = place.and_then(|place| place.checked_add(length)).filter(|&next| next <= target.len_bytes());
             end = next.ok_or_else(|| {
                 let room = target.len_bytes();
                 BindingError::Value(format!(
-                    "{length} bytes at {offset}, less {start}, after {end}, do not fit into {room}"
+                    "{length} bytes at {offset}, moved by {shift}, after {end}, do not fit into {room}"
                 ))
             })?;
             total += length;
