@@ -1,0 +1,108 @@
+"""Scatters between nodes, interrupted anywhere on the way, and with batches of all sizes in a row."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tundish as td
+from batches import same
+from rank_processes import Job, Line, on_nodes, outcome
+from tundish.scatter.far import FarLane, Sending
+from tundish.scatter.member import Member
+from tundish.scatter.scatterer import Scatterer
+
+MIB = 1 << 20
+
+
+def batch_of(number: int, rank: int) -> Any:
+    """Of a form that came before or not, of a size that has room behind a head or not."""
+    random.seed(1000 * number + rank)
+    sizes = random.choice(
+        [[8] * random.randint(1, 70), [MIB // 8 - 1, 8], [MIB // 8], [random.randrange(100)], [], [0, 3]]
+    )
+    tensors = [torch.full((size,), number + rank, dtype=torch.int64) for size in sizes]
+    return {"number": number, "tensors": tensors, "said": "x" * random.choice([0, 10, 5000])}
+
+
+def a_round(rank: int, number: int) -> None:
+    given = [batch_of(number, other) for other in range(3)] if rank == 0 else None
+    mine = td.scatter_batch(given)
+    assert same(mine, batch_of(number, rank)), number
+
+
+def batches_of_all_sizes(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    for number in range(200):
+        a_round(rank, number)
+
+
+def test_batches_of_all_sizes_come_whole_in_any_order(tmp_path: Path) -> None:
+    with Job(batches_of_all_sizes, 3, tmp_path) as job:
+        job.expect_end()
+
+
+# What a source goes through once its batches are taken apart.
+STEPS = {
+    function.__code__
+    for function in (
+        Scatterer._send,
+        Scatterer._post,
+        Scatterer._sent_far,
+        Sending.__init__,
+        Sending.post,
+        FarLane.messages,
+        FarLane.post,
+        FarLane._written,
+        Member._begin_sending,
+        Member._have_finished,
+    )
+}
+
+
+def interrupted_at_each_step(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    step = number = 0
+    a_round(rank, number)
+    while True:
+        number += 1
+        step += 1
+        left = step
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal left
+            if frame.f_code not in STEPS:
+                return None
+            if event == "line":
+                left -= 1
+                if left == 0:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        if rank == 0:
+            sys.settrace(trace)
+        kind, text, _ = outcome(lambda number=number: a_round(rank, number))  # type: ignore[misc]
+        sys.settrace(None)
+        assert kind in (("KeyboardInterrupt", "") if rank == 0 else ("PeerFailedError", "")), (step, text)
+        # Whatever became of it, all are in step, also with what was told of schemas and of the room for the next.
+        for _ in range(2):
+            number += 1
+            a_round(rank, number)
+        number += 1
+        is_over = td.scatter_batch([left > 0] * 3 if rank == 0 else None)
+        if is_over:
+            break
+    if rank == 0:
+        line.say(step)
+
+
+def test_ctrl_c_at_any_step_of_sending_leaves_the_rounds_in_step(tmp_path: Path) -> None:
+    with Job(interrupted_at_each_step, 3, tmp_path, seconds=10.0) as job:
+        (steps,) = job.hear(0)
+        assert steps > 50
+        job.expect_end()
