@@ -129,7 +129,9 @@ class PeerWatch:
         """Sleep `seconds`; of a millisecond or more less, where a watched peer vanishes meanwhile."""
         # poll() takes whole milliseconds, to which a shorter sleep must be rounded neither up nor down.
         if not self._connections or 0 < seconds < 0.001:
-            time.sleep(seconds)
+            # Sleeping for no time takes the system tens of microseconds.
+            if seconds > 0:
+                time.sleep(seconds)
             return
         with self._polling:
             for descriptor, _ in self._poll.poll(math.ceil(seconds * 1000)):
