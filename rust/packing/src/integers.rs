@@ -209,7 +209,7 @@ impl<'a> Integers<'a> {
         })
     }
 
-    /// Ask the processor to bring the value at `index` into its caches. Any index is fine.
+    /// As `memory::prefetch_address`, for the value at `index`. Any index is fine.
     #[inline(always)]
     pub fn prefetch(self, index: usize) {
         crate::memory::prefetch_address(self.at::<u8>(index));
@@ -264,47 +264,37 @@ impl<'a> Integers<'a> {
     /// # Panics
     /// When an index is out of range, or `out` and `indices` differ in length.
     pub fn gather<I: Word, W: Word>(&self, indices: &[I], out: &mut [W]) -> u64 {
-        self.gather_while(indices, out, |_, _| ())
-    }
-
-    /// As `gather`, where the memory was asked for all of the values before: to ask once more takes longer than to read.
-    ///
-    /// # Panics
-    /// As `gather`.
-    pub fn gather_asked<I: Word, W: Word>(&self, indices: &[I], out: &mut [W]) -> u64 {
-        self.gather_with::<I, W, true>(indices, out, |_, _| ())
+        self.gather_while(indices, out, false, |_, _| ())
     }
 
     /// As `gather`, and call `each` with every position and index: work that costs nothing beside the memory's latency.
+    /// `are_asked`: whether the memory was asked for the values before, which takes longer than to read them then.
     ///
     /// # Panics
     /// As `gather`.
-    pub fn gather_while<I: Word, W: Word>(&self, indices: &[I], out: &mut [W], each: impl FnMut(usize, u64)) -> u64 {
-        self.gather_with::<I, W, false>(indices, out, each)
-    }
-
-    #[inline(always)]
-    fn gather_with<I: Word, W: Word, const ASKED: bool>(
+    pub fn gather_while<I: Word, W: Word>(
         &self,
         indices: &[I],
         out: &mut [W],
+        are_asked: bool,
         each: impl FnMut(usize, u64),
     ) -> u64 {
         assert_eq!(indices.len(), out.len(), "one slot an index");
         with_type!(self.kind, T => {
             if self.stride == size_of::<T>() as isize {
-                widest(|| self.gather_typed::<T, I, W, true, ASKED>(indices, out, each))
+                widest(|| self.gather_typed::<T, I, W, true>(indices, out, are_asked, each))
             } else {
-                widest(|| self.gather_typed::<T, I, W, false, ASKED>(indices, out, each))
+                widest(|| self.gather_typed::<T, I, W, false>(indices, out, are_asked, each))
             }
         })
     }
 
     #[inline(always)]
-    fn gather_typed<T: Source, I: Word, W: Word, const DENSE: bool, const ASKED: bool>(
+    fn gather_typed<T: Source, I: Word, W: Word, const DENSE: bool>(
         &self,
         indices: &[I],
         out: &mut [W],
+        are_asked: bool,
         mut each: impl FnMut(usize, u64),
     ) -> u64 {
         // Checked in a loop of its own, which is vectorised: cheaper than one more test among the loads.
@@ -312,7 +302,7 @@ impl<'a> Integers<'a> {
         assert!(indices.is_empty() || largest < self.len as u64, "index within the column");
         let mut seen = 0u64;
         for (position, (&index, slot)) in indices.iter().zip(out.iter_mut()).enumerate() {
-            if !ASKED && let Some(ahead) = indices.get(position + GATHER_AHEAD) {
+            if let (false, Some(ahead)) = (are_asked, indices.get(position + GATHER_AHEAD)) {
                 self.prefetch(ahead.widen() as usize);
             }
             each(position, index.widen());

@@ -152,8 +152,8 @@ pub(crate) fn prefetch<T>(array: &[T], index: usize) {
 
 /// Ask the processor to bring what lies at `address` into its second-level cache. Any address is fine.
 ///
-/// Of the first-level cache fewer lines can be on their way at a time, and what loops read comes from there: brought to
-/// the second level, random lines take half the time.
+/// Fewer lines can be on their way to the first-level cache at a time, where all else that loops read comes through too:
+/// brought to the second level, random lines took half the time on the machine of `benches/RESULTS.md`.
 #[inline(always)]
 pub(crate) fn prefetch_address(address: *const u8) {
     #[cfg(target_arch = "x86_64")]

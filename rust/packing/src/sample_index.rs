@@ -10,7 +10,7 @@ use crate::array::Array;
 use crate::cell::Cell;
 use crate::error::PackError;
 use crate::folder::FACTS_FILE;
-use crate::hard::{Dataset, OrderSource, Prepared, Request};
+use crate::hard::{Dataset, OrderSource, Request};
 use crate::integers::{IntegerKind, Integers};
 use crate::ordered::{Ordered, STEP, draw};
 use crate::plan::{Column, Facts, Field, OrderKind, Views};
@@ -106,7 +106,7 @@ fn check_fingerprint(
         global_pack: facts.global_pack,
         threads,
     };
-    let found = Prepared::new(request, watch)?.fingerprint(watch)?.to_string();
+    let found = request.fingerprint(watch)?.to_string();
     if found != facts.fingerprint {
         return Err(PackError::Mismatch(format!(
             "the plan (fingerprint {}) was made with another order, or the attached lengths are not those it was made \

@@ -20,8 +20,8 @@ const TWIST: u32 = 0x9908_b0df;
 const UPPER_BIT: u32 = 0x8000_0000;
 const LOWER_BITS: u32 = 0x7fff_ffff;
 
-/// Swaps between the prefetch of a cell and its use. Long enough that the cell has come, few enough that the lines stay
-/// in the first-level cache.
+/// Swaps between the prefetch of a cell and its use. Long enough that the cell has come, few enough that both blocks
+/// and their draws stay in the first-level cache.
 const BLOCK: usize = 192;
 /// Draws that are compared with one bound.
 const GROUP: usize = 8;

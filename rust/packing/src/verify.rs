@@ -12,7 +12,7 @@
 use crate::array::Array;
 use crate::error::PackError;
 use crate::folder::FACTS_FILE;
-use crate::hard::{Dataset, OrderSource, Prepared, Request};
+use crate::hard::{Dataset, OrderSource, Request};
 use crate::integers::{IntegerKind, Integers};
 use crate::ordered::{Ordered, STEP, draw};
 use crate::plan::{Column, Facts, Field, OrderKind, Views};
@@ -43,7 +43,7 @@ pub fn verify(
         global_pack: facts.global_pack,
         threads,
     };
-    let fingerprint = Prepared::new(request, watch)?.fingerprint(watch)?.to_string();
+    let fingerprint = request.fingerprint(watch)?.to_string();
     let streams: Vec<Dataset<'_>> = if facts.global_pack {
         vec![Dataset::new(lengths.to_vec(), 0)]
     } else {

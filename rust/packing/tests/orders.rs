@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use tundish_packing::hard::{OrderSource, Prepared, Request};
-use tundish_packing::plan::Column;
+use tundish_packing::plan::{Column, Plan};
 use tundish_packing::{Field, Integers, PackError, Silent, Watch};
 
 const SAMPLES: usize = 300_000;
@@ -73,13 +73,19 @@ fn the_first_wrong_entry_is_named_and_nothing_is_written() {
             [(&order[..SAMPLES], few), (&order[..SAMPLES], &[few, &[60_000; 3]].concat()[..]), (&order[..], many)]
         {
             for threads in 1..5 {
-                let request = request(lengths, OrderSource::Given(Integers::from(order)), threads);
-                let prepared = Prepared::new(request, &mut Silent).unwrap();
-                let in_memory = prepared.pack(&mut Silent).unwrap_err();
+                let order = OrderSource::Given(Integers::from(order));
                 let target = parent.path().join("plan");
-                let to_files = prepared.write(&target, &mut Untouched(parent.path())).unwrap_err();
-                assert_eq!(named(&in_memory), expected, "{faults:?} in memory, {threads} threads");
-                assert_eq!(named(&to_files), expected, "{faults:?} to files, {threads} threads");
+                // The first plan of the same request may read the lengths elsewhere than the second.
+                for is_first_written in [false, true] {
+                    let prepared = Prepared::new(request(lengths, order, threads), &mut Silent).unwrap();
+                    for is_written in [is_first_written, !is_first_written] {
+                        let error = match is_written {
+                            true => prepared.write(&target, &mut Untouched(parent.path())).map(|_| ()).unwrap_err(),
+                            false => prepared.pack(&mut Silent).map(|_| ()).unwrap_err(),
+                        };
+                        assert_eq!(named(&error), expected, "{faults:?}, written: {is_written}, {threads} threads");
+                    }
+                }
                 assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
             }
         }
@@ -100,17 +106,7 @@ fn a_large_order_is_cut_and_checked_like_any_other() {
     let expected = plan(request(&ordered, OrderSource::Natural, 2)).unwrap();
     for threads in [1, 3] {
         let found = plan(request(&lengths, OrderSource::Given(Integers::from(&order[..])), threads)).unwrap();
-        for (field, (found, expected)) in Field::ALL.into_iter().zip(found.columns.iter().zip(&expected.columns)) {
-            let (Column::I32(found), Column::I32(expected)) = (found, expected) else {
-                panic!("{field:?} has 32 bits")
-            };
-            match field {
-                Field::Indices => {
-                    assert!(found.iter().zip(&expected[..]).all(|(found, &place)| *found == order[place as usize]));
-                }
-                _ => assert!(found[..] == expected[..], "{field:?}, {threads} threads"),
-            }
-        }
+        assert_is_that_of(&expected, &found, &order, &format!("{threads} threads"));
     }
     let good = tempfile::tempdir().unwrap();
     let request_of_few = Request {
@@ -130,5 +126,41 @@ fn a_large_order_is_cut_and_checked_like_any_other() {
         assert_eq!(named(&prepared.pack(&mut Silent).unwrap_err()), (wrong, false));
         let to_files = prepared.write(&parent.path().join("plan"), &mut Untouched(parent.path())).unwrap_err();
         assert_eq!(named(&to_files), (wrong, false));
+    }
+}
+
+/// The plan of `ordered`, lengths in the order that is given, is that of the order but for the indices.
+fn assert_is_that_of(expected: &Plan, found: &Plan, order: &[i32], what: &str) {
+    for (field, (found, expected)) in Field::ALL.into_iter().zip(found.columns.iter().zip(&expected.columns)) {
+        let (Column::I32(found), Column::I32(expected)) = (found, expected) else { panic!("{field:?} has 32 bits") };
+        match field {
+            Field::Indices => {
+                let is_same = |(found, &place): (&i32, &i32)| *found == order[place as usize];
+                assert!(found.len() == expected.len() && found.iter().zip(&expected[..]).all(is_same), "{what}");
+            }
+            _ => assert!(found[..] == expected[..], "{field:?}, {what}"),
+        }
+    }
+}
+
+#[test]
+fn a_plan_that_is_computed_again_is_the_same() {
+    // More than are scanned between two looks at the watch, on one thread and on two; and one too long for two bytes.
+    for (samples, longest) in [((1usize << 22) + 12_345, 60_000usize), (300_000, 70_000)] {
+        let length = |sample: usize| if sample == 3 { longest } else { sample * 37 % 2001 };
+        let lengths: Vec<i32> = (0..samples).map(|sample| length(sample) as i32).collect();
+        let sample = |place: usize| place * 670_417 % samples;
+        let order: Vec<i32> = (0..samples).map(|place| sample(place) as i32).collect();
+        let ordered: Vec<i32> = (0..samples).map(|place| lengths[sample(place)]).collect();
+        let natural = request(&ordered, OrderSource::Natural, 2);
+        let expected = Prepared::new(natural, &mut Silent).unwrap().pack(&mut Silent).unwrap();
+        for threads in [1, 2] {
+            let request = request(&lengths, OrderSource::Given(Integers::from(&order[..])), threads);
+            let prepared = Prepared::new(request, &mut Silent).unwrap();
+            for time in ["first", "second"] {
+                let found = prepared.pack(&mut Silent).unwrap();
+                assert_is_that_of(&expected, &found, &order, &format!("{time}, {longest}, {threads} threads"));
+            }
+        }
     }
 }

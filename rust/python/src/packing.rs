@@ -38,7 +38,7 @@ impl Job<'_> {
         &self,
         py: Python<'_>,
         progress: Option<Py<PyAny>>,
-        work: impl FnOnce(&mut Prepared<'_>, &mut Door) -> Result<T, PackError> + Send,
+        work: impl FnOnce(Request<'_>, &mut Door) -> Result<T, PackError> + Send,
     ) -> PyResult<T> {
         let lengths = Column::all(&self.lengths)?;
         let order = self.order.as_ref().map(Column::new).transpose()?;
@@ -57,8 +57,7 @@ impl Job<'_> {
                 global_pack,
                 threads,
             };
-            let mut prepared = Prepared::new(request, door)?;
-            Ok(work(&mut prepared, door)?)
+            Ok(work(request, door)?)
         })
     }
 }
@@ -71,7 +70,7 @@ pub(crate) fn pack<'py>(
     job: Job<'py>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<(String, Bound<'py, PyTuple>)> {
-    let plan = job.run(py, progress, |prepared, door| prepared.pack(door))?;
+    let plan = job.run(py, progress, |request, door| Prepared::new(request, door)?.pack(door))?;
     let columns: Vec<_> = plan.columns.into_iter().map(|column| lent::as_numpy(py, column)).collect::<PyResult<_>>()?;
     Ok((to_json(&plan.facts)?, PyTuple::new(py, columns)?))
 }
@@ -80,7 +79,7 @@ pub(crate) fn pack<'py>(
 #[pyfunction]
 #[pyo3(signature = (job, target, progress=None))]
 pub(crate) fn write(py: Python<'_>, job: Job<'_>, target: PathBuf, progress: Option<Py<PyAny>>) -> PyResult<String> {
-    let facts = job.run(py, progress, |prepared, door| prepared.write(&target, door))?;
+    let facts = job.run(py, progress, |request, door| Prepared::new(request, door)?.write(&target, door))?;
     to_json(&facts)
 }
 
@@ -88,7 +87,7 @@ pub(crate) fn write(py: Python<'_>, job: Job<'_>, target: PathBuf, progress: Opt
 #[pyfunction]
 #[pyo3(signature = (job, progress=None))]
 pub(crate) fn fingerprint(py: Python<'_>, job: Job<'_>, progress: Option<Py<PyAny>>) -> PyResult<String> {
-    job.run(py, progress, |prepared, door| Ok(prepared.fingerprint(door)?.to_string()))
+    job.run(py, progress, |request, door| Ok(request.fingerprint(door)?.to_string()))
 }
 
 /// Write a plan to a folder.

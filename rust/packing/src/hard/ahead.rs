@@ -66,7 +66,9 @@ impl<W> Ahead<'_, W, Nothing> {
 #[cfg(test)]
 mod tests {
     use super::super::chunk::{Checks, Source};
+    use super::super::distinct::Distinct;
     use super::super::order::Order;
+    use super::super::powers::Powers;
     use super::super::serial::Stream;
     use super::super::{Cut, Dataset, Packer, Totals};
     use super::*;
@@ -105,13 +107,15 @@ mod tests {
         };
         let mut stream =
             Stream { cut: Cut::default(), tokens: 0, limit: tokens, empty_run: 0, last_length: C::word_of(0), id: 0 };
-        let checks = Checks { table: None, distinct: None, hashing: true };
+        // Each sample is to be noted once.
+        let powers = Powers::new(order.len(), threads).unwrap();
+        let checks = Checks { table: None, distinct: Some(Distinct::Powers(powers)), hashing: true };
         let source = Source { dataset: &dataset, order: Order::Given(Integers::from(order)), checks: &checks, ask };
         let is_order = match threads {
             1 => packer.cut_serially(&source, &mut stream),
             _ => packer.cut_in_parallel(&source, &mut stream),
         };
-        assert!(is_order.unwrap());
+        assert!(is_order.unwrap() && checks.distinct.unwrap().holds());
         sink.into_columns()
     }
 

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::ahead::Ask;
+use super::ahead::{Ahead, Ask};
 use super::distinct::Distinct;
 use super::order::Order;
 use super::scan::Dataset;
@@ -37,6 +37,11 @@ impl<C: Cell, A: Ask> Source<'_, C, A> {
     /// Samples that are gathered at a time.
     pub(super) fn run(&self) -> usize {
         A::RUN
+    }
+
+    /// Whether lengths are asked for before they are gathered beside a merge.
+    pub(super) fn is_asking(&self) -> bool {
+        A::IS_ASKING
     }
 }
 
@@ -85,20 +90,34 @@ impl<C: Cell> Chunk<C> {
         }
     }
 
-    /// What comes before the gathering of the samples in `run`, and whether it has asked for their lengths.
-    pub(super) fn note(&self, thread: usize, source: &Source<'_, C, impl Ask>, run: Range<usize>) -> bool {
+    /// What is done once for the samples in `run` before they are gathered: what notes that none is named twice, where it
+    /// is not the gathering, asks for their lengths meanwhile. Whether it did.
+    pub(super) fn note_and_ask(&self, thread: usize, source: &Source<'_, C, impl Ask>, run: Range<usize>) -> bool {
         let distinct = source.checks.distinct.as_ref().filter(|_| self.sound);
-        distinct.is_some_and(|distinct| distinct.note_ahead(thread, &self.indices[run], source.ask))
+        distinct.is_some_and(|distinct| distinct.note_and_ask(thread, &self.indices[run], source.ask))
     }
 
-    /// Gather the lengths of the samples in `run`, and check that none was named before, as `thread`.
-    ///
-    /// The scan saw every length; one that is longer now was changed since. Refusing it keeps sums from wrapping.
-    pub(super) fn gather<A: Ask>(
-        &mut self,
+    /// As `note_and_ask`, with a merge to come before the gathering: the samples whose lengths it has to ask for.
+    pub(super) fn still_to_ask<A: Ask>(
+        &self,
         thread: usize,
         source: &Source<'_, C, A>,
         run: Range<usize>,
+    ) -> Ahead<'_, C::Word, A> {
+        let are_asked = self.note_and_ask(thread, source, run.clone());
+        Ahead { ask: source.ask, indices: if are_asked { &[] } else { &self.indices[run] } }
+    }
+
+    /// Gather the lengths of the samples in `run`, which was noted, and with marks or a table check that none was named
+    /// before. `are_asked`: whether the memory was asked for them, by that or beside a merge.
+    ///
+    /// The scan saw every length; one that is longer now was changed since. Refusing it keeps sums from wrapping.
+    pub(super) fn gather(
+        &mut self,
+        thread: usize,
+        source: &Source<'_, C, impl Ask>,
+        run: Range<usize>,
+        are_asked: bool,
     ) -> Result<(), PackError> {
         if !self.sound {
             return Ok(());
@@ -106,10 +125,11 @@ impl<C: Cell> Chunk<C> {
         let (indices, lengths) = (&self.indices[run.clone()], &mut self.lengths[run.clone()]);
         let (seen, distinct) = match (source.order, &source.checks.table, &source.checks.distinct) {
             (Order::Natural(_), ..) => (source.dataset.read(self.start + run.start, lengths), true),
-            (_, Some(table), _) => (table.take(indices, lengths, A::IS_ASKING), true),
-            (_, None, Some(Distinct::Marks(marks))) => marks.gather(thread, source.dataset, indices, lengths),
-            (..) if A::IS_ASKING => (source.dataset.gather_asked(indices, lengths), true),
-            (_, None, _) => (source.dataset.gather(indices, lengths), true),
+            (_, Some(table), _) => (table.take(indices, lengths, are_asked), true),
+            (_, None, Some(Distinct::Marks(marks))) => {
+                marks.gather(thread, source.dataset, indices, lengths, are_asked)
+            }
+            (_, None, _) => (source.dataset.gather_while(indices, lengths, are_asked, |_, _| ()), true),
         };
         if seen > C::LARGEST {
             return Err(PackError::InputChanged);
@@ -128,11 +148,10 @@ impl<C: Cell> Chunk<C> {
         count: usize,
     ) -> Result<(), PackError> {
         self.read(source, start, count);
-        // So many that each run is summed while it lies in the first-level cache.
-        for begin in (0..count).step_by(LEAF) {
-            let run = begin..count.min(begin + LEAF);
-            self.note(thread, source, run.clone());
-            self.gather(thread, source, run)?;
+        for begin in (0..count).step_by(source.run()) {
+            let run = begin..count.min(begin + source.run());
+            let are_asked = self.note_and_ask(thread, source, run.clone());
+            self.gather(thread, source, run, are_asked)?;
         }
         Ok(())
     }

@@ -31,13 +31,14 @@ impl Distinct {
         Marks::new(samples, threads).map(Self::Marks)
     }
 
-    /// What is to be done for indices before their lengths are gathered, and asks for these; false where nothing is.
-    pub(super) fn note_ahead<W: Word>(&self, thread: usize, indices: &[W], ask: impl Ask) -> bool {
+    /// For indices that `Marks::gather` is not called with, once before their lengths are gathered: take note of them,
+    /// and ask for the lengths meanwhile; whether these were asked for.
+    pub(super) fn note_and_ask<W: Word, A: Ask>(&self, thread: usize, indices: &[W], ask: A) -> bool {
         match self {
             Self::Marks(_) => false,
             Self::Powers(powers) => {
                 powers.add(thread, indices, ask);
-                true
+                A::IS_ASKING
             }
         }
     }

@@ -74,6 +74,7 @@ impl Marks {
     }
 
     /// Gather the lengths at `indices` and mark these; the or of the lengths, and whether none was marked before.
+    /// `are_asked` as in `Integers::gather_while`.
     ///
     /// Marking costs little here, beside the latency of the lengths.
     pub(super) fn gather<W: Word>(
@@ -82,6 +83,7 @@ impl Marks {
         dataset: &Dataset<'_>,
         indices: &[W],
         lengths: &mut [W],
+        are_asked: bool,
     ) -> (u64, bool) {
         let mut repeated = 0;
         let ahead = |position: usize| indices.get(position + AHEAD).map(|index| place(index.widen()).0);
@@ -89,9 +91,9 @@ impl Marks {
             Self::Own(sets) => {
                 let bits = &mut *own(sets, thread);
                 if size_of_val(&bits.0[..]) < PREFETCH_FROM_BYTES {
-                    dataset.gather_while(indices, lengths, |_, index| repeated |= bits.mark_one(index))
+                    dataset.gather_while(indices, lengths, are_asked, |_, index| repeated |= bits.mark_one(index))
                 } else {
-                    dataset.gather_while(indices, lengths, |position, index| {
+                    dataset.gather_while(indices, lengths, are_asked, |position, index| {
                         if let Some(word) = ahead(position) {
                             memory::prefetch(&bits.0, word);
                         }
@@ -99,7 +101,7 @@ impl Marks {
                     })
                 }
             }
-            Self::Shared(words) => dataset.gather_while(indices, lengths, |position, index| {
+            Self::Shared(words) => dataset.gather_while(indices, lengths, are_asked, |position, index| {
                 if let Some(word) = ahead(position) {
                     memory::prefetch(words, word);
                 }
@@ -154,7 +156,7 @@ mod tests {
         Crew::new(threads).each(&mut pieces, |thread, number, (piece, distinct)| {
             // The two ways to mark.
             *distinct = match number % 2 {
-                0 => marks.gather(thread, &dataset, piece, &mut vec![0; piece.len()]).1,
+                0 => marks.gather(thread, &dataset, piece, &mut vec![0; piece.len()], false).1,
                 _ => marks.mark(thread, piece),
             };
         });

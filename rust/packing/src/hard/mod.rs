@@ -15,7 +15,7 @@
 //! chunks of the window (`parallel`).
 //!
 //! Working memory beyond inputs and outputs: at most 8 MiB a thread and 16 MiB, and with a given order 32 MiB (`marks`,
-//! or a `table` of the lengths, or `powers`) and, where it leaves samples out or has a wrong entry to be found, one
+//! or a `table` of the lengths from the scan to the end of the plan, or `powers`) and, where it leaves samples out or has a wrong entry to be found, one
 //! bit a sample, or with a seed one index a sample.
 #![allow(unsafe_code)]
 
@@ -28,6 +28,7 @@ mod marks;
 mod order;
 mod parallel;
 mod powers;
+mod request;
 mod scan;
 mod serial;
 mod table;
@@ -40,7 +41,7 @@ use crate::crew::Crew;
 use crate::error::PackError;
 use crate::fingerprint::{ColumnHash, Fingerprint, LEAF, ParameterHash};
 use crate::folder::FileSink;
-use crate::integers::{Integers, Word};
+use crate::integers::Word;
 use crate::plan::{FORMAT_VERSION, Facts, OrderKind, Plan};
 use crate::shuffle::RandomState;
 use crate::sink::{Measure, MemorySink, Sink};
@@ -51,6 +52,7 @@ use chunk::{Checks, Source};
 use distinct::Distinct;
 use kernel::{Cut, Written};
 use order::Order;
+pub use request::{OrderSource, Request};
 pub(crate) use scan::Dataset;
 use scan::Scan;
 use serial::Stream;
@@ -61,33 +63,6 @@ const fn packs_a_chunk<C>() -> u64 {
     (1 << 17) / size_of::<C>() as u64
 }
 
-/// Where the order of the samples comes from.
-#[derive(Clone, Copy)]
-pub enum OrderSource<'a> {
-    /// The samples keep their order.
-    Natural,
-    /// This order, of one dataset: indices, each at most once.
-    Given(Integers<'a>),
-    /// The order numpy's `RandomState(seed).shuffle` gives, dataset after dataset in one stream.
-    Seed(u32),
-}
-
-/// What to pack, and how.
-pub struct Request<'a> {
-    /// The lengths of each dataset, in tokens.
-    pub lengths: Vec<Integers<'a>>,
-    /// The order of the samples.
-    pub order: OrderSource<'a>,
-    /// Tokens a pack.
-    pub max_length: u64,
-    /// Leave out the tail that is shorter than a pack, instead of making it a shorter last pack.
-    pub drop_last: bool,
-    /// Pack all datasets as one: sample indices count through, and packs span datasets.
-    pub global_pack: bool,
-    /// Threads to compute on at most, the calling one among them.
-    pub threads: usize,
-}
-
 /// A request whose inputs were checked and hashed.
 pub struct Prepared<'a> {
     request: Request<'a>,
@@ -96,40 +71,20 @@ pub struct Prepared<'a> {
     /// The lengths once more, for the first plan that is computed.
     table: Mutex<Option<Table>>,
     crew: Crew,
-    /// Hash of the order given, once it is known.
-    order_digest: Option<u128>,
-}
-
-impl Request<'_> {
-    fn check(&self) -> Result<(), PackError> {
-        if self.max_length == 0 || self.max_length > i64::MAX as u64 {
-            return Err(PackError::Invalid(format!(
-                "max_length is {}; it must be at least 1 token and below 2^63",
-                self.max_length
-            )));
-        }
-        if let OrderSource::Given(order) = self.order {
-            let [lengths] = self.lengths[..] else {
-                return Err(PackError::Invalid("order can be given for a single dataset only".into()));
-            };
-            if order.len() > lengths.len() {
-                return Err(PackError::Invalid(format!(
-                    "order has {} entries for {} samples; each sample may be used at most once",
-                    order.len(),
-                    lengths.len()
-                )));
-            }
-        }
-        Ok(())
-    }
 }
 
 impl<'a> Prepared<'a> {
     /// Check and hash the lengths.
     ///
     /// # Errors
-    /// Lengths that are negative or add up to 2⁶³ tokens, a bad `max_length`, an order with several datasets.
+    /// Lengths that are negative or add up to 2⁶³ tokens, a bad `max_length`, an order with several datasets; an
+    /// interrupt.
     pub fn new(request: Request<'a>, watch: &mut dyn Watch) -> Result<Self, PackError> {
+        Self::scanned(request, true, watch)
+    }
+
+    /// `is_to_be_packed`: whether a plan is to follow.
+    fn scanned(request: Request<'a>, is_to_be_packed: bool, watch: &mut dyn Watch) -> Result<Self, PackError> {
         request.check()?;
         let streams: Vec<Dataset<'a>> = if request.global_pack {
             vec![Dataset::new(request.lengths.clone(), 0)]
@@ -145,8 +100,10 @@ impl<'a> Prepared<'a> {
         let crew = Crew::new(threads);
         let mut scans = Vec::with_capacity(streams.len());
         let mut table = match (request.order, &streams[..]) {
-            (OrderSource::Given(order), [stream]) => Table::new(stream.len(), order.len(), crew.threads())?,
-            // No other needs a check, and a drawn order takes memory enough.
+            (OrderSource::Given(order), [stream]) if is_to_be_packed => {
+                Table::new(stream.len(), order.len(), crew.threads())
+            }
+            // No other order needs a check, and a drawn one takes memory enough.
             _ => None,
         };
         for stream in &streams {
@@ -163,18 +120,7 @@ impl<'a> Prepared<'a> {
                 .filter(|&sum| sum < 1 << 63)
                 .ok_or(PackError::TotalTooLarge { dataset, sample: streams[dataset].len().saturating_sub(1) })?;
         }
-        Ok(Self { request, streams, scans, table: Mutex::new(table), crew, order_digest: None })
-    }
-
-    /// The identity of the plan that `pack` or `write` will make.
-    ///
-    /// # Errors
-    /// An interrupt. The order is only hashed here; whether it is one, packing will tell.
-    pub fn fingerprint(&mut self, watch: &mut dyn Watch) -> Result<Fingerprint, PackError> {
-        if let (OrderSource::Given(order), None) = (self.request.order, self.order_digest) {
-            self.order_digest = Some(scan::hash_column(&order, &self.crew, watch)?);
-        }
-        Ok(self.identity(self.order_digest.unwrap_or_default()))
+        Ok(Self { request, streams, scans, table: Mutex::new(table), crew })
     }
 
     fn identity(&self, order_digest: u128) -> Fingerprint {
@@ -318,8 +264,8 @@ impl<'a> Prepared<'a> {
             lookout: Lookout::new(watch),
             totals: Totals::default(),
             order_hash: match request.order {
-                // Hashed while it is read, if it was not before.
-                OrderSource::Given(_) if self.order_digest.is_none() => Some(ColumnHash::default()),
+                // Hashed while it is read.
+                OrderSource::Given(_) => Some(ColumnHash::default()),
                 _ => None,
             },
             order_checked,
@@ -337,6 +283,7 @@ impl<'a> Prepared<'a> {
                     Order::Drawn(&shuffled)
                 }
             };
+            // Of the only one, if there is one.
             let table = self.table.lock().unwrap_or_else(PoisonError::into_inner).take();
             let (stream_tokens, start) = packer.stream(stream, scan, table, order, request.drop_last)?;
             tokens += stream_tokens;
@@ -345,7 +292,7 @@ impl<'a> Prepared<'a> {
         let totals = packer.totals;
         let order_digest = match (packer.order_hash, request.order) {
             (Some(hash), OrderSource::Given(order)) => hash.finish(order.len() as u64),
-            _ => self.order_digest.unwrap_or_default(),
+            _ => 0,
         };
         Ok(Facts {
             format_version: FORMAT_VERSION,

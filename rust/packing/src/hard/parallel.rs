@@ -76,14 +76,12 @@ impl<C: Cell> Slot<C> {
             let chunk = &self.chunk;
             let merged = Samples { indices: &chunk.indices[run(samples)], lengths: &chunk.lengths[run(samples)] };
             let packs_expected = self.closed.saturating_mul(merged.indices.len()) / samples.max(1);
-            let is_asked = self.next.note(thread, source, run(count));
-            let coming = if is_asked { &[] } else { &self.next.indices[run(count)] };
-            let ahead = Ahead { ask: source.ask, indices: coming };
+            let ahead = self.next.still_to_ask(thread, source, run(count));
             let before = pieces_before + written.pieces;
             let more = kernel::merge(merged, max_length, &mut cut, before, packs_expected, room, ahead);
             take_room(room, more.pieces, more.packs);
             written = written.then(more);
-            self.next.gather(thread, source, run(count))?;
+            self.next.gather(thread, source, run(count), source.is_asking())?;
         }
         self.written = written;
         Ok(())

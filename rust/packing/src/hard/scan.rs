@@ -1,4 +1,5 @@
-//! The first pass: every length is checked, summed and hashed, in the order it lies in memory.
+//! The first pass: every length is checked, summed and hashed, in the order it lies in memory, and copied where that
+//! is of use.
 
 use crate::crew::Crew;
 use crate::error::PackError;
@@ -69,23 +70,21 @@ impl<'a> Dataset<'a> {
         self.starts.partition_point(|&start| start <= index).saturating_sub(1)
     }
 
-    /// As `Integers::gather_asked`, across parts.
-    pub(super) fn gather_asked<W: Word>(&self, indices: &[W], out: &mut [W]) -> u64 {
-        match self.only_part() {
-            Some(only) => only.gather_asked(indices, out),
-            None => self.gather(indices, out),
-        }
-    }
-
     /// As `Integers::gather`, across parts.
     pub(crate) fn gather<W: Word>(&self, indices: &[W], out: &mut [W]) -> u64 {
-        self.gather_while(indices, out, |_, _| ())
+        self.gather_while(indices, out, false, |_, _| ())
     }
 
     /// As `Integers::gather_while`, across parts.
-    pub(crate) fn gather_while<W: Word>(&self, indices: &[W], out: &mut [W], mut each: impl FnMut(usize, u64)) -> u64 {
+    pub(crate) fn gather_while<W: Word>(
+        &self,
+        indices: &[W],
+        out: &mut [W],
+        are_asked: bool,
+        mut each: impl FnMut(usize, u64),
+    ) -> u64 {
         if let [only] = &self.parts[..] {
-            return only.gather_while(indices, out, each);
+            return only.gather_while(indices, out, are_asked, each);
         }
         let mut seen = 0u64;
         for (position, (&index, slot)) in indices.iter().zip(out).enumerate() {
@@ -125,6 +124,7 @@ pub(super) fn scan(
     crew: &Crew,
     watch: &mut dyn Watch,
 ) -> Result<Scan, PackError> {
+    debug_assert!(copy.is_empty() || dataset.parts.len() == 1, "a copy of the only part");
     let mut result = Scan { tokens: 0, longest: 0, parts: Vec::with_capacity(dataset.parts.len()) };
     for (number, part) in dataset.parts.iter().enumerate() {
         let id = dataset.id + number;
@@ -213,6 +213,8 @@ fn scan_leaf(
     }
     let mut wide = vec![0u64; count];
     let seen = column.read(start, &mut wide);
+    // Lengths that another process changes may fit by now.
+    copy.iter_mut().zip(&wide).for_each(|(slot, &length)| *slot = length as u16);
     LeafScan {
         tokens: wide.iter().map(|&length| u128::from(length)).sum(),
         longest: wide.iter().copied().max().unwrap_or(0),

@@ -76,10 +76,9 @@ impl<C: Cell> Packer<'_, C> {
             for (begin, (indices, lengths)) in (0..).step_by(step).zip(runs) {
                 let tokens = C::sum(lengths);
                 let run = begin.min(count)..(begin + step).min(count);
-                let coming = if next.note(0, source, run.clone()) { &[] } else { &next.indices[run.clone()] };
-                let ahead = Ahead { ask: source.ask, indices: coming };
+                let ahead = next.still_to_ask(0, source, run.clone());
                 self.merge_samples(indices, lengths, tokens, stream, ahead)?;
-                next.gather(0, source, run)?;
+                next.gather(0, source, run, source.is_asking())?;
             }
         }
         Ok(true)

@@ -15,7 +15,6 @@ use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 use super::ahead::Narrow;
 use crate::array::Array;
 use crate::crew::Crew;
-use crate::error::PackError;
 use crate::fingerprint::LEAF;
 use crate::integers::Word;
 use crate::memory;
@@ -45,17 +44,14 @@ fn plain(lengths: &mut [AtomicU16]) -> &mut [u16] {
 
 impl Table {
     /// Room for the lengths of `samples` samples of which `taken` will be taken, where a copy is worth it and small
-    /// enough.
-    ///
-    /// # Errors
-    /// When memory is refused.
-    pub(super) fn new(samples: usize, taken: usize, threads: usize) -> Result<Option<Self>, PackError> {
+    /// enough, and there is memory for it.
+    pub(super) fn new(samples: usize, taken: usize, threads: usize) -> Option<Self> {
         let is_small = samples <= TABLE_BYTES / size_of::<u16>();
         let is_contended = threads > 1 && samples < SHARED_FROM;
         if !is_small || is_contended || taken < samples / SPARSE {
-            return Ok(None);
+            return None;
         }
-        Array::zeroed(samples).map(|room| Some(Self(room)))
+        Array::zeroed(samples).ok().map(Self)
     }
 
     /// Where the lengths are to be written, in the order of the samples.
@@ -125,7 +121,7 @@ mod tests {
 
     fn table(lengths: &[i32], taken: usize, crew: &Crew) -> Option<Table> {
         let dataset = Dataset::new(vec![Integers::from(lengths)], 0);
-        let mut table = Table::new(lengths.len(), taken, crew.threads()).unwrap()?;
+        let mut table = Table::new(lengths.len(), taken, crew.threads())?;
         let scan = scan::scan(&dataset, table.room(), crew, &mut Silent).unwrap();
         table.of_lengths_up_to(scan.longest)
     }
