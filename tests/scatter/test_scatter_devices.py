@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rank_processes import Job, Line, outcome
 from tundish.scatter import direct
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.direct import Direct
+from tundish.scatter.far import Sending
 from tundish.scatter.place import place_of
 from tundish.scatter.scatterer import Scatterer
 
@@ -137,7 +139,7 @@ def test_a_loader_is_read_on_the_device_of_its_caller() -> None:
 
 
 def one_round_goes_wrong(rank: int, line: Line) -> None:
-    """Between devices, as below; `whose` of the two calls of a round fails as it begins."""
+    """Between devices, as below; `whose` of the two calls of a round fails as it begins, or `post`, when it is done."""
     whose = line.hear()
     with td.distributed.Voter() as voter:
         scatterer = Scatterer(
@@ -148,7 +150,11 @@ def one_round_goes_wrong(rank: int, line: Line) -> None:
             direct=("cpu", "gloo"),
         )
 
-    def fail(*_: Any) -> None:
+    post = Sending.post
+
+    def fail(*arguments: Any) -> None:
+        if whose == "post":
+            post(*arguments)
         raise RuntimeError("out of the device's memory")
 
     host = torch.device("cpu")
@@ -164,7 +170,7 @@ def one_round_goes_wrong(rank: int, line: Line) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for number in range(4):
             if number == 1 and rank == (whose == "receive"):
-                patch.setattr(Direct, whose, fail)
+                patch.setattr(Sending if whose == "post" else Direct, whose, fail)
             else:
                 patch.undo()
             # All of one form and size.
@@ -174,7 +180,7 @@ def one_round_goes_wrong(rank: int, line: Line) -> None:
             line.hear()
 
 
-@pytest.mark.parametrize("whose", ["receive", "send"])
+@pytest.mark.parametrize("whose", ["receive", "send", "post"])
 def test_tensors_of_a_round_that_went_wrong_are_not_taken_for_the_next_ones(
     whose: str, tmp_path: Path
 ) -> None:
@@ -187,9 +193,12 @@ def test_tensors_of_a_round_that_went_wrong_are_not_taken_for_the_next_ones(
             job.tell(rank)
         assert job.hear(fails) == ("RuntimeError",)
         job.tell(fails)
+        begin = time.monotonic()
         for _ in range(2):
             assert job.hear(fails) == ("PeerFailedError",)
             job.tell(fails)
+        # Not when the other has waited for tensors until its timeout.
+        assert time.monotonic() - begin < 5
 
 
 def from_device_to_device(rank: int, line: Line) -> None:

@@ -45,7 +45,7 @@ class Departure:
 
     @property
     def numbers(self) -> range:
-        """Of all tensors."""
+        """The numbers of all tensors."""
         return range(len(self.tensors))
 
     def write(self, parcel: _native.Parcel) -> None:
@@ -61,7 +61,7 @@ class Departure:
     def write_some(self, parcel: _native.Parcel, numbers: Sequence[int], start: int) -> None:
         """Write these tensors, and at most empty ones between them, into a parcel that begins with byte `start`.
 
-        Less than none: before the first.
+        Where `start` is negative, so many bytes at the beginning are left as they are.
         """
         layout = self.schema.layout
         if self.is_plain:

@@ -8,11 +8,12 @@ A `Courier` owns the thread that waits for them, which Ctrl-C does not reach. Wh
 2. Where the batch before had small tensors only, the receiver has room for as many bytes behind the head, and a batch
    that fits into it comes in one message. A source that does not know what came last takes it that there is none.
 3. All messages of a round are under way before one is waited for. What is sent is held until it was.
-4. A caller whose wait is ended leaves a round to the thread; the next one begins after it.
+4. A caller whose wait is ended leaves it to the thread; what is sent next comes after what was sent before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import weakref
@@ -26,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from tundish import _native
+from tundish.errors import StorageError
 from tundish.rawbytes import raw_bytes
 from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
@@ -144,7 +146,7 @@ def _cut(layout: Layout) -> Iterator[Piece]:
 
 
 class FarLane:
-    """The source's end of the way to `rank`, which has `position` in `group`."""
+    """The source's end of the way to `rank`, which has `position` in `group`, as `FarEnd` has it."""
 
     def __init__(self, rank: int, group: Any, position: int, arena: _native.SegmentArena) -> None:
         self.rank = rank
@@ -152,8 +154,9 @@ class FarLane:
         self._position = position
         self._arena = arena
         self._told = Told()
-        # Bytes for which the receiver has room behind the next head.
-        self._room = 0
+        # Bytes for which the receiver has room behind the next head, and will have behind the one that was made last
+        # when that is sent.
+        self._behind = self._then_behind = 0
 
     def messages(
         self, number: int, content: Departure | tuple[int, str], is_direct: bool = False
@@ -162,12 +165,14 @@ class FarLane:
 
         `is_direct`: whether tensors go from device to device, and here only what is said of them.
         """
-        room = self._room
+        # None, as long as nobody knows whether these are sent.
+        behind, self._behind = self._behind, 0
+        self._then_behind = behind
         if isinstance(content, Departure):
             flags, place, said = self._told.tell(content.schema)
             head = Head(number, BATCH, flags, place, len(said), content.size)
-            self._room = 0 if is_direct else _joining(content.schema.layout)
-            if self._room:
+            self._then_behind = 0 if is_direct else _joining(content.schema.layout)
+            if self._then_behind:
                 head = head._replace(flags=head.flags | JOINING)
         else:
             said = content[1].encode(errors="replace")
@@ -175,7 +180,7 @@ class FarLane:
         if is_direct:
             head = head._replace(flags=head.flags | DIRECT)
         fits = HEAD_BYTES + len(said) <= _FIRST_BYTES
-        if isinstance(content, Departure) and fits and head.flags & JOINING and content.size <= room:
+        if isinstance(content, Departure) and fits and head.flags & JOINING and content.size <= behind:
             head = head._replace(flags=head.flags | JOINED)
             return [self._written(content, 0, content.size, content.numbers, head.pack() + said)]
         message = (head.pack() + (said if fits else b"")).ljust(_FIRST_BYTES, b"\0")
@@ -188,8 +193,8 @@ class FarLane:
 
     def forget(self) -> None:
         """What was made last was not sent, or nobody knows."""
+        self._behind = self._then_behind = 0
         self._told.forget()
-        self._room = 0
 
     def post(self, messages: list[torch.Tensor], works: list[Any]) -> None:
         """Have them sent, in one step for Ctrl-C; each has to live until its work, which `works` gets, is over."""
@@ -197,6 +202,7 @@ class FarLane:
         works.extend(
             map(self._group.send, one_by_one, itertools.repeat(self._position), itertools.repeat(_TAG))
         )
+        self._behind = self._then_behind
 
     def _tensor(self, departure: Departure, piece: Piece) -> torch.Tensor:
         """The bytes of a piece: where they are, or written into warm memory one after the other."""
@@ -240,23 +246,26 @@ class Sending:
         try:
             lane.post(messages, works)
         except Exception as error:  # noqa: BLE001 (the other receivers get theirs)
+            lane.forget()
             self._errors[lane.rank] = error
 
     def finish(self) -> dict[int, Exception]:
         """Wait until all are sent; by rank, what went wrong. Once more, there is nothing left to wait for."""
+        # A work that is waited for twice is never over: who takes it waits for it.
         while self._posted:
-            rank, works, _ = self._posted[0]
+            rank, works, _ = posted = self._posted[0]
             self.reached.append(rank)
             try:
-                for one in works:
-                    one.wait(_ENDLESS)
+                while works:
+                    works.pop(0).wait(_ENDLESS)
             except Exception as error:  # noqa: BLE001 (as above)
                 self._errors[rank] = error
-            self._posted.popleft()
+            with contextlib.suppress(ValueError):
+                self._posted.remove(posted)
         return self._errors
 
 
-class _Room(NamedTuple):
+class _Space(NamedTuple):
     """Memory for what comes. `parcel`: what it lies in, where that is used again."""
 
     memory: NDArray[np.uint8]
@@ -266,6 +275,7 @@ class _Room(NamedTuple):
 class FarEnd:
     """A receiver's end of the way from its source, the first of `group`.
 
+    `group`: gloo's own. What a caller has torch do with all that comes through its dispatcher is not meant for these.
     `passes_on`: whether others are to get what comes from this rank.
     """
 
@@ -287,8 +297,9 @@ class FarEnd:
         # The form of the last batch; what the next one is likely to be, where it is worth getting ready for.
         self._last: Layout | None = None
         self._likely: Schema | None = None
-        # Bytes for which there is room behind the next head.
+        # Bytes for which there is room behind the next head; where it is, if what comes there is always copied.
         self._behind = 0
+        self._scratch = np.empty(0, np.uint8)
 
     def wait(self, seconds: float) -> bool:
         """Whether a message is there within so many seconds."""
@@ -304,11 +315,11 @@ class FarEnd:
         return job.result()
 
     def _receive(self) -> tuple[Head, Arrival | str]:
-        first = self._room(_FIRST_BYTES + self._behind, is_passed_on=False)
-        rooms = [first]
+        first = self._first_space()
+        spaces = [first]
         coming = self._get(first.memory)
         # While the source still has to take the batch apart.
-        ready = None if self._likely is None else self._made_ready(self._likely, rooms)
+        ready = None if self._likely is None else self._made_ready(self._likely, spaces)
         try:
             coming.wait(_ENDLESS)
             head = Head.unpack(first.memory[:HEAD_BYTES].tobytes())
@@ -323,30 +334,31 @@ class FarEnd:
             if not head.size or head.flags & DIRECT:
                 return head, Arrival(schema, None)
             self._expect(schema)
-            return head, self._batch(schema, bool(head.flags & JOINED), ready, rooms)
+            return head, self._batch(schema, bool(head.flags & JOINED), ready, spaces)
         finally:
-            for room in rooms:
-                self._leave(room)
+            for space in spaces:
+                self._leave(space)
 
-    def _made_ready(self, schema: Schema, rooms: list[_Room]) -> Arrival:
+    def _made_ready(self, schema: Schema, spaces: list[_Space]) -> Arrival:
         """A batch of this form before its bytes are there: they come behind the head, or else to a room of its own."""
         size = schema.layout.total
         if self._behind != size:
-            rooms.append(self._room(size))
-            return Arrival(schema, rooms[-1].memory).prepared(None)
-        return Arrival(schema, rooms[0].memory[_FIRST_BYTES:]).prepared(None)
+            spaces.append(self._space(size))
+            return Arrival(schema, spaces[-1].memory).prepared(None)
+        return Arrival(schema, spaces[0].memory[_FIRST_BYTES:]).prepared(None)
 
-    def _batch(self, schema: Schema, is_there: bool, ready: Arrival | None, rooms: list[_Room]) -> Arrival:
+    def _batch(self, schema: Schema, is_there: bool, ready: Arrival | None, spaces: list[_Space]) -> Arrival:
         """The batch whose head has come; where `is_there`, its bytes came behind that."""
         size = schema.layout.total
-        behind = rooms[0].memory[_FIRST_BYTES:]
+        behind = spaces[0].memory[_FIRST_BYTES:]
         if ready is not None and ready.schema.layout is schema.layout:
             arrival = ready.filled(schema)
-        elif is_there and not self._passes_on:
+        elif is_there and not self._passes_on and 2 * size >= len(behind):
+            # Of a smaller one, whoever keeps it would keep all of the space.
             arrival = Arrival(schema, behind[:size])
         else:
-            rooms.append(self._room(size))
-            arrival = Arrival(schema, rooms[-1].memory, rooms[-1].parcel if self._passes_on else None)
+            spaces.append(self._space(size))
+            arrival = Arrival(schema, spaces[-1].memory, spaces[-1].parcel if self._passes_on else None)
         memory = arrival.memory
         assert memory is not None  # noqa: S101 (for the type checker)
         works = []
@@ -368,18 +380,29 @@ class FarEnd:
         is_worth_it = is_again and not self._passes_on and len(schema.layout.sizes) >= _MANY
         self._likely = schema if is_worth_it else None
 
-    def _room(self, size: int, *, is_passed_on: bool = True) -> _Room:
+    def _first_space(self) -> _Space:
+        """For a head, and what may be behind it."""
+        size = _FIRST_BYTES + self._behind
         if self._passes_on:
-            parcel = self._arena.take(size) if is_passed_on else None
-        else:
-            parcel = self._arena.take(size) if size > _FIRST_BYTES and self._may_share() else None
-        return _Room(np.empty(size, np.uint8)) if parcel is None else _Room(bytes_of(parcel)[:size], parcel)
+            # All of it is copied to where others get it.
+            if len(self._scratch) < size:
+                self._scratch = np.empty(size, np.uint8)
+            return _Space(self._scratch[:size])
+        if self._behind and self._may_share():
+            # What comes may need none of it.
+            with contextlib.suppress(StorageError):
+                return self._space(size)
+        return _Space(np.empty(size, np.uint8))
 
-    def _leave(self, room: _Room) -> None:
-        if room.parcel is not None and not self._passes_on:
+    def _space(self, size: int) -> _Space:
+        parcel = self._arena.take(size) if self._passes_on or self._may_share() else None
+        return _Space(np.empty(size, np.uint8)) if parcel is None else _Space(bytes_of(parcel)[:size], parcel)
+
+    def _leave(self, space: _Space) -> None:
+        if space.parcel is not None and not self._passes_on:
             # Used again when nothing of the batch is left, which is when nobody has the export any more.
-            room.parcel.release()
-            self._kept.append(weakref.ref(room.memory.base))
+            space.parcel.release()
+            self._kept.append(weakref.ref(space.memory.base))
 
     def _may_share(self) -> bool:
         """Whether there may be one more batch in memory that is used again."""
@@ -392,5 +415,8 @@ class FarEnd:
 
 def _joining(layout: Layout) -> int:
     """Bytes of a batch that a message can hold together with its head; 0 where they come by themselves."""
-    is_small = 0 < layout.total <= _MOST_JOINED and max(layout.sizes) < _LARGE
-    return layout.total if is_small else 0
+    pieces = _pieces(layout)
+    if len(pieces) != 1 or layout.total > _MOST_JOINED:
+        return 0
+    numbers = pieces[0].numbers
+    return 0 if len(numbers) == 1 and layout.sizes[numbers[0]] >= _LARGE else layout.total

@@ -19,6 +19,8 @@ import struct
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from tundish import _native
 from tundish._native import available_processors
 from tundish.distributed import Voter, nodes_of
@@ -136,7 +138,7 @@ class Ways:
                     distributed.destroy_process_group(group)
 
     def renew_courier(self) -> Courier:
-        """Leave the courier to what it waits for, and have another one. Not while it may still post messages."""
+        """Leave the courier to what it waits for, and have another one."""
         # In this order: what Ctrl-C interrupts leaves one that works.
         left, self.courier = self.courier, Courier()
         if left is not None:
@@ -254,13 +256,15 @@ class Ways:
             self.direct = Direct(*direct, members, self._timeout)
         name = unused_name("scatter", members)
         group = self._group = make_group(distributed_module(), members, name, self._timeout, "gloo")
+        # Not through the dispatcher, where modes of the caller's would see it.
+        gloo = group._get_backend(torch.device("cpu"))
         arena = _native.SegmentArena(limit_of(1))
         self.courier = Courier()
         if self._place.rank != self._place.source:
-            self.end = FarEnd(group, self.courier, arena, passes_on=bool(self.near))
+            self.end = FarEnd(gloo, self.courier, arena, passes_on=bool(self.near))
             return
         self.far = [
-            FarLane(rank, group, position, arena) for position, rank in enumerate(members) if position > 0
+            FarLane(rank, gloo, position, arena) for position, rank in enumerate(members) if position > 0
         ]
 
 

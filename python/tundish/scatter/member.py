@@ -273,7 +273,7 @@ class Member:
             # Whoever has this round hears of it in the next.
             number = self._number + (lane.rank not in untold)
             if isinstance(lane, FarLane):
-                # What was made for this round is not sent.
+                # What was made for this round is not sent, or nobody knows.
                 lane.forget()
                 far.append((lane, lane.messages(number, told)))
                 continue
@@ -296,7 +296,7 @@ class Member:
             wait_for(job.wait, _FAREWELL_SECONDS if is_brief else self._timeout.total_seconds())
 
     def _begin_sending(self, ways: Ways) -> Sending:
-        """Of a round, after whatever was sent before."""
+        """Begin to send a round, after whatever was sent before."""
         if self._under_way is not None:
             sending, job = self._under_way
             if job is None:

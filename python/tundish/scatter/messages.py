@@ -62,9 +62,9 @@ SHARED: Final = 16
 DIRECT: Final = 32
 # The bytes are still being written: what the receiver has to do beforehand it can do meanwhile.
 FILLING: Final = 64
-# A batch like this one may come in one message with its head: the receiver has room for it from the next round on.
+# The receiver has room for as many bytes behind the next head, until another batch comes.
 JOINING: Final = 128
-# This one does.
+# The bytes are behind this head.
 JOINED: Final = 256
 # Schemas that a receiver keeps.
 _KNOWN = 64

@@ -192,27 +192,29 @@ class Scatterer(Member):
         loaded: _Loaded | None = None,
         foretold: Mapping[int, Announcement] = MappingProxyType({}),
     ) -> None:
-        ways = self._ways
+        ways, number = self._ways, self._number
         if ways is None:
             return
         sending, job = None, None
-        if ways.far:
-            sending = self._begin_sending(ways)
-            self._post(sending, ways.far, departures, untold, is_direct=loaded is not None)
-            job = self._have_finished(ways, sending)
+        errors: dict[int, Exception] = {}
         try:
+            if ways.far:
+                sending = self._begin_sending(ways)
+                self._post(number, sending, ways.far, departures, untold, is_direct=loaded is not None)
+                job = self._have_finished(ways, sending)
             self._send_near(ways.near, departures, untold, foretold)
-            errors = (
-                {} if job is None or sending is None else self._sent_far(job, sending.reached, departures)
-            )
+            if job is not None and sending is not None:
+                errors = self._sent_far(job, sending.reached, departures)
             if job is not None and loaded is not None:
                 # Those who heard of it wait for it, whoever did not.
                 told = {rank: buffer for rank, buffer in loaded.buffers.items() if rank not in errors}
                 loaded.direct.send(told, loaded.device)
         except BaseException:
-            if loaded is not None:
+            if loaded is not None and any(far.rank not in untold for far in ways.far):
                 # They would take the tensors of the next one for those of this one.
                 self.end("could not send an earlier batch")
+            if sending is not None and job is None:
+                self._have_finished(ways, sending)
             raise
         self._batches += sum(isinstance(departure, Departure) for departure in departures.values())
         for rank, error in errors.items():
@@ -220,6 +222,7 @@ class Scatterer(Member):
 
     def _post(
         self,
+        number: int,
         sending: Sending,
         lanes: list[FarLane],
         departures: dict[int, Departure | _Word],
@@ -229,8 +232,9 @@ class Scatterer(Member):
     ) -> None:
         """Have ranks of other nodes sent theirs, one after the other: who has it first is first to go on."""
         try:
-            for lane in lanes:
-                messages = lane.messages(self._number, departures[lane.rank], is_direct)
+            made = ((lane, lane.messages(number, departures[lane.rank], is_direct)) for lane in lanes)
+            # What may fail is done by the time that the first one waits for tensors.
+            for lane, messages in list(made) if is_direct else made:
                 # Before it has them, as Ctrl-C may come in between: who is told of the next round in this one hears of
                 # it.
                 del untold[lane.rank]
@@ -252,7 +256,7 @@ class Scatterer(Member):
         errors = job.result()
         for rank in reached:
             sent = departures[rank]
-            self._sent_bytes += sent.size if isinstance(sent, Departure) else 0
+            self._sent_bytes += sent.size if isinstance(sent, Departure) and rank not in errors else 0
         return errors
 
     def _send_near(

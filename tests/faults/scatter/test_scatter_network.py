@@ -106,3 +106,59 @@ def test_ctrl_c_at_any_step_of_sending_leaves_the_rounds_in_step(tmp_path: Path)
         (steps,) = job.hear(0)
         assert steps > 50
         job.expect_end()
+
+
+def small_ones_kept(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    kept = []
+    for number in range(60):
+        # What comes before it leaves a lot of room for each.
+        large = {
+            "x": [torch.full((MIB // 16,), number)] * 1 + [torch.full((MIB // 16,), i) for i in range(15)]
+        }
+        for batch in (large, {"x": torch.full((3,), number)}):
+            mine = td.scatter_batch([batch] * 2 if rank == 0 else None)
+            assert same(mine, batch)
+        kept.append(mine)
+    assert all(mine["x"].tolist() == [number] * 3 for number, mine in enumerate(kept))
+    line.say(size_in_mib())
+
+
+def size_in_mib() -> float:
+    """The addresses that this process has taken for memory of files and the like."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * 4096 / MIB
+
+
+def test_whoever_keeps_small_batches_keeps_no_room_of_large_ones(tmp_path: Path) -> None:
+    with Job(small_ones_kept, 2, tmp_path) as job:
+        source, receiver = (size for (size,) in job.hear_all())
+        job.expect_end()
+    # 60 of them would be 480 MiB.
+    assert receiver < source + 200, (source, receiver)
+
+
+def messages_counted(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    counts: list[int] = []
+    post = FarLane.post
+
+    def counted(lane: FarLane, messages: list[torch.Tensor], works: list[Any]) -> None:
+        counts.append(len(messages))
+        post(lane, messages, works)
+
+    FarLane.post = counted  # type: ignore[method-assign]
+    small, large = torch.arange(1000), torch.arange(MIB // 8)
+    # Of small tensors a head and the bytes, then both in one; of less, too; of more, apart; then again in one.
+    for batch in [small, small, small[:10], small, small, [small, large], small, small, "nothing", small]:
+        mine = td.scatter_batch([batch] * 2 if rank == 0 else None)
+        assert same(mine, batch)
+    if rank == 0:
+        line.say(counts)
+
+
+def test_small_batches_come_in_one_message(tmp_path: Path) -> None:
+    with Job(messages_counted, 2, tmp_path) as job:
+        (counts,) = job.hear(0)
+        job.expect_end()
+    assert counts == [2, 1, 1, 2, 1, 3, 2, 1, 1, 2]

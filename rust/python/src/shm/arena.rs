@@ -152,7 +152,7 @@ impl Parcel {
     }
 
     /// Copies pieces of memory into the parcel, on up to `threads` threads: `sizes[i]` bytes at `addresses[i]` to where
-    /// `offsets[i] - start` is, all of them native 64-bit integers. Places are in order and do not overlap; the memory
+    /// `offsets[i] + shift` is, all of them native 64-bit integers. Places are in order and do not overlap; the memory
     /// at the addresses is the caller's, who holds it until this returns.
     fn fill(
         slf: &Bound<'_, Self>,
