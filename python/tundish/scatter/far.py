@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from tundish import _native
-from tundish.errors import StorageError
+from tundish.errors import OutOfMemoryError, StorageError
 from tundish.rawbytes import raw_bytes
 from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
@@ -52,6 +53,8 @@ _MOST_JOINED = 8 << 20
 # Fewer are made of a batch while its bytes are on their way.
 _MANY = 64
 _TAG = 0
+# Without memory, or without descriptors.
+_NO_ROOM = (OutOfMemoryError, StorageError)
 
 T = TypeVar("T")
 
@@ -154,8 +157,8 @@ class FarLane:
         self._position = position
         self._arena = arena
         self._told = Told()
-        # Bytes for which the receiver has room behind the next head, and will have behind the one that was made last
-        # when that is sent.
+        # Bytes for which the receiver has room behind the next head; and behind the head after the one that was made
+        # last, once that is sent.
         self._behind = self._then_behind = 0
 
     def messages(
@@ -237,6 +240,7 @@ class Sending:
         self.reached: list[int] = []
         self._posted: deque[tuple[int, list[Any], list[torch.Tensor]]] = deque()
         self._errors: dict[int, Exception] = {}
+        self._finishing = threading.Lock()
 
     def post(self, lane: FarLane, messages: list[torch.Tensor]) -> None:
         """Have a receiver's messages sent."""
@@ -251,17 +255,17 @@ class Sending:
 
     def finish(self) -> dict[int, Exception]:
         """Wait until all are sent; by rank, what went wrong. Once more, there is nothing left to wait for."""
-        # A work that is waited for twice is never over: who takes it waits for it.
-        while self._posted:
-            rank, works, _ = posted = self._posted[0]
-            self.reached.append(rank)
-            try:
-                while works:
-                    works.pop(0).wait(_ENDLESS)
-            except Exception as error:  # noqa: BLE001 (as above)
-                self._errors[rank] = error
-            with contextlib.suppress(ValueError):
-                self._posted.remove(posted)
+        # By one at a time: a work that is waited for twice is never over.
+        with self._finishing:
+            while self._posted:
+                rank, works, _ = self._posted[0]
+                self.reached.append(rank)
+                try:
+                    for one in works:
+                        one.wait(_ENDLESS)
+                except Exception as error:  # noqa: BLE001 (as above)
+                    self._errors[rank] = error
+                self._posted.popleft()
         return self._errors
 
 
@@ -318,9 +322,9 @@ class FarEnd:
         first = self._first_space()
         spaces = [first]
         coming = self._get(first.memory)
-        # While the source still has to take the batch apart.
-        ready = None if self._likely is None else self._made_ready(self._likely, spaces)
         try:
+            # While the source still has to take the batch apart.
+            ready = None if self._likely is None else self._made_ready(self._likely, spaces)
             coming.wait(_ENDLESS)
             head = Head.unpack(first.memory[:HEAD_BYTES].tobytes())
             said = first.memory[HEAD_BYTES : HEAD_BYTES + head.said]
@@ -339,11 +343,15 @@ class FarEnd:
             for space in spaces:
                 self._leave(space)
 
-    def _made_ready(self, schema: Schema, spaces: list[_Space]) -> Arrival:
-        """A batch of this form before its bytes are there: they come behind the head, or else to a room of its own."""
+    def _made_ready(self, schema: Schema, spaces: list[_Space]) -> Arrival | None:
+        """A batch of this form before its bytes are there: they come behind the head, or else to a space of its own."""
         size = schema.layout.total
         if self._behind != size:
-            spaces.append(self._space(size))
+            try:
+                spaces.append(self._space(size))
+            except _NO_ROOM:
+                # What comes may need less.
+                return None
             return Arrival(schema, spaces[-1].memory).prepared(None)
         return Arrival(schema, spaces[0].memory[_FIRST_BYTES:]).prepared(None)
 
@@ -390,12 +398,13 @@ class FarEnd:
             return _Space(self._scratch[:size])
         if self._behind and self._may_share():
             # What comes may need none of it.
-            with contextlib.suppress(StorageError):
+            with contextlib.suppress(*_NO_ROOM):
                 return self._space(size)
         return _Space(np.empty(size, np.uint8))
 
     def _space(self, size: int) -> _Space:
-        parcel = self._arena.take(size) if self._passes_on or self._may_share() else None
+        is_warm = self._passes_on or (size > _FIRST_BYTES and self._may_share())
+        parcel = self._arena.take(size) if is_warm else None
         return _Space(np.empty(size, np.uint8)) if parcel is None else _Space(bytes_of(parcel)[:size], parcel)
 
     def _leave(self, space: _Space) -> None:

@@ -152,7 +152,7 @@ pub(crate) fn prefetch<T>(array: &[T], index: usize) {
 
 /// Ask the processor to bring what lies at `address` into its second-level cache. Any address is fine.
 ///
-/// Fewer lines can be on their way to the first-level cache at a time, where all else that loops read comes through too:
+/// Fewer lines can be on their way to the first-level cache at a time, and all else that loops read comes through it:
 /// brought to the second level, random lines took half the time on the machine of `benches/RESULTS.md`.
 #[inline(always)]
 pub(crate) fn prefetch_address(address: *const u8) {

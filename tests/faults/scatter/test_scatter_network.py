@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import sys
 from pathlib import Path
@@ -113,9 +114,7 @@ def small_ones_kept(rank: int, line: Line) -> None:
     kept = []
     for number in range(60):
         # What comes before it leaves a lot of room for each.
-        large = {
-            "x": [torch.full((MIB // 16,), number)] * 1 + [torch.full((MIB // 16,), i) for i in range(15)]
-        }
+        large = {"x": [torch.full((MIB // 16,), number + part) for part in range(16)]}
         for batch in (large, {"x": torch.full((3,), number)}):
             mine = td.scatter_batch([batch] * 2 if rank == 0 else None)
             assert same(mine, batch)
@@ -127,7 +126,7 @@ def small_ones_kept(rank: int, line: Line) -> None:
 def size_in_mib() -> float:
     """The addresses that this process has taken for memory of files and the like."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * 4096 / MIB
+    return pages * mmap.PAGESIZE / MIB
 
 
 def test_whoever_keeps_small_batches_keeps_no_room_of_large_ones(tmp_path: Path) -> None:

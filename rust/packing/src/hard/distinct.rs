@@ -31,8 +31,8 @@ impl Distinct {
         Marks::new(samples, threads).map(Self::Marks)
     }
 
-    /// For indices that `Marks::gather` is not called with, once before their lengths are gathered: take note of them,
-    /// and ask for the lengths meanwhile; whether these were asked for.
+    /// Powers take note of `indices`, once, and ask for their lengths meanwhile; marks do so as they are gathered. Whether
+    /// the lengths were asked for.
     pub(super) fn note_and_ask<W: Word, A: Ask>(&self, thread: usize, indices: &[W], ask: A) -> bool {
         match self {
             Self::Marks(_) => false,

@@ -15,8 +15,8 @@
 //! chunks of the window (`parallel`).
 //!
 //! Working memory beyond inputs and outputs: at most 8 MiB a thread and 16 MiB, and with a given order 32 MiB (`marks`,
-//! or a `table` of the lengths from the scan to the end of the plan, or `powers`) and, where it leaves samples out or has a wrong entry to be found, one
-//! bit a sample, or with a seed one index a sample.
+//! or a `table` of the lengths from the scan to the end of the plan, or `powers`) and, where it leaves samples out or
+//! has a wrong entry to be found, one bit a sample, or with a seed one index a sample.
 #![allow(unsafe_code)]
 
 mod ahead;
