@@ -9,7 +9,8 @@
 //! 2. Inputs may change under a running call (another thread writes to the array): the result is
 //!    then an error or a wrong plan, never an access out of bounds.
 //! 3. Working memory beyond inputs and outputs is bounded: a constant and one more a thread, plus one bit a sample
-//!    where an order is given that leaves samples out or is a bad one, plus one index a sample where it is drawn from a seed.
+//!    where an order is given that leaves samples out or is a bad one, plus one index a sample where it is drawn from a
+//!    seed.
 #![deny(unsafe_code)]
 
 mod array;

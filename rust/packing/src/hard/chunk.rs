@@ -90,8 +90,8 @@ impl<C: Cell> Chunk<C> {
         }
     }
 
-    /// Powers take note of the samples in `run`, once before they are gathered, and ask for their lengths meanwhile; marks
-    /// and tables do so as they are gathered. Whether the lengths were asked for.
+    /// Powers take note of the samples in `run`, once before they are gathered, and ask for their lengths meanwhile;
+    /// marks and tables do so as they are gathered. Whether the lengths were asked for.
     pub(super) fn note_and_ask(&self, thread: usize, source: &Source<'_, C, impl Ask>, run: Range<usize>) -> bool {
         let distinct = source.checks.distinct.as_ref().filter(|_| self.sound);
         distinct.is_some_and(|distinct| distinct.note_and_ask(thread, &self.indices[run], source.ask))
@@ -108,9 +108,9 @@ impl<C: Cell> Chunk<C> {
         Ahead { ask: source.ask, indices: if are_asked { &[] } else { &self.indices[run] } }
     }
 
-    /// Gather the lengths of the samples in `run`, for which `note_and_ask` was called, and with marks check that none was
-    /// named before. `are_asked`: whether the memory was asked for them, then or beside a merge; where it was not after
-    /// all, as beside one of very many packs, they take longer to come.
+    /// Gather the lengths of the samples in `run`, for which `note_and_ask` was called, and with marks check that none
+    /// was named before. `are_asked`: whether the memory was asked for them, then or beside a merge; where it was not
+    /// after all, as beside one of very many packs, they take longer to come.
     ///
     /// The scan saw every length; one that is longer now was changed since. Refusing it keeps sums from wrapping.
     pub(super) fn gather(

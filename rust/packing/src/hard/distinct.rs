@@ -31,8 +31,8 @@ impl Distinct {
         Marks::new(samples, threads).map(Self::Marks)
     }
 
-    /// Powers take note of `indices`, once, and ask for their lengths meanwhile; marks do so as they are gathered. Whether
-    /// the lengths were asked for.
+    /// Powers take note of `indices`, once, and ask for their lengths meanwhile; marks do so as they are gathered.
+    /// Whether the lengths were asked for.
     pub(super) fn note_and_ask<W: Word, A: Ask>(&self, thread: usize, indices: &[W], ask: A) -> bool {
         match self {
             Self::Marks(_) => false,
