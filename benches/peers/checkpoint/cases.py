@@ -231,7 +231,8 @@ def _note(group: Group) -> str:
         "Stall: until the call returns and the tensors may be changed, which they are at once. Durable: until every "
         f"file is on the disk and the save is known to be over. Of {' and '.join(fsynced)} no file is made "
         "durable: an fsync of each file is added to their time. The floor of a stall is `Tensor.copy_` of the same "
-        "tensors into buffers that were used before."
+        "tensors into buffers that were used before; that of a durable save writes as many bytes that lie ready in "
+        "memory, and where a target asks for less time than it takes, its row says so."
     )
 
 
@@ -319,8 +320,19 @@ def _durable_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> l
         if way not in ("copy", ours, "hf lazy", "hf unsummed")
     ]
     floor = figures["writes"].durable
+
+    def asked(way: str) -> float:
+        return figures[way].durable / targets[way]
+
     rows += [
-        _row("durable, the floor", floor, WAYS[way].name, figures[way].durable, None, plan)
+        _row(
+            "durable, the floor" + (": the target is out of reach" if asked(way) < floor else ""),
+            floor,
+            WAYS[way].name,
+            figures[way].durable,
+            None,
+            plan,
+        )
         for way in group.ways
         if way in targets
     ]
