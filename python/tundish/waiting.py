@@ -43,6 +43,7 @@ __all__ = [
     "Thread",
     "Waiters",
     "deadline_of",
+    "run_aside",
     "taken",
     "to_its_end",
     "wait_for",
@@ -167,6 +168,18 @@ class _Event(threading.Event):
         return wait_for(self._moment.wait, timeout)
 
 
+def run_aside(run: Callable[[], None]) -> None:
+    """Have a thread without a name do `run`, which raises nothing; begun in one step of the interpreter.
+
+    Does not wait until the thread is there, which takes some tenth of a millisecond. Raises `RuntimeError` where there
+    can be no more.
+    """
+    if sys.is_finalizing():
+        # Later versions of Python say so themselves; in 3.11 it would never come up.
+        raise RuntimeError("no thread is started any more: the interpreter ends")
+    _thread.start_new_thread(run, ())
+
+
 class Thread(threading.Thread):
     """A daemon thread of which nothing stays behind where Ctrl-C interrupts its start.
 
@@ -179,9 +192,6 @@ class Thread(threading.Thread):
 
     def start(self) -> None:
         """As that of the base; where Ctrl-C interrupts it, the thread comes up, or nothing knows of it."""
-        if sys.is_finalizing():
-            # Later versions of Python say so themselves; in 3.11 it would never come up.
-            raise RuntimeError("no thread is started any more: the interpreter ends")
         begin, over = super().start, Moment()
         errors: list[Exception] = []
 
@@ -193,7 +203,7 @@ class Thread(threading.Thread):
             finally:
                 over.come()
 
-        _thread.start_new_thread(aside, ())
+        run_aside(aside)
         wait_for(over.wait)
         if errors:
             raise errors.pop()

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from tundish import _native
 from tundish.distributed.groups import Meeting
@@ -21,7 +21,6 @@ from tundish.waiting import Moment, SteadyFuture, wait_for
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",
-    "HasNews",
     "News",
     "Plan",
     "PlannedFile",
@@ -29,7 +28,6 @@ __all__ = [
     "Staged",
     "Staging",
     "WriteOptions",
-    "WritesThrough",
 ]
 
 Staging = Literal["eager", "lazy"]
@@ -60,6 +58,17 @@ class WriteOptions:
     progress: Callable[[Callable[[], int]], None]
 
 
+class News(enum.IntEnum):
+    """What is not as it was at the save before: nothing; the state dict's form; a group, which is not there.
+
+    It was broken off, or this is the first save that needs it.
+    """
+
+    NONE = 0
+    OTHER_FORM = 1
+    NO_GROUP = 2
+
+
 class Staged(Protocol):
     """A save whose tensors are in host memory, or on their way there."""
 
@@ -88,7 +97,8 @@ class Plan(Protocol):
     `files`: all files with weights, equal on all ranks; empty where the kind learns them only while staging.
     `staged_bytes`: host memory that this rank's staging takes. `most_staged_bytes`: where ranks stage together, of the
     one that takes most, the same on all; else of this one. `written_bytes`: what the whole checkpoint will take on the
-    disk, of all ranks. `fingerprint`: equal on all ranks exactly where their plans agree.
+    disk, of all ranks. `fingerprint`: equal on all ranks exactly where their plans agree. `news`: what the other ranks
+    have to hear of this one; then more than a vote may be needed before staging.
     """
 
     @property
@@ -101,11 +111,25 @@ class Plan(Protocol):
     def written_bytes(self) -> int: ...
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def news(self) -> News: ...
 
     def reserve(self) -> None:
         """Take the host memory, local to this rank; raises `MemoryError` kinds.
 
         Before the vote, so that no rank waits in a collective for one that has no memory.
+        """
+
+    def react_to(self, news: News, meeting: Meeting) -> None:
+        """After the vote, on all ranks alike: the greatest news of any. `compare` or `release` follows, on each.
+
+        `meeting`: of the vote that it was told in.
+        """
+
+    def compare(self) -> bool:
+        """Collective where some rank has news: whether this rank stages something else than it expected to.
+
+        Then its memory is to be reserved again. `stage`, `write_through` or `release` follows.
         """
 
     def stage(self) -> Staged:
@@ -114,53 +138,19 @@ class Plan(Protocol):
         When it returns from an eager staging, nothing that the caller does to the model changes what is saved.
         """
 
+    def through_bytes(self, limit_bytes: int) -> int:
+        """Host memory that `write_through` takes where it is to take `limit_bytes`: more if one tensor needs more."""
+
+    def write_through(self, folder: Path, options: WriteOptions, limit_bytes: int) -> Staged:
+        """In place of `reserve` and `stage`: write while the tensors are taken, in up to `limit_bytes` of host memory.
+
+        As `stage` otherwise.
+        """
+
     def release(self) -> None:
         """Give back what was opened and reserved, where `stage` does not succeed. Never raises.
 
         May be called again, on another thread, where Ctrl-C interrupted it.
-        """
-
-
-@runtime_checkable
-class WritesThrough(Protocol):
-    """A plan that can also be written while its tensors are taken, in less host memory than it has bytes."""
-
-    def through_bytes(self, limit_bytes: int) -> int:
-        """Host memory that writing takes where it is to take `limit_bytes`: more if one tensor needs more."""
-
-    def write_through(self, folder: Path, options: WriteOptions, limit_bytes: int) -> Staged:
-        """In place of `reserve` and `stage`: write in up to `limit_bytes` of host memory. As `stage` otherwise."""
-
-
-class News(enum.IntEnum):
-    """What is not as it was at the save before: nothing; the state dict's form; a group, which is not there.
-
-    It was broken off, or this is the first save that needs it.
-    """
-
-    NONE = 0
-    OTHER_FORM = 1
-    NO_GROUP = 2
-
-
-@runtime_checkable
-class HasNews(Protocol):
-    """A plan for whose staging more than a vote may be needed, where not all is as it was at the save before."""
-
-    @property
-    def news(self) -> News:
-        """What the other ranks have to hear of this one."""
-
-    def react_to(self, news: News, meeting: Meeting) -> None:
-        """Before staging, on all ranks alike: the greatest news of any. `compare` or `release` follows, on each.
-
-        `meeting`: of the vote that it was told in.
-        """
-
-    def compare(self) -> bool:
-        """Collective where some rank has news: whether this rank stages something else than it expected to.
-
-        Then its memory is to be reserved again. `stage` or `release` follows.
         """
 
 

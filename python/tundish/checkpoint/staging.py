@@ -23,7 +23,7 @@ import torch
 from tundish.checkpoint.buffers import Buffer, Place
 from tundish.checkpoint.tensors import READER, any_on_cuda, check_memory, locals_of
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
-from tundish.waiting import Moment, Thread, to_its_end, wait_for
+from tundish.waiting import Moment, run_aside, to_its_end, wait_for
 
 __all__ = ["BackgroundCopy", "Block", "Copies", "begin_copies", "optimizers_of"]
 
@@ -167,11 +167,10 @@ class BackgroundCopy:
         """Begin; once."""
         try:
             # Where no thread can be started, no step waits for one.
-            Thread(self._run, "tundish-hf-copy").start()
+            run_aside(self._run)
             for fence in self._fences:
                 fence.add(self)
         finally:
-            # Not before: whoever starts a thread waits until it runs, and then for the interpreter, which it holds.
             self._gate.release()
 
     def end(self) -> None:

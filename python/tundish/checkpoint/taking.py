@@ -20,7 +20,7 @@ from tundish.checkpoint.finalizing import Job
 from tundish.checkpoint.lane import Lane
 from tundish.checkpoint.opening import Opened
 from tundish.checkpoint.reading import Kind, check_step
-from tundish.checkpoint.saves import HasNews, News, Plan, Save, Staged, WritesThrough
+from tundish.checkpoint.saves import News, Plan, Save, Staged
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError
 
 __all__ = ["Request", "take"]
@@ -49,7 +49,7 @@ class Request:
 class _Reserved:
     """What a save has taken so far.
 
-    `through`: its plan, where that is larger than the budget and writes meanwhile. `lacks_room`: whether what is old
+    `through_limit`: the budget, where the plan is larger and is written meanwhile. `lacks_room`: whether what is old
     has to go before anything is written; on the first rank.
     """
 
@@ -58,7 +58,7 @@ class _Reserved:
         self._request = request
         self.claim = opened.budget.claim()
         self.plan: Plan | None = None
-        self.through: WritesThrough | None = None
+        self.through_limit: int | None = None
         self.lacks_room = False
 
     def take(self) -> Plan:
@@ -88,20 +88,17 @@ class _Reserved:
         """Take the memory that the save needs, in the place of what it has; local to this rank."""
         self.claim.give_back()
         limit = self._opened.budget.limit
-        is_larger = limit is not None and plan.most_staged_bytes > limit
-        self.through = plan if is_larger and isinstance(plan, WritesThrough) else None
-        if self.through is not None and self.lacks_room:
+        self.through_limit = limit if limit is not None and plan.most_staged_bytes > limit else None
+        if self.through_limit is not None and self.lacks_room:
             raise StorageError(
                 errno.ENOSPC,
                 f"too little room for {self._request.what} before old ones go, which are removed in the background "
                 "alone: remove them with `tundish checkpoint prune`, or give a staging_limit_bytes that it fits in",
                 str(self._opened.path),
             )
-        held = (
-            plan.staged_bytes if self.through is None or limit is None else self.through.through_bytes(limit)
-        )
+        held = plan.staged_bytes if self.through_limit is None else plan.through_bytes(self.through_limit)
         self.claim.take(held, self._request.what)
-        if self.through is None:
+        if self.through_limit is None:
             plan.reserve()
 
     def _wait_for_saves(self) -> None:
@@ -190,7 +187,7 @@ def take(opened: Opened, request: Request, *, leave: Callable[[], None]) -> Save
             plan = reserved.take()
             job = _job_of(opened, request, plan, reserved, ballot.number)
             ballot.same += f": tag {request.tag}, overwrite {request.overwrite}, {plan.fingerprint}"
-            ballot.news = plan.news if isinstance(plan, HasNews) else News.NONE
+            ballot.news = plan.news
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             # Memory that was being reserved, which else stays until somebody collects the error's cycle.
             traceback.clear_frames(caught.__traceback__)
@@ -206,13 +203,12 @@ def take(opened: Opened, request: Request, *, leave: Callable[[], None]) -> Save
             raise
         ballot.error = caught
     try:
-        if isinstance(plan, HasNews):
-            plan.react_to(ballot.greatest, opened.voter.meeting)
+        plan.react_to(ballot.greatest, opened.voter.meeting)
         leave()
         if ballot.error is not None:
             # The other ranks took the save: it fails as any does whose staging fails on one rank.
             raise ballot.error
-        job.staged, job.undo = _stage(opened, lane, job, plan, reserved), None
+        job.staged, job.undo = _stage(lane, job, plan, reserved), None
     except BaseException as caught:
         # The other ranks are told in the lane's next vote.
         job.staged, job.is_answered = caught, True
@@ -263,17 +259,17 @@ def _job_of(opened: Opened, request: Request, plan: Plan, reserved: _Reserved, n
     )
 
 
-def _stage(opened: Opened, lane: Lane, job: Job, plan: Plan, reserved: _Reserved) -> Staged:
-    if isinstance(plan, HasNews) and plan.compare():
+def _stage(lane: Lane, job: Job, plan: Plan, reserved: _Reserved) -> Staged:
+    if plan.compare():
         plan.release()
         reserved.take_memory(plan)
         job.save.note_total(plan.staged_bytes)
-    limit = opened.budget.limit
-    if reserved.through is None or limit is None:
+    limit = reserved.through_limit
+    if limit is None:
         return plan.stage()
     _logger.warning("%s writes through: it is larger than staging_limit_bytes=%d", job.what, limit)
     lane.wait(None)
-    return reserved.through.write_through(job.folder, lane.options(job.save), limit)
+    return plan.write_through(job.folder, lane.options(job.save), limit)
 
 
 def _check_flag(name: str, flag: object) -> None:
