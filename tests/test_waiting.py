@@ -18,7 +18,7 @@ import pytest
 
 from ctrl_c import at_every_moment
 from tundish import waiting
-from tundish.waiting import Changes, SteadyFuture, to_its_end, wait_for
+from tundish.waiting import Changes, Moment, SteadyFuture, to_its_end, wait_for
 
 
 def test_what_comes_in_time_is_waited_for() -> None:
@@ -28,6 +28,30 @@ def test_what_comes_in_time_is_waited_for() -> None:
     assert wait_for(event.wait, 30)
     timer.join()
     assert wait_for(event.wait, 0)
+
+
+def test_a_moment_may_come_again_while_somebody_hears_of_it() -> None:
+    moment = Moment()
+
+    class Gate:
+        """Lets the moment come again right when somebody who waits has got through."""
+
+        lock = moment._gate
+
+        def acquire(self, timeout: float) -> bool:
+            got = self.lock.acquire(timeout=timeout)
+            moment.come()
+            return got
+
+        def release(self) -> None:
+            self.lock.release()
+
+    moment._gate = Gate()  # type: ignore[assignment]  # as far as it is used
+    timer = threading.Timer(0.1, moment.come)
+    timer.start()
+    assert moment.wait(20)
+    timer.join()
+    assert moment.wait(0)
 
 
 @pytest.mark.parametrize("seconds", [0, 0.1, 0.5, 0.8])

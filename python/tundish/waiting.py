@@ -111,8 +111,9 @@ class Moment:
     def wait(self, seconds: float) -> bool:
         """Whether it came within so many seconds."""
         if not self._has_come and self._gate.acquire(timeout=seconds):
-            # For others who wait.
-            self._gate.release()
+            # For others who wait; unless somebody who says again that it has come did that just now.
+            with contextlib.suppress(RuntimeError):
+                self._gate.release()
         return self._has_come
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
 import signal
@@ -28,9 +29,14 @@ from tundish.errors import InvalidInputError, InvalidTypeError
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
+    # Of all threads, since those that copy have no names.
+    before = _thread._count()
     yield
     assert _native.staging_stats()["in_use"] == 0
-    assert not [thread for thread in threading.enumerate() if thread.name == "tundish-hf-copy"]
+    until = time.monotonic() + 10
+    while _thread._count() > before:
+        assert time.monotonic() < until, "a thread is still there"
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -381,6 +387,21 @@ def test_freed_tensors_are_refused_by_name(tmp_path: Path, kind: str, left_bytes
         save = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
         with pytest.raises(InvalidInputError, match="'w' has no values"):
             save(1, {"w": freed})
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+@pytest.mark.parametrize("left_bytes", [0, 4096])
+def test_tensors_that_were_saved_before_are_refused_once_they_are_freed(
+    tmp_path: Path, kind: str, left_bytes: int
+) -> None:
+    whole, freed = torch.ones(3), torch.arange(1 << 16, dtype=torch.float32)
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        save = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
+        save(1, {"a": whole, "w": freed}).result(60)
+        freed.untyped_storage().resize_(left_bytes)
+        with pytest.raises(InvalidInputError, match="'w' has no values"):
+            save(2, {"a": whole, "w": freed})
+        save(3, {"a": whole, "w": torch.ones(1 << 16)}).result(60)
 
 
 def test_zeros_without_memory_are_saved_as_zeros(tmp_path: Path) -> None:

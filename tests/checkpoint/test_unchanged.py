@@ -235,3 +235,19 @@ def test_values_are_saved_however_torch_keeps_them(view: Any, tmp_path: Path) ->
             expected = tensor.detach().clone().resolve_conj().resolve_neg().contiguous()
             assert loaded[name].dtype == expected.dtype and loaded[name].shape == expected.shape
             assert loaded[name].reshape(-1).view(torch.uint8).equal(expected.reshape(-1).view(torch.uint8))
+
+
+def test_nothing_of_a_function_that_converted_is_kept(tmp_path: Path) -> None:
+    class Model:
+        """Something large."""
+
+    model = Model()
+    gone = weakref.ref(model)
+
+    def convert(name: str, tensor: torch.Tensor, _: Model = model) -> list[tuple[str, torch.Tensor]]:
+        return [(f"model.{name}", tensor + 0)]
+
+    export(tmp_path / "hf", made(), to_hf=convert)
+    del convert, model
+    gc.collect()
+    assert gone() is None

@@ -3,8 +3,9 @@
 `Checkpointer` saves Hugging Face exports and torch DCP checkpoints under one root; `open_readonly` reads the root
 from elsewhere, without importing torch. Layers, each knowing only those before it: `retention`, `reading`, `saves`
 (the seam to the kinds), `tensors`, `names`, `placements` (what is saved), `buffers` and `staging` (into host memory),
-`writing` and `windows` (onto the disk), `hf` and `dcp` (the kinds), `budget` and `lane` (one save after the other, in
-the background), `failure`, `owner` (who changes the root), `opening`, `taking`, `checkpointer`.
+`writing` and `windows` (onto the disk), `owngroup` (background exchanges), `hf` and `dcp` (the kinds), `budget`,
+`finalizing` and `lane` (one save after the other, in the background), `failure`, `owner` (who changes the root),
+`opening`, `taking`, `calls` (what all ranks call together), `checkpointer`.
 """
 
 from __future__ import annotations

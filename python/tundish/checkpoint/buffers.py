@@ -2,7 +2,8 @@
 
 Owns the buffers of one save, of either kind. What always holds: a buffer is given back once, whatever happened to
 it; buffers that a CUDA device copies into are pinned as long as they are kept, where the system lets them be, and
-pinned ones are kept for the next save, since pinning costs more than a copy. What is kept goes when `trim` is called.
+pinned ones are kept for the next save, since pinning costs more than a copy; no memory is given back to the system
+while it is pinned. What is kept goes when `trim` is called.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from typing import Any, NamedTuple
 import torch
 
 from tundish._native import Image, trim_staging
+from tundish.waiting import to_its_end
 
 __all__ = ["Buffer", "Place", "trim", "unpin"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
 _PORTABLE = 1
+# All that is pinned, by address: memory that went back while a device still knows of it would be another's next, and
+# the device would copy into pages that are gone.
+_registered: dict[int, Image] = {}
+# What of it no buffer uses.
 _pinned: list[Image] = []
 _pinned_lock = threading.Lock()
 
@@ -72,14 +78,26 @@ def _take_pinned(size: int) -> tuple[Image, bool]:
         # What is kept belongs to another layout, which is not saved any more.
         _unpin()
     image = Image(size)
+    try:
+        # Which takes a tenth of a second a gigabyte, and is not to be interrupted between the device's note and ours.
+        to_its_end(lambda: _register(image))
+    except BaseException:
+        with _pinned_lock:
+            _pinned.extend(filter(None, [_registered.get(image.address)]))
+        raise
+    return image, image.address in _registered
+
+
+def _register(image: Image) -> None:
+    """Pin an image, where the system lets it be."""
     with _on_device_in_use():
         try:
-            torch.cuda.check_error(_runtime().cudaHostRegister(image.address, size, _PORTABLE))
+            torch.cuda.check_error(_runtime().cudaHostRegister(image.address, image.size, _PORTABLE))
         except torch.cuda.CudaError as error:
             _forget_error()
-            _tell_unpinned(size, str(error))
-            return image, False
-    return image, True
+            _tell_unpinned(image.size, str(error))
+        else:
+            _registered[image.address] = image
 
 
 @functools.cache
@@ -108,14 +126,21 @@ def _unpin() -> None:
     if not _pinned:
         return
     try:
-        with _on_device_in_use():
-            while _pinned:
-                torch.cuda.check_error(_runtime().cudaHostUnregister(_pinned[-1].address))
-                _pinned.pop()
+        while _pinned:
+            to_its_end(_unregister)
     except RuntimeError as error:
         # After an error of the device, which ended all that it had: whoever closes then is to hear of that one.
-        _logger.warning("pinned memory is given back without being unpinned: %s", error)
+        _logger.warning(
+            "pinned memory is kept to the end of the process, as it cannot be unpinned: %s", error
+        )
         _pinned.clear()
+
+
+def _unregister() -> None:
+    """Unpin what was kept last. Under the lock."""
+    with _on_device_in_use():
+        torch.cuda.check_error(_runtime().cudaHostUnregister(_pinned[-1].address))
+    del _registered[_pinned.pop().address]
 
 
 def _on_device_in_use() -> contextlib.AbstractContextManager[object]:

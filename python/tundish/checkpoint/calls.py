@@ -22,8 +22,8 @@ from tundish.errors import InvalidInputError
 
 __all__ = ["Calls"]
 
-# More votes than any call holds.
-_VOTES = 16
+# More votes than a call holds, but for a loading that passes over dozens of damaged checkpoints.
+_VOTES = 256
 # How long a rank that was interrupted waits for the others to hear of it: they are told at once, if at all.
 _TELLING_SECONDS = 10.0
 

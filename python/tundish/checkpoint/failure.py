@@ -61,7 +61,8 @@ class FailurePolicy:
                 self._on_failure(error)
             except BaseException:
                 # An exit too: it would end the thread of the saves, and nothing else.
-                _logger.exception("rank %d: on_failure itself failed after %s", self._rank, what)
+                with contextlib.suppress(Exception):
+                    _logger.exception("rank %d: on_failure itself failed after %s", self._rank, what)
 
     def raise_pending(self) -> None:
         """Raise a failure that nobody was told of yet, under "raise"."""

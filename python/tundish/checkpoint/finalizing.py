@@ -57,8 +57,8 @@ class Job:
     gives back what was taken for the staging, until there is something staged. `folder` is where the files lie until
     they are published as `target`. `is_answered`: the caller hears of a failure by itself, so that the failure policy
     need not act. `lacks_room`: what is old has to go before anything is written; known to the first rank. `release` is
-    called when the save is over, of which `is_over` tells. `number`: of the vote by which it was taken, the same on all
-    ranks and higher than that of any save before.
+    called when the save is over, of which `is_over` tells. `is_published`: it has its name, whatever follows. `number`:
+    of the vote by which it was taken, the same on all ranks and higher than that of any save before.
     """
 
     save: Save
@@ -73,6 +73,7 @@ class Job:
     undo: Callable[[], None] | None
     release: Callable[[], None]
     staged: Staged | BaseException | None = None
+    is_published: bool = False
     is_over: bool = False
 
     @property
@@ -131,9 +132,9 @@ class Finalizer:
     def finish(self, job: Job) -> None:
         """Collective: write and publish a save.
 
-        Raises what it failed with, the same on all ranks; `CallbackError` where it is published nevertheless.
+        Raises what it failed with, the same on all ranks; `CallbackError` where it is published nevertheless. What lies
+        in the root of one that is not, is still there: `abandon` it.
         """
-        published = False
         # The vote that made the voter was the first.
         self._voter.skip_to(1 + _VOTES * job.number)
         try:
@@ -142,15 +143,12 @@ class Finalizer:
             with self._voted(f"{job.what}: publishing"):
                 if self._publisher is not None:
                     self._publish(self._publisher, job, self._manifest(job, facts))
-            published = True
+            job.is_published = True
         except (StoreLostError, VoteTimeoutError):
             # The others may have seen the vote succeed that failed here.
             if job.staged is not None and not isinstance(job.staged, BaseException):
                 job.staged.break_off()
             raise
-        finally:
-            if not published:
-                self.abandon(job)
         self._announce("published", self.kind, job.save.step)
         failed: list[BaseException] = []
         with self._voted(f"{job.what}: pruning"):
@@ -181,9 +179,11 @@ class Finalizer:
             if self._publisher is not None:
                 self._publisher.abandon(self.kind, job.save.step)
         except Exception:
-            _logger.exception(
-                "%s failed, and its leftover %s stays until the next start", job.what, job.folder
-            )
+            # A log that cannot be written is no reason to end the thread of all saves.
+            with contextlib.suppress(Exception):
+                _logger.exception(
+                    "%s failed, and its leftover %s stays until the next start", job.what, job.folder
+                )
 
     def close(self) -> None:
         """Let go of the voter."""
@@ -225,7 +225,7 @@ class Finalizer:
         """Wait for the tensors; the facts of what the first rank wrote."""
         staged = _staged_of(job)
         staged.wait_staged(None)
-        job.save.note_staged(staged.settle)
+        job.save.note_staged()
         self._announce("staged", self.kind, job.save.step)
         return [] if self._publisher is None or job.lacks_room else staged.prewrite(job.folder)
 

@@ -8,6 +8,7 @@ A `Lane` owns the finalize thread of its kind. What always holds:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -152,17 +153,21 @@ class Lane:
             error = caught
             # They hold on to what was staged until somebody collects their cycle.
             traceback.clear_frames(caught.__traceback__)
-        self._give_back(job)
         # Asked once: a caller that Ctrl-C interrupts takes it back.
         was_answered = job.is_answered
         if isinstance(error, CallbackError):
-            # It is the future's alone, which perhaps nobody asks.
-            _logger.error("a callback failed", exc_info=error)
+            # It is the future's alone, which perhaps nobody asks. A log that cannot be written ends no thread.
+            with contextlib.suppress(Exception):
+                _logger.error("a callback failed", exc_info=error)
         elif error is not None and not was_answered:
-            # Before anybody is told that the save is over: the next call is to know of it.
+            # First: to remove what lies in the root may take long, or for ever where a file system hangs. And before
+            # anybody is told that the save is over: the next call is to know of it.
             self._failed(error, job.what)
         if error is not None:
             self._finalizer.tell(job, error)
+        if error is not None and not job.is_published:
+            self._finalizer.abandon(job)
+        self._give_back(job)
         with self._changes.lock:
             job.is_over = True
             self._pending.remove(job)
@@ -174,7 +179,8 @@ class Lane:
                 job.save.fail(error)
         except BaseException:
             # Of a function that waited for the future, which may even exit; the next save is none of its business.
-            _logger.exception("a callback of the future of %s failed", job.what)
+            with contextlib.suppress(Exception):
+                _logger.exception("a callback of the future of %s failed", job.what)
         is_unheard = was_answered and not job.is_answered
         if is_unheard and error is not None and not isinstance(error, CallbackError):
             # Ctrl-C ended the caller's wait after it was counted on to hear of this.

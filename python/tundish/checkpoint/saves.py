@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 from tundish import _native
 from tundish.distributed.groups import Meeting
 from tundish.errors import InvalidInputError, TimedOutError
-from tundish.waiting import Moment, SteadyFuture, wait_for
+from tundish.waiting import SteadyFuture
 
 __all__ = [
     "DEFAULT_SHARD_BYTES",
@@ -154,16 +154,12 @@ class Plan(Protocol):
         """
 
 
-def _nothing() -> None:
-    pass
-
-
 class Save(SteadyFuture[Path]):
     """A save under way: a future of the path it is published under.
 
     `result()` raises what the save failed with, the same on every rank; it cannot be cancelled. In a function that a
-    save of its kind calls, before that is over, `result`, `exception` and `staged` would wait for themselves: they
-    raise `InvalidInputError`.
+    save of its kind calls, before that is over, `result` and `exception` would wait for themselves: they raise
+    `InvalidInputError`.
     """
 
     def __init__(self, kind: str, step: int, total_bytes: int, *, is_own_thread: Callable[[], bool]) -> None:
@@ -173,9 +169,9 @@ class Save(SteadyFuture[Path]):
         self._is_own_thread = is_own_thread
         self._total = total_bytes
         self._written: Callable[[], int] = lambda: 0
-        self._is_staged = Moment()
+        # Until the save is over.
+        self._staging: Staged | None = None
         self._was_staged = False
-        self._settle: Callable[[], None] = _nothing
 
     def result(self, timeout: float | None = None) -> Path:
         """As that of a `concurrent.futures.Future`."""
@@ -192,16 +188,22 @@ class Save(SteadyFuture[Path]):
         return super().exception(timeout)
 
     def staged(self, timeout: float | None = None) -> None:
-        """Block until host memory holds everything that this rank saves.
+        """Block until host memory holds everything that this rank saves, whether or not an earlier save is over.
 
         Raises `TimedOutError`; where staging failed, what it failed with.
         """
-        self._refuse_own_wait("staged", self._is_staged.has_come)
-        if not wait_for(self._is_staged.wait, timeout):
-            raise TimedOutError(f"step {self.step} ({self.kind}) was not staged within {timeout} s")
-        if not self._was_staged:
-            self.result()
-        self._settle()
+        staging = self._staging
+        if staging is None:
+            if not self._was_staged:
+                self.result()
+            return
+        try:
+            staging.wait_staged(timeout)
+        except TimedOutError as error:
+            raise TimedOutError(
+                f"step {self.step} ({self.kind}) was not staged within {timeout} s"
+            ) from error
+        staging.settle()
 
     def progress(self) -> tuple[int, int]:
         """Bytes that this rank has written so far, and all that it will write."""
@@ -220,11 +222,13 @@ class Save(SteadyFuture[Path]):
         """What this rank will write is something else than it expected to."""
         self._total = total_bytes
 
-    def note_staged(self, settle: Callable[[], None]) -> None:
-        """Everything is in host memory; `settle` is to be called by whoever is told."""
-        self._settle = settle
+    def note_staging(self, staging: Staged) -> None:
+        """What there is to wait for, and whom to tell that somebody was told."""
+        self._staging = staging
+
+    def note_staged(self) -> None:
+        """Everything is in host memory."""
         self._was_staged = True
-        self._is_staged.come()
 
     def note_written(self, written: Callable[[], int]) -> None:
         """How many bytes are written is asked of `written`."""
@@ -232,11 +236,10 @@ class Save(SteadyFuture[Path]):
 
     def finish(self, path: Path) -> None:
         """The checkpoint is published and recorded."""
-        self._settle = _nothing
+        self._staging = None
         self.set_result(path)
 
     def fail(self, error: BaseException) -> None:
         """The save came to nothing, or what follows publication failed."""
-        self._settle = _nothing
+        self._staging = None
         self.set_exception(error)
-        self._is_staged.come()

@@ -166,7 +166,7 @@ class BackgroundCopy:
     def start(self) -> None:
         """Begin; once."""
         try:
-            # Where no thread can be started, no step waits for one.
+            # First: where no thread can be started, no step waits for one.
             run_aside(self._run)
             for fence in self._fences:
                 fence.add(self)

@@ -97,6 +97,7 @@ class _Reserved:
                 str(self._opened.path),
             )
         held = plan.staged_bytes if self.through_limit is None else plan.through_bytes(self.through_limit)
+        # Which waits for the saves under way, here and not where other ranks have begun to exchange tensors.
         self.claim.take(held, self._request.what)
         if self.through_limit is None:
             plan.reserve()
@@ -209,6 +210,7 @@ def take(opened: Opened, request: Request, *, leave: Callable[[], None]) -> Save
             # The other ranks took the save: it fails as any does whose staging fails on one rank.
             raise ballot.error
         job.staged, job.undo = _stage(lane, job, plan, reserved), None
+        job.save.note_staging(job.staged)
     except BaseException as caught:
         # The other ranks are told in the lane's next vote.
         job.staged, job.is_answered = caught, True

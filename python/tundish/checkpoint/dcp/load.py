@@ -2,7 +2,8 @@
 
 What always holds: nothing of the state dict is touched before the checkpoint is known to be whole and to fit; what
 fails on one rank fails on all; of the files only what torch's own reader unpickles is unpickled, after its checksum
-was compared; what no save wrote into the checkpoint is not read at all.
+was compared, unless the caller wants none compared or the checkpoint has none; what no save wrote into the checkpoint
+is not read at all.
 """
 
 from __future__ import annotations

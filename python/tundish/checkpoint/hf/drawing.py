@@ -141,7 +141,9 @@ def _draw(
     conversion = together(conversions)
     if to_hf is not None:
         conversion = by_function(conversion.sources, to_hf)
-    laid_out = _lay_out(
+    # A conversion by a function is another one each time: to keep it would keep all that the function closes over.
+    lay_out_products = _laid_out_before if to_hf is None else _lay_out
+    laid_out = lay_out_products(
         conversion,
         dtype,
         "|".join(keep) or None,
@@ -174,8 +176,6 @@ def _drawn_as(
     return drawing
 
 
-# A training loop saves the same tensors again and again, and with thousands of them this costs milliseconds.
-@functools.lru_cache(maxsize=4)
 def _lay_out(
     conversion: Conversion,
     dtype: torch.dtype | None,
@@ -187,6 +187,10 @@ def _lay_out(
     products = cast(conversion, dtype, keep)
     layout = lay_out(products, conversion.blocks, shard_bytes, metadata, total_parameters)
     return products, layout, _origins_of(conversion, layout)
+
+
+# A training loop saves the same tensors again and again, and with thousands of them this costs milliseconds.
+_laid_out_before = functools.lru_cache(maxsize=4)(_lay_out)
 
 
 # As above.

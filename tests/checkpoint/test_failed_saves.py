@@ -1,0 +1,111 @@
+"""What becomes of a checkpointer when a save fails, and of those who wait for a save beside another."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tundish.checkpoint import Checkpointer
+from tundish.errors import CallbackError
+
+TENSORS = {"w": torch.ones(1000)}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def fail_at_writing(checkpointer: Checkpointer, root: Path, step: int) -> None:
+    """A save whose folder somebody takes away before it is written."""
+    save = checkpointer.save_hf(step, TENSORS)
+    (root / f".hf-{step}.incomplete").rename(root / f"elsewhere-{step}")
+    with pytest.raises(Exception, match=f"hf-{step}"):
+        save.result(60)
+
+
+def test_a_failure_is_acted_upon_before_what_is_left_is_removed(root: Path) -> None:
+    heard = threading.Event()
+    was_heard: list[bool] = []
+    with Checkpointer(root, on_failure=lambda _: heard.set()) as checkpointer:
+        owner: Any = checkpointer._opened.owner
+        abandon = owner.abandon
+
+        def abandon_slowly(*given: Any) -> None:
+            # As on a file system that hangs.
+            was_heard.append(heard.wait(20))
+            abandon(*given)
+
+        owner.abandon = abandon_slowly
+        fail_at_writing(checkpointer, root, 5)
+        del owner.abandon
+        assert was_heard == [True]
+        assert checkpointer.save_hf(6, TENSORS).result(60) == root / "hf-6"
+
+
+class Broken(logging.Handler):
+    """A log that cannot be written, and whose author let that be everybody's business."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError(28, "no space left for the log")
+
+
+@pytest.fixture
+def broken_log() -> Iterator[None]:
+    handler, logger = Broken(level=logging.ERROR), logging.getLogger("tundish.checkpoint")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+
+
+@pytest.mark.usefixtures("broken_log")
+def test_a_log_that_cannot_be_written_ends_no_save_but_the_failed_one(root: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("a bug of the user's")
+
+    published = [fail]
+    with Checkpointer(root, on_failure=fail, on_published=published) as checkpointer:
+        with pytest.raises(CallbackError, match="a bug of the user's"):
+            checkpointer.save_hf(1, TENSORS).result(60)
+        fail_at_writing(checkpointer, root, 2)
+        with pytest.raises(CallbackError):
+            checkpointer.save_hf(3, TENSORS).result(60)
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+@pytest.mark.parametrize("is_lazy", [False, True], ids=["eager", "lazy"])
+def test_whoever_waits_for_the_copy_of_one_save_waits_for_no_other(
+    root: Path, kind: str, is_lazy: bool
+) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    lazily: dict[str, Any] = {"staging": "lazy", "optimizer": torch.optim.SGD([parameter])} if is_lazy else {}
+    go_on = threading.Event()
+
+    def hold(event: str, _: str, step: int) -> None:
+        if (event, step) == ("written", 1):
+            assert go_on.wait(60)
+
+    with Checkpointer(root, on_event=hold, on_failure="raise") as checkpointer:
+        save: Any = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
+        first = save(1, {"w": parameter})
+        second = save(2, {"w": parameter}, **lazily)
+        second.staged(20)
+        with torch.no_grad():
+            parameter.add_(1)
+        assert not first.done()
+        go_on.set()
+        second.result(60)
+        loaded = {"w": torch.ones(1000)}
+        if kind == "dcp":
+            checkpointer.load_dcp(loaded)
+        else:
+            from safetensors.torch import load_file
+
+            loaded = load_file(root / "hf-2" / "model.safetensors")
+    assert loaded["w"].eq(0).all()
