@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -42,6 +43,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     monkeypatch.setattr(buffers, "_on_device_in_use", contextlib.nullcontext)
     monkeypatch.setattr(buffers.torch.cuda, "check_error", lambda status: None)
     yield runtime
+    # What was raised holds on to what it was raised in.
+    gc.collect()
     buffers.trim()
     assert not runtime.pinned
     assert _native.staging_stats()["in_use"] == 0
