@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,3 +88,14 @@ def test_lengths_on_disk_are_those_in_memory(bench: SimpleNamespace, tmp_path: P
     written = np.load(tmp_path / "lengths.npy")
     np.testing.assert_array_equal(written, bench.distributions.draw_lengths(1000, bench.distributions.CHAT))
     assert written.min() >= 1 and written.max() <= 32768
+
+
+def test_tundish_and_both_forms_are_timed_in_the_process_that_keeps_memory(bench: SimpleNamespace) -> None:
+    child = Path(bench.numpy_forms.__file__).with_name("band_child.py")
+    done = subprocess.run(
+        [sys.executable, child, "2000", "1", "900"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    seconds = json.loads(done.stdout)
+    assert seconds.keys() == {"tundish", "loop", "vectorised"}
+    assert min(seconds.values()) > 0
