@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +20,6 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import tundish as td
-
-# How tundish itself puts a file in its place; it is no public name, and any way that leaves no half file will do.
-from tundish._native import replace_file
 
 FACTS = "corpus.json"
 END_OF_DOCUMENT = "<|end|>"
@@ -89,6 +88,21 @@ def prepare_corpus(folder: Path, limit: int | None, vocabulary: int) -> None:
     replace_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
     # Each file appears whole and durable, and this one last: where it is, all of them are.
     replace_file(folder / FACTS, json.dumps(facts).encode())
+
+
+def replace_file(path: Path, contents: bytes) -> None:
+    """Put `contents` at `path`, whole and durable, or leave what is there."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as unfinished:
+        whole = Path(unfinished) / path.name
+        with whole.open("wb") as file:
+            file.write(contents)
+            file.flush()
+            os.fsync(file.fileno())
+        whole.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    # Its name is durable once the folder is.
+    os.fsync(folder)
+    os.close(folder)
 
 
 def as_npy(array: np.ndarray) -> bytes:
