@@ -37,8 +37,8 @@ print(resident("VmHWM") - before)
     [
         ("nothing", 1, 0),
         ("nothing", 4, 0),
-        # A copy of the lengths, or what threads mark apart.
-        ("order", 2, 32 * MIB),
+        # A copy of the lengths, two bytes each, and a bit a sample that each of the threads marks.
+        ("order", 2, 2 * SAMPLES + 2 * SAMPLES // 8),
         # An index a sample.
         ("seed", 2, 4 * SAMPLES),
     ],

@@ -14,9 +14,10 @@
 //! must know of those before it (tokens, pieces, packs, the open pack) are prefix sums over the
 //! chunks of the window (`parallel`).
 //!
-//! Working memory beyond inputs and outputs: at most 8 MiB a thread and 16 MiB, and with a given order 32 MiB (`marks`,
-//! or a `table` of the lengths from the scan to the end of the plan, or `powers`) and, where it leaves samples out or
-//! has a wrong entry to be found, one bit a sample, or with a seed one index a sample.
+//! Working memory beyond inputs and outputs: at most 8 MiB a thread and 16 MiB. With a given order, 32 MiB more for a
+//! `table` of the lengths, from the scan to the end of the plan, or else for `marks` or `powers`; for a plan that goes
+//! to files 64 MiB, as its order is checked by these while the table is there. Where the order leaves samples out or
+//! has a wrong entry to be found, one bit a sample. With a seed, one index a sample.
 #![allow(unsafe_code)]
 
 mod ahead;
