@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tundish as td
+from tundish import _native
 from tundish.errors import AlreadyExistsError, InvalidInputError, NotFoundError, PlanFormatError, StorageError
 from tundish.packing import cache
 
@@ -163,3 +165,32 @@ def test_a_cache_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.M
     # What does not depend on it works as ever.
     cached(tmp_path / "cache").verify()
     td.pack([8], 8, out=tmp_path / "plan").verify()
+
+
+@pytest.mark.parametrize("changes", ["lengths", "order"])
+@pytest.mark.parametrize(
+    ("place", "share"), [("cache_dir", False), ("cache_dir", True), ("out", True), (None, True)]
+)
+def test_inputs_that_change_once_they_were_hashed_make_no_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str | None, share: bool, changes: str
+) -> None:
+    """It would lie under the fingerprint of another one, in the way of every good call."""
+    changed = LENGTHS.copy() if changes == "lengths" else np.arange(len(LENGTHS))
+    inputs: dict[str, Any] = {"lengths": LENGTHS, changes: changed}
+    where: dict[str, Any] = (
+        {} if place is None else {place: tmp_path if place == "cache_dir" else tmp_path / "plan"}
+    )
+    hashing = _native.fingerprint
+
+    def fingerprint(job: _native.Job, progress: Callable[[str, int, int], None] | None) -> str:
+        found = hashing(job, progress)
+        changed[[0, 1]] = changed[[1, 0]]
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_native, "fingerprint", fingerprint)
+        with pytest.raises(InvalidInputError, match="changed while"):
+            td.pack(**inputs, max_length=128, share=share, progress=False, **where)
+    assert os.listdir(tmp_path) == []
+    plan = td.pack(**inputs, max_length=128, share=share, progress=False, **where)
+    plan.verify(order=inputs.get("order"))

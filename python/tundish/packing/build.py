@@ -103,7 +103,7 @@ def pack(
         InvalidTypeError: lengths, order, max_length, seed or threads are no integers, or another argument is of a type
             that it cannot be.
         InvalidInputError: a negative length, a total of 2**63 tokens or more, a bad order, an argument out of
-            range, a plan larger than memory.
+            range, a plan larger than memory, lengths or an order that were found to change meanwhile.
         OutOfMemoryError: the system gave no more memory.
         AlreadyExistsError: `out`, or the plan's place in `cache_dir`, holds something else than this plan.
         PlanFormatError: the plan that lies there is damaged; the message names the file.
@@ -261,7 +261,7 @@ def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
             facts, columns = _native.pack(job, line.callback)
             return PackPlan(columns, facts, lengths=job["lengths"])
         if place.cache_dir is None:
-            expected = _publish(job, place.target(""), line.callback)
+            expected = _publish(job, place.target(""), line.callback, None)
         else:
             expected = _native.fingerprint(job, line.callback)
         return _mapped(job, place, expected, line)
@@ -301,9 +301,9 @@ def _shared(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
 
         def build() -> None:
             if place.cache_dir is None:
-                _publish(job, target, tick)
+                _publish(job, target, tick, expected)
             else:
-                cached_plan(target, lambda: _publish(job, target, tick))
+                cached_plan(target, lambda: _publish(job, target, tick, expected))
 
         voter.build_once_per_node(build, what="building the plan")
         with voter.agreed("mapping the plan", timeout=PATIENCE):
@@ -320,7 +320,7 @@ def _shared_in_memory(job: _native.Job, expected: str, place: _Place, tick: Tick
     from tundish.shm import SharedArray, node_shared
 
     def build() -> SharedArray:
-        facts, columns = _native.pack(job, tick)
+        facts, columns = _native.pack(job, tick, expected)
         left = list(columns)
         del columns
         return as_block(facts, left, tick)
@@ -329,23 +329,29 @@ def _shared_in_memory(job: _native.Job, expected: str, place: _Place, tick: Tick
     return plan_in_block(block, list(job["lengths"]))
 
 
-def _publish(job: _native.Job, target: Path, tick: Tick | None) -> str:
-    """Publish the plan as `target`, unless there is a plan already; the fingerprint that it should have."""
+def _publish(job: _native.Job, target: Path, tick: Tick | None, expected: str | None) -> str:
+    """Publish the plan as `target`, unless there is a plan already; the fingerprint that it should have.
+
+    `expected`: that fingerprint, where the inputs were hashed before. Inputs that give another one by now publish
+    nothing: what lies under the name of a plan, or is called so by all ranks, has to be that plan.
+    """
     # Looked at first: a plan that is there needs no room on its disk.
     if not is_there(target / "plan.json"):
         try:
-            return str(json.loads(_native.write(job, target, tick))["fingerprint"])
+            return str(json.loads(_native.write(job, target, tick, expected))["fingerprint"])
         except AlreadyExistsError:
             if not is_there(target / "plan.json"):
                 raise
-    return _native.fingerprint(job, tick)
+    return expected or _native.fingerprint(job, tick)
 
 
 def _mapped(job: _native.Job, place: _Place, expected: str, line: ProgressLine) -> PackPlan:
     target = place.target(expected)
     is_cached = place.cache_dir is not None
     plan = (
-        cached_plan(target, lambda: _publish(job, target, line.callback)) if is_cached else found_plan(target)
+        cached_plan(target, lambda: _publish(job, target, line.callback, expected))
+        if is_cached
+        else found_plan(target)
     )
     if plan.fingerprint != expected:
         raise AlreadyExistsError(

@@ -164,3 +164,23 @@ fn a_plan_that_is_computed_again_is_the_same() {
         }
     }
 }
+
+#[test]
+fn no_plan_is_made_in_the_place_of_the_one_that_is_expected() {
+    let (lengths, changed) = (vec![10u16, 70, 3, 40], vec![10u16, 70, 4, 40]);
+    let order = [3i64, 1, 2, 0];
+    for source in [OrderSource::Natural, OrderSource::Seed(1), OrderSource::Given(Integers::from(&order[..]))] {
+        let fingerprint = request(&lengths, source, 1).fingerprint(&mut Silent).unwrap().to_string();
+        let expecting = |lengths| Prepared::new(request(lengths, source, 1), &mut Silent)?.expecting(&fingerprint);
+        let plan = expecting(&lengths).unwrap().pack(&mut Silent).unwrap();
+        assert_eq!(plan.facts.fingerprint, fingerprint);
+
+        let parent = tempfile::tempdir().unwrap();
+        let target = parent.path().join("plan");
+        let in_memory = expecting(&changed).and_then(|prepared| prepared.pack(&mut Silent).map(|plan| plan.facts));
+        let to_files = expecting(&changed).and_then(|prepared| prepared.write(&target, &mut Silent));
+        assert!(matches!(in_memory, Err(PackError::InputChanged)));
+        assert!(matches!(to_files, Err(PackError::InputChanged)));
+        assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
+    }
+}

@@ -62,24 +62,42 @@ impl Job<'_> {
     }
 }
 
+/// Check and hash the inputs, which are those of the plan with the fingerprint `expected` where there is one.
+fn prepared<'r>(request: Request<'r>, expected: Option<&str>, door: &mut Door) -> Result<Prepared<'r>, PackError> {
+    let prepared = Prepared::new(request, door)?;
+    match expected {
+        Some(fingerprint) => prepared.expecting(fingerprint),
+        None => Ok(prepared),
+    }
+}
+
 /// The facts of a plan as JSON, and its six columns.
 #[pyfunction]
-#[pyo3(signature = (job, progress=None))]
+#[pyo3(signature = (job, progress=None, expected=None))]
 pub(crate) fn pack<'py>(
     py: Python<'py>,
     job: Job<'py>,
     progress: Option<Py<PyAny>>,
+    expected: Option<String>,
 ) -> PyResult<(String, Bound<'py, PyTuple>)> {
-    let plan = job.run(py, progress, |request, door| Prepared::new(request, door)?.pack(door))?;
+    let plan = job.run(py, progress, |request, door| prepared(request, expected.as_deref(), door)?.pack(door))?;
     let columns: Vec<_> = plan.columns.into_iter().map(|column| lent::as_numpy(py, column)).collect::<PyResult<_>>()?;
     Ok((to_json(&plan.facts)?, PyTuple::new(py, columns)?))
 }
 
 /// Compute a plan straight into the folder `target`; its facts as JSON.
 #[pyfunction]
-#[pyo3(signature = (job, target, progress=None))]
-pub(crate) fn write(py: Python<'_>, job: Job<'_>, target: PathBuf, progress: Option<Py<PyAny>>) -> PyResult<String> {
-    let facts = job.run(py, progress, |request, door| Prepared::new(request, door)?.write(&target, door))?;
+#[pyo3(signature = (job, target, progress=None, expected=None))]
+pub(crate) fn write(
+    py: Python<'_>,
+    job: Job<'_>,
+    target: PathBuf,
+    progress: Option<Py<PyAny>>,
+    expected: Option<String>,
+) -> PyResult<String> {
+    let work =
+        |request: Request<'_>, door: &mut Door| prepared(request, expected.as_deref(), door)?.write(&target, door);
+    let facts = job.run(py, progress, work)?;
     to_json(&facts)
 }
 

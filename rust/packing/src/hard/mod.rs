@@ -72,6 +72,8 @@ pub struct Prepared<'a> {
     /// The lengths once more, for the first plan that is computed.
     table: Mutex<Option<Table>>,
     crew: Crew,
+    /// The fingerprint that the plan is to have.
+    expected: Option<String>,
 }
 
 impl<'a> Prepared<'a> {
@@ -121,7 +123,28 @@ impl<'a> Prepared<'a> {
                 .filter(|&sum| sum < 1 << 63)
                 .ok_or(PackError::TotalTooLarge { dataset, sample: streams[dataset].len().saturating_sub(1) })?;
         }
-        Ok(Self { request, streams, scans, table: Mutex::new(table), crew })
+        Ok(Self { request, streams, scans, table: Mutex::new(table), crew, expected: None })
+    }
+
+    /// Compute no other plan than the one with this fingerprint, which the same inputs gave before: a plan that is
+    /// found by it has to be the one.
+    ///
+    /// # Errors
+    /// `InputChanged` where the inputs give another one by now; here, or, as an order is hashed while it is read, from
+    /// `pack` and `write`, before anything is published.
+    pub fn expecting(mut self, fingerprint: &str) -> Result<Self, PackError> {
+        self.expected = Some(fingerprint.into());
+        match self.request.order {
+            OrderSource::Given(_) => Ok(self),
+            OrderSource::Natural | OrderSource::Seed(_) => {
+                self.check_expected(&self.identity(0).to_string()).map(|()| self)
+            }
+        }
+    }
+
+    fn check_expected(&self, found: &str) -> Result<(), PackError> {
+        let is_another = self.expected.as_deref().is_some_and(|expected| expected != found);
+        if is_another { Err(PackError::InputChanged) } else { Ok(()) }
     }
 
     fn identity(&self, order_digest: u128) -> Fingerprint {
@@ -295,6 +318,8 @@ impl<'a> Prepared<'a> {
             (Some(hash), OrderSource::Given(order)) => hash.finish(order.len() as u64),
             _ => 0,
         };
+        let fingerprint = self.identity(order_digest).to_string();
+        self.check_expected(&fingerprint)?;
         Ok(Facts {
             format_version: FORMAT_VERSION,
             mode: "hard".into(),
@@ -317,7 +342,7 @@ impl<'a> Prepared<'a> {
             pieces: totals.pieces as u64,
             empty_on_boundary: totals.empty_on_boundary,
             tail_start,
-            fingerprint: self.identity(order_digest).to_string(),
+            fingerprint,
         })
     }
 }
