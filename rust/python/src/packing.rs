@@ -221,8 +221,10 @@ pub(crate) struct PlanReader {
     lengths: Option<Lengths<Column>>,
 }
 
-/// Packs, or pieces, that take less time than giving the GIL away and taking it back.
-const QUICK: usize = 1024;
+/// So many packs, or pieces, of a plan in memory are read within some 40 µs, for which the GIL is kept: who gives it
+/// away waits, where other threads run Python, until one of them ends its turn of 5 ms. Of a mapped plan whose pages
+/// have yet to come from a disk even one may take longer, which nobody knows before.
+const QUICK: usize = 256;
 
 /// sample, start, stop
 type Piece = (i64, i64, Option<i64>);
