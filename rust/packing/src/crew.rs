@@ -5,8 +5,8 @@
 //! wakes two of them at once often puts both on one processor, where they stay as long as they sleep so often: two
 //! threads then took as long as one. A thread that is started is put on an idle processor.
 //!
-//! What always holds: when a step ends, by returning or by a panic, no other thread is at it; helpers end with their
-//! crew, so that a child of `fork` inherits none.
+//! What always holds: when a step ends, by returning or by a panic, no other thread is at it; its panics, on whichever
+//! thread, are its own caller's; helpers end with their crew, so that a child of `fork` inherits none.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -23,7 +23,7 @@ const FEW: usize = 8;
 /// Looks at what is waited for between two times that the processor is offered to others.
 const LOOKS: usize = 64;
 
-/// What is done in a step, given the number of the thread that does it.
+/// What is done in a step, given the number of the thread that does it. It does not panic.
 type Step<'a> = &'a (dyn Fn(usize) + Sync + 'a);
 
 #[derive(Default)]
@@ -34,7 +34,6 @@ struct State {
     inside: usize,
     /// Helpers, and callers, that wait asleep.
     asleep: usize,
-    panic: Option<Box<dyn Any + Send>>,
     is_over: bool,
 }
 
@@ -95,11 +94,8 @@ impl Shared {
             state.inside += 1;
             self.inside.store(state.inside, Ordering::Relaxed);
             drop(state);
-            let result = catch_unwind(AssertUnwindSafe(|| step(number)));
+            step(number);
             let mut state = self.lock();
-            if let Err(panic) = result {
-                state.panic = Some(panic);
-            }
             state.inside -= 1;
             self.inside.store(state.inside, Ordering::Relaxed);
             self.tell(state);
@@ -174,26 +170,32 @@ impl Crew {
         });
     }
 
-    /// Call `step` on the calling thread, and on the helpers that come while it is at it; return when all are done.
-    fn step<'a>(&self, step: Step<'a>) {
+    /// Call `work` on the calling thread, and on the helpers that come while it is at it; return when all are done.
+    fn step(&self, work: &(dyn Fn(usize) + Sync)) {
         let mut state = self.shared.lock();
         if state.step.is_some() || self.helpers.is_empty() {
             drop(state);
             // Another caller has the helpers.
-            step(0);
+            work(0);
             return;
         }
-        state.panic = None;
-        // SAFETY: `Ending` takes the step back and waits until nobody is at it, before this call returns or unwinds.
-        state.step = Some(unsafe { core::mem::transmute::<Step<'a>, Step<'static>>(step) });
+        // The step's own: helpers may be at those of several callers.
+        let panic: Mutex<Option<Box<dyn Any + Send>>> = Mutex::new(None);
+        let step: Step<'_> = &|number| {
+            if let Err(caught) = catch_unwind(AssertUnwindSafe(|| work(number))) {
+                panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(caught);
+            }
+        };
+        // SAFETY: `Ending` takes the step back and waits until nobody is at it, before this call returns or unwinds;
+        // it is dropped before what the step borrows.
+        state.step = Some(unsafe { core::mem::transmute::<Step<'_>, Step<'static>>(step) });
         self.shared.begun.fetch_add(1, Ordering::Relaxed);
         self.shared.tell(state);
         let ending = Ending(&self.shared);
         step(0);
         drop(ending);
-        let panic = self.shared.lock().panic.take();
-        if let Some(panic) = panic {
-            resume_unwind(panic);
+        if let Some(caught) = panic.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            resume_unwind(caught);
         }
     }
 }
@@ -205,7 +207,7 @@ impl Drop for Crew {
         self.shared.begun.fetch_add(1, Ordering::Relaxed);
         self.shared.tell(state);
         for helper in self.helpers.drain(..) {
-            // A helper catches the panics of its steps.
+            // A step catches its panics.
             let _ = helper.join();
         }
     }
@@ -288,6 +290,48 @@ mod tests {
             let mut items = [0; 100];
             crew.each(&mut items, |_, _, item| *item += 1);
             assert_eq!(items, [1; 100]);
+        }
+    }
+
+    #[test]
+    fn a_panic_is_that_of_the_caller_whose_item_it_was() {
+        let crew = Crew::new(3);
+        for guilty in [1, 2] {
+            let come = AtomicUsize::new(0);
+            let is_other_at_work = AtomicUsize::new(0);
+            let mut items = [0; 100];
+            let result = thread::scope(|scope| {
+                let first = scope.spawn(|| {
+                    catch_unwind(AssertUnwindSafe(|| {
+                        crew.each(&mut [(); 3], |thread, _, ()| {
+                            come.fetch_add(1, Ordering::SeqCst);
+                            while come.load(Ordering::SeqCst) < 3 {
+                                thread::yield_now();
+                            }
+                            while thread == 2 && is_other_at_work.load(Ordering::SeqCst) == 0 {
+                                thread::yield_now();
+                            }
+                            assert!(thread != guilty, "thread {guilty}");
+                        });
+                    }))
+                });
+                // Until the first caller's step is taken back, while one helper is still at it.
+                loop {
+                    let state = crew.shared.lock();
+                    if state.step.is_none() && state.inside == 1 {
+                        break;
+                    }
+                    drop(state);
+                    thread::yield_now();
+                }
+                crew.each(&mut items, |_, _, item| {
+                    is_other_at_work.store(1, Ordering::SeqCst);
+                    *item += 1;
+                });
+                first.join().unwrap()
+            });
+            assert_eq!(items, [1; 100]);
+            assert_eq!(result.unwrap_err().downcast_ref::<String>().unwrap(), &format!("thread {guilty}"));
         }
     }
 

@@ -237,6 +237,8 @@ impl<C: Cell> Packer<'_, C> {
         for slot in &mut *slots {
             stream.note(&slot.chunk.lengths, slot.chunk.tokens)?;
             slot.cut = cut;
+            // What a window before wrote says nothing of this one.
+            slot.written = Written::default();
             cut = if slot.closed > 0 {
                 slot.open
             } else {
@@ -289,8 +291,37 @@ fn take_room<'a, S>(room: &mut Room<'a, S>, pieces: usize, packs: usize) -> Room
 
 #[cfg(test)]
 mod tests {
-    use super::Divisor;
     use proptest::prelude::*;
+
+    use super::super::Totals;
+    use super::*;
+    use crate::crew::Crew;
+    use crate::sink::MemorySink;
+    use crate::watch::{Lookout, Silent};
+
+    #[test]
+    #[should_panic(expected = "a chunk fills its slices")]
+    fn what_an_earlier_window_wrote_is_not_taken_for_this_ones() {
+        let crew = Crew::new(1);
+        let mut sink = MemorySink::<i32>::new(0, 1).unwrap();
+        let mut watch = Silent;
+        let mut packer = Packer::<i32> {
+            max_length: 4,
+            crew: &crew,
+            sink: &mut sink,
+            lookout: Lookout::new(&mut watch),
+            totals: Totals::default(),
+            order_hash: None,
+            order_checked: true,
+        };
+        let mut stream = Stream { cut: Cut::default(), tokens: 0, limit: 3, empty_run: 0, last_length: 0, id: 0 };
+        let mut slot = Slot::new(1);
+        slot.chunk.lengths.push(3);
+        slot.chunk.tokens = 3;
+        slot.pieces = 1;
+        slot.written.pieces = 1;
+        let _ = packer.merge_window(&mut [slot], 0, &mut stream, |_, _, _, _| ());
+    }
 
     proptest! {
         #[test]
