@@ -39,7 +39,8 @@ impl<C: Cell, A: Ask> Source<'_, C, A> {
         A::RUN
     }
 
-    /// Whether lengths are asked for before they are gathered beside a merge.
+    /// Whether a merge asks for the lengths that are gathered after it: for all but some beside samples that it cuts
+    /// one by one, and for none beside very many packs.
     pub(super) fn is_asking(&self) -> bool {
         A::IS_ASKING
     }
