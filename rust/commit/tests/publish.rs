@@ -382,7 +382,7 @@ fn folders_of_other_users_are_not_swept() {
     let folder = parent.path().join(".plan.0000000000000001.incomplete");
     fs::create_dir(&folder).unwrap();
     if let Err(error) = std::os::unix::fs::chown(&folder, Some(12_345), None) {
-        println!("skipped: a folder cannot be given to another user here: {error}");
+        common::skip(&format!("a folder cannot be given to another user here: {error}"));
         return;
     }
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();

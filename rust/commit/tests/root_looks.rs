@@ -187,7 +187,7 @@ fn no_call_looks_at_each_checkpoint() {
     let disk = WatchedDisk::new(move |call, _| *counted.lock().unwrap().entry(call).or_default() += 1);
     let root = open(&disk, folder.path());
     if disk_tells_nothing(folder.path()) {
-        println!("skipped: this file system does not tell which file has which name");
+        common::skip("this file system does not tell which file has which name");
         return;
     }
     let during = |what: &str, work: &dyn Fn()| {

@@ -9,7 +9,7 @@
 
 use std::cell::Cell;
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,6 +20,22 @@ use tundish_commit::{CommitError, Folder};
 pub const ROLE: &str = "TUNDISH_TEST_ROLE";
 pub const TARGET: &str = "TUNDISH_TEST_TARGET";
 pub const MARK: &str = "TUNDISH_TEST_MARK";
+/// The file that is told of what is skipped.
+const SKIPS: &str = "TUNDISH_TEST_SKIPS";
+
+/// Say that this test, or a part of it, cannot run here, and why; also in the file for it, as nobody sees what a test
+/// prints that passes.
+pub fn skip(reason: &str) {
+    // A line for each; of what programs say the first one tells.
+    let reason = reason.lines().next().unwrap_or_default();
+    let line = format!("skipped: {}: {reason}\n", std::thread::current().name().unwrap_or("a test"));
+    print!("{line}");
+    if let Some(path) = std::env::var_os(SKIPS) {
+        let mut file = fs::File::options().append(true).create(true).open(path).unwrap();
+        // In one call, for other tests write there too.
+        file.write_all(line.as_bytes()).unwrap();
+    }
+}
 
 /// Names and bytes of a small folder; `mark` tells one writer's from another's.
 pub fn contents(mark: u8) -> Vec<(&'static str, Vec<u8>)> {
@@ -215,7 +231,7 @@ impl Drop for Turn {
 }
 
 impl Mount {
-    /// `None`, with the reason printed, where this user may not mount.
+    /// `None`, which is said by `skip`, where this user may not mount.
     pub fn new(kind: &str, options: &str) -> Option<Self> {
         let turn = Turn::take();
         let folder = tempfile::tempdir().unwrap();
@@ -226,11 +242,11 @@ impl Mount {
             Ok(output) if output.status.success() => Some(Mount { path, _folder: folder, _turn: turn }),
             Ok(output) => {
                 let reason = String::from_utf8_lossy(&output.stderr).into_owned();
-                println!("skipped: {kind} cannot be mounted here: {reason}");
+                skip(&format!("{kind} cannot be mounted here: {reason}"));
                 None
             }
             Err(error) => {
-                println!("skipped: the command mount cannot be run: {error}");
+                skip(&format!("the command mount cannot be run: {error}"));
                 None
             }
         }
