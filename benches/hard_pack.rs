@@ -1,6 +1,6 @@
 //! Hard packing in the core: nanoseconds a sample, order given and checked, in memory and published.
 
-use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
+use criterion::{BatchSize, BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_packing::hard::{OrderSource, Prepared, Request};
 use tundish_packing::{Integers, Silent};
 
@@ -53,17 +53,20 @@ fn published(criterion: &mut Criterion) {
         global_pack: false,
         threads: 1,
     };
-    // Beside the build folder, which is on a real disk; the system's temporary folder may not be.
-    let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder for plans");
-    let mut number = 0;
     group.bench_function(BenchmarkId::new("Text/1 thread", samples), |bencher| {
-        bencher.iter(|| {
-            number += 1;
-            let target = folder.path().join(format!("plan-{number}"));
-            let prepared = Prepared::new(request(), &mut Silent).expect("good lengths");
-            prepared.write(&target, &mut Silent).expect("a disk with room");
-            tundish_packing::folder::open(&target, &mut Silent).expect("a whole plan");
-        });
+        bencher.iter_batched(
+            // Beside the build folder, which is on a real disk; the system's temporary folder may not be.
+            || tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder for a plan"),
+            |folder| {
+                let target = folder.path().join("plan");
+                let prepared = Prepared::new(request(), &mut Silent).expect("good lengths");
+                prepared.write(&target, &mut Silent).expect("a disk with room");
+                tundish_packing::folder::open(&target, &mut Silent).expect("a whole plan");
+                // The plan goes with it, once the clock stands.
+                folder
+            },
+            BatchSize::PerIteration,
+        );
     });
     group.finish();
 }
