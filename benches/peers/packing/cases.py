@@ -69,10 +69,11 @@ weighs less there, and is shown without a target.
 - A target that asks for less time than the compiled loop takes has a row that says so. What two threads gain in that \
 loop is what this machine's memory lets two threads gain where nothing waits.
 
-Rows with "memory kept" are of another process, which keeps the memory it freed, so that nobody pays for fresh pages. \
-In all other rows the vectorised form, whose temporaries are large, pays for them, on a virtual machine more than for \
-its arithmetic. tundish is timed in both processes, with the same call and the same comparison; memory kept, it has \
-no target. What has one there, for text at 10⁷ samples, is whether the loop form is written right: it has to take \
+Rows with "memory kept" are of another process, which keeps the memory it freed, so that the numpy forms pay for no \
+fresh pages. In all other rows the vectorised form, whose temporaries are large, pays for them, on a virtual machine \
+more than for its arithmetic. tundish is timed in both processes, with the same call and the same comparison. It maps \
+the arrays of a large plan itself, and pays for their pages in both. Memory kept, it has no target. What has one \
+there, for text at 10⁷ samples, is whether the loop form is written right: it has to take \
 {LOOP_OVER_VECTORISED[0]:g} to {LOOP_OVER_VECTORISED[1]:g} times the vectorised form, as its original does."""
 
 
@@ -106,7 +107,7 @@ def hard_plan(scale: Scale) -> Section:
 
 
 def _memory_kept(scale: Scale) -> list[Row]:
-    """What tundish and both numpy forms take where fresh pages cost nothing."""
+    """What tundish and both numpy forms take where fresh pages cost the latter nothing."""
     samples, (low, high) = scale.samples[-1], LOOP_OVER_VECTORISED
     child = Path(__file__).with_name("band_child.py")
     command = [sys.executable, str(child), *map(str, (samples, scale.least_rounds, MAX_LENGTH))]
