@@ -9,6 +9,9 @@ A `Courier` owns the thread that waits for them, which Ctrl-C does not reach. Wh
    that fits into it comes in one message. A source that does not know what came last takes it that there is none.
 3. All messages of a round are under way before one is waited for. What is sent is held until it was.
 4. A caller whose wait is ended leaves it to the thread; what is sent next comes after what was sent before.
+5. Large tensors are read while they are sent. Behind them comes a seal, from memory of this module: a source that
+   leaves a round breaks it, before its caller can change them, with what it fails with. A receiver gets what was given
+   or that.
 """
 
 from __future__ import annotations
@@ -60,11 +63,12 @@ T = TypeVar("T")
 
 
 class Piece(NamedTuple):
-    """A message with tensors: those of these numbers, `start` to `stop` in the layout's buffer."""
+    """A message with tensors: those of these numbers, `start` to `stop` in the layout's buffer; or one large one."""
 
     start: int
     stop: int
     numbers: list[int]
+    is_large: bool = False
 
 
 class Job(Generic[T]):
@@ -141,11 +145,16 @@ def _cut(layout: Layout) -> Iterator[Piece]:
             if numbers:
                 yield Piece(layout.offsets[numbers[0]], start, numbers)
                 numbers = []
-            yield Piece(start, start + size, [number])
+            yield Piece(start, start + size, [number], is_large=True)
         elif size:
             numbers.append(number)
     if numbers:
         yield Piece(layout.offsets[numbers[0]], layout.total, numbers)
+
+
+def _is_sealed(layout: Layout) -> bool:
+    """Whether a seal comes behind the tensors of a layout, at both ends."""
+    return any(piece.is_large for piece in _pieces(layout))
 
 
 class FarLane:
@@ -160,6 +169,8 @@ class FarLane:
         # Bytes for which the receiver has room behind the next head; and behind the head after the one that was made
         # last, once that is sent.
         self._behind = self._then_behind = 0
+        # What comes behind the large tensors that were sent last.
+        self._seal = bytearray(_FIRST_BYTES)
 
     def messages(
         self, number: int, content: Departure | tuple[int, str], is_direct: bool = False
@@ -192,12 +203,25 @@ class FarLane:
             messages.append(torch.frombuffer(bytearray(said), dtype=torch.uint8))
         if isinstance(content, Departure) and not is_direct:
             messages.extend(self._tensor(content, piece) for piece in _pieces(content.schema.layout))
+            if _is_sealed(content.schema.layout):
+                self._seal = bytearray(_FIRST_BYTES)
+                messages.append(torch.frombuffer(self._seal, dtype=torch.uint8))
         return messages
 
     def forget(self) -> None:
         """What was made last was not sent, or nobody knows."""
         self._behind = self._then_behind = 0
         self._told.forget()
+
+    def break_seal(self, number: int, kind: int, text: str) -> None:
+        """Large tensors that are still being sent may change from now on: whoever gets them is told this instead."""
+        said, room = text.encode(errors="replace"), _FIRST_BYTES - 1 - HEAD_BYTES
+        if len(said) > room:
+            said = said[: room // 2] + said[-(room // 2) :]
+        message = Head(number, kind, said=len(said)).pack() + said
+        self._seal[1 : 1 + len(message)] = message
+        # Last, as it may be sent just now.
+        self._seal[0] = 1
 
     def post(self, messages: list[torch.Tensor], works: list[Any]) -> None:
         """Have them sent, in one step for Ctrl-C; each has to live until its work, which `works` gets, is over."""
@@ -208,9 +232,9 @@ class FarLane:
         self._behind = self._then_behind
 
     def _tensor(self, departure: Departure, piece: Piece) -> torch.Tensor:
-        """The bytes of a piece: where they are, or written into warm memory one after the other."""
+        """The bytes of a piece: large ones where they are, others written into warm memory one after the other."""
         tensor = departure.tensors[piece.numbers[0]]
-        if len(piece.numbers) == 1 and tensor.is_cpu and tensor.is_contiguous():
+        if piece.is_large and tensor.is_cpu and tensor.is_contiguous():
             return raw_bytes(tensor)
         return self._written(departure, piece.start, piece.stop, piece.numbers)
 
@@ -338,7 +362,7 @@ class FarEnd:
             if not head.size or head.flags & DIRECT:
                 return head, Arrival(schema, None)
             self._expect(schema)
-            return head, self._batch(schema, bool(head.flags & JOINED), ready, spaces)
+            return self._batch(head, schema, ready, spaces)
         finally:
             for space in spaces:
                 self._leave(space)
@@ -355,9 +379,11 @@ class FarEnd:
             return Arrival(schema, spaces[-1].memory).prepared(None)
         return Arrival(schema, spaces[0].memory[_FIRST_BYTES:]).prepared(None)
 
-    def _batch(self, schema: Schema, is_there: bool, ready: Arrival | None, spaces: list[_Space]) -> Arrival:
-        """The batch whose head has come; where `is_there`, its bytes came behind that."""
-        size = schema.layout.total
+    def _batch(
+        self, head: Head, schema: Schema, ready: Arrival | None, spaces: list[_Space]
+    ) -> tuple[Head, Arrival | str]:
+        """The batch whose head has come, or what its seal says in its place."""
+        is_there, size = bool(head.flags & JOINED), schema.layout.total
         behind = spaces[0].memory[_FIRST_BYTES:]
         if ready is not None and ready.schema.layout is schema.layout:
             arrival = ready.filled(schema)
@@ -369,9 +395,13 @@ class FarEnd:
             arrival = Arrival(schema, spaces[-1].memory, spaces[-1].parcel if self._passes_on else None)
         memory = arrival.memory
         assert memory is not None  # noqa: S101 (for the type checker)
-        works = []
+        works: list[Any] = []
+        seal: NDArray[np.uint8] | None = None
         if not is_there:
             works = [self._get(memory[piece.start : piece.stop]) for piece in _pieces(schema.layout)]
+            if _is_sealed(schema.layout):
+                seal = np.empty(_FIRST_BYTES, np.uint8)
+                works.append(self._get(seal))
         elif memory.ctypes.data != behind.ctypes.data:
             memory[:size] = behind[:size]
         if arrival.tensors is None and not self._passes_on:
@@ -379,7 +409,11 @@ class FarEnd:
             arrival = arrival.prepared(None)
         for work in works:
             work.wait(_ENDLESS)
-        return arrival
+        if seal is None or not seal[0]:
+            return head, arrival
+        told = seal[1:].tobytes()
+        head = Head.unpack(told)
+        return head, told[HEAD_BYTES : HEAD_BYTES + head.said].decode(errors="replace")
 
     def _expect(self, schema: Schema) -> None:
         """Take note of what came: for the third batch of one form and all later ones everything is ready beforehand."""
@@ -427,5 +461,4 @@ def _joining(layout: Layout) -> int:
     pieces = _pieces(layout)
     if len(pieces) != 1 or layout.total > _MOST_JOINED:
         return 0
-    numbers = pieces[0].numbers
-    return 0 if len(numbers) == 1 and layout.sizes[numbers[0]] >= _LARGE else layout.total
+    return 0 if pieces[0].is_large else layout.total

@@ -259,13 +259,23 @@ class Member:
         ways = self._ways
         if ways is None:
             return
-        is_lost = error is self._lost
-        if not is_lost:
-            text = _described(error)
-            told = FAILED, f"{self._place.source}\n{text}"
+        if error is not self._lost:
+            told = FAILED, f"{self._place.source}\n{_described(error)}"
         else:
             assert self._lost is not None  # noqa: S101 (for the type checker)
             told = LOST, f"{self._lost.rank}\n{self._lost}"
+        try:
+            self._say(ways, error, told, untold)
+        finally:
+            # Whoever gave the tensors may change them now.
+            for lane in ways.far:
+                lane.break_seal(self._number, *told)
+
+    def _say(
+        self, ways: Ways, error: BaseException, told: tuple[int, str], untold: dict[int, NearLane | FarLane]
+    ) -> None:
+        """Say what a round fails with, and wait until it was heard."""
+        is_lost = error is self._lost
         gone = ways.watch.vanished()
         lanes = self._lanes() if is_lost or self._in_loop else list(untold.values())
         far: list[tuple[FarLane, list[Tensor]]] = []

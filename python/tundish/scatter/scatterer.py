@@ -4,7 +4,8 @@ A `Scatterer` owns the ways to the others and counts rounds. What always holds:
 
 1. Every call is the next round on its rank, whatever came of the one before. A receiver gets what was sent in its own
    round: a batch, nothing, or the error that the source failed with.
-2. A source that fails in a round tells everybody whom it has not given a batch yet, before it raises.
+2. A source that fails in a round tells everybody whom it has not given a batch yet, before it raises. Who has not got
+   all of his by then is told too, and gets no bytes that may be others than those that were given.
 3. A receiver that hears nothing of a round, since the source left it at once, is in step again with the next one.
 4. One thread at a time calls. In the background it may be any, as nothing here is a collective of the job's.
 """

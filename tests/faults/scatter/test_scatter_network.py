@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import mmap
 import random
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import tundish as td
@@ -148,7 +151,7 @@ def messages_counted(rank: int, line: Line) -> None:
 
     FarLane.post = counted  # type: ignore[method-assign]
     small, large = torch.arange(1000), torch.arange(MIB // 8)
-    # Of small tensors a head and the bytes, then both in one; of less, too; of more, apart; then again in one.
+    # Of small tensors a head and the bytes, then both in one; of less, too; of more, apart; then in one again.
     for batch in [small, small, small[:10], small, small, [small, large], small, small, "nothing", small]:
         mine = td.scatter_batch([batch] * 2 if rank == 0 else None)
         assert same(mine, batch)
@@ -160,4 +163,46 @@ def test_small_batches_come_in_one_message(tmp_path: Path) -> None:
     with Job(messages_counted, 2, tmp_path) as job:
         (counts,) = job.hear(0)
         job.expect_end()
-    assert counts == [2, 1, 1, 2, 1, 3, 2, 1, 1, 2]
+    assert counts == [2, 1, 1, 2, 1, 4, 2, 1, 1, 2]
+
+
+def changed_on_its_way(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    given = {"x": torch.zeros(MIB), "small": torch.zeros(3)}
+    assert same(td.scatter_batch([given] * 3 if rank == 0 else None), given)
+    line.say("ready")
+    if rank != 0:
+        # Longer than the source waits.
+        line.hear()
+    kind, text, lost = outcome(
+        lambda: line.say("came", td.scatter_batch([given] * 3 if rank == 0 else None)["x"].sum().item())
+    )
+    for tensor in given.values():
+        tensor.fill_(1.0)
+    line.say(kind, text, lost)
+    assert same(td.scatter_batch([given] * 3 if rank == 0 else None), given)
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("TimedOutError", "rank 1 did not come within 2 s"),
+        ("KeyboardInterrupt", "failed with KeyboardInterrupt"),
+    ],
+)
+def test_what_changes_after_the_source_left_a_round_is_not_taken_for_what_was_given(
+    end: str, said: str, tmp_path: Path
+) -> None:
+    with Job(changed_on_its_way, 3, tmp_path, seconds=2.0 if end == "TimedOutError" else 30.0) as job:
+        assert job.hear_all() == [("ready",)] * 3
+        if end == "KeyboardInterrupt":
+            # As it waits for rank 1.
+            time.sleep(0.3)
+            job.signal(0, signal.SIGINT)
+        kind, text, _ = job.hear(0)
+        assert kind == end, text
+        for rank in (1, 2):
+            job.tell(rank)
+            kind, text, lost = job.hear(rank)
+            assert (kind, lost) == ("PeerFailedError", 0) and said in text, (kind, text)
+        job.expect_end()
