@@ -38,7 +38,7 @@ GONE: Final = "was killed, has ended, or has left the scatter"
 _LOOK_SECONDS = 0.1
 # How much longer receivers wait than the source, which then tells them for whom it waited.
 _GRACE_SECONDS = 1.0
-# How long a source that ends, or was waiting in vain, waits for ranks of other nodes to hear why.
+# How long a source that ends, was interrupted, or was waiting in vain, waits for ranks of other nodes to hear why.
 _FAREWELL_SECONDS = 0.5
 # How long what a rank of another node has sent may be on its way when that is known to be gone.
 _AFTER_DEATH_SECONDS = 0.5
@@ -225,17 +225,27 @@ class Member:
         whose = None if self._ways is None else self._ways.watch.departed().get(rank)
         return self._lose(rank if whose is None else whose, GONE)
 
-    def _waiter(self, rank: int) -> Callable[[Callable[[float], bool]], None]:
-        return lambda wait: self._wait(wait, rank)
+    def _waiter(self, rank: int, seconds: float | None = None) -> Callable[[Callable[[float], bool]], None]:
+        return lambda wait: self._wait(wait, rank, seconds=seconds)
 
     def _wait(
-        self, wait: Callable[[float], bool], rank: int | Callable[[], int | None], *, patient: bool = False
+        self,
+        wait: Callable[[float], bool],
+        rank: int | Callable[[], int | None],
+        *,
+        seconds: float | None = None,
+        patient: bool = False,
     ) -> None:
-        """Wait for something that comes from `rank`, of this node, or from elsewhere: then it may be known later."""
+        """Wait for something that comes from `rank`, of this node, or from elsewhere: then it may be known later.
+
+        `seconds`: for how long, in place of the timeout.
+        """
         if wait(0.0):
             return
         begin = time.monotonic()
-        deadline = begin + self._timeout.total_seconds() + (0.0 if self.is_source else _GRACE_SECONDS)
+        if seconds is None:
+            seconds = self._timeout.total_seconds()
+        deadline = begin + seconds + (0.0 if self.is_source else _GRACE_SECONDS)
         try:
             while not wait(_LOOK_SECONDS):
                 name = rank() if callable(rank) else rank
@@ -245,7 +255,6 @@ class Member:
                         return
                     raise self._lose_gone(name)
                 if time.monotonic() > deadline and not patient:
-                    seconds = self._timeout.total_seconds()
                     raise TimedOutError(
                         f"scatter: {'another rank' if name is None else f'rank {name}'} did not come within "
                         f"{seconds:.4g} s: hung, stopped or elsewhere in the program"
@@ -276,6 +285,8 @@ class Member:
     ) -> None:
         """Say what a round fails with, and wait until it was heard."""
         is_lost = error is self._lost
+        # Ctrl-C is to end the call, and not another wait to begin.
+        seconds = None if isinstance(error, Exception) else _FAREWELL_SECONDS
         gone = ways.watch.vanished()
         lanes = self._lanes() if is_lost or self._in_loop else list(untold.values())
         far: list[tuple[FarLane, list[Tensor]]] = []
@@ -290,10 +301,10 @@ class Member:
             if lane.rank in gone:
                 continue
             try:
-                lane.say(number, *told, self._waiter(lane.rank))
+                lane.say(number, *told, self._waiter(lane.rank, seconds))
                 if self._in_loop and lane.rank in untold:
                     # Where Ctrl-C came in between nobody knows whether that one has this round.
-                    lane.say(number + 1, *told, self._waiter(lane.rank))
+                    lane.say(number + 1, *told, self._waiter(lane.rank, seconds))
             except Exception as another:  # noqa: BLE001 (the first one is raised)
                 error.add_note(f"rank {lane.rank} could not be told of it: {another}")
         if far and ways.courier is not None:
@@ -302,8 +313,9 @@ class Member:
                 sending.post(receiver, messages)
             job = self._have_finished(ways, sending)
             # Whoever did not come until now takes this no sooner, and nobody waits for that one twice.
-            is_brief = is_lost or isinstance(error, TimedOutError)
-            wait_for(job.wait, _FAREWELL_SECONDS if is_brief else self._timeout.total_seconds())
+            if is_lost or isinstance(error, TimedOutError):
+                seconds = _FAREWELL_SECONDS
+            wait_for(job.wait, self._timeout.total_seconds() if seconds is None else seconds)
 
     def _begin_sending(self, ways: Ways) -> Sending:
         """Begin to send a round, after whatever was sent before."""

@@ -5,11 +5,14 @@ Times are taken on the machine's monotonic clock, which all processes share.
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -224,4 +227,44 @@ def test_what_the_source_fails_with_is_known_though_a_rank_of_another_node_is_la
         job.tell(1)
         assert job.hear(0) == ("InvalidInputError",)
         assert job.hear(1) == ("PeerFailedError",)
+        job.expect_end()
+
+
+def interrupted(error: type[BaseException]) -> Iterator[Any]:
+    yield 0
+    raise error
+
+
+def source_that_is_to_end(rank: int, line: Line) -> None:
+    node, name = line.hear()
+    on_nodes(rank, node)
+    a_round(rank, 0)
+    if rank == 1:
+        line.hear()
+    is_near = node > 1
+    for number in range(1, 1 + AHEAD * is_near):
+        a_round(rank, number)
+    for _ in range(2 * is_near):
+        # With them there is no room for more.
+        assert outcome(lambda: td.scatter_batch([] if rank == 0 else None))[0]
+    begin = time.monotonic()
+    given = interrupted(getattr(builtins, name)) if rank == 0 else None
+    kind, _, _ = outcome(lambda: td.scatter_batch(given))
+    line.say(kind, time.monotonic() - begin)
+    if rank == 0 and is_near:
+        line.hear()
+    a_round(rank, 9)
+
+
+@pytest.mark.parametrize("node", [1, 2], ids=["two nodes", "one node"])
+@pytest.mark.parametrize("name", ["KeyboardInterrupt", "SystemExit"])
+def test_a_source_that_is_to_end_does_not_wait_for_a_late_rank(name: str, node: int, tmp_path: Path) -> None:
+    with Job(source_that_is_to_end, 2, tmp_path) as job:
+        job.tell(0, (node, name))
+        job.tell(1, (node, name))
+        kind, seconds = job.hear(0)
+        assert kind == name and seconds < KNOWN
+        for rank in (0, 1) if node > 1 else (1,):
+            job.tell(rank)
+        assert job.hear(1)[0] == "PeerFailedError"
         job.expect_end()
