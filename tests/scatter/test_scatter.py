@@ -294,12 +294,19 @@ def test_what_was_made_ready_beforehand_is_what_comes(far: bool, tmp_path: Path)
         job.expect_end()
 
 
+def without_end() -> Iterator[int]:
+    yield from range(1000)
+    pytest.fail("nobody wants as many")
+
+
 def test_alone_without_a_process_group() -> None:
     batch = {"x": torch.ones(2)}
     assert td.scatter_batch([batch]) is batch
     assert td.scatter_batch(None) is None
     with pytest.raises(td.errors.InvalidInputError, match="one batch for each rank, 1 in all, and 2 came"):
         td.scatter_batch([batch, batch])
+    with pytest.raises(td.errors.InvalidInputError, match="1 in all, and more came"):
+        td.scatter_batch(without_end())
     with pytest.raises(td.errors.InvalidTypeError, match="not a Tensor"):
         td.scatter_batch(torch.ones(1))
     with pytest.raises(td.errors.InvalidInputError, match="src is 1: it is a rank within the group"):

@@ -13,7 +13,8 @@ A `Scatterer` owns the ways to the others and counts rounds. What always holds:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
@@ -137,10 +138,14 @@ class Scatterer(Member):
             raise InvalidTypeError(
                 f"scatter takes one batch for each rank, {count} in all, not a {type(batches).__qualname__}"
             )
-        listed = list(batches)
+        # No more, as an iterable may be endless.
+        listed = list(islice(batches, count + 1))
         if len(listed) != count:
+            came = (
+                len(batches) if isinstance(batches, Sized) else "more" if len(listed) > count else len(listed)
+            )
             raise InvalidInputError(
-                f"scatter takes one batch for each rank, {count} in all, and {len(listed)} came: "
+                f"scatter takes one batch for each rank, {count} in all, and {came} came: "
                 "None stands for a rank that gets nothing"
             )
         return listed
