@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError
+from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError, SegmentGoneError
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.departure import Departure, threads_beside
 from tundish.scatter.direct import Direct
@@ -327,6 +327,7 @@ class Scatterer(Member):
         Raises:
             PeerFailedError: the source failed in this round, with its traceback in the message, or a rank was lost.
             TimedOutError: the source gave nothing in time.
+            SegmentGoneError: the memory of this round could not be reached.
         """
         self._begin()
         self._wanted_on = device
@@ -362,7 +363,12 @@ class Scatterer(Member):
         if head.kind == FAILED:
             rank, _, text = str(content).partition("\n")
             raise PeerFailedError(f"scatter: rank {rank}, the source, {text}", int(rank))
-        if head.kind == FILLED and isinstance(ready, Arrival):
+        if head.kind == FILLED:
+            if not isinstance(ready, Arrival):
+                raise SegmentGoneError(
+                    f"scatter: the memory in which rank {self._place.source}, the source, announced this rank's batch "
+                    "could not be opened"
+                )
             content = ready.filled(content.schema) if isinstance(content, Arrival) else ready
         if isinstance(content, Arrival):
             self._batches += 1

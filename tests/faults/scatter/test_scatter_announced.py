@@ -291,3 +291,45 @@ def test_ctrl_c_while_a_batch_is_awaited_leaves_the_rounds_in_step(repeat: int, 
         job.tell(0)
         assert job.hear_all(0, 1) == [("on",)] * 2
         job.expect_end()
+
+
+def without_what_was_announced(rank: int, line: Line) -> None:
+    from tundish.scatter.near import NearEnd
+
+    with_processors()
+    is_foretold = line.hear()
+
+    def numbered(number: int) -> None:
+        # Of forms of which none comes twice nobody is told before they are looked at.
+        size = LARGE if is_foretold else LARGE + number
+        given = [{"x": torch.full((size,), number + other), "n": number} for other in range(3)]
+        mine = td.scatter_batch(given if rank == 0 else None)
+        assert mine["n"] == number and bool((mine["x"] == number + rank).all())
+
+    for number in range(6):
+        numbered(number)
+        # Whoever has other messages to look at is not told.
+        dist.barrier()
+    opening = NearEnd._open
+
+    def gone(end: Any, head: Any) -> Any:
+        NearEnd._open = opening  # type: ignore[method-assign]
+        raise td.errors.SegmentGoneError("it was given back")
+
+    if rank == 1:
+        NearEnd._open = gone  # type: ignore[method-assign]
+    kind, text, _ = outcome(lambda: numbered(6))
+    if rank == 1:
+        assert kind == "SegmentGoneError" and "rank 0, the source, announced" in text, (kind, text)
+    else:
+        assert not kind, text
+    for number in range(7, 15):
+        numbered(number)
+
+
+@pytest.mark.parametrize("is_foretold", [False, True])
+def test_a_batch_whose_announcement_did_not_come_is_no_other(is_foretold: bool, tmp_path: Path) -> None:
+    with Job(without_what_was_announced, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, is_foretold)
+        job.expect_end()
