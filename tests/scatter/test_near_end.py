@@ -171,3 +171,52 @@ def test_a_long_schema_that_cannot_be_had_is_not_taken_for_another(
     if is_known:
         give(lane, 3, captioned(3))
         assert read(end)["caption"] == "3" * 100_000
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_descriptor_that_is_sent_once_more_takes_the_place_of_the_one_before(
+    line: tuple[NearLane, NearEnd],
+) -> None:
+    lane, end = line
+    departure = Departure(torch.ones(1000), 1, 1)
+    shipment = lane.load(departure)
+    counts = []
+    for number in range(4):
+        lane.share(number, departure.schema, departure.size, shipment, lambda wait: pytest.fail("no room"))
+        assert (read(end) == 1).all()
+        counts.append(descriptors())
+        # As after so many others that it does not know any more what it has sent.
+        lane._known.clear()
+    assert counts == counts[:1] * 4
+
+
+def test_memory_that_its_source_has_let_go_of_is_not_kept() -> None:
+    near, far = socket.socketpair()
+    # It keeps none of these.
+    lane = NearLane(1, near, 1 << 20)
+    lane.introduce()
+    end = NearEnd(far, os.getpid(), awake=False)
+
+    def share(number: int) -> Any:
+        departure = Departure(torch.full((1 << 19,), float(number)), 1, 1)
+        lane.share(
+            number,
+            departure.schema,
+            departure.size,
+            lane.load(departure),
+            lambda wait: pytest.fail("it waits for room"),
+        )
+        return read(end)
+
+    begin = descriptors()
+    kept = [share(number) for number in range(10)]
+    assert all((batch == number).all() for number, batch in enumerate(kept))
+    kept.clear()
+    share(10)
+    # That of the last one, at its source and here, and what the kernel has of it for whoever looked at it.
+    assert descriptors() - begin <= 8
+    end.close()
+    lane.close()

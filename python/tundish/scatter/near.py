@@ -33,6 +33,7 @@ from tundish import _native
 from tundish.errors import SegmentGoneError, StorageError, TimedOutError
 from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
+from tundish.scatter.inherited import MOST_KNOWN, Inherited
 from tundish.scatter.messages import (
     BATCH,
     FAILED,
@@ -71,8 +72,6 @@ _MESSAGE_BYTES = 32 * 1024
 # A receiver with a processor to itself spends awake what waits are over sooner: to be woken takes it a tenth of what a
 # small batch takes in all.
 _AWAKE_SECONDS = 0.0005
-# As many segments as a receiver keeps mapped.
-_MOST_KNOWN = 128
 _DESCRIPTOR = struct.calcsize("i")
 # What is said with a descriptor: the identity of its memory, and whether others get the same.
 _MARK = struct.Struct("<Q?")
@@ -322,7 +321,7 @@ class NearLane:
         mark = _MARK.pack(head.reference[2], bool(head.flags & SHARED))
         if mark in self._known:
             return head
-        if len(self._known) >= _MOST_KNOWN:
+        if len(self._known) >= MOST_KNOWN:
             del self._known[next(iter(self._known))]
         try:
             socket.send_fds(self._line, [mark], [parcel.descriptor])
@@ -343,8 +342,8 @@ class NearEnd:
         self._source = source
         self._known = Known()
         self._parcels = _native.Parcels()
-        # By identity, of memory that others have too.
-        self._shared: dict[int, int] = {}
+        # Of memory that others have too.
+        self._shared = Inherited()
         # What was heard on the line and not yet seen to: identities, whether others have it too, and descriptors.
         self._heard: list[tuple[int, bool, int]] = []
         self._hear()
@@ -429,8 +428,7 @@ class NearEnd:
 
     def close(self) -> None:
         self._line.close()
-        while self._shared:
-            os.close(self._shared.popitem()[1])
+        self._shared.close()
         while self._heard:
             os.close(self._heard.pop()[2])
 
@@ -441,7 +439,7 @@ class NearEnd:
         while self._heard:
             identity, is_shared, descriptor = self._heard.pop(0)
             if is_shared:
-                self._keep(identity, descriptor)
+                self._shared.keep(identity, descriptor)
             else:
                 self._parcels.adopt(descriptor, self._source)
         if head.flags & SHARED:
@@ -459,11 +457,6 @@ class NearEnd:
                 error.errno,
                 f"shared memory cannot be opened: {error.strerror}; look at the limits of this process (`ulimit -a`)",
             ) from None
-
-    def _keep(self, identity: int, descriptor: int) -> None:
-        if len(self._shared) >= _MOST_KNOWN:
-            os.close(self._shared.pop(next(iter(self._shared))))
-        self._shared[identity] = descriptor
 
     def _hear(self) -> None:
         """Take the descriptors that are on the line by now off it, each with what was said of it."""
