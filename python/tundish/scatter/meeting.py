@@ -44,12 +44,12 @@ _HELLO = struct.Struct("<q")
 _CREDENTIALS = struct.Struct("iII")
 
 
-def limit_of(lanes: int) -> int:
-    """Bytes for each of so many lanes, for what is on its way and what is kept for the next batches.
+def limit_of(shares: int) -> int:
+    """Bytes for each of so many of one node, for what is on its way, and as many that are kept for the next batches.
 
     Together an eighth of the memory that this process can have, which may be less than the machine's.
     """
-    return 2 * _native.default_arena_limit() // max(1, lanes)
+    return 2 * _native.default_arena_limit() // max(1, shares)
 
 
 def feeders_of(nodes: list[tuple[int, ...]], place: Place) -> dict[int, int]:
@@ -68,6 +68,20 @@ def feeders_of(nodes: list[tuple[int, ...]], place: Place) -> dict[int, int]:
                 elif first != rank:
                     feeders[rank] = first
     return feeders
+
+
+def shares_of(nodes: list[tuple[int, ...]], place: Place, fed: list[int], far: list[int]) -> int:
+    """Among how many the memory of this rank's node is shared out.
+
+    On the source these are its lanes, of which those to `far` have one arena. What other ranks pass on lies where it
+    came from far away.
+    """
+    if place.rank == place.source:
+        return len(fed) + bool(far)
+    if not nodes:
+        # Nobody knows who of them is on this one.
+        return number_of_variable("LOCAL_WORLD_SIZE", 1) or 1
+    return sum(rank in far for node in nodes if place.rank in node for rank in node)
 
 
 class Ways:
@@ -107,6 +121,8 @@ class Ways:
         self._timeout = timeout
         self._group: Any = None
         self._lines: dict[int, socket.socket] = {}
+        # Of this rank's lanes, and of what comes from far away: those of all ranks of a node share its memory.
+        self._limit = 0
         self._watching = contextlib.ExitStack()
         try:
             self._meet(voter, shared_memory)
@@ -165,11 +181,8 @@ class Ways:
                     listener.listen(_BACKLOG)
                     near = address, self.watch.address, os.getpid()
             # All members work out the same.
-            feeders = (
-                feeders_of(nodes_of(voter, timeout=timeout), place)
-                if shared_memory and self.watch.address
-                else {}
-            )
+            nodes = nodes_of(voter, timeout=timeout) if shared_memory and self.watch.address else []
+            feeders = feeders_of(nodes, place)
             self.feeder = feeders.get(place.rank, place.source)
             fed = [rank for rank, feeder in feeders.items() if feeder == place.rank]
             far = [rank for rank in place.ranks if rank not in feeders and rank != place.source]
@@ -182,6 +195,7 @@ class Ways:
             line = None
             # A connection waits in the feeder's queue, and what is said on it, until the feeder looks there.
             with voter.agreed(what, timeout=timeout):
+                self._limit = limit_of(shares_of(nodes, place, fed, far))
                 if place.rank in feeders:
                     self._call(*near)
                 elif place.rank in far and invitation is not None:
@@ -218,7 +232,6 @@ class Ways:
 
     def _answer(self, listener: socket.socket, fed: list[int]) -> None:
         listener.settimeout(0)
-        limit = limit_of(len(fed))
         while len(self._lines) < len(fed):
             try:
                 line, _ = listener.accept()
@@ -238,7 +251,7 @@ class Ways:
             self._lines[rank] = line
             self.watch.connect({rank: hello[_HELLO.size :].decode()})
         for rank in fed:
-            lane = NearLane(rank, self._lines[rank], limit)
+            lane = NearLane(rank, self._lines[rank], self._limit)
             del self._lines[rank]
             self.near.append(lane)
             lane.introduce()
@@ -258,7 +271,7 @@ class Ways:
         group = self._group = make_group(distributed_module(), members, name, self._timeout, "gloo")
         # Not through the dispatcher, where modes of the caller's would see it.
         gloo = group._get_backend(torch.device("cpu"))
-        arena = _native.SegmentArena(limit_of(1))
+        arena = _native.SegmentArena(self._limit)
         self.courier = Courier()
         if self._place.rank != self._place.source:
             self.end = FarEnd(gloo, self.courier, arena, passes_on=bool(self.near))

@@ -282,3 +282,30 @@ def test_memory_that_several_get_does_not_wait_for_one_that_was_not_given_it(tmp
         (grown,) = job.hear(0)
         assert grown < 1 << 20
         job.tell(3)
+
+
+def shares_of_a_node(rank: int, line: Line) -> None:
+    import tundish.scatter.meeting as meeting
+
+    on_nodes(rank, line.hear())
+    shares = []
+    limit_of = meeting.limit_of
+
+    def counted(among: int) -> int:
+        shares.append(among)
+        return limit_of(among)
+
+    meeting.limit_of = counted
+    td.scatter_batch([None] * 4 if rank == 0 else None)
+    line.say(shares)
+
+
+@pytest.mark.parametrize(("node", "expected"), [(4, [3]), (2, [2]), (1, [1])])
+def test_the_ranks_of_a_node_share_its_memory(node: int, expected: list[int], tmp_path: Path) -> None:
+    with Job(shares_of_a_node, 4, tmp_path) as job:
+        for rank in range(4):
+            job.tell(rank, node)
+        # The others of the source's node have none.
+        for rank in (0, *range(node, 4)):
+            assert job.hear(rank) == (expected,), rank
+        job.expect_end(0, *range(node, 4))
