@@ -361,7 +361,9 @@ class DispatchLoader(Generic[T_co]):
         """A pass on the source, its rounds, and what begins it."""
         standing, scatterer = self._standing, self._scatterer
         counts_bytes = self._prefetch > 1 and scatterer.place.batches == 1
-        sending = SourcePass(scatterer, self._stops, number, self._device, counts_bytes=counts_bytes)
+        sending = SourcePass(
+            scatterer, self._stops, number, self._device, tail=self._tail, counts_bytes=counts_bytes
+        )
         rounds: Rounds = Inline(sending)
         if self._prefetch > 0:
             rounds = Ahead(sending, most=self._prefetch, most_bytes=self._prefetch_bytes)

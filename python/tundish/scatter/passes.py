@@ -25,7 +25,7 @@ import torch
 
 from tundish.errors import PeerFailedError, PeerStoppedError
 from tundish.scatter.arrival import Arrival, on_device
-from tundish.scatter.reading import Reading
+from tundish.scatter.reading import Reading, Tail, rounds_of
 from tundish.scatter.scatterer import Note, Scatterer
 from tundish.scatter.stops import Stops, StopWatch
 from tundish.tree.describing import describe
@@ -108,7 +108,8 @@ class Pass(Protocol):
 class SourcePass:
     """A pass on the source. `begin` it first, on the caller's thread.
 
-    `counts_bytes`: whether the bytes of its own batch are of interest; those of the others are known.
+    `tail`: what becomes of the last batches. `counts_bytes`: whether the bytes of its own batch are of interest; those
+    of the others are known.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class SourcePass:
         number: int,
         device: torch.device | None,
         *,
+        tail: Tail,
         counts_bytes: bool,
     ) -> None:
         self.start: Start | None = None
@@ -128,11 +130,14 @@ class SourcePass:
         self._number = number
         self._done = 0
         self._device = device
+        self._tail = tail
         self._counts_bytes = counts_bytes
         self._reading: Reading | None = None
         self._watch: StopWatch | None = None
         self._rounds = 0
         self._rounds_in_all: int | None = None
+        # What the loader said beforehand of its rounds.
+        self._rounds_expected: int | None = None
         self._is_over = False
         # After how many rounds, once all were told so.
         self._ends_after: int | None = None
@@ -151,6 +156,9 @@ class SourcePass:
         with self._told_to_all():
             self.start = begins = start()
             self._done = begins.done
+            if begins.length is not None:
+                left = max(0, begins.length - begins.done)
+                self._rounds_expected = rounds_of(left, self._scatterer.place.batches, self._tail)
             self._say(_BEGIN, *begins)
             begin = time.monotonic()
             try:
@@ -187,12 +195,7 @@ class SourcePass:
 
     def leave(self, rounds: int, /) -> None:
         try:
-            if not self._is_over and rounds == self._rounds_in_all:
-                # Nothing was left out.
-                self._say(_END)
-                self._end()
-                self._ends_after = rounds
-            elif not self._is_over:
+            if not self._is_over:
                 self._stop(rounds)
             elif self._stops is not None and self._ends_after is not None and rounds < self._ends_after:
                 # The others were told of more.
@@ -213,7 +216,7 @@ class SourcePass:
                 raise stopped(rank)
             return
         # Whoever has left after the last round has left nothing out.
-        if found is not None and found[1] != self._rounds_in_all:
+        if found is not None and not self._are_all(found[1]):
             rank, rounds = found
             self._end()
             self._say(_STOPPED, rank, rounds)
@@ -287,8 +290,18 @@ class SourcePass:
 
     def _stop(self, rounds: int) -> None:
         self._end()
-        self._say(_STOPPED, self._scatterer.place.rank, rounds)
+        if self._are_all(rounds):
+            # Nothing was left out.
+            self._say(_END)
+        else:
+            self._say(_STOPPED, self._scatterer.place.rank, rounds)
         self._ends_after = rounds
+
+    def _are_all(self, rounds: int) -> bool:
+        """Whether so many rounds are all of the data; as long as its end was not read, as far as its length tells."""
+        if self._rounds_in_all is not None:
+            return rounds == self._rounds_in_all
+        return rounds == self._rounds_expected == self._rounds
 
     def _tell_aside(self) -> None:
         with self._lock:

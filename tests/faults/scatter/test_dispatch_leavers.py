@@ -327,6 +327,56 @@ def test_a_source_that_leaves_when_it_knows_that_all_was_read_ends_the_data(
         job.expect_end()
 
 
+class Sized(Numbered):
+    """The same, where one knows how many batches there are."""
+
+    def __len__(self) -> int:
+        return self.rounds * dist.get_world_size()
+
+
+def leaving_before_the_end_is_read(rank: int, line: Line) -> None:
+    node, leaver, is_sized = line.hear()
+    on_nodes(rank, node)
+    data = (Sized if is_sized else Numbered)(3)
+    # Then the end is read when a round after the last one is asked for.
+    with td.DispatchLoader(data if rank == 0 else None, prefetch=0) as loader:
+        batches = iter(loader)
+        for came in range(3):
+            check(rank, came, next(batches))
+        dist.barrier()
+        if rank == leaver:
+            del batches
+            line.say("left")
+        else:
+            line.hear()
+            line.say(*outcome(lambda: next(batches)))
+        dist.barrier()
+        for came, mine in enumerate(loader):
+            check(rank, came, mine)
+        assert came == 2
+
+
+@pytest.mark.parametrize("node", [3, 1])
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("is_sized", [True, False])
+def test_whoever_leaves_after_the_last_round_has_left_nothing_out_where_the_length_is_known(
+    is_sized: bool, leaver: int, node: int, tmp_path: Path
+) -> None:
+    with Job(leaving_before_the_end_is_read, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, (node, leaver, is_sized))
+        assert job.hear(leaver) == ("left",)
+        # As long as it takes to be known everywhere.
+        time.sleep(KNOWN / 2)
+        others = [rank for rank in range(3) if rank != leaver]
+        for rank in others:
+            job.tell(rank)
+        for kind, text, whom in job.hear_all(*others):
+            expected = ("StopIteration", None) if is_sized else ("PeerStoppedError", leaver)
+            assert (kind, whom) == expected, text
+        job.expect_end()
+
+
 class Broken:
     """Raises one and the same error in each pass."""
 
