@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.utils import _pytree
 from transformers import BatchEncoding, BatchFeature
 from transformers.modeling_outputs import CausalLMOutput
+
+import tundish as td
 
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
@@ -44,6 +47,26 @@ class Opaque:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+
+
+class Span:
+    """Registered with `td.tree`."""
+
+    def __init__(self, tokens: Any, name: Any) -> None:
+        self.tokens, self.name = tokens, name
+
+
+class Node:
+    """Registered with torch's pytree."""
+
+    def __init__(self, left: Any, right: Any) -> None:
+        self.left, self.right = left, right
+
+
+td.tree.register(Span, lambda span: ([span.tokens], span.name), lambda parts, name: Span(*parts, name))
+_pytree.register_pytree_node(
+    Node, lambda node: ([node.left, node.right], None), lambda parts, _: Node(*parts)
+)
 
 
 def _ramp(seed: int, *shape: int) -> Tensor:
@@ -123,6 +146,10 @@ def tensors(seed: int) -> Any:
     ]
 
 
+def registered(seed: int) -> Any:
+    return [Span({"x": _ramp(seed, 3)}, f"number {seed}"), Node(_ramp(seed, 2), [Span(_ramp(seed, 1), None)])]
+
+
 def sharing(seed: int) -> Any:
     rows = _ramp(seed, 4, 3)
     return {"all": rows, "again": rows, "first": rows[0]}
@@ -150,7 +177,7 @@ def _with_gaps(dtype: torch.dtype, seed: int) -> Tensor:
 
 KINDS: dict[str, Callable[[int], Any]] = {
     kind.__name__: kind
-    for kind in (text, vlm, many, dtypes, containers, tensors, gaps, sharing, one, nothing)
+    for kind in (text, vlm, many, dtypes, containers, tensors, gaps, registered, sharing, one, nothing)
 }
 
 
@@ -177,7 +204,7 @@ def same(one: Any, other: Any) -> bool:
         return all(
             same(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one)
         )
-    if isinstance(one, (Opaque, types.SimpleNamespace)):
+    if isinstance(one, (Opaque, Span, Node, types.SimpleNamespace)):
         return same(vars(one), vars(other))
     return bool(one == other)
 

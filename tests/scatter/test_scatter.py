@@ -177,6 +177,30 @@ def test_whoever_keeps_every_batch_sees_each_unchanged(far: bool, tmp_path: Path
         job.expect_end()
 
 
+def keep_every_shared_batch(rank: int, line: Line) -> None:
+    kept: list[Any] = []
+    for number in range(300):
+        size = 5000 * (number % 7)
+        # Of one object all get the same memory.
+        given = [{"x": torch.full((size,), float(number)), "n": number}] * 3 if rank == 0 else None
+        mine = td.scatter_batch(given)
+        if (number + rank) % 3 == 0:
+            # Its own, though others have the same.
+            mine["x"] += rank + 0.5
+        kept.append(mine)
+    dist.barrier()
+    for number, batch in enumerate(kept):
+        expected = number + (rank + 0.5) * ((number + rank) % 3 == 0)
+        assert (batch["n"], batch["x"].unique().tolist()) in ((number, []), (number, [expected]))
+    [found] = td.scatter.stats()
+    assert "gloo" not in found["transports"]
+
+
+def test_whoever_keeps_every_batch_that_several_get_sees_each_unchanged(tmp_path: Path) -> None:
+    with Job(keep_every_shared_batch, 3, tmp_path) as job:
+        job.expect_end()
+
+
 def tensors_apart(rank: int, line: Line) -> None:
     given = [{"x": torch.zeros(300), "y": torch.ones(300)}] * 2
     mine = td.scatter_batch(given if rank == 0 else None)

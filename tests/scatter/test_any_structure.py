@@ -1,0 +1,114 @@
+"""Random nested structures, scattered: every rank gets its own, of the same types, over both ways."""
+
+from __future__ import annotations
+
+import io
+import types
+from collections import OrderedDict, UserDict, defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+import tundish as td
+from batches import Node, Opaque, Pair, Rows, Sample, Span, same
+from rank_processes import Job, Line, on_nodes
+
+
+def tensor(dtype: torch.dtype, shape: tuple[int, ...], first: int, kind: str) -> Any:
+    count = int(np.prod(shape))
+    made = ((torch.arange(count) + first) % 7).to(dtype).view(shape)
+    if kind == "turned" and made.dim() > 1:
+        return made.transpose(0, -1)
+    # Of others torch itself loads none with a gradient.
+    if kind == "gradient" and dtype in (torch.float32, torch.bfloat16):
+        return made.requires_grad_()
+    if kind == "array" and dtype in (torch.float32, torch.int64):
+        return made.numpy()
+    return made
+
+
+SHAPES = some.lists(some.integers(0, 3), max_size=3).map(tuple)
+TENSORS = some.builds(
+    tensor,
+    some.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]),
+    # Such as are announced before they are written, and such as are sent by themselves.
+    SHAPES | SHAPES | some.sampled_from([(50_000,), (3, 400_000)]),
+    some.integers(0, 6),
+    some.sampled_from(["plain", "turned", "gradient", "array"]),
+)
+VALUES = (
+    some.none()
+    | some.booleans()
+    | some.integers()
+    | some.floats(allow_nan=False)
+    | some.text(max_size=4)
+    | some.binary(max_size=4)
+)
+KEYS = some.text(max_size=3) | some.integers(0, 3) | some.tuples(some.integers(0, 2))
+STRUCTURES: some.SearchStrategy[Any] = some.recursive(
+    TENSORS | VALUES,
+    lambda inner: (
+        some.lists(inner, max_size=5).flatmap(
+            lambda items: some.sampled_from([list, tuple, Rows, deque]).map(lambda kind: kind(items))
+        )
+        | some.dictionaries(KEYS, inner, max_size=5).flatmap(
+            lambda items: some.sampled_from(
+                [dict, OrderedDict, lambda one: defaultdict(list, one), UserDict]
+            ).map(lambda kind: kind(items))
+        )
+        | some.builds(Pair, inner, inner)
+        | some.builds(Sample, inner, some.text(max_size=4))
+        | some.builds(Span, inner, some.text(max_size=4))
+        | some.builds(Node, inner, inner)
+        | some.builds(Opaque, inner)
+        | some.builds(lambda one, other: types.SimpleNamespace(a=one, b=other), inner, inner)
+        # The same thing twice.
+        | inner.map(lambda one: [one, {"again": one}])
+    ),
+    max_leaves=12,
+)
+
+
+def as_told(rank: int, line: Line) -> None:
+    if line.hear():
+        on_nodes(rank, 1)
+    while (told := line.hear()) is not None:
+        one, other = torch.load(io.BytesIO(told), weights_only=False)
+        failures = []
+        # A batch of each rank's own, then one that two receivers have together.
+        for batches in ([one, other, one], [other, one, one]):
+            try:
+                mine = td.scatter_batch(batches if rank == 0 else None)
+            except Exception as error:
+                failures.append(repr(error))
+            else:
+                if not same(mine, batches[rank]):
+                    failures.append(f"{batches[rank]!r} came as {mine!r}")
+        line.say(failures)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_any_structure_comes_to_each_rank_as_it_was(far: bool, tmp_path: Path) -> None:
+    with Job(as_told, 3, tmp_path) as job:
+
+        @settings(max_examples=25, deadline=None)
+        @given(STRUCTURES, STRUCTURES)
+        def check(one: Any, other: Any) -> None:
+            # By bytes: the ranks are not to share the memory of the test.
+            told = io.BytesIO()
+            torch.save((one, other), told)
+            for rank in range(3):
+                job.tell(rank, told.getvalue())
+            assert job.hear_all() == [([],)] * 3
+
+        for rank in range(3):
+            job.tell(rank, far)
+        check()
+        for rank in range(3):
+            job.tell(rank)
+        job.expect_end()
