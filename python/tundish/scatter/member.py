@@ -268,12 +268,14 @@ class Member:
         ways = self._ways
         if ways is None:
             return
-        if error is not self._lost:
-            told = FAILED, f"{self._place.source}\n{_described(error)}"
-        else:
-            assert self._lost is not None  # noqa: S101 (for the type checker)
-            told = LOST, f"{self._lost.rank}\n{self._lost}"
+        # For those who are not told more, as Ctrl-C comes once more.
+        told = FAILED, f"{self._place.source}\nleft this round"
         try:
+            if error is not self._lost:
+                told = FAILED, f"{self._place.source}\n{_described(error)}"
+            else:
+                assert self._lost is not None  # noqa: S101 (for the type checker)
+                told = LOST, f"{self._lost.rank}\n{self._lost}"
             self._say(ways, error, told, untold)
         finally:
             # Whoever gave the tensors may change them now.

@@ -16,6 +16,7 @@ import torch
 import tundish as td
 from batches import same
 from rank_processes import Job, Line, on_nodes, outcome
+from tundish.scatter import member
 from tundish.scatter.far import FarLane, Sending
 from tundish.scatter.member import Member
 from tundish.scatter.scatterer import Scatterer
@@ -168,6 +169,14 @@ def test_small_batches_come_in_one_message(tmp_path: Path) -> None:
 
 def changed_on_its_way(rank: int, line: Line) -> None:
     on_nodes(rank, 1)
+    described = member._described
+
+    def interrupted(_: BaseException) -> str:
+        member._described = described
+        raise KeyboardInterrupt
+
+    if line.hear():
+        member._described = interrupted
     given = {"x": torch.zeros(MIB), "small": torch.zeros(3)}
     assert same(td.scatter_batch([given] * 3 if rank == 0 else None), given)
     line.say("ready")
@@ -184,16 +193,20 @@ def changed_on_its_way(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("end", "again", "said"),
     [
-        ("TimedOutError", "rank 1 did not come within 2 s"),
-        ("KeyboardInterrupt", "failed with KeyboardInterrupt"),
+        ("TimedOutError", False, "rank 1 did not come within 2 s"),
+        ("KeyboardInterrupt", False, "failed with KeyboardInterrupt"),
+        # Twice, the second time as the others are about to be told.
+        ("KeyboardInterrupt", True, "left this round"),
     ],
 )
 def test_what_changes_after_the_source_left_a_round_is_not_taken_for_what_was_given(
-    end: str, said: str, tmp_path: Path
+    end: str, again: bool, said: str, tmp_path: Path
 ) -> None:
     with Job(changed_on_its_way, 3, tmp_path, seconds=2.0 if end == "TimedOutError" else 30.0) as job:
+        for rank in range(3):
+            job.tell(rank, again)
         assert job.hear_all() == [("ready",)] * 3
         if end == "KeyboardInterrupt":
             # As it waits for rank 1.
