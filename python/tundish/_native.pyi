@@ -39,6 +39,7 @@ __all__ = [
     "fingerprint",
     "held_descriptor",
     "is_plain",
+    "is_segment_retired",
     "lending_socket",
     "load_handles",
     "open_checkpoints_readonly",
@@ -376,6 +377,7 @@ class ArenaStats(TypedDict):
     peak: int
 
 def default_arena_limit() -> int: ...
+def is_segment_retired(fd: int) -> bool: ...
 
 @final
 class SegmentArena:

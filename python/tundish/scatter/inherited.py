@@ -8,17 +8,14 @@ looked at the message that refers to it.
 from __future__ import annotations
 
 import os
-import struct
 from typing import Final
+
+from tundish._native import is_segment_retired
 
 __all__ = ["MOST_KNOWN", "Inherited"]
 
 # As many segments as a receiver keeps.
 MOST_KNOWN: Final = 128
-# What the header of a segment says of its end, and where, as compiled: the last generation whose reader came, and one
-# more than the last one whose reader is to come after its owner has let go of it.
-_END = struct.Struct("=QQ")
-_END_AT = 24
 
 
 class Inherited:
@@ -29,7 +26,9 @@ class Inherited:
 
     def keep(self, identity: int, descriptor: int) -> None:
         """Take over a descriptor. The source may have forgotten that it sent one of this segment before."""
-        given_up = [known for known, one in self._descriptors.items() if known == identity or _is_let_go(one)]
+        given_up = [
+            known for known, one in self._descriptors.items() if known == identity or is_segment_retired(one)
+        ]
         if not given_up and len(self._descriptors) >= MOST_KNOWN:
             given_up = [next(iter(self._descriptors))]
         for known in given_up:
@@ -44,9 +43,3 @@ class Inherited:
         """Close all."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
-
-
-def _is_let_go(descriptor: int) -> bool:
-    """Whether the owner of a segment will send nothing in it any more, nor is anything of it on its way."""
-    came, awaited = _END.unpack(os.pread(descriptor, _END.size, _END_AT))
-    return bool(awaited) and came >= awaited - 1

@@ -56,7 +56,7 @@ mod _native {
         verify_folder, write_sidecar,
     };
     #[pymodule_export]
-    use super::shm::arena::{Parcel, ParcelView, Parcels, SegmentArena, default_arena_limit};
+    use super::shm::arena::{Parcel, ParcelView, Parcels, SegmentArena, default_arena_limit, is_segment_retired};
     #[pymodule_export]
     use super::shm::board::{TaskBoard, available_processors, end_with};
     #[pymodule_export]

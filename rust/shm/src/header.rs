@@ -144,6 +144,24 @@ pub(crate) fn retire(map: &Mapping, last: u64) {
 
 /// Whether the owner let go of the segment, and the reader of what was sent in it last came.
 pub(crate) fn is_retired(map: &Mapping) -> bool {
-    let retired = map.word(AT_RETIRED).load(Ordering::Acquire);
-    retired != 0 && acknowledged(map) >= retired - 1
+    is_over(acknowledged(map), map.word(AT_RETIRED).load(Ordering::Acquire))
 }
+
+/// The same, for who has a segment open and not mapped.
+///
+/// # Errors
+/// [`ShmError::Io`] where the file cannot be read; one that is too short is no segment, and nothing is awaited of it.
+pub fn is_retired_behind(file: BorrowedFd<'_>) -> Result<bool, ShmError> {
+    let mut words = [[0u8; 8]; 2];
+    let read = rustix::io::retry_on_intr(|| rustix::io::pread(file, words.as_flattened_mut(), AT_ACKNOWLEDGED as u64))
+        .map_err(|errno| ShmError::io("read", "a segment", errno))?;
+    let [acknowledged, retired] = words.map(u64::from_ne_bytes);
+    Ok(read < words.as_flattened().len() || is_over(acknowledged, retired))
+}
+
+fn is_over(acknowledged: u64, retired: u64) -> bool {
+    retired != 0 && acknowledged >= retired - 1
+}
+
+// Both words are read at once.
+const _: () = assert!(AT_RETIRED == AT_ACKNOWLEDGED + 8);

@@ -42,7 +42,7 @@ mod watcher;
 
 pub use error::ShmError;
 pub use file::{DATA_START, GoOn};
-pub use header::{Facts, LAYOUT_ROOM};
+pub use header::{Facts, LAYOUT_ROOM, is_retired_behind};
 pub use lease::Lease;
 pub use parcel::{Parcel, Reference};
 pub use parcels::{ParcelView, Parcels};

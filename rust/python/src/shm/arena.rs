@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::buffer::PyBuffer;
@@ -18,7 +18,7 @@ use tundish_shm::arena::{Arena, Use, default_limit};
 use tundish_shm::{self as shm, Reference};
 
 use super::unheld::Unheld;
-use super::{as_address, as_tuple, look};
+use super::{as_address, as_tuple, descriptor, look};
 use crate::enter::enter;
 use crate::error::BindingError;
 
@@ -69,6 +69,12 @@ impl SegmentArena {
 #[pyfunction]
 pub(crate) fn default_arena_limit() -> usize {
     default_limit()
+}
+
+/// Whether the owner of the segment behind `fd` will send nothing in it any more, nor is anything of it on its way.
+#[pyfunction]
+pub(crate) fn is_segment_retired(fd: RawFd) -> PyResult<bool> {
+    Ok(shm::is_retired_behind(descriptor::borrow(fd)?).map_err(BindingError::from)?)
 }
 
 /// How a parcel is given back.
