@@ -218,8 +218,9 @@ def long_build(rank: int, line: Line) -> None:
     def build(job: Any, *arguments: Any) -> Any:
         # As it is for a hundred times as many samples: the work of minutes.
         line.say("building")
+        *_, tick, expected = arguments
         while time.monotonic() < until:
-            built = pack(job, arguments[-1])
+            built = pack(job, tick, expected)
         return write(job, *arguments) if place else built
 
     if rank == 0:

@@ -125,7 +125,8 @@ class ImageWriter(StorageWriter):
     ) -> None:
         self.folder = folder
         self.facts: list[FileFacts] = []
-        self.metadata = b""
+        # What the first rank writes beside its file, once it has it.
+        self.metadata: bytes | None = None
         self._name = file_name(index)
         self._layout = layout
         self._buffer = buffer
@@ -154,16 +155,25 @@ class ImageWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:  # noqa: ARG002
-        """Write the file; returns when it is durable."""
-        if self._buffer is not None:
-            self._layout.fill(self._buffer, self._layout.whole, self._objects)
-            writer = open_file(self.folder, self._name, self._layout.size, self._options)
-            with finishing(writer, self._options):
-                writer.write(self._name, 0, self._buffer.image, 0, self._layout.size)
-                self.facts += writer.finish()
+        """Write the file, and `.metadata` where this rank has it; returns when they are durable."""
         done: Future[list[WriteResult]] = Future()
-        done.set_result(_results_of(plan))
+        if self._buffer is None:
+            self._write_metadata()
+            done.set_result(_results_of(plan))
+            return done
+        self._layout.fill(self._buffer, self._layout.whole, self._objects)
+        writer = open_file(self.folder, self._name, self._layout.size, self._options)
+        with finishing(writer, self._options):
+            writer.write(self._name, 0, self._buffer.image, 0, self._layout.size)
+            # Meanwhile.
+            self._write_metadata()
+            done.set_result(_results_of(plan))
+            self.facts += writer.finish()
         return done
+
+    def _write_metadata(self) -> None:
+        if self.metadata is not None:
+            self.facts.append(write_sidecar(self.folder, METADATA, self.metadata))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the contents of `.metadata`."""
@@ -194,8 +204,7 @@ def save_together(planner: StagedPlanner, writer: ImageWriter, layout: Layout, e
         plans = writer.prepare_global_plan(plans)
         writer.finish(metadata, [_results_of(each) for each in plans])
         exchange.metadata = writer.metadata
-    if exchange.metadata is not None:
-        writer.facts.append(write_sidecar(writer.folder, METADATA, exchange.metadata))
+    writer.metadata = exchange.metadata
     writer.write_data(planner.finish_plan(plan), planner).wait()
 
 
