@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from tundish.checkpoint.dcp.values import to_json
 from tundish.checkpoint.dcp.writer import ImageWriter, Spread, StagedPlanner, file_name, save_together
 from tundish.checkpoint.saves import News, PlannedFile, WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
-from tundish.checkpoint.tensors import any_on_cuda, is_dtensor, local_of
+from tundish.checkpoint.tensors import any_on_cuda, check_memories, is_dtensor, local_of
 from tundish.distributed.groups import Meeting
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.waiting import deadline_of
@@ -224,7 +224,16 @@ class DcpPlan:
 
     def _sources_of(self, layout: Layout) -> list[torch.Tensor]:
         values = self._leaves.values
-        return [local_of(values[item.number]) for item in layout.tensors]
+        sources = [local_of(values[item.number]) for item in layout.tensors]
+
+        def names() -> Iterator[str]:
+            known = list(self._leaves.form.paths)
+            for item in layout.tensors:
+                yield known[item.number]
+
+        # Of one that was saved before the memory may be gone, which its form does not show.
+        check_memories(names(), sources)
+        return sources
 
 
 class StagedState:
