@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import sys
@@ -21,7 +20,6 @@ from programs import PIPE, Program, run
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.hf.plan import HfPlan
 from tundish.checkpoint.saves import Save
-from tundish.checkpoint.staging import BackgroundCopy
 from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError
 
 TENSORS = {"w": torch.ones(1000)}
@@ -439,41 +437,6 @@ def test_a_done_callback_that_exits_ends_nothing_else(root: Path) -> None:
         first.add_done_callback(lambda _: sys.exit(1))
         held.go_on.set()
         assert checkpointer.save_hf(2, TENSORS).result(60) == root / "hf-2"
-
-
-@pytest.mark.parametrize("is_of_copy", [True, False], ids=["copy", "finalize"])
-def test_a_thread_that_cannot_be_started_fails_the_save_alone(
-    root: Path, monkeypatch: pytest.MonkeyPatch, is_of_copy: bool
-) -> None:
-    parameter = torch.nn.Parameter(torch.ones(1000))
-    optimizer = torch.optim.SGD([parameter], 0.1)
-    parameter.grad = torch.ones(1000)
-    start_named, start = threading.Thread.start, _thread.start_new_thread
-
-    def refuse_named(self: threading.Thread) -> None:
-        if self.name == "tundish-hf-finalize":
-            raise RuntimeError("can't start new thread")
-        start_named(self)
-
-    def refuse(run: Callable[..., object], arguments: tuple[object, ...]) -> int:
-        if getattr(run, "__func__", None) is BackgroundCopy._run:
-            raise RuntimeError("can't start new thread")
-        return start(run, arguments)
-
-    with Checkpointer(root, on_failure="raise") as checkpointer:
-        with monkeypatch.context() as patch:
-            if is_of_copy:
-                patch.setattr(_thread, "start_new_thread", refuse)
-            else:
-                patch.setattr(threading.Thread, "start", refuse_named)
-            with pytest.raises(RuntimeError, match="start new thread"):
-                checkpointer.save_hf(1, {"w": parameter}, staging="lazy", optimizer=optimizer)
-        optimizer.step()
-        checkpointer.wait(60)
-        assert checkpointer.stats()["under_way"] == {"hf": [], "dcp": []}
-        assert checkpointer.stats()["staging"]["in_use"] == 0
-        assert checkpointer.save_hf(2, {"w": parameter}).result(60) == root / "hf-2"
-    assert not list(root.glob("*hf-1*"))
 
 
 def test_a_failure_that_ctrl_c_keeps_from_the_waiting_caller_is_acted_upon(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tundish.checkpoint import Checkpointer
+from tundish.checkpoint.staging import BackgroundCopy
 from tundish.errors import CallbackError
 
 TENSORS = {"w": torch.ones(1000)}
@@ -109,3 +111,38 @@ def test_whoever_waits_for_the_copy_of_one_save_waits_for_no_other(
 
             loaded = load_file(root / "hf-2" / "model.safetensors")
     assert loaded["w"].eq(0).all()
+
+
+@pytest.mark.parametrize("is_of_copy", [True, False], ids=["copy", "finalize"])
+def test_a_thread_that_cannot_be_started_fails_the_save_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch, is_of_copy: bool
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    parameter.grad = torch.ones(1000)
+    start_named, start = threading.Thread.start, _thread.start_new_thread
+
+    def refuse_named(self: threading.Thread) -> None:
+        if self.name == "tundish-hf-finalize":
+            raise RuntimeError("can't start new thread")
+        start_named(self)
+
+    def refuse(run: Callable[..., object], arguments: tuple[object, ...]) -> int:
+        if getattr(run, "__func__", None) is BackgroundCopy._run:
+            raise RuntimeError("can't start new thread")
+        return start(run, arguments)
+
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        with monkeypatch.context() as patch:
+            if is_of_copy:
+                patch.setattr(_thread, "start_new_thread", refuse)
+            else:
+                patch.setattr(threading.Thread, "start", refuse_named)
+            with pytest.raises(RuntimeError, match="start new thread"):
+                checkpointer.save_hf(1, {"w": parameter}, staging="lazy", optimizer=optimizer)
+        optimizer.step()
+        checkpointer.wait(60)
+        assert checkpointer.stats()["under_way"] == {"hf": [], "dcp": []}
+        assert checkpointer.stats()["staging"]["in_use"] == 0
+        assert checkpointer.save_hf(2, {"w": parameter}).result(60) == root / "hf-2"
+    assert not list(root.glob("*hf-1*"))

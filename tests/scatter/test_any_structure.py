@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import types
-from collections import OrderedDict, UserDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from hypothesis import strategies as some
 
 import tundish as td
 from batches import Node, Opaque, Pair, Rows, Sample, Span, same
+from containers import KEYS, containers
 from rank_processes import Job, Line, on_nodes
 
 
@@ -49,26 +48,15 @@ VALUES = (
     | some.text(max_size=4)
     | some.binary(max_size=4)
 )
-KEYS = some.text(max_size=3) | some.integers(0, 3) | some.tuples(some.integers(0, 2))
 STRUCTURES: some.SearchStrategy[Any] = some.recursive(
     TENSORS | VALUES,
     lambda inner: (
-        some.lists(inner, max_size=5).flatmap(
-            lambda items: some.sampled_from([list, tuple, Rows, deque]).map(lambda kind: kind(items))
-        )
-        | some.dictionaries(KEYS, inner, max_size=5).flatmap(
-            lambda items: some.sampled_from(
-                [dict, OrderedDict, lambda one: defaultdict(list, one), UserDict]
-            ).map(lambda kind: kind(items))
-        )
+        containers(inner, rows=Rows, keys=KEYS, most=5)
         | some.builds(Pair, inner, inner)
         | some.builds(Sample, inner, some.text(max_size=4))
         | some.builds(Span, inner, some.text(max_size=4))
         | some.builds(Node, inner, inner)
         | some.builds(Opaque, inner)
-        | some.builds(lambda one, other: types.SimpleNamespace(a=one, b=other), inner, inner)
-        # The same thing twice.
-        | inner.map(lambda one: [one, {"again": one}])
     ),
     max_leaves=12,
 )

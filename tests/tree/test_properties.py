@@ -6,8 +6,7 @@ import copy
 import dataclasses
 import itertools
 import pickle
-import types
-from collections import OrderedDict, UserDict, defaultdict, deque
+from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import tundish as td
+from containers import KEYS, containers
 from sameness import assert_same
 from tundish.tree.schema import Schema
 
@@ -115,25 +115,13 @@ VALUES = (
     | some.sampled_from([1j, torch.float16, 2**80])
     | some.lists(some.integers(0, 9), min_size=16, max_size=20)
 )
-KEYS = some.text(max_size=3) | some.integers(0, 3) | some.booleans() | some.tuples(some.integers(0, 2))
-
 STRUCTURES: some.SearchStrategy[Any] = some.recursive(
     PARTS | VALUES,
     lambda inner: (
-        some.lists(inner, max_size=6).flatmap(
-            lambda items: some.sampled_from([list, tuple, Row, deque]).map(lambda kind: kind(items))
-        )
-        | some.dictionaries(KEYS, inner, max_size=6).flatmap(
-            lambda items: some.sampled_from(
-                [dict, OrderedDict, lambda one: defaultdict(list, one), UserDict]
-            ).map(lambda kind: kind(items))
-        )
+        containers(inner, rows=Row, keys=KEYS | some.booleans(), most=6)
         | some.builds(Pair, inner, inner)
         | some.builds(Sample, inner, inner)
         | some.builds(Unknown, inner)
-        | some.builds(lambda one, other: types.SimpleNamespace(a=one, b=other), inner, inner)
-        # The same thing twice.
-        | inner.map(lambda one: [one, {"again": one}])
     ),
     max_leaves=20,
 )

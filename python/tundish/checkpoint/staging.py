@@ -159,7 +159,7 @@ class BackgroundCopy:
         self._is_wanted = True
         # Held while it is copied.
         self._copying = threading.Lock()
-        # Held until it may begin.
+        # Held until the fences stand, so that no copy runs of which a step does not know.
         self._gate = threading.Lock()
         self._gate.acquire()
 
