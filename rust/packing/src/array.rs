@@ -3,8 +3,9 @@
 //! Owns the memory of a plan's columns, and of what is as large while they are made. What always holds: the first `len`
 //! values were written; of large arrays that are made here every page is a huge one, where the kernel has those, since
 //! they begin and end on its boundaries: an allocator's own notes between arrays would leave small pages at both ends
-//! of each, of which every one costs a fault. The largest are the system's own memory and go back to it when they are
-//! dropped: an allocator keeps what it once gave, and of plans that are made one after the other it kept a second one.
+//! of each, of which every one costs a fault. All of them go back to the system when they are dropped, unless whoever
+//! set up the process's allocator wants memory to be kept: what lies below the sizes that allocators do not keep by
+//! themselves is mapped here, since of plans that were made one after the other they kept a second one.
 #![allow(unsafe_code)]
 
 use std::alloc::{self, Layout};
@@ -12,33 +13,104 @@ use std::fmt;
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use crate::error::PackError;
 use crate::memory::{self, HUGE_PAGE, Zero};
 
 /// Arrays from this size on are whole huge pages.
 const WHOLE_PAGES_FROM_BYTES: usize = 1 << 20;
-/// And from this size on no allocator's.
+/// And from this size on no allocator's,
 const MAPPED_FROM_BYTES: usize = 4 << 20;
+/// but for those from this size on, which glibc's gives back at once, whatever was freed before (the greatest value that
+/// `M_MMAP_THRESHOLD` takes by itself, mallopt(3)). In a process that is told to keep memory they are kept, and the next
+/// plan need not wait until the kernel has cleared as much.
+const GIVEN_BACK_FROM_BYTES: usize = 32 << 20;
+
+/// Memory of one array, or of several that lie side by side.
+struct Memory {
+    /// Where the arrays begin.
+    start: NonNull<u8>,
+    /// What was given, with the place up to where a huge page begins.
+    given: NonNull<u8>,
+    layout: Layout,
+    /// Whether no allocator gave it.
+    is_mapped: bool,
+}
+
+// SAFETY: it is only memory.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// Memory that may hold anything; none where there is no more. The size is not zero.
+    fn new(plain: Layout) -> Option<Self> {
+        match plain.size() {
+            ..WHOLE_PAGES_FROM_BYTES => Self::allocated(plain, 1),
+            WHOLE_PAGES_FROM_BYTES..MAPPED_FROM_BYTES => Self::allocated(whole_pages(plain)?, 1),
+            MAPPED_FROM_BYTES..GIVEN_BACK_FROM_BYTES => Self::mapped(plain),
+            // Moved to the boundary here: an allocator that is asked to do so cuts off what lies before it, and what it
+            // is given back is then too small for the next one of the same size.
+            _ => {
+                let size = whole_pages(plain)?.size().checked_add(HUGE_PAGE)?;
+                Self::allocated(Layout::from_size_align(size, plain.align()).ok()?, HUGE_PAGE)
+            }
+        }
+    }
+
+    /// Memory of this layout that begins at a multiple of `boundary`, for which it has room.
+    fn allocated(layout: Layout, boundary: usize) -> Option<Self> {
+        // SAFETY: not of size zero.
+        let given = NonNull::new(unsafe { alloc::alloc(layout) })?;
+        let lead = given.addr().get().wrapping_neg() % boundary;
+        // SAFETY: within what was given, since it has the room.
+        let start = unsafe { given.add(lead) };
+        if layout.size() >= WHOLE_PAGES_FROM_BYTES {
+            memory::advise_huge(start.as_ptr(), layout.size() - lead);
+        }
+        Some(Self { start, given, layout, is_mapped: false })
+    }
+
+    /// Zeros that the system maps; none where there is no more.
+    fn mapped(plain: Layout) -> Option<Self> {
+        let layout = whole_pages(plain)?;
+        let start = memory::map(layout.size())?;
+        memory::advise_huge(start.as_ptr(), layout.size());
+        Some(Self { start, given: start, layout, is_mapped: true })
+    }
+}
+
+/// Of as many bytes, from where a huge page begins to where one ends.
+fn whole_pages(layout: Layout) -> Option<Layout> {
+    Some(layout.align_to(HUGE_PAGE).ok()?.pad_to_align())
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.is_mapped {
+            // SAFETY: mapped in this size, and nobody uses it any more.
+            unsafe { memory::unmap(self.given, self.layout.size()) };
+        } else if self.layout.size() > 0 {
+            // SAFETY: allocated with this layout by the global allocator, which is a Vec's, too.
+            unsafe { alloc::dealloc(self.given.as_ptr(), self.layout) };
+        }
+    }
+}
 
 /// As a `Vec`, but for where its memory begins and ends.
 pub struct Array<T> {
     start: NonNull<T>,
     len: usize,
     capacity: usize,
-    /// That of the memory at `start`, which no allocator gave where `is_mapped` says so.
-    layout: Layout,
+    /// What `start` lies in; nobody else uses the part of it that begins there.
+    memory: Arc<Memory>,
 }
 
 // SAFETY: it owns its values, as a `Vec` does.
 unsafe impl<T: Send> Send for Array<T> {}
 // SAFETY: as above.
 unsafe impl<T: Sync> Sync for Array<T> {}
-
-/// Whether memory of this layout is the system's own. No `Vec` has one that is aligned so.
-fn is_mapped(layout: Layout) -> bool {
-    layout.align() == HUGE_PAGE && layout.size() >= MAPPED_FROM_BYTES
-}
 
 impl<T> Array<T> {
     /// `len` zeros, untouched by this process until written.
@@ -51,7 +123,7 @@ impl<T> Array<T> {
         if len.saturating_mul(size_of::<T>()) < MAPPED_FROM_BYTES {
             return memory::zeroed(len).map(Self::from);
         }
-        let mut array = Self::with_room(len)?;
+        let [mut array] = Self::in_one_memory(len, Memory::mapped)?;
         // The system maps nothing but zeros, which are values of T.
         array.len = len;
         Ok(array)
@@ -61,25 +133,40 @@ impl<T> Array<T> {
     ///
     /// Unlike `Vec::with_capacity` it reports a failed allocation instead of aborting the process.
     pub(crate) fn with_room(capacity: usize) -> Result<Self, PackError> {
-        let refused = || memory::out_of_memory::<T>(capacity);
-        let plain = Layout::array::<T>(capacity).map_err(|_| refused())?;
-        if plain.size() == 0 {
-            return Ok(Self::default());
+        Self::in_one_memory(capacity, Memory::new).map(|[array]| array)
+    }
+
+    /// As `with_room`, `N` times. Large ones lie side by side, and their memory goes back when the last of them is
+    /// dropped: so it can be of the size that an allocator knows how to give back or to keep.
+    pub(crate) fn with_rooms<const N: usize>(capacity: usize) -> Result<[Self; N], PackError> {
+        if capacity.saturating_mul(N * size_of::<T>()) >= GIVEN_BACK_FROM_BYTES {
+            return Self::in_one_memory(capacity, Memory::new);
         }
-        let layout = match plain.size() < WHOLE_PAGES_FROM_BYTES {
-            true => plain,
-            false => plain.align_to(HUGE_PAGE).map_err(|_| refused())?.pad_to_align(),
-        };
-        let start = match is_mapped(layout) {
-            true => memory::map(layout.size()),
-            // SAFETY: not of size zero.
-            false => NonNull::new(unsafe { alloc::alloc(layout) }),
-        };
-        let start = start.ok_or_else(refused)?.cast::<T>();
-        if layout.align() == HUGE_PAGE {
-            memory::advise_huge(start.as_ptr().cast(), layout.size());
+        let mut arrays = [const { None }; N];
+        for array in &mut arrays {
+            *array = Some(Self::with_room(capacity)?);
         }
-        Ok(Self { start, len: 0, capacity, layout })
+        Ok(arrays.map(Option::unwrap_or_default))
+    }
+
+    fn in_one_memory<const N: usize>(
+        capacity: usize,
+        memory_of: impl Fn(Layout) -> Option<Memory>,
+    ) -> Result<[Self; N], PackError> {
+        let values = capacity.saturating_mul(N);
+        let refused = || memory::out_of_memory::<T>(values);
+        let layout = Layout::array::<T>(values).map_err(|_| refused())?;
+        if layout.size() == 0 {
+            return Ok(std::array::from_fn(|_| Self::default()));
+        }
+        let memory = Arc::new(memory_of(layout).ok_or_else(refused)?);
+        Ok(std::array::from_fn(|number| Self {
+            // SAFETY: there is room for all of them.
+            start: unsafe { memory.start.cast::<T>().add(number * capacity) },
+            len: 0,
+            capacity,
+            memory: Arc::clone(&memory),
+        }))
     }
 
     /// Make room for `more` values behind those that are there.
@@ -141,13 +228,12 @@ impl Array<i64> {
                 narrow.add(position).write(value as i32);
             }
         }
-        let whole = ManuallyDrop::new(self);
-        let used = whole.len * size_of::<i32>();
-        if whole.layout.size() >= WHOLE_PAGES_FROM_BYTES {
+        let (used, room) = (self.len * size_of::<i32>(), self.capacity * size_of::<i64>());
+        if room >= WHOLE_PAGES_FROM_BYTES {
             // SAFETY: within the array, and beyond its values.
-            unsafe { memory::give_back(whole.start.as_ptr().cast::<u8>().add(used), whole.layout.size() - used) };
+            unsafe { memory::give_back(narrow.cast::<u8>().add(used), room - used) };
         }
-        Ok(Array { start: whole.start.cast(), len: whole.len, capacity: whole.capacity * 2, layout: whole.layout })
+        Ok(Array { start: self.start.cast(), len: self.len, capacity: self.capacity * 2, memory: self.memory })
     }
 }
 
@@ -163,19 +249,8 @@ impl<T> From<Vec<T>> for Array<T> {
         // A Vec has never more than a layout can say.
         let layout = Layout::array::<T>(values.capacity()).unwrap_or(Layout::new::<()>());
         let start = NonNull::new(values.as_mut_ptr()).unwrap_or(NonNull::dangling());
-        Self { start, len: values.len(), capacity: values.capacity(), layout }
-    }
-}
-
-impl<T> Drop for Array<T> {
-    fn drop(&mut self) {
-        if is_mapped(self.layout) {
-            // SAFETY: mapped in this size, and nobody uses it any more.
-            unsafe { memory::unmap(self.start.cast(), self.layout.size()) };
-        } else if self.layout.size() > 0 {
-            // SAFETY: allocated with this layout by the global allocator, which is a Vec's, too.
-            unsafe { alloc::dealloc(self.start.as_ptr().cast(), self.layout) };
-        }
+        let memory = Arc::new(Memory { start: start.cast(), given: start.cast(), layout, is_mapped: false });
+        Self { start, len: values.len(), capacity: values.capacity(), memory }
     }
 }
 
@@ -251,6 +326,25 @@ mod tests {
         for len in [WHOLE_PAGES_FROM_BYTES / 8, HUGE_PAGE / 8, 5 << 20] {
             assert_eq!(filled(len).as_ptr().addr() % HUGE_PAGE, 0);
         }
+    }
+
+    #[test]
+    fn arrays_side_by_side_are_apart() {
+        for len in [0usize, 5, HUGE_PAGE / 8 + 1, GIVEN_BACK_FROM_BYTES / 24 + 1] {
+            let mut arrays = Array::<i64>::with_rooms::<3>(len).unwrap();
+            for (array, first) in arrays.iter_mut().zip(1..) {
+                array.spare_capacity_mut().iter_mut().zip(first..).for_each(|(place, value)| _ = place.write(value));
+                // SAFETY: just written.
+                unsafe { array.set_len(len) };
+            }
+            let [first, second, third] = arrays;
+            let second = second.narrowed(|_| Ok(())).unwrap();
+            assert!(first.iter().copied().eq(1..=len as i64));
+            drop(first);
+            assert!(second.iter().copied().eq(2..2 + len as i32));
+            assert!(third.iter().copied().eq(3..3 + len as i64));
+        }
+        assert!(Array::<i64>::with_rooms::<3>(usize::MAX).is_err());
     }
 
     #[test]

@@ -101,13 +101,9 @@ impl<C: Cell> MemorySink<C> {
         // Memory that is never touched costs nothing, so bounds that turn out too large cost nothing either.
         let packs = usize::try_from(packs).unwrap_or(usize::MAX).saturating_add(SPARE);
         let pieces = usize::try_from(pieces).unwrap_or(usize::MAX).saturating_add(SPARE);
-        let pack_column = || Array::with_room(packs);
         Ok(Self {
             dataset_id: Array::zeroed(packs)?,
-            columns: Columns {
-                indices: Array::with_room(pieces)?,
-                packs: [pack_column()?, pack_column()?, pack_column()?, pack_column()?],
-            },
+            columns: Columns { indices: Array::with_room(pieces)?, packs: Array::with_rooms(packs)? },
         })
     }
 

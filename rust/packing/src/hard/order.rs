@@ -10,6 +10,7 @@ use crate::crew::Crew;
 use crate::error::PackError;
 use crate::fingerprint::LEAF;
 use crate::integers::{Integers, Word};
+use crate::processor::widest;
 use crate::shuffle::Index;
 use crate::watch::Watch;
 
@@ -48,12 +49,11 @@ impl<C: Cell> Order<'_, C> {
             }
             Self::Drawn(order) => out.copy_from_slice(&order[start..start + out.len()]),
             Self::Given(order) => {
-                // The or of all values is at least each of them, and has the top bit of a negative one. Where it is
-                // too large, none of the values need be, so they are looked at one by one; those
-                // that lost bits show in the or.
+                // The or of all values has the top bit of a negative one, and what a value lost to become a word. Where
+                // it says that there is neither, the words are the values.
                 let seen = order.read(start, out);
-                return seen < samples as u64
-                    || seen <= C::LARGEST && out.iter().all(|index| index.widen() < samples as u64);
+                let largest = widest(|| out.iter().copied().max());
+                return seen <= C::LARGEST && largest.is_none_or(|largest| largest.widen() < samples as u64);
             }
         }
         true
