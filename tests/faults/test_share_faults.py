@@ -193,27 +193,20 @@ def test_a_killed_builder_is_noticed_within_a_second(tmp_path: Path, again: bool
     assert len(visible) == again
 
 
-def long_build(rank: int, line: Line) -> None:
-    size, place = line.hear()
+def on_node(rank: int, size: int) -> None:
     on_nodes(rank, size)
     voter_module.node_identity = lambda: f"node {rank // size}"
+
+
+def share_in(line: Line, place: dict[str, Any]) -> None:
+    lengths = np.tile(LENGTHS, 100)
+    line.say(*outcome(lambda: share(Path(), lengths=lengths, cache_dir=None, **place)), time.monotonic())
+
+
+def long_build(rank: int, line: Line) -> None:
+    size, place = line.hear()
+    on_node(rank, size)
     pack, write, until = _native.pack, _native.write, time.monotonic() + 20
-
-    if rank == 0 and place == {"copying": True}:
-        # As it is for a plan that is so much larger: a byte at a time.
-        place, block.PIECE = {}, 1
-        as_block = building.as_block
-
-        def copy(*arguments: Any) -> Any:
-            line.say("building")
-            return as_block(*arguments)
-
-        building.as_block = copy
-        line.say(
-            *outcome(lambda: share(Path(), lengths=np.tile(LENGTHS, 100), cache_dir=None)), time.monotonic()
-        )
-        return
-    place.pop("copying", None)
 
     def build(job: Any, *arguments: Any) -> Any:
         # As it is for a hundred times as many samples: the work of minutes.
@@ -226,8 +219,22 @@ def long_build(rank: int, line: Line) -> None:
     if rank == 0:
         # In this process alone.
         _native.pack, _native.write = (pack, build) if place else (build, write)
-    lengths = np.tile(LENGTHS, 100)
-    line.say(*outcome(lambda: share(Path(), lengths=lengths, cache_dir=None, **place)), time.monotonic())
+    share_in(line, place)
+
+
+def long_copy(rank: int, line: Line) -> None:
+    size, place = line.hear()
+    on_node(rank, size)
+    as_block = building.as_block
+
+    def copy(*arguments: Any) -> Any:
+        line.say("building")
+        return as_block(*arguments)
+
+    if rank == 0:
+        # As it is for a plan that is so much larger: a byte at a time.
+        building.as_block, block.PIECE = copy, 1
+    share_in(line, place)
 
 
 @pytest.mark.parametrize("where", ["in files", "in memory", "as it is copied"])
@@ -245,11 +252,9 @@ def test_a_builder_ends_soon_after_another_rank_of_its_node(
     tmp_path: Path, nodes: int, size: int, end: signal.Signals, told: str, where: str
 ) -> None:
     (tmp_path / "plans").mkdir()
-    with Job(long_build, nodes * size, tmp_path) as job:
+    with Job(long_copy if where == "as it is copied" else long_build, nodes * size, tmp_path) as job:
         for rank in range(nodes * size):
-            place: dict[str, Any] = {"copying": True} if where == "as it is copied" else {}
-            if where == "in files":
-                place["out"] = tmp_path / "plans" / f"plan-{rank // size}"
+            place = {"out": tmp_path / "plans" / f"plan-{rank // size}"} if where == "in files" else {}
             job.tell(rank, (size, place))
         assert job.hear(0) == ("building",)
         # The others wait for it.
