@@ -199,7 +199,11 @@ fn try_one(name: &Path) -> Result<Try, Errno> {
     }
     match retry_on_intr(|| rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)) {
         Err(Errno::WOULDBLOCK) => Ok(Try::Busy(open)),
-        Err(errno) => Err(errno),
+        Err(errno) => {
+            // Where nobody can lock it, nobody could tell later that it belongs to no one, and sweep it.
+            remove_name(name, &open);
+            Err(errno)
+        }
         Ok(()) if leads_to(name, &open)? => Ok(Try::Taken(file)),
         Ok(()) => Ok(Try::Gone),
     }
