@@ -19,8 +19,10 @@ use crate::error::CommitError;
 use crate::facts::FileFacts;
 use crate::tree::{Place, Tree};
 
-/// Between two looks for a free slot.
-const SLOT_INTERVAL: Duration = Duration::from_millis(5);
+/// Between two looks for a free slot: a part of the time waited so far, but no less and no more than this.
+const LEAST_SLOT_INTERVAL: Duration = Duration::from_micros(500);
+const MOST_SLOT_INTERVAL: Duration = Duration::from_millis(5);
+const PART_OF_WAIT: u32 = 64;
 
 /// What the threads of a writer share.
 pub(super) struct Shared<D: Disk> {
@@ -221,7 +223,7 @@ impl<D: Disk> Shared<D> {
 
     /// `None` when there is nothing to do with a slot any more.
     fn wait_for_slot(&self) -> Option<Slot> {
-        let mut waiting = self.slots.wait();
+        let (mut waiting, begun) = (self.slots.wait(), Instant::now());
         loop {
             if let Some(slot) = waiting.try_take() {
                 return Some(slot);
@@ -230,7 +232,8 @@ impl<D: Disk> Shared<D> {
             if state.is_over() {
                 return None;
             }
-            drop(self.changed.wait_timeout(state, SLOT_INTERVAL));
+            let interval = (begun.elapsed() / PART_OF_WAIT).clamp(LEAST_SLOT_INTERVAL, MOST_SLOT_INTERVAL);
+            drop(self.changed.wait_timeout(state, interval));
         }
     }
 
