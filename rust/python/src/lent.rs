@@ -1,6 +1,6 @@
 //! Columns that the core has computed, as numpy arrays.
 //!
-//! What always holds: an array keeps its memory alive, and alone uses it.
+//! What always holds: an array keeps its memory alive, with that of arrays that lie beside it, and alone uses its own.
 #![allow(unsafe_code)]
 
 use std::any::Any;

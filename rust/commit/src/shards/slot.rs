@@ -5,11 +5,12 @@
 //! always holds:
 //!
 //! 1. A lock counts only where its name still leads to the file that is locked: a holder removes the name before it
-//!    unlocks, and who sweeps removes it with the lock held, so two writers never both believe in one slot.
+//!    unlocks, and who sweeps removes it with the lock held, so two writers never both believe in one slot, but for 2
+//!    and 3.
 //! 2. Nobody waits without bound. A holder dates its file with each piece that it has written; one that was not
 //!    dated for [`STALLED`] belongs to a stopped process, or to a child that inherited it from a dead one, and who
 //!    waits takes its name away. The limit spares the disk; a save is worth more.
-//! 3. For the same reason it is no failure where locks cannot be had: then nobody waits.
+//! 3. For the same reason it is no failure where locks cannot be had: who has none does not wait, and leaves no name.
 //!
 //! The files are no data, and no disk holds them: they do not go through [`Disk`](crate::disk::Disk).
 
@@ -200,7 +201,7 @@ fn try_one(name: &Path) -> Result<Try, Errno> {
     match retry_on_intr(|| rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)) {
         Err(Errno::WOULDBLOCK) => Ok(Try::Busy(open)),
         Err(errno) => {
-            // Where nobody can lock it, nobody could tell later that it belongs to no one, and sweep it.
+            // Most likely this call made it. Nobody could sweep it later, which takes the lock, too.
             remove_name(name, &open);
             Err(errno)
         }
