@@ -37,8 +37,8 @@ MEGATRON = "megatron-core build_sample_idx"
 FLOOR = "lengths read in the order and six arrays written, nothing more"
 FLOOR_OF_TWO = f"{FLOOR}, two threads"
 TWO_OVER_ONE = 1.6
-# The loop form stands for the original only where it costs what the original costs.
 OVER_LOOP, OVER_VECTORISED = 80.0, 7.0
+# The loop form stands for the original only where it costs what the original costs.
 LOOP_OVER_VECTORISED = (10.0, 17.0)
 # glibc's malloc then keeps what is freed, and an array lies in pages that were used before.
 KEEPS_MEMORY = {
