@@ -13,7 +13,8 @@
 //!    its lock held; there every call is refused and dropping it does nothing.
 //! 6. At most `writers_per_node` writers under one root write at once on a node (see `slot.rs`). A writer
 //!    holds its slot only while it has something to write, so that it may wait for bytes which
-//!    another rank cannot give before it has written its own.
+//!    another rank cannot give before it has written its own. What is written past the page cache is made durable
+//!    without one: little is left to be written then.
 //!
 //! Bytes go to the disk directly, past the page cache, where the file system takes that and the image lies in memory
 //! as the file does on the disk; else through it, with few dirty pages at a time, which are dropped from it

@@ -29,6 +29,11 @@ impl DirectIo {
         self.0.load(Ordering::Relaxed) == REFUSED
     }
 
+    /// Whether the file system took one.
+    pub(super) fn is_taken(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == TAKEN
+    }
+
     fn taken(&self) {
         self.0.store(TAKEN, Ordering::Relaxed);
     }

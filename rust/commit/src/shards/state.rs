@@ -58,7 +58,7 @@ pub(super) enum Right {
     None,
     /// A thread waits for a slot.
     Sought,
-    Held(Arc<Slot>),
+    Held(Slot),
 }
 
 #[derive(PartialEq)]
@@ -79,8 +79,9 @@ pub(super) struct State {
     /// Files that are not durable.
     unfinished: usize,
     folders: Folders,
-    /// Threads that are at a task.
-    busy: usize,
+    /// Threads that write, and threads that make a file durable.
+    writing: usize,
+    finishing: usize,
     /// Threads that have not ended.
     pub(super) running: usize,
     pub(super) right: Right,
@@ -100,7 +101,8 @@ impl State {
             files: sizes.iter().map(|&size| Progress::new(size)).collect(),
             unfinished: sizes.len(),
             folders: Folders::Waiting,
-            busy: 0,
+            writing: 0,
+            finishing: 0,
             running: 0,
             right: Right::None,
             closed: false,
@@ -122,49 +124,57 @@ impl State {
         self.queue.push_back(write);
     }
 
-    pub(super) fn has_task(&self) -> bool {
-        let only_folders = self.closed && self.unfinished == 0 && self.folders == Folders::Waiting;
-        !self.written.is_empty() || !self.queue.is_empty() || only_folders
+    /// Whether a thread could write if there were a slot.
+    pub(super) fn has_writes(&self) -> bool {
+        !self.queue.is_empty()
     }
 
-    /// Begins a task; [`done`](State::done) or [`fail`](State::fail) ends it.
+    /// Begins a task, one that writes only with a slot; [`done`](State::done) or [`fail`](State::fail) ends it.
     pub(super) fn next_task(&mut self) -> Option<Task> {
         self.catching_up = match self.written.len() {
             0 => false,
             number => self.catching_up || number >= BATCH || self.queue.is_empty(),
         };
-        let task = if let Some(write) = self.queue.front_mut()
+        if let Some(write) = self.queue.front_mut()
             && !self.catching_up
+            && matches!(self.right, Right::Held(_))
         {
             let piece = write.cut_piece();
             if write.length == 0 {
                 self.queue.pop_front();
             }
-            Task::Write(piece)
-        } else if let Some(file) = self.written.pop() {
-            Task::Finish(file)
-        } else if self.has_task() {
+            self.writing += 1;
+            return Some(Task::Write(piece));
+        }
+        if let Some(file) = self.written.pop() {
+            self.finishing += 1;
+            return Some(Task::Finish(file));
+        }
+        if self.closed && self.unfinished == 0 && self.folders == Folders::Waiting {
             self.folders = Folders::Taken;
-            Task::FinishFolders
-        } else {
-            return None;
-        };
-        self.busy += 1;
-        Some(task)
+            return Some(Task::FinishFolders);
+        }
+        None
     }
 
-    pub(super) fn done(&mut self, done: Done) {
+    /// Ends a task. `past_cache`: whether bytes are on the disk once they are written, so that another rank may write
+    /// while this one makes its files durable.
+    pub(super) fn done(&mut self, done: Done, past_cache: bool) {
         match done {
             Done::Wrote { file, offset, length, checksum } => {
+                self.writing -= 1;
                 if self.files[file].wrote(offset, length, checksum) && !self.is_over() {
                     self.written.push(file);
                 }
             }
-            Done::Finished => self.unfinished -= 1,
+            Done::Finished => {
+                self.finishing -= 1;
+                self.unfinished -= 1;
+            }
             Done::FinishedFolders => self.folders = Folders::Durable,
         }
-        self.busy -= 1;
-        if self.busy == 0 && !self.has_task() {
+        let is_cached = !past_cache && (self.finishing > 0 || !self.written.is_empty());
+        if self.writing == 0 && self.queue.is_empty() && !is_cached {
             self.right = Right::None;
         }
     }

@@ -185,40 +185,39 @@ impl<D: Disk> Shared<D> {
     fn work(&self, at: &mut PathBuf) {
         let mut state = self.lock();
         while !state.is_over() {
-            let slot = match &state.right {
-                Right::Held(slot) => Arc::clone(slot),
-                Right::None if state.has_task() => {
-                    state.right = Right::Sought;
-                    drop(state);
-                    let taken = self.wait_for_slot();
-                    state = self.lock();
-                    state.right = taken.map_or(Right::None, |slot| Right::Held(Arc::new(slot)));
-                    self.changed.notify_all();
-                    continue;
-                }
-                Right::None | Right::Sought => {
-                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-                    continue;
-                }
-            };
             let Some(task) = state.next_task() else {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = if state.has_writes() && matches!(state.right, Right::None) {
+                    self.seek_slot(state)
+                } else {
+                    self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+                };
                 continue;
             };
             drop(state);
             let outcome = self.perform(task, at);
-            slot.date();
-            drop(slot);
             state = self.lock();
+            if let Right::Held(slot) = &state.right {
+                slot.date();
+            }
             match outcome {
                 Ok(done) => {
                     self.written.fetch_add(done.bytes(), Ordering::Relaxed);
-                    state.done(done);
+                    state.done(done, self.direct_io.is_taken());
                 }
                 Err(error) => state.fail(error),
             }
             self.changed.notify_all();
         }
+    }
+
+    fn seek_slot<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        state.right = Right::Sought;
+        drop(state);
+        let taken = self.wait_for_slot();
+        let mut state = self.lock();
+        state.right = taken.map_or(Right::None, Right::Held);
+        self.changed.notify_all();
+        state
     }
 
     /// `None` when there is nothing to do with a slot any more.
