@@ -68,6 +68,7 @@ class Group:
 
 _ALONE = (
     "copy",
+    "bytes",
     "writes",
     "hf",
     "hf unsummed",
@@ -86,6 +87,7 @@ _LOOPING = ("hf", "hf lazy", "torch thread", "torch process", "torch-checkpointi
 _REPLICATED = ("copy", "writes", "hf", "hf lazy", "safetensors", "seed")
 _SHARDED = (
     "copy",
+    "bytes",
     "writes",
     "dcp",
     "hf",
@@ -96,7 +98,7 @@ _SHARDED = (
     "nvrx",
 )
 # What saves nothing that anybody could load: the limits that saving cannot pass.
-_FLOORS = ("copy", "writes")
+_FLOORS = ("copy", "bytes", "writes")
 
 # Of stalls, and of the time until a save is durable: the least ratio of a peer to tundish, by workload.
 _STALLS = {
@@ -231,9 +233,10 @@ def _note(group: Group) -> str:
     return (
         "Stall: until the call returns and the tensors may be changed, which they are at once. Durable: until every "
         f"file is on the disk and the save is known to be over. Of {' and '.join(fsynced)} no file is made "
-        "durable: an fsync of each file is added to their time. The floor of a stall is `Tensor.copy_` of the same "
-        "tensors into buffers that were used before; that of a durable save writes as many bytes that lie ready in "
-        "memory, and where a target asks for less time than it takes, its row says so."
+        "durable: an fsync of each file is added to their time. `Tensor.copy_` is of the same tensors into buffers "
+        "that were used before. The floor of a stall is one call that copies the same bytes as tundish does, past the "
+        "caches and on all processors, and nothing else; that of a durable save writes as many bytes that lie ready in "
+        "memory. Where a target asks for less time than its floor takes, a row says so."
     )
 
 
@@ -255,6 +258,23 @@ def _row(case: str, ours: float, peer: str, peers: float, at_least: float | None
     )
 
 
+def _floor_rows(
+    what: str, floor: float, peers: Mapping[str, float], targets: Mapping[str, float], plan: Plan
+) -> list[Row]:
+    """What nobody gets below, beside each peer over which a target asks for something."""
+    return [
+        _row(
+            f"{what}, the floor" + (": the target is out of reach" if seconds / targets[way] < floor else ""),
+            floor,
+            WAYS[way].name,
+            seconds,
+            None,
+            plan,
+        )
+        for way, seconds in peers.items()
+    ]
+
+
 def _stall_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> list[Row]:
     ours = _ours(group)
     targets = _STALLS.get(group.workload, {})
@@ -268,8 +288,11 @@ def _stall_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> lis
             plan,
         )
         for way in group.ways
-        if not way.startswith("hf") and way not in (ours, "writes")
+        if not way.startswith("hf") and way not in (ours, "bytes", "writes")
     ]
+    if "bytes" in figures:
+        stalls = {way: figures[way].stall for way in group.ways if way in targets}
+        rows += _floor_rows("stall", figures["bytes"].stall, stalls, targets, plan)
     if "hf lazy" in figures:
         lazy = figures["hf lazy"].stall
         judged = plan.judges and group.workload == "large"
@@ -318,25 +341,10 @@ def _durable_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> l
             plan,
         )
         for way in group.ways
-        if way not in ("copy", ours, "hf lazy", "hf unsummed")
+        if way not in ("copy", "bytes", ours, "hf lazy", "hf unsummed")
     ]
-    floor = figures["writes"].durable
-
-    def asked(way: str) -> float:
-        return figures[way].durable / targets[way]
-
-    rows += [
-        _row(
-            "durable, the floor" + (": the target is out of reach" if asked(way) < floor else ""),
-            floor,
-            WAYS[way].name,
-            figures[way].durable,
-            None,
-            plan,
-        )
-        for way in group.ways
-        if way in targets
-    ]
+    durable = {way: figures[way].durable for way in group.ways if way in targets}
+    rows += _floor_rows("durable", figures["writes"].durable, durable, targets, plan)
     if "hf unsummed" in figures:
         with_sums, without = figures["hf"].durable, figures["hf unsummed"].durable
         share = (with_sums - without) / with_sums

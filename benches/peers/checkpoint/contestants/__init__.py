@@ -76,6 +76,7 @@ def _way(
 
 WAYS = {
     "copy": _way("Tensor.copy_", "plain", "Copies"),
+    "bytes": _way("bare copies", "plain", "BareCopies"),
     "writes": _way("bare direct writes", "plain", "DirectWrites"),
     "hf": _way("tundish save_hf", "ours", "Ours", arguments={"kind": "hf"}),
     "hf lazy": _way("tundish save_hf, lazy", "ours", "Ours", arguments={"kind": "hf", "lazy": True}),
