@@ -97,7 +97,7 @@ _SHARDED = (
     "torch-checkpointing",
     "nvrx",
 )
-# What saves nothing that anybody could load: the limits that saving cannot pass.
+# What saves nothing that anybody could load: limits of saving, and what its parts are compared with.
 _FLOORS = ("copy", "bytes", "writes")
 
 # Of stalls, and of the time until a save is durable: the least ratio of a peer to tundish, by workload.
@@ -230,13 +230,17 @@ def _sections(group: Group, figures: Mapping[str, Figures], plan: Plan) -> list[
 
 def _note(group: Group) -> str:
     fsynced = [WAYS[way].name for way in group.ways if not WAYS[way].fsyncs]
+    stalls = (
+        "The floor of a stall is one call of tundish's own copy, past the caches and on all processors, of the same "
+        "bytes, for which nothing is planned. "
+    )
     return (
         "Stall: until the call returns and the tensors may be changed, which they are at once. Durable: until every "
         f"file is on the disk and the save is known to be over. Of {' and '.join(fsynced)} no file is made "
         "durable: an fsync of each file is added to their time. `Tensor.copy_` is of the same tensors into buffers "
-        "that were used before. The floor of a stall is one call that copies the same bytes as tundish does, past the "
-        "caches and on all processors, and nothing else; that of a durable save writes as many bytes that lie ready in "
-        "memory. Where a target asks for less time than its floor takes, a row says so."
+        f"that were used before. {stalls if 'bytes' in group.ways else ''}The floor of a durable save writes as many "
+        "bytes that lie ready in memory. Where a target asks for less time than its floor takes, and tundish takes "
+        "longer, a row says so."
     )
 
 
@@ -259,12 +263,13 @@ def _row(case: str, ours: float, peer: str, peers: float, at_least: float | None
 
 
 def _floor_rows(
-    what: str, floor: float, peers: Mapping[str, float], targets: Mapping[str, float], plan: Plan
+    what: str, floor: float, ours: float, peers: Mapping[str, float], targets: Mapping[str, float], plan: Plan
 ) -> list[Row]:
-    """What nobody gets below, beside each peer over which a target asks for something."""
+    """What our way does not get below, beside each peer over which a target asks for something."""
     return [
         _row(
-            f"{what}, the floor" + (": the target is out of reach" if seconds / targets[way] < floor else ""),
+            f"{what}, the floor"
+            + (": the target is out of reach" if seconds / targets[way] < floor < ours else ""),
             floor,
             WAYS[way].name,
             seconds,
@@ -292,7 +297,7 @@ def _stall_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> lis
     ]
     if "bytes" in figures:
         stalls = {way: figures[way].stall for way in group.ways if way in targets}
-        rows += _floor_rows("stall", figures["bytes"].stall, stalls, targets, plan)
+        rows += _floor_rows("stall", figures["bytes"].stall, figures[ours].stall, stalls, targets, plan)
     if "hf lazy" in figures:
         lazy = figures["hf lazy"].stall
         judged = plan.judges and group.workload == "large"
@@ -344,7 +349,7 @@ def _durable_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> l
         if way not in ("copy", "bytes", ours, "hf lazy", "hf unsummed")
     ]
     durable = {way: figures[way].durable for way in group.ways if way in targets}
-    rows += _floor_rows("durable", figures["writes"].durable, durable, targets, plan)
+    rows += _floor_rows("durable", figures["writes"].durable, figures[ours].durable, durable, targets, plan)
     if "hf unsummed" in figures:
         with_sums, without = figures["hf"].durable, figures["hf unsummed"].durable
         share = (with_sums - without) / with_sums

@@ -19,7 +19,8 @@ use tundish_commit::disk::{Disk, RealDisk};
 use tundish_commit::shards::{ShardWriter, WriterOptions};
 use watched::WatchedDisk;
 
-const SIZE: usize = 1 << 20;
+/// More than a piece.
+const SIZE: usize = 12 << 20;
 
 /// Far longer than anything takes that does not wait, and less than a slot is held by who does nothing.
 const LONG: Duration = Duration::from_secs(10);

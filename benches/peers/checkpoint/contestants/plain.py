@@ -71,10 +71,9 @@ class Copies:
 
 
 class BareCopies:
-    """The floor of a stall: one call that copies the same bytes into memory that was used before.
+    """The floor of a stall: one call of tundish's own copy, of the same bytes into memory that was used before.
 
-    As tundish copies, past the caches and on all processors, which takes less time than `Tensor.copy_`. Nothing is
-    planned, named or checked.
+    Past the caches and on all processors, which takes less time than `Tensor.copy_`. Nothing is planned or named.
     """
 
     def __init__(self, root: Path, state: State) -> None:

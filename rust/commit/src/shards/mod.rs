@@ -11,10 +11,10 @@
 //! 4. When `finish` has answered, and when the writer is dropped, no thread of it runs and it holds no image.
 //! 5. A writer belongs to the process that made it. A child made by `fork` has none of its threads, and may find
 //!    its lock held; there every call is refused and dropping it does nothing.
-//! 6. At most `writers_per_node` writers under one root write at once on a node (see `slot.rs`). A writer
-//!    holds its slot only while it has something to write, so that it may wait for bytes which
-//!    another rank cannot give before it has written its own. What is written past the page cache is made durable
-//!    without one: little is left to be written then.
+//! 6. At most `writers_per_node` writers under one root write at once on a node (see `slot.rs`). A writer holds its slot
+//!    only while it has something to write, so that it may wait for bytes which another rank cannot give before it has
+//!    written its own. Once all that it was given is written it holds none to make files durable, but where more than a
+//!    piece went through the page cache; names are made durable without one.
 //!
 //! Bytes go to the disk directly, past the page cache, where the file system takes that and the image lies in memory
 //! as the file does on the disk; else through it, with few dirty pages at a time, which are dropped from it

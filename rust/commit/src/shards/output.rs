@@ -29,11 +29,6 @@ impl DirectIo {
         self.0.load(Ordering::Relaxed) == REFUSED
     }
 
-    /// Whether the file system took one.
-    pub(super) fn is_taken(&self) -> bool {
-        self.0.load(Ordering::Relaxed) == TAKEN
-    }
-
     fn taken(&self) {
         self.0.store(TAKEN, Ordering::Relaxed);
     }
@@ -78,7 +73,7 @@ impl<D: Disk> Output<D> {
         Ok(Output { cached, direct, in_cache })
     }
 
-    /// Writes all of `bytes` at `offset`.
+    /// Writes all of `bytes` at `offset`; returns how many of them went through the page cache.
     pub(super) fn write(
         &self,
         disk: &D,
@@ -86,9 +81,10 @@ impl<D: Disk> Output<D> {
         bytes: &[u8],
         path: &Path,
         direct_io: &DirectIo,
-    ) -> Result<(), CommitError> {
+    ) -> Result<usize, CommitError> {
         let (Some(file), Some(pages)) = (&self.direct, whole_pages(offset, bytes)) else {
-            return self.write_cached(disk, offset, bytes, path);
+            self.write_cached(disk, offset, bytes, path)?;
+            return Ok(bytes.len());
         };
         let written = if direct_io.is_refused() {
             0
@@ -100,7 +96,8 @@ impl<D: Disk> Output<D> {
         };
         let through = pages.start + written;
         self.write_cached(disk, offset, &bytes[..pages.start], path)?;
-        self.write_cached(disk, offset + through as u64, &bytes[through..], path)
+        self.write_cached(disk, offset + through as u64, &bytes[through..], path)?;
+        Ok(bytes.len() - written)
     }
 
     /// Writes through the page cache, where only a few windows stay.

@@ -170,6 +170,12 @@ impl Waiting<'_> {
 }
 
 impl Slot {
+    /// What is given where there is nothing to hold.
+    #[cfg(test)]
+    pub(super) fn of_nothing() -> Self {
+        Slot { held: None }
+    }
+
     /// Tells those who wait that the holder is alive.
     pub(super) fn date(&self) {
         if let Some((file, _)) = &self.held {

@@ -17,6 +17,10 @@ use crate::writeback::WINDOW;
 /// Files that are made durable together: the first fsync of many small ones commits what the others wait for, too.
 const BATCH: usize = 64;
 
+/// Bytes in the page cache that may be written while another rank writes: a piece's, more than the ends of files that
+/// are no whole pages come to.
+const LITTLE: u64 = WINDOW;
+
 /// Bytes of an image for one file.
 pub(super) struct Write {
     pub(super) file: usize,
@@ -38,7 +42,14 @@ pub(super) enum Task {
 
 /// What came of a task.
 pub(super) enum Done {
-    Wrote { file: usize, offset: u64, length: u64, checksum: Checksum },
+    /// `cached`: how many of the bytes went through the page cache.
+    Wrote {
+        file: usize,
+        offset: u64,
+        length: u64,
+        cached: u64,
+        checksum: Checksum,
+    },
     Finished,
     FinishedFolders,
 }
@@ -79,9 +90,12 @@ pub(super) struct State {
     /// Files that are not durable.
     unfinished: usize,
     folders: Folders,
-    /// Threads that write, and threads that make a file durable.
+    /// Threads that write.
     writing: usize,
+    /// Threads that make a file durable.
     finishing: usize,
+    /// Bytes that went through the page cache while the slot was held.
+    cached: u64,
     /// Threads that have not ended.
     pub(super) running: usize,
     pub(super) right: Right,
@@ -103,6 +117,7 @@ impl State {
             folders: Folders::Waiting,
             writing: 0,
             finishing: 0,
+            cached: 0,
             running: 0,
             right: Right::None,
             closed: false,
@@ -129,7 +144,7 @@ impl State {
         !self.queue.is_empty()
     }
 
-    /// Begins a task, one that writes only with a slot; [`done`](State::done) or [`fail`](State::fail) ends it.
+    /// Begins a task, a write only while a slot is held; [`done`](State::done) or [`fail`](State::fail) ends it.
     pub(super) fn next_task(&mut self) -> Option<Task> {
         self.catching_up = match self.written.len() {
             0 => false,
@@ -157,12 +172,13 @@ impl State {
         None
     }
 
-    /// Ends a task. `past_cache`: whether bytes are on the disk once they are written, so that another rank may write
-    /// while this one makes its files durable.
-    pub(super) fn done(&mut self, done: Done, past_cache: bool) {
+    /// Ends a task. What went past the cache is written, so that another rank may write while this one makes its files
+    /// durable; what did not is written by that.
+    pub(super) fn done(&mut self, done: Done) {
         match done {
-            Done::Wrote { file, offset, length, checksum } => {
+            Done::Wrote { file, offset, length, cached, checksum } => {
                 self.writing -= 1;
+                self.cached += cached;
                 if self.files[file].wrote(offset, length, checksum) && !self.is_over() {
                     self.written.push(file);
                 }
@@ -173,9 +189,10 @@ impl State {
             }
             Done::FinishedFolders => self.folders = Folders::Durable,
         }
-        let is_cached = !past_cache && (self.finishing > 0 || !self.written.is_empty());
-        if self.writing == 0 && self.queue.is_empty() && !is_cached {
+        let is_durable = self.finishing == 0 && self.written.is_empty();
+        if self.writing == 0 && self.queue.is_empty() && (is_durable || self.cached <= LITTLE) {
             self.right = Right::None;
+            self.cached = 0;
         }
     }
 
@@ -229,5 +246,134 @@ fn in_the_past(failure: &CommitError) -> CommitError {
             CommitError::Poisoned { operation, path, source: io::Error::from_raw_os_error(errno) }
         }
         other => CommitError::InvalidWrite { path, reason: other.to_string() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of files of one piece each, `pieces` of which were handed in.
+    fn state(files: usize, pieces: usize) -> State {
+        let mut state = State::new(&vec![WINDOW; files]);
+        for file in 0..pieces {
+            hand_in(&mut state, file);
+        }
+        state
+    }
+
+    fn hand_in(state: &mut State, file: usize) {
+        let image = Arc::new(Image::new(WINDOW as usize).unwrap());
+        assert!(state.files[file].hand_in(0..WINDOW));
+        state.push(Write { file, offset: 0, image, start: 0, length: WINDOW as usize });
+    }
+
+    fn take_slot(state: &mut State) {
+        assert!(matches!(state.right, Right::None));
+        state.right = Right::Held(Slot::of_nothing());
+    }
+
+    fn begin_write(state: &mut State) -> usize {
+        match state.next_task() {
+            Some(Task::Write(write)) => write.file,
+            _ => panic!("there is something to write"),
+        }
+    }
+
+    fn wrote(state: &mut State, file: usize, cached: u64) {
+        state.done(Done::Wrote { file, offset: 0, length: WINDOW, cached, checksum: Checksum::EMPTY });
+    }
+
+    fn is_held(state: &State) -> bool {
+        matches!(state.right, Right::Held(_))
+    }
+
+    #[test]
+    fn nothing_is_written_without_a_slot() {
+        let mut state = state(1, 1);
+        assert!(state.next_task().is_none() && state.has_writes());
+        state.right = Right::Sought;
+        assert!(state.next_task().is_none());
+        state.right = Right::Held(Slot::of_nothing());
+        assert_eq!(begin_write(&mut state), 0);
+    }
+
+    #[test]
+    fn the_slot_is_held_until_the_last_thread_has_written() {
+        let mut state = state(2, 2);
+        take_slot(&mut state);
+        let (one, other) = (begin_write(&mut state), begin_write(&mut state));
+        wrote(&mut state, one, 0);
+        assert!(is_held(&state));
+        // What is written may be made durable meanwhile.
+        assert!(matches!(state.next_task(), Some(Task::Finish(file)) if file == one));
+        state.done(Done::Finished);
+        assert!(is_held(&state));
+        wrote(&mut state, other, 0);
+        assert!(!is_held(&state));
+        assert!(matches!(state.next_task(), Some(Task::Finish(file)) if file == other));
+    }
+
+    #[test]
+    fn what_is_in_the_cache_is_made_durable_with_the_slot() {
+        let mut state = state(2, 2);
+        take_slot(&mut state);
+        for cached in [WINDOW, 1] {
+            let file = begin_write(&mut state);
+            wrote(&mut state, file, cached);
+        }
+        for _ in 0..2 {
+            assert!(is_held(&state));
+            assert!(matches!(state.next_task(), Some(Task::Finish(_))));
+            assert!(is_held(&state));
+            state.done(Done::Finished);
+        }
+        assert!(!is_held(&state));
+    }
+
+    #[test]
+    fn of_what_is_handed_in_later_the_cached_bytes_count_anew() {
+        let mut state = state(3, 2);
+        take_slot(&mut state);
+        for cached in [LITTLE, 0] {
+            let file = begin_write(&mut state);
+            wrote(&mut state, file, cached);
+        }
+        assert!(!is_held(&state));
+        hand_in(&mut state, 2);
+        // Whoever comes first makes durable what is written; the next one asks for a slot.
+        assert!(matches!(state.next_task(), Some(Task::Finish(_))));
+        assert!(matches!(state.next_task(), Some(Task::Finish(_))));
+        assert!(state.next_task().is_none() && state.has_writes());
+        take_slot(&mut state);
+        assert_eq!(begin_write(&mut state), 2);
+        wrote(&mut state, 2, LITTLE);
+        assert!(!is_held(&state));
+    }
+
+    #[test]
+    fn empty_files_and_names_need_no_slot() {
+        let mut state = State::new(&[0]);
+        state.closed = true;
+        assert!(matches!(state.next_task(), Some(Task::Finish(0))));
+        assert!(state.next_task().is_none());
+        state.done(Done::Finished);
+        assert!(matches!(state.next_task(), Some(Task::FinishFolders)));
+        assert!(state.next_task().is_none());
+        state.done(Done::FinishedFolders);
+        assert!(state.is_durable() && !is_held(&state));
+    }
+
+    #[test]
+    fn after_a_failure_the_slot_is_held_while_somebody_writes() {
+        let mut state = state(3, 3);
+        take_slot(&mut state);
+        let (one, other) = (begin_write(&mut state), begin_write(&mut state));
+        state.fail(CommitError::io("write", &PathBuf::from(one.to_string()), Errno::IO));
+        assert!(state.is_over() && !state.has_writes());
+        wrote(&mut state, other, 0);
+        // The one that failed is counted out by the end of its thread.
+        assert!(is_held(&state));
+        assert!(state.next_task().is_none());
     }
 }

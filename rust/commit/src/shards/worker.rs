@@ -202,7 +202,7 @@ impl<D: Disk> Shared<D> {
             match outcome {
                 Ok(done) => {
                     self.written.fetch_add(done.bytes(), Ordering::Relaxed);
-                    state.done(done, self.direct_io.is_taken());
+                    state.done(done);
                 }
                 Err(error) => state.fail(error),
             }
@@ -210,6 +210,7 @@ impl<D: Disk> Shared<D> {
         }
     }
 
+    /// Waits for a slot without the lock, for all threads; the writer has it afterwards, or is over.
     fn seek_slot<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         state.right = Right::Sought;
         drop(state);
@@ -261,10 +262,11 @@ impl<D: Disk> Shared<D> {
         let file = &self.files[write.file];
         let bytes = write.image.bytes(write.start, write.length);
         let output = self.output(file)?;
-        output.write(&self.disk, write.offset, bytes, &file.place.path, &self.direct_io)?;
+        let cached = output.write(&self.disk, write.offset, bytes, &file.place.path, &self.direct_io)?;
         // Only now: a disk takes bytes faster from memory than from the caches of the processor that summed them.
         let checksum = if self.checksum { Checksum::of(bytes) } else { Checksum::EMPTY };
-        Ok(Done::Wrote { file: write.file, offset: write.offset, length: bytes.len() as u64, checksum })
+        let (file, offset, length) = (write.file, write.offset, bytes.len() as u64);
+        Ok(Done::Wrote { file, offset, length, cached: cached as u64, checksum })
     }
 
     fn output(&self, file: &SharedFile<D>) -> Result<Arc<Output<D>>, CommitError> {
