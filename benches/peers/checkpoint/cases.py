@@ -56,19 +56,22 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Ways that save the same on the same ranks. `looping`: those that also save beside training."""
+    """Ways that save the same on the same ranks.
+
+    `beside`: copies, which are timed between our saves and in the same processes, since where a process's memory lies
+    decides over how fast it is. `looping`: those that also save beside training.
+    """
 
     title: str
     workload: str
     world: int
     sharded: bool
     ways: tuple[str, ...]
+    beside: tuple[str, ...] = ("copy", "bytes")
     looping: tuple[str, ...] = ()
 
 
 _ALONE = (
-    "copy",
-    "bytes",
     "writes",
     "hf",
     "hf unsummed",
@@ -84,10 +87,8 @@ _ALONE = (
     "nvrx",
 )
 _LOOPING = ("hf", "hf lazy", "torch thread", "torch process", "torch-checkpointing", "orbax", "nvrx")
-_REPLICATED = ("copy", "writes", "hf", "hf lazy", "safetensors", "seed")
+_REPLICATED = ("writes", "hf", "hf lazy", "safetensors", "seed")
 _SHARDED = (
-    "copy",
-    "bytes",
     "writes",
     "dcp",
     "hf",
@@ -97,8 +98,6 @@ _SHARDED = (
     "torch-checkpointing",
     "nvrx",
 )
-# What saves nothing that anybody could load: limits of saving, and what its parts are compared with.
-_FLOORS = ("copy", "bytes", "writes")
 
 # Of stalls, and of the time until a save is durable: the least ratio of a peer to tundish, by workload.
 _STALLS = {
@@ -144,6 +143,8 @@ def _groups(plan: Plan) -> dict[str, list[Group]]:
                 world=2,
                 sharded=False,
                 ways=_REPLICATED,
+                # Of which each rank copies all, and tundish a half.
+                beside=("copy",),
             ),
             Group(
                 title="two ranks that hold a half each",
@@ -165,7 +166,7 @@ def measure(name: str, plan: Plan) -> list[Section]:
 
 
 def _figures(group: Group, plan: Plan) -> dict[str, Figures]:
-    figures = {way: Figures() for way in group.ways}
+    figures = {way: Figures() for way in (*group.beside, *group.ways)}
     for number in range(plan.rounds):
         for way in group.ways:
             root = plan.folder / "saves"
@@ -178,6 +179,7 @@ def _figures(group: Group, plan: Plan) -> dict[str, Figures]:
                 "root": str(root),
                 "rounds": plan.saves,
                 "compare": number == 0,
+                "beside": list(group.beside) if way == _ours(group) else [],
                 "loops": list(LOOPS) if way in group.looping else [],
             }
             reply = run_ranks(request, threads=max(1, plan.processors // group.world))
@@ -185,6 +187,8 @@ def _figures(group: Group, plan: Plan) -> dict[str, Figures]:
             if reply["differing"]:
                 raise OutputsDiffer(f"{WAYS[way].name} did not save {reply['differing'][:3]} as they were")
             _add(figures[way], reply)
+            for floor, stalls in reply["beside"].items():
+                figures[floor].stall = min([figures[floor].stall, *stalls])
             said = f"stall {duration(min(reply['stall']))}, durable {duration(min(reply['durable']))}"
             print(
                 f"bench: {WORKLOADS[group.workload].name}, {group.title}: {WAYS[way].name}: {said}",
@@ -231,14 +235,15 @@ def _sections(group: Group, figures: Mapping[str, Figures], plan: Plan) -> list[
 def _note(group: Group) -> str:
     fsynced = [WAYS[way].name for way in group.ways if not WAYS[way].fsyncs]
     stalls = (
-        "The floor of a stall is one call of tundish's own copy, past the caches and on all processors, of the same "
-        "bytes, for which nothing is planned. "
+        "So is the floor of a stall, one call of tundish's own copy, past the caches and on all processors, of the "
+        "same bytes, for which nothing is planned. "
     )
     return (
         "Stall: until the call returns and the tensors may be changed, which they are at once. Durable: until every "
         f"file is on the disk and the save is known to be over. Of {' and '.join(fsynced)} no file is made "
         "durable: an fsync of each file is added to their time. `Tensor.copy_` is of the same tensors into buffers "
-        f"that were used before. {stalls if 'bytes' in group.ways else ''}The floor of a durable save writes as many "
+        "that were used before, in the processes of tundish and between its saves: where a process's memory lies "
+        f"decides over how fast it is. {stalls if 'bytes' in group.beside else ''}The floor of a durable save writes as many "
         "bytes that lie ready in memory. Where a target asks for less time than its floor takes, and tundish takes "
         "longer, a row says so."
     )
@@ -292,11 +297,11 @@ def _stall_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> lis
             targets.get(way),
             plan,
         )
-        for way in group.ways
-        if not way.startswith("hf") and way not in (ours, "bytes", "writes")
+        for way in ("copy", *group.ways)
+        if not way.startswith("hf") and way not in (ours, "writes")
     ]
     if "bytes" in figures:
-        stalls = {way: figures[way].stall for way in group.ways if way in targets}
+        stalls = {way: figures[way].stall for way in ("copy", *group.ways) if way in targets}
         rows += _floor_rows("stall", figures["bytes"].stall, figures[ours].stall, stalls, targets, plan)
     if "hf lazy" in figures:
         lazy = figures["hf lazy"].stall
@@ -346,7 +351,7 @@ def _durable_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> l
             plan,
         )
         for way in group.ways
-        if way not in ("copy", "bytes", ours, "hf lazy", "hf unsummed")
+        if way not in (ours, "hf lazy", "hf unsummed")
     ]
     durable = {way: figures[way].durable for way in group.ways if way in targets}
     rows += _floor_rows("durable", figures["writes"].durable, figures[ours].durable, durable, targets, plan)
@@ -372,7 +377,7 @@ def _memory_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> li
     judged = plan.judges and group.workload == "large"
     rows = []
     for way in group.ways:
-        if way in (*_FLOORS, "hf unsummed"):
+        if way in ("writes", "hf unsummed"):
             continue
         memory = figures[way].memory
         is_judged = judged and way.startswith(("hf", "dcp"))

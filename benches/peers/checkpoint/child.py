@@ -3,7 +3,8 @@
     python benches/peers/checkpoint/child.py REQUEST
 
 Owns nothing but its reply. Takes a JSON request (made in `processes`), says "ready" on the first rank, waits for a
-line, saves once to have everything warm, says "warm", saves `rounds` times with a clock, and prints one line of JSON.
+line, saves once to have everything warm, says "warm", saves `rounds` times with a clock, each time after the ways
+`beside`, of which only the stall counts, and prints one line of JSON.
 What always holds: the tensors are changed as soon as a save returns; what the last save of each process wrote is read
 back and compared bit for bit; what is on the disk is removed, and the disk at rest, before the next save begins.
 """
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch.distributed as dist
 
 from checkpoint import training
-from checkpoint.contestants import WAYS, Handle
+from checkpoint.contestants import WAYS, Handle, Saver
 from checkpoint.state import WORKLOADS, Changes, differing, make_state, sharded
 
 
@@ -67,6 +68,26 @@ class Rank:
         self.together()
         return stall, durable, folder
 
+    def beside(self, floor: Saver) -> float:
+        """Seconds until the save of another way returns, from which nothing goes to the disk."""
+        self.together()
+        begin = time.perf_counter()
+        floor.save(self._root, self.state)
+        stall = time.perf_counter() - begin
+        self.together()
+        time.sleep(0.1)
+        return stall
+
+    def wrongly_copied(self, floor: Saver) -> list[str]:
+        """The names of what the last save of another way did not copy as it is."""
+        return differing(floor.read(self._root, self.state), self.state)
+
+    def open_beside(self, way: str) -> Saver:
+        """Another way, warm."""
+        floor = WAYS[way].open(self._root, self.state)
+        self.beside(floor)
+        return floor
+
     def change(self, handle: Handle) -> None:
         """What training does next: step, and change its tensors."""
         before = getattr(handle, "before_changes", None)
@@ -104,14 +125,21 @@ def main() -> None:
     rank.remove(rank.timed()[2])
     if is_first:
         print("warm", flush=True)
+    floors = {way: rank.open_beside(way) for way in request["beside"]}
     reply: dict[str, Any] = {"stall": [], "durable": [], "differing": [], "lost": {}}
+    reply["beside"] = {way: [] for way in floors}
     for number in range(request["rounds"]):
+        for way, floor in floors.items():
+            reply["beside"][way].append(rank.beside(floor))
         stall, durable, folder = rank.timed()
         reply["stall"].append(stall)
         reply["durable"].append(durable)
         if number == request["rounds"] - 1 and request["compare"]:
             reply["differing"] = rank.compare(folder)
+            for floor in floors.values():
+                reply["differing"] += rank.wrongly_copied(floor)
         rank.remove(folder)
+    floors.clear()
     for name in request["loops"]:
         reply["lost"][name] = [training.lost(training.LOOPS[name], rank) for _ in range(request["rounds"])]
     rank.saver.close()
@@ -120,6 +148,9 @@ def main() -> None:
         dist.all_gather_object(replies, reply)
         # What all wait for is what the last one needs.
         reply["stall"] = [max(each) for each in zip(*(other["stall"] for other in replies), strict=True)]
+        for way in reply["beside"]:
+            each_rank = zip(*(other["beside"][way] for other in replies), strict=True)
+            reply["beside"][way] = [max(each) for each in each_rank]
         reply["durable"] = [max(each) for each in zip(*(other["durable"] for other in replies), strict=True)]
         reply["differing"] = [name for other in replies for name in other["differing"]]
     if dist.is_initialized():
