@@ -243,9 +243,9 @@ def _note(group: Group) -> str:
         f"file is on the disk and the save is known to be over. Of {' and '.join(fsynced)} no file is made "
         "durable: an fsync of each file is added to their time. `Tensor.copy_` is of the same tensors into buffers "
         "that were used before, in the processes of tundish and between its saves: where a process's memory lies "
-        f"decides over how fast it is. {stalls if 'bytes' in group.beside else ''}The floor of a durable save writes as many "
-        "bytes that lie ready in memory. Where a target asks for less time than its floor takes, and tundish takes "
-        "longer, a row says so."
+        f"decides over how fast it is. {stalls if 'bytes' in group.beside else ''}The floor of a durable save writes "
+        "as many bytes that lie ready in memory. Where a target asks for less time than its floor takes, and tundish "
+        "takes longer, a row says so."
     )
 
 
