@@ -33,6 +33,17 @@ def test_a_way_of_saving_is_timed_and_compared(
     assert not list((tmp_path / "saves").rglob("*.safetensors"))
 
 
+@pytest.mark.parametrize(("way", "world", "sharded"), [("hf", 1, False), ("dcp", 2, True)])
+def test_copies_are_timed_between_saves_and_compared(
+    bench: SimpleNamespace, tmp_path: Path, way: str, world: int, sharded: bool
+) -> None:
+    request = saving(tmp_path, way, world, sharded) | {"beside": ["copy", "bytes"]}
+    reply = bench.processes.run_ranks(request, threads=1)
+    assert reply["differing"] == []
+    assert {way: len(stalls) for way, stalls in reply["beside"].items()} == {"copy": 2, "bytes": 2}
+    assert all(stall > 0 for stalls in reply["beside"].values() for stall in stalls)
+
+
 def test_time_lost_beside_training_is_measured(bench: SimpleNamespace, tmp_path: Path) -> None:
     loops = ["matrix products", "400 tiny operations"]
     request = saving(tmp_path, "hf", 1, False) | {"loops": loops, "rounds": 1}
@@ -75,5 +86,6 @@ def saving(folder: Path, way: str, world: int, sharded: bool) -> dict[str, Any]:
         "root": str(folder / "saves"),
         "rounds": 2,
         "compare": True,
+        "beside": [],
         "loops": [],
     }
