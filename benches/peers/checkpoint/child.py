@@ -129,16 +129,16 @@ def main() -> None:
     reply: dict[str, Any] = {"stall": [], "durable": [], "differing": [], "lost": {}}
     reply["beside"] = {way: [] for way in floors}
     for number in range(request["rounds"]):
-        for way, floor in floors.items():
-            reply["beside"][way].append(rank.beside(floor))
+        for way in floors:
+            reply["beside"][way].append(rank.beside(floors[way]))
         stall, durable, folder = rank.timed()
         reply["stall"].append(stall)
         reply["durable"].append(durable)
         if number == request["rounds"] - 1 and request["compare"]:
             reply["differing"] = rank.compare(folder)
-            for floor in floors.values():
-                reply["differing"] += rank.wrongly_copied(floor)
+            reply["differing"] += [name for way in floors for name in rank.wrongly_copied(floors[way])]
         rank.remove(folder)
+    # Training has their memory.
     floors.clear()
     for name in request["loops"]:
         reply["lost"][name] = [training.lost(training.LOOPS[name], rank) for _ in range(request["rounds"])]
