@@ -25,6 +25,7 @@ __all__ = [
     "ShardView",
     "ShardWriter",
     "SharedSegment",
+    "Spans",
     "TaskBoard",
     "TensorExchange",
     "TensorLook",
@@ -138,12 +139,16 @@ class Image:
     def address(self) -> int: ...
     def fill(
         self,
-        places: Sequence[tuple[int, int, Any, Any]],
+        spans: Spans,
         tensors: Sequence[Any],
         threads: int,
         reader: TensorReader | None = None,
     ) -> list[int]: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class Spans:
+    def __new__(cls, places: Sequence[tuple[int, int, Any] | tuple[int, int, Any, Any]]) -> Spans: ...
 
 @type_check_only
 class StagingStats(TypedDict):
@@ -423,13 +428,16 @@ class TensorExchange:
     def plan(self, places: Sequence[tuple[int, int, Sequence[int], int]]) -> TensorPlan: ...
 
 @final
-class TensorLook: ...
+class TensorLook:
+    @property
+    def names(self) -> tuple[Any, ...]: ...
 
 @final
 class TensorReader:
     @staticmethod
     def of(kinds: list[type], storage: type) -> TensorReader | None: ...
-    def look(self, tensors: list[Any]) -> TensorLook | None: ...
+    def look(self, tensors: dict[str, Any]) -> TensorLook | None: ...
+    def sees(self, look: TensorLook, tensors: dict[str, Any]) -> bool: ...
 
 @final
 class TensorPlan:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tundish import _native
-from tundish._native import FileFacts, Image, ShardWriter
+from tundish._native import FileFacts, Image, ShardWriter, Spans, TensorReader
+from tundish.checkpoint.tensors import READER
 from tundish.errors import (
     AlreadyExistsError,
     CorruptCheckpointError,
@@ -121,6 +122,53 @@ def test_memory_that_cannot_be_is_refused_with_the_size(size: int) -> None:
     with pytest.raises(OutOfMemoryError, match=str(size)) as refusal:
         Image(size)
     assert isinstance(refusal.value, MemoryError)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("reader", [READER, None], ids=["read together", "asked one by one"])
+def test_an_image_is_filled_with_what_lies_in_memory_as_in_the_file(
+    reader: TensorReader | None, threads: int
+) -> None:
+    # More than a thread begins with while the rest is looked at.
+    numbers = torch.arange(11 * MIB, dtype=torch.int32)
+    tensors = [numbers[:5], numbers[5 : 5 * MIB], numbers[:0], numbers[:6].view(2, 3).t(), numbers[5 * MIB :]]
+    tensors[3:3] = [torch.arange(8, dtype=torch.int16), numbers[7:9].view(torch.float32)]
+    image = Image(sum(tensor.nbytes for tensor in tensors) + 300)
+    memory = torch.frombuffer(image, dtype=torch.uint8).fill_(0xA5)
+    expected, places = memory.clone(), []
+    start = 100
+    for number, tensor in enumerate(tensors):
+        places.append((start, start + tensor.nbytes, torch.int32 if number != 3 else torch.int16))
+        if number not in (4, 5):
+            expected[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        start += tensor.nbytes + (64 if number == 1 else 0)
+    assert image.fill(Spans(places), tensors, threads, reader) == [4, 5]
+    assert memory.equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [([(0, 4), (3, 8)], r"place 1 is 3\.\.8, after 4"), ([(4, 8), (0, 4)], "place 1"), ([(8, 4)], "place 0")],
+)
+def test_places_out_of_order_are_refused(places: list[tuple[int, int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Spans([(*place, torch.uint8) for place in places])
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 19])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_nothing_is_copied_beyond_its_place(wrong: int, threads: int) -> None:
+    tensors = [torch.ones(MIB, dtype=torch.uint8)] * 20
+    places = [(number * MIB, (number + 1) * MIB, torch.uint8) for number in range(20)]
+    image = Image(20 * MIB)
+    spans = Spans(places)
+    with pytest.raises(ValueError, match=f"span {wrong} is not as large as its tensor"):
+        image.fill(spans, [*tensors[:wrong], tensors[0][1:], *tensors[wrong + 1 :]], threads, READER)
+    for given in (tensors[1:], [*tensors, tensors[0]]):
+        with pytest.raises(ValueError, match="the spans are not those of the tensors"):
+            image.fill(spans, given, threads, READER)
+    with pytest.raises(ValueError, match="end after the image"):
+        Image(20 * MIB - 1).fill(spans, tensors, threads, READER)
 
 
 def test_files_hold_the_bytes_and_their_checksums(tmp_path: Path) -> None:

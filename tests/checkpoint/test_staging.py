@@ -21,7 +21,7 @@ from torch import nn
 from exporting import staged, write
 from tundish import _native
 from tundish.checkpoint import Checkpointer, staging
-from tundish.checkpoint.buffers import Buffer, Place
+from tundish.checkpoint.buffers import Buffer, Place, Places
 from tundish.checkpoint.hf.plan import plan_hf
 from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -141,7 +141,9 @@ def test_the_copy_begins_when_the_fences_stand(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(staging._Fence, "add", slowly_add)
     monkeypatch.setattr(staging.Copies, "run", run_told)
     buffer = Buffer(12)
-    block = Block(buffer=buffer, places=[Place(0, 12, torch.float32, (3,))], sources=[parameter], names=["w"])
+    block = Block(
+        buffer=buffer, places=Places([Place(0, 12, torch.float32, (3,))]), sources=[parameter], names=["w"]
+    )
     copy = BackgroundCopy([block], optimizers)
     copy.start()
     copy.wait(time.monotonic() + 60)
@@ -226,7 +228,7 @@ def test_what_the_optimizer_does_not_own_is_copied_at_once(gate: threading.Event
     targets = buffer.bytes.view(torch.float32).view(4, 3).zero_()
     block = Block(
         buffer=buffer,
-        places=[Place(start, start + 12, torch.float32, (3,)) for start in (0, 12, 24)],
+        places=Places(Place(start, start + 12, torch.float32, (3,)) for start in (0, 12, 24)),
         sources=[parameter, other, parameter.detach().view(3)],
         names=["a", "b", "c"],
     )
@@ -359,7 +361,7 @@ def test_a_step_waits_also_after_ctrl_c_ended_an_earlier_wait(gate: threading.Ev
     parameter = nn.Parameter(torch.zeros(1000))
     optimizer = Adding(parameter)
     buffer, place = Buffer(4000), Place(0, 4000, torch.float32, (1000,))
-    block = Block(buffer=buffer, places=[place], sources=[parameter.detach()], names=["w"])
+    block = Block(buffer=buffer, places=Places([place]), sources=[parameter.detach()], names=["w"])
     copy = BackgroundCopy([block], [optimizer])
     copy.start()
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))

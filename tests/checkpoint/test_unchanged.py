@@ -149,6 +149,16 @@ def test_tensors_are_known_again_while_nothing_changes() -> None:
     assert known(tensors)
 
 
+def test_names_are_known_by_their_letters() -> None:
+    tensors = {"layers.0.w": torch.ones(2), "layers.1.w": torch.zeros(2)}
+    remember(tensors, ())
+    # As those of a state dict, which are made anew each time.
+    again = {"".join(list(name)): one for name, one in tensors.items()}
+    assert known(again) and next(iter(again)) is not next(iter(tensors))
+    assert not known(dict(zip(("layers.0.w", "layers.2.w"), tensors.values(), strict=True)))
+    assert not known({name: one for name, one in tensors.items() if name == "layers.0.w"})
+
+
 @pytest.mark.parametrize(
     "tensors",
     [

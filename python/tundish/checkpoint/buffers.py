@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tundish._native import Image, trim_staging
+from tundish._native import Image, Spans, trim_staging
 from tundish.waiting import to_its_end
 
-__all__ = ["Buffer", "Place", "trim", "unpin"]
+__all__ = ["Buffer", "Place", "Places", "trim", "unpin"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -42,16 +42,29 @@ class Place(NamedTuple):
     shape: Sequence[int]
 
 
+class Places(tuple[Place, ...]):
+    """Places of one buffer, in its order and without overlap."""
+
+    @functools.cached_property
+    def spans(self) -> Spans:
+        """The same for `Image.fill`."""
+        return Spans(self)
+
+
 class Buffer:
     """`size` bytes of host memory; `is_pinned` for copies from a CUDA device, which wait for it where it cannot be.
 
-    `image`: for whoever writes it to a disk. `bytes`: the same memory as a tensor of bytes.
+    `image`: for whoever writes it to a disk.
     """
 
     def __init__(self, size: int, *, is_pinned: bool = False) -> None:
         self.image: Image
         self.image, self._is_pinned = _take_pinned(size) if is_pinned else (Image(size), False)
-        self.bytes: torch.Tensor = torch.frombuffer(self.image, dtype=torch.uint8)
+
+    @functools.cached_property
+    def bytes(self) -> torch.Tensor:
+        """All of it."""
+        return torch.frombuffer(self.image, dtype=torch.uint8)
 
     def view(self, place: Place) -> torch.Tensor:
         """A place as a tensor."""

@@ -103,9 +103,10 @@ class Owner:
 
         Returns whether `make_room` has to be called before anything is written.
         """
-        if self._lacks_room(written_bytes) is not None:
-            wait_for_saves()
         free = self._lacks_room(written_bytes)
+        if free is not None:
+            wait_for_saves()
+            free = self._lacks_room(written_bytes)
         if free is not None and written_bytes > free + self._surplus_bytes():
             raise StorageError(
                 errno.ENOSPC,

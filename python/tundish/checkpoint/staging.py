@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tundish.checkpoint.buffers import Buffer, Place
+from tundish.checkpoint.buffers import Buffer, Places
 from tundish.checkpoint.tensors import READER, any_on_cuda, check_memory, locals_of
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 from tundish.waiting import Moment, run_aside, to_its_end, wait_for
@@ -46,7 +46,7 @@ class Block:
     """Local tensors that belong into one buffer, in its order. `places`: of each; `names`: for messages."""
 
     buffer: Buffer
-    places: Sequence[Place]
+    places: Places
     sources: Sequence[torch.Tensor]
     names: Sequence[str] = ()
 
@@ -56,7 +56,7 @@ class Block:
             return self
         return Block(
             buffer=self.buffer,
-            places=[self.places[number] for number in numbers],
+            places=Places([self.places[number] for number in numbers]),
             sources=[self.sources[number] for number in numbers],
             names=[self.names[number] for number in numbers],
         )
@@ -412,7 +412,9 @@ def _check_memory_of(block: Block, number: int) -> None:
 
 def _copy_on_host(block: Block, threads: int) -> None:
     """What is not on a CUDA device: bytes as they are, and what is to be converted or rearranged by torch."""
-    left = block.buffer.image.fill(block.places, block.sources, threads, READER)
+    left = block.buffer.image.fill(block.places.spans, block.sources, threads, READER)
+    if not left:
+        return
     left = [number for number in left if not block.sources[number].is_cuda]
     for number in left:
         _check_memory_of(block, number)

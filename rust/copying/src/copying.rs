@@ -8,12 +8,14 @@
 //! memory is the limit, two transfers instead of three take two thirds of the time.
 #![allow(unsafe_code)]
 
+use std::marker;
 use std::ops::Range;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
+use std::thread::{self, Scope};
 
 /// Bytes that are worth a thread of their own, which takes some 50 µs to start.
-const WORTH_A_THREAD: usize = 8 << 20;
+pub const WORTH_A_THREAD: usize = 8 << 20;
 
 /// What a thread takes at a time. Threads that were given their shares at the beginning would all wait for the one
 /// whose processor somebody else wants, too.
@@ -44,30 +46,78 @@ unsafe impl Sync for Copy {}
 /// # Safety
 /// All sources can be read and all targets written until this returns; no target overlaps another or a source, and
 /// nobody else looks at a target. Who changes a source meanwhile gets some of the old bytes and some of the new.
-pub unsafe fn copy<E>(copies: &[Copy], threads: usize, mut go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
+pub unsafe fn copy<E>(copies: &[Copy], threads: usize, go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
     let pieces = Pieces::of(copies);
     thread::scope(|scope| {
-        for _ in 1..threads.min(pieces.total / WORTH_A_THREAD) {
-            let copied = thread::Builder::new().spawn_scoped(scope, || while pieces.copy_next().is_some() {});
-            if copied.is_err() {
-                // What another thread would copy, this one does.
-                break;
-            }
-        }
-        let mut own = 0;
-        while let Some(begun) = pieces.copy_next() {
-            own += 1;
-            if own % LOOK_AROUND == 0 {
-                go_on(begun).inspect_err(|_| pieces.stop())?;
-            }
-        }
-        Ok(())
+        help(scope, threads.min(pieces.total / WORTH_A_THREAD), || pieces.copy_all());
+        pieces.copy_asking(go_on)
     })
 }
 
+/// As [`copy`], of `total` bytes of which not all are known yet: threads that they are worth begin with the `first`, while
+/// `find` finds the rest on this one and has it copied. What it does not have copied is left.
+///
+/// # Safety
+/// As of [`copy`], for the first copies and the rest.
+pub unsafe fn copy_while_finding<T>(
+    first: &[Copy],
+    total: usize,
+    threads: usize,
+    find: impl FnOnce(Rest<'_>) -> T,
+) -> T {
+    let (first, rest) = (Pieces::of(first), OnceLock::<Pieces>::new());
+    thread::scope(|scope| {
+        help(scope, threads.min(total / WORTH_A_THREAD), || {
+            first.copy_all();
+            rest.wait().copy_all();
+        });
+        find(Rest { first: &first, rest: &rest })
+    })
+}
+
+/// What is still to be found of copies of which others are made already.
+pub struct Rest<'a> {
+    first: &'a Pieces,
+    rest: &'a OnceLock<Pieces>,
+}
+
+impl Rest<'_> {
+    /// Copies what was known before, as far as nobody has, and `copies`. As [`copy`](fn@copy).
+    ///
+    /// # Errors
+    /// What `go_on` returns.
+    pub fn copy<E>(self, copies: &[Copy], mut go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
+        let rest = self.rest.get_or_init(|| Pieces::of(copies));
+        self.first.copy_asking(&mut go_on)?;
+        rest.copy_asking(|begun| go_on(self.first.total + begun))
+    }
+}
+
+impl Drop for Rest<'_> {
+    fn drop(&mut self) {
+        // Where all is copied this does nothing, and else the others are not to wait or to go on.
+        self.first.stop();
+        self.rest.get_or_init(|| Pieces::of(&[])).stop();
+    }
+}
+
+/// Have `work` done by threads, so that there are up to `threads` with the caller's.
+fn help<'scope, 'env>(
+    scope: &'scope Scope<'scope, 'env>,
+    threads: usize,
+    work: impl Fn() + marker::Copy + Send + 'scope,
+) {
+    for _ in 1..threads {
+        if thread::Builder::new().spawn_scoped(scope, work).is_err() {
+            // What another thread would copy, the caller's does.
+            break;
+        }
+    }
+}
+
 /// All copies, counted through one after the other and cut into pieces, which threads take in turn.
-struct Pieces<'a> {
-    copies: &'a [Copy],
+struct Pieces {
+    copies: Vec<Copy>,
     /// Where each copy ends.
     ends: Vec<usize>,
     total: usize,
@@ -75,15 +125,32 @@ struct Pieces<'a> {
     next: AtomicUsize,
 }
 
-impl<'a> Pieces<'a> {
-    fn of(copies: &'a [Copy]) -> Self {
+impl Pieces {
+    fn of(copies: &[Copy]) -> Self {
         let mut total = 0;
         let end_of = |copy: &Copy| {
             total += copy.length;
             total
         };
         let ends = copies.iter().map(end_of).collect();
-        Pieces { copies, ends, total, next: AtomicUsize::new(0) }
+        Pieces { copies: copies.to_vec(), ends, total, next: AtomicUsize::new(0) }
+    }
+
+    /// Copies pieces until all are taken.
+    fn copy_all(&self) {
+        while self.copy_next().is_some() {}
+    }
+
+    /// As `copy_all`; asks whether to go on now and then.
+    fn copy_asking<E>(&self, mut go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
+        let mut own = 0;
+        while let Some(begun) = self.copy_next() {
+            own += 1;
+            if own % LOOK_AROUND == 0 {
+                go_on(begun).inspect_err(|_| self.stop())?;
+            }
+        }
+        Ok(())
     }
 
     /// Copies the next piece; where it ends, or nothing where all are taken.
@@ -94,6 +161,7 @@ impl<'a> Pieces<'a> {
         Some(end)
     }
 
+    /// No piece is begun any more.
     fn stop(&self) {
         self.next.store(self.total, Ordering::Relaxed);
     }
@@ -166,7 +234,7 @@ mod streaming {
     /// # Safety
     /// As of [`copy`](super::copy); the processor has AVX.
     #[target_feature(enable = "avx")]
-    pub(super) unsafe fn copy(pieces: &Pieces<'_>, bytes: Range<usize>) {
+    pub(super) unsafe fn copy(pieces: &Pieces, bytes: Range<usize>) {
         let each = if bytes.len() < WORTH_STREAMS { bytes.len() } else { bytes.len().div_ceil(STREAMS) };
         let mut streams = [0, 1, 2, 3].map(|number| {
             let [start, end] = [number, number + 1].map(|edge| bytes.end.min(bytes.start + edge * each));
@@ -267,6 +335,8 @@ mod streaming {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use proptest::prelude::*;
 
     use super::*;
@@ -353,6 +423,66 @@ mod tests {
             assert!(copied.is_err() == (asked == 1) && (threads > 1 || asked == 1));
             assert!(threads > 1 || target.iter().filter(|&&byte| byte == 1).count() == LOOK_AROUND * PIECE);
         }
+    }
+
+    /// The halves of a copy.
+    fn halves(source: &[u8], target: &mut [u8]) -> [Copy; 2] {
+        let whole = Copy { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() };
+        [whole.before(source.len() / 2), whole.after(source.len() / 2)]
+    }
+
+    #[test]
+    fn what_is_known_first_is_copied_while_the_rest_is_found() {
+        let source = vec![1u8; 2 * WORTH_A_THREAD + 34];
+        for threads in [1, 2, 5] {
+            let mut target = vec![0u8; source.len()];
+            let [first, rest] = halves(&source, &mut target);
+            let mut begun = 0;
+            // SAFETY: both lie within their vectors, which nobody else looks at but for one byte that is waited for.
+            unsafe {
+                copy_while_finding(&[first], source.len(), threads, |found| {
+                    let last = first.target.wrapping_add(first.length - 1);
+                    let deadline = Instant::now() + Duration::from_secs(60);
+                    while threads > 1 && last.read_volatile() == 0 {
+                        assert!(Instant::now() < deadline, "{threads} threads");
+                        thread::yield_now();
+                    }
+                    assert!(threads > 1 || last.read_volatile() == 0);
+                    found.copy(&[rest], |bytes| {
+                        assert!(begun < bytes && bytes <= source.len());
+                        begun = bytes;
+                        Ok::<(), ()>(())
+                    })
+                })
+            }
+            .unwrap();
+            assert!(target == source, "{threads} threads");
+        }
+    }
+
+    #[test]
+    fn nobody_waits_for_a_rest_that_is_not_found() {
+        let source = vec![1u8; 2 * WORTH_A_THREAD];
+        for threads in [1, 3] {
+            let mut target = vec![0u8; source.len()];
+            let [first, _] = halves(&source, &mut target);
+            // SAFETY: both lie within their vectors, which nobody else looks at.
+            let found = unsafe { copy_while_finding(&[first], source.len(), threads, |_| Err::<(), _>("lost")) };
+            assert_eq!(found, Err("lost"));
+            assert!(target[first.length..].iter().all(|&byte| byte == 0));
+        }
+    }
+
+    #[test]
+    fn nothing_of_a_rest_is_begun_after_an_error() {
+        let source = vec![1u8; 4 * LOOK_AROUND * PIECE];
+        let mut target = vec![0u8; source.len()];
+        let [first, rest] = halves(&source, &mut target);
+        // SAFETY: both lie within their vectors, which nobody else looks at.
+        let copied =
+            unsafe { copy_while_finding(&[first], source.len(), 1, |found| found.copy(&[rest], |_| Err("stop"))) };
+        assert_eq!(copied, Err("stop"));
+        assert!(target.iter().filter(|&&byte| byte == 1).count() == LOOK_AROUND * PIECE);
     }
 
     #[test]

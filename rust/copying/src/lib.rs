@@ -8,5 +8,5 @@
 mod copying;
 mod handover;
 
-pub use copying::{Copy, copy};
+pub use copying::{Copy, Rest, WORTH_A_THREAD, copy, copy_while_finding};
 pub use handover::Handover;

@@ -52,8 +52,8 @@ mod _native {
     };
     #[pymodule_export]
     use super::shards::{
-        FileFacts, Image, ShardWriter, checksum_file, seal_manifest, staging_stats, sweep_writer_slots, trim_staging,
-        verify_folder, write_sidecar,
+        FileFacts, Image, ShardWriter, Spans, checksum_file, seal_manifest, staging_stats, sweep_writer_slots,
+        trim_staging, verify_folder, write_sidecar,
     };
     #[pymodule_export]
     use super::shm::arena::{Parcel, ParcelView, Parcels, SegmentArena, default_arena_limit, is_segment_retired};

@@ -58,53 +58,35 @@ impl Image {
         self.image.as_ptr().addr()
     }
 
-    /// Copy `tensors`, each to its place: a tuple that begins with its first byte, the one past its last, and its
-    /// dtype.
+    /// Copy `tensors`, each to its span.
     ///
-    /// Places are in order and do not overlap. Returns the numbers of those that were not copied, because the tensor is
-    /// of another dtype, or its values do not lie in host memory as they will lie on the disk. `reader`: asked first.
-    #[pyo3(signature = (places, tensors, threads, reader=None))]
+    /// Returns the numbers of those that were not copied, because the tensor is of another dtype, or its values do not
+    /// lie in host memory as they will lie on the disk. `reader`: asked first.
+    #[pyo3(signature = (spans, tensors, threads, reader=None))]
     fn fill(
         &self,
         py: Python<'_>,
-        places: &Bound<'_, PySequence>,
+        spans: &Spans,
         tensors: &Bound<'_, PySequence>,
         threads: usize,
         reader: Option<&TensorReader>,
     ) -> PyResult<Vec<usize>> {
-        let mut copies = Vec::with_capacity(tensors.len()?);
-        let mut left = Vec::new();
-        let mut end = 0;
-        let mut known = KnownDtypes::default();
-        for (number, (place, tensor)) in places.try_iter()?.zip(tensors.try_iter()?).enumerate() {
-            let (place, tensor) = (place?.cast_into::<PyTuple>()?, tensor?);
-            let (start, stop): (usize, usize) = (place.get_item(0)?.extract()?, place.get_item(1)?.extract()?);
-            if start < end || stop < start || stop > self.image.size() {
-                return Err(PyValueError::new_err(format!("place {number} is {start}..{stop}, after {end}")));
-            }
-            end = stop;
-            let dtype = place.get_item(2)?;
-            let read = reader.map(|reader| reader.plain(&tensor, &dtype, &mut known)).transpose()?.flatten();
-            let Some((address, length)) = read.map_or_else(|| plain(&tensor, &dtype), |read| Ok(Some(read)))? else {
-                left.push(number);
-                continue;
-            };
-            if length != stop - start {
-                return Err(PyValueError::new_err(format!("place {number} is not as large as its tensor")));
-            }
-            copies.push(copying::Copy {
-                source: ptr::with_exposed_provenance(address),
-                target: self.image.as_ptr().wrapping_add(start),
-                length,
-            });
+        if spans.spans.len() != tensors.len()? || spans.spans.last().is_some_and(|last| last.stop > self.image.size()) {
+            return Err(PyValueError::new_err("the spans are not those of the tensors, or end after the image"));
         }
-        enter(py, None, move |door| {
-            // SAFETY: targets lie in the image, one after the other, and sources in the memory of tensors that the
-            // caller holds and that are dense; whoever frees that memory meanwhile would have torch's own copy
-            // read it, too.
-            Ok(unsafe { copying::copy(&copies, threads, |begun| door.tick("stage", begun as u64, 0)) }?)
-        })?;
-        Ok(left)
+        let mut finder = Finder { image: &self.image, spans, reader, known: KnownDtypes::default(), left: Vec::new() };
+        let mut tensors = tensors.try_iter()?.zip(&spans.spans).enumerate();
+        let total = spans.spans.iter().map(|span| span.stop - span.start).sum();
+        let first = finder.copies(&mut tensors, copying::WORTH_A_THREAD)?;
+        // SAFETY: targets lie in the image, one after the other, and sources in the memory of tensors that the caller
+        // holds and that are dense; whoever frees that memory meanwhile would have torch's own copy read it, too.
+        unsafe {
+            copying::copy_while_finding(&first, total, threads, |rest| {
+                let found = finder.copies(&mut tensors, usize::MAX)?;
+                enter(py, None, move |door| Ok(rest.copy(&found, |begun| door.tick("stage", begun as u64, 0))?))
+            })
+        }?;
+        Ok(finder.left)
     }
 
     /// What Python has of itself from 3.12 on (PEP 688).
@@ -122,6 +104,90 @@ impl Image {
             ffi::PyBuffer_FillInfo(view, slf.as_ptr(), image.as_ptr().cast(), image.size().cast_signed(), 0, flags)
         };
         if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
+    }
+}
+
+/// Where tensors lie in an image, read once for all saves: thousands of Python's objects are not in the caches any
+/// more when the next one comes.
+///
+/// Made of tuples that begin with the first byte, the one past the last, and the dtype; in order, and without overlap.
+#[pyclass(frozen)]
+pub(crate) struct Spans {
+    spans: Vec<Span>,
+    dtypes: Vec<Py<PyAny>>,
+}
+
+struct Span {
+    start: usize,
+    stop: usize,
+    /// Its number among the dtypes.
+    dtype: usize,
+}
+
+/// Finds what `Image::fill` is to copy.
+struct Finder<'a, 'py> {
+    image: &'a staging::Image,
+    spans: &'a Spans,
+    reader: Option<&'a TensorReader>,
+    known: KnownDtypes<'py>,
+    /// The numbers of tensors that are not to be copied.
+    left: Vec<usize>,
+}
+
+impl<'a, 'py> Finder<'a, 'py> {
+    /// The copies of the next `tensors`, until they have `enough` bytes.
+    fn copies(
+        &mut self,
+        tensors: &mut impl Iterator<Item = (usize, (PyResult<Bound<'py, PyAny>>, &'a Span))>,
+        enough: usize,
+    ) -> PyResult<Vec<copying::Copy>> {
+        let (mut copies, mut found) = (Vec::new(), 0);
+        while found < enough
+            && let Some((number, (tensor, span))) = tensors.next()
+        {
+            let tensor = tensor?;
+            let dtype = self.spans.dtypes[span.dtype].bind(tensor.py());
+            let read = self.reader.map(|reader| reader.plain(&tensor, dtype, &mut self.known)).transpose()?.flatten();
+            let Some((address, length)) = read.map_or_else(|| plain(&tensor, dtype), |read| Ok(Some(read)))? else {
+                self.left.push(number);
+                continue;
+            };
+            if length != span.stop - span.start {
+                return Err(PyValueError::new_err(format!("span {number} is not as large as its tensor")));
+            }
+            found += length;
+            copies.push(copying::Copy {
+                source: ptr::with_exposed_provenance(address),
+                target: self.image.as_ptr().wrapping_add(span.start),
+                length,
+            });
+        }
+        Ok(copies)
+    }
+}
+
+#[pymethods]
+impl Spans {
+    #[new]
+    fn new(places: &Bound<'_, PySequence>) -> PyResult<Self> {
+        let mut spans = Vec::with_capacity(places.len()?);
+        let mut dtypes: Vec<Py<PyAny>> = Vec::new();
+        let mut end = 0;
+        for (number, place) in places.try_iter()?.enumerate() {
+            let place = place?.cast_into::<PyTuple>()?;
+            let (start, stop): (usize, usize) = (place.get_item(0)?.extract()?, place.get_item(1)?.extract()?);
+            if start < end || stop < start {
+                return Err(PyValueError::new_err(format!("place {number} is {start}..{stop}, after {end}")));
+            }
+            end = stop;
+            let dtype = place.get_item(2)?;
+            let known = dtypes.iter().position(|known| known.is(&dtype));
+            spans.push(Span { start, stop, dtype: known.unwrap_or(dtypes.len()) });
+            if known.is_none() {
+                dtypes.push(dtype.unbind());
+            }
+        }
+        Ok(Self { spans, dtypes })
     }
 }
 

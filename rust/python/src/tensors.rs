@@ -11,7 +11,7 @@ use std::ptr;
 use pyo3::ffi::{self, PyTypeObject};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyList, PyType};
+use pyo3::types::{PyBool, PyDict, PyString, PyTuple, PyType};
 
 use crate::tree::dlpack::{COMPLEX, CPU, Dtype, INT, Read, Tensor, UINT};
 use crate::tree::exchange::{functions_of, method_of};
@@ -28,12 +28,20 @@ pub(crate) struct TensorReader {
     nbytes: ffi::PyCFunction,
 }
 
-/// All that decides whether tensors can be saved, whether two of them are one, and what a file says of them: dtypes,
-/// shapes, addresses, and how much memory is there. Equal where nothing of that changed.
-#[pyclass(frozen, eq)]
-#[derive(PartialEq, Eq)]
+/// All that decides whether tensors can be saved, whether two of them are one, and what a file says of them: names,
+/// dtypes, shapes, addresses, and how much memory is there.
+#[pyclass(frozen)]
 pub(crate) struct TensorLook {
+    names: Py<PyTuple>,
     words: Vec<u64>,
+}
+
+#[pymethods]
+impl TensorLook {
+    #[getter]
+    fn names(&self, py: Python<'_>) -> Py<PyTuple> {
+        self.names.clone_ref(py)
+    }
 }
 
 /// A dtype as torch has it, and what it is in the exchange API.
@@ -59,35 +67,39 @@ impl TensorReader {
     }
 
     /// What there is to see of `tensors`; None unless all are of these types and dense, and have memory.
-    fn look(&self, tensors: &Bound<'_, PyList>) -> PyResult<Option<TensorLook>> {
-        let py = tensors.py();
+    fn look(&self, tensors: &Bound<'_, PyDict>) -> PyResult<Option<TensorLook>> {
         let mut words = Vec::with_capacity(8 * tensors.len());
-        for tensor in tensors.iter() {
-            let Some(seen) = self.read(&tensor) else { return Ok(None) };
-            let (Some((address, _)), Some(shape)) = (seen.piece(), seen.lengths(seen.shape)) else { return Ok(None) };
-            let Dtype { code, bits, lanes } = seen.dtype;
-            words.push(u64::from(code) << 24 | u64::from(bits) << 16 | u64::from(lanes));
-            if is_ambiguous(seen.dtype) {
-                // As long as torch is there, so is each of its dtypes.
-                words.push(tensor.getattr(intern!(py, "dtype"))?.as_ptr().addr() as u64);
-            }
-            words.push(
-                u64::from(seen.device.kind.cast_unsigned()) << 32 | u64::from(seen.device.number.cast_unsigned()),
-            );
-            words.push(address);
-            words.push(shape.len() as u64);
-            words.extend(shape.iter().map(|length| length.cast_unsigned()));
-            // SAFETY: `read` found it to be of their type; neither takes an argument.
-            let (offset, storage) =
-                unsafe { (called(self.storage_offset, &tensor)?, called(self.untyped_storage, &tensor)?) };
-            if storage.get_type_ptr() != self.storage.bind(py).as_type_ptr() {
+        for tensor in tensors.values() {
+            if !self.add_words(&tensor, &mut words)? {
                 return Ok(None);
             }
-            words.push(offset.extract()?);
-            // SAFETY: it is of the type whose function it is, which takes no argument.
-            words.push(unsafe { called(self.nbytes, &storage)? }.extract()?);
         }
-        Ok(Some(TensorLook { words }))
+        Ok(Some(TensorLook { names: tensors.keys().to_tuple().unbind(), words }))
+    }
+
+    /// Whether `tensors` have the names of those that were looked at, in the same order, and nothing of them changed.
+    fn sees(&self, look: &TensorLook, tensors: &Bound<'_, PyDict>) -> PyResult<bool> {
+        let py = tensors.py();
+        let known = look.names.bind(py);
+        let mut names = known.iter_borrowed();
+        if names.len() != tensors.len() {
+            return Ok(false);
+        }
+        let (mut words, mut seen) = (look.words.as_slice(), Vec::with_capacity(16));
+        let (mut at, mut name, mut tensor) = (0, ptr::null_mut(), ptr::null_mut());
+        // Names that are the same objects as before are not touched, as they would be by an iterator that holds them.
+        // SAFETY: it is a dict; what it holds is compared, or held, before anything else happens.
+        while unsafe { ffi::PyDict_Next(tensors.as_ptr(), &raw mut at, &raw mut name, &raw mut tensor) } != 0 {
+            let Some(known) = names.next() else { return Ok(false) };
+            // SAFETY: as above.
+            let (name, tensor) = unsafe { (Borrowed::from_ptr(py, name), Bound::from_borrowed_ptr(py, tensor)) };
+            seen.clear();
+            if !is_same_name(known, name) || !self.add_words(&tensor, &mut seen)? || !words.starts_with(&seen) {
+                return Ok(false);
+            }
+            words = &words[seen.len()..];
+        }
+        Ok(words.is_empty())
     }
 }
 
@@ -109,6 +121,33 @@ impl TensorReader {
         let is_neg = unsafe { called(self.is_neg, tensor)? };
         let is_plain = is_neg.is(PyBool::new(tensor.py(), false)) && known.is(tensor, seen.dtype, dtype)?;
         Ok(is_plain.then_some((usize::try_from(address)?, usize::try_from(size)?)))
+    }
+
+    /// Adds what there is to see of `tensor`, whose words tell how many they are; false where `look` has none.
+    fn add_words(&self, tensor: &Bound<'_, PyAny>, words: &mut Vec<u64>) -> PyResult<bool> {
+        let py = tensor.py();
+        let Some(seen) = self.read(tensor) else { return Ok(false) };
+        let (Some((address, _)), Some(shape)) = (seen.piece(), seen.lengths(seen.shape)) else { return Ok(false) };
+        let Dtype { code, bits, lanes } = seen.dtype;
+        words.push(u64::from(code) << 24 | u64::from(bits) << 16 | u64::from(lanes));
+        if is_ambiguous(seen.dtype) {
+            // As long as torch is there, so is each of its dtypes.
+            words.push(tensor.getattr(intern!(py, "dtype"))?.as_ptr().addr() as u64);
+        }
+        words.push(u64::from(seen.device.kind.cast_unsigned()) << 32 | u64::from(seen.device.number.cast_unsigned()));
+        words.push(address);
+        words.push(shape.len() as u64);
+        words.extend(shape.iter().map(|length| length.cast_unsigned()));
+        // SAFETY: `read` found it to be of their type; neither takes an argument.
+        let (offset, storage) =
+            unsafe { (called(self.storage_offset, tensor)?, called(self.untyped_storage, tensor)?) };
+        if storage.get_type_ptr() != self.storage.bind(py).as_type_ptr() {
+            return Ok(false);
+        }
+        words.push(offset.extract()?);
+        // SAFETY: it is of the type whose function it is, which takes no argument.
+        words.push(unsafe { called(self.nbytes, &storage)? }.extract()?);
+        Ok(true)
     }
 
     /// Nothing of another type, or where the exchange API has no word for it. Good until the tensor is changed.
@@ -140,6 +179,15 @@ impl<'py> KnownDtypes<'py> {
         }
         Ok(is_same)
     }
+}
+
+/// Whether two names are one object, or strings of the same letters.
+fn is_same_name(known: Borrowed<'_, '_, PyAny>, name: Borrowed<'_, '_, PyAny>) -> bool {
+    // Strings alone: what another type finds equal, it may find by changing the dict.
+    known.is(&*name)
+        || (known.is_exact_instance_of::<PyString>()
+            && name.is_exact_instance_of::<PyString>()
+            && known.eq(&*name).unwrap_or(false))
 }
 
 /// Whether the exchange API says the same of several dtypes: of torch's integers of fewer bits as of those of eight.

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.contestants import State, fsync_files
 from checkpoint.state import local, whole_of
-from tundish._native import Image
+from tundish._native import Image, Spans
 from tundish.checkpoint.tensors import READER
 
 
@@ -83,10 +83,11 @@ class BareCopies:
         self._places = [
             (end - source.nbytes, end, source.dtype) for source, end in zip(self._sources, ends, strict=True)
         ]
+        self._spans = Spans(self._places)
         self._threads = torch.get_num_threads()
 
     def save(self, folder: Path, state: State) -> Done:
-        if self._image.fill(self._places, self._sources, self._threads, READER):
+        if self._image.fill(self._spans, self._sources, self._threads, READER):
             raise RuntimeError("a tensor cannot be copied as it lies in memory")
         return Done()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
-from tundish.checkpoint.buffers import Buffer, Place
+from tundish.checkpoint.buffers import Buffer, Place, Places
 from tundish.checkpoint.dcp.leaves import Leaves
 from tundish.checkpoint.dcp.record import ALIGNMENT, Frame, frame_of
 from tundish.checkpoint.tensors import local_of
@@ -107,9 +107,9 @@ class Layout:
             for run, start, stop in zip(runs, starts, [*starts[1:], self.size], strict=True)
         ]
 
-    def tensor_places(self, window: Window) -> list[Place]:
+    def tensor_places(self, window: Window) -> Places:
         """Where the tensors of a window lie in a buffer that holds its bytes."""
-        return [
+        return Places(
             Place(
                 item.data - window.start,
                 item.stop - len(item.frame.tail) - window.start,
@@ -117,7 +117,7 @@ class Layout:
                 item.size,
             )
             for item in window.tensors
-        ]
+        )
 
     def fill(self, buffer: Buffer, window: Window, objects: Mapping[str, bytes]) -> None:
         """Put everything of a window but the tensors into `buffer`."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from tundish._native import FileFacts, ShardWriter
-from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.buffers import Buffer, Places
 from tundish.checkpoint.hf.gather import TURN_BYTES, Batch, Gather
 from tundish.checkpoint.hf.images import FileImage
 from tundish.checkpoint.hf.shards import ShardFile
@@ -155,7 +155,7 @@ class ImageSink:
     def put(self, product: int, tensor: torch.Tensor) -> None:
         """Copy a product to its place; on a CUDA device, begin to."""
         image, place = self._places[product]
-        copies = Copies([Block(buffer=image, places=[place], sources=[tensor])])
+        copies = Copies([Block(buffer=image, places=Places([place]), sources=[tensor])])
         if tensor.is_cuda:
             self._copies.append(copies)
         copies.run()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tundish.checkpoint.buffers import Buffer, Place
+from tundish.checkpoint.buffers import Buffer, Place, Places
 from tundish.checkpoint.hf.conversion import ToHf
 from tundish.checkpoint.hf.drawing import Drawing, draw
 from tundish.checkpoint.hf.export import ImageSink, Later, StagedExport
@@ -280,7 +280,7 @@ class HfPlan:
         block = Block(
             buffer=image,
             places=file.places,
-            sources=[self._local[number] for number in origins.sources],
+            sources=list(map(self._local.__getitem__, origins.sources)),
             names=origins.names,
         )
         if not self._turns.rounds:
@@ -299,7 +299,7 @@ class HfPlan:
             at += room_for(dtype, shape)
         return Block(
             buffer=held,
-            places=places,
+            places=Places(places),
             sources=[self._local[source] for source in self._snapshots],
             names=[self._drawing.conversion.sources[source][0] for source in self._snapshots],
         )

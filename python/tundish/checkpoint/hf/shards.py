@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tundish.checkpoint.buffers import Place
+from tundish.checkpoint.buffers import Place, Places
 from tundish.checkpoint.tensors import DTYPES, Facts
 from tundish.checkpoint.windows import PAGE
 from tundish.errors import InvalidInputError
@@ -53,7 +53,7 @@ class ShardFile:
     size: int
     header: bytes
     entries: tuple[Entry, ...]
-    places: tuple[Place, ...]
+    places: Places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,7 +207,7 @@ def _file(
                 for number, place in spans
             ]
         ),
-        places=tuple(
+        places=Places(
             [place._replace(start=length + place.start, stop=length + place.stop) for _, place in spans]
         ),
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tundish._native import FileFacts, ShardWriter
-from tundish.checkpoint.buffers import Buffer, Place
+from tundish.checkpoint.buffers import Buffer, Place, Places
 from tundish.checkpoint.hf.export import open_writer
 from tundish.checkpoint.hf.shards import Entry, ShardFile
 from tundish.checkpoint.hf.sidecars import Sidecars
@@ -113,7 +113,7 @@ class WindowSink:
     def put(self, product: int, tensor: torch.Tensor) -> None:
         """Copy a product to its place."""
         buffer, place = self._places[product]
-        copies = Copies([Block(buffer=buffer, places=[place], sources=[tensor])])
+        copies = Copies([Block(buffer=buffer, places=Places([place]), sources=[tensor])])
         copies.run()
         copies.wait(None)
 
