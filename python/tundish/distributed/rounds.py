@@ -459,30 +459,32 @@ class Protocol:
         They also tell when it came too late for them: a host that was stopped can complete a round that
         nobody could read in time. It then has to raise as they did.
         """
-        key = f"{current.number}/left"
+        key, unread = f"{current.number}/left", f"{current.number}/unread"
         if self.member.rank != self.host:
+            if current.abandoned and verdict.complete:
+                self._store.write(unread, "yes")
             if not self.mates or self.host in self.mates:
                 # Before it is counted: the host may see it end, and is not to count it once more.
                 mine = f"{key}/{self.member.rank}"
                 self._store.write(mine, "yes")
                 self._read.append((current.number, mine))
-            is_unread = current.abandoned and verdict.complete
-            self._store.add(key, Tally(arrived=1, failed=int(is_unread)).number)
+            self._store.add(key, 1)
             return
-        until, pause, left = time.monotonic() + LINGER_SECONDS, _FIRST_PAUSE, Tally()
+        until, pause = time.monotonic() + LINGER_SECONDS, _FIRST_PAUSE
         # Of a round that was cut short those who were gone by then are not counted as present.
         gone_before: frozenset[int] = frozenset() if verdict.complete else self._watch.vanished()
         while time.monotonic() < until:
-            left = Tally.of(self._store.add(key, 0))
+            left = self._store.add(key, 0)
             gone = self._watch.vanished() - gone_before
             unheard = [rank for rank in gone if self._store.read(f"{key}/{rank}") is None]
-            if left.arrived + len(unheard) >= verdict.present_count - 1:
+            if left + len(unheard) >= verdict.present_count - 1:
                 break
             time.sleep(pause)
             pause = min(pause * _GROWTH, _LEAVING_PAUSE)
-        if verdict.complete and left.failed:
+        if verdict.complete and self._store.read(unread) is not None:
             with current.lock:
                 current.verdict = Verdict(complete=False, silent=(self.member.rank,))
+            self._store.delete(unread)
         self._store.delete(key)
 
 
