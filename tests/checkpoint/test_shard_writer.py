@@ -157,18 +157,25 @@ def test_places_out_of_order_are_refused(places: list[tuple[int, int]], message:
 
 @pytest.mark.parametrize("wrong", [0, 1, 19])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_nothing_is_copied_beyond_its_place(wrong: int, threads: int) -> None:
+@pytest.mark.parametrize("reader", [READER, None], ids=["read together", "asked one by one"])
+def test_nothing_is_copied_beyond_its_place(reader: TensorReader | None, threads: int, wrong: int) -> None:
     tensors = [torch.ones(MIB, dtype=torch.uint8)] * 20
     places = [(number * MIB, (number + 1) * MIB, torch.uint8) for number in range(20)]
     image = Image(20 * MIB)
+    memory = torch.frombuffer(image, dtype=torch.uint8).fill_(0)
     spans = Spans(places)
-    with pytest.raises(ValueError, match=f"span {wrong} is not as large as its tensor"):
-        image.fill(spans, [*tensors[:wrong], tensors[0][1:], *tensors[wrong + 1 :]], threads, READER)
+    for size in (MIB - 1, MIB + 1):
+        given = [*tensors[:wrong], torch.full((size,), 2, dtype=torch.uint8), *tensors[wrong + 1 :]]
+        with pytest.raises(ValueError, match=f"span {wrong} is not as large as its tensor"):
+            image.fill(spans, given, threads, reader)
+        assert not memory.eq(2).any()
     for given in (tensors[1:], [*tensors, tensors[0]]):
         with pytest.raises(ValueError, match="the spans are not those of the tensors"):
-            image.fill(spans, given, threads, READER)
+            image.fill(spans, given, threads, reader)
     with pytest.raises(ValueError, match="end after the image"):
-        Image(20 * MIB - 1).fill(spans, tensors, threads, READER)
+        Image(20 * MIB - 1).fill(spans, tensors, threads, reader)
+    assert image.fill(spans, tensors, threads, reader) == []
+    assert memory.eq(1).all()
 
 
 def test_files_hold_the_bytes_and_their_checksums(tmp_path: Path) -> None:

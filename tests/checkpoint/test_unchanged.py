@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import weakref
 from collections.abc import Callable
@@ -157,6 +158,13 @@ def test_names_are_known_by_their_letters() -> None:
     assert known(again) and next(iter(again)) is not next(iter(tensors))
     assert not known(dict(zip(("layers.0.w", "layers.2.w"), tensors.values(), strict=True)))
     assert not known({name: one for name, one in tensors.items() if name == "layers.0.w"})
+
+
+def test_a_dict_with_an_order_of_its_own_is_judged_each_time() -> None:
+    tensors = collections.OrderedDict(made())
+    remember(tensors, ())
+    tensors.move_to_end("a")
+    assert not known(tensors)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class Places(tuple[Place, ...]):
 
     @functools.cached_property
     def spans(self) -> Spans:
-        """The same for `Image.fill`."""
+        """As `Image.fill` takes them; made once, as the places of a file are the same in each save."""
         return Spans(self)
 
 
@@ -63,7 +63,7 @@ class Buffer:
 
     @functools.cached_property
     def bytes(self) -> torch.Tensor:
-        """All of it."""
+        """The memory as a tensor of bytes; none after `release`."""
         return torch.frombuffer(self.image, dtype=torch.uint8)
 
     def view(self, place: Place) -> torch.Tensor:

@@ -1,18 +1,18 @@
 //! Copies of host memory, past the caches.
 //!
-//! It owns nothing. What always holds: every byte is copied once, by one thread; when [`copy`] returns all are, and no
-//! thread of it runs.
+//! It owns nothing. What always holds: every byte is copied once, by one thread; when [`copy`] or [`Rest::copy`] returns
+//! all are, and no other thread runs for them.
 //!
-//! What a save stages, for one, is read again only when it is written, and is larger than any cache. Ordinary stores would first read
-//! each line of the target and push the training's data out of the caches; streaming stores do neither, and where
-//! memory is the limit, two transfers instead of three take two thirds of the time.
+//! What a save stages, for one, is read again only when it is written, and is larger than any cache. Ordinary stores
+//! would first read each line of the target and push the training's data out of the caches; streaming stores do neither,
+//! and where memory is the limit, two transfers instead of three take two thirds of the time.
 #![allow(unsafe_code)]
 
-use std::marker;
 use std::ops::Range;
+use std::panic;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::{self, Scope};
+use std::thread::{self, Scope, ScopedJoinHandle};
 
 /// Bytes that are worth a thread of their own, which takes some 50 µs to start.
 pub const WORTH_A_THREAD: usize = 8 << 20;
@@ -47,76 +47,92 @@ unsafe impl Sync for Copy {}
 /// All sources can be read and all targets written until this returns; no target overlaps another or a source, and
 /// nobody else looks at a target. Who changes a source meanwhile gets some of the old bytes and some of the new.
 pub unsafe fn copy<E>(copies: &[Copy], threads: usize, go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
-    let pieces = Pieces::of(copies);
-    thread::scope(|scope| {
-        help(scope, threads.min(pieces.total / WORTH_A_THREAD), || pieces.copy_all());
-        pieces.copy_asking(go_on)
-    })
+    // SAFETY: the caller's promise.
+    unsafe { copy_while_finding(&[], threads, |rest| rest.copy(copies, threads, go_on)) }
 }
 
-/// As [`copy`], of `total` bytes of which not all are known yet: threads that they are worth begin with the `first`, while
-/// `find` finds the rest on this one and has it copied. What it does not have copied is left.
+/// As [`copy`], where not all is known yet: while `find` finds the rest on this thread, another one copies the `first`,
+/// if they are worth one. What `find` does not hand to [`Rest::copy`] is not copied.
 ///
 /// # Safety
-/// As of [`copy`], for the first copies and the rest.
-pub unsafe fn copy_while_finding<T>(
-    first: &[Copy],
-    total: usize,
-    threads: usize,
-    find: impl FnOnce(Rest<'_>) -> T,
-) -> T {
-    let (first, rest) = (Pieces::of(first), OnceLock::<Pieces>::new());
+/// As of [`copy`], for the first copies, whether or not `find` finds more.
+pub unsafe fn copy_while_finding<T>(first: &[Copy], threads: usize, find: impl FnOnce(Rest<'_, '_>) -> T) -> T {
+    let (first, rest) = (Pieces::of(first), OnceLock::new());
     thread::scope(|scope| {
-        help(scope, threads.min(total / WORTH_A_THREAD), || {
-            first.copy_all();
-            rest.wait().copy_all();
-        });
-        find(Rest { first: &first, rest: &rest })
+        let mut found = Rest { first: &first, rest: &rest, scope, helpers: Vec::new() };
+        if first.total >= WORTH_A_THREAD {
+            found.be_helped(threads.min(2));
+        }
+        find(found)
     })
 }
 
-/// What is still to be found of copies of which others are made already.
-pub struct Rest<'a> {
-    first: &'a Pieces,
-    rest: &'a OnceLock<Pieces>,
+/// Copies of which the first may be under way, and the rest is to be handed in.
+pub struct Rest<'scope, 'env> {
+    first: &'scope Pieces,
+    rest: &'scope OnceLock<Pieces>,
+    scope: &'scope Scope<'scope, 'env>,
+    helpers: Vec<ScopedJoinHandle<'scope, ()>>,
 }
 
-impl Rest<'_> {
-    /// Copies what was known before, as far as nobody has, and `copies`. As [`copy`](fn@copy).
+impl Rest<'_, '_> {
+    /// Copies what is left of the first ones, and `copies`, on as many threads as [`copy`](fn@copy) would; it asks
+    /// `go_on` alike. When it returns no other thread of it runs.
     ///
     /// # Errors
     /// What `go_on` returns.
-    pub fn copy<E>(self, copies: &[Copy], mut go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
-        let rest = self.rest.get_or_init(|| Pieces::of(copies));
-        self.first.copy_asking(&mut go_on)?;
-        rest.copy_asking(|begun| go_on(self.first.total + begun))
+    ///
+    /// # Safety
+    /// As of [`copy`](fn@copy), for these and the first ones together.
+    pub unsafe fn copy<E>(
+        mut self,
+        copies: &[Copy],
+        threads: usize,
+        mut go_on: impl FnMut(usize) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (first, rest) = (self.first, self.rest.get_or_init(|| Pieces::of(copies)));
+        self.be_helped(threads.min((first.total + rest.total) / WORTH_A_THREAD));
+        let copied = first.copy_asking(&mut go_on);
+        let copied = copied.and_then(|()| rest.copy_asking(|begun| go_on(first.total + begun)));
+        self.stop();
+        for helper in self.helpers.drain(..) {
+            helper.join().unwrap_or_else(|panic| panic::resume_unwind(panic));
+        }
+        copied
     }
-}
 
-impl Drop for Rest<'_> {
-    fn drop(&mut self) {
-        // Where all is copied this does nothing, and else the others are not to wait or to go on.
+    /// Have other threads copy, so that they are up to `threads` with the caller's.
+    fn be_helped(&mut self, threads: usize) {
+        let (first, rest) = (self.first, self.rest);
+        while self.helpers.len() + 1 < threads {
+            let copied = thread::Builder::new().spawn_scoped(self.scope, || {
+                first.copy_all();
+                rest.wait().copy_all();
+            });
+            let Ok(helper) = copied else {
+                // What another thread would copy, the caller's does.
+                break;
+            };
+            self.helpers.push(helper);
+        }
+    }
+
+    /// Nothing more is begun, and nobody waits for a rest.
+    fn stop(&self) {
         self.first.stop();
         self.rest.get_or_init(|| Pieces::of(&[])).stop();
     }
 }
 
-/// Have `work` done by threads, so that there are up to `threads` with the caller's.
-fn help<'scope, 'env>(
-    scope: &'scope Scope<'scope, 'env>,
-    threads: usize,
-    work: impl Fn() + marker::Copy + Send + 'scope,
-) {
-    for _ in 1..threads {
-        if thread::Builder::new().spawn_scoped(scope, work).is_err() {
-            // What another thread would copy, the caller's does.
-            break;
-        }
+impl Drop for Rest<'_, '_> {
+    fn drop(&mut self) {
+        self.stop();
     }
 }
 
 /// All copies, counted through one after the other and cut into pieces, which threads take in turn.
 struct Pieces {
+    /// Its own, as threads may look at them when whoever handed them in is gone.
     copies: Vec<Copy>,
     /// Where each copy ends.
     ends: Vec<usize>,
@@ -431,33 +447,49 @@ mod tests {
         [whole.before(source.len() / 2), whole.after(source.len() / 2)]
     }
 
+    /// Waits until all pieces are taken, by other threads.
+    fn wait_for(pieces: &Pieces) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while pieces.next.load(Ordering::Relaxed) < pieces.total {
+            assert!(Instant::now() < deadline);
+            thread::yield_now();
+        }
+    }
+
     #[test]
     fn what_is_known_first_is_copied_while_the_rest_is_found() {
-        let source = vec![1u8; 2 * WORTH_A_THREAD + 34];
+        let source: Vec<u8> = (0..4 * LOOK_AROUND * PIECE + 34).map(|at| (at % 251) as u8).collect();
         for threads in [1, 2, 5] {
             let mut target = vec![0u8; source.len()];
             let [first, rest] = halves(&source, &mut target);
             let mut begun = 0;
-            // SAFETY: both lie within their vectors, which nobody else looks at but for one byte that is waited for.
-            unsafe {
-                copy_while_finding(&[first], source.len(), threads, |found| {
-                    let last = first.target.wrapping_add(first.length - 1);
-                    let deadline = Instant::now() + Duration::from_secs(60);
-                    while threads > 1 && last.read_volatile() == 0 {
-                        assert!(Instant::now() < deadline, "{threads} threads");
-                        thread::yield_now();
+            // SAFETY: both lie within their vectors, which nobody else looks at.
+            let copied: Result<(), ()> = unsafe {
+                copy_while_finding(&[first], threads, |found| {
+                    if threads > 1 {
+                        wait_for(found.first);
                     }
-                    assert!(threads > 1 || last.read_volatile() == 0);
-                    found.copy(&[rest], |bytes| {
+                    assert!(found.helpers.len() == 1.min(threads - 1));
+                    found.copy(&[rest], threads, |bytes| {
                         assert!(begun < bytes && bytes <= source.len());
                         begun = bytes;
-                        Ok::<(), ()>(())
+                        Ok(())
                     })
                 })
-            }
-            .unwrap();
+            };
+            assert_eq!(copied, Ok(()));
             assert!(target == source, "{threads} threads");
+            assert!(threads > 1 || begun > first.length + LOOK_AROUND * PIECE / 2);
         }
+    }
+
+    #[test]
+    fn little_is_not_worth_another_thread() {
+        let source = vec![1u8; WORTH_A_THREAD - 1];
+        let mut target = vec![0u8; source.len()];
+        let whole = Copy { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() };
+        // SAFETY: both are vectors, which nobody else looks at.
+        unsafe { copy_while_finding(&[whole], 64, |found| assert!(found.helpers.is_empty())) };
     }
 
     #[test]
@@ -467,22 +499,40 @@ mod tests {
             let mut target = vec![0u8; source.len()];
             let [first, _] = halves(&source, &mut target);
             // SAFETY: both lie within their vectors, which nobody else looks at.
-            let found = unsafe { copy_while_finding(&[first], source.len(), threads, |_| Err::<(), _>("lost")) };
+            let found = unsafe { copy_while_finding(&[first], threads, |_| Err::<(), _>("lost")) };
             assert_eq!(found, Err("lost"));
-            assert!(target[first.length..].iter().all(|&byte| byte == 0));
+            let lost = panic::catch_unwind(panic::AssertUnwindSafe(|| {
+                // SAFETY: as above.
+                unsafe { copy_while_finding(&[first], threads, |_| panic::resume_unwind(Box::new("lost"))) }
+            }));
+            assert!(lost.is_err_and(|panic| panic.downcast_ref() == Some(&"lost")));
         }
     }
 
     #[test]
-    fn nothing_of_a_rest_is_begun_after_an_error() {
+    fn nothing_is_begun_after_an_error() {
         let source = vec![1u8; 4 * LOOK_AROUND * PIECE];
-        let mut target = vec![0u8; source.len()];
-        let [first, rest] = halves(&source, &mut target);
-        // SAFETY: both lie within their vectors, which nobody else looks at.
-        let copied =
-            unsafe { copy_while_finding(&[first], source.len(), 1, |found| found.copy(&[rest], |_| Err("stop"))) };
-        assert_eq!(copied, Err("stop"));
-        assert!(target.iter().filter(|&&byte| byte == 1).count() == LOOK_AROUND * PIECE);
+        // In the first half, and in the second.
+        for asked_before in [0, 2] {
+            for threads in [1, 2] {
+                let mut target = vec![0u8; source.len()];
+                let [first, rest] = halves(&source, &mut target);
+                let mut asked = 0;
+                // SAFETY: both lie within their vectors, which nobody else looks at.
+                let copied = unsafe {
+                    copy_while_finding(&[first], threads, |found| {
+                        found.copy(&[rest], threads, |_| {
+                            asked += 1;
+                            if asked > asked_before { Err("stop") } else { Ok(()) }
+                        })
+                    })
+                };
+                // Another thread may have taken so much that this one was not to ask so often.
+                assert!(copied.is_err() == (asked > asked_before) && (threads > 1 || copied.is_err()));
+                let copied = target.iter().filter(|&&byte| byte == 1).count();
+                assert!(threads > 1 || copied == (asked_before + 1) * LOOK_AROUND * PIECE);
+            }
+        }
     }
 
     #[test]

@@ -74,16 +74,26 @@ impl Image {
         if spans.spans.len() != tensors.len()? || spans.spans.last().is_some_and(|last| last.stop > self.image.size()) {
             return Err(PyValueError::new_err("the spans are not those of the tensors, or end after the image"));
         }
-        let mut finder = Finder { image: &self.image, spans, reader, known: KnownDtypes::default(), left: Vec::new() };
-        let mut tensors = tensors.try_iter()?.zip(&spans.spans).enumerate();
-        let total = spans.spans.iter().map(|span| span.stop - span.start).sum();
-        let first = finder.copies(&mut tensors, copying::WORTH_A_THREAD)?;
-        // SAFETY: targets lie in the image, one after the other, and sources in the memory of tensors that the caller
+        let mut finder = Finder {
+            image: &self.image,
+            spans,
+            reader,
+            tensors: tensors.try_iter()?.zip(&spans.spans).enumerate(),
+            known: KnownDtypes::default(),
+            left: Vec::new(),
+        };
+        // As little as another thread is worth: the sooner it begins.
+        let first = finder.copies(copying::WORTH_A_THREAD)?;
+        // SAFETY: the spans lie in the image, one after the other, and sources in the memory of tensors that the caller
         // holds and that are dense; whoever frees that memory meanwhile would have torch's own copy read it, too.
         unsafe {
-            copying::copy_while_finding(&first, total, threads, |rest| {
-                let found = finder.copies(&mut tensors, usize::MAX)?;
-                enter(py, None, move |door| Ok(rest.copy(&found, |begun| door.tick("stage", begun as u64, 0))?))
+            copying::copy_while_finding(&first, threads, |rest| {
+                let found = finder.copies(usize::MAX)?;
+                enter(
+                    py,
+                    None,
+                    move |door| Ok(rest.copy(&found, threads, |begun| door.tick("stage", begun as u64, 0))?),
+                )
             })
         }?;
         Ok(finder.left)
@@ -107,8 +117,8 @@ impl Image {
     }
 }
 
-/// Where tensors lie in an image, read once for all saves: thousands of Python's objects are not in the caches any
-/// more when the next one comes.
+/// Where tensors lie in an image. To be kept from one save to the next: thousands of Python's objects are not in the
+/// caches any more then, and take longer to read.
 ///
 /// Made of tuples that begin with the first byte, the one past the last, and the dtype; in order, and without overlap.
 #[pyclass(frozen)]
@@ -125,25 +135,26 @@ struct Span {
 }
 
 /// Finds what `Image::fill` is to copy.
-struct Finder<'a, 'py> {
+struct Finder<'a, 'py, T> {
     image: &'a staging::Image,
     spans: &'a Spans,
     reader: Option<&'a TensorReader>,
+    /// Those that are not found yet, with their spans and numbers.
+    tensors: T,
     known: KnownDtypes<'py>,
-    /// The numbers of tensors that are not to be copied.
+    /// The numbers of those that are not to be copied.
     left: Vec<usize>,
 }
 
-impl<'a, 'py> Finder<'a, 'py> {
-    /// The copies of the next `tensors`, until they have `enough` bytes.
-    fn copies(
-        &mut self,
-        tensors: &mut impl Iterator<Item = (usize, (PyResult<Bound<'py, PyAny>>, &'a Span))>,
-        enough: usize,
-    ) -> PyResult<Vec<copying::Copy>> {
+impl<'a, 'py, T> Finder<'a, 'py, T>
+where
+    T: Iterator<Item = (usize, (PyResult<Bound<'py, PyAny>>, &'a Span))>,
+{
+    /// The copies of the next tensors, until they have `enough` bytes.
+    fn copies(&mut self, enough: usize) -> PyResult<Vec<copying::Copy>> {
         let (mut copies, mut found) = (Vec::new(), 0);
         while found < enough
-            && let Some((number, (tensor, span))) = tensors.next()
+            && let Some((number, (tensor, span))) = self.tensors.next()
         {
             let tensor = tensor?;
             let dtype = self.spans.dtypes[span.dtype].bind(tensor.py());

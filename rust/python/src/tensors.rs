@@ -66,8 +66,12 @@ impl TensorReader {
         })
     }
 
-    /// What there is to see of `tensors`; None unless all are of these types and dense, and have memory.
+    /// What there is to see of `tensors`; None unless all are of these types and dense, and have memory, and the dict
+    /// is none of a type of its own, which may have another order.
     fn look(&self, tensors: &Bound<'_, PyDict>) -> PyResult<Option<TensorLook>> {
+        if !tensors.is_exact_instance_of::<PyDict>() {
+            return Ok(None);
+        }
         let mut words = Vec::with_capacity(8 * tensors.len());
         for tensor in tensors.values() {
             if !self.add_words(&tensor, &mut words)? {
@@ -82,16 +86,17 @@ impl TensorReader {
         let py = tensors.py();
         let known = look.names.bind(py);
         let mut names = known.iter_borrowed();
-        if names.len() != tensors.len() {
+        if names.len() != tensors.len() || !tensors.is_exact_instance_of::<PyDict>() {
             return Ok(false);
         }
         let (mut words, mut seen) = (look.words.as_slice(), Vec::with_capacity(16));
         let (mut at, mut name, mut tensor) = (0, ptr::null_mut(), ptr::null_mut());
         // Names that are the same objects as before are not touched, as they would be by an iterator that holds them.
-        // SAFETY: it is a dict; what it holds is compared, or held, before anything else happens.
+        // SAFETY: it is a dict. The name is compared, and the tensor held, before anything else happens; a finaliser
+        // that runs after that, and changes the dict, may have entries passed over, of which each has to be there.
         while unsafe { ffi::PyDict_Next(tensors.as_ptr(), &raw mut at, &raw mut name, &raw mut tensor) } != 0 {
             let Some(known) = names.next() else { return Ok(false) };
-            // SAFETY: as above.
+            // SAFETY: both are there.
             let (name, tensor) = unsafe { (Borrowed::from_ptr(py, name), Bound::from_borrowed_ptr(py, tensor)) };
             seen.clear();
             if !is_same_name(known, name) || !self.add_words(&tensor, &mut seen)? || !words.starts_with(&seen) {
