@@ -7,6 +7,8 @@
 
 mod copying;
 mod handover;
+#[cfg(target_arch = "x86_64")]
+mod streaming;
 
 pub use copying::{Copy, Rest, WORTH_A_THREAD, copy, copy_while_finding};
 pub use handover::Handover;

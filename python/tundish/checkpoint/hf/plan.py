@@ -280,7 +280,7 @@ class HfPlan:
         block = Block(
             buffer=image,
             places=file.places,
-            sources=list(map(self._local.__getitem__, origins.sources)),
+            sources=[self._local[number] for number in origins.sources],
             names=origins.names,
         )
         if not self._turns.rounds:
