@@ -143,7 +143,7 @@ impl<D: Disk> Work<'_, D> {
                 Ok(Piece { source, offset, length, outcome }) => {
                     read += length;
                     match (&mut files[source], outcome) {
-                        (Ok(progress), Ok(checksum)) => _ = progress.wrote(offset, length, checksum),
+                        (Ok(progress), Ok(checksum)) => progress.sum(offset, length, checksum),
                         (file @ Ok(_), Err(unread)) => *file = Err(unread),
                         (Err(_), _) => {}
                     }

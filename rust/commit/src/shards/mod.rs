@@ -18,7 +18,7 @@
 //!
 //! Bytes go to the disk directly, past the page cache, where the file system takes that and the image lies in memory
 //! as the file does on the disk; else through it, with few dirty pages at a time, which are dropped from it
-//! once they are written.
+//! once they are written. A checksum is computed of what is written, by a thread that does not write meanwhile.
 
 mod output;
 mod priority;

@@ -1,4 +1,4 @@
-//! What is known of one file: which bytes were handed in, which are written, and their checksum.
+//! What is known of one file: which bytes were handed in, how many are written, and the checksum of those summed.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,14 +11,14 @@ pub(crate) struct Progress {
     size: u64,
     /// Start and end of what was handed in; neighbours are one range.
     handed_in: BTreeMap<u64, u64>,
-    /// Start of what is written, its length and its checksum; neighbours are one run.
-    written: BTreeMap<u64, (u64, Checksum)>,
     bytes_written: u64,
+    /// Start of what is summed, its length and its checksum; neighbours are one run.
+    summed: BTreeMap<u64, (u64, Checksum)>,
 }
 
 impl Progress {
     pub(crate) fn new(size: u64) -> Self {
-        Progress { size, handed_in: BTreeMap::new(), written: BTreeMap::new(), bytes_written: 0 }
+        Progress { size, handed_in: BTreeMap::new(), bytes_written: 0, summed: BTreeMap::new() }
     }
 
     /// Notes that `range`, which is not empty and within the file, was handed in; `false` and nothing noted when a
@@ -43,25 +43,29 @@ impl Progress {
         (gap < self.size).then_some(gap)
     }
 
-    /// Notes that `length` bytes at `offset` were written, which were handed in; whether that was the last of the file.
-    pub(crate) fn wrote(&mut self, offset: u64, length: u64, checksum: Checksum) -> bool {
+    /// Notes that `length` bytes were written, which were handed in; whether those were the last of the file.
+    pub(crate) fn wrote(&mut self, length: u64) -> bool {
         self.bytes_written += length;
+        self.bytes_written == self.size
+    }
+
+    /// Notes the checksum of `length` bytes at `offset`.
+    pub(crate) fn sum(&mut self, offset: u64, length: u64, checksum: Checksum) {
         let (mut start, mut run) = (offset, (length, checksum));
-        if let Some((length, sum)) = self.written.remove(&(offset + length)) {
+        if let Some((length, sum)) = self.summed.remove(&(offset + length)) {
             run = (run.0 + length, run.1.then(sum, length));
         }
-        if let Some((&before, &(length, sum))) = self.written.range(..offset).next_back()
+        if let Some((&before, &(length, sum))) = self.summed.range(..offset).next_back()
             && before + length == offset
         {
             start = before;
             run = (length + run.0, sum.then(run.1, run.0));
         }
-        self.written.insert(start, run);
-        self.bytes_written == self.size
+        self.summed.insert(start, run);
     }
 
-    /// The checksum of the whole file, once it is written.
+    /// The checksum of the whole file, once all of it is summed.
     pub(crate) fn checksum(&self) -> Checksum {
-        self.written.first_key_value().map_or(Checksum::EMPTY, |(_, &(_, checksum))| checksum)
+        self.summed.first_key_value().map_or(Checksum::EMPTY, |(_, &(_, checksum))| checksum)
     }
 }

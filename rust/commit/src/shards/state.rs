@@ -14,6 +14,14 @@ use crate::error::CommitError;
 use crate::staging::Image;
 use crate::writeback::WINDOW;
 
+/// The most threads that write. One alone gives the disks measured all they can take; the others keep it busy where
+/// training leaves a thread waiting for a processor.
+pub(super) const THREADS: usize = 4;
+
+/// Of these, how many write where what is written is summed too: if all did, they would come to sum at one time, and leave
+/// the disk idle.
+const WRITING_BESIDE_SUMS: usize = 3;
+
 /// Files that are made durable together: the first fsync of many small ones commits what the others wait for, too.
 const BATCH: usize = 64;
 
@@ -34,6 +42,8 @@ pub(super) struct Write {
 pub(super) enum Task {
     /// At most [`WINDOW`] bytes, which end at a multiple of it in the file where they are not the last of a write.
     Write(Write),
+    /// Compute the checksum of what is written.
+    Sum(Write),
     /// Make a file durable that is written.
     Finish(usize),
     /// Make the names durable, after all files.
@@ -44,10 +54,13 @@ pub(super) enum Task {
 pub(super) enum Done {
     /// `cached`: how many of the bytes went through the page cache.
     Wrote {
+        write: Write,
+        cached: u64,
+    },
+    Summed {
         file: usize,
         offset: u64,
         length: u64,
-        cached: u64,
         checksum: Checksum,
     },
     Finished,
@@ -58,8 +71,8 @@ impl Done {
     /// The bytes that it wrote.
     pub(super) fn bytes(&self) -> u64 {
         match self {
-            Done::Wrote { length, .. } => *length,
-            Done::Finished | Done::FinishedFolders => 0,
+            Done::Wrote { write, .. } => write.length as u64,
+            Done::Summed { .. } | Done::Finished | Done::FinishedFolders => 0,
         }
     }
 }
@@ -82,6 +95,9 @@ enum Folders {
 pub(super) struct State {
     /// Handed in, and not begun.
     queue: VecDeque<Write>,
+    /// Written, and yet to be summed; always empty where nothing is.
+    unsummed: VecDeque<Write>,
+    sums: bool,
     /// Files that are written, and that no thread makes durable yet; all are open.
     written: Vec<usize>,
     /// Whether they are made durable before anything more is written.
@@ -92,6 +108,8 @@ pub(super) struct State {
     folders: Folders,
     /// Threads that write.
     writing: usize,
+    /// Threads that sum.
+    summing: usize,
     /// Threads that make a file durable.
     finishing: usize,
     /// Bytes that went through the page cache while the slot was held.
@@ -106,9 +124,12 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new(sizes: &[u64]) -> Self {
+    /// `sums`: whether what is written is summed.
+    pub(super) fn new(sizes: &[u64], sums: bool) -> Self {
         State {
             queue: VecDeque::new(),
+            unsummed: VecDeque::new(),
+            sums,
             // Nothing is to be written of an empty file.
             written: (0..sizes.len()).filter(|&file| sizes[file] == 0).collect(),
             catching_up: false,
@@ -116,6 +137,7 @@ impl State {
             unfinished: sizes.len(),
             folders: Folders::Waiting,
             writing: 0,
+            summing: 0,
             finishing: 0,
             cached: 0,
             running: 0,
@@ -126,13 +148,14 @@ impl State {
         }
     }
 
-    pub(super) fn is_durable(&self) -> bool {
-        self.folders == Folders::Durable
+    /// Whether all is durable, and summed.
+    pub(super) fn is_done(&self) -> bool {
+        self.folders == Folders::Durable && self.unsummed.is_empty() && self.summing == 0
     }
 
     /// Whether threads have nothing to do any more.
     pub(super) fn is_over(&self) -> bool {
-        self.stopped || self.failure.is_some() || self.is_durable()
+        self.stopped || self.failure.is_some() || self.is_done()
     }
 
     pub(super) fn push(&mut self, write: Write) {
@@ -152,6 +175,7 @@ impl State {
         };
         if let Some(write) = self.queue.front_mut()
             && !self.catching_up
+            && self.writing < if self.sums { WRITING_BESIDE_SUMS } else { THREADS }
             && matches!(self.right, Right::Held(_))
         {
             let piece = write.cut_piece();
@@ -169,19 +193,28 @@ impl State {
             self.folders = Folders::Taken;
             return Some(Task::FinishFolders);
         }
-        None
+        let write = self.unsummed.pop_front()?;
+        self.summing += 1;
+        Some(Task::Sum(write))
     }
 
     /// Ends a task. What went past the cache is written, so that another rank may write while this one makes its files
     /// durable; what did not is written by that.
     pub(super) fn done(&mut self, done: Done) {
         match done {
-            Done::Wrote { file, offset, length, cached, checksum } => {
+            Done::Wrote { write, cached } => {
                 self.writing -= 1;
                 self.cached += cached;
-                if self.files[file].wrote(offset, length, checksum) && !self.is_over() {
-                    self.written.push(file);
+                if self.files[write.file].wrote(write.length as u64) && !self.is_over() {
+                    self.written.push(write.file);
                 }
+                if self.sums && !self.is_over() {
+                    self.unsummed.push_back(write);
+                }
+            }
+            Done::Summed { file, offset, length, checksum } => {
+                self.summing -= 1;
+                self.files[file].sum(offset, length, checksum);
             }
             Done::Finished => {
                 self.finishing -= 1;
@@ -209,6 +242,7 @@ impl State {
 
     fn give_up(&mut self) {
         self.queue.clear();
+        self.unsummed.clear();
         self.written.clear();
     }
 
@@ -255,7 +289,7 @@ mod tests {
 
     /// Of files of one piece each, `pieces` of which were handed in.
     fn state(files: usize, pieces: usize) -> State {
-        let mut state = State::new(&vec![WINDOW; files]);
+        let mut state = State::new(&vec![WINDOW; files], false);
         for file in 0..pieces {
             hand_in(&mut state, file);
         }
@@ -281,7 +315,9 @@ mod tests {
     }
 
     fn wrote(state: &mut State, file: usize, cached: u64) {
-        state.done(Done::Wrote { file, offset: 0, length: WINDOW, cached, checksum: Checksum::EMPTY });
+        let image = Arc::new(Image::new(0).unwrap());
+        let write = Write { file, offset: 0, image, start: 0, length: WINDOW as usize };
+        state.done(Done::Wrote { write, cached });
     }
 
     fn is_held(state: &State) -> bool {
@@ -312,6 +348,90 @@ mod tests {
         wrote(&mut state, other, 0);
         assert!(!is_held(&state));
         assert!(matches!(state.next_task(), Some(Task::Finish(file)) if file == other));
+    }
+
+    /// Begins and ends the writing of a piece; the file that it is of.
+    fn write_one(state: &mut State) -> usize {
+        let file = begin_write(state);
+        wrote(state, file, 0);
+        file
+    }
+
+    fn begin_sum(state: &mut State) -> usize {
+        match state.next_task() {
+            Some(Task::Sum(write)) => write.file,
+            _ => panic!("there is something to sum"),
+        }
+    }
+
+    fn summed(state: &mut State, file: usize) {
+        state.done(Done::Summed { file, offset: 0, length: WINDOW, checksum: Checksum::EMPTY });
+    }
+
+    #[test]
+    fn a_thread_is_left_to_sum_what_the_others_wrote() {
+        let mut state = State::new(&[WINDOW * 8], true);
+        let image = Arc::new(Image::new(0).unwrap());
+        assert!(state.files[0].hand_in(0..WINDOW * 8));
+        state.push(Write { file: 0, offset: 0, image, start: 0, length: 8 * WINDOW as usize });
+        take_slot(&mut state);
+        for _ in 0..WRITING_BESIDE_SUMS {
+            begin_write(&mut state);
+        }
+        assert!(state.next_task().is_none(), "nothing is there to sum");
+        wrote(&mut state, 0, 0);
+        // The disk is not to wait for the sum.
+        begin_write(&mut state);
+        assert_eq!(begin_sum(&mut state), 0);
+        assert!(state.next_task().is_none());
+    }
+
+    #[test]
+    fn what_is_written_is_made_durable_while_it_is_summed() {
+        let mut state = State::new(&[WINDOW], true);
+        hand_in(&mut state, 0);
+        state.closed = true;
+        take_slot(&mut state);
+        write_one(&mut state);
+        assert!(!is_held(&state));
+        assert!(matches!(state.next_task(), Some(Task::Finish(0))));
+        begin_sum(&mut state);
+        state.done(Done::Finished);
+        assert!(matches!(state.next_task(), Some(Task::FinishFolders)));
+        state.done(Done::FinishedFolders);
+        assert!(!state.is_done());
+        summed(&mut state, 0);
+        assert!(state.is_done());
+    }
+
+    #[test]
+    fn nothing_is_done_while_something_is_left_to_sum() {
+        let mut state = State::new(&[WINDOW], true);
+        hand_in(&mut state, 0);
+        state.closed = true;
+        take_slot(&mut state);
+        write_one(&mut state);
+        assert!(matches!(state.next_task(), Some(Task::Finish(0))));
+        state.done(Done::Finished);
+        assert!(matches!(state.next_task(), Some(Task::FinishFolders)));
+        state.done(Done::FinishedFolders);
+        assert!(!state.is_done());
+        begin_sum(&mut state);
+        summed(&mut state, 0);
+        assert!(state.is_done());
+    }
+
+    #[test]
+    fn after_a_failure_nothing_is_summed() {
+        let mut state = State::new(&[WINDOW; 3], true);
+        for file in 0..3 {
+            hand_in(&mut state, file);
+        }
+        take_slot(&mut state);
+        let (one, other) = (write_one(&mut state), begin_write(&mut state));
+        state.fail(CommitError::io("write", &PathBuf::from(one.to_string()), Errno::IO));
+        wrote(&mut state, other, 0);
+        assert!(state.next_task().is_none());
     }
 
     #[test]
@@ -353,7 +473,7 @@ mod tests {
 
     #[test]
     fn empty_files_and_names_need_no_slot() {
-        let mut state = State::new(&[0]);
+        let mut state = State::new(&[0], true);
         state.closed = true;
         assert!(matches!(state.next_task(), Some(Task::Finish(0))));
         assert!(state.next_task().is_none());
@@ -361,7 +481,7 @@ mod tests {
         assert!(matches!(state.next_task(), Some(Task::FinishFolders)));
         assert!(state.next_task().is_none());
         state.done(Done::FinishedFolders);
-        assert!(state.is_durable() && !is_held(&state));
+        assert!(state.is_done() && !is_held(&state));
     }
 
     #[test]

@@ -67,7 +67,7 @@ impl<D: Disk> Shared<D> {
             checksum: options.checksum,
             total: sizes.iter().sum(),
             written: AtomicU64::new(0),
-            state: Mutex::new(State::new(&sizes)),
+            state: Mutex::new(State::new(&sizes, options.checksum)),
             changed: Condvar::new(),
         }
     }
@@ -125,7 +125,7 @@ impl<D: Disk> Shared<D> {
         }
         match state.take_failure() {
             Some(failure) => Err(failure),
-            None if state.is_durable() => Ok(Some(self.facts(&state))),
+            None if state.is_done() => Ok(Some(self.facts(&state))),
             None => {
                 let reason = "its writer was aborted; make another one".to_owned();
                 Err(CommitError::InvalidWrite { path: self.path().to_path_buf(), reason })
@@ -241,7 +241,13 @@ impl<D: Disk> Shared<D> {
         match task {
             Task::Write(write) => {
                 at.clone_from(&self.files[write.file].place.path);
-                self.write(&write)
+                self.write(write)
+            }
+            // Only now: a disk takes bytes faster from memory than from the caches of the processor that summed them.
+            Task::Sum(Write { file, offset, image, start, length }) => {
+                at.clone_from(&self.files[file].place.path);
+                let checksum = Checksum::of(image.bytes(start, length));
+                Ok(Done::Summed { file, offset, length: length as u64, checksum })
             }
             Task::Finish(file) => {
                 at.clone_from(&self.files[file].place.path);
@@ -258,15 +264,12 @@ impl<D: Disk> Shared<D> {
         }
     }
 
-    fn write(&self, write: &Write) -> Result<Done, CommitError> {
+    fn write(&self, write: Write) -> Result<Done, CommitError> {
         let file = &self.files[write.file];
         let bytes = write.image.bytes(write.start, write.length);
         let output = self.output(file)?;
         let cached = output.write(&self.disk, write.offset, bytes, &file.place.path, &self.direct_io)?;
-        // Only now: a disk takes bytes faster from memory than from the caches of the processor that summed them.
-        let checksum = if self.checksum { Checksum::of(bytes) } else { Checksum::EMPTY };
-        let (file, offset, length) = (write.file, write.offset, bytes.len() as u64);
-        Ok(Done::Wrote { file, offset, length, cached: cached as u64, checksum })
+        Ok(Done::Wrote { write, cached: cached as u64 })
     }
 
     fn output(&self, file: &SharedFile<D>) -> Result<Arc<Output<D>>, CommitError> {

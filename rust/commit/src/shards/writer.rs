@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::state::Write;
+use super::state::{THREADS, Write};
 use super::worker::Shared;
 use crate::disk::{Disk, RealDisk};
 use crate::error::CommitError;
@@ -17,10 +17,6 @@ use crate::facts::FileFacts;
 use crate::staging::Image;
 use crate::tree::{Place, Tree};
 use crate::writeback::WINDOW;
-
-/// The most threads that write. One alone gives the disks measured all they can take; the others compute checksums
-/// meanwhile, and keep it busy where training leaves a thread waiting for a processor.
-const THREADS: usize = 4;
 
 /// How a [`ShardWriter`] writes.
 #[derive(Clone, Copy, Debug)]
