@@ -67,16 +67,6 @@ pub(super) enum Done {
     FinishedFolders,
 }
 
-impl Done {
-    /// The bytes that it wrote.
-    pub(super) fn bytes(&self) -> u64 {
-        match self {
-            Done::Wrote { write, .. } => write.length as u64,
-            Done::Summed { .. } | Done::Finished | Done::FinishedFolders => 0,
-        }
-    }
-}
-
 /// The right to write.
 pub(super) enum Right {
     None,
@@ -198,9 +188,11 @@ impl State {
         Some(Task::Sum(write))
     }
 
-    /// Ends a task. What went past the cache is written, so that another rank may write while this one makes its files
-    /// durable; what did not is written by that.
-    pub(super) fn done(&mut self, done: Done) {
+    /// Ends a task; returns the bytes whose memory is needed no more: they are written, and summed if they are to be. What
+    /// went past the cache is written, so that another rank may write while this one makes its files durable; what did not
+    /// is written by that.
+    pub(super) fn done(&mut self, done: Done) -> u64 {
+        let mut needed_no_more = 0;
         match done {
             Done::Wrote { write, cached } => {
                 self.writing -= 1;
@@ -210,11 +202,14 @@ impl State {
                 }
                 if self.sums && !self.is_over() {
                     self.unsummed.push_back(write);
+                } else {
+                    needed_no_more = write.length as u64;
                 }
             }
             Done::Summed { file, offset, length, checksum } => {
                 self.summing -= 1;
                 self.files[file].sum(offset, length, checksum);
+                needed_no_more = length;
             }
             Done::Finished => {
                 self.finishing -= 1;
@@ -227,6 +222,7 @@ impl State {
             self.right = Right::None;
             self.cached = 0;
         }
+        needed_no_more
     }
 
     /// Keeps the first failure and gives up what was not begun.
@@ -317,7 +313,8 @@ mod tests {
     fn wrote(state: &mut State, file: usize, cached: u64) {
         let image = Arc::new(Image::new(0).unwrap());
         let write = Write { file, offset: 0, image, start: 0, length: WINDOW as usize };
-        state.done(Done::Wrote { write, cached });
+        let through = if state.sums { 0 } else { WINDOW };
+        assert_eq!(state.done(Done::Wrote { write, cached }), through);
     }
 
     fn is_held(state: &State) -> bool {
@@ -365,7 +362,8 @@ mod tests {
     }
 
     fn summed(state: &mut State, file: usize) {
-        state.done(Done::Summed { file, offset: 0, length: WINDOW, checksum: Checksum::EMPTY });
+        let done = Done::Summed { file, offset: 0, length: WINDOW, checksum: Checksum::EMPTY };
+        assert_eq!(state.done(done), WINDOW);
     }
 
     #[test]
@@ -430,7 +428,9 @@ mod tests {
         take_slot(&mut state);
         let (one, other) = (write_one(&mut state), begin_write(&mut state));
         state.fail(CommitError::io("write", &PathBuf::from(one.to_string()), Errno::IO));
-        wrote(&mut state, other, 0);
+        let image = Arc::new(Image::new(0).unwrap());
+        let write = Write { file: other, offset: 0, image, start: 0, length: WINDOW as usize };
+        assert_eq!(state.done(Done::Wrote { write, cached: 0 }), WINDOW);
         assert!(state.next_task().is_none());
     }
 

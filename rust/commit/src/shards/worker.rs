@@ -76,7 +76,7 @@ impl<D: Disk> Shared<D> {
         self.tree.path()
     }
 
-    /// Bytes written, and bytes of all files; without the lock, which a child made by `fork` may find held.
+    /// Bytes written whose memory nobody needs any more, and bytes of all files; without the lock, which a child made by `fork` may find held.
     pub(super) fn progress(&self) -> (u64, u64) {
         (self.written.load(Ordering::Relaxed), self.total)
     }
@@ -201,8 +201,7 @@ impl<D: Disk> Shared<D> {
             }
             match outcome {
                 Ok(done) => {
-                    self.written.fetch_add(done.bytes(), Ordering::Relaxed);
-                    state.done(done);
+                    self.written.fetch_add(state.done(done), Ordering::Relaxed);
                 }
                 Err(error) => state.fail(error),
             }
