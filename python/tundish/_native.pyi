@@ -10,6 +10,7 @@ __all__ = [
     "CheckpointReadLock",
     "CheckpointRoot",
     "FileFacts",
+    "Filling",
     "Image",
     "NewFolder",
     "Parcel",
@@ -143,8 +144,15 @@ class Image:
         tensors: Sequence[Any],
         threads: int,
         reader: TensorReader | None = None,
-    ) -> list[int]: ...
+    ) -> Filling: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class Filling:
+    @property
+    def left(self) -> list[int]: ...
+    def finish(self) -> None: ...
+    def give_up(self) -> None: ...
 
 @final
 class Spans:

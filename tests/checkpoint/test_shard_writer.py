@@ -142,8 +142,30 @@ def test_an_image_is_filled_with_what_lies_in_memory_as_in_the_file(
         if number not in (4, 5):
             expected[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
         start += tensor.nbytes + (64 if number == 1 else 0)
-    assert image.fill(Spans(places), tensors, threads, reader) == [4, 5]
+    filling = image.fill(Spans(places), tensors, threads, reader)
+    assert filling.left == [4, 5]
+    filling.finish()
     assert memory.equal(expected)
+    with pytest.raises(ValueError, match="finished or given up before"):
+        filling.finish()
+
+
+@pytest.mark.parametrize("how", ["given up", "dropped"])
+def test_what_is_given_up_is_copied_no_more(how: str) -> None:
+    tensors = [torch.ones(64 * MIB, dtype=torch.uint8)] * 8
+    spans = Spans([(number * 64 * MIB, (number + 1) * 64 * MIB, torch.uint8) for number in range(8)])
+    image = Image(512 * MIB)
+    memory = torch.frombuffer(image, dtype=torch.uint8).zero_()
+    filling = image.fill(spans, tensors, 2, READER)
+    if how == "given up":
+        filling.give_up()
+        filling.give_up()
+        with pytest.raises(ValueError, match="finished or given up before"):
+            filling.finish()
+    del filling
+    memory.zero_()
+    time.sleep(0.05)
+    assert not memory.any()
 
 
 @pytest.mark.parametrize(
@@ -174,8 +196,23 @@ def test_nothing_is_copied_beyond_its_place(reader: TensorReader | None, threads
             image.fill(spans, given, threads, reader)
     with pytest.raises(ValueError, match="end after the image"):
         Image(20 * MIB - 1).fill(spans, tensors, threads, reader)
-    assert image.fill(spans, tensors, threads, reader) == []
+    filling = image.fill(spans, tensors, threads, reader)
+    filling.finish()
+    assert filling.left == []
     assert memory.eq(1).all()
+
+
+@pytest.mark.skipif(READER is None, reason="torch says nothing of many tensors at once")
+@pytest.mark.parametrize("left", [0, 4, 15])
+def test_a_tensor_whose_storage_ends_before_it_does_is_not_read(left: int) -> None:
+    whole, cut = torch.ones(8, dtype=torch.uint8), torch.ones(24, dtype=torch.uint8)[8:]
+    cut.untyped_storage().resize_(8 + left)
+    image = Image(24)
+    memory = torch.frombuffer(image, dtype=torch.uint8).zero_()
+    filling = image.fill(Spans([(0, 8, torch.uint8), (8, 24, torch.uint8)]), [whole, cut], 1, READER)
+    filling.finish()
+    assert filling.left == [1]
+    assert memory.tolist() == [1] * 8 + [0] * 16
 
 
 def test_files_hold_the_bytes_and_their_checksums(tmp_path: Path) -> None:

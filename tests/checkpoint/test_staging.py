@@ -23,7 +23,7 @@ from tundish import _native
 from tundish.checkpoint import Checkpointer, staging
 from tundish.checkpoint.buffers import Buffer, Place, Places
 from tundish.checkpoint.hf.plan import plan_hf
-from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
+from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of, run_copies
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 
@@ -221,6 +221,24 @@ def test_gradients_may_be_cleared_and_memory_exchanged(gate: threading.Event, tm
     assert_holds(tmp_path / "hf", expected)
 
 
+def test_another_thread_copies_while_the_other_ranks_are_waited_for() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        plan = plan_hf({"w": torch.ones(64 << 20, dtype=torch.uint8)})
+        plan.reserve()
+        try:
+            (image,) = plan._images
+            deadline = time.monotonic() + 60
+            while not image.bytes[-(64 << 20) :].all():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            plan.release()
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_what_the_optimizer_does_not_own_is_copied_at_once(gate: threading.Event) -> None:
     owned, other = torch.ones(3), torch.ones(3)
     parameter = nn.Parameter(owned)
@@ -234,6 +252,7 @@ def test_what_the_optimizer_does_not_own_is_copied_at_once(gate: threading.Event
     )
     copies: list[Copies | BackgroundCopy] = []
     begin_copies([block], [torch.optim.SGD([parameter], lr=1)], copies)
+    run_copies(copies)
     assert targets.tolist() == [[0] * 3, [1] * 3, [0] * 3, [0] * 3]
     gate.set()
     for copy in copies:
@@ -302,10 +321,12 @@ def test_optimizers_are_not_kept_alive() -> None:
 def test_an_error_of_the_copy_is_raised_by_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    run = staging.Copies.run
 
     def fail(self: staging.Copies) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise MemoryError("device")
+        run(self)
 
     monkeypatch.setattr(staging.Copies, "run", fail)
     with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from exporting import export
+from exporting import export, staged
 from tundish.checkpoint import staging
 from tundish.checkpoint.hf import drawing, unchanged
 from tundish.checkpoint.hf.plan import plan_hf
@@ -126,18 +127,17 @@ def test_integers_of_fewer_bits_are_told_from_bytes() -> None:
         tensors["w"] = values
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 512), (16, 1008)], ids=["cut", "moved"])
-def test_other_memory_at_the_same_address_is_seen(start: int, count: int) -> None:
-    # As when memory is freed and other memory taken at the same place.
-    memory = bytearray(8192)
-    before = torch.frombuffer(memory, dtype=torch.float32, count=1008)
-    after = torch.frombuffer(memory, dtype=torch.float32, count=count, offset=start * 4)
-    tensors = {"w": before[16:32]}
-    remember(tensors, ())
-    assert known(tensors)
-    tensors["w"] = after[16 - start : 32 - start]
-    assert tensors["w"].data_ptr() == before[16:32].data_ptr()
-    assert not known(tensors)
+@pytest.mark.parametrize("count", [16, 1 << 20])
+def test_what_was_cut_and_lies_where_another_lay_is_not_read(count: int) -> None:
+    cut = torch.ones(count)
+    cut.untyped_storage().resize_(cut.nbytes // 4)
+    # As before memory was freed, and a part of it taken again: of a plan nothing is read.
+    memory = (ctypes.c_byte * cut.nbytes).from_address(cut.data_ptr())
+    tensors = {"w": torch.frombuffer(memory, dtype=torch.float32), "v": torch.ones(count)}
+    plan_hf(tensors).release()
+    tensors["w"] = cut
+    with pytest.raises(InvalidInputError, match="'w' has no values"), staged(plan_hf(tensors)):
+        pass
 
 
 def test_tensors_are_known_again_while_nothing_changes() -> None:

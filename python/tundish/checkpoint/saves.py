@@ -115,9 +115,10 @@ class Plan(Protocol):
     def news(self) -> News: ...
 
     def reserve(self) -> None:
-        """Take the host memory, local to this rank; raises `MemoryError` kinds.
+        """Take the host memory, local to this rank, and begin to copy if that is of use; raises `MemoryError` kinds.
 
-        Before the vote, so that no rank waits in a collective for one that has no memory.
+        Before the vote, so that no rank waits in a collective for one that has no memory. What is begun for a save that
+        is refused, `release` ends.
         """
 
     def react_to(self, news: News, meeting: Meeting) -> None:

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
+from tundish._native import Filling
 from tundish.checkpoint.buffers import Buffer, Places
 from tundish.checkpoint.tensors import READER, any_on_cuda, check_memory, locals_of
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 from tundish.waiting import Moment, run_aside, to_its_end, wait_for
 
-__all__ = ["BackgroundCopy", "Block", "Copies", "begin_copies", "optimizers_of"]
+__all__ = ["BackgroundCopy", "Block", "Copies", "begin_copies", "optimizers_of", "run_copies"]
 
 # Up to here torch copies with one thread, so that several tensors can be copied side by side.
 _GRAIN = 32768
@@ -84,6 +85,13 @@ class Copies:
         )
         self._ready = [torch.cuda.current_stream(device).record_event() for device in self._devices]
         self._over: list[torch.cuda.Event] = []
+        # Of the first block.
+        self._begun: Filling | None = None
+
+    def begin(self) -> None:
+        """Have other threads begin with what is on the host, if that is worth them; `run` does the rest."""
+        if self._blocks:
+            self._begun = _begun(self._blocks[0], self._threads)
 
     def run(self) -> None:
         """Copy; returns when all is copied, or queued on a side stream."""
@@ -105,7 +113,10 @@ class Copies:
                         side.synchronize()
                         raise
             for block in self._blocks:
-                _copy_on_host(block, self._threads)
+                filling, self._begun = self._begun, None
+                _copy_on_host(
+                    block, _begun(block, self._threads) if filling is None else filling, self._threads
+                )
         if not self._devices:
             self._blocks = ()
 
@@ -135,7 +146,10 @@ class Copies:
         """Nothing: nothing waits for these copies."""
 
     def end(self) -> None:
-        """Block until nothing is copied any more."""
+        """Copy no more, whether or not it was begun; block until that is so."""
+        filling, self._begun = self._begun, None
+        if filling is not None:
+            filling.give_up()
         self.wait(None)
 
 
@@ -312,20 +326,26 @@ def optimizers_of(optimizer: Any) -> tuple[Any, ...]:
 def begin_copies(
     blocks: Sequence[Block], optimizers: Sequence[Any], begun: list[Copies | BackgroundCopy]
 ) -> None:
-    """Copy: what the steps of `optimizers` alone change in the background, all else at once.
+    """Begin what `run_copies` goes on with; of what the steps of `optimizers` change, nothing yet.
 
-    Without optimizers everything is copied at once. `begun`: gets each before it begins, so that whoever is interrupted
-    can end it before what it copies into is given back.
+    `begun`: gets what there is to run, or to end, before anything is copied.
     """
     now, later = _divided(blocks, optimizers) if optimizers else (blocks, ())
     copies = Copies(now)
     begun.append(copies)
-    copies.run()
-    copies.hold_up_caller()
     if later:
-        in_background = BackgroundCopy(later, optimizers)
-        begun.append(in_background)
-        in_background.start()
+        begun.append(BackgroundCopy(later, optimizers))
+    copies.begin()
+
+
+def run_copies(begun: Sequence[Copies | BackgroundCopy]) -> None:
+    """Copy: what the steps of optimizers alone change in the background, all else at once."""
+    for copies in begun:
+        if isinstance(copies, BackgroundCopy):
+            copies.start()
+        else:
+            copies.run()
+            copies.hold_up_caller()
 
 
 def _divided(blocks: Sequence[Block], optimizers: Sequence[Any]) -> tuple[list[Block], list[Block]]:
@@ -410,12 +430,17 @@ def _check_memory_of(block: Block, number: int) -> None:
     check_memory(block.names[number] if block.names else f"tensor {number}", block.sources[number])
 
 
-def _copy_on_host(block: Block, threads: int) -> None:
-    """What is not on a CUDA device: bytes as they are, and what is to be converted or rearranged by torch."""
-    left = block.buffer.image.fill(block.places.spans, block.sources, threads, READER)
+def _begun(block: Block, threads: int) -> Filling:
+    """The copies of all that is copied on the host as it is."""
+    return block.buffer.image.fill(block.places.spans, block.sources, threads, READER)
+
+
+def _copy_on_host(block: Block, filling: Filling, threads: int) -> None:
+    """What is not on a CUDA device: bytes as they are, by `filling`; what is to be converted or rearranged by torch."""
+    filling.finish()
+    left = [number for number in filling.left if not block.sources[number].is_cuda]
     if not left:
         return
-    left = [number for number in left if not block.sources[number].is_cuda]
     for number in left:
         _check_memory_of(block, number)
     pairs = [(block.buffer.view(block.places[number]), block.sources[number]) for number in left]

@@ -73,6 +73,8 @@ class _Reserved:
             raise InvalidInputError(f"{request.what}: a save of this step is under way already")
         opened.lanes[request.kind].start()
         self.plan = plan = request.make_plan()
+        # Which begins to copy, so that what else there is to do happens meanwhile.
+        self.take_memory(plan)
         if opened.owner is not None:
             self.lacks_room = opened.owner.begin(
                 request.kind,
@@ -81,7 +83,7 @@ class _Reserved:
                 overwrite=request.overwrite,
                 wait_for_saves=self._wait_for_saves,
             )
-        self.take_memory(plan)
+        self._refuse_without_room()
         return plan
 
     def take_memory(self, plan: Plan) -> None:
@@ -89,6 +91,15 @@ class _Reserved:
         self.claim.give_back()
         limit = self._opened.budget.limit
         self.through_limit = limit if limit is not None and plan.most_staged_bytes > limit else None
+        self._refuse_without_room()
+        held = plan.staged_bytes if self.through_limit is None else plan.through_bytes(self.through_limit)
+        # Which waits for the saves under way, here and not where other ranks have begun to exchange tensors.
+        self.claim.take(held, self._request.what)
+        if self.through_limit is None:
+            plan.reserve()
+
+    def _refuse_without_room(self) -> None:
+        """Refuse what is written while the caller waits, where something old has to go first."""
         if self.through_limit is not None and self.lacks_room:
             raise StorageError(
                 errno.ENOSPC,
@@ -96,11 +107,6 @@ class _Reserved:
                 "alone: remove them with `tundish checkpoint prune`, or give a staging_limit_bytes that it fits in",
                 str(self._opened.path),
             )
-        held = plan.staged_bytes if self.through_limit is None else plan.through_bytes(self.through_limit)
-        # Which waits for the saves under way, here and not where other ranks have begun to exchange tensors.
-        self.claim.take(held, self._request.what)
-        if self.through_limit is None:
-            plan.reserve()
 
     def _wait_for_saves(self) -> None:
         """Block until no save is under way: what retention does not keep goes after each, and makes room."""

@@ -1,7 +1,7 @@
 //! Copies of host memory, past the caches.
 //!
-//! It owns nothing. What always holds: every byte is copied once, by one thread; when [`copy`] or [`Rest::copy`] returns
-//! all are, and no other thread runs for them.
+//! It owns nothing but threads. What always holds: every byte is copied once, by one thread; when [`copy`] or
+//! [`Copying::finish`] returns all are, and no other thread runs for them, as when a [`Copying`] is dropped.
 //!
 //! What a save stages, for one, is read again only when it is written, and is larger than any cache. Ordinary stores
 //! would first read each line of the target and push the training's data out of the caches; streaming stores do neither,
@@ -10,9 +10,9 @@
 
 use std::ops::Range;
 use std::panic;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::{self, Scope, ScopedJoinHandle};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
 
 /// Bytes that are worth a thread of their own, which takes some 50 µs to start.
 pub const WORTH_A_THREAD: usize = 8 << 20;
@@ -47,90 +47,143 @@ unsafe impl Sync for Copy {}
 /// All sources can be read and all targets written until this returns; no target overlaps another or a source, and
 /// nobody else looks at a target. Who changes a source meanwhile gets some of the old bytes and some of the new.
 pub unsafe fn copy<E>(copies: &[Copy], threads: usize, go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
-    // SAFETY: the caller's promise.
-    unsafe { copy_while_finding(&[], threads, |rest| rest.copy(copies, threads, go_on)) }
+    let mut copying = Copying::new(threads);
+    copying.add(copies);
+    copying.be_helped(copying.total / WORTH_A_THREAD);
+    copying.finish(go_on)
 }
 
-/// As [`copy`], where not all is known yet: while `find` finds the rest on this thread, another one copies the `first`,
-/// if they are worth one. What `find` does not hand to [`Rest::copy`] is not copied.
-///
-/// # Safety
-/// As of [`copy`], for the first copies, whether or not `find` finds more.
-pub unsafe fn copy_while_finding<T>(first: &[Copy], threads: usize, find: impl FnOnce(Rest<'_, '_>) -> T) -> T {
-    let (first, rest) = (Pieces::of(first), OnceLock::new());
-    thread::scope(|scope| {
-        let mut found = Rest { first: &first, rest: &rest, scope, helpers: Vec::new() };
-        if first.total >= WORTH_A_THREAD {
-            found.be_helped(threads.min(2));
-        }
-        find(found)
-    })
+/// Copies that other threads make, as far as they are worth them, while their caller finds more of them, and does other
+/// work. It takes part when it finishes them; when this is dropped, no more is begun.
+#[derive(Debug)]
+pub struct Copying {
+    portions: Arc<Portions>,
+    total: usize,
+    threads: usize,
+    helpers: Vec<JoinHandle<()>>,
 }
 
-/// Copies of which the first may be under way, and the rest is to be handed in.
-pub struct Rest<'scope, 'env> {
-    first: &'scope Pieces,
-    rest: &'scope OnceLock<Pieces>,
-    scope: &'scope Scope<'scope, 'env>,
-    helpers: Vec<ScopedJoinHandle<'scope, ()>>,
-}
+impl Copying {
+    /// Nothing yet. Up to `threads` are to take part, the caller's among them.
+    #[must_use]
+    pub fn new(threads: usize) -> Self {
+        Copying { portions: Arc::default(), total: 0, threads, helpers: Vec::new() }
+    }
 
-impl Rest<'_, '_> {
-    /// Copies what is left of the first ones, and `copies`, on as many threads as [`copy`](fn@copy) would; it asks
-    /// `go_on` alike. When it returns no other thread of it runs.
+    /// Begins with `copies` on other threads, once all that was handed in is worth them.
+    ///
+    /// # Safety
+    /// As of [`copy`](fn@copy), for all that is handed in, until this is finished or dropped.
+    pub unsafe fn hand_in(&mut self, copies: &[Copy]) {
+        self.add(copies);
+        // The caller's does not count, which is at something else.
+        self.be_helped(1 + self.total / WORTH_A_THREAD);
+    }
+
+    /// Copies what no other thread has begun. Asks `go_on` now and then, with the bytes that were begun; at an error
+    /// nothing more is begun.
     ///
     /// # Errors
     /// What `go_on` returns.
-    ///
-    /// # Safety
-    /// As of [`copy`](fn@copy), for these and the first ones together.
-    pub unsafe fn copy<E>(
-        mut self,
-        copies: &[Copy],
-        threads: usize,
-        mut go_on: impl FnMut(usize) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let (first, rest) = (self.first, self.rest.get_or_init(|| Pieces::of(copies)));
-        self.be_helped(threads.min((first.total + rest.total) / WORTH_A_THREAD));
-        let copied = first.copy_asking(&mut go_on);
-        let copied = copied.and_then(|()| rest.copy_asking(|begun| go_on(first.total + begun)));
-        self.stop();
+    pub fn finish<E>(mut self, mut go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
+        self.portions.complete();
+        let (mut copied, mut before) = (Ok(()), 0);
+        self.portions.each(|pieces| {
+            let asked = pieces.copy_asking(|begun| go_on(before + begun));
+            before += pieces.total;
+            if asked.is_err() {
+                self.portions.stop();
+                copied = asked;
+            }
+        });
         for helper in self.helpers.drain(..) {
             helper.join().unwrap_or_else(|panic| panic::resume_unwind(panic));
         }
         copied
     }
 
+    fn add(&mut self, copies: &[Copy]) {
+        let pieces = Pieces::of(copies);
+        self.total += pieces.total;
+        self.portions.add(pieces);
+    }
+
     /// Have other threads copy, so that they are up to `threads` with the caller's.
     fn be_helped(&mut self, threads: usize) {
-        let (first, rest) = (self.first, self.rest);
-        while self.helpers.len() + 1 < threads {
-            let copied = thread::Builder::new().spawn_scoped(self.scope, || {
-                first.copy_all();
-                rest.wait().copy_all();
-            });
-            let Ok(helper) = copied else {
+        while self.helpers.len() + 1 < threads.min(self.threads) {
+            let portions = Arc::clone(&self.portions);
+            let Ok(helper) = thread::Builder::new().spawn(move || portions.each(Pieces::copy_all)) else {
                 // What another thread would copy, the caller's does.
                 break;
             };
             self.helpers.push(helper);
         }
     }
+}
 
-    /// Nothing more is begun, and nobody waits for a rest.
-    fn stop(&self) {
-        self.first.stop();
-        self.rest.get_or_init(|| Pieces::of(&[])).stop();
+impl Drop for Copying {
+    fn drop(&mut self) {
+        self.portions.stop();
+        for helper in self.helpers.drain(..) {
+            // It has nothing to say any more.
+            drop(helper.join());
+        }
     }
 }
 
-impl Drop for Rest<'_, '_> {
-    fn drop(&mut self) {
-        self.stop();
+/// What is to be copied, as it comes to be known.
+#[derive(Debug, Default)]
+struct Portions {
+    known: Mutex<Known>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    portions: Vec<Arc<Pieces>>,
+    is_all: bool,
+}
+
+impl Portions {
+    fn add(&self, pieces: Pieces) {
+        self.change(|known| known.portions.push(Arc::new(pieces)));
+    }
+
+    /// There will be no more.
+    fn complete(&self) {
+        self.change(|known| known.is_all = true);
+    }
+
+    /// No piece is begun any more.
+    fn stop(&self) {
+        self.complete();
+        self.each(Pieces::stop);
+    }
+
+    /// Visits each, and waits for those that are not known yet.
+    fn each(&self, mut visit: impl FnMut(&Pieces)) {
+        let mut number = 0;
+        while let Some(pieces) = self.get(number) {
+            visit(&pieces);
+            number += 1;
+        }
+    }
+
+    fn get(&self, number: usize) -> Option<Arc<Pieces>> {
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_awaited = |known: &mut Known| !known.is_all && known.portions.len() <= number;
+        let known = self.changed.wait_while(known, is_awaited).unwrap_or_else(PoisonError::into_inner);
+        known.portions.get(number).map(Arc::clone)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Known)) {
+        change(&mut self.known.lock().unwrap_or_else(PoisonError::into_inner));
+        self.changed.notify_all();
     }
 }
 
 /// All copies, counted through one after the other and cut into pieces, which threads take in turn.
+#[derive(Debug)]
 pub(crate) struct Pieces {
     /// Its own, as threads may look at them when whoever handed them in is gone.
     copies: Vec<Copy>,
@@ -318,65 +371,67 @@ mod tests {
         [whole.before(source.len() / 2), whole.after(source.len() / 2)]
     }
 
-    /// Waits until all pieces are taken, by other threads.
-    fn wait_for(pieces: &Pieces) {
+    /// Waits until other threads have taken all pieces that are known.
+    fn wait_for_others(copying: &Copying) {
         let deadline = Instant::now() + Duration::from_secs(60);
-        while pieces.next.load(Ordering::Relaxed) < pieces.total {
+        let known = copying.portions.known.lock().unwrap().portions.clone();
+        while known.iter().any(|pieces| pieces.next.load(Ordering::Relaxed) < pieces.total) {
             assert!(Instant::now() < deadline);
             thread::yield_now();
         }
     }
 
     #[test]
-    fn what_is_known_first_is_copied_while_the_rest_is_found() {
+    fn what_is_known_is_copied_while_the_rest_is_found_and_after() {
         let source: Vec<u8> = (0..4 * LOOK_AROUND * PIECE + 34).map(|at| (at % 251) as u8).collect();
         for threads in [1, 2, 5] {
             let mut target = vec![0u8; source.len()];
-            let [first, rest] = halves(&source, &mut target);
             let mut begun = 0;
-            // SAFETY: both lie within their vectors, which nobody else looks at.
-            let copied: Result<(), ()> = unsafe {
-                copy_while_finding(&[first], threads, |found| {
-                    if threads > 1 {
-                        wait_for(found.first);
-                    }
-                    assert!(found.helpers.len() == 1.min(threads - 1));
-                    found.copy(&[rest], threads, |bytes| {
-                        assert!(begun < bytes && bytes <= source.len());
-                        begun = bytes;
-                        Ok(())
-                    })
-                })
-            };
+            let mut copying = Copying::new(threads);
+            for half in halves(&source, &mut target) {
+                // SAFETY: both lie within their vectors, which nobody else looks at.
+                unsafe { copying.hand_in(&[half]) };
+                assert!(copying.helpers.len() == threads - 1);
+                if threads > 1 {
+                    wait_for_others(&copying);
+                }
+            }
+            let copied: Result<(), ()> = copying.finish(|bytes| {
+                assert!(threads == 1 && begun < bytes && bytes <= source.len());
+                begun = bytes;
+                Ok(())
+            });
             assert_eq!(copied, Ok(()));
             assert!(target == source, "{threads} threads");
-            assert!(threads > 1 || begun > first.length + LOOK_AROUND * PIECE / 2);
+            assert!(threads > 1 || begun > source.len() / 2 + LOOK_AROUND * PIECE / 2);
         }
     }
 
     #[test]
-    fn little_is_not_worth_another_thread() {
-        let source = vec![1u8; WORTH_A_THREAD - 1];
+    fn threads_begin_when_they_are_worth_it() {
+        let source = vec![1u8; 2 * WORTH_A_THREAD - 2];
         let mut target = vec![0u8; source.len()];
-        let whole = Copy { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() };
-        // SAFETY: both are vectors, which nobody else looks at.
-        unsafe { copy_while_finding(&[whole], 64, |found| assert!(found.helpers.is_empty())) };
+        let mut copying = Copying::new(64);
+        for (half, helpers) in halves(&source, &mut target).into_iter().zip([0, 1]) {
+            // SAFETY: both are vectors, which nobody else looks at.
+            unsafe { copying.hand_in(&[half]) };
+            assert_eq!(copying.helpers.len(), helpers);
+        }
     }
 
     #[test]
-    fn nobody_waits_for_a_rest_that_is_not_found() {
-        let source = vec![1u8; 2 * WORTH_A_THREAD];
+    fn no_thread_outlives_copies_that_are_given_up() {
+        let source = vec![1u8; 8 * WORTH_A_THREAD];
         for threads in [1, 3] {
             let mut target = vec![0u8; source.len()];
-            let [first, _] = halves(&source, &mut target);
-            // SAFETY: both lie within their vectors, which nobody else looks at.
-            let found = unsafe { copy_while_finding(&[first], threads, |_| Err::<(), _>("lost")) };
-            assert_eq!(found, Err("lost"));
-            let lost = panic::catch_unwind(panic::AssertUnwindSafe(|| {
-                // SAFETY: as above.
-                unsafe { copy_while_finding(&[first], threads, |_| panic::resume_unwind(Box::new("lost"))) }
-            }));
-            assert!(lost.is_err_and(|panic| panic.downcast_ref() == Some(&"lost")));
+            let mut copying = Copying::new(threads);
+            for half in halves(&source, &mut target) {
+                // SAFETY: both are vectors, which nobody else looks at.
+                unsafe { copying.hand_in(&[half]) };
+            }
+            let portions = Arc::downgrade(&copying.portions);
+            drop(copying);
+            assert!(portions.upgrade().is_none());
         }
     }
 
@@ -387,17 +442,16 @@ mod tests {
         for asked_before in [0, 2] {
             for threads in [1, 2] {
                 let mut target = vec![0u8; source.len()];
-                let [first, rest] = halves(&source, &mut target);
                 let mut asked = 0;
-                // SAFETY: both lie within their vectors, which nobody else looks at.
-                let copied = unsafe {
-                    copy_while_finding(&[first], threads, |found| {
-                        found.copy(&[rest], threads, |_| {
-                            asked += 1;
-                            if asked > asked_before { Err("stop") } else { Ok(()) }
-                        })
-                    })
-                };
+                let mut copying = Copying::new(threads);
+                for half in halves(&source, &mut target) {
+                    // SAFETY: both lie within their vectors, which nobody else looks at.
+                    unsafe { copying.hand_in(&[half]) };
+                }
+                let copied = copying.finish(|_| {
+                    asked += 1;
+                    if asked > asked_before { Err("stop") } else { Ok(()) }
+                });
                 // Another thread may have taken so much that this one was not to ask so often.
                 assert!(copied.is_err() == (asked > asked_before) && (threads > 1 || copied.is_err()));
                 let copied = target.iter().filter(|&&byte| byte == 1).count();

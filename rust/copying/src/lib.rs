@@ -10,5 +10,5 @@ mod handover;
 #[cfg(target_arch = "x86_64")]
 mod streaming;
 
-pub use copying::{Copy, Rest, WORTH_A_THREAD, copy, copy_while_finding};
+pub use copying::{Copy, Copying, WORTH_A_THREAD, copy};
 pub use handover::Handover;

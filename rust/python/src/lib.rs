@@ -52,7 +52,7 @@ mod _native {
     };
     #[pymodule_export]
     use super::shards::{
-        FileFacts, Image, ShardWriter, Spans, checksum_file, seal_manifest, staging_stats, sweep_writer_slots,
+        FileFacts, Filling, Image, ShardWriter, Spans, checksum_file, seal_manifest, staging_stats, sweep_writer_slots,
         trim_staging, verify_folder, write_sidecar,
     };
     #[pymodule_export]

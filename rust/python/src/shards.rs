@@ -8,7 +8,7 @@ use std::ffi::c_int;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
@@ -19,7 +19,7 @@ use pyo3::types::{PyDict, PyMemoryView, PySequence, PyTuple};
 use tundish_commit::Checksum;
 use tundish_commit::shards::{self, WriterOptions};
 use tundish_commit::staging;
-use tundish_copying as copying;
+use tundish_copying::{self as copying, Copying};
 use tundish_packing::Watch;
 
 use crate::enter::{Door, enter};
@@ -58,10 +58,7 @@ impl Image {
         self.image.as_ptr().addr()
     }
 
-    /// Copy `tensors`, each to its span.
-    ///
-    /// Returns the numbers of those that were not copied, because the tensor is of another dtype, or its values do not
-    /// lie in host memory as they will lie on the disk. `reader`: asked first.
+    /// Begin to copy `tensors`, each to its span, on up to `threads` threads. `reader`: asked first.
     #[pyo3(signature = (spans, tensors, threads, reader=None))]
     fn fill(
         &self,
@@ -70,7 +67,7 @@ impl Image {
         tensors: &Bound<'_, PySequence>,
         threads: usize,
         reader: Option<&TensorReader>,
-    ) -> PyResult<Vec<usize>> {
+    ) -> PyResult<Filling> {
         if spans.spans.len() != tensors.len()? || spans.spans.last().is_some_and(|last| last.stop > self.image.size()) {
             return Err(PyValueError::new_err("the spans are not those of the tensors, or end after the image"));
         }
@@ -82,21 +79,15 @@ impl Image {
             known: KnownDtypes::default(),
             left: Vec::new(),
         };
-        // As little as another thread is worth: the sooner it begins.
-        let first = finder.copies(copying::WORTH_A_THREAD)?;
-        // SAFETY: the spans lie in the image, one after the other, and sources in the memory of tensors that the caller
-        // holds and that are dense; whoever frees that memory meanwhile would have torch's own copy read it, too.
-        unsafe {
-            copying::copy_while_finding(&first, threads, |rest| {
-                let found = finder.copies(usize::MAX)?;
-                enter(
-                    py,
-                    None,
-                    move |door| Ok(rest.copy(&found, threads, |begun| door.tick("stage", begun as u64, 0))?),
-                )
-            })
-        }?;
-        Ok(finder.left)
+        let mut copying = Copying::new(threads);
+        // SAFETY: the filling holds the image and the tensors as long as anything is copied; whoever frees the memory of
+        // a tensor meanwhile would have torch's own copy read it, too.
+        if let Err(error) = unsafe { finder.hand_in_all(&mut copying) } {
+            py.detach(|| drop(copying));
+            return Err(error);
+        }
+        let under_way = UnderWay { copying, _image: Arc::clone(&self.image), _tensors: tensors.clone().unbind() };
+        Ok(Filling { left: finder.left, under_way: Mutex::new(Some(under_way)) })
     }
 
     /// What Python has of itself from 3.12 on (PEP 688).
@@ -117,6 +108,60 @@ impl Image {
     }
 }
 
+/// The copies of tensors into an image. Other threads make them, as far as they are worth them; whoever waits for their
+/// end takes part.
+#[pyclass(frozen)]
+pub(crate) struct Filling {
+    left: Vec<usize>,
+    /// Until somebody waits for its end, or gives it up.
+    under_way: Mutex<Option<UnderWay>>,
+}
+
+struct UnderWay {
+    copying: Copying,
+    // Which is copied into, and out of: dropped after it.
+    _image: Arc<staging::Image>,
+    _tensors: Py<PySequence>,
+}
+
+#[pymethods]
+impl Filling {
+    /// The numbers of the tensors that are not copied, because one is of another dtype, or its values do not lie in host
+    /// memory, all of them, as they will lie on the disk.
+    #[getter]
+    fn left(&self) -> Vec<usize> {
+        self.left.clone()
+    }
+
+    /// Block until all is copied. Once.
+    fn finish(&self, py: Python<'_>) -> PyResult<()> {
+        let Some(under_way) = self.taken() else {
+            return Err(PyValueError::new_err("it was finished or given up before"));
+        };
+        enter(py, None, |door| under_way.copying.finish(|begun| Ok(door.tick("stage", begun as u64, 0)?)))
+    }
+
+    /// Begin no more; when this returns, nothing is copied.
+    fn give_up(&self, py: Python<'_>) {
+        if let Some(under_way) = self.taken() {
+            py.detach(|| drop(under_way.copying));
+        }
+    }
+}
+
+impl Filling {
+    fn taken(&self) -> Option<UnderWay> {
+        self.under_way.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+impl Drop for Filling {
+    fn drop(&mut self) {
+        // Waiting for the threads holds up nobody but whoever drops it.
+        Python::try_attach(|py| self.give_up(py));
+    }
+}
+
 /// Where tensors lie in an image. To be kept from one save to the next: thousands of Python's objects are not in the
 /// caches any more then, and take longer to read.
 ///
@@ -134,7 +179,7 @@ struct Span {
     dtype: usize,
 }
 
-/// Finds what `Image::fill` is to copy.
+/// Finds what a `Filling` is to copy.
 struct Finder<'a, 'py, T> {
     image: &'a staging::Image,
     spans: &'a Spans,
@@ -150,6 +195,21 @@ impl<'a, 'py, T> Finder<'a, 'py, T>
 where
     T: Iterator<Item = (usize, (PyResult<Bound<'py, PyAny>>, &'a Span))>,
 {
+    /// Hands in the copies of all tensors, as soon as there is something for another thread to do.
+    ///
+    /// # Safety
+    /// The image and the tensors are there until `copying` is finished or dropped.
+    unsafe fn hand_in_all(&mut self, copying: &mut Copying) -> PyResult<()> {
+        loop {
+            let found = self.copies(copying::WORTH_A_THREAD)?;
+            if found.is_empty() {
+                return Ok(());
+            }
+            // SAFETY: the spans lie in the image, one after the other, and sources in the memory of dense tensors.
+            unsafe { copying.hand_in(&found) };
+        }
+    }
+
     /// The copies of the next tensors, until they have `enough` bytes.
     fn copies(&mut self, enough: usize) -> PyResult<Vec<copying::Copy>> {
         let (mut copies, mut found) = (Vec::new(), 0);
@@ -202,8 +262,8 @@ impl Spans {
     }
 }
 
-/// Address and bytes of the values of a tensor of torch, where they lie in host memory one after the other, as they are
-/// and as `dtype`.
+/// Address and bytes of the values of a tensor of torch, where all of them lie in host memory one after the other, as they
+/// are and as `dtype`.
 fn plain(tensor: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Option<(usize, usize)>> {
     let py = tensor.py();
     let says = |method| tensor.call_method0(method)?.is_truthy();
@@ -218,6 +278,13 @@ fn plain(tensor: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Option
     }
     let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
     let size: usize = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
+    let itemsize: usize = tensor.getattr(intern!(py, "itemsize"))?.extract()?;
+    let offset: usize = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
+    let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+    let held: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+    if offset.saturating_mul(itemsize).saturating_add(size) > held {
+        return Ok(None);
+    }
     // Zeros may be what torch keeps no memory for.
     Ok((address > 0 || size == 0).then_some((address, size)))
 }

@@ -29,12 +29,18 @@ pub(crate) struct TensorReader {
 }
 
 /// All that decides whether tensors can be saved, whether two of them are one, and what a file says of them: names,
-/// dtypes, shapes, addresses, and how much memory is there.
+/// dtypes, shapes and addresses. Whether all of a tensor is there, whoever copies it looks, as it may be gone by then.
 #[pyclass(frozen)]
 pub(crate) struct TensorLook {
     names: Py<PyTuple>,
     words: Vec<u64>,
+    /// Of each tensor.
+    whereabouts: Vec<Whereabouts>,
 }
+
+/// Where what there is to see of a tensor lay when it was looked at: its object, what that stands for, and both of its
+/// storage. They say where to look first, and nothing is believed of them: all may be gone.
+struct Whereabouts([usize; 4]);
 
 #[pymethods]
 impl TensorLook {
@@ -43,6 +49,17 @@ impl TensorLook {
         self.names.clone_ref(py)
     }
 }
+
+/// Tensors of which the processor fetches at a time what there is to see: with fewer it waits for memory, and it keeps no
+/// more requests than those of a few under way.
+const FETCHED_AHEAD: usize = 6;
+
+/// Bytes that every object of Python begins with.
+const HEADER: usize = size_of::<ffi::PyObject>();
+
+/// Lines of a cache that torch keeps of a tensor, and of a storage.
+const IMPL_LINES: usize = 3;
+const STORAGE_LINES: usize = 2;
 
 /// A dtype as torch has it, and what it is in the exchange API.
 #[derive(Default)]
@@ -55,6 +72,9 @@ impl TensorReader {
     #[staticmethod]
     fn of(kinds: Vec<Bound<'_, PyType>>, storage: &Bound<'_, PyType>) -> Option<Self> {
         let first = kinds.first()?;
+        if !kinds.iter().chain([storage]).all(is_large) {
+            return None;
+        }
         Some(TensorReader {
             read: functions_of(first)?.read?,
             is_neg: method_of(first, c"is_neg")?,
@@ -73,12 +93,17 @@ impl TensorReader {
             return Ok(None);
         }
         let mut words = Vec::with_capacity(8 * tensors.len());
+        let mut whereabouts = Vec::with_capacity(tensors.len());
         for tensor in tensors.values() {
             if !self.add_words(&tensor, &mut words)? {
                 return Ok(None);
             }
+            // SAFETY: `add_words` found it to be of a type that is known here.
+            let Some(storage) = (unsafe { self.storage_of(&tensor)? }) else { return Ok(None) };
+            // SAFETY: as is its storage.
+            whereabouts.push(unsafe { Whereabouts::of(&tensor, &storage) });
         }
-        Ok(Some(TensorLook { names: tensors.keys().to_tuple().unbind(), words }))
+        Ok(Some(TensorLook { names: tensors.keys().to_tuple().unbind(), words, whereabouts }))
     }
 
     /// Whether `tensors` have the names of those that were looked at, in the same order, and nothing of them changed.
@@ -90,6 +115,8 @@ impl TensorReader {
             return Ok(false);
         }
         let (mut words, mut seen) = (look.words.as_slice(), Vec::with_capacity(16));
+        let mut ahead = look.whereabouts.iter();
+        ahead.by_ref().take(FETCHED_AHEAD).for_each(Whereabouts::fetch);
         let (mut at, mut name, mut tensor) = (0, ptr::null_mut(), ptr::null_mut());
         // Names that are the same objects as before are not touched, as they would be by an iterator that holds them.
         // SAFETY: it is a dict. The name is compared, and the tensor held, before anything else happens; a finaliser
@@ -99,6 +126,7 @@ impl TensorReader {
             // SAFETY: both are there.
             let (name, tensor) = unsafe { (Borrowed::from_ptr(py, name), Bound::from_borrowed_ptr(py, tensor)) };
             seen.clear();
+            ahead.next().inspect(|next| next.fetch());
             if !is_same_name(known, name) || !self.add_words(&tensor, &mut seen)? || !words.starts_with(&seen) {
                 return Ok(false);
             }
@@ -109,8 +137,8 @@ impl TensorReader {
 }
 
 impl TensorReader {
-    /// Address and bytes of the values of `tensor`, where they lie in host memory one after the other, as they are and
-    /// as `dtype`; None where this cannot tell.
+    /// Address and bytes of the values of `tensor`, where all of them lie in host memory one after the other, as they are
+    /// and as `dtype`; None where this cannot tell.
     pub(crate) fn plain<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
@@ -124,35 +152,52 @@ impl TensorReader {
         };
         // SAFETY: `read` found it to be of its type; it takes no argument.
         let is_neg = unsafe { called(self.is_neg, tensor)? };
-        let is_plain = is_neg.is(PyBool::new(tensor.py(), false)) && known.is(tensor, seen.dtype, dtype)?;
+        let is_plain = is_neg.is(PyBool::new(tensor.py(), false))
+            && known.is(tensor, seen.dtype, dtype)?
+            // SAFETY: `read` found it to be of its type.
+            && unsafe { self.is_all_there(tensor, u64::from(seen.dtype.bits / 8), size)? };
         Ok(is_plain.then_some((usize::try_from(address)?, usize::try_from(size)?)))
     }
 
     /// Adds what there is to see of `tensor`, whose words tell how many they are; false where `look` has none.
     fn add_words(&self, tensor: &Bound<'_, PyAny>, words: &mut Vec<u64>) -> PyResult<bool> {
-        let py = tensor.py();
         let Some(seen) = self.read(tensor) else { return Ok(false) };
         let (Some((address, _)), Some(shape)) = (seen.piece(), seen.lengths(seen.shape)) else { return Ok(false) };
         let Dtype { code, bits, lanes } = seen.dtype;
         words.push(u64::from(code) << 24 | u64::from(bits) << 16 | u64::from(lanes));
         if is_ambiguous(seen.dtype) {
             // As long as torch is there, so is each of its dtypes.
-            words.push(tensor.getattr(intern!(py, "dtype"))?.as_ptr().addr() as u64);
+            words.push(tensor.getattr(intern!(tensor.py(), "dtype"))?.as_ptr().addr() as u64);
         }
         words.push(u64::from(seen.device.kind.cast_unsigned()) << 32 | u64::from(seen.device.number.cast_unsigned()));
         words.push(address);
         words.push(shape.len() as u64);
         words.extend(shape.iter().map(|length| length.cast_unsigned()));
-        // SAFETY: `read` found it to be of their type; neither takes an argument.
-        let (offset, storage) =
-            unsafe { (called(self.storage_offset, tensor)?, called(self.untyped_storage, tensor)?) };
-        if storage.get_type_ptr() != self.storage.bind(py).as_type_ptr() {
-            return Ok(false);
-        }
-        words.push(offset.extract()?);
-        // SAFETY: it is of the type whose function it is, which takes no argument.
-        words.push(unsafe { called(self.nbytes, &storage)? }.extract()?);
         Ok(true)
+    }
+
+    /// Whether memory is there for all of a dense tensor, of values of so many bytes and of `size` in all.
+    ///
+    /// # Safety
+    /// `read` found it to be of its type.
+    unsafe fn is_all_there(&self, tensor: &Bound<'_, PyAny>, itemsize: u64, size: u64) -> PyResult<bool> {
+        // SAFETY: the caller's promise.
+        let Some(storage) = (unsafe { self.storage_of(tensor)? }) else { return Ok(false) };
+        // SAFETY: each is of the type whose function it is, which takes no argument.
+        let (offset, held) = unsafe { (called(self.storage_offset, tensor)?, called(self.nbytes, &storage)?) };
+        let (offset, held): (u64, u64) = (offset.extract()?, held.extract()?);
+        Ok(offset.saturating_mul(itemsize).saturating_add(size) <= held)
+    }
+
+    /// Nothing where it is of another type than is known here.
+    ///
+    /// # Safety
+    /// As of `is_all_there`.
+    unsafe fn storage_of<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        // SAFETY: it is of the type whose function it is, which takes no argument.
+        let storage = unsafe { called(self.untyped_storage, tensor)? };
+        let is_known = storage.get_type_ptr() == self.storage.bind(tensor.py()).as_type_ptr();
+        Ok(is_known.then_some(storage))
     }
 
     /// Nothing of another type, or where the exchange API has no word for it. Good until the tensor is changed.
@@ -172,6 +217,25 @@ impl TensorReader {
     }
 }
 
+impl Whereabouts {
+    /// # Safety
+    /// The types of both are known to a reader.
+    unsafe fn of(tensor: &Bound<'_, PyAny>, storage: &Bound<'_, PyAny>) -> Self {
+        // SAFETY: a reader is made of large ones alone.
+        let (its_own, its_memory) = unsafe { (behind(tensor), behind(storage)) };
+        Whereabouts([tensor.as_ptr().addr(), its_own, storage.as_ptr().addr(), its_memory])
+    }
+
+    /// Has the processor fetch it, while this thread goes on.
+    fn fetch(&self) {
+        let Whereabouts([tensor, its_own, storage, its_memory]) = *self;
+        fetch(tensor, 1);
+        fetch(its_own, IMPL_LINES);
+        fetch(storage, 1);
+        fetch(its_memory, STORAGE_LINES);
+    }
+}
+
 impl<'py> KnownDtypes<'py> {
     /// Whether a tensor, which the exchange API says to be of `seen`, is of `asked`.
     fn is(&mut self, tensor: &Bound<'py, PyAny>, seen: Dtype, asked: &Bound<'py, PyAny>) -> PyResult<bool> {
@@ -184,6 +248,36 @@ impl<'py> KnownDtypes<'py> {
         }
         Ok(is_same)
     }
+}
+
+/// The address of what an object of torch stands for, as far as it is where torch puts it: what comes first in the object,
+/// after a flag in older versions.
+///
+/// # Safety
+/// The object's type `is_large`.
+unsafe fn behind(object: &Bound<'_, PyAny>) -> usize {
+    // SAFETY: the object is alive, and so large; of its bytes any number can be made.
+    let [first, second] = unsafe { object.as_ptr().byte_add(HEADER).cast::<[usize; 2]>().read() };
+    if first > 1 { first } else { second }
+}
+
+/// Whether objects of a type have two words of their own.
+fn is_large(kind: &Bound<'_, PyType>) -> bool {
+    let size = kind.getattr(intern!(kind.py(), "__basicsize__")).and_then(|size| size.extract::<usize>());
+    size.is_ok_and(|size| size >= HEADER + 2 * size_of::<usize>())
+}
+
+/// Has the processor fetch so many lines of its cache from `address` on, which need not be there.
+fn fetch(address: usize, lines: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for line in 0..lines {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+
+        // SAFETY: nothing is read that the program sees, and nothing goes wrong where there is no memory.
+        unsafe { _mm_prefetch(ptr::without_provenance::<i8>(address.wrapping_add(64 * line)), _MM_HINT_T0) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (address, lines);
 }
 
 /// Whether two names are one object, or strings of the same letters.

@@ -28,7 +28,7 @@ from tundish.checkpoint.hf.images import FileImage
 from tundish.checkpoint.hf.plan import HfPlan
 from tundish.checkpoint.lane import Lane
 from tundish.checkpoint.saves import Save
-from tundish.checkpoint.staging import begin_copies
+from tundish.checkpoint.staging import run_copies
 
 TENSORS = {"w": torch.ones(1000)}
 
@@ -72,9 +72,9 @@ def test_a_second_ctrl_c_while_a_save_gives_back_what_it_took_costs_nothing(
     def copies(*given: Any) -> Any:
         if is_pressed:
             raise KeyboardInterrupt
-        return begin_copies(*given)
+        return run_copies(*given)
 
-    monkeypatch.setattr(f"tundish.checkpoint.{kind}.plan.begin_copies", copies)
+    monkeypatch.setattr(f"tundish.checkpoint.{kind}.plan.run_copies", copies)
     save = getattr(checkpointer, f"save_{kind}")
     for number in itertools.count():
         is_pressed = True

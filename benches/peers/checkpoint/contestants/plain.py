@@ -87,7 +87,9 @@ class BareCopies:
         self._threads = torch.get_num_threads()
 
     def save(self, folder: Path, state: State) -> Done:
-        if self._image.fill(self._spans, self._sources, self._threads, READER):
+        filling = self._image.fill(self._spans, self._sources, self._threads, READER)
+        filling.finish()
+        if filling.left:
             raise RuntimeError("a tensor cannot be copied as it lies in memory")
         return Done()
 

@@ -25,7 +25,7 @@ from tundish.checkpoint.dcp.through import write_in_windows
 from tundish.checkpoint.dcp.values import to_json
 from tundish.checkpoint.dcp.writer import ImageWriter, Spread, StagedPlanner, file_name, save_together
 from tundish.checkpoint.saves import News, PlannedFile, WriteOptions
-from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
+from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of, run_copies
 from tundish.checkpoint.tensors import any_on_cuda, check_memories, is_dtensor, local_of
 from tundish.distributed.groups import Meeting
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -139,6 +139,7 @@ class DcpPlan:
         """Copy this rank's part; after `compare`."""
         buffer = self._buffer
         begin_copies([] if buffer is None else [self._block(buffer)], self._optimizers, self._copies)
+        run_copies(self._copies)
         return self._staged(buffer=buffer, copies=tuple(self._copies))
 
     def write_through(self, folder: Path, options: WriteOptions, limit_bytes: int) -> StagedState:

@@ -30,7 +30,14 @@ from tundish.checkpoint.hf.turns import Turns
 from tundish.checkpoint.hf.wire import NO_WIRE, Wire, joins_devices, wire_between_devices, wire_over_host
 from tundish.checkpoint.owngroup import Hurry, OwnGroup
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, News, PlannedFile, Staging, WriteOptions
-from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of
+from tundish.checkpoint.staging import (
+    BackgroundCopy,
+    Block,
+    Copies,
+    begin_copies,
+    optimizers_of,
+    run_copies,
+)
 from tundish.checkpoint.tensors import any_on_cuda, locals_of
 from tundish.distributed.groups import Meeting, Membership, membership
 from tundish.errors import InvalidInputError, counted
@@ -134,7 +141,10 @@ class HfPlan:
         self._snapshots = self._needs.snapshots(member.rank)
         self._images: list[FileImage] = []
         self._held: list[Buffer] = []
+        self._snapshot: Block | None = None
+        # Of what needs no exchange, begun in `reserve`; and of what was exchanged.
         self._copies: list[Copies | BackgroundCopy] = []
+        self._put: list[Copies | BackgroundCopy] = []
         # Of the exchanges of this save.
         self._number = 0
         # The generation of the group in which other ranks wait for this one to begin the exchanges, if they do.
@@ -183,13 +193,18 @@ class HfPlan:
         return False
 
     def reserve(self) -> None:
-        """Take the memory for this rank's files, and for what it sends later."""
+        """Take the memory for this rank's files, and for what it sends later; begin to copy."""
         is_pinned = any_on_cuda(self._local)
         for file in self._turns.files_of(self._member.rank):
             self._images.append(FileImage(file, is_pinned=is_pinned))
         size = sum(room_for(*known) for known in self._snapshots.values())
         if size:
             self._held.append(Buffer(size, is_pinned=is_pinned))
+            self._snapshot = self._snapshots_in(self._held[0])
+        blocks = [self._direct_block(image) for image in self._images]
+        begin_copies(
+            blocks if self._snapshot is None else [*blocks, self._snapshot], self._optimizers, self._copies
+        )
 
     def stage(self) -> StagedExport:
         """Copy tensors into the files' images; collective where tensors are spread over ranks.
@@ -197,7 +212,25 @@ class HfPlan:
         What fails on this rank is raised at the end, after all exchanges: the other ranks do not fail with it, and
         have to be told.
         """
-        return self._stage(self._images, self._held)
+        later = None
+        if self._turns.rounds:
+            sink = ImageSink(self._images, self._put)
+            gather = self._gather(self._given, self._wire(is_background=bool(self._optimizers)))
+            if self._optimizers:
+                later = Later(gather=gather, rounds=self._turns.rounds, sink=sink)
+            else:
+                # Before anything else can fail, since other ranks take part.
+                gather.run(self._turns.rounds, sink)
+                self._awaited_in = None
+        run_copies(self._copies)
+        return StagedExport(
+            images=self._images,
+            held=self._held,
+            copies=(*self._copies, *self._put),
+            later=later,
+            sidecars=self._sidecars,
+            weights=[file.name for file in self.files],
+        )
 
     def through_bytes(self, limit_bytes: int) -> int:
         """Host memory that `write_through` takes."""
@@ -231,7 +264,7 @@ class HfPlan:
         """Give back what was reserved and is not handed on; no rank goes on waiting for this one in host memory."""
         if self._awaited_in is not None and self._background_group is not None:
             self._background_group.break_off(self._awaited_in)
-        for copies in self._copies:
+        for copies in (*self._copies, *self._put):
             # Whatever went wrong with them, the save fails with.
             with contextlib.suppress(Exception):
                 copies.end()
@@ -246,32 +279,15 @@ class HfPlan:
 
     # ---- Staging ----
 
-    def _stage(self, images: list[FileImage], held: list[Buffer]) -> StagedExport:
-        sink = ImageSink(images if self._turns.rounds else (), self._copies)
-        local, gather = self._local, None
-        blocks = [self._direct_block(image) for image in images]
-        if self._optimizers and self._snapshots:
-            block = self._snapshots_in(held[0])
-            blocks.append(block)
-            local = list(self._local)
-            for source, place in zip(self._snapshots, block.places, strict=True):
-                local[source] = block.buffer.view(place)
-        if self._turns.rounds:
-            gather = self._gather(local, self._wire(is_background=bool(self._optimizers)))
-            if not self._optimizers:
-                # Before anything else can fail, since other ranks take part.
-                gather.run(self._turns.rounds, sink)
-                self._awaited_in = None
-                gather = None
-        begin_copies(blocks, self._optimizers, self._copies)
-        return StagedExport(
-            images=images,
-            held=held,
-            copies=tuple(self._copies),
-            later=None if gather is None else Later(gather=gather, rounds=self._turns.rounds, sink=sink),
-            sidecars=self._sidecars,
-            weights=[file.name for file in self.files],
-        )
+    @property
+    def _given(self) -> Sequence[torch.Tensor]:
+        """What this rank gives of each source in exchanges: a snapshot, where those are made later."""
+        if self._snapshot is None:
+            return self._local
+        given = list(self._local)
+        for source, place in zip(self._snapshots, self._snapshot.places, strict=True):
+            given[source] = self._snapshot.buffer.view(place)
+        return given
 
     def _direct_block(self, image: FileImage) -> Block:
         """What needs neither other ranks nor a conversion."""
