@@ -99,6 +99,17 @@ def path_in_memory(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
+def two_threads() -> Iterator[None]:
+    """torch, and what asks it, takes two threads here."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def tmp_path_of_all(tmp_path: Path) -> Path:
     """`tmp_path`, where other users reach and read it."""
     tmp_path.chmod(0o755)

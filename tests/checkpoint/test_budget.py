@@ -30,6 +30,8 @@ def test_a_save_that_exceeds_what_is_free_waits_and_says_so(caplog: pytest.LogCa
     assert taken.wait(10)
     thread.join()
     assert "save three waits for the save before it" in caplog.text
+    assert not budget.claim().take(50, "save four", waits=False)
+    assert "save four" not in caplog.text
     assert budget.stats() == {"in_use": 60, "peak": 100, "limit": 100}
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from programs import run
+from tundish._native import staging_stats
 from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
 from tundish.errors import (
     CallbackError,
@@ -190,6 +191,31 @@ def test_steps_that_cannot_be_saved_are_refused(
     assert not list(checkpointer.path.glob(".*incomplete"))
     # Refusals leave everything as usable as before.
     checkpointer.save_hf(6, tensors, blocking=True)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_save_that_is_refused_while_it_is_copied_gives_all_back(
+    checkpointer: Checkpointer, tensors: dict[str, torch.Tensor]
+) -> None:
+    checkpointer.save_hf(5, tensors, blocking=True)
+    large = {"w": torch.ones(256 << 20, dtype=torch.uint8)}
+    threads = len(os.listdir("/proc/self/task"))
+    with pytest.raises(StepExistsError, match="5"):
+        checkpointer.save_hf(5, large)
+    assert staging_stats()["in_use"] == checkpointer.stats()["staging"]["in_use"] == 0
+    assert len(os.listdir("/proc/self/task")) == threads
+
+
+def test_a_save_that_is_refused_waits_for_no_memory(root: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with Checkpointer(root, on_failure="raise", staging_limit_bytes=100_000) as checkpointer:
+        checkpointer.save_hf(5, tensors, blocking=True)
+        # As of a save that is under way.
+        other = checkpointer._opened.budget.claim()
+        other.take(100_000, "another save")
+        with pytest.raises(StepExistsError, match="5"):
+            checkpointer.save_hf(5, tensors)
+        other.give_back()
+        checkpointer.save_hf(6, tensors, blocking=True)
 
 
 def test_checkpoints_are_listed_one_kind_after_the_other(checkpointer: Checkpointer) -> None:

@@ -170,14 +170,6 @@ def test_fp8_and_its_scales_are_carried_as_given(tmp_path: Path) -> None:
             assert bits(loaded[name]) == bits(tensor)
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("two_threads")
 def test_many_small_tensors(tmp_path: Path) -> None:
     given = {f"w{number}": torch.full((64, 128), float(number)) for number in range(1100)}

@@ -202,14 +202,16 @@ def test_nothing_is_copied_beyond_its_place(reader: TensorReader | None, threads
     assert memory.eq(1).all()
 
 
-@pytest.mark.skipif(READER is None, reason="torch says nothing of many tensors at once")
 @pytest.mark.parametrize("left", [0, 4, 15])
-def test_a_tensor_whose_storage_ends_before_it_does_is_not_read(left: int) -> None:
+@pytest.mark.parametrize("reader", [READER, None], ids=["read together", "asked one by one"])
+def test_a_tensor_whose_storage_ends_before_it_does_is_not_read(
+    reader: TensorReader | None, left: int
+) -> None:
     whole, cut = torch.ones(8, dtype=torch.uint8), torch.ones(24, dtype=torch.uint8)[8:]
     cut.untyped_storage().resize_(8 + left)
     image = Image(24)
     memory = torch.frombuffer(image, dtype=torch.uint8).zero_()
-    filling = image.fill(Spans([(0, 8, torch.uint8), (8, 24, torch.uint8)]), [whole, cut], 1, READER)
+    filling = image.fill(Spans([(0, 8, torch.uint8), (8, 24, torch.uint8)]), [whole, cut], 1, reader)
     filling.finish()
     assert filling.left == [1]
     assert memory.tolist() == [1] * 8 + [0] * 16

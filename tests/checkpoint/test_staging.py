@@ -221,22 +221,19 @@ def test_gradients_may_be_cleared_and_memory_exchanged(gate: threading.Event, tm
     assert_holds(tmp_path / "hf", expected)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_another_thread_copies_while_the_other_ranks_are_waited_for() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    values = torch.randint(256, (64 << 20,), dtype=torch.uint8)
+    plan = plan_hf({"w": values})
+    plan.reserve()
     try:
-        plan = plan_hf({"w": torch.ones(64 << 20, dtype=torch.uint8)})
-        plan.reserve()
-        try:
-            (image,) = plan._images
-            deadline = time.monotonic() + 60
-            while not image.bytes[-(64 << 20) :].all():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-        finally:
-            plan.release()
+        (image,) = plan._images
+        deadline = time.monotonic() + 60
+        while not image.bytes[-values.numel() :].equal(values):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     finally:
-        torch.set_num_threads(before)
+        plan.release()
 
 
 def test_what_the_optimizer_does_not_own_is_copied_at_once(gate: threading.Event) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import itertools
 import operator
 import sys
@@ -155,6 +156,8 @@ def at_every_moment(*places: Callable[..., Any] | ModuleType) -> Iterator[tuple[
 
     Until a block was left before it came.
     """
+    # What earlier tests left is finalised before, and not at one of the moments.
+    gc.collect()
     for number in itertools.count():
         ctrl_c = CtrlC(number, *places, is_suppressed=True)
         yield number, ctrl_c

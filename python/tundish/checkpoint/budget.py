@@ -48,11 +48,16 @@ class Claim:
         self._budget = budget
         self._held = 0
 
-    def take(self, count: int, what: str) -> None:
-        """Take `count` bytes for `what`; waits until earlier saves gave back enough, and says so."""
+    def take(self, count: int, what: str, *, waits: bool = True) -> bool:
+        """Take `count` bytes for `what`; waits until earlier saves gave back enough, and says so.
+
+        Returns whether it took them: always, unless it is not to wait.
+        """
         budget = self._budget
         if budget._changes.wait_until(lambda: self._has_taken(count), 0.0):
-            return
+            return True
+        if not waits:
+            return False
         started = time.monotonic()
         _logger.warning(
             "%s waits for the save before it: it stages %d bytes, and %d of staging_limit_bytes=%s are in use",
@@ -63,6 +68,7 @@ class Claim:
         )
         budget._changes.wait_until(lambda: self._has_taken(count))
         _logger.warning("%s waited %.3f s", what, time.monotonic() - started)
+        return True
 
     def give_back(self) -> None:
         """Give back what it holds. Does nothing the second time."""

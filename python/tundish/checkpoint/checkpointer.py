@@ -3,7 +3,7 @@
 It owns an open root (`opening`) until it is closed or nobody has it any more, and takes saves through `taking`. What
 always holds:
 
-1. A save is refused on all ranks, before anything is staged, or taken by all.
+1. A save is refused on all ranks, before any tensor is exchanged or anything is written, or taken by all.
 2. All ranks make the same calls (`calls`) in the same order; a call that fails on one rank fails on all.
 3. Nothing is deleted before what replaces it is durable and recorded.
 4. A root is let go of when its saves are over, whatever interrupted the wait for them; the interpreter does not end

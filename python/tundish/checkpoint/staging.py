@@ -85,13 +85,13 @@ class Copies:
         )
         self._ready = [torch.cuda.current_stream(device).record_event() for device in self._devices]
         self._over: list[torch.cuda.Event] = []
-        # Of the first block.
-        self._begun: Filling | None = None
+        # Of the block that is being copied.
+        self._filling: Filling | None = None
 
     def begin(self) -> None:
         """Have other threads begin with what is on the host, if that is worth them; `run` does the rest."""
         if self._blocks:
-            self._begun = _begun(self._blocks[0], self._threads)
+            self._filling = _filling_of(self._blocks[0], self._threads)
 
     def run(self) -> None:
         """Copy; returns when all is copied, or queued on a side stream."""
@@ -113,10 +113,11 @@ class Copies:
                         side.synchronize()
                         raise
             for block in self._blocks:
-                filling, self._begun = self._begun, None
-                _copy_on_host(
-                    block, _begun(block, self._threads) if filling is None else filling, self._threads
-                )
+                # Kept until it is over: `end` gives up what is under way.
+                if self._filling is None:
+                    self._filling = _filling_of(block, self._threads)
+                _copy_on_host(block, self._filling, self._threads)
+                self._filling = None
         if not self._devices:
             self._blocks = ()
 
@@ -147,9 +148,8 @@ class Copies:
 
     def end(self) -> None:
         """Copy no more, whether or not it was begun; block until that is so."""
-        filling, self._begun = self._begun, None
-        if filling is not None:
-            filling.give_up()
+        if self._filling is not None:
+            self._filling.give_up()
         self.wait(None)
 
 
@@ -430,8 +430,8 @@ def _check_memory_of(block: Block, number: int) -> None:
     check_memory(block.names[number] if block.names else f"tensor {number}", block.sources[number])
 
 
-def _begun(block: Block, threads: int) -> Filling:
-    """The copies of all that is copied on the host as it is."""
+def _filling_of(block: Block, threads: int) -> Filling:
+    """Begins to copy all that is copied on the host as it is."""
     return block.buffer.image.fill(block.places.spans, block.sources, threads, READER)
 
 

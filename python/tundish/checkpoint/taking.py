@@ -1,8 +1,8 @@
 """How a save is taken from the caller's thread: refused or reserved, voted on, staged, handed to its lane.
 
-What always holds: a save is refused on all ranks, before anything is staged, or taken by all; what was taken for a
-save that comes to nothing is given back; a save that is taken comes to its lane on every rank, whatever its staging
-fails with.
+What always holds: a save is refused on all ranks, before any tensor is exchanged or anything is written, or taken by
+all; what was taken and copied for a save that comes to nothing is given back; a save that is taken comes to its lane
+on every rank, whatever its staging fails with.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class _Reserved:
             raise InvalidInputError(f"{request.what}: a save of this step is under way already")
         opened.lanes[request.kind].start()
         self.plan = plan = request.make_plan()
-        # Which begins to copy, so that what else there is to do happens meanwhile.
-        self.take_memory(plan)
+        # Which begins to copy, so that all else happens meanwhile; but a save that is refused waits for no memory.
+        has_memory = self.take_memory(plan, waits=False)
         if opened.owner is not None:
             self.lacks_room = opened.owner.begin(
                 request.kind,
@@ -84,19 +84,26 @@ class _Reserved:
                 wait_for_saves=self._wait_for_saves,
             )
         self._refuse_without_room()
+        if not has_memory:
+            self.take_memory(plan)
         return plan
 
-    def take_memory(self, plan: Plan) -> None:
-        """Take the memory that the save needs, in the place of what it has; local to this rank."""
+    def take_memory(self, plan: Plan, *, waits: bool = True) -> bool:
+        """Take the memory that the save needs, in the place of what it has; local to this rank.
+
+        Returns whether it did: always, unless it is not to wait for the saves under way.
+        """
         self.claim.give_back()
         limit = self._opened.budget.limit
         self.through_limit = limit if limit is not None and plan.most_staged_bytes > limit else None
         self._refuse_without_room()
         held = plan.staged_bytes if self.through_limit is None else plan.through_bytes(self.through_limit)
-        # Which waits for the saves under way, here and not where other ranks have begun to exchange tensors.
-        self.claim.take(held, self._request.what)
+        # If it waits for the saves under way, then here and not where other ranks have begun to exchange tensors.
+        if not self.claim.take(held, self._request.what, waits=waits):
+            return False
         if self.through_limit is None:
             plan.reserve()
+        return True
 
     def _refuse_without_room(self) -> None:
         """Refuse what is written while the caller waits, where something old has to go first."""

@@ -9,10 +9,10 @@
 #![allow(unsafe_code)]
 
 use std::ops::Range;
-use std::panic;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
+use std::{mem, panic, process};
 
 /// Bytes that are worth a thread of their own, which takes some 50 µs to start.
 pub const WORTH_A_THREAD: usize = 8 << 20;
@@ -61,13 +61,14 @@ pub struct Copying {
     total: usize,
     threads: usize,
     helpers: Vec<JoinHandle<()>>,
+    process: u32,
 }
 
 impl Copying {
     /// Nothing yet. Up to `threads` are to take part, the caller's among them.
     #[must_use]
     pub fn new(threads: usize) -> Self {
-        Copying { portions: Arc::default(), total: 0, threads, helpers: Vec::new() }
+        Copying { portions: Arc::default(), total: 0, threads, helpers: Vec::new(), process: process::id() }
     }
 
     /// Begins with `copies` on other threads, once all that was handed in is worth them.
@@ -87,16 +88,21 @@ impl Copying {
     /// What `go_on` returns.
     pub fn finish<E>(mut self, mut go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
         self.portions.complete();
-        let (mut copied, mut before) = (Ok(()), 0);
+        let (mut copied, mut before, mut own) = (Ok(()), 0, 0);
         self.portions.each(|pieces| {
-            let asked = pieces.copy_asking(|begun| go_on(before + begun));
-            before += pieces.total;
-            if asked.is_err() {
-                self.portions.stop();
-                copied = asked;
+            while copied.is_ok()
+                && let Some(begun) = pieces.copy_next()
+            {
+                own += 1;
+                if own % LOOK_AROUND == 0 {
+                    copied = go_on(before + begun);
+                }
             }
+            before += pieces.total;
         });
-        for helper in self.helpers.drain(..) {
+        self.portions.stop();
+        // One after the other: where one panicked, the others are waited for all the same.
+        while let Some(helper) = self.helpers.pop() {
             helper.join().unwrap_or_else(|panic| panic::resume_unwind(panic));
         }
         copied
@@ -123,6 +129,11 @@ impl Copying {
 
 impl Drop for Copying {
     fn drop(&mut self) {
+        if self.process != process::id() {
+            // In a child made by `fork`, which has none of the threads, and may find the lock held.
+            mem::forget(mem::take(&mut self.helpers));
+            return;
+        }
         self.portions.stop();
         for helper in self.helpers.drain(..) {
             // It has nothing to say any more.
@@ -208,18 +219,6 @@ impl Pieces {
     /// Copies pieces until all are taken.
     fn copy_all(&self) {
         while self.copy_next().is_some() {}
-    }
-
-    /// As `copy_all`; asks whether to go on now and then.
-    fn copy_asking<E>(&self, mut go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
-        let mut own = 0;
-        while let Some(begun) = self.copy_next() {
-            own += 1;
-            if own % LOOK_AROUND == 0 {
-                go_on(begun).inspect_err(|_| self.stop())?;
-            }
-        }
-        Ok(())
     }
 
     /// Copies the next piece; where it ends, or nothing where all are taken.
@@ -405,6 +404,25 @@ mod tests {
             assert!(target == source, "{threads} threads");
             assert!(threads > 1 || begun > source.len() / 2 + LOOK_AROUND * PIECE / 2);
         }
+    }
+
+    #[test]
+    fn who_finishes_many_small_portions_asks_as_often_as_for_one() {
+        let source = vec![1u8; 4 * LOOK_AROUND * PIECE];
+        let mut target = vec![0u8; source.len()];
+        let whole = Copy { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() };
+        let mut copying = Copying::new(1);
+        for start in (0..source.len()).step_by(WORTH_A_THREAD) {
+            // SAFETY: both are vectors, which nobody else looks at.
+            unsafe { copying.hand_in(&[whole.after(start).before(WORTH_A_THREAD)]) };
+        }
+        let mut asked = Vec::new();
+        let copied: Result<(), ()> = copying.finish(|begun| {
+            asked.push(begun);
+            Ok(())
+        });
+        assert_eq!(copied, Ok(()));
+        assert_eq!(asked, [1, 2, 3, 4].map(|time| time * LOOK_AROUND * PIECE));
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! The compiled module `tundish._native`: bindings only.
 //!
 //! Each file here binds one core crate; `enter` is the one way from Python into long work, `error` the
-//! one mapping of errors. No threads outlive the call that started them, so none is inherited over `fork`, but for the
-//! writers of `shards`, which belong to a save.
+//! one mapping of errors. No threads outlive the call that started them, so none is inherited over `fork`, but for those
+//! that write and copy in `shards`, which belong to a save.
 #![deny(unsafe_code)]
 
 mod checkpoint_root;

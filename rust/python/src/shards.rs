@@ -1,7 +1,7 @@
 //! Binds the staging memory and the shard writer of `tundish-commit`.
 //!
 //! What always holds: an image's memory lives as long as Python or a writer needs it, and whoever exports it to Python
-//! keeps the `Image` alive; no writer is joined with the GIL held.
+//! keeps the `Image` alive; no writer, and no thread that copies, is joined with the GIL held.
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;
@@ -141,7 +141,7 @@ impl Filling {
         enter(py, None, |door| under_way.copying.finish(|begun| Ok(door.tick("stage", begun as u64, 0)?)))
     }
 
-    /// Begin no more; when this returns, nothing is copied.
+    /// Begin no more; when this returns, nothing is copied, unless another thread waits for its end.
     fn give_up(&self, py: Python<'_>) {
         if let Some(under_way) = self.taken() {
             py.detach(|| drop(under_way.copying));
@@ -380,7 +380,8 @@ impl ShardWriter {
         Ok(self.writer.write(name, offset, &image.image, start, length).map_err(BindingError::from)?)
     }
 
-    /// Bytes written, and bytes of all files.
+    /// Bytes that are through (written, and summed if they are to be, so that their memory may be used again), and bytes of
+    /// all files.
     fn progress(&self) -> (u64, u64) {
         self.writer.progress()
     }

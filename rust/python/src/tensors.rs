@@ -126,7 +126,9 @@ impl TensorReader {
             // SAFETY: both are there.
             let (name, tensor) = unsafe { (Borrowed::from_ptr(py, name), Bound::from_borrowed_ptr(py, tensor)) };
             seen.clear();
-            ahead.next().inspect(|next| next.fetch());
+            if let Some(next) = ahead.next() {
+                next.fetch();
+            }
             if !is_same_name(known, name) || !self.add_words(&tensor, &mut seen)? || !words.starts_with(&seen) {
                 return Ok(false);
             }

@@ -128,12 +128,20 @@ PLACES = (
 )
 
 
-@pytest.mark.parametrize("how", ["eager", "lazy"])
-@pytest.mark.parametrize("kind", ["hf", "dcp"])
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("kind", "how", "size"),
+    [("hf", "eager", 4), ("hf", "lazy", 4), ("dcp", "eager", 4), ("dcp", "lazy", 4), ("hf", "eager", 1500)],
+)
 def test_ctrl_c_anywhere_in_a_save_harms_none_that_follows(
-    kind: Literal["hf", "dcp"], how: str, checkpointer: Checkpointer, told: list[BaseException]
+    kind: Literal["hf", "dcp"],
+    how: str,
+    size: int,
+    checkpointer: Checkpointer,
+    told: list[BaseException],
 ) -> None:
-    model = torch.nn.Linear(4, 4)
+    # The larger one is copied by another thread, too.
+    model = torch.nn.Linear(size, size)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     options: dict[str, Any] = {"staging": how, "optimizer": optimizer} if how == "lazy" else {}
     for number, ctrl_c in at_every_moment(*PLACES):

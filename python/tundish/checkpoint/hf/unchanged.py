@@ -2,7 +2,8 @@
 
 Owns what was read of the tensors of the last saves. What always holds: no tensor is kept alive; facts are given only
 where everything that they and the judgement of the tensors follow from was read again, and is equal: a tensor may
-have got another shape, dtype or memory and still be the same object.
+have got another shape, dtype or memory and still be the same object. Whether all of that memory is there, whoever
+copies it looks.
 """
 
 from __future__ import annotations

@@ -85,9 +85,12 @@ enum Folders {
 pub(super) struct State {
     /// Handed in, and not begun.
     queue: VecDeque<Write>,
-    /// Written, and yet to be summed; always empty where nothing is.
+    /// Written, and to be summed, which no thread does yet.
     unsummed: VecDeque<Write>,
+    /// How many pieces are written and not summed, where sums are wanted; also of those that were given up.
+    sums_left: usize,
     sums: bool,
+    most_writing: usize,
     /// Files that are written, and that no thread makes durable yet; all are open.
     written: Vec<usize>,
     /// Whether they are made durable before anything more is written.
@@ -98,8 +101,6 @@ pub(super) struct State {
     folders: Folders,
     /// Threads that write.
     writing: usize,
-    /// Threads that sum.
-    summing: usize,
     /// Threads that make a file durable.
     finishing: usize,
     /// Bytes that went through the page cache while the slot was held.
@@ -119,7 +120,9 @@ impl State {
         State {
             queue: VecDeque::new(),
             unsummed: VecDeque::new(),
+            sums_left: 0,
             sums,
+            most_writing: if sums { WRITING_BESIDE_SUMS } else { THREADS },
             // Nothing is to be written of an empty file.
             written: (0..sizes.len()).filter(|&file| sizes[file] == 0).collect(),
             catching_up: false,
@@ -127,7 +130,6 @@ impl State {
             unfinished: sizes.len(),
             folders: Folders::Waiting,
             writing: 0,
-            summing: 0,
             finishing: 0,
             cached: 0,
             running: 0,
@@ -140,7 +142,7 @@ impl State {
 
     /// Whether all is durable, and summed.
     pub(super) fn is_done(&self) -> bool {
-        self.folders == Folders::Durable && self.unsummed.is_empty() && self.summing == 0
+        self.folders == Folders::Durable && self.sums_left == 0
     }
 
     /// Whether threads have nothing to do any more.
@@ -163,19 +165,19 @@ impl State {
             0 => false,
             number => self.catching_up || number >= BATCH || self.queue.is_empty(),
         };
-        if let Some(write) = self.queue.front_mut()
-            && !self.catching_up
-            && self.writing < if self.sums { WRITING_BESIDE_SUMS } else { THREADS }
+        if !self.catching_up
             && matches!(self.right, Right::Held(_))
+            && let Some(write) = self.queue.front_mut()
         {
-            let piece = write.cut_piece();
-            if write.length == 0 {
-                self.queue.pop_front();
+            if self.writing < self.most_writing {
+                let piece = write.cut_piece();
+                if write.length == 0 {
+                    self.queue.pop_front();
+                }
+                self.writing += 1;
+                return Some(Task::Write(piece));
             }
-            self.writing += 1;
-            return Some(Task::Write(piece));
-        }
-        if let Some(file) = self.written.pop() {
+        } else if let Some(file) = self.written.pop() {
             self.finishing += 1;
             return Some(Task::Finish(file));
         }
@@ -183,9 +185,7 @@ impl State {
             self.folders = Folders::Taken;
             return Some(Task::FinishFolders);
         }
-        let write = self.unsummed.pop_front()?;
-        self.summing += 1;
-        Some(Task::Sum(write))
+        self.unsummed.pop_front().map(Task::Sum)
     }
 
     /// Ends a task; returns the bytes whose memory is needed no more: they are written, and summed if they are to be. What
@@ -200,6 +200,9 @@ impl State {
                 if self.files[write.file].wrote(write.length as u64) && !self.is_over() {
                     self.written.push(write.file);
                 }
+                if self.sums {
+                    self.sums_left += 1;
+                }
                 if self.sums && !self.is_over() {
                     self.unsummed.push_back(write);
                 } else {
@@ -207,7 +210,7 @@ impl State {
                 }
             }
             Done::Summed { file, offset, length, checksum } => {
-                self.summing -= 1;
+                self.sums_left -= 1;
                 self.files[file].sum(offset, length, checksum);
                 needed_no_more = length;
             }
@@ -382,6 +385,44 @@ mod tests {
         begin_write(&mut state);
         assert_eq!(begin_sum(&mut state), 0);
         assert!(state.next_task().is_none());
+    }
+
+    #[test]
+    fn files_are_made_durable_together_where_they_are_summed_too() {
+        let mut state = State::new(&[WINDOW; 6], true);
+        for file in 0..6 {
+            hand_in(&mut state, file);
+        }
+        take_slot(&mut state);
+        let first = write_one(&mut state);
+        for _ in 0..WRITING_BESIDE_SUMS {
+            begin_write(&mut state);
+        }
+        assert_eq!(begin_sum(&mut state), first);
+        assert!(state.next_task().is_none());
+    }
+
+    #[test]
+    fn who_stops_before_all_is_summed_is_not_done() {
+        let mut state = State::new(&[WINDOW; 2], true);
+        for file in 0..2 {
+            hand_in(&mut state, file);
+        }
+        state.closed = true;
+        take_slot(&mut state);
+        for _ in 0..2 {
+            write_one(&mut state);
+        }
+        for _ in 0..2 {
+            assert!(matches!(state.next_task(), Some(Task::Finish(_))));
+            state.done(Done::Finished);
+        }
+        assert!(matches!(state.next_task(), Some(Task::FinishFolders)));
+        state.done(Done::FinishedFolders);
+        let file = begin_sum(&mut state);
+        state.stop();
+        summed(&mut state, file);
+        assert!(state.is_over() && !state.is_done());
     }
 
     #[test]

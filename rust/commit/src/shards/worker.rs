@@ -34,7 +34,8 @@ pub(super) struct Shared<D: Disk> {
     slots: Slots,
     checksum: bool,
     total: u64,
-    written: AtomicU64,
+    /// Bytes whose memory nobody needs any more.
+    through: AtomicU64,
     state: Mutex<State>,
     /// Told of every change of the state.
     changed: Condvar,
@@ -66,7 +67,7 @@ impl<D: Disk> Shared<D> {
             slots: Slots::new(options.writers_per_node, (root.device, root.number)),
             checksum: options.checksum,
             total: sizes.iter().sum(),
-            written: AtomicU64::new(0),
+            through: AtomicU64::new(0),
             state: Mutex::new(State::new(&sizes, options.checksum)),
             changed: Condvar::new(),
         }
@@ -76,9 +77,9 @@ impl<D: Disk> Shared<D> {
         self.tree.path()
     }
 
-    /// Bytes written whose memory nobody needs any more, and bytes of all files; without the lock, which a child made by `fork` may find held.
+    /// Bytes that are through, and bytes of all files; without the lock, which a child made by `fork` may find held.
     pub(super) fn progress(&self) -> (u64, u64) {
-        (self.written.load(Ordering::Relaxed), self.total)
+        (self.through.load(Ordering::Relaxed), self.total)
     }
 
     pub(super) fn hand_in(&self, name: &str, mut write: Write) -> Result<(), CommitError> {
@@ -201,7 +202,7 @@ impl<D: Disk> Shared<D> {
             }
             match outcome {
                 Ok(done) => {
-                    self.written.fetch_add(state.done(done), Ordering::Relaxed);
+                    self.through.fetch_add(state.done(done), Ordering::Relaxed);
                 }
                 Err(error) => state.fail(error),
             }

@@ -135,7 +135,8 @@ impl<D: Disk> ShardWriter<D> {
         self.shared.hand_in(name, Write { file: 0, offset, image: Arc::clone(image), start, length })
     }
 
-    /// Bytes written, and bytes of all files.
+    /// Bytes that are through (written, and summed if they are to be, so that their memory may be used again), and bytes of
+    /// all files.
     pub fn progress(&self) -> (u64, u64) {
         self.shared.progress()
     }
