@@ -262,8 +262,8 @@ impl Spans {
     }
 }
 
-/// Address and bytes of the values of a tensor of torch, where all of them lie in host memory one after the other, as they
-/// are and as `dtype`.
+/// Address and bytes of the values of a tensor of torch, where all of them lie in host memory one after the other, as
+/// they are and as `dtype`.
 fn plain(tensor: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Option<(usize, usize)>> {
     let py = tensor.py();
     let says = |method| tensor.call_method0(method)?.is_truthy();
@@ -380,8 +380,8 @@ impl ShardWriter {
         Ok(self.writer.write(name, offset, &image.image, start, length).map_err(BindingError::from)?)
     }
 
-    /// Bytes that are through (written, and summed if they are to be, so that their memory may be used again), and bytes of
-    /// all files.
+    /// Bytes that are through (written, and summed if they are to be, so that their memory may be used again), and bytes
+    /// of all files.
     fn progress(&self) -> (u64, u64) {
         self.writer.progress()
     }

@@ -50,8 +50,8 @@ impl TensorLook {
     }
 }
 
-/// Tensors of which the processor fetches at a time what there is to see: with fewer it waits for memory, and it keeps no
-/// more requests than those of a few under way.
+/// Tensors of which the processor fetches at a time what there is to see: with fewer it waits for memory, and it keeps
+/// no more requests than those of a few under way.
 const FETCHED_AHEAD: usize = 6;
 
 /// Bytes that every object of Python begins with.
@@ -139,8 +139,8 @@ impl TensorReader {
 }
 
 impl TensorReader {
-    /// Address and bytes of the values of `tensor`, where all of them lie in host memory one after the other, as they are
-    /// and as `dtype`; None where this cannot tell.
+    /// Address and bytes of the values of `tensor`, where all of them lie in host memory one after the other, as they
+    /// are and as `dtype`; None where this cannot tell.
     pub(crate) fn plain<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
@@ -252,8 +252,8 @@ impl<'py> KnownDtypes<'py> {
     }
 }
 
-/// The address of what an object of torch stands for, as far as it is where torch puts it: what comes first in the object,
-/// after a flag in older versions.
+/// The address of what an object of torch stands for, as far as it is where torch puts it: what comes first in the
+/// object, after a flag in older versions.
 ///
 /// # Safety
 /// The object's type `is_large`.

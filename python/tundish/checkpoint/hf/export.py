@@ -133,7 +133,7 @@ class StagedExport:
 class ImageSink:
     """Puts products into the images of whole files. `copies`: gets those that may still be under way."""
 
-    def __init__(self, images: Sequence[FileImage], copies: list[Copies | BackgroundCopy]) -> None:
+    def __init__(self, images: Sequence[FileImage], copies: list[Copies]) -> None:
         self._places = {
             entry.product: (image, place)
             for image in images

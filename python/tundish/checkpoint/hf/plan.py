@@ -141,10 +141,10 @@ class HfPlan:
         self._snapshots = self._needs.snapshots(member.rank)
         self._images: list[FileImage] = []
         self._held: list[Buffer] = []
-        self._snapshot: Block | None = None
+        self._remembered: Block | None = None
         # Of what needs no exchange, begun in `reserve`; and of what was exchanged.
         self._copies: list[Copies | BackgroundCopy] = []
-        self._put: list[Copies | BackgroundCopy] = []
+        self._put: list[Copies] = []
         # Of the exchanges of this save.
         self._number = 0
         # The generation of the group in which other ranks wait for this one to begin the exchanges, if they do.
@@ -200,10 +200,12 @@ class HfPlan:
         size = sum(room_for(*known) for known in self._snapshots.values())
         if size:
             self._held.append(Buffer(size, is_pinned=is_pinned))
-            self._snapshot = self._snapshots_in(self._held[0])
+            self._remembered = self._snapshots_in(self._held[0])
         blocks = [self._direct_block(image) for image in self._images]
         begin_copies(
-            blocks if self._snapshot is None else [*blocks, self._snapshot], self._optimizers, self._copies
+            blocks if self._remembered is None else [*blocks, self._remembered],
+            self._optimizers,
+            self._copies,
         )
 
     def stage(self) -> StagedExport:
@@ -282,11 +284,11 @@ class HfPlan:
     @property
     def _given(self) -> Sequence[torch.Tensor]:
         """What this rank gives of each source in exchanges: a snapshot, where those are made later."""
-        if self._snapshot is None:
+        if self._remembered is None:
             return self._local
         given = list(self._local)
-        for source, place in zip(self._snapshots, self._snapshot.places, strict=True):
-            given[source] = self._snapshot.buffer.view(place)
+        for source, place in zip(self._snapshots, self._remembered.places, strict=True):
+            given[source] = self._remembered.buffer.view(place)
         return given
 
     def _direct_block(self, image: FileImage) -> Block:

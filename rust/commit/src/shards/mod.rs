@@ -26,6 +26,7 @@ mod progress;
 mod slot;
 mod state;
 mod worker;
+mod write;
 mod writer;
 
 pub(crate) use progress::Progress;

@@ -3,23 +3,22 @@
 use std::collections::VecDeque;
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use rustix::io::Errno;
 
 use super::progress::Progress;
 use super::slot::Slot;
+use super::write::Write;
 use crate::checksum::Checksum;
 use crate::error::CommitError;
-use crate::staging::Image;
 use crate::writeback::WINDOW;
 
 /// The most threads that write. One alone gives the disks measured all they can take; the others keep it busy where
 /// training leaves a thread waiting for a processor.
 pub(super) const THREADS: usize = 4;
 
-/// Of these, how many write where what is written is summed too: if all did, they would come to sum at one time, and leave
-/// the disk idle.
+/// Of these, how many write where what is written is summed too: if all did, they would come to sum at one time, and
+/// leave the disk idle.
 const WRITING_BESIDE_SUMS: usize = 3;
 
 /// Files that are made durable together: the first fsync of many small ones commits what the others wait for, too.
@@ -28,15 +27,6 @@ const BATCH: usize = 64;
 /// Bytes in the page cache that may be written while another rank writes: a piece's, more than the ends of files that
 /// are no whole pages come to.
 const LITTLE: u64 = WINDOW;
-
-/// Bytes of an image for one file.
-pub(super) struct Write {
-    pub(super) file: usize,
-    pub(super) offset: u64,
-    pub(super) image: Arc<Image>,
-    pub(super) start: usize,
-    pub(super) length: usize,
-}
 
 /// What one thread does next.
 pub(super) enum Task {
@@ -90,7 +80,6 @@ pub(super) struct State {
     /// How many pieces are written and not summed, where sums are wanted; also of those that were given up.
     sums_left: usize,
     sums: bool,
-    most_writing: usize,
     /// Files that are written, and that no thread makes durable yet; all are open.
     written: Vec<usize>,
     /// Whether they are made durable before anything more is written.
@@ -122,7 +111,6 @@ impl State {
             unsummed: VecDeque::new(),
             sums_left: 0,
             sums,
-            most_writing: if sums { WRITING_BESIDE_SUMS } else { THREADS },
             // Nothing is to be written of an empty file.
             written: (0..sizes.len()).filter(|&file| sizes[file] == 0).collect(),
             catching_up: false,
@@ -165,11 +153,12 @@ impl State {
             0 => false,
             number => self.catching_up || number >= BATCH || self.queue.is_empty(),
         };
+        let most_writing = if self.sums { WRITING_BESIDE_SUMS } else { THREADS };
         if !self.catching_up
             && matches!(self.right, Right::Held(_))
             && let Some(write) = self.queue.front_mut()
         {
-            if self.writing < self.most_writing {
+            if self.writing < most_writing {
                 let piece = write.cut_piece();
                 if write.length == 0 {
                     self.queue.pop_front();
@@ -188,9 +177,9 @@ impl State {
         self.unsummed.pop_front().map(Task::Sum)
     }
 
-    /// Ends a task; returns the bytes whose memory is needed no more: they are written, and summed if they are to be. What
-    /// went past the cache is written, so that another rank may write while this one makes its files durable; what did not
-    /// is written by that.
+    /// Ends a task; returns the bytes whose memory is needed no more: they are written, and summed if they are to be.
+    /// What went past the cache is written, so that another rank may write while this one makes its files durable; what
+    /// did not is written by that.
     pub(super) fn done(&mut self, done: Done) -> u64 {
         let mut needed_no_more = 0;
         match done {
@@ -200,9 +189,7 @@ impl State {
                 if self.files[write.file].wrote(write.length as u64) && !self.is_over() {
                     self.written.push(write.file);
                 }
-                if self.sums {
-                    self.sums_left += 1;
-                }
+                self.sums_left += usize::from(self.sums);
                 if self.sums && !self.is_over() {
                     self.unsummed.push_back(write);
                 } else {
@@ -257,19 +244,6 @@ impl State {
     }
 }
 
-impl Write {
-    fn cut_piece(&mut self) -> Write {
-        let room = WINDOW - self.offset % WINDOW;
-        let length = usize::try_from(room).map_or(self.length, |room| room.min(self.length));
-        let piece =
-            Write { file: self.file, offset: self.offset, image: Arc::clone(&self.image), start: self.start, length };
-        self.offset += length as u64;
-        self.start += length;
-        self.length -= length;
-        piece
-    }
-}
-
 fn in_the_past(failure: &CommitError) -> CommitError {
     let path: PathBuf = failure.path().to_path_buf();
     match failure {
@@ -284,7 +258,10 @@ fn in_the_past(failure: &CommitError) -> CommitError {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::staging::Image;
 
     /// Of files of one piece each, `pieces` of which were handed in.
     fn state(files: usize, pieces: usize) -> State {
@@ -295,10 +272,21 @@ mod tests {
         state
     }
 
+    /// As `state`, of files of which all was handed in, and is to be summed; with a slot.
+    fn state_with_sums(files: usize) -> State {
+        let mut state = State { sums: true, closed: true, ..state(files, files) };
+        take_slot(&mut state);
+        state
+    }
+
+    fn piece(file: usize) -> Write {
+        let image = Arc::new(Image::new(0).unwrap());
+        Write { file, offset: 0, image, start: 0, length: WINDOW as usize }
+    }
+
     fn hand_in(state: &mut State, file: usize) {
-        let image = Arc::new(Image::new(WINDOW as usize).unwrap());
         assert!(state.files[file].hand_in(0..WINDOW));
-        state.push(Write { file, offset: 0, image, start: 0, length: WINDOW as usize });
+        state.push(piece(file));
     }
 
     fn take_slot(state: &mut State) {
@@ -314,10 +302,8 @@ mod tests {
     }
 
     fn wrote(state: &mut State, file: usize, cached: u64) {
-        let image = Arc::new(Image::new(0).unwrap());
-        let write = Write { file, offset: 0, image, start: 0, length: WINDOW as usize };
         let through = if state.sums { 0 } else { WINDOW };
-        assert_eq!(state.done(Done::Wrote { write, cached }), through);
+        assert_eq!(state.done(Done::Wrote { write: piece(file), cached }), through);
     }
 
     fn is_held(state: &State) -> bool {
@@ -369,56 +355,59 @@ mod tests {
         assert_eq!(state.done(done), WINDOW);
     }
 
-    #[test]
-    fn a_thread_is_left_to_sum_what_the_others_wrote() {
-        let mut state = State::new(&[WINDOW * 8], true);
-        let image = Arc::new(Image::new(0).unwrap());
-        assert!(state.files[0].hand_in(0..WINDOW * 8));
-        state.push(Write { file: 0, offset: 0, image, start: 0, length: 8 * WINDOW as usize });
-        take_slot(&mut state);
-        for _ in 0..WRITING_BESIDE_SUMS {
-            begin_write(&mut state);
-        }
-        assert!(state.next_task().is_none(), "nothing is there to sum");
-        wrote(&mut state, 0, 0);
-        // The disk is not to wait for the sum.
-        begin_write(&mut state);
-        assert_eq!(begin_sum(&mut state), 0);
-        assert!(state.next_task().is_none());
-    }
-
-    #[test]
-    fn files_are_made_durable_together_where_they_are_summed_too() {
-        let mut state = State::new(&[WINDOW; 6], true);
-        for file in 0..6 {
-            hand_in(&mut state, file);
-        }
-        take_slot(&mut state);
-        let first = write_one(&mut state);
-        for _ in 0..WRITING_BESIDE_SUMS {
-            begin_write(&mut state);
-        }
-        assert_eq!(begin_sum(&mut state), first);
-        assert!(state.next_task().is_none());
-    }
-
-    #[test]
-    fn who_stops_before_all_is_summed_is_not_done() {
-        let mut state = State::new(&[WINDOW; 2], true);
-        for file in 0..2 {
-            hand_in(&mut state, file);
-        }
-        state.closed = true;
-        take_slot(&mut state);
-        for _ in 0..2 {
-            write_one(&mut state);
-        }
-        for _ in 0..2 {
+    /// Makes the files durable, and their names.
+    fn make_durable(state: &mut State, files: usize) {
+        for _ in 0..files {
             assert!(matches!(state.next_task(), Some(Task::Finish(_))));
             state.done(Done::Finished);
         }
         assert!(matches!(state.next_task(), Some(Task::FinishFolders)));
         state.done(Done::FinishedFolders);
+    }
+
+    #[test]
+    fn a_thread_is_left_to_sum_what_the_others_wrote() {
+        let mut state = state_with_sums(8);
+        for _ in 1..WRITING_BESIDE_SUMS {
+            begin_write(&mut state);
+        }
+        let first = begin_write(&mut state);
+        assert!(state.next_task().is_none(), "nothing is there to sum");
+        wrote(&mut state, first, 0);
+        // The disk is not to wait for the sum, nor for the fsync of one file of many.
+        begin_write(&mut state);
+        assert_eq!(begin_sum(&mut state), first);
+        assert!(state.next_task().is_none());
+    }
+
+    #[test]
+    fn what_is_written_is_made_durable_before_and_while_it_is_summed() {
+        for is_begun_before in [true, false] {
+            let mut state = state_with_sums(1);
+            write_one(&mut state);
+            assert!(!is_held(&state));
+            assert!(matches!(state.next_task(), Some(Task::Finish(0))));
+            if is_begun_before {
+                begin_sum(&mut state);
+            }
+            state.done(Done::Finished);
+            make_durable(&mut state, 0);
+            assert!(!state.is_done());
+            if !is_begun_before {
+                begin_sum(&mut state);
+            }
+            summed(&mut state, 0);
+            assert!(state.is_done());
+        }
+    }
+
+    #[test]
+    fn who_stops_before_all_is_summed_is_not_done() {
+        let mut state = state_with_sums(2);
+        for _ in 0..2 {
+            write_one(&mut state);
+        }
+        make_durable(&mut state, 2);
         let file = begin_sum(&mut state);
         state.stop();
         summed(&mut state, file);
@@ -426,52 +415,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_made_durable_while_it_is_summed() {
-        let mut state = State::new(&[WINDOW], true);
-        hand_in(&mut state, 0);
-        state.closed = true;
-        take_slot(&mut state);
-        write_one(&mut state);
-        assert!(!is_held(&state));
-        assert!(matches!(state.next_task(), Some(Task::Finish(0))));
-        begin_sum(&mut state);
-        state.done(Done::Finished);
-        assert!(matches!(state.next_task(), Some(Task::FinishFolders)));
-        state.done(Done::FinishedFolders);
-        assert!(!state.is_done());
-        summed(&mut state, 0);
-        assert!(state.is_done());
-    }
-
-    #[test]
-    fn nothing_is_done_while_something_is_left_to_sum() {
-        let mut state = State::new(&[WINDOW], true);
-        hand_in(&mut state, 0);
-        state.closed = true;
-        take_slot(&mut state);
-        write_one(&mut state);
-        assert!(matches!(state.next_task(), Some(Task::Finish(0))));
-        state.done(Done::Finished);
-        assert!(matches!(state.next_task(), Some(Task::FinishFolders)));
-        state.done(Done::FinishedFolders);
-        assert!(!state.is_done());
-        begin_sum(&mut state);
-        summed(&mut state, 0);
-        assert!(state.is_done());
-    }
-
-    #[test]
     fn after_a_failure_nothing_is_summed() {
-        let mut state = State::new(&[WINDOW; 3], true);
-        for file in 0..3 {
-            hand_in(&mut state, file);
-        }
-        take_slot(&mut state);
+        let mut state = state_with_sums(3);
         let (one, other) = (write_one(&mut state), begin_write(&mut state));
         state.fail(CommitError::io("write", &PathBuf::from(one.to_string()), Errno::IO));
-        let image = Arc::new(Image::new(0).unwrap());
-        let write = Write { file: other, offset: 0, image, start: 0, length: WINDOW as usize };
-        assert_eq!(state.done(Done::Wrote { write, cached: 0 }), WINDOW);
+        assert_eq!(state.done(Done::Wrote { write: piece(other), cached: 0 }), WINDOW);
         assert!(state.next_task().is_none());
     }
 

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::state::{THREADS, Write};
+use super::state::THREADS;
 use super::worker::Shared;
+use super::write::Write;
 use crate::disk::{Disk, RealDisk};
 use crate::error::CommitError;
 use crate::facts::FileFacts;
@@ -135,8 +136,8 @@ impl<D: Disk> ShardWriter<D> {
         self.shared.hand_in(name, Write { file: 0, offset, image: Arc::clone(image), start, length })
     }
 
-    /// Bytes that are through (written, and summed if they are to be, so that their memory may be used again), and bytes of
-    /// all files.
+    /// Bytes that are through (written, and summed if they are to be, so that their memory may be used again), and bytes
+    /// of all files.
     pub fn progress(&self) -> (u64, u64) {
         self.shared.progress()
     }
