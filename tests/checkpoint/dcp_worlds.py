@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -49,13 +49,19 @@ class Net(torch.nn.Module):
 
 
 class World:
-    """A model in training, spread over the ranks as `layout` says: ddp, fsdp, hsdp, tp, or both (fsdp and tp)."""
+    """A model in training, spread over the ranks as `layout` says: ddp, fsdp, hsdp, tp, or both (fsdp and tp).
 
-    def __init__(self, layout: str, seed: int = 0) -> None:
+    `mesh`: what fsdp spreads it over, on devices of that kind; all ranks in host memory by default.
+    """
+
+    def __init__(self, layout: str, seed: int = 0, mesh: DeviceMesh | None = None) -> None:
         torch.manual_seed(seed)
         size = distributed.get_world_size() if distributed.is_initialized() else 1
-        self.model: torch.nn.Module = Net()
-        if layout in ("hsdp", "both"):
+        self.device = "cpu" if mesh is None else mesh.device_type
+        self.model: torch.nn.Module = Net().to(self.device)
+        if mesh is not None:
+            assert layout == "fsdp"
+        elif layout in ("hsdp", "both"):
             mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("outer", "inner"))
         elif layout != "ddp":
             mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("inner",))
@@ -69,7 +75,7 @@ class World:
     def train(self, steps: int = 1) -> None:
         for step in range(steps):
             torch.manual_seed(step)
-            self.model(torch.randn(4, 12)).square().mean().backward()
+            self.model(torch.randn(4, 12).to(self.device)).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -111,7 +117,7 @@ def assert_same(got: Any, expected: Any, where: str = "state") -> None:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dcp_worlds import run
+from dcp_worlds import World, assert_same, run, whole
+from nccl_ranks import nccl_group
 from rank_processes import Line
 from tundish import _native
 from tundish.checkpoint import Checkpointer, buffers
@@ -173,8 +174,7 @@ def test_functions_of_the_caller_run_on_its_device(tmp_path: Path) -> None:
 
 def save_over_nccl(rank: int, line: Line) -> None:
     (root,) = line.hear()
-    torch.cuda.set_device(rank)
-    group = distributed.new_group(backend="nccl")
+    group = nccl_group(rank)
     mesh = DeviceMesh.from_group(group, "cuda")
     locals_of = {f"w{number}": torch.zeros(1000 + number, 3, device="cuda") for number in range(40)}
     weights = {
@@ -204,8 +204,7 @@ def save_over_nccl(rank: int, line: Line) -> None:
     line.say("saved")
 
 
-# NCCL has one rank a device.
-@pytest.mark.needs_gpu(2)
+@pytest.mark.needs_gpu
 def test_what_is_spread_over_devices_travels_over_nccl(tmp_path: Path) -> None:
     assert run(save_over_nccl, 2, tmp_path, tmp_path / "root") == [("saved",)] * 2
     for step in range(1, 5):
@@ -218,3 +217,37 @@ def test_what_is_spread_over_devices_travels_over_nccl(tmp_path: Path) -> None:
         for number in range(40):
             assert found[f"w{number}"].shape == (2 * (1000 + number), 3)
             assert found[f"w{number}"].eq(step).all()
+
+
+def train_over_nccl(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    group = nccl_group(rank)
+    mesh = DeviceMesh.from_group(group, "cuda")
+    world = World("fsdp", mesh=mesh)
+    expected, saves = {}, []
+    with Checkpointer(root, group=group, on_failure="raise") as checkpointer:
+        for step in range(1, 5):
+            torch.cuda._sleep(_SLOW)
+            world.train()
+            expected[step] = whole(world.state())
+            staging: dict[str, Any] = [{}, {"staging": "lazy", "optimizer": world.optimizer}][step % 2]
+            saves.append(checkpointer.save_hf(step, world.state()["model"], **staging))
+            saves.append(checkpointer.save_dcp(step, world.state(), extra={"step": step}, **staging))
+        world.train()
+        for save in saves:
+            save.result(60)
+        other = World("fsdp", seed=3, mesh=mesh)
+        other.train()
+        for step in range(1, 5):
+            state = other.state()
+            assert checkpointer.load_dcp(state, step)[0] == {"step": step}
+            assert_same(whole(state), expected[step])
+    if rank == 0:
+        for step in range(1, 5):
+            assert_same(load_file(root / f"hf-{step}" / "model.safetensors"), expected[step]["model"])
+    line.say("the same")
+
+
+@pytest.mark.needs_gpu
+def test_a_model_sharded_over_devices_is_saved_while_it_trains_and_resumed(tmp_path: Path) -> None:
+    assert run(train_over_nccl, 2, tmp_path, tmp_path / "root") == [("the same",)] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from datetime import timedelta
@@ -15,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import tundish as td
-from rank_processes import Job, Line, outcome
+from nccl_ranks import nccl_group
+from rank_processes import Job, Line, on_nodes, outcome
 from tundish.scatter import direct
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.direct import Direct
@@ -307,10 +307,9 @@ def test_a_call_that_names_no_device_gets_it_on_the_current_one(
 
 
 def over_nccl(rank: int, line: Line) -> None:
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+    on_nodes(rank, 1)
+    group = nccl_group(rank)
     device = torch.device("cuda", torch.cuda.current_device())
-    os.environ |= {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    group = dist.new_group(backend="nccl")
     for number in range(5):
         given = [{**make(number + 100 * other), "more": torch.ones(3, device=device)} for other in range(2)]
         mine = td.scatter_batch(given if rank == 0 else None, group=group, device=device)
@@ -319,8 +318,7 @@ def over_nccl(rank: int, line: Line) -> None:
     assert stats["transports"] == {"nccl, from device to device": [1 - rank]}
 
 
-# NCCL has one rank a device.
-@pytest.mark.needs_gpu(2)
+@pytest.mark.needs_gpu
 def test_batches_go_between_nodes_over_nccl(tmp_path: Path) -> None:
     with Job(over_nccl, 2, tmp_path) as job:
         job.expect_end()
@@ -328,7 +326,7 @@ def test_batches_go_between_nodes_over_nccl(tmp_path: Path) -> None:
 
 def over_nccl_without_a_current_device(rank: int, line: Line) -> None:
     device = torch.device("cuda", rank)
-    os.environ |= {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    on_nodes(rank, 1)
     group = dist.new_group(backend="nccl")
     for number in range(3):
         given = [make(number + 100 * other) for other in range(2)] if rank == 0 else None
