@@ -19,6 +19,7 @@ from rank_processes import Line
 from tundish import _native
 from tundish.checkpoint import Checkpointer, buffers
 from tundish.checkpoint.hf.gather import TURN_BYTES
+from tundish.checkpoint.staging import _JOINED
 
 # Cycles: some hundred milliseconds, in which a copy that is not waited for would be missed.
 _SLOW = 500_000_000
@@ -83,6 +84,52 @@ def test_conjugated_and_negated_views_on_a_device_are_saved_as_they_are(tmp_path
         path = checkpointer.save_hf(1, {"w": values.conj(), "n": values.conj().imag}).result(60)
     assert saved(path).eq(1 - 2j).all()
     assert saved(path, "n").eq(-2).all()
+
+
+def of_many_kinds() -> dict[str, torch.Tensor]:
+    """Small tensors on a device, of every dtype and some shapes, views among them; the same each time."""
+    torch.manual_seed(0)
+    dtypes = sorted(_JOINED - {torch.complex128} | {torch.float8_e4m3fn, torch.uint16}, key=str)
+    made = {}
+    for number in range(400):
+        shape = [(), (0,), (7,), (33, 5), (301, 8), (700, 1000)][number * 7 % 6 if number % 50 else 5]
+        dtype = dtypes[number * 3 % len(dtypes)] if number % 3 else torch.bfloat16
+        random = torch.randn(shape, dtype=torch.complex64) if dtype.is_complex else torch.randn(shape) * 9
+        tensor = random.to(torch.int32).to(dtype) if dtype == torch.uint16 else random.to(dtype)
+        tensor = tensor.cuda()
+        if number % 4 == 0 and tensor.dim() == 2:
+            tensor = tensor.T
+        if number % 5 == 0 and dtype.is_complex:
+            tensor = tensor.conj() if number % 2 else tensor.conj().imag
+        made[f"w{number:03}"] = tensor
+    return made
+
+
+@pytest.mark.needs_gpu
+@pytest.mark.parametrize("kind", ["hf", "as float32", "lazy", "dcp"])
+def test_many_small_tensors_of_a_device_are_saved_each_as_it_is(kind: str, tmp_path: Path) -> None:
+    given = of_many_kinds()
+    expected = {name: tensor.cpu().resolve_conj().resolve_neg() for name, tensor in given.items()}
+    with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
+        torch.cuda._sleep(_SLOW)
+        if kind == "dcp":
+            checkpointer.save_dcp(1, given, blocking=True)
+            found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+            checkpointer.load_dcp(found, 1)
+        else:
+            parameters = [nn.Parameter(tensor) for tensor in given.values() if tensor.is_floating_point()]
+            arguments: dict[str, Any] = {
+                "hf": {},
+                "as float32": {"dtype": torch.float32},
+                "lazy": {"staging": "lazy", "optimizer": torch.optim.SGD(parameters)},
+            }[kind]
+            found = load_file(checkpointer.save_hf(1, given, **arguments).result(60) / "model.safetensors")
+    if kind == "as float32":
+        expected = {
+            name: tensor.float() if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
+            for name, tensor in expected.items()
+        }
+    assert_same(found, expected)
 
 
 @pytest.mark.needs_gpu

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,9 +22,11 @@ class Runtime:
     def __init__(self) -> None:
         self.pinned: set[int] = set()
         self.interrupts = False
+        self.resident = 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         assert address not in self.pinned
+        self.resident = resident_bytes()
         self.pinned.add(address)
         if self.interrupts:
             os.kill(os.getpid(), signal.SIGINT)
@@ -34,6 +37,11 @@ class Runtime:
     def cudaHostUnregister(self, address: int) -> int:
         self.pinned.remove(address)
         return 0
+
+
+def resident_bytes() -> int:
+    """Of the memory of this process, what has pages."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
@@ -62,6 +70,13 @@ def test_memory_is_pinned_once_and_goes_back_unpinned(runtime: Runtime) -> None:
     other = buffers.Buffer(3 << 20, is_pinned=True)
     assert runtime.pinned == {other.image.address}
     other.release()
+
+
+def test_pages_are_there_before_the_device_asks_for_each_of_them(runtime: Runtime) -> None:
+    buffers.trim()
+    before = resident_bytes()
+    buffers.Buffer(300 << 20, is_pinned=True).release()
+    assert runtime.resident - before >= 290 << 20
 
 
 def test_memory_that_ctrl_c_finds_being_pinned_is_kept_as_pinned(runtime: Runtime) -> None:

@@ -92,7 +92,7 @@ def _take_pinned(size: int) -> tuple[Image, bool]:
         _unpin()
     image = Image(size)
     try:
-        # Which takes a tenth of a second a gigabyte, and is not to be interrupted between the device's note and ours.
+        # Which takes tenths of a second a gigabyte, and is not to be interrupted between the device's note and ours.
         to_its_end(lambda: _register(image))
     except BaseException:
         with _pinned_lock:
@@ -103,6 +103,8 @@ def _take_pinned(size: int) -> tuple[Image, bool]:
 
 def _register(image: Image) -> None:
     """Pin an image, where the system lets it be."""
+    # The runtime would have its pages made one by one, on one thread.
+    image.populate()
     with _on_device_in_use():
         try:
             torch.cuda.check_error(_runtime().cudaHostRegister(image.address, image.size, _PORTABLE))

@@ -32,6 +32,27 @@ __all__ = ["BackgroundCopy", "Block", "Copies", "begin_copies", "optimizers_of",
 _GRAIN = 32768
 # Less is not worth the start of a thread.
 _WORTH_THREADS_BYTES = 16 << 20
+# Less than this is on its way from a device before the next transfer can be asked for.
+_WORTH_A_TRANSFER = 1 << 20
+# Of smaller ones, what is put together on the device first.
+_TOGETHER_BYTES = 16 << 20
+# Those that every torch puts together on a device.
+_JOINED = frozenset(
+    {
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
 # What is copied between two looks at signals: some ten milliseconds, a hundred where memory is fresh.
 _PIECE_BYTES = 16 << 20
 
@@ -408,13 +429,38 @@ def _side_stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 def _copy_from(device: torch.device, block: Block, side: torch.cuda.Stream) -> None:
-    for place, source in zip(block.places, block.sources, strict=True):
-        if source.device == device:
-            # Converted on the device, so that fewer bytes travel and the host need not wait: torch conjugates and
-            # negates what came into host memory before it is there.
-            same = source.to(place.dtype).resolve_conj().resolve_neg().contiguous()
-            block.buffer.view(place).copy_(same, non_blocking=True)
+    numbers = [number for number, source in enumerate(block.sources) if source.device == device]
+    for together in _journeys(block, numbers):
+        sources = [block.sources[number] for number in together]
+        # Made on the device, so that few transfers are asked for, of few bytes, and the host need not wait: torch
+        # conjugates and negates what came into host memory before it is there.
+        flat = torch._utils._flatten_dense_tensors(sources) if len(sources) > 1 else sources[0]  # type: ignore[no-untyped-call]  # torch leaves it so
+        first, last = block.places[together[0]], block.places[together[-1]]
+        same = flat.to(first.dtype).resolve_conj().resolve_neg().contiguous()
+        place = first._replace(stop=last.stop, shape=same.shape)
+        block.buffer.view(place).copy_(same, non_blocking=True)
+        for source in sources:
             source.record_stream(side)
+
+
+def _journeys(block: Block, numbers: Sequence[int]) -> Iterator[list[int]]:
+    """What is copied in one transfer: small sources of one dtype whose places follow each other; the rest alone."""
+    together: list[int] = []
+    key, end, size = None, 0, 0
+    for number in numbers:
+        place, source = block.places[number], block.sources[number]
+        length = place.stop - place.start
+        is_small = length < _WORTH_A_TRANSFER and source.dtype in _JOINED and source.is_contiguous()
+        this = (source.dtype, place.dtype, source.is_conj(), source.is_neg()) if is_small else None
+        if together and (
+            this is None or this != key or place.start != end or size + length > _TOGETHER_BYTES
+        ):
+            yield together
+            together, size = [], 0
+        together.append(number)
+        key, end, size = this, place.stop, size + length
+    if together:
+        yield together
 
 
 def _check_on_devices(blocks: Sequence[Block]) -> None:

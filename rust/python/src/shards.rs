@@ -58,6 +58,11 @@ impl Image {
         self.image.as_ptr().addr()
     }
 
+    /// Have all of its memory there, before somebody asks for it page by page. No byte changes.
+    fn populate(&self, py: Python<'_>) {
+        py.detach(|| self.image.populate());
+    }
+
     /// Begin to copy `tensors`, each to its span, on up to `threads` threads. `reader`: asked first.
     #[pyo3(signature = (spans, tensors, threads, reader=None))]
     fn fill(

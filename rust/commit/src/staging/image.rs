@@ -2,8 +2,17 @@
 #![allow(unsafe_code)]
 
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 
 use super::arena::{Arena, capacity_of};
+use super::memory;
+
+/// What a thread populates at a time: some ten milliseconds.
+const POPULATED_AT_ONCE: usize = 64 << 20;
+
+/// More threads are of no use: the kernel's lock of the address space, and memory itself, are the limit.
+const MOST_THREADS: usize = 16;
 
 /// `size` bytes of memory that begin at a page, laid out as a file will be on the disk.
 ///
@@ -62,6 +71,32 @@ impl Image {
     /// [`size`](Image::size) bytes as long as the image lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
+    }
+
+    /// Has all pages there, on as many threads as there are processors; no byte changes. For those who would otherwise
+    /// find them missing one by one on a single thread, as a device driver does that pins them.
+    pub fn populate(&self) {
+        let next = AtomicUsize::new(0);
+        let work = || {
+            loop {
+                let start = next.fetch_add(POPULATED_AT_ONCE, Ordering::Relaxed);
+                if start >= self.capacity {
+                    return;
+                }
+                // SAFETY: within the image.
+                let begin = unsafe { self.start.add(start) };
+                memory::populate(begin, POPULATED_AT_ONCE.min(self.capacity - start));
+            }
+        };
+        let available = thread::available_parallelism().map_or(1, usize::from);
+        let threads = self.capacity.div_ceil(POPULATED_AT_ONCE).min(available).min(MOST_THREADS);
+        thread::scope(|scope| {
+            for _ in 1..threads {
+                // Where none can be started the others do its part.
+                let _ = thread::Builder::new().spawn_scoped(scope, work);
+            }
+            work();
+        });
     }
 
     /// The bytes from `start` on, `length` of them.
