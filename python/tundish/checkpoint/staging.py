@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from tundish._native import Filling
-from tundish.checkpoint.buffers import Buffer, Places
-from tundish.checkpoint.tensors import READER, any_on_cuda, check_memory, locals_of
+from tundish.checkpoint.buffers import Buffer, Place, Places
+from tundish.checkpoint.tensors import READER, any_on_cuda, check_memories, check_memory, locals_of
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 from tundish.waiting import Moment, run_aside, to_its_end, wait_for
 
@@ -36,23 +36,8 @@ _WORTH_THREADS_BYTES = 16 << 20
 _WORTH_A_TRANSFER = 1 << 20
 # Of smaller ones, what is put together on the device first.
 _TOGETHER_BYTES = 16 << 20
-# Those that every torch puts together on a device.
-_JOINED = frozenset(
-    {
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    }
-)
+# What may lie between two of them: as much as is on its way meanwhile, or the rest of a page.
+_MOST_BETWEEN = 4096
 # What is copied between two looks at signals: some ten milliseconds, a hundred where memory is fresh.
 _PIECE_BYTES = 16 << 20
 
@@ -65,7 +50,10 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Local tensors that belong into one buffer, in its order. `places`: of each; `names`: for messages."""
+    """Local tensors that belong into one buffer, in its order. `places`: of each; `names`: for messages.
+
+    What the buffer has between two places is of no value once they were copied.
+    """
 
     buffer: Buffer
     places: Places
@@ -429,36 +417,70 @@ def _side_stream_of(device: torch.device) -> torch.cuda.Stream:
 
 
 def _copy_from(device: torch.device, block: Block, side: torch.cuda.Stream) -> None:
-    numbers = [number for number, source in enumerate(block.sources) if source.device == device]
-    for together in _journeys(block, numbers):
+    for together in _journeys(block, device):
         sources = [block.sources[number] for number in together]
+        places = [block.places[number] for number in together]
         # Made on the device, so that few transfers are asked for, of few bytes, and the host need not wait: torch
         # conjugates and negates what came into host memory before it is there.
-        flat = torch._utils._flatten_dense_tensors(sources) if len(sources) > 1 else sources[0]  # type: ignore[no-untyped-call]  # torch leaves it so
-        first, last = block.places[together[0]], block.places[together[-1]]
-        same = flat.to(first.dtype).resolve_conj().resolve_neg().contiguous()
-        place = first._replace(stop=last.stop, shape=same.shape)
-        block.buffer.view(place).copy_(same, non_blocking=True)
+        if len(together) == 1:
+            ready = sources[0].to(places[0].dtype).resolve_conj().resolve_neg().contiguous()
+        else:
+            ready = _as_they_will_lie(sources, places, device)
+        whole = places[0]._replace(stop=places[-1].stop, shape=ready.shape)
+        block.buffer.view(whole).copy_(ready, non_blocking=True)
         for source in sources:
             source.record_stream(side)
 
 
-def _journeys(block: Block, numbers: Sequence[int]) -> Iterator[list[int]]:
-    """What is copied in one transfer: small sources of one dtype whose places follow each other; the rest alone."""
+def _as_they_will_lie(
+    sources: Sequence[torch.Tensor], places: Sequence[Place], device: torch.device
+) -> torch.Tensor:
+    """All of a journey on the device, with whatever was there between them."""
+    dtype = places[0].dtype
+    # Lengths of sources and of what is between them, in turn.
+    bounds = [bound - places[0].start for place in places for bound in (place.start, place.stop)]
+    lengths = [(stop - start) // dtype.itemsize for start, stop in itertools.pairwise(bounds)]
+    flat = torch.empty(sum(lengths), dtype=dtype, device=device)
+    torch._foreach_copy_(list(flat.split_with_sizes(lengths)[::2]), [source.view(-1) for source in sources])
+    return flat
+
+
+def _journeys(block: Block, device: torch.device) -> Iterator[list[int]]:
+    """The numbers of what is on a device: of what is copied in one transfer, small sources of one kind close together.
+
+    The places of those are whole elements apart, and between them is no other's, which would be lost.
+    """
     together: list[int] = []
-    key, end, size = None, 0, 0
-    for number in numbers:
-        place, source = block.places[number], block.sources[number]
-        length = place.stop - place.start
-        is_small = length < _WORTH_A_TRANSFER and source.dtype in _JOINED and source.is_contiguous()
-        this = (source.dtype, place.dtype, source.is_conj(), source.is_neg()) if is_small else None
+    key, start, end = None, 0, 0
+    for number, (place, source) in enumerate(zip(block.places, block.sources, strict=True)):
+        if not source.numel():
+            continue
+        if source.device != device:
+            if together:
+                yield together
+                together = []
+            continue
+        this = None
+        if (
+            place.stop - place.start < _WORTH_A_TRANSFER
+            and source.is_contiguous()
+            and not source.is_conj()
+            and not source.is_neg()
+        ):
+            this = (source.dtype, place.dtype)
         if together and (
-            this is None or this != key or place.start != end or size + length > _TOGETHER_BYTES
+            this is None
+            or this != key
+            or place.start - end > _MOST_BETWEEN
+            or (place.start - start) % place.dtype.itemsize
+            or place.stop - start > _TOGETHER_BYTES
         ):
             yield together
-            together, size = [], 0
+            together = []
+        if not together:
+            key, start = this, place.start
         together.append(number)
-        key, end, size = this, place.stop, size + length
+        end = place.stop
     if together:
         yield together
 
@@ -466,14 +488,16 @@ def _journeys(block: Block, numbers: Sequence[int]) -> Iterator[list[int]]:
 def _check_on_devices(blocks: Sequence[Block]) -> None:
     # Before anything is queued: to read what was freed is an error of the device, which ends its use.
     for block in blocks:
-        for number, source in enumerate(block.sources):
-            if source.is_cuda:
-                _check_memory_of(block, number)
+        check_memories(_names_of(block), block.sources)
+
+
+def _names_of(block: Block) -> Sequence[str]:
+    return block.names or [f"tensor {number}" for number in range(len(block.sources))]
 
 
 def _check_memory_of(block: Block, number: int) -> None:
     """Refuse what was freed since the save was planned."""
-    check_memory(block.names[number] if block.names else f"tensor {number}", block.sources[number])
+    check_memory(_names_of(block)[number], block.sources[number])
 
 
 def _filling_of(block: Block, threads: int) -> Filling:

@@ -43,7 +43,6 @@ def write_in_windows(
             for window in layout.windows(limit_bytes // 2):
                 span = Span(name=name, start=window.start, stop=window.stop, is_end=window.is_last)
                 buffer = windows.turn_to(span)
-                layout.fill(buffer, window, objects)
                 places = layout.tensor_places(window)
                 block = Block(
                     buffer=buffer,
@@ -54,6 +53,7 @@ def write_in_windows(
                 copies = Copies([block])
                 copies.run()
                 copies.wait(None)
+                layout.fill(buffer, window, objects)
             windows.hand_in()
             return writer.finish()
     finally:
