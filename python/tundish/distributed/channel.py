@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 
+from tundish.distributed.ballots import Ballots
 from tundish.distributed.groups import Meeting, Membership, unused_name
 from tundish.distributed.rounds import LINGER_SECONDS, Protocol, Round, crowd_of
 from tundish.distributed.verdict import Failure, Outcome
@@ -79,7 +80,8 @@ class Channel:
         self._rounds: _Work | None = None
         self._last: Round | _Look | None = None
         self._one_round = threading.Lock()
-        self._protocol = Protocol(member, node, f"votes/{self._name}", gone_before)
+        self._ballots = Ballots(member.ranks.index(member.rank), len(member.ranks))
+        self._protocol = Protocol(member, node, f"votes/{self._name}", gone_before, self._ballots.offer)
         # Re-entrant: a second `close` does what Ctrl-C kept the first from.
         self._protocol_lock = threading.RLock()
         # A finaliser may come in the middle of a round, on its own thread.
@@ -148,6 +150,12 @@ class Channel:
             # In one step as far as Ctrl-C sees.
             self._number, self.last_outcome = self._number + 1, None
             try:
+                carried = (own, brought, told, source, self._lost)
+                is_plain = not note and all(one is None for one in carried)
+                self._ballots.decide(current, is_plain=is_plain, seconds=seconds)
+                if current.went_well_beside_store:
+                    self.last_outcome = Outcome(None)
+                    return self.last_outcome
                 self._hand_over(current)
                 answered = wait_for(current.done.wait, seconds)
                 # All ranks come to it at their deadline, one after the other.
@@ -157,6 +165,9 @@ class Channel:
                 if not answered and current.verdict is not None:
                     answered = wait_for(current.done.wait, LINGER_SECONDS + _ANSWER_SECONDS)
             except BaseException as interruption:
+                if current.went_well_beside_store:
+                    self.last_outcome = Outcome(None)
+                    raise
                 current.interruption = Failure.of(self.member.rank, interruption)
                 if self._last is not current:
                     # The others are to hear of it.
@@ -228,6 +239,7 @@ class Channel:
         if self._closed and self._protocol_lock.acquire(blocking=False):
             try:
                 if not self._is_in_round:
+                    self._ballots.let_go()
                     self._protocol.close()
             finally:
                 self._protocol_lock.release()
@@ -269,6 +281,11 @@ class Channel:
 
     def _go_through(self, current: Round | _Look) -> None:
         if isinstance(current, Round):
+            is_first = not self._protocol.mates
             self._protocol.go_through(current)
+            if is_first and self._protocol.mates == self.member.ranks:
+                self._ballots.join(self._protocol.offered)
+            elif is_first and self._protocol.mates:
+                self._ballots.let_go()
         else:
             current.is_lost = self._protocol.is_lost(current.number)

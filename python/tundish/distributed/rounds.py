@@ -23,7 +23,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tundish.distributed.groups import Membership
@@ -78,7 +78,7 @@ class Round:
 
     `what`: the step voted on. `warn_after`: seconds after which somebody says for whom it waits, doubled each time.
     `are_all_there`, `absent`: when this rank looked around last, whether all brought their status, and who will not,
-    as `missed` told.
+    as `missed` told. `went_well_beside_store`: it is over, and the store knows nothing of it.
 
     `lock` decides between a caller that gives up and a verdict that comes at that moment: the caller returns
     the verdict, or its thread sees `abandoned`.
@@ -98,6 +98,7 @@ class Round:
     warn_after: float | None = None
     gathered: list[str] = field(default_factory=list)
     heard: str | None = None
+    went_well_beside_store: bool = False
     done: Moment = field(default_factory=Moment)
     lock: threading.Lock = field(default_factory=threading.Lock)
     posted: bool = False
@@ -134,8 +135,9 @@ class Protocol:
 
     `node`: ranks that give the same name watch each other; they must share a kernel and a network namespace. `host`:
     the rank that serves the store, None where none does. `mates`: the ranks of this rank's node in the group's order,
-    known after the first complete round. `gone_before`: what tells, until then, which ranks of the job are gone: to one
-    that was before it came here there is no connection.
+    known after the first complete round; then `offered` is where they find what the first of them to come here made for
+    all, with `offer`. `gone_before`: what tells, until then, which ranks of the job are gone: to one that was before it
+    came here there is no connection.
     """
 
     def __init__(
@@ -144,11 +146,14 @@ class Protocol:
         node: str,
         name: str,
         gone_before: Callable[[], Mapping[int, Failure]],
+        offer: Callable[[], Sequence[int] | None],
     ) -> None:
         self.member = member
         self.host = store_host_rank(member.store)
         self.mates: tuple[int, ...] = ()
+        self.offered: Sequence[int] | None = None
         self._node = node
+        self._offer = offer
         self._gone_before = gone_before
         self._kept: list[int] = []
         self._introduction: str | None = None
@@ -259,7 +264,9 @@ class Protocol:
         position = self._store.add(f"node/{self._node}", 1)
         self._introduction = f"node/{self._node}/{position}"
         about = f"process {os.getpid()} on {socket.gethostname()}"
-        self._store.write(self._introduction, json.dumps([self.member.rank, self._watch.address, about]))
+        offered = self._offer() if position == 1 else None
+        text = json.dumps([self.member.rank, self._watch.address, about, offered])
+        self._store.write(self._introduction, text)
 
     def _get_to_know(self) -> None:
         """Watch those of this node who introduced themselves since the last time."""
@@ -269,7 +276,8 @@ class Protocol:
             if text is None:
                 # About to be written, while not all are there.
                 break
-            rank, address, about = json.loads(text)
+            rank, address, about, offered = json.loads(text)
+            self.offered = self.offered or offered
             addresses[rank], self._about[rank], self._acquainted = address, about, position
         addresses.pop(self.member.rank, None)
         self._watch.connect(addresses)

@@ -68,6 +68,8 @@ mod _native {
     #[pymodule_export]
     use super::shm::segment::{SegmentView, SharedSegment, held_descriptor, set_shared_cache_limit, shared_stats};
     #[pymodule_export]
+    use super::shm::votes::BallotBox;
+    #[pymodule_export]
     use super::store::dtypes::stored_dtypes;
     #[pymodule_export]
     use super::store::encoding::{dump_handles, load_handles};

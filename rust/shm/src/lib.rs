@@ -37,6 +37,7 @@ pub mod registry;
 mod segment;
 #[cfg(target_os = "linux")]
 pub mod sweep;
+pub mod votes;
 pub mod warm;
 mod watcher;
 

@@ -12,6 +12,7 @@ mod own_name;
 pub(crate) mod reach;
 pub(crate) mod segment;
 pub(crate) mod unheld;
+pub(crate) mod votes;
 
 use tundish_packing::Watch;
 use tundish_shm::{Address, ShmError};

@@ -1,0 +1,113 @@
+//! The rounds of a ballot box under a model checker: all orders of their steps, and all values that their orderings allow.
+//!
+//! The protocol's own source is compiled here over the checker's words.
+
+mod atomic {
+    pub(crate) use core::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+    pub(crate) use loom::sync::atomic::AtomicU64;
+}
+#[path = "../src/votes/protocol.rs"]
+mod protocol;
+
+use std::sync::Arc;
+
+use loom::thread;
+
+use atomic::AtomicU64;
+use protocol::{BALLOT_WORDS, MOST_MEMBERS, Standing, Words, cast, give_up, look};
+
+struct Memory {
+    newest: AtomicU64,
+    last_well: AtomicU64,
+    ballots: Vec<[AtomicU64; BALLOT_WORDS]>,
+}
+
+impl Words for Memory {
+    fn members(&self) -> usize {
+        self.ballots.len()
+    }
+
+    fn newest(&self) -> &AtomicU64 {
+        &self.newest
+    }
+
+    fn last_well(&self) -> &AtomicU64 {
+        &self.last_well
+    }
+
+    fn ballot(&self, member: usize) -> &[AtomicU64; BALLOT_WORDS] {
+        &self.ballots[member]
+    }
+
+    fn ring(&self) {}
+}
+
+/// What each member came to in each round; it does this in it.
+type Does = fn(&Memory, usize, u64) -> Standing;
+
+fn run(plans: [[Does; 2]; 2], check: fn([[Standing; 2]; 2])) {
+    assert!(plans.len() <= MOST_MEMBERS);
+    let mut builder = loom::model::Builder::new();
+    // Times that a thread is held up in favour of the other though it could have gone on.
+    builder.preemption_bound = Some(3);
+    builder.check(move || {
+        let words = || core::array::from_fn(|_| AtomicU64::new(0));
+        let memory =
+            Arc::new(Memory { newest: AtomicU64::new(0), last_well: AtomicU64::new(0), ballots: vec![words(), words()] });
+        let both = [0, 1].map(|member| {
+            let memory = Arc::clone(&memory);
+            let [first, second] = plans[member];
+            thread::spawn(move || [first(&memory, member, 1), second(&memory, member, 2)])
+        });
+        check(both.map(|thread| thread.join().unwrap()));
+    });
+}
+
+fn patient(memory: &Memory, member: usize, round: u64) -> Standing {
+    let mut standing = cast(memory, member, round, &[round; BALLOT_WORDS]);
+    while standing == Standing::Open {
+        thread::yield_now();
+        standing = look(memory, round);
+    }
+    standing
+}
+
+fn hasty(memory: &Memory, member: usize, round: u64) -> Standing {
+    cast(memory, member, round, &[round; BALLOT_WORDS]);
+    give_up(memory, round)
+}
+
+fn absent(memory: &Memory, _member: usize, round: u64) -> Standing {
+    give_up(memory, round)
+}
+
+fn apart(memory: &Memory, member: usize, round: u64) -> Standing {
+    cast(memory, member, round, &[7 + member as u64; BALLOT_WORDS]);
+    give_up(memory, round)
+}
+
+#[test]
+fn rounds_of_patient_members_go_well() {
+    run([[patient as Does; 2]; 2], |came_to| assert_eq!(came_to, [[Standing::Well; 2]; 2]));
+}
+
+#[test]
+fn all_come_to_the_same_however_soon_one_gives_up() {
+    let (patient, hasty): (Does, Does) = (patient, hasty);
+    for plans in [[[hasty; 2]; 2], [[patient; 2], [hasty; 2]], [[hasty, patient]; 2]] {
+        run(plans, |[one, other]| {
+            assert_eq!(one, other);
+            assert!(!one.contains(&Standing::Open));
+        });
+    }
+}
+
+#[test]
+fn no_round_goes_well_without_one_or_where_they_do_not_agree() {
+    let (hasty, absent, apart): (Does, Does, Does) = (hasty, absent, apart);
+    for not_well in [absent, apart] {
+        run([[hasty, not_well], [not_well, hasty]], |[one, other]| {
+            assert_eq!((one, other), ([Standing::Elsewhere; 2], [Standing::Elsewhere; 2]));
+        });
+    }
+}
