@@ -66,8 +66,8 @@ class Ballots:
     def decide(self, current: Round, *, is_plain: bool, seconds: float | None) -> None:
         """Note in `current` whether it went well here; where it did not, it is to be decided in the store.
 
-        `is_plain`: this rank brings nothing but that it is well, and what is to be the same on all ranks. `seconds`:
-        until its deadline.
+        `is_plain`: this rank brings nothing but that it is well, and what is to be the same on all ranks, and has
+        nothing else to do in the store. `seconds`: until its deadline.
         """
         box = self._box
         if box is None:

@@ -151,7 +151,7 @@ class Channel:
             self._number, self.last_outcome = self._number + 1, None
             try:
                 carried = (own, brought, told, source, self._lost)
-                is_plain = not note and all(one is None for one in carried)
+                is_plain = self._protocol.is_tidy and not note and all(one is None for one in carried)
                 self._ballots.decide(current, is_plain=is_plain, seconds=seconds)
                 if current.went_well_beside_store:
                     self.last_outcome = Outcome(None)

@@ -136,8 +136,9 @@ class Protocol:
     `node`: ranks that give the same name watch each other; they must share a kernel and a network namespace. `host`:
     the rank that serves the store, None where none does. `mates`: the ranks of this rank's node in the group's order,
     known after the first complete round; then `offered` is where they find what the first of them to come here made for
-    all, with `offer`. `gone_before`: what tells, until then, which ranks of the job are gone: to one that was before it
-    came here there is no connection.
+    all, with `offer`. `is_tidy`: the next round has nothing to delete of the last one. `gone_before`: what tells, until
+    the first complete round, which ranks of the job are gone: to one that was before it came here there is no
+    connection.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Protocol:
         self.host = store_host_rank(member.store)
         self.mates: tuple[int, ...] = ()
         self.offered: Sequence[int] | None = None
+        self.is_tidy = False
         self._node = node
         self._offer = offer
         self._gone_before = gone_before
@@ -460,6 +462,7 @@ class Protocol:
         if current.concluder and old:
             store.write("floor", str(old[-1] + 1))
             store.delete(*(f"{former}/verdict" for former in old))
+        self.is_tidy = verdict.complete and not self._read
 
     def _leave(self, current: Round, verdict: Verdict) -> None:
         """The host of the store waits until the others have read the verdict; they tell it so.

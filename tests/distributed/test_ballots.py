@@ -1,0 +1,212 @@
+"""Votes of ranks that share a node: those that go well leave the job's store alone, all others are as ever."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rank_processes import LAUNCHER, RANK0, Job, Line, on_nodes, outcome
+from tundish._native import BallotBox
+from tundish.distributed import Voter
+from tundish.distributed.jobstore import JobStore
+
+_RANKS = 3
+
+
+def count_requests() -> list[str]:
+    """Grows with each request of this process to the store from here on."""
+    made: list[str] = []
+    ask = JobStore._ask
+
+    def counted(self: JobStore, what: str, *arguments: Any) -> Any:
+        made.append(what)
+        return ask(self, what, *arguments)
+
+    JobStore._ask = counted  # type: ignore[method-assign]
+    return made
+
+
+def settle(voter: Voter) -> None:
+    """The first votes are those in which the members get to know each other."""
+    for _ in range(2):
+        voter.vote(what="settling")
+
+
+def votes_of_all_kinds(rank: int, line: Line) -> None:
+    seed = line.hear()
+    made = count_requests()
+    with Voter() as voter:
+        settle(voter)
+        made.clear()
+        for number in range(100):
+            voter.vote(what="a step", same=f"step {number}")
+        line.say(len(made))
+        # The same on all ranks, so that each knows what is to come of it.
+        drawn = random.Random(seed)
+        for number in range(150):
+            kind = drawn.choice(["well"] * 6 + ["fails", "differs", "notes", "gathers"])
+            who = drawn.randrange(_RANKS)
+            time.sleep(drawn.choice([0, 0, 0, 0.002, 0.15 if number % 10 == 0 else 0]) * (rank == who))
+            what = f"step {number}"
+            if kind == "fails":
+                error = ValueError("mine") if rank == who else None
+                text = outcome(lambda error=error, what=what: voter.vote(error, what=what))
+                expected = (
+                    ("ValueError", "mine", None)
+                    if rank == who
+                    else ("PeerFailedError", f"{what}: rank {who} failed with ValueError: mine", who)
+                )
+                assert text == expected
+            elif kind == "differs":
+                same = f"{what} of one" if rank == who else what
+                assert outcome(lambda same=same, what=what: voter.vote(what=what, same=same))[0]
+            elif kind == "notes":
+                assert voter.vote(what=what, note=rank == who)
+            elif kind == "gathers":
+                found = voter.gather(f"{rank} in {number}", what=what)
+                assert found == ([f"{one} in {number}" for one in range(_RANKS)] if rank == 0 else [])
+            else:
+                assert not voter.vote(what=what, same=what)
+        # Nobody leaves before all have voted.
+        voter.vote(what="the end", note=True)
+    line.say("through")
+
+
+@pytest.mark.parametrize("host", [LAUNCHER, RANK0])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_goes_well_does_so_without_the_store_and_anything_else_as_ever(
+    seed: int, host: str, tmp_path: Path
+) -> None:
+    with Job(votes_of_all_kinds, _RANKS, tmp_path, host=host) as job:
+        for rank in range(_RANKS):
+            job.tell(rank, seed)
+        assert job.hear_all() == [(0,)] * _RANKS
+        assert job.hear_all() == [("through",)] * _RANKS
+        job.expect_end()
+
+
+def votes_without_end(rank: int, line: Line) -> None:
+    with Voter() as voter:
+        settle(voter)
+        line.say("settled")
+        number = 0
+        while True:
+            kind, _, who = outcome(lambda number=number: voter.vote(what=f"step {number}", timeout=20))
+            if kind:
+                line.say(number, kind, who)
+                break
+            number += 1
+        line.hear()
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.01, 0.05, 0.2])
+def test_all_others_hear_in_the_same_round_of_one_that_is_killed(wait: float, tmp_path: Path) -> None:
+    with Job(votes_without_end, _RANKS, tmp_path) as job:
+        assert job.hear_all() == [("settled",)] * _RANKS
+        time.sleep(wait)
+        job.signal(1, signal.SIGKILL)
+        begin = time.monotonic()
+        first, last = job.hear(0), job.hear(2)
+        assert time.monotonic() - begin < 1.0
+        assert first == last
+        assert first[1:] == ("PeerFailedError", 1)
+
+
+def votes_with_one_that_stops(rank: int, line: Line) -> None:
+    with Voter() as voter:
+        settle(voter)
+        line.say("settled")
+        number, failed = 0, []
+        while len(failed) < 1 or number < failed[0] + 50:
+            # The second one to stop is stopped in it, or before it.
+            kind, _, who = outcome(lambda number=number: voter.vote(what=f"step {number}", timeout=1.5))
+            if kind:
+                assert (kind, who) == ("VoteTimeoutError", (1,)) or rank == 1, (kind, who)
+                failed.append(number)
+                line.say("failed", number)
+                # Until the stopped one runs again.
+                line.hear()
+            number += 1
+        voter.vote(what="the end")
+    line.say(failed)
+
+
+def test_one_that_was_stopped_is_in_step_again(tmp_path: Path) -> None:
+    with Job(votes_with_one_that_stops, _RANKS, tmp_path) as job:
+        assert job.hear_all() == [("settled",)] * _RANKS
+        time.sleep(0.05)
+        job.signal(1, signal.SIGSTOP)
+        told = job.hear(0)
+        assert job.hear(2) == told
+        job.signal(1, signal.SIGCONT)
+        assert job.hear(1) == told
+        for rank in range(_RANKS):
+            job.tell(rank)
+        assert job.hear_all() == [([told[1]],)] * _RANKS
+        job.expect_end()
+
+
+def votes_where_a_box_is_out_of_reach(rank: int, line: Line) -> None:
+    why = line.hear()
+    made = count_requests()
+    if why == "nodes":
+        on_nodes(rank, 2)
+    elif why == "rank 1" and rank == 1:
+
+        def refuse(*_: Any) -> Any:
+            raise PermissionError(1, "not yours")
+
+        import tundish.distributed.ballots as ballots
+
+        ballots.BallotBox = type("NoBox", (), {"open": refuse, "__new__": refuse})  # type: ignore[misc,assignment]
+    voter = Voter._unmet(None, f"node {rank // 2}") if why == "nodes" else Voter()
+    with voter:
+        settle(voter)
+        made.clear()
+        begin = time.monotonic()
+        for number in range(20):
+            voter.vote(what="a step", same=f"{number}")
+        # No patience is lost on it.
+        assert time.monotonic() - begin < 1.5
+        assert made
+        kind, _, who = outcome(lambda: voter.vote(ValueError("x") if rank == 2 else None, what="a step"))
+        assert who == (None if rank == 2 else 2) and kind
+        voter.vote(what="the end")
+    line.say("through")
+
+
+@pytest.mark.parametrize("why", ["nodes", "rank 1"])
+def test_where_not_all_reach_one_box_nobody_uses_any(why: str, tmp_path: Path) -> None:
+    with Job(votes_where_a_box_is_out_of_reach, _RANKS, tmp_path) as job:
+        for rank in range(_RANKS):
+            job.tell(rank, why)
+        assert job.hear_all() == [("through",)] * _RANKS
+        job.expect_end()
+
+
+def test_a_box_is_found_by_its_address_and_says_what_is_wrong() -> None:
+    made = BallotBox(2)
+    assert made.address is not None
+    other = BallotBox.open(made.address, 2)
+    assert other.address is None
+    made.join(0)
+    assert not other.are_all_there
+    other.join(1)
+    assert made.are_all_there and made.address is None
+    assert made.cast(0, 0, bytes(32)) is None
+    assert made.wait(0, 0.01) is None
+    assert other.cast(1, 0, bytes(32)) is True
+    assert made.give_up(0) is True
+    assert other.give_up(1) is False
+    assert made.cast(0, 1, bytes(32)) is False
+    with pytest.raises(IndexError):
+        made.join(2)
+    with pytest.raises(ValueError, match="32 bytes"):
+        made.cast(0, 2, b"short")
+    with pytest.raises(ValueError, match="negative"):
+        made.wait(2, -1)
