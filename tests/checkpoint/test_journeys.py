@@ -15,8 +15,8 @@ from tundish.checkpoint.buffers import Buffer, Place, Places
 
 _HOST = torch.device("cpu")
 
-# From the dtype of a tensor to the one it is saved as, its shape, whether it is a view, or elsewhere, and what lies
-# before it.
+# From the dtype of a tensor to the one it is saved as, its shape, whether it is a view, or elsewhere, or not of this
+# copy, and what lies before it.
 _TENSOR = st.tuples(
     st.sampled_from(
         [
@@ -29,7 +29,7 @@ _TENSOR = st.tuples(
         ]
     ),
     st.sampled_from([(), (0, 3), (5,), (4, 7), (600, 500)]),
-    st.sampled_from(["whole", "transposed", "conjugated", "elsewhere"]),
+    st.sampled_from(["whole", "transposed", "conjugated", "elsewhere", "not chosen"]),
     st.sampled_from([0, 0, 3, 64, 1000, 6000]),
 )
 
@@ -41,8 +41,17 @@ def no_streams() -> Iterator[None]:
         yield
 
 
-def block_of(tensors: list[Any]) -> staging.Block:
-    places, sources, end = [], [], 0
+def _around(form: str, before: int = 0) -> list[Any]:
+    """Of one kind, one of another form in the middle."""
+    return [
+        ((torch.float32, torch.float32), (5,), "whole" if number != 2 else form, before)
+        for number in range(5)
+    ]
+
+
+def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[staging.Block, list[Place]]:
+    """Of these, and the places of others; `is_free`: what lies between places is of no value."""
+    places, sources, others, end = [], [], [], 0
     for (dtype, saved_as), shape, form, before in tensors:
         values = torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else None) * 5
         source = values.to(dtype)
@@ -57,26 +66,35 @@ def block_of(tensors: list[Any]) -> staging.Block:
         end = start + source.numel() * saved_as.itemsize
         places.append(Place(start, end, saved_as, source.shape))
         sources.append(source)
-    return staging.Block(buffer=Buffer(end + 1), places=Places(places), sources=sources)
+        if form in ("elsewhere", "not chosen"):
+            others.append(places[-1])
+    block = staging.Block(
+        buffer=Buffer(end + 1),
+        places=Places(places),
+        sources=sources,
+        names=[f"tensor {number}" for number in range(len(sources))],
+        free_from=Places(places).stops_before if is_free else None,
+    )
+    chosen = [number for number, (_, _, form, _) in enumerate(tensors) if form != "not chosen"]
+    return block.chosen(chosen), others
 
 
-@given(tensors=st.lists(_TENSOR, max_size=40))
-@example(
-    tensors=[
-        ((torch.float32, torch.float32), (5,), form, 0)
-        for form in ("whole", "whole", "elsewhere", "whole", "whole")
-    ]
-)
+@given(tensors=st.lists(_TENSOR, max_size=40), is_free=st.booleans())
+@example(tensors=_around("elsewhere"), is_free=True)
+@example(tensors=_around("not chosen"), is_free=True)
+@example(tensors=_around("whole", before=64), is_free=False)
 @settings(max_examples=150)
-def test_everything_comes_to_its_place_whatever_it_travels_with(tensors: list[Any]) -> None:
-    block = block_of(tensors)
+def test_everything_comes_to_its_place_and_nothing_else_to_any(tensors: list[Any], is_free: bool) -> None:
+    block, others = block_of(tensors, is_free=is_free)
     block.buffer.bytes.fill_(1)
     staging._copy_from(_HOST, block, None)  # type: ignore[arg-type]
+    for place in others:
+        assert block.buffer.bytes[place.start : place.stop].eq(1).all()
     for place, source in zip(block.places, block.sources, strict=True):
-        if source.is_meta:
-            assert block.buffer.bytes[place.start : place.stop].eq(1).all()
-        else:
+        if not source.is_meta:
             assert torch.equal(block.buffer.view(place), source.resolve_conj().to(place.dtype))
+            block.buffer.bytes[place.start : place.stop] = 1
+    assert is_free or block.buffer.bytes.eq(1).all()
     block.buffer.release()
 
 
@@ -84,13 +102,7 @@ def test_small_ones_of_a_kind_travel_together_and_no_more_than_so_much() -> None
     small = ((torch.float32, torch.bfloat16), (600, 500), "whole", 1000)
     large = ((torch.float32, torch.bfloat16), (1200, 500), "whole", 0)
     other = ((torch.float32, torch.float32), (5,), "whole", 0)
-    block = block_of([small] * 30 + [large] + [small] * 2 + [other] * 3)
+    block, _ = block_of([small] * 30 + [large] + [small] * 2 + [other] * 3)
     journeys = list(staging._journeys(block, _HOST))
-    assert journeys == [
-        [*range(27)],
-        [*range(27, 30)],
-        [30],
-        [31, 32],
-        [33, 34, 35],
-    ]
+    assert journeys == [[*range(27)], [*range(27, 30)], [30], [31, 32], [33, 34, 35]]
     block.buffer.release()

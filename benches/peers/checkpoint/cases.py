@@ -244,8 +244,9 @@ def _note(group: Group) -> str:
         "durable: an fsync of each file is added to their time. `Tensor.copy_` is of the same tensors into buffers "
         "that were used before, in the processes of tundish and between its saves: where a process's memory lies "
         f"decides over how fast it is. {stalls if 'bytes' in group.beside else ''}The floor of a durable save writes "
-        "as many bytes that lie ready in memory. Where a target asks for less time than its floor takes, and tundish "
-        "takes longer, a row says so."
+        "as many bytes that lie ready in memory; tundish writes what it has staged, once nobody waits for that any "
+        "more, so that its own begins when the stall is over. Where a target asks for less time than its floor takes, "
+        "and tundish takes longer, a row says so."
     )
 
 
@@ -273,8 +274,7 @@ def _floor_rows(
     """What our way does not get below, beside each peer over which a target asks for something."""
     return [
         _row(
-            f"{what}, the floor"
-            + (": the target is out of reach" if seconds / targets[way] < floor < ours else ""),
+            what + (": the target is out of reach" if seconds / targets[way] < floor < ours else ""),
             floor,
             WAYS[way].name,
             seconds,
@@ -302,7 +302,9 @@ def _stall_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> lis
     ]
     if "bytes" in figures:
         stalls = {way: figures[way].stall for way in ("copy", *group.ways) if way in targets}
-        rows += _floor_rows("stall", figures["bytes"].stall, figures[ours].stall, stalls, targets, plan)
+        rows += _floor_rows(
+            "stall, the floor", figures["bytes"].stall, figures[ours].stall, stalls, targets, plan
+        )
     if "hf lazy" in figures:
         lazy = figures["hf lazy"].stall
         judged = plan.judges and group.workload == "large"
@@ -354,7 +356,11 @@ def _durable_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> l
         if way not in (ours, "hf lazy", "hf unsummed")
     ]
     durable = {way: figures[way].durable for way in group.ways if way in targets}
-    rows += _floor_rows("durable", figures["writes"].durable, figures[ours].durable, durable, targets, plan)
+    writes, stall = figures["writes"].durable, figures[ours].stall
+    rows += _floor_rows("durable, the floor", writes, figures[ours].durable, durable, targets, plan)
+    rows += _floor_rows(
+        "durable, the stall and the floor", stall + writes, figures[ours].durable, durable, targets, plan
+    )
     if "hf unsummed" in figures:
         with_sums, without = figures["hf"].durable, figures["hf unsummed"].durable
         share = (with_sums - without) / with_sums

@@ -50,6 +50,11 @@ class Places(tuple[Place, ...]):
         """As `Image.fill` takes them; made once, as the places of a file are the same in each save."""
         return Spans(self)
 
+    @functools.cached_property
+    def stops_before(self) -> list[int]:
+        """Of each, where the one before it stops; of the first, where that starts itself."""
+        return [place.start for place in self[:1]] + [place.stop for place in self[:-1]]
+
 
 class Buffer:
     """`size` bytes of host memory; `is_pinned` for copies from a CUDA device, which wait for it where it cannot be.

@@ -52,13 +52,15 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 class Block:
     """Local tensors that belong into one buffer, in its order. `places`: of each; `names`: for messages.
 
-    What the buffer has between two places is of no value once they were copied.
+    `free_from`: of each, from where on nothing lies before it that is of value once it was copied; None where nothing
+    of the buffer is free.
     """
 
     buffer: Buffer
     places: Places
     sources: Sequence[torch.Tensor]
     names: Sequence[str] = ()
+    free_from: Sequence[int] | None = None
 
     def chosen(self, numbers: Sequence[int]) -> Block:
         """Some of them, by number, in order."""
@@ -69,6 +71,7 @@ class Block:
             places=Places([self.places[number] for number in numbers]),
             sources=[self.sources[number] for number in numbers],
             names=[self.names[number] for number in numbers],
+            free_from=None if self.free_from is None else [self.free_from[number] for number in numbers],
         )
 
 
@@ -448,17 +451,12 @@ def _as_they_will_lie(
 def _journeys(block: Block, device: torch.device) -> Iterator[list[int]]:
     """The numbers of what is on a device: of what is copied in one transfer, small sources of one kind close together.
 
-    The places of those are whole elements apart, and between them is no other's, which would be lost.
+    Between the places of those is nothing of value. (They are whole elements apart, as any place begins with one.)
     """
     together: list[int] = []
     key, start, end = None, 0, 0
     for number, (place, source) in enumerate(zip(block.places, block.sources, strict=True)):
-        if not source.numel():
-            continue
-        if source.device != device:
-            if together:
-                yield together
-                together = []
+        if source.device != device or not source.numel():
             continue
         this = None
         if (
@@ -468,11 +466,12 @@ def _journeys(block: Block, device: torch.device) -> Iterator[list[int]]:
             and not source.is_neg()
         ):
             this = (source.dtype, place.dtype)
+        free_from = place.start if block.free_from is None else block.free_from[number]
         if together and (
             this is None
             or this != key
+            or free_from > end
             or place.start - end > _MOST_BETWEEN
-            or (place.start - start) % place.dtype.itemsize
             or place.stop - start > _TOGETHER_BYTES
         ):
             yield together

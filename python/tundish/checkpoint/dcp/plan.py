@@ -220,8 +220,15 @@ class DcpPlan:
         return StagedPlanner(staged, spread, self._leaves.form.paths)
 
     def _block(self, buffer: Buffer) -> Block:
-        names = [item.name for item in self._layout.tensors]
-        return Block(buffer=buffer, places=self._layout.places_in_whole, sources=self._sources, names=names)
+        places = self._layout.places_in_whole
+        return Block(
+            buffer=buffer,
+            places=places,
+            sources=self._sources,
+            names=[item.name for item in self._layout.tensors],
+            # What frames them is filled in when it is written.
+            free_from=places.stops_before,
+        )
 
     def _sources_of(self, layout: Layout) -> list[torch.Tensor]:
         values = self._leaves.values

@@ -49,6 +49,7 @@ def write_in_windows(
                     places=places,
                     sources=list(islice(left, len(places))),
                     names=[item.name for item in window.tensors],
+                    free_from=places.stops_before,
                 )
                 copies = Copies([block])
                 copies.run()
