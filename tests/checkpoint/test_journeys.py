@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tundish.checkpoint import staging
+from tundish.checkpoint.blocks import Block, copy_from_device, journeys
 from tundish.checkpoint.buffers import Buffer, Place, Places
 
 _HOST = torch.device("cpu")
@@ -49,7 +49,7 @@ def _around(form: str, before: int = 0) -> list[Any]:
     ]
 
 
-def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[staging.Block, list[Place]]:
+def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[Block, list[Place]]:
     """Of these, and the places of others; `is_free`: what lies between places is of no value."""
     places, sources, others, end = [], [], [], 0
     for (dtype, saved_as), shape, form, before in tensors:
@@ -68,7 +68,7 @@ def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[staging.Block
         sources.append(source)
         if form in ("elsewhere", "not chosen"):
             others.append(places[-1])
-    block = staging.Block(
+    block = Block(
         buffer=Buffer(end + 1),
         places=Places(places),
         sources=sources,
@@ -87,7 +87,7 @@ def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[staging.Block
 def test_everything_comes_to_its_place_and_nothing_else_to_any(tensors: list[Any], is_free: bool) -> None:
     block, others = block_of(tensors, is_free=is_free)
     block.buffer.bytes.fill_(1)
-    staging._copy_from(_HOST, block, None)  # type: ignore[arg-type]
+    copy_from_device(_HOST, block, None)  # type: ignore[arg-type]
     for place in others:
         assert block.buffer.bytes[place.start : place.stop].eq(1).all()
     for place, source in zip(block.places, block.sources, strict=True):
@@ -103,6 +103,6 @@ def test_small_ones_of_a_kind_travel_together_and_no_more_than_so_much() -> None
     large = ((torch.float32, torch.bfloat16), (1200, 500), "whole", 0)
     other = ((torch.float32, torch.float32), (5,), "whole", 0)
     block, _ = block_of([small] * 30 + [large] + [small] * 2 + [other] * 3)
-    journeys = list(staging._journeys(block, _HOST))
-    assert journeys == [[*range(27)], [*range(27, 30)], [30], [31, 32], [33, 34, 35]]
+    found = list(journeys(block, _HOST))
+    assert found == [[*range(27)], [*range(27, 30)], [30], [31, 32], [33, 34, 35]]
     block.buffer.release()

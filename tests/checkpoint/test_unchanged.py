@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from exporting import export, staged
-from tundish.checkpoint import staging
+from tundish.checkpoint import blocks
 from tundish.checkpoint.hf import drawing, unchanged
 from tundish.checkpoint.hf.plan import plan_hf
 from tundish.checkpoint.hf.unchanged import facts_if_unchanged, remember
@@ -33,7 +33,7 @@ def made() -> dict[str, torch.Tensor]:
 @pytest.fixture(autouse=True, params=[READER, None], ids=["read together", "asked one by one"])
 def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what newer versions of torch have, and as with an older one."""
-    for module in (staging, unchanged):
+    for module in (blocks, unchanged):
         monkeypatch.setattr(module, "READER", request.param)
     for kept in (unchanged._facts, drawing._drawn):
         monkeypatch.setattr(kept, "_kept", type(kept._kept)())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -186,6 +189,94 @@ def test_where_not_all_reach_one_box_nobody_uses_any(why: str, tmp_path: Path) -
         for rank in range(_RANKS):
             job.tell(rank, why)
         assert job.hear_all() == [("through",)] * _RANKS
+        job.expect_end()
+
+
+def closes_while_another_thread_votes(rank: int, line: Line) -> None:
+    voter = Voter()
+    settle(voter)
+    wait = line.hear()
+    if rank == 0:
+        said: list[Any] = []
+        thread = threading.Thread(target=lambda: said.append(outcome(lambda: voter.vote(what="a step"))))
+        thread.start()
+        time.sleep(wait)
+        voter.close()
+        thread.join(20)
+        assert not thread.is_alive()
+        line.say(*said[0][:2])
+    else:
+        line.say(*outcome(lambda: voter.vote(what="a step", timeout=60))[:2])
+        voter.close()
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.05])
+def test_closing_ends_the_vote_of_another_thread_that_has_not_come_to_the_store(
+    wait: float, tmp_path: Path
+) -> None:
+    with Job(closes_while_another_thread_votes, 2, tmp_path) as job:
+        job.tell(0, wait)
+        kind, text = job.hear(0)
+        assert kind == "InvalidInputError" and "closed" in text
+        job.tell(1, wait)
+        assert job.hear(1)[0] == "PeerFailedError"
+        job.expect_end()
+
+
+def loses_the_host_of_the_store(rank: int, line: Line) -> None:
+    with Voter() as voter:
+        settle(voter)
+        if rank > 0:
+            # Of the host, which is gone, none is needed.
+            pair = Voter.among([1, 2])
+            settle(pair)
+        voter.vote(what="all are well")
+        line.say("settled")
+        line.hear()
+        if rank > 0:
+            found = [outcome(lambda: pair.vote(what="a step")) for _ in range(20)]
+            line.say(sorted({kind for kind, _, _ in found}))
+            line.say(*outcome(lambda: pair.vote(what="a step", note=True))[:1])
+
+
+def test_what_goes_well_among_others_does_so_when_the_host_of_the_store_is_gone(tmp_path: Path) -> None:
+    with Job(loses_the_host_of_the_store, 3, tmp_path, host=RANK0) as job:
+        assert job.hear_all() == [("settled",)] * 3
+        job.signal(0, signal.SIGKILL)
+        job.exit_code(0)
+        for rank in (1, 2):
+            job.tell(rank)
+        assert job.hear_all(1, 2) == [([""],)] * 2
+        # What needs the store says what is wrong.
+        assert job.hear_all(1, 2) == [("PeerFailedError",)] * 2
+
+
+def holds_descriptors(rank: int, line: Line) -> None:
+    def count() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    with Voter() as first:
+        settle(first)
+        first.vote(what="a step")
+        before = count()
+        voters = [Voter() for _ in range(5)]
+        for voter in voters:
+            settle(voter)
+            voter.vote(what="a step")
+        # What each takes to watch the other one, and nothing of its box.
+        grown = count() - before
+        for voter in voters:
+            voter.close()
+        first.vote(what="a step", note=True)
+        line.say(grown, count() - before)
+
+
+def test_a_box_takes_no_descriptors_once_all_have_found_it(tmp_path: Path) -> None:
+    with Job(holds_descriptors, 2, tmp_path) as job:
+        (first, left), (second, also_left) = job.hear_all()
+        assert first == second
+        assert left <= 0 and also_left <= 0
         job.expect_end()
 
 

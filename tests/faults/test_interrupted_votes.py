@@ -6,44 +6,55 @@ import contextlib
 import time
 from pathlib import Path
 
+import pytest
+
 from ctrl_c import CtrlC, at_every_moment
 from rank_processes import Job, Line, outcome
 from tundish import waiting
-from tundish.distributed import Voter, channel, voter, watch
+from tundish.distributed import Voter, ballots, channel, rounds, voter, watch
 from tundish.distributed.watch import PeerWatch
 
 
 def interrupted(rank: int, line: Line) -> None:
+    in_store = line.hear()
     with Voter(timeout=60) as voter:
         if rank == 1:
-            kinds = set()
+            kinds = []
             slowest = 0.0
             is_over = False
             while not is_over:
                 began = time.monotonic()
-                kinds.add(outcome(lambda: voter.vote(what="an interrupted step", timeout=60))[0])
+                kinds.append(
+                    outcome(lambda: voter.vote(what="an interrupted step", note=in_store, timeout=60))[0]
+                )
                 slowest = max(slowest, time.monotonic() - began)
                 is_over = voter.vote(what="the next step", timeout=60)
-            line.say(sorted(kinds), slowest)
+            line.say(kinds, slowest)
             return
-        moments = 0
-        for moments, ctrl_c in at_every_moment(waiting, channel):  # noqa: B007 (how many there were)
+        knows = []
+        for _, ctrl_c in at_every_moment(waiting, channel, ballots, rounds):
             before = voter.meeting.number
             with ctrl_c:
-                voter.vote(what="an interrupted step", timeout=60)
+                voter.vote(what="an interrupted step", note=in_store, timeout=60)
             if voter.meeting.number == before:
                 # It came before this rank was in the vote, and so it is to be in it now.
                 outcome(lambda: voter.vote(KeyboardInterrupt(), what="an interrupted step", timeout=60))
+            knows.append(voter.note_in_spite_of_interrupt() is not None)
             voter.vote(what="the next step", note=not ctrl_c.came, timeout=60)
-        line.say(moments)
+        line.say(knows)
 
 
-def test_an_interrupted_vote_holds_up_nobody(tmp_path: Path) -> None:
+# `in_store`: the votes are such as the ranks of one node cannot decide among themselves.
+@pytest.mark.parametrize("in_store", [False, True])
+def test_an_interrupted_vote_holds_up_nobody_and_is_the_same_for_all(in_store: bool, tmp_path: Path) -> None:
     with Job(interrupted, 2, tmp_path) as job:
-        (moments,) = job.hear(0)
+        for rank in range(2):
+            job.tell(rank, in_store)
+        (knows,) = job.hear(0)
         kinds, slowest = job.hear(1)
-        assert moments > 5
-        assert set(kinds) <= {"", "PeerFailedError"}
+        assert len(knows) > 5
+        assert kinds == ["" if knew else "PeerFailedError" for knew in knows]
+        assert {"", "PeerFailedError"} == set(kinds)
         # Not the timeout.
         assert slowest < 30
 

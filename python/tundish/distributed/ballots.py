@@ -1,9 +1,10 @@
 """Rounds of votes among ranks of one node, decided in memory that they share, as long as all goes well.
 
-Owns a group's ballot box. What always holds: a round that went well here did so for all members and left nothing in the
-job's store; of every other one all members hear that it is to be decided there, where whoever failed, was killed or did
-not come is found and named. So what takes the store a dozen requests of each rank takes microseconds, and what goes
-wrong is told as if there were no box.
+Owns a group's ballot box. What always holds: a round that went well here did so for all members, and the store knows
+nothing of it; of every other one all members hear that it is to be decided there, where whoever failed, was killed or
+did not come is found and named. So what takes the store a dozen requests of each rank takes microseconds, and what goes
+wrong is told as if there were no box. A member that goes through a round in another way gives it up here: else the
+others would wait for its ballot.
 """
 
 from __future__ import annotations
@@ -67,21 +68,22 @@ class Ballots:
         """Note in `current` whether it went well here; where it did not, it is to be decided in the store.
 
         `is_plain`: this rank brings nothing but that it is well, and what is to be the same on all ranks, and has
-        nothing else to do in the store. `seconds`: until its deadline.
+        nothing to delete in the store before. `seconds`: until its deadline.
         """
         box = self._box
         if box is None:
             return
+        # In one step as far as Ctrl-C sees, whatever ended the wait: what the others hear, this rank has to know.
+        told = map(box.give_up, (current.number,))
         try:
             if is_plain and box.are_all_there:
                 decided = box.cast(self._me, current.number, _ballot_of(current.same))
                 patience = _PATIENCE_SECONDS if seconds is None else min(seconds, _PATIENCE_SECONDS)
                 until = time.monotonic() + patience
-                while decided is None and time.monotonic() < until:
-                    decided = box.wait(current.number, _LOOK_SECONDS)
+                while decided is None and (left := until - time.monotonic()) > 0:
+                    decided = box.wait(current.number, min(_LOOK_SECONDS, left))
         finally:
-            # Whatever ended the wait, the others are to hear of it, unless it was decided.
-            current.went_well_beside_store = box.give_up(current.number)
+            current.beside_store.extend(told)
 
 
 def _ballot_of(same: str | None) -> bytes:

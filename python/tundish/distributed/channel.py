@@ -7,6 +7,8 @@ A `Channel` owns the thread that goes through the rounds (`tundish.distributed.r
 2. The caller's thread never touches the store, which can block for as long as its host is stopped; a thread of the
    channel does, and a caller whose time is up leaves it behind. It ends when the store answers. One that is not left
    behind serves the next round too: an interpreter that is ending may start no threads any more, and still votes.
+3. Each round is first decided, or given up, in the memory that the members share if they are on one node
+   (`tundish.distributed.ballots`), on the caller's thread; the store is for those that were given up.
 """
 
 from __future__ import annotations
@@ -157,13 +159,15 @@ class Channel:
                     self.last_outcome = Outcome(None)
                     return self.last_outcome
                 self._hand_over(current)
-                answered = wait_for(current.done.wait, seconds)
+                left = None if current.deadline is None else max(0.0, current.deadline - time.monotonic())
+                answered = wait_for(current.done.wait, left)
                 # All ranks come to it at their deadline, one after the other.
                 part = _ANSWER_SECONDS * crowd_of(len(self.member.ranks)) / _ANSWER_PARTS
                 for _ in range(_ANSWER_PARTS):
                     answered = answered or current.done.wait(part)
                 if not answered and current.verdict is not None:
                     answered = wait_for(current.done.wait, LINGER_SECONDS + _ANSWER_SECONDS)
+                outcome = self._outcome_of(current, what)
             except BaseException as interruption:
                 if current.went_well_beside_store:
                     self.last_outcome = Outcome(None)
@@ -175,7 +179,6 @@ class Channel:
                 wait_for(current.done.wait, _ANSWER_SECONDS)
                 self._outcome_of(current, what)
                 raise
-        outcome = self._outcome_of(current, what)
         if outcome is not None:
             # It stands, even where the store was lost or stopped right after.
             return outcome
@@ -214,8 +217,10 @@ class Channel:
     def close(self) -> None:
         """Let go of sockets, the connection and the store; never waits."""
         self._closed = True
-        if self._rounds is not None:
-            self._rounds.put(None)
+        # Whoever comes from now on gets another thread.
+        rounds, self._rounds = self._rounds, None
+        if rounds is not None:
+            rounds.put(None)
         self._release_if_closed()
 
     def _hand_over(self, current: Round | _Look) -> None:
@@ -233,6 +238,10 @@ class Channel:
         # In one step as far as Ctrl-C sees.
         self._last = current
         rounds.put((self, current))
+        if self._closed:
+            # Perhaps just now, so that nobody serves it any more.
+            rounds.put(None)
+            current.done.come()
 
     def _release_if_closed(self) -> None:
         # A round in progress holds the lock; its thread comes here when it ends.

@@ -1,15 +1,17 @@
 """What a round of votes does in the job's store.
 
 A `Protocol` owns a namespace of the store, a connection to it and a `PeerWatch`; one thread at a time goes through a
-round with it, and may be held up by the store. Its invariants:
+round with it, and may be held up by the store. Where all members are on one node and well, a round is decided beside
+the store (`tundish.distributed.ballots`), which to the others is a number that was left out. The invariants of rounds
+in the store:
 
 1. A round has one end. Whoever finds that it is over (the last to arrive, a rank that saw a peer die or a
    deadline pass) writes the verdict with compare-and-set; the first one written is what every rank reads, so
    all ranks raise or none does.
 2. A rank that comes late reads the verdict of the round it is late for, at once, and is in step again.
-3. A round leaves one key, its verdict, which is deleted once all ranks were seen in a later round, and in any
-   case after 16 more rounds; the key `floor` tells a rank that comes later still. What ranks told one another in a
-   round is deleted when all of them are in a later one.
+3. A round leaves one key, its verdict, which is deleted once all ranks were seen in a later one of these, and in any
+   case after 16 more; the key `floor` tells a rank that comes later still. What ranks told one another in a round is
+   deleted when all of them are in a later one.
 4. The rank that hosts the store leaves a round last, so that it can exit right after.
 """
 
@@ -74,11 +76,13 @@ _logger = logging.getLogger("tundish.distributed")
 
 @dataclass(kw_only=True)
 class Round:
-    """One vote of this rank. Its thread sets what has a value at first, its caller `abandoned` and `interruption`.
+    """One vote of this rank.
+
+    Its thread sets what has a value at first, its caller `abandoned`, `interruption` and `beside_store`.
 
     `what`: the step voted on. `warn_after`: seconds after which somebody says for whom it waits, doubled each time.
     `are_all_there`, `absent`: when this rank looked around last, whether all brought their status, and who will not,
-    as `missed` told. `went_well_beside_store`: it is over, and the store knows nothing of it.
+    as `missed` told. `beside_store`: once it was decided there, or not, whether it went well.
 
     `lock` decides between a caller that gives up and a verdict that comes at that moment: the caller returns
     the verdict, or its thread sees `abandoned`.
@@ -98,7 +102,7 @@ class Round:
     warn_after: float | None = None
     gathered: list[str] = field(default_factory=list)
     heard: str | None = None
-    went_well_beside_store: bool = False
+    beside_store: list[bool] = field(default_factory=list)
     done: Moment = field(default_factory=Moment)
     lock: threading.Lock = field(default_factory=threading.Lock)
     posted: bool = False
@@ -119,6 +123,11 @@ class Round:
         return _NOTE if self.note else ""
 
     @property
+    def went_well_beside_store(self) -> bool:
+        """Whether it is over, and the store knows nothing of it."""
+        return True in self.beside_store
+
+    @property
     def counted(self) -> Tally:
         """What this rank adds to the counter of the round."""
         has_failed = self.own is not None
@@ -136,7 +145,8 @@ class Protocol:
     `node`: ranks that give the same name watch each other; they must share a kernel and a network namespace. `host`:
     the rank that serves the store, None where none does. `mates`: the ranks of this rank's node in the group's order,
     known after the first complete round; then `offered` is where they find what the first of them to come here made for
-    all, with `offer`. `is_tidy`: the next round has nothing to delete of the last one. `gone_before`: what tells, until
+    all, with `offer`. `is_tidy`: the last round left nothing that the next one has to delete soon (the key by which the
+    host of the store sees each rank leave stays until the next round in the store). `gone_before`: what tells, until
     the first complete round, which ranks of the job are gone: to one that was before it came here there is no
     connection.
     """

@@ -1,6 +1,6 @@
 """Votes: every rank brings its status, and all ranks raise one error or none.
 
-Two faces of the same protocol (`tundish.distributed.rounds`): the functions `vote`, `agreed` and
+Two faces of the same protocol (`tundish.distributed.channel`): the functions `vote`, `agreed` and
 `build_once_per_node` for code that runs on each rank's calling thread, and `Voter` for a thread or a
 part that needs a sequence of votes of its own. What always holds: a failing rank raises its own error, all
 others `PeerFailedError` (or `VoteTimeoutError` for a silent rank), and the next vote works.
@@ -41,8 +41,8 @@ class Voter:
 
     Collective: all members make it, on their calling threads and in the same order; the constructor ends
     with a first vote. Afterwards any one thread may vote with it, in the background too: it uses neither
-    NCCL nor the group's own collectives, only the job's store. Two threads need two voters, else
-    their votes could meet in another order on another rank.
+    NCCL nor the group's own collectives, only the job's store and, among ranks of one node, memory that they share. Two
+    threads need two voters, else their votes could meet in another order on another rank.
 
     From the constructor on, a member on the same node that is killed is noticed within 1 s of the kernel
     ending it, by whoever is in a vote, and told to the members on other nodes through the store. One that was gone
@@ -145,7 +145,7 @@ class Voter:
                 several; the message has type and text of eight errors, names some 64 ranks and counts the others.
             VoteTimeoutError: a rank did not vote in time (`ranks` names those that did not, the lowest 256), or this
                 rank came when the others had given up on it; all ranks are in step for the next vote.
-            StoreLostError: the launcher's store is gone.
+            StoreLostError: the launcher's store is gone, and the vote needs it: not all ranks are on one node, or well.
             InvalidInputError: a timeout that is not positive, an empty `same` (a status: the others are told), or a
                 voter closed or taken over a fork.
 

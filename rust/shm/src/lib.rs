@@ -1,4 +1,5 @@
-//! Shared memory of one node: segments that processes attach to, and their recycling.
+//! Shared memory of one node: segments that processes attach to, and their recycling; the board on which a pool finds
+//! its tasks, and the box in which processes that agree cast their votes.
 //!
 //! A [`Segment`] is memory without a name (a memfd) or with one; its first page is a header, its data begin behind it.
 //! What always holds:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from tundish._native import FileFacts, write_sidecar
+from tundish.checkpoint.blocks import Block
 from tundish.checkpoint.buffers import Buffer
 from tundish.checkpoint.dcp.layout import Layout
 from tundish.checkpoint.dcp.leaves import leaves_of
@@ -25,7 +26,7 @@ from tundish.checkpoint.dcp.through import write_in_windows
 from tundish.checkpoint.dcp.values import to_json
 from tundish.checkpoint.dcp.writer import ImageWriter, Spread, StagedPlanner, file_name, save_together
 from tundish.checkpoint.saves import News, PlannedFile, WriteOptions
-from tundish.checkpoint.staging import BackgroundCopy, Block, Copies, begin_copies, optimizers_of, run_copies
+from tundish.checkpoint.staging import BackgroundCopy, Copies, begin_copies, optimizers_of, run_copies
 from tundish.checkpoint.tensors import any_on_cuda, check_memories, is_dtensor, local_of
 from tundish.distributed.groups import Meeting
 from tundish.errors import InvalidInputError, InvalidTypeError

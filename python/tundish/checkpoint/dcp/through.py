@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from tundish._native import FileFacts
+from tundish.checkpoint.blocks import Block
 from tundish.checkpoint.dcp.layout import Layout
 from tundish.checkpoint.dcp.writer import open_file
 from tundish.checkpoint.saves import WriteOptions
-from tundish.checkpoint.staging import Block, Copies
+from tundish.checkpoint.staging import Copies
 from tundish.checkpoint.windows import Span, Windows
 from tundish.checkpoint.writing import finishing
 

@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 
 from tundish._native import FileFacts, ShardWriter
+from tundish.checkpoint.blocks import Block
 from tundish.checkpoint.buffers import Buffer, Places
 from tundish.checkpoint.hf.gather import TURN_BYTES, Batch, Gather
 from tundish.checkpoint.hf.images import FileImage
 from tundish.checkpoint.hf.shards import ShardFile
 from tundish.checkpoint.hf.sidecars import Sidecars
 from tundish.checkpoint.saves import WriteOptions
-from tundish.checkpoint.staging import BackgroundCopy, Block, Copies
+from tundish.checkpoint.staging import BackgroundCopy, Copies
 from tundish.checkpoint.writing import finishing
 from tundish.waiting import deadline_of
 

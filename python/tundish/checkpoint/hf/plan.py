@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tundish.checkpoint.blocks import Block
 from tundish.checkpoint.buffers import Buffer, Place, Places
 from tundish.checkpoint.hf.conversion import ToHf
 from tundish.checkpoint.hf.drawing import Drawing, draw
@@ -30,14 +31,7 @@ from tundish.checkpoint.hf.turns import Turns
 from tundish.checkpoint.hf.wire import NO_WIRE, Wire, joins_devices, wire_between_devices, wire_over_host
 from tundish.checkpoint.owngroup import Hurry, OwnGroup
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, News, PlannedFile, Staging, WriteOptions
-from tundish.checkpoint.staging import (
-    BackgroundCopy,
-    Block,
-    Copies,
-    begin_copies,
-    optimizers_of,
-    run_copies,
-)
+from tundish.checkpoint.staging import BackgroundCopy, Copies, begin_copies, optimizers_of, run_copies
 from tundish.checkpoint.tensors import any_on_cuda, locals_of
 from tundish.distributed.groups import Meeting, Membership, membership
 from tundish.errors import InvalidInputError, counted

@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 
 from tundish._native import FileFacts, ShardWriter
+from tundish.checkpoint.blocks import Block
 from tundish.checkpoint.buffers import Buffer, Place, Places
 from tundish.checkpoint.hf.export import open_writer
 from tundish.checkpoint.hf.shards import Entry, ShardFile
 from tundish.checkpoint.hf.sidecars import Sidecars
 from tundish.checkpoint.saves import WriteOptions
-from tundish.checkpoint.staging import Block, Copies
+from tundish.checkpoint.staging import Copies
 from tundish.checkpoint.tensors import Facts
 from tundish.checkpoint.windows import PAGE, Span, Windows
 from tundish.checkpoint.writing import finishing

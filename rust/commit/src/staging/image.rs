@@ -73,7 +73,7 @@ impl Image {
         self.start.as_ptr()
     }
 
-    /// Has all pages there, on as many threads as there are processors; no byte changes. For those who would otherwise
+    /// Has all pages there, on as many threads as there are processors, up to 16; no byte changes. For who would else
     /// find them missing one by one on a single thread, as a device driver does that pins them.
     pub fn populate(&self) {
         let next = AtomicUsize::new(0);

@@ -46,11 +46,11 @@ fn advise(start: NonNull<u8>, length: usize) {
 #[cfg(not(target_os = "linux"))]
 fn advise(_start: NonNull<u8>, _length: usize) {}
 
-/// Has the pages of a range there without a fault each; none of its bytes changes. Left out where the kernel does not know
-/// how (before Linux 5.14).
+/// Has the pages of a range there without a fault each; none of its bytes changes. Left out where the kernel does not
+/// know how (before Linux 5.14).
 pub(super) fn populate(start: NonNull<u8>, length: usize) {
     #[cfg(target_os = "linux")]
-    // SAFETY: it changes nothing that is there, and fails where the range is none of ours.
+    // SAFETY: it changes no byte, wherever it is.
     let _ = unsafe { madvise(start.as_ptr().cast(), length, Advice::LinuxPopulateWrite) };
     #[cfg(not(target_os = "linux"))]
     let _ = (start, length);

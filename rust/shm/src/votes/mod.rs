@@ -1,8 +1,9 @@
 //! Ballot boxes: where processes of one node agree in some microseconds, as long as all is well.
 //!
-//! A [`BallotBox`] is sealed memory without a name that all members map. In each round every member casts a ballot; once
-//! all are there and equal the round went well, for all of them. Where anything else happens (somebody gives up waiting,
-//! or brings something else) it is to be decided elsewhere, which all of them see, too. The rules are in `protocol`.
+//! A [`BallotBox`] is sealed memory without a name that all members map. In each round every member casts a ballot;
+//! once all are there and equal the round went well, for all of them. Where anything else happens (somebody gives up
+//! waiting, or brings something else) it is to be decided elsewhere, which all of them see, too. The rules are in
+//! `protocol`.
 #![allow(unsafe_code)]
 
 mod protocol;
@@ -140,7 +141,9 @@ impl BallotBox {
         protocol::cast(self, member, number + 1, &ballot)
     }
 
-    /// Wait until round `number`, in which this member cast its ballot, is decided, or for `longest`.
+    /// Wait until round `number`, in which this member cast its ballot, is decided, or for `longest`, some tens of
+    /// milliseconds: whoever decides it may be killed before it can wake anybody, and one that others have left behind
+    /// wakes nobody.
     pub fn wait(&self, number: u64, longest: Duration) -> Standing {
         let (begun, mut looks) = (Instant::now(), 0u32);
         loop {

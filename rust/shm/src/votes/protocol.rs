@@ -4,8 +4,10 @@
 //!
 //! 1. A round has one end: whoever moves its word on from "open" decides for all, and nobody undoes that.
 //! 2. It goes well only where every member cast its ballot in it, and all of these are equal: a member that gave up or
-//!    never came is not among them. So while a member has not heard of a round that went well, no later one goes well.
-//! 3. A step is whole or was not made: who is killed between two of them leaves nothing half done.
+//!    never came is not among them. So while a member has not heard of a round that went well, no later one goes
+//!    well.
+//! 3. A step is whole or was not made: who is killed between two of them leaves nothing half done but a bell that is
+//!    not rung, so that nobody may sleep for long.
 
 use super::atomic::{AcqRel, Acquire, AtomicU64, Relaxed};
 
