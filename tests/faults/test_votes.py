@@ -142,6 +142,9 @@ def test_a_rank_that_was_killed_before_a_new_voter_meets_is_not_waited_for(host:
         job.expect_end(0, 1, 2)
 
 
+# A group's second vote is in the store even where all ranks are on one node and well: what the first one left is tidied
+# up there. The votes below in which a rank is late, or is killed, are such, or come to the store when nobody waits for
+# it among the ranks any more.
 def two_votes(rank: int, line: Line) -> None:
     vote(what="all are well")
     line.say("ready")
