@@ -11,7 +11,7 @@ import pytest
 from ctrl_c import CtrlC, at_every_moment
 from rank_processes import Job, Line, outcome
 from tundish import waiting
-from tundish.distributed import Voter, ballots, channel, rounds, voter, watch
+from tundish.distributed import Voter, ballots, channel, vote_round, voter, watch
 from tundish.distributed.watch import PeerWatch
 
 
@@ -32,7 +32,7 @@ def interrupted(rank: int, line: Line) -> None:
             line.say(kinds, slowest)
             return
         knows = []
-        for _, ctrl_c in at_every_moment(waiting, channel, ballots, rounds):
+        for _, ctrl_c in at_every_moment(waiting, channel, ballots, vote_round):
             before = voter.meeting.number
             with ctrl_c:
                 voter.vote(what="an interrupted step", note=in_store, timeout=60)

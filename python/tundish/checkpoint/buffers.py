@@ -97,7 +97,7 @@ def _take_pinned(size: int) -> tuple[Image, bool]:
         _unpin()
     image = Image(size)
     try:
-        # Which takes tenths of a second a gigabyte, and is not to be interrupted between the device's note and ours.
+        # Which takes some fifty milliseconds a gigabyte, and is to be whole: the device's note, and ours.
         to_its_end(lambda: _register(image))
     except BaseException:
         with _pinned_lock:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from tundish._native import BallotBox
-from tundish.distributed.rounds import Round
+from tundish.distributed.vote_round import Round
 from tundish.errors import TundishError
 
 __all__ = ["Ballots"]

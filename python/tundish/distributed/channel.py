@@ -22,8 +22,9 @@ from collections.abc import Callable, Mapping
 
 from tundish.distributed.ballots import Ballots
 from tundish.distributed.groups import Meeting, Membership, unused_name
-from tundish.distributed.rounds import LINGER_SECONDS, Protocol, Round, crowd_of
+from tundish.distributed.rounds import LINGER_SECONDS, Protocol, crowd_of
 from tundish.distributed.verdict import Failure, Outcome
+from tundish.distributed.vote_round import Round
 from tundish.errors import InvalidInputError, PeerFailedError, StoreLostError, TundishError, VoteTimeoutError
 from tundish.waiting import Moment, Thread, wait_for
 

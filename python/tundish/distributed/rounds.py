@@ -23,20 +23,18 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from tundish.distributed.groups import Membership
 from tundish.distributed.jobstore import JobStore, store_host_rank
 from tundish.distributed.tally import Tally
 from tundish.distributed.verdict import Failure, Verdict
+from tundish.distributed.vote_round import NOTE, Round
 from tundish.distributed.watch import PeerWatch
 from tundish.errors import ranks_named
-from tundish.waiting import Moment
 
-__all__ = ["LINGER_SECONDS", "Protocol", "Round", "crowd_of"]
+__all__ = ["LINGER_SECONDS", "Protocol", "crowd_of"]
 
 _KEPT_ROUNDS = 16
 # How long a failed rank waits for the others to bring their statuses too, so that all failures are named.
@@ -68,70 +66,8 @@ _LOOK_AROUND = 1.0
 _LOOK_WHO_CAME = 0.25
 # Ranks that a warning names.
 _MOST_NAMED = 64
-# The status of a rank that is well and notes something.
-_NOTE = "noted"
 
 _logger = logging.getLogger("tundish.distributed")
-
-
-@dataclass(kw_only=True)
-class Round:
-    """One vote of this rank.
-
-    Its thread sets what has a value at first, its caller `abandoned`, `interruption` and `beside_store`.
-
-    `what`: the step voted on. `warn_after`: seconds after which somebody says for whom it waits, doubled each time.
-    `are_all_there`, `absent`: when this rank looked around last, whether all brought their status, and who will not,
-    as `missed` told. `beside_store`: once it was decided there, or not, whether it went well.
-
-    `lock` decides between a caller that gives up and a verdict that comes at that moment: the caller returns
-    the verdict, or its thread sees `abandoned`.
-    """
-
-    number: int
-    what: str
-    own: Failure | None
-    same: str | None
-    brought: str | None
-    told: str | None
-    source: int | None
-    note: bool
-    missed: Callable[[], Failure | None] | None
-    started: float
-    deadline: float | None
-    warn_after: float | None = None
-    gathered: list[str] = field(default_factory=list)
-    heard: str | None = None
-    beside_store: list[bool] = field(default_factory=list)
-    done: Moment = field(default_factory=Moment)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    posted: bool = False
-    are_all_there: bool = False
-    absent: Failure | None = None
-    turn: float | None = None
-    verdict: Verdict | None = None
-    concluder: bool = False
-    trouble: Exception | None = None
-    abandoned: bool = False
-    interruption: Failure | None = None
-
-    @property
-    def status(self) -> str:
-        """What this rank brings."""
-        if self.own is not None:
-            return self.own.to_json()
-        return _NOTE if self.note else ""
-
-    @property
-    def went_well_beside_store(self) -> bool:
-        """Whether it is over, and the store knows nothing of it."""
-        return True in self.beside_store
-
-    @property
-    def counted(self) -> Tally:
-        """What this rank adds to the counter of the round."""
-        has_failed = self.own is not None
-        return Tally(arrived=1, failed=int(has_failed), noted=int(self.note and not has_failed))
 
 
 def crowd_of(ranks: int) -> float:
@@ -432,7 +368,7 @@ class Protocol:
             if len(told) >= _MOST_READ or (are_counted and len(told) >= tally.failed):
                 break
             status = self._store.read(f"{current.number}/vote/{rank}")
-            if status == _NOTE:
+            if status == NOTE:
                 is_noted = True
             elif status:
                 told[rank] = Failure.from_json(status)

@@ -8,6 +8,8 @@
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;
 
+use rustix::rand::{GetRandomFlags, getrandom};
+
 use crate::error::ShmError;
 use crate::file::DATA_START;
 use crate::mapping::Mapping;
@@ -43,6 +45,18 @@ pub struct Facts {
     pub owner: Owner,
     /// What the data are, in words of whoever made it.
     pub layout: Vec<u8>,
+}
+
+/// A number that tells `what` from anything else; see [`Facts::identity`].
+///
+/// # Errors
+/// [`ShmError::Io`] where the system gives none.
+pub(crate) fn draw_identity(what: &str) -> Result<u64, ShmError> {
+    let mut drawn = [0u8; 8];
+    // Eight bytes come whole or not at all.
+    rustix::io::retry_on_intr(|| getrandom(&mut drawn, GetRandomFlags::empty()))
+        .map_err(|errno| ShmError::io("draw a number for", what, errno))?;
+    Ok(u64::from_ne_bytes(drawn))
 }
 
 impl Facts {

@@ -8,8 +8,7 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::process;
 
-use rustix::io::{Errno, retry_on_intr};
-use rustix::rand::{GetRandomFlags, getrandom};
+use rustix::io::Errno;
 
 use crate::error::ShmError;
 use crate::file::{self, DATA_START, GoOn, HUGE_PAGE, Writers};
@@ -119,14 +118,10 @@ impl Segment {
     /// [`ShmError::Io`] where it cannot be mapped.
     pub(crate) fn over(file: OwnedFd, size: usize, writers: Writers) -> Result<Self, ShmError> {
         let map = Mapping::new(&file, size, Access::Write)?;
-        let mut identity = [0u8; 8];
-        // Eight bytes come whole or not at all.
-        retry_on_intr(|| getrandom(&mut identity, GetRandomFlags::empty()))
-            .map_err(|errno| ShmError::io("draw a number for", "a segment", errno))?;
         Ok(Segment {
             map,
             file,
-            identity: u64::from_ne_bytes(identity),
+            identity: header::draw_identity("a segment")?,
             generation: 1,
             writers,
             is_huge: false,

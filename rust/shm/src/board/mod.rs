@@ -21,6 +21,7 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 pub use self::protocol::Role;
 pub use self::protocol::parent::Waited;
 pub use self::protocol::patience::Patience;
+pub(crate) use self::protocol::spin::Spin;
 pub use self::protocol::state::Ticket;
 pub use self::protocol::worker::Taken;
 pub use self::worker::WorkerBoard;

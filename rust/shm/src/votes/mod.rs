@@ -12,19 +12,17 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::process;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::fs::OFlags;
-use rustix::io::retry_on_intr;
-use rustix::rand::{GetRandomFlags, getrandom};
 
 pub use self::protocol::Standing;
 use self::protocol::{BALLOT_WORDS, MOST_MEMBERS, Words};
-use crate::board::atomic;
+use crate::board::{Patience, Spin, atomic};
 use crate::error::ShmError;
 use crate::file::{self, Writers};
-use crate::futex;
 use crate::mapping::{Access, Mapping};
+use crate::{futex, header};
 
 /// Begins every box; the last byte is the version of this layout.
 const MAGIC: u64 = u64::from_le_bytes(*b"tundibx\x01");
@@ -41,11 +39,6 @@ const AT_SLOTS: usize = 128;
 const SLOT: usize = 64;
 const BALLOT_IN_SLOT: usize = 8;
 
-/// A round that is decided sooner is waited for awake: a sleep and its end take about as long.
-const AWAKE: Duration = Duration::from_micros(50);
-/// Looks between two times that the processor is offered to others.
-const LOOKS: u32 = 32;
-
 /// Where a box is to be found: a process that made it, its descriptor there, and what tells the box from any other.
 pub type BoxAddress = (u32, i32, u64);
 
@@ -58,6 +51,7 @@ pub struct BallotBox {
     /// Of whoever made it, until all have found it.
     memory: Mutex<Option<OwnedFd>>,
     are_all_there: AtomicBool,
+    spin: Spin,
 }
 
 impl BallotBox {
@@ -70,11 +64,7 @@ impl BallotBox {
         let memory = file::create(false)?;
         file::reserve(memory.as_fd(), size, Writers::All, &mut || Ok(()))?;
         file::seal(memory.as_fd(), Writers::All)?;
-        let mut identity = [0u8; 8];
-        // Eight bytes come whole or not at all.
-        retry_on_intr(|| getrandom(&mut identity, GetRandomFlags::empty()))
-            .map_err(|errno| ShmError::io("draw a number for", "a ballot box", errno))?;
-        let identity = u64::from_ne_bytes(identity);
+        let identity = header::draw_identity("a ballot box")?;
         let map = Mapping::new(&memory, size, Access::Write)?;
         map.word(AT_IDENTITY).store(identity, Ordering::Relaxed);
         map.word(AT_MEMBERS).store(members as u64, Ordering::Relaxed);
@@ -106,7 +96,14 @@ impl BallotBox {
     }
 
     fn over(map: Mapping, members: usize, identity: u64, memory: Option<OwnedFd>) -> Self {
-        BallotBox { map, members, identity, memory: Mutex::new(memory), are_all_there: AtomicBool::new(false) }
+        BallotBox {
+            map,
+            members,
+            identity,
+            memory: Mutex::new(memory),
+            are_all_there: AtomicBool::new(false),
+            spin: Spin::default(),
+        }
     }
 
     /// Where others find it; `None` of one that was opened, or that all have found.
@@ -145,23 +142,20 @@ impl BallotBox {
     /// milliseconds: whoever decides it may be killed before it can wake anybody, and one that others have left behind
     /// wakes nobody.
     pub fn wait(&self, number: u64, longest: Duration) -> Standing {
-        let (begun, mut looks) = (Instant::now(), 0u32);
-        loop {
+        let mut goes_on = || true;
+        let patience = Patience::new(Some(longest), None, &mut goes_on);
+        let begun = self.spin.begin();
+        self.spin.look(&begun, &patience, || protocol::look(self, number + 1) != Standing::Open);
+        let standing = loop {
             let seen = self.bell().load(Ordering::Acquire);
             let standing = protocol::look(self, number + 1);
-            let left = longest.saturating_sub(begun.elapsed());
-            if standing != Standing::Open || left.is_zero() {
-                return standing;
+            if standing != Standing::Open || patience.is_over() {
+                break standing;
             }
-            looks += 1;
-            if begun.elapsed() >= AWAKE {
-                futex::sleep(self.bell(), seen, Some(left));
-            } else if looks.is_multiple_of(LOOKS) {
-                std::thread::yield_now();
-            } else {
-                std::hint::spin_loop();
-            }
-        }
+            futex::sleep(self.bell(), seen, patience.slice());
+        };
+        self.spin.end(&begun);
+        standing
     }
 
     /// Have round `number` be decided elsewhere, unless it was decided here. Never open afterwards.

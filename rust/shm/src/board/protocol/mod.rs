@@ -17,7 +17,7 @@ pub(crate) mod patience;
 mod queue;
 mod results;
 pub(crate) mod roster;
-mod spin;
+pub(crate) mod spin;
 pub(crate) mod state;
 pub(crate) mod worker;
 

@@ -19,7 +19,7 @@ impl<'a> Patience<'a> {
     }
 
     /// How long to sleep at most before the next look.
-    pub(super) fn slice(&self) -> Option<Duration> {
+    pub(crate) fn slice(&self) -> Option<Duration> {
         let left = self.until.map(|until| until.saturating_duration_since(Instant::now()));
         match (left, self.look_every) {
             (Some(left), Some(every)) => Some(left.min(every)),
@@ -27,11 +27,11 @@ impl<'a> Patience<'a> {
         }
     }
 
-    pub(super) fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.until.is_some_and(|until| Instant::now() >= until)
     }
 
-    pub(super) fn goes_on(&mut self) -> bool {
+    pub(crate) fn goes_on(&mut self) -> bool {
         (self.look)()
     }
 }

@@ -17,7 +17,8 @@ const LOOKS: usize = 32;
 const HABIT: u32 = 2;
 
 /// What the last waits of one side were like.
-pub(super) struct Spin {
+#[derive(Debug)]
+pub(crate) struct Spin {
     longest: Duration,
     long_waits: AtomicU32,
 }
@@ -29,20 +30,20 @@ impl Default for Spin {
 }
 
 /// A wait that has begun.
-pub(super) struct Begun(Instant);
+pub(crate) struct Begun(Instant);
 
 impl Spin {
     /// A wait that is over within `longest` is spent awake.
-    pub(super) fn of(longest: Duration) -> Self {
+    pub(crate) fn of(longest: Duration) -> Self {
         Spin { longest, long_waits: AtomicU32::new(0) }
     }
 
-    pub(super) fn begin(&self) -> Begun {
+    pub(crate) fn begin(&self) -> Begun {
         Begun(Instant::now())
     }
 
     /// Look until `is_over` or it is time to sleep, or to go.
-    pub(super) fn look(&self, begun: &Begun, patience: &Patience<'_>, is_over: impl Fn() -> bool) {
+    pub(crate) fn look(&self, begun: &Begun, patience: &Patience<'_>, is_over: impl Fn() -> bool) {
         if self.long_waits.load(Ordering::Relaxed) >= HABIT {
             return;
         }
@@ -58,7 +59,7 @@ impl Spin {
     }
 
     /// Learn from a wait that is over.
-    pub(super) fn end(&self, begun: &Begun) {
+    pub(crate) fn end(&self, begun: &Begun) {
         let is_long = begun.0.elapsed() >= self.longest;
         let waits = if is_long { self.long_waits.load(Ordering::Relaxed).saturating_add(1) } else { 0 };
         self.long_waits.store(waits, Ordering::Relaxed);
