@@ -85,7 +85,14 @@ def checkpoint_measures(
     plan = Plan(folder=folder, processors=processors)
     if quick:
         plan = Plan(
-            folder=folder, processors=processors, large="tiny", small="tiny", rounds=1, saves=1, judges=False
+            folder=folder,
+            processors=processors,
+            large="tiny",
+            small="tiny",
+            rounds=1,
+            saves=1,
+            turns=1,
+            judges=False,
         )
     said = (
         f"Each time is the least of {plan.rounds * plan.saves}: in each of {plan.rounds} rounds every way saves "

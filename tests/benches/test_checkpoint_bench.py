@@ -44,6 +44,14 @@ def test_copies_are_timed_between_saves_and_compared(
     assert all(stall > 0 for stalls in reply["beside"].values() for stall in stalls)
 
 
+def test_ways_of_saving_take_turns_in_one_process(bench: SimpleNamespace, tmp_path: Path) -> None:
+    request = saving(tmp_path, "hf", 1, False) | {"in_turn": ["hf unsummed"], "rounds": 3}
+    reply = bench.processes.run_ranks(request, threads=1)
+    assert reply["differing"] == []
+    assert len(reply["durable"]) == len(reply["in_turn"]["hf unsummed"]) == 3
+    assert not list((tmp_path / "saves").rglob("*.safetensors"))
+
+
 def test_time_lost_beside_training_is_measured(bench: SimpleNamespace, tmp_path: Path) -> None:
     loops = ["matrix products", "400 tiny operations"]
     request = saving(tmp_path, "hf", 1, False) | {"loops": loops, "rounds": 1}
@@ -87,5 +95,6 @@ def saving(folder: Path, way: str, world: int, sharded: bool) -> dict[str, Any]:
         "rounds": 2,
         "compare": True,
         "beside": [],
+        "in_turn": [],
         "loops": [],
     }

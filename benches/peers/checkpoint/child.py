@@ -4,7 +4,7 @@
 
 Owns nothing but its reply. Takes a JSON request (made in `processes`), says "ready" on the first rank, waits for a
 line, saves once to have everything warm, says "warm", saves `rounds` times with a clock, each time after the ways
-`beside`, of which only the stall counts, and prints one line of JSON.
+`beside`, of which only the stall counts, and in turn with the ways `in_turn`, and prints one line of JSON.
 What always holds: the tensors are changed as soon as a save returns; what the last save of each process wrote is read
 back and compared bit for bit; what is on the disk is removed, and the disk at rest, before the next save begins.
 """
@@ -24,21 +24,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch.distributed as dist
 
 from checkpoint import training
-from checkpoint.contestants import WAYS, Handle, Saver
+from checkpoint.contestants import WAYS, Handle, Saver, State
 from checkpoint.state import WORKLOADS, Changes, differing, make_state, sharded
 
 
 class Rank:
     """Saves of one way on one rank."""
 
-    def __init__(self, request: dict[str, Any]) -> None:
-        self._way = WAYS[request["way"]]
-        self.world = request["world"]
-        if self.world > 1 or self._way.needs_group:
-            dist.init_process_group("gloo")
-        state = make_state(WORKLOADS[request["workload"]])
-        self.state = sharded(state) if request["sharded"] else state
-        self._root = Path(request["root"])
+    def __init__(self, way: str, root: Path, state: State, world: int) -> None:
+        self._way = WAYS[way]
+        self.world = world
+        self.state = state
+        self._root = root
         self._changes = Changes(self.state)
         self.saver = self._way.open(self._root, self.state)
         self._number = 0
@@ -115,10 +112,31 @@ class Rank:
         self.together()
 
 
+def opened(request: dict[str, Any]) -> Rank:
+    """The way that is asked for, and what it saves."""
+    if request["world"] > 1 or WAYS[request["way"]].needs_group:
+        dist.init_process_group("gloo")
+    state: State = make_state(WORKLOADS[request["workload"]])
+    if request["sharded"]:
+        state = sharded(state)
+    return Rank(request["way"], Path(request["root"]), state, request["world"])
+
+
+def opened_in_turn(request: dict[str, Any], rank: Rank) -> dict[str, Rank]:
+    """Other ways that save the same, each into a folder of its own, warm."""
+    others = {}
+    for way in request["in_turn"]:
+        root = Path(request["root"]) / f"{way}, in turn"
+        root.mkdir(exist_ok=True)
+        others[way] = Rank(way, root, rank.state, rank.world)
+        others[way].remove(others[way].timed()[2])
+    return others
+
+
 def main() -> None:
     request = json.loads(sys.argv[1])
     is_first = int(os.environ.get("RANK", "0")) == 0
-    rank = Rank(request)
+    rank = opened(request)
     if is_first:
         print("ready", flush=True)
         sys.stdin.readline()
@@ -126,20 +144,40 @@ def main() -> None:
     if is_first:
         print("warm", flush=True)
     floors = {way: rank.open_beside(way) for way in request["beside"]}
+    others = opened_in_turn(request, rank)
     reply: dict[str, Any] = {"stall": [], "durable": [], "differing": [], "lost": {}}
     reply["beside"] = {way: [] for way in floors}
-    for number in range(request["rounds"]):
+    reply["in_turn"] = {way: [] for way in others}
+
+    def save(number: int) -> None:
         for way in floors:
             reply["beside"][way].append(rank.beside(floors[way]))
         stall, durable, folder = rank.timed()
         reply["stall"].append(stall)
         reply["durable"].append(durable)
         if number == request["rounds"] - 1 and request["compare"]:
-            reply["differing"] = rank.compare(folder)
+            reply["differing"] += rank.compare(folder)
             reply["differing"] += [name for way in floors for name in rank.wrongly_copied(floors[way])]
         rank.remove(folder)
+
+    def save_in_turn(number: int) -> None:
+        for way, other in others.items():
+            _, durable, folder = other.timed()
+            reply["in_turn"][way].append(durable)
+            if number == request["rounds"] - 1 and request["compare"]:
+                reply["differing"] += other.compare(folder)
+            other.remove(folder)
+
+    for number in range(request["rounds"]):
+        # What the one leaves behind for the next one meets all alike.
+        saves = (save, save_in_turn)
+        for each in saves if number % 2 == 0 else reversed(saves):
+            each(number)
     # Training has their memory.
     floors.clear()
+    for other in others.values():
+        other.saver.close()
+    others.clear()
     for name in request["loops"]:
         reply["lost"][name] = [training.lost(training.LOOPS[name], rank) for _ in range(request["rounds"])]
     rank.saver.close()

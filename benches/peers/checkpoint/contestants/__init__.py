@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["WAYS", "Handle", "Saver", "Way", "fsync_files"]
+__all__ = ["WAYS", "Handle", "Saver", "State", "Way", "fsync_files"]
 
 State = Mapping[str, torch.Tensor]
 
