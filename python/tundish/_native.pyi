@@ -18,6 +18,7 @@ __all__ = [
     "ParcelView",
     "Parcels",
     "PlanReader",
+    "QuickProgram",
     "RTensor",
     "ReadonlyCheckpoints",
     "SegmentArena",
@@ -443,6 +444,12 @@ def are_apart(addresses: list[int], sizes: bytes) -> bool: ...
 def quick_walk(
     root: object, tensor: type, tuples: set[type]
 ) -> tuple[bytes, tuple[Any, ...], list[Any], list[Any]] | None: ...
+
+@final
+class QuickProgram:
+    @staticmethod
+    def of(program: tuple[Any, ...]) -> QuickProgram | None: ...
+    def build(self, leaves: list[Any], values: list[Any]) -> Any: ...
 
 @final
 class TensorExchange:

@@ -68,7 +68,7 @@ class Arrival(NamedTuple):
         cannot be made now is told of when the batch is built.
         """
         schema = self.schema
-        is_light = schema.layout.recipes is None and not schema.pickled and schema.structure.is_light
+        is_light = schema.layout.recipes is None and not schema.pickled and schema.structure.quick is not None
         try:
             tensors = _host_tensors(schema.layout, self.memory)
             made = rebuild(schema, tensors) if is_light and device is None else None

@@ -83,9 +83,11 @@ def rebuild(schema: Schema, tensors: Sequence[Tensor]) -> Any:
         known[_key(token, parts)] = made, parts
         return made
 
-    values = iter(
-        loads_values(schema.values, leaves, build_once) if schema.pickled else values_of(schema.values)
-    )
+    values = loads_values(schema.values, leaves, build_once) if schema.pickled else values_of(schema.values)
+    quick = schema.structure.quick
+    if quick is not None:
+        return quick.build(list(leaves), values)
+    next_value = iter(values).__next__
     stack: list[Any] = []
     put = stack.append
     built: list[Any] = []
@@ -98,7 +100,7 @@ def rebuild(schema: Schema, tensors: Sequence[Tensor]) -> Any:
         elif kind is range:
             stack += leaves[token.start : token.stop]
         elif kind is str:
-            put(next(values))
+            put(next_value())
         else:
             count, inner = token
             name = inner[0]

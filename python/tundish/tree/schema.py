@@ -20,9 +20,10 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+from tundish._native import QuickProgram
 from tundish.errors import InvalidInputError, NotPicklableError
 from tundish.tree.layout import Layout
-from tundish.tree.parts import AGAIN, CONSTANT, HOST, KEYS, LIST, TUPLE, WHOLE, Token
+from tundish.tree.parts import HOST, Token
 from tundish.tree.recent import Recent
 
 __all__ = [
@@ -39,8 +40,6 @@ __all__ = [
 MARSHALLED = 2
 _HEADER = struct.Struct("<4sBQQQ")
 _MAGIC = b"tree"
-# The builders of what only holds its parts.
-_LIGHT = frozenset({AGAIN, CONSTANT, KEYS, LIST, TUPLE, WHOLE})
 
 _structures: Recent[Any, Structure] = Recent(256)
 
@@ -73,14 +72,12 @@ class Structure:
         return frozenset(found - others)
 
     @cached_property
-    def is_light(self) -> bool:
-        """Whether only Python's own containers and namedtuples are made, which do not look at what tensors hold.
+    def quick(self) -> QuickProgram | None:
+        """The program compiled, where only Python's own containers and namedtuples are made.
 
-        Of the values among them, those that were pickled may.
+        Those do not look at what tensors hold; of the values among them, the ones that were pickled may.
         """
-        tokens = (step[1] for step in self.program if type(step) is tuple)
-        # A tuple with a state may have a way of its own to take it.
-        return all(token[0] in _LIGHT or (token[0] == "tuple" and not token[2]) for token in tokens)
+        return QuickProgram.of(self.program)
 
     @staticmethod
     def decode(encoded: bytes) -> Structure:

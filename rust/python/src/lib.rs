@@ -84,6 +84,8 @@ mod _native {
     #[pymodule_export]
     use super::tensors::{TensorLook, TensorReader};
     #[pymodule_export]
+    use super::tree::build::QuickProgram;
+    #[pymodule_export]
     use super::tree::exchange::TensorExchange;
     #[pymodule_export]
     use super::tree::loans::TensorPlan;
