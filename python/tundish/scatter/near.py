@@ -10,7 +10,7 @@ A `NearLane` is the source's end, a `NearEnd` the receiver's. What always holds:
 3. Memory that a message refers to holds the batch, or the message says that it is on its way and another one follows:
    that it is there, or why it will not be, or what there is in its place.
 4. A source is at most `_ROUNDS` rounds ahead of a receiver, and `limit` bytes, or one batch where that is larger. What
-   it fails with has a place even so.
+   it fails with has a place even so. Memory for one batch more is set aside where a receiver was told of it early.
 """
 
 from __future__ import annotations
@@ -176,14 +176,15 @@ class NearLane:
         self._last, self._alike = schema, self._alike + 1 if is_alike else 0
         return announcement
 
-    def foretell(self, number: int) -> Announcement | None:
+    def foretell(self, number: int, most: int = sys.maxsize) -> Announcement | None:
         """Announce a batch that nobody has looked at yet, as one of the form that the last ones had.
 
-        None where they had several, or the receiver has other messages to look at. `fill` is to follow where it `fits`
-        the batch, else whatever the batch wants: then the announcement means nothing.
+        None where they had several, or more than `most` bytes, or the receiver has other messages to look at than that
+        its last batch is there. `fill` is to follow where it `fits` the batch, else whatever the batch wants: then the
+        announcement means nothing.
         """
         schema = self._last
-        if schema is None or self._alike < _HABIT:
+        if schema is None or self._alike < _HABIT or schema.layout.total > most:
             return None
         if self._ahead:
             self._collect()

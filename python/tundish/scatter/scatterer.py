@@ -12,6 +12,7 @@ A `Scatterer` owns the ways to the others and counts rounds. What always holds:
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sized
 from itertools import islice
@@ -38,6 +39,9 @@ _LARGE = 128 << 10
 _MANY = 64
 # To write so many bytes takes milliseconds, and is worth waking another processor for.
 _LONG = 32 << 20
+# Memory for so many bytes is set aside for a batch that is only likely to come; that of a larger one is hardly there
+# sooner for it.
+_EARLY = 8 << 20
 
 # Of a round without a batch: what it is, and what is said of it.
 _Word = tuple[int, str]
@@ -64,6 +68,8 @@ class Scatterer(Member):
     _early: tuple[Head, Arrival | str] | None = None
     # The device to which the round is to go, on a receiver.
     _wanted_on: torch.device | None = None
+    # Of the round with this number, what receivers were told at the end of the one before, by rank.
+    _told_early: tuple[int, dict[int, Announcement]] = (0, {})
 
     # On the source.
 
@@ -91,6 +97,7 @@ class Scatterer(Member):
             sizes = (one.size for one in departures.values() if isinstance(one, Departure))
             self._largest = max(sizes, default=0)
             self._send(departures, untold, loaded, foretold)
+            self._foretell()
         except BaseException as error:
             self._tell(error, untold)
             raise
@@ -150,13 +157,31 @@ class Scatterer(Member):
             )
         return listed
 
+    def _foretell(self) -> None:
+        """Tell those who wait for nothing but their batch of this round of the next one.
+
+        They get ready for it as soon as they come to it, whatever the source has to do before.
+        """
+        if not self._announces or self._ways is None:
+            return
+        number, early = self._number + 1, dict[int, Announcement]()
+        self._told_early = number, early
+        # This round is given, and the next one fails of the same.
+        with contextlib.suppress(Exception):
+            for lane in self._ways.near:
+                announcement = lane.foretell(number, _EARLY)
+                if announcement is not None:
+                    early[lane.rank] = announcement
+
     def _foretold(self, listed: list[Any]) -> dict[int, Announcement]:
         """Batches that those who are likely to get them were told of, by rank: they get ready already."""
-        foretold: dict[int, Announcement] = {}
+        number, early = self._told_early
+        self._told_early = 0, {}
+        foretold = early if number == self._number else {}
         if self._announces and self._ways is not None:
             try:
                 for lane in self._ways.near:
-                    if listed[self._place.batch(lane.rank)] is not None:
+                    if lane.rank not in foretold and listed[self._place.batch(lane.rank)] is not None:
                         announcement = lane.foretell(self._number)
                         if announcement is not None:
                             foretold[lane.rank] = announcement
