@@ -133,6 +133,13 @@ ONE = 1, ("items of a list",)
         ((0, ("again", 0)),),
         (range(3),),
         (range(-2, 0), (2, ("items of a list",))),
+        (-1,),
+        (2**70,),
+        (range(2**70),),
+        ((0, ()),),
+        ((0, (1,)),),
+        ((-1, ("items of a list",)),),
+        ((0, ("again", -1)),),
     ],
     ids=repr,
 )
@@ -146,7 +153,7 @@ def test_a_program_gets_as_much_as_it_takes_or_makes_nothing() -> None:
     assert program is not None
     assert program.build([*range(5)], ["x"]) == (4, "x", 1, 2)
     for leaves, values in (([*range(4)], ["x"]), ([*range(5)], [])):
-        with pytest.raises(ValueError, match="5 leaves and 1 values"):
+        with pytest.raises(ValueError, match="takes 5 leaves and 1 values"):
             program.build(leaves, values)
 
 
@@ -155,7 +162,6 @@ def test_a_program_gets_as_much_as_it_takes_or_makes_nothing() -> None:
     [
         (0, ("host",)),
         (1, ("tuple", Pair, True)),
-        (1, ("whole", 0)),
         (2, ("dict", dict, ("a",), True, None)),
         True,
         1.5,
@@ -164,7 +170,19 @@ def test_a_program_gets_as_much_as_it_takes_or_makes_nothing() -> None:
     ids=repr,
 )
 def test_a_program_that_makes_more_than_containers_is_left_to_the_other_builder(step: Any) -> None:
-    assert (QuickProgram.of((0, step)) is None) == (step != (1, ("whole", 0)))
+    assert QuickProgram.of((0, step)) is None
+
+
+def test_a_class_that_has_a_program_of_its_own_is_garbage_when_nobody_has_it() -> None:
+    class Local(tuple[Any, ...]):
+        program: Any
+
+    Local.program = QuickProgram.of((0, (1, ("tuple", Local, False)), (1, ("keys", (Local,)))))
+    assert Local.program.build([1], []) == {Local: Local((1,))}
+    local = weakref.ref(Local)
+    del Local
+    gc.collect()
+    assert local() is None
 
 
 def test_garbage_is_collected_while_an_object_is_made() -> None:

@@ -114,7 +114,7 @@ class Rank:
 
 def opened(request: dict[str, Any]) -> Rank:
     """The way that is asked for, and what it saves."""
-    if request["world"] > 1 or WAYS[request["way"]].needs_group:
+    if request["world"] > 1 or any(WAYS[way].needs_group for way in (request["way"], *request["in_turn"])):
         dist.init_process_group("gloo")
     state: State = make_state(WORKLOADS[request["workload"]])
     if request["sharded"]:
@@ -189,6 +189,9 @@ def main() -> None:
         for way in reply["beside"]:
             each_rank = zip(*(other["beside"][way] for other in replies), strict=True)
             reply["beside"][way] = [max(each) for each in each_rank]
+        for way in reply["in_turn"]:
+            each_rank = zip(*(other["in_turn"][way] for other in replies), strict=True)
+            reply["in_turn"][way] = [max(each) for each in each_rank]
         reply["durable"] = [max(each) for each in zip(*(other["durable"] for other in replies), strict=True)]
         reply["differing"] = [name for other in replies for name in other["differing"]]
     if dist.is_initialized():

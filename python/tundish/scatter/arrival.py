@@ -52,6 +52,7 @@ class Arrival(NamedTuple):
         on_device: the bytes, where they came to a device.
         tensors: over the bytes, where they were made while these were still being written.
         made: the object of them, where it was made then too.
+        is_lent: whether the memory is still being written and is not to be kept: it is copied once the bytes are there.
     """
 
     schema: Schema
@@ -60,6 +61,7 @@ class Arrival(NamedTuple):
     on_device: Tensor | None = None
     tensors: list[Tensor] | None = None
     made: Any = None
+    is_lent: bool = False
 
     def prepared(self, device: torch.device | None) -> Arrival:
         """The same with what can be made of it before its bytes are there, which nothing looks at.
@@ -68,8 +70,12 @@ class Arrival(NamedTuple):
         cannot be made now is told of when the batch is built.
         """
         schema = self.schema
-        is_light = schema.layout.recipes is None and not schema.pickled and schema.structure.quick is not None
+        if self.is_lent:
+            return self
         try:
+            is_light = (
+                schema.layout.recipes is None and not schema.pickled and schema.structure.quick is not None
+            )
             tensors = _host_tensors(schema.layout, self.memory)
             made = rebuild(schema, tensors) if is_light and device is None else None
         except Exception:  # noqa: BLE001 (it is raised again, where nothing is under way)
@@ -78,6 +84,8 @@ class Arrival(NamedTuple):
 
     def filled(self, schema: Schema) -> Arrival:
         """The same, its bytes there, with the batch's own schema, of the same form."""
+        if self.is_lent and self.memory is not None:
+            return self._replace(schema=schema, memory=self.memory.copy(), is_lent=False)
         return self if schema is self.schema else self._replace(schema=schema, made=None)
 
     def staged(self, device: torch.device) -> Arrival:

@@ -92,8 +92,8 @@ def stats(group: Any = None) -> list[ScatterStats]:
 
     Of each `source` and `ranks`, the global ranks of the source and of all who take part; `transports`, by name the
     ranks on the other end; `rounds`, calls so far; `batches`, which were sent or came, and `sent_bytes`;
-    `waiting_seconds` for the others; and `memory`, bytes of the source's shared memory: `in_use` on their way, `cached`
-    for the next batches, `escaped`, which receivers hold.
+    `waiting_seconds` for the others; and `memory`, bytes of the source's shared memory: `in_use` on their way or set
+    aside for a batch that is likely to come, `cached` for the next batches, `escaped`, which receivers hold.
     """
     distributed = distributed_module()
     key = process_group(group)

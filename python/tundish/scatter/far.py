@@ -336,11 +336,21 @@ class FarEnd:
         return self._job.wait(seconds)
 
     def read(self) -> tuple[Head, Arrival | str]:
-        """The message that is there, with its batch or its text. Where that fails it is gone."""
-        job, self._job = self._job, None
-        if job is None:
+        """The message that is there, with its batch or its text, until it is `done` with.
+
+        Where that fails it is gone.
+        """
+        if self._job is None:
             raise RuntimeError("a message is read before it was waited for")
-        return job.result()
+        try:
+            return self._job.result()
+        except Exception:
+            self._job = None
+            raise
+
+    def done(self) -> None:
+        """Be done with the message that was read: the next one is the one after it. Once more, it is nothing."""
+        self._job = None
 
     def _receive(self) -> tuple[Head, Arrival | str]:
         first = self._first_space()

@@ -357,10 +357,11 @@ class NearEnd:
             self._board = _native.TaskBoard.open(descriptor, _AWAKE_SECONDS if awake else None)
         finally:
             os.close(descriptor)
-        # What was taken off the board and is looked at, and whether the board was told that it has been: Ctrl-C may
-        # come between any two steps, and what it interrupts is looked at once more.
+        # What was taken off the board and is looked at, whether the board was told that it has been, and what was found
+        # in it: Ctrl-C may come between any two steps, and what it interrupts is looked at once more.
         self._taken: list[Any] = []
         self._over: list[None] = []
+        self._read: tuple[Head, Arrival | str] | None = None
         self._said: bytes | None = None
 
     def wait(self, seconds: float) -> bool:
@@ -374,20 +375,28 @@ class NearEnd:
         return bool(self._taken)
 
     def read(self) -> tuple[Head, Arrival | str] | None:
-        """The message that is there, with its batch or its text; None where another one belongs to it, or follows it.
+        """The message that is there, with its batch or its text, until it is `done` with.
 
-        Where that fails it is gone, unless it was interrupted.
+        None where another one belongs to it, or follows it. Where that fails it is gone, unless it was interrupted.
         """
-        ticket, _, message = self._taken[0]
-        try:
-            found = self._look_at(Head.unpack(message), message[HEAD_BYTES:])
-        except Exception:
-            self._finish(ticket)
-            raise
-        self._finish(ticket)
-        if found is not None:
-            self._said = None
-        return found
+        if self._read is None:
+            ticket, _, message = self._taken[0]
+            try:
+                self._read = self._look_at(Head.unpack(message), message[HEAD_BYTES:])
+            except Exception:
+                self._finish(ticket)
+                raise
+            if self._read is None:
+                self._finish(ticket)
+        return self._read
+
+    def done(self) -> None:
+        """Be done with the message that was read: the next one is the one after it. Once more, it is nothing."""
+        # Interrupted in between, it is looked at once more, with what was said before it.
+        self._read = None
+        if not self._over:
+            self._finish(self._taken[0][0])
+        self._said = None
 
     def _look_at(self, head: Head, said: bytes) -> tuple[Head, Arrival | str] | None:
         if head.kind == SAID:
@@ -421,7 +430,11 @@ class NearEnd:
             raise schema
         if schema is None:
             return head, said.decode(errors="replace")
-        return head, Arrival(schema, memory)
+        if memory is None or head.flags & SHARED or self._parcels.views <= MOST_HELD:
+            return head, Arrival(schema, memory)
+        if head.flags & FILLING:
+            return head, Arrival(schema, memory, is_lent=True)
+        return head, Arrival(schema, memory.copy())
 
     def _finish(self, ticket: int) -> None:
         # In one step for Ctrl-C.
@@ -445,8 +458,7 @@ class NearEnd:
                 self._parcels.adopt(descriptor, self._source)
         if head.flags & SHARED:
             return own_pages(head.reference, self._shared.get(head.reference[2]))
-        memory = bytes_of(self._parcels.open(head.reference))
-        return memory.copy() if self._parcels.views > MOST_HELD else memory
+        return bytes_of(self._parcels.open(head.reference))
 
     def _need_room(self, size: int) -> None:
         """Raise `StorageError` where this process can open no more, or not map so many bytes."""

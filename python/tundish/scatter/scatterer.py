@@ -22,7 +22,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError, SegmentGoneError
+from tundish.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    OutOfMemoryError,
+    PeerFailedError,
+    SegmentGoneError,
+)
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.departure import Departure, threads_beside
 from tundish.scatter.direct import Direct
@@ -64,12 +70,12 @@ class _Loaded(NamedTuple):
 class Scatterer(Member):
     """Collective, as `Member`: on the source `give`, on a receiver `take`, each as often as the other."""
 
-    # A message of a round that is still to come.
-    _early: tuple[Head, Arrival | str] | None = None
+    # What came last, until this rank is done with it, which of a round that is still to come it is not before that.
+    _came: tuple[Head, Arrival | str] | None = None
     # The device to which the round is to go, on a receiver.
     _wanted_on: torch.device | None = None
-    # Of the round with this number, what receivers were told at the end of the one before, by rank.
-    _told_early: tuple[int, dict[int, Announcement]] = (0, {})
+    # What receivers were told at the end of a round of the next one, which has this number, by rank.
+    _foretold_next: tuple[int, dict[int, Announcement]] = (0, {})
 
     # On the source.
 
@@ -97,7 +103,7 @@ class Scatterer(Member):
             sizes = (one.size for one in departures.values() if isinstance(one, Departure))
             self._largest = max(sizes, default=0)
             self._send(departures, untold, loaded, foretold)
-            self._foretell()
+            self._foretell_next()
         except BaseException as error:
             self._tell(error, untold)
             raise
@@ -157,7 +163,7 @@ class Scatterer(Member):
             )
         return listed
 
-    def _foretell(self) -> None:
+    def _foretell_next(self) -> None:
         """Tell those who wait for nothing but their batch of this round of the next one.
 
         They get ready for it as soon as they come to it, whatever the source has to do before.
@@ -165,18 +171,18 @@ class Scatterer(Member):
         if not self._announces or self._ways is None:
             return
         number, early = self._number + 1, dict[int, Announcement]()
-        self._told_early = number, early
-        # This round is given, and the next one fails of the same.
-        with contextlib.suppress(Exception):
-            for lane in self._ways.near:
+        self._foretold_next = number, early
+        for lane in self._ways.near:
+            # This round is given whatever becomes of that; who is gone is found to be in the next one.
+            with contextlib.suppress(HungUpError, OutOfMemoryError, OSError):
                 announcement = lane.foretell(number, _EARLY)
                 if announcement is not None:
                     early[lane.rank] = announcement
 
     def _foretold(self, listed: list[Any]) -> dict[int, Announcement]:
         """Batches that those who are likely to get them were told of, by rank: they get ready already."""
-        number, early = self._told_early
-        self._told_early = 0, {}
+        number, early = self._foretold_next
+        self._foretold_next = 0, {}
         foretold = early if number == self._number else {}
         if self._announces and self._ways is not None:
             try:
@@ -358,9 +364,8 @@ class Scatterer(Member):
         self._wanted_on = device
         ready: Arrival | str = ""
         while True:
-            message, self._early = self._early, None
             try:
-                message = message or self._receive()
+                message = self._receive()
             except PeerFailedError as error:
                 if error is self._lost:
                     self._tell(error, {})
@@ -371,20 +376,19 @@ class Scatterer(Member):
             if message is None:
                 continue
             head, content = message
-            if head.number == self._number:
-                if not head.flags & FILLING:
-                    break
-                if isinstance(content, Arrival):
-                    ready = content.prepared(device)
-                continue
-            # One of an earlier round is of one that this rank left.
             if head.number > self._number:
-                self._early = message
                 source = self._place.source
                 raise PeerFailedError(
                     f"scatter: rank {source}, the source, or a rank on the way from it, left this round without a word",
                     source,
                 )
+            self._done()
+            # One of an earlier round is of one that this rank left.
+            if head.number == self._number:
+                if not head.flags & FILLING:
+                    break
+                if isinstance(content, Arrival):
+                    ready = content.prepared(device)
         if head.kind == FAILED:
             rank, _, text = str(content).partition("\n")
             raise PeerFailedError(f"scatter: rank {rank}, the source, {text}", int(rank))
@@ -394,19 +398,24 @@ class Scatterer(Member):
                     f"scatter: the memory in which rank {self._place.source}, the source, announced this rank's batch "
                     "could not be opened"
                 )
-            content = ready.filled(content.schema) if isinstance(content, Arrival) else ready
+            content = ready.filled(content.schema if isinstance(content, Arrival) else ready.schema)
         if isinstance(content, Arrival):
             self._batches += 1
             return content
         return Note(content) if head.kind == NOTE else None
 
     def _receive(self) -> tuple[Head, Arrival | str] | None:
-        """The next message, once those who get it from this rank have it; None where another one belongs to it."""
+        """The next message, once those who get it from this rank have it; None where another one belongs to it.
+
+        The same again until this rank is `_done` with it, also where Ctrl-C came in between.
+        """
         ways = self._ways
         if ways is None or ways.end is None:
             raise InvalidInputError("this scatter is closed")
         if self._lost is not None:
             raise self._lost.with_traceback(None)
+        if self._came is not None:
+            return self._came
         end, feeder = ways.end, ways.feeder
         self._wait(end.wait, feeder, patient=self._in_loop)
         try:
@@ -426,17 +435,31 @@ class Scatterer(Member):
         if head.flags & DIRECT and ways.direct is not None:
             try:
                 content = self._fetched(ways.direct, head, content)
+                self._came = head, content
             except BaseException:
                 # Its tensors are on their way, and would be taken for those of the next one.
                 self.end("could not take an earlier batch")
                 raise
         if ways.near:
-            content = self._pass_on(ways.near, head, content)
+            try:
+                content = self._pass_on(ways.near, head, content)
+                self._came = head, content
+            except BaseException:
+                # Nobody knows who has it, and it is not passed on twice.
+                self._done()
+                raise
         if head.kind == LOST:
             rank_text, _, text = str(content).partition("\n")
             self._lost = PeerFailedError(text, int(rank_text))
             raise self._lost
-        return head, content
+        self._came = head, content
+        return self._came
+
+    def _done(self) -> None:
+        """Be done with what came last: the next message is the one after it."""
+        if self._ways is not None and self._ways.end is not None:
+            self._ways.end.done()
+        self._came = None
 
     def _fetched(self, direct: Direct, head: Head, content: Arrival | str) -> Arrival | str:
         """What came, with the tensors that come from device to device."""

@@ -21,23 +21,37 @@ from rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 
 def keep_every_batch(rank: int, line: Line) -> None:
-    on_nodes(rank, line.hear())
+    import tundish.scatter.member as member
+
+    node, rounds, shapes = line.hear()
+    on_nodes(rank, node)
+    # As where there is a processor for each of them.
+    member.available_processors = lambda: 64  # type: ignore[attr-defined]
     td.scatter_batch([None, None] if rank == 0 else None)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (400, limits[1]))
     kept = []
-    for number in range(700):
-        given = [None, {"x": torch.full((5000,), number), "n": number}]
+    for number in range(rounds):
+        given = [None, {"x": [torch.full((size,), number) for size in shapes], "n": number}]
         kept.append(td.scatter_batch(given if rank == 0 else None))
     for number, batch in enumerate(kept if rank == 1 else []):
-        assert batch["n"] == number and (batch["x"] == number).all()
+        assert batch["n"] == number
+        assert [bool((x == number).all()) for x in batch["x"]] == [True] * len(shapes), number
 
 
 @pytest.mark.parametrize("node", [2, 1])
-def test_whoever_keeps_every_batch_does_not_run_out_of_descriptors(node: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rounds", "shapes"),
+    # Of which the last two are announced before they are written.
+    [(700, [5000]), (300, [50_000]), (300, [10] * 100)],
+    ids=["small", "large", "many"],
+)
+def test_whoever_keeps_every_batch_has_them_all_and_does_not_run_out_of_descriptors(
+    node: int, rounds: int, shapes: list[int], tmp_path: Path
+) -> None:
     with Job(keep_every_batch, 2, tmp_path) as job:
-        job.tell(0, node)
-        job.tell(1, node)
+        for rank in range(2):
+            job.tell(rank, (node, rounds, shapes))
         job.expect_end()
 
 

@@ -5,14 +5,16 @@
 //!
 //! 1. A program is looked through once, when it is compiled: what it takes off the stack is there, and what it names
 //!    was made before.
-//! 2. What is being made is held here alone until it is whole. To make it may run code of others, as the garbage
-//!    collector comes by; which finds nothing of it.
+//! 2. Code of others may run while an object is made, as the garbage collector comes by: what is there by then is
+//!    whole.
 
 use std::ops::Range;
 use std::vec::Drain;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt, PyList, PyRange, PyRangeMethods, PyString, PyTuple, PyType};
+use pyo3::{PyTraverseError, PyVisit};
 
 use crate::error::BindingError;
 
@@ -20,7 +22,7 @@ use crate::error::BindingError;
 #[pyclass(frozen)]
 pub(crate) struct QuickProgram {
     steps: Box<[Step]>,
-    /// How many there are at least.
+    /// How many it takes.
     leaves: usize,
     values: usize,
     /// Whether something is named that was made before.
@@ -59,8 +61,11 @@ impl QuickProgram {
     fn of(program: &Bound<'_, PyTuple>) -> PyResult<Option<Self>> {
         let mut compiled = Compiler::default();
         for step in program.iter() {
-            if compiled.add(&step)?.is_none() {
-                return Ok(None);
+            match compiled.add(&step) {
+                Ok(Some(())) => {}
+                Ok(None) => return Ok(None),
+                Err(error) if error.is_instance_of::<PyValueError>(program.py()) => return Err(error),
+                Err(error) => return Err(wrong(&error.to_string())),
             }
         }
         if compiled.height != 1 {
@@ -70,13 +75,18 @@ impl QuickProgram {
         Ok(Some(QuickProgram { steps: steps.into(), leaves, values, names }))
     }
 
+    /// A class may hold on to what it was made for.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.held().try_for_each(|held| visit.call(held))
+    }
+
     /// The object of these leaves and values, which has no containers but new ones.
     ///
-    /// Raises `ValueError` where there are fewer than it takes.
+    /// Raises `ValueError` where they are too few.
     fn build<'py>(&self, leaves: &Bound<'py, PyList>, values: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyAny>> {
         let py = leaves.py();
         if leaves.len() < self.leaves || values.len() < self.values {
-            return Err(wrong(&format!("there are {} leaves and {} values", self.leaves, self.values)));
+            return Err(wrong(&format!("it takes {} leaves and {} values", self.leaves, self.values)));
         }
         let mut values = values.iter();
         let mut stack: Vec<Bound<'py, PyAny>> = Vec::with_capacity(self.leaves + self.values + 1);
@@ -107,13 +117,25 @@ impl QuickProgram {
     }
 }
 
+impl QuickProgram {
+    /// Whatever it holds on to.
+    fn held(&self) -> impl Iterator<Item = &Py<PyAny>> {
+        self.steps.iter().filter_map(|step| match step {
+            Step::Constant(constant) => Some(constant),
+            Step::Make(_, Kind::TupleOf(_, class)) => Some(class.as_any()),
+            Step::Make(_, Kind::Dict(keys)) => Some(keys.as_any()),
+            _ => None,
+        })
+    }
+}
+
 impl Kind {
     /// One of this kind, of so many parts as it was compiled for.
     fn make<'py>(&self, py: Python<'py>, mut parts: Drain<'_, Bound<'py, PyAny>>) -> PyResult<Bound<'py, PyAny>> {
         Ok(match self {
             Kind::List => PyList::new(py, parts)?.into_any(),
             Kind::Tuple => PyTuple::new(py, parts)?.into_any(),
-            // Whatever the class has of its own for that.
+            // By the function of tuples themselves: no code of the class runs.
             Kind::TupleOf(new, class) => new.bind(py).call1((class.bind(py), PyTuple::new(py, parts)?))?,
             Kind::Dict(keys) => {
                 let dict = PyDict::new(py);
@@ -213,7 +235,7 @@ impl Compiler {
 
     fn push(&mut self, step: Step, put_down: usize) {
         self.steps.push(step);
-        self.height += put_down;
+        self.height = self.height.saturating_add(put_down);
     }
 }
 
