@@ -28,6 +28,7 @@ __all__ = [
     "ShardView",
     "ShardWriter",
     "SharedSegment",
+    "Shipment",
     "Spans",
     "TaskBoard",
     "TensorExchange",
@@ -425,6 +426,14 @@ class Parcel:
     def revoke(self) -> None: ...
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class Shipment:
+    def __new__(cls, parcel: Parcel) -> Shipment: ...
+    @property
+    def parcel(self) -> Parcel: ...
+    @property
+    def reference(self) -> _Reference: ...
 
 @final
 class Parcels:

@@ -51,7 +51,10 @@ def test_memory_that_cannot_be_had_takes_none_of_the_next_messages_along() -> No
         message = end.read()
         assert message is not None and isinstance(message[1], Arrival)
         assert (message[1].build(None) == number).all()
+        # Until then it stays.
+        assert end.wait(0) and end.read() is message
         del message
+        end.done()
     end.close()
     lane.close()
 
@@ -78,6 +81,7 @@ def read(end: NearEnd) -> Any:
         message = end.read()
         if message is not None:
             assert isinstance(message[1], Arrival)
+            end.done()
             return message[1].build(None)
 
 
@@ -126,6 +130,8 @@ def test_what_was_finished_as_ctrl_c_came_is_read_once(
     interrupted_once(monkeypatch, end, "_finish", before=False)
     with pytest.raises(KeyboardInterrupt):
         read(end)
+    # As whoever does not know that it has said so.
+    end.done()
     for number in (2, 3):
         give(lane, number, batch_of(number))
         assert read(end)["epoch"] == number

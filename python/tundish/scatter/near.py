@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish import _native
+from tundish._native import Shipment
 from tundish.errors import SegmentGoneError, StorageError, TimedOutError
 from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
@@ -55,7 +56,7 @@ from tundish.tree import Schema
 if TYPE_CHECKING:
     from tundish._native import ArenaStats
 
-__all__ = ["MOST_HELD", "HungUpError", "NearEnd", "NearLane", "Shipment", "own_pages"]
+__all__ = ["MOST_HELD", "HungUpError", "NearEnd", "NearLane", "own_pages"]
 
 # Batches in memory that is used again, which take a descriptor each. Whoever keeps more of them has the others in
 # ordinary memory.
@@ -85,23 +86,6 @@ class HungUpError(Exception):
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
         self.rank = rank
-
-
-class Shipment:
-    """A parcel that was sent, to one receiver or to several, each with pages of its own as soon as it writes.
-
-    Whoever gives it to one of them holds on to it until that one has looked at the message: it has it by then, or
-    never will. When nobody does any more it is used again, as soon as nothing of it is left.
-    """
-
-    def __init__(self, parcel: _native.Parcel) -> None:
-        self.parcel = parcel
-        self.reference = parcel.reference()
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # What was given is there for its receivers though the interpreter comes to its end.
-        if not is_finalizing():
-            self.parcel.revoke()
 
 
 class Announcement(NamedTuple):

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from tundish._native import Shipment
 from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
@@ -35,7 +36,7 @@ from tundish.scatter.direct import Direct
 from tundish.scatter.far import FarLane, Job, Sending
 from tundish.scatter.member import GONE, Member
 from tundish.scatter.messages import DIRECT, FAILED, FILLED, FILLING, LOST, NOTE, NOTHING, Head
-from tundish.scatter.near import Announcement, HungUpError, NearEnd, NearLane, Shipment, own_pages
+from tundish.scatter.near import Announcement, HungUpError, NearEnd, NearLane, own_pages
 from tundish.tree.describing import describe
 
 __all__ = ["Note", "Scatterer"]

@@ -16,10 +16,15 @@ impl Drop for Held {
     }
 }
 
+/// Whether there is no interpreter any more, or it is at its end.
+pub(crate) fn is_over() -> bool {
+    // SAFETY: may be asked at any time.
+    unsafe { ffi::Py_IsInitialized() == 0 }
+}
+
 /// What `call` returns, which is made with the GIL; the call itself where there is no interpreter any more.
 pub(crate) fn held<T, F: FnOnce(Python<'_>) -> T>(call: F) -> Result<T, F> {
-    // SAFETY: may be asked at any time.
-    if unsafe { ffi::Py_IsInitialized() } == 0 {
+    if is_over() {
         return Err(call);
     }
     // SAFETY: there is an interpreter.

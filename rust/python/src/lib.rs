@@ -56,7 +56,9 @@ mod _native {
         trim_staging, verify_folder, write_sidecar,
     };
     #[pymodule_export]
-    use super::shm::arena::{Parcel, ParcelView, Parcels, SegmentArena, default_arena_limit, is_segment_retired};
+    use super::shm::arena::{
+        Parcel, ParcelView, Parcels, SegmentArena, Shipment, default_arena_limit, is_segment_retired,
+    };
     #[pymodule_export]
     use super::shm::board::{TaskBoard, available_processors, end_with};
     #[pymodule_export]

@@ -21,6 +21,7 @@ use super::unheld::Unheld;
 use super::{as_address, as_tuple, descriptor, look};
 use crate::enter::enter;
 use crate::error::BindingError;
+use crate::held::is_over;
 
 /// Less is copied sooner than the GIL is let go of and taken again.
 const WORTH_LETTING_GO: usize = 128 << 10;
@@ -240,6 +241,39 @@ impl Parcel {
         let ended = state.take_if_over();
         drop(state);
         drop(ended);
+    }
+}
+
+/// A parcel that was sent, to one receiver or to several, each with pages of its own as soon as it writes.
+///
+/// Whoever gives it to one of them holds on to it until that one has looked at the message: it has it by then, or never
+/// will. When nobody does any more the parcel is used again, as soon as nothing of it is left.
+///
+/// Not in Python, where Ctrl-C may come as it is freed, and is lost.
+#[pyclass(frozen)]
+pub(crate) struct Shipment {
+    #[pyo3(get)]
+    parcel: Py<Parcel>,
+    #[pyo3(get)]
+    reference: ReferenceTuple,
+}
+
+#[pymethods]
+impl Shipment {
+    /// From here on `parcel` counts as sent.
+    #[new]
+    fn new(parcel: Bound<'_, Parcel>) -> PyResult<Self> {
+        let reference = parcel.get().reference()?;
+        Ok(Shipment { parcel: parcel.unbind(), reference })
+    }
+}
+
+impl Drop for Shipment {
+    fn drop(&mut self) {
+        // What was given is there for its receivers though the interpreter comes to its end.
+        if !is_over() {
+            self.parcel.get().revoke();
+        }
     }
 }
 

@@ -1,0 +1,197 @@
+"""Rounds of every kind in random order, with Ctrl-C at random steps on every rank, which keeps what it got.
+
+With fixed seeds; more and longer ones under `make soak`. Whatever came before: each rank is in step, has in each round
+the batch that was given in it or an error of that round, and what it keeps stays as it came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tundish as td
+from batches import same
+from ctrl_c import CtrlC
+from rank_processes import Job, Line, on_nodes
+from soak import IS_SOAK
+
+WORLD = 3
+SEEDS, ROUNDS = (20, 400) if IS_SOAK else (3, 120)
+
+
+def large(number: int, rank: int) -> Any:
+    return {"x": torch.full((40_000,), 10 * number + rank, dtype=torch.int32), "of": (1, None)}
+
+
+def with_values(number: int, rank: int) -> Any:
+    return {**large(number, rank), "number": number, "text": "x" * (200 * number)}
+
+
+def many(number: int, rank: int) -> Any:
+    return [torch.full((3,), 10 * number + rank, dtype=torch.int32) for _ in range(70)]
+
+
+def past_the_caches(number: int, rank: int) -> Any:
+    return {"x": torch.full((2_300_000,), 10 * number + rank, dtype=torch.int32)}
+
+
+def of_changing_size(number: int, rank: int) -> Any:
+    return [torch.full((50_000 + number % 3,), 10 * number + rank, dtype=torch.int32)]
+
+
+def small(number: int, rank: int) -> Any:
+    return {"x": torch.tensor(10 * number + rank)}
+
+
+def without_tensors(number: int, rank: int) -> Any:
+    return {"number": 10 * number + rank}
+
+
+# Those of the first ones that follow each other are announced.
+FORMS = [
+    large,
+    large,
+    large,
+    many,
+    many,
+    with_values,
+    past_the_caches,
+    of_changing_size,
+    small,
+    without_tensors,
+]
+
+
+class Round(NamedTuple):
+    """One round, as all ranks know it beforehand.
+
+    `absent`: ranks that get nothing. `fails`: what is wrong with what the source gives. `stops`: by rank, the moment at
+    which Ctrl-C comes there. `pauses`: by rank, seconds.
+    """
+
+    form: Any
+    absent: frozenset[int]
+    is_shared: bool
+    fails: str
+    is_together: bool
+    stops: dict[int, int]
+    pauses: dict[int, float]
+
+    def batch(self, number: int, rank: int) -> Any:
+        return None if rank in self.absent else self.form(number, 0 if self.is_shared else rank)
+
+    def given(self, number: int) -> Any:
+        if self.fails == "a wrong count":
+            return [None]
+        if self.fails == "an iteration":
+            return (1 / 0 for _ in range(WORLD))
+        batches = [self.batch(number, rank) for rank in range(WORLD)]
+        if self.is_shared:
+            batches = [batches[0]] * WORLD
+        if self.fails == "a batch":
+            batches[2] = [threading.Lock(), batches[2]]
+        return batches
+
+
+def rounds_of(seed: int) -> list[Round]:
+    draw = random.Random(seed)
+    form, rounds, was_stopped = FORMS[0], list[Round](), False
+    for _ in range(ROUNDS):
+        if draw.random() < 0.25:
+            form = draw.choice(FORMS)
+        kind = draw.choices(
+            ["a batch each", "some", "none", "one for all", "a wrong count", "an iteration", "a batch"],
+            [80, 6, 2, 4, 2, 2, 4],
+        )[0]
+        some = {rank for rank in range(WORLD) if draw.random() < 0.6} if kind == "some" else set()
+        one = Round(
+            form,
+            frozenset(range(WORLD) if kind == "none" else some),
+            is_shared=kind == "one for all",
+            fails=kind if kind in ("a wrong count", "an iteration", "a batch") else "",
+            # Whoever heard nothing of a round that the source left waits for the next one; as does a source, over the
+            # network, for whoever left one.
+            is_together=draw.random() < 0.1 and not was_stopped,
+            stops={
+                rank: draw.randrange(draw.choice([5, 40, 250]))
+                for rank in range(WORLD)
+                if draw.random() < 0.15
+            },
+            pauses={rank: 0.02 * draw.random() for rank in range(WORLD) if draw.random() < 0.1},
+        )
+        rounds.append(one)
+        was_stopped = bool(one.stops)
+    # All are to hear of the end.
+    return [*rounds, *[Round(small, frozenset(), False, "", False, {}, {})] * 2]
+
+
+def rounds(rank: int, line: Line) -> None:
+    import tundish.scatter.call as call
+    import tundish.scatter.far as far
+    import tundish.scatter.member as member
+    import tundish.scatter.near as near
+    import tundish.scatter.scatterer as scatterer
+
+    seed, node = line.hear()
+    on_nodes(rank, node)
+    # As where there is a processor for each; and few of those batches that are kept lie where they came to.
+    member.available_processors = lambda: 64  # type: ignore[attr-defined]
+    near.MOST_HELD = far.MOST_HELD = 8  # type: ignore[misc]
+    td.scatter_batch([None] * WORLD if rank == 0 else None)
+    [of_group] = call._scatterers.values()
+    [one] = of_group.values()
+    kept: list[tuple[int, Any, Any]] = []
+    draw = random.Random(rank)
+    for number, this in enumerate(rounds_of(seed)):
+        time.sleep(this.pauses.get(rank, 0.0))
+        if this.is_together:
+            dist.barrier()
+        given = this.given(number) if rank == 0 else None
+        before = one._number
+        assert before == number + 1
+        stop = this.stops.get(rank)
+        ctrl_c = contextlib.nullcontext() if stop is None else CtrlC(stop, scatterer, near, far, member)
+        try:
+            with ctrl_c:
+                mine = td.scatter_batch(given)
+        except KeyboardInterrupt:
+            assert stop is not None
+            if one._number == before and rank:
+                # It came before the round began here, which is left out then.
+                one.skip_to(before + 2)
+            elif one._number == before:
+                with contextlib.suppress(InterruptedError):
+                    one.fail(InterruptedError("before the round began"))
+            continue
+        except Exception as error:
+            is_this_rounds = isinstance(error, td.errors.PeerFailedError) and 0 in this.stops
+            if not (this.fails or (rank and is_this_rounds)):
+                raise AssertionError((number, this)) from error
+            continue
+        assert not this.fails, (number, this)
+        expected = this.batch(number, rank)
+        assert same(mine, expected), (number, this, mine)
+        kept.append((number, mine, expected))
+        while len(kept) > 30:
+            at, mine, expected = kept.pop(draw.randrange(len(kept)))
+            assert same(mine, expected), (number, at)
+    for at, mine, expected in kept:
+        assert same(mine, expected), at
+    dist.barrier()
+
+
+@pytest.mark.parametrize("node", [3, 2, 1], ids=["one node", "two nodes", "a node each"])
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_rounds_of_every_kind_with_ctrl_c_in_between(seed: int, node: int, tmp_path: Path) -> None:
+    with Job(rounds, WORLD, tmp_path, seconds=20.0) as job:
+        for rank in range(WORLD):
+            job.tell(rank, (seed, node))
+        job.expect_end()
