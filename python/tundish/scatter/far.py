@@ -72,21 +72,29 @@ class Piece(NamedTuple):
 
 
 class Job(Generic[T]):
-    """Something that a courier does; `wait` for it, then take its `result`."""
+    """Something that a courier does, once; `wait` for it, then take its `result`.
+
+    Attributes:
+        is_begun: whether a courier is known to have it.
+    """
 
     def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
+        self.is_begun = False
+        self._work: Callable[[], T] | None = work
         self._over = Moment()
         self._result: list[T] = []
         self._error: BaseException | None = None
 
     def run(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            # Whoever began it was interrupted, did not know that it had, and began it again.
+            return
         try:
-            self._result.append(self._work())
+            self._result.append(work())
         except BaseException as error:  # noqa: BLE001 (raised where the result is taken)
             self._error = error
         finally:
-            del self._work
             self._over.come()
 
     def wait(self, seconds: float) -> bool:
@@ -121,8 +129,12 @@ class Courier:
 
     def do(self, work: Callable[[], T]) -> Job[T]:
         job = Job(work)
-        self._jobs.put(job)
+        self.begin(job)
         return job
+
+    def begin(self, job: Job[Any]) -> None:
+        self._jobs.put(job)
+        job.is_begun = True
 
 
 # By identity of the layout, which is held on to: to walk through hundreds of tensors takes as long as to send them.
@@ -331,9 +343,13 @@ class FarEnd:
 
     def wait(self, seconds: float) -> bool:
         """Whether a message is there within so many seconds."""
-        if self._job is None:
-            self._job = self._courier.do(self._receive)
-        return self._job.wait(seconds)
+        # In this order, as Ctrl-C may come in between: a message that a job takes which nobody knows is lost.
+        job = self._job
+        if job is None:
+            job = self._job = Job(self._receive)
+        if not job.is_begun:
+            self._courier.begin(job)
+        return job.wait(seconds)
 
     def read(self) -> tuple[Head, Arrival | str]:
         """The message that is there, with its batch or its text, until it is `done` with.
