@@ -24,8 +24,15 @@ _NAMES = {
 }
 # They take up to a hundred times as long as the others.
 _SLOW = ("objects", "accelerate", "accelerate split", "tensordict")
-# The ways that are a measure's limit.
-_LIMITS = {"local": "least", "gloo": "least far"}
+# The ways that are a measure's limits, and what they are called.
+_LIMITS = {
+    "local": {"least": "the limit", "least, torch": "the limit and torch's part"},
+    "gloo": {"least far": "the limit", "least far, torch": "the limit and torch's part"},
+}
+_TORCHS_PART = (
+    "Torch's part: rank 0 asks torch about each tensor, before any rank is given anything, and its receiver has torch "
+    "make each anew, before the bytes come."
+)
 # What the method of the seed has to be over scatter_object_list, to be worth a comparison.
 _SEED_OVER_OBJECTS = {"text": 1.2, "VLM": 5.0}
 _NOTE = (
@@ -70,7 +77,7 @@ _COMPARISONS = {
         "is tundish's own, past the caches and on all processors, which takes less time than a plain one. Where "
         "processors share no cache, as a virtual machine's may from one minute to the next, a plain copy takes several "
         "times as long as one past the caches, and ours less than the limit. Where a target asks for less time than "
-        "the limit takes, and ours takes longer, a row says so.",
+        f"the limit takes, and ours takes longer, a row says so. {_TORCHS_PART}",
         ours="ours",
         others=("seed", "objects"),
         targets={"seed": {"text": 8.0, "VLM": 8.0, "many": 10.0, "nested": 6.0}},
@@ -79,7 +86,7 @@ _COMPARISONS = {
         title="Over the network: gloo on loopback, shared memory switched off",
         note=f"{_NOTE} The limit, in our column: a batch's bytes as one message, from warm memory into warm memory, "
         "and its receiver, who has tensors over that already, reads these as all do. Where a target asks for less time "
-        "than the limit takes, and ours takes longer, a row says so.",
+        f"than the limit takes, and ours takes longer, a row says so. {_TORCHS_PART}",
         ours="network",
         others=("seed", "objects"),
         targets={"seed": {"text": 1.5, "VLM": 1.8, "many": 8.0, "nested": 4.0}},
@@ -109,9 +116,8 @@ def measure(name: str, plan: Plan) -> Sequence[Section]:
     comparison = _COMPARISONS[name]
     section = Section(title=comparison.title, note=comparison.note)
     ways = (comparison.ours, *(comparison.others if plan.others is None else plan.others))
-    limit = _LIMITS.get(name)
-    if limit is not None:
-        ways += (limit,)
+    limits = _LIMITS.get(name, {})
+    ways += tuple(limits)
     for world in plan.worlds:
         for kind, seconds in scatter_by(ways, plan, rank_environments(world)).items():
             case = f"{kind}, {world} ranks"
@@ -120,10 +126,13 @@ def measure(name: str, plan: Plan) -> Sequence[Section]:
                 for way, asked in comparison.targets.items()
                 if plan.judges and kind in asked and way in seconds
             }
-            least = seconds.pop(limit, None) if limit is not None else None
+            leasts = {called: seconds.pop(way) for way, called in limits.items()}
             section.rows += compare(case, comparison.ours, seconds, targets)
-            if least is not None and "seed" in seconds:
-                section.rows.append(_limit(case, least, seconds, comparison.ours, targets.get("seed")))
+            if "seed" in seconds:
+                section.rows += [
+                    _limit(f"{case}: {called}", least, seconds, comparison.ours, targets.get("seed"))
+                    for called, least in leasts.items()
+                ]
             if name == "gloo" and kind in _SEED_OVER_OBJECTS:
                 section.rows.append(_worth(case, kind, seconds, judges=plan.judges))
     return [section]
@@ -168,7 +177,7 @@ def _limit(case: str, least: float, seconds: Mapping[str, float], ours: str, ask
     ratio = seconds["seed"] / least
     is_beyond = asked is not None and ratio < asked and least < seconds[ours]
     return Row(
-        case=f"{case}: the limit" + (": the target is out of reach" if is_beyond else ""),
+        case=case + (": the target is out of reach" if is_beyond else ""),
         ours=duration(least),
         peer=_NAMES["seed"],
         peers=duration(seconds["seed"]),

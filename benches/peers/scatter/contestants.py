@@ -87,17 +87,17 @@ def objects(batches: list[Any] | None) -> Any:
     return got[0]
 
 
-def least() -> Scatter:
+def least(torchs_part: bool) -> Scatter:
     # Imported where it is asked for, as it is of one node only.
     from scatter.least import Least
 
-    return Least()
+    return Least(torchs_part)
 
 
-def least_far() -> Scatter:
+def least_far(torchs_part: bool) -> Scatter:
     from scatter.least import LeastFar
 
-    return LeastFar()
+    return LeastFar(torchs_part)
 
 
 def dispatcher(split_batches: bool) -> Scatter:
@@ -119,8 +119,10 @@ WAYS: dict[str, Callable[[], Scatter]] = {
     "network": lambda: ours(shared_memory=False),
     "seed": lambda: seed,
     "objects": lambda: objects,
-    "least": least,
-    "least far": least_far,
+    "least": lambda: least(torchs_part=False),
+    "least, torch": lambda: least(torchs_part=True),
+    "least far": lambda: least_far(torchs_part=False),
+    "least far, torch": lambda: least_far(torchs_part=True),
     "accelerate": lambda: dispatcher(split_batches=False),
     "accelerate split": lambda: dispatcher(split_batches=True),
     "tensordict": initialising,

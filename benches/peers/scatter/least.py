@@ -4,6 +4,9 @@
 that rank 0 and each receiver map, and a pipe for each receiver. What always holds: whatever could be done beforehand
 is, though a scatter cannot count on it: the bytes of a batch lie one after the other, its receiver has tensors over the
 memory that they come to, and no other batch comes there.
+
+Or, with `torchs_part`, its receiver has new tensors each time, which it makes before the bytes come; and rank 0 has
+asked torch about each tensor before it gives any rank anything, as whoever refuses what cannot be carried must.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from numpy.typing import NDArray
 
 from scatter.batches import tensors_of
 from tundish import _native
+from tundish.tree.carrying import EXCHANGE
+from tundish.tree.layout import DTYPES
 
 __all__ = ["Least", "LeastFar"]
 
@@ -35,10 +40,35 @@ _LARGE = 1 << 25
 _THREADS = len(os.sched_getaffinity(0))
 
 
+class _Torch:
+    """What torch takes for the tensors of batches, by the functions by which it is quickest with many.
+
+    `asked`: those that rank 0 asks about, of each batch; `places`: where a receiver's are in memory of these bytes.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[list[torch.Tensor]] = []
+        self._plan: _native.TensorPlan | None = None
+
+    def prepare(self, places: _Places) -> None:
+        codes = {dtype: code for code, dtype in DTYPES.items()}
+        if EXCHANGE is not None:
+            self._plan = EXCHANGE.plan([(*codes[dtype], [count], start) for dtype, count, start in places])
+
+    def ask(self) -> None:
+        if EXCHANGE is not None:
+            for tensors in self.asked:
+                EXCHANGE.read(tensors)
+
+    def make(self, memory: NDArray[np.uint8]) -> list[torch.Tensor] | None:
+        return None if self._plan is None else self._plan.tensors(memory)
+
+
 class Least:
     """Collective over all ranks; rank 0 has the batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, torchs_part: bool = False) -> None:
+        self._torch = _Torch() if torchs_part else None
         self._rank, world = dist.get_rank(), dist.get_world_size()
         # Who has a processor to itself looks for its batch until it is there; others sleep.
         self._is_awake = len(os.sched_getaffinity(0)) >= world
@@ -59,22 +89,32 @@ class Least:
         self._copies: dict[int, Callable[[], None]] = {}
         self._arena, self._parcels = _native.SegmentArena(1 << 30), _native.Parcels()
         self._mine: list[torch.Tensor] = []
+        self._memory: NDArray[np.uint8] | None = None
 
     def __call__(self, batches: list[Any] | None) -> Any:
         if batches is None:
+            mine = self._made()
             if self._hear() == _NEW:
                 self._prepare(None)
+                mine = self._made()
                 self._hear()
-            return self._mine
+            return mine
         if batches is not self._batches:
             self._batches = batches
             for rank in self._pipes:
                 self._tell(rank, _NEW)
             self._prepare(batches)
+        if self._torch is not None:
+            self._torch.ask()
         for rank, copy in self._copies.items():
             copy()
             self._tell(rank, _AGAIN)
         return batches[0]
+
+    def _made(self) -> list[torch.Tensor]:
+        if self._torch is None or self._memory is None:
+            return self._mine
+        return self._torch.make(self._memory) or self._mine
 
     def _tell(self, rank: int, what: int) -> None:
         if self._is_awake:
@@ -94,6 +134,8 @@ class Least:
 
     def _prepare(self, batches: list[Any] | None) -> None:
         forms = _agreed(None if batches is None else [_form(batch) for batch in batches])
+        if self._torch is not None and batches is not None:
+            self._torch.asked = [list(tensors_of(batch)) for batch in batches[1:]]
         with tempfile.TemporaryDirectory(prefix="tundish-least-", dir="/dev/shm") as own:
             folder = Path(_agreed(own))
             for rank in range(1, dist.get_world_size()):
@@ -107,7 +149,9 @@ class Least:
                     self._copies[rank] = partial(copy, _contents(batches[rank], size, places))
                     self._copies[rank]()
                 elif memory is not None:
-                    self._mine = _tensors(memory, places)
+                    self._mine, self._memory = _tensors(memory, places), memory
+                    if self._torch is not None:
+                        self._torch.prepare(places)
             dist.barrier()
 
     def _parcel(
@@ -128,7 +172,8 @@ class Least:
 class LeastFar:
     """Collective over all ranks; rank 0 has the batches, of which `prepare` is told beforehand."""
 
-    def __init__(self) -> None:
+    def __init__(self, torchs_part: bool = False) -> None:
+        self._torch = _Torch() if torchs_part else None
         self._contents: dict[int, torch.Tensor] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._mine: list[torch.Tensor] = []
@@ -140,14 +185,21 @@ class LeastFar:
             size, places = forms[dist.get_rank()]
             self._memory = torch.zeros(size, dtype=torch.uint8)
             self._mine = _tensors(self._memory.numpy(), places)
+            if self._torch is not None:
+                self._torch.prepare(places)
             return
+        if self._torch is not None:
+            self._torch.asked = [list(tensors_of(batch)) for batch in batches[1:]]
         for rank in range(1, dist.get_world_size()):
             self._contents[rank] = torch.from_numpy(_contents(batches[rank], *forms[rank]))
 
     def __call__(self, batches: list[Any] | None) -> Any:
         if batches is None:
+            made = None if self._torch is None else self._torch.make(self._memory.numpy())
             dist.recv(self._memory, src=0)
-            return self._mine
+            return made or self._mine
+        if self._torch is not None:
+            self._torch.ask()
         for send in [dist.isend(contents, dst=rank) for rank, contents in self._contents.items()]:
             send.wait()
         return batches[0]
