@@ -33,7 +33,8 @@ from tundish.errors import (
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.departure import Departure, threads_beside
 from tundish.scatter.direct import Direct
-from tundish.scatter.far import FarLane, Job, Sending
+from tundish.scatter.far import FarEnd, FarLane, Job, Sending
+from tundish.scatter.meeting import Ways
 from tundish.scatter.member import GONE, Member
 from tundish.scatter.messages import DIRECT, FAILED, FILLED, FILLING, LOST, NOTE, NOTHING, Head
 from tundish.scatter.near import Announcement, HungUpError, NearEnd, NearLane, own_pages
@@ -415,9 +416,20 @@ class Scatterer(Member):
             raise InvalidInputError("this scatter is closed")
         if self._lost is not None:
             raise self._lost.with_traceback(None)
-        if self._came is not None:
-            return self._came
-        end, feeder = ways.end, ways.feeder
+        if self._came is None:
+            self._came = self._next(ways, ways.end)
+        if self._came is None:
+            return None
+        head, content = self._came
+        if head.kind == LOST:
+            rank_text, _, text = str(content).partition("\n")
+            self._lost = PeerFailedError(text, int(rank_text))
+            raise self._lost
+        return self._came
+
+    def _next(self, ways: Ways, end: NearEnd | FarEnd) -> tuple[Head, Arrival | str] | None:
+        """As `_receive`, of a message that is yet to come."""
+        feeder = ways.feeder
         self._wait(end.wait, feeder, patient=self._in_loop)
         try:
             message = end.read()
@@ -442,19 +454,16 @@ class Scatterer(Member):
                 self.end("could not take an earlier batch")
                 raise
         if ways.near:
+            self._look_for_lost()
             try:
                 content = self._pass_on(ways.near, head, content)
                 self._came = head, content
             except BaseException:
-                # Nobody knows who has it, and it is not passed on twice.
-                self._done()
+                # Nobody knows who has it; of a text no harm is done where somebody gets it twice.
+                if isinstance(content, Arrival):
+                    self._done()
                 raise
-        if head.kind == LOST:
-            rank_text, _, text = str(content).partition("\n")
-            self._lost = PeerFailedError(text, int(rank_text))
-            raise self._lost
-        self._came = head, content
-        return self._came
+        return head, content
 
     def _done(self) -> None:
         """Be done with what came last: the next message is the one after it."""
@@ -471,7 +480,6 @@ class Scatterer(Member):
 
     def _pass_on(self, lanes: list[NearLane], head: Head, content: Arrival | str) -> Arrival | str:
         """Give those who get it from this rank what came; what this rank then has of it."""
-        self._look_for_lost()
         if not isinstance(content, Arrival):
             for lane in lanes:
                 lane.say(head.number, head.kind, content, self._waiter(lane.rank))
