@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command import tundish
+from support.command_line import tundish
 
 import tundish as td
 from tundish import cli

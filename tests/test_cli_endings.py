@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import COMMAND, tundish
+from support.command_line import COMMAND, tundish
 
 import tundish as td
 

@@ -1,0 +1,1 @@
+"""Helper modules of the tests: one sub-package for each part."""
