@@ -26,7 +26,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 import tundish as td
-from tundish.hf import TundishTrainerMixin
 
 VOCABULARY = 64
 
@@ -88,7 +87,7 @@ class LoaderState(TrainerCallback, ExportableState):
             self.loader.load_state_dict(known["attributes"]["loader"])
 
 
-class DispatchTrainer(TundishTrainerMixin, Trainer):
+class DispatchTrainer(td.hf.TundishTrainerMixin, Trainer):
     """Reads on the first rank, and saves while it trains."""
 
     def __init__(self, loader: td.DispatchLoader[Any], **options: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainer_runs import Trainer, assert_same, saved, trainer, transformers, weights
-from tundish import hf
+from tundish.integrations import transformers as hf
 from tundish.checkpoint import open_readonly
 from tundish.errors import (
     CorruptCheckpointError,
@@ -21,7 +21,7 @@ from tundish.errors import (
     NotFoundError,
     StepExistsError,
 )
-from tundish.hf import TundishTrainerMixin
+from tundish.integrations.transformers import TundishTrainerMixin
 
 
 def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:

@@ -170,12 +170,12 @@ def test_type_checkers_see_the_names_that_are_found() -> None:
         for statement in block.body:
             assert isinstance(statement, ast.ImportFrom) and statement.module is not None
             for alias in statement.names:
-                found = getattr(module, alias.name)
+                found = getattr(module, alias.asname or alias.name)
                 if isinstance(found, ModuleType):
                     assert found.__name__ == f"{statement.module}.{alias.name}"
                 else:
                     assert found is getattr(importlib.import_module(statement.module), alias.name)
-        named = {alias.name for statement in block.body for alias in statement.names}  # type: ignore[attr-defined]
+        named = {alias.asname or alias.name for statement in block.body for alias in statement.names}  # type: ignore[attr-defined]
         assert named - {"__version__", "hf"} == set(module.__all__)
 
 

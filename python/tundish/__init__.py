@@ -1,7 +1,6 @@
-"""tundish: the plumbing around an LLM training loop.
+"""tundish: packing, shared memory, scatter, checkpoints and remote tensors for PyTorch training loops.
 
-Importing this imports no part of it: each comes when one of its names is asked for, and torch with those names that
-need it.
+`import tundish` imports no part and no torch. Each part is imported when one of its names is first used.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
     from tundish import checkpoint, distributed, errors, packing, rtensor, scatter, shm, tree
-    from tundish import hf as hf
     from tundish.checkpoint import Checkpointer
     from tundish.errors import TundishError
+    from tundish.integrations import transformers as hf
     from tundish.packing import (
         Pack,
         PackedBatchSampler,
@@ -32,7 +31,6 @@ else:
             "tundish.checkpoint": ("Checkpointer",),
             "tundish.distributed": (),
             "tundish.errors": ("TundishError",),
-            "tundish.hf": (),
             "tundish.packing": (
                 "Pack",
                 "PackPlan",
@@ -49,10 +47,11 @@ else:
             "tundish.tree": (),
             "tundish.version": ("__version__",),
         },
-        extras={"tundish.hf": "transformers"},
+        modules={"hf": "tundish.integrations.transformers"},
+        requires={"hf": "transformers"},
     )
 
-# Without `hf`, which needs an extra: `from tundish import *` is for everybody.
+# `hf` needs an optional package, and `from tundish import *` must work without it.
 __all__ = [
     "Checkpointer",
     "DispatchLoader",

@@ -1,15 +1,14 @@
-"""Public names that a package imports only when they are asked for.
+"""Public names of a package that are imported on first use (PEP 562).
 
-Owns the `__getattr__` and `__dir__` of such packages (PEP 562). What always holds: a name is looked for where the
-package's table says that it is defined, once, and is an ordinary attribute of the package from then on. Type
-checkers and editors do not read the table but the imports that the package makes under `TYPE_CHECKING`.
+Type checkers and editors do not read the tables given to `lazily`. They read the imports that each package makes
+under `TYPE_CHECKING`.
 """
 
 from __future__ import annotations
 
 import sys
 
-# Type checkers know the name; to import it would take longer than the rest of `import tundish`.
+# Importing `typing` would take longer than the rest of `import tundish`; type checkers know this name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,43 +18,52 @@ __all__ = ["lazily"]
 
 
 def lazily(
-    package: str, names_of: Mapping[str, Sequence[str]], extras: Mapping[str, str] | None = None
+    package: str,
+    names: Mapping[str, Sequence[str]],
+    *,
+    modules: Mapping[str, str] | None = None,
+    requires: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions `__getattr__` and `__dir__` of `package`.
+    """Return the functions `__getattr__` and `__dir__` of a package whose names are imported on first use.
 
-    `names_of` has the public names by the module that defines them; the modules themselves are attributes too.
-    `extras` has what some of these need that need not be installed: where it is not they are found and not listed, for
-    who lists names (`help`, a completion) then asks for all of them.
+    Args:
+        package: Name of the package.
+        names: The public names that each module defines, by the module's full name.
+        modules: Further modules that are attributes of the package: the full name of each by its attribute. The
+            sub-modules of the package that `names` lists are attributes already.
+        requires: The optional package that an attribute needs, by the attribute. Where it is not installed, `dir()`
+            leaves the attribute out, so that completion and `help` do not import it.
+
+    Returns:
+        The two functions, to be assigned at the top level of the package.
     """
-    homes = {name: module for module, names in names_of.items() for name in names}
-    modules = {module.rpartition(".")[2]: module for module in names_of}
+    homes = {name: module for module, defined in names.items() for name in defined}
+    found_modules = {module.rpartition(".")[2]: module for module in names} | dict(modules or {})
 
     def get(name: str) -> Any:
         from importlib import import_module
 
         if name in homes:
             value = getattr(import_module(homes[name]), name)
-        elif name in modules:
-            value = import_module(modules[name])
+        elif name in found_modules:
+            value = import_module(found_modules[name])
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         setattr(sys.modules[package], name, value)
         return value
 
-    def listed() -> list[str]:
-        missing = {
-            module.rpartition(".")[2] for module, needed in (extras or {}).items() if not _is_there(needed)
-        }
-        return sorted({*vars(sys.modules[package]), *homes, *modules} - missing)
+    def list_names() -> list[str]:
+        missing = {name for name, needed in (requires or {}).items() if not _is_installed(needed)}
+        return sorted({*vars(sys.modules[package]), *homes, *found_modules} - missing)
 
-    return get, listed
+    return get, list_names
 
 
-def _is_there(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     from importlib.util import find_spec
 
     try:
         return find_spec(package) is not None
     except ValueError:
-        # Somebody put a module of that name there by hand.
+        # A module of that name was put into `sys.modules` by hand.
         return True
