@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 # Of the dependencies, those that a plan needs.
 LINKED = ("numpy", "numpy.libs", "tqdm")
 

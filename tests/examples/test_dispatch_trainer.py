@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rank_processes import Job, Line
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def example(rank: int, line: Line) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from trainer_runs import Trainer, assert_same, saved, trainer, transformers, weights
-from tundish.integrations import transformers as hf
 from tundish.checkpoint import open_readonly
 from tundish.errors import (
     CorruptCheckpointError,
@@ -21,6 +20,7 @@ from tundish.errors import (
     NotFoundError,
     StepExistsError,
 )
+from tundish.integrations import transformers as hf
 from tundish.integrations.transformers import TundishTrainerMixin
 
 

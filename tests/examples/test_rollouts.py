@@ -11,7 +11,7 @@ import pytest
 
 from programs import run
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "rollouts.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "rollouts.py"
 
 
 def test_a_model_learns_and_memory_stays_flat() -> None:

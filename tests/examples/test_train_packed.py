@@ -19,7 +19,7 @@ import pytest
 import tundish as td
 from programs import DEVNULL, PIPE, Program, run
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "train_packed.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_packed.py"
 SMALL = ["--documents", "40", "--vocabulary", "400", "--max-length", "128", "--steps", "10"]
 TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 # torchrun's agent with ranks that are forked, and have their imports; the other test has those that torchrun starts.
