@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import math
-import numbers
 import sys
 import threading
 import time
@@ -23,7 +21,7 @@ from concurrent.futures import Future
 from concurrent.futures._base import FINISHED
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.timeouts import deadline_of
 
 if TYPE_CHECKING:
     # To the checker it is final.
@@ -42,7 +40,6 @@ __all__ = [
     "SteadyFuture",
     "Thread",
     "Waiters",
-    "deadline_of",
     "run_aside",
     "taken",
     "to_its_end",
@@ -56,21 +53,6 @@ _TURNS = 10
 _TURN_SECONDS = 0.5
 
 T = TypeVar("T")
-
-
-def deadline_of(seconds: float | None) -> float | None:
-    """When so many seconds from now are over, as `time.monotonic` tells the time; None for None.
-
-    Raises `InvalidTypeError` for what is no number, `InvalidInputError` for NaN.
-    """
-    given: object = seconds
-    if given is None:
-        return None
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise InvalidTypeError(f"timeout is {given!r}: give a number of seconds, or None to wait without end")
-    if math.isnan(given):
-        raise InvalidInputError("timeout is NaN: give a number of seconds, or None to wait without end")
-    return time.monotonic() + float(given)
 
 
 def wait_for(wait: Callable[[float], bool], seconds: float | None = None) -> bool:

@@ -26,8 +26,7 @@ from tundish._native import FileFacts, seal_manifest
 from tundish.checkpoint.dcp.plan import DcpPlan
 from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.saves import WriteOptions
-from tundish.distributed.groups import Meeting, membership, unused_name
-from tundish.distributed.voter import voter_of
+from tundish.distributed import VoteId, group_info, unique_name, voter_of
 
 OPTIONS = WriteOptions(checksum=True, writers_per_node=1, progress=lambda ask: None)
 
@@ -154,7 +153,7 @@ def new_saver(group: Any = None, *, timeout: float = 30) -> DcpSaver:
 
 def hear_news(plan: DcpPlan) -> None:
     """What a checkpointer does after its vote. Collective."""
-    plan.react_to(max(gathered(plan.news)), Meeting(unused_name("save", membership(None).ranks), 0))
+    plan.react_to(max(gathered(plan.news)), VoteId(unique_name("save", group_info(None).ranks), 0))
 
 
 def compare(plan: DcpPlan) -> None:

@@ -26,7 +26,7 @@ from rank_processes import Line, outcome
 from tundish.checkpoint import Checkpointer, owngroup
 from tundish.checkpoint.dcp.ranks import Exchange
 from tundish.checkpoint.dcp.writer import StagedPlanner
-from tundish.distributed.voter import voter_of
+from tundish.distributed import voter_of
 
 
 def train_and_save(rank: int, line: Line) -> None:
@@ -366,13 +366,13 @@ def test_another_form_on_one_rank_or_on_all_is_noticed_by_all(tmp_path: Path) ->
 def count_groups(rank: int, line: Line) -> None:
     (root,) = line.hear()
     made: list[str] = []
-    make = owngroup.named_group
+    make = owngroup.temporary_group
 
     def counted(name: str, *given: Any, **named: Any) -> Any:
         made.append(name)
         return make(name, *given, **named)
 
-    owngroup.named_group = counted
+    owngroup.temporary_group = counted
     world = World("fsdp")
     whole_model = torch.nn.Linear(4, 4)
     said = []

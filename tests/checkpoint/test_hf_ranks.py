@@ -70,7 +70,7 @@ def saving(rank: int, line: Line) -> None:
     from tundish import _native
     from tundish.checkpoint.hf.plan import plan_hf
     from tundish.checkpoint.owngroup import OwnGroup
-    from tundish.distributed.voter import voter_of
+    from tundish.distributed import voter_of
 
     background = OwnGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
     background.renew("background")
@@ -191,7 +191,7 @@ def gathering_much(rank: int, line: Line) -> None:
     from tundish import _native
     from tundish.checkpoint.hf.plan import plan_hf
     from tundish.checkpoint.owngroup import OwnGroup
-    from tundish.distributed.voter import voter_of
+    from tundish.distributed import voter_of
 
     background = OwnGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
     background.renew("background")
@@ -266,7 +266,7 @@ def failing(rank: int, line: Line) -> None:
     from tundish.checkpoint.hf import gather
     from tundish.checkpoint.hf.plan import plan_hf
     from tundish.checkpoint.owngroup import OwnGroup
-    from tundish.distributed.voter import voter_of
+    from tundish.distributed import voter_of
 
     # A turn for each tensor, so that one fails in the middle.
     gather.TURN_BYTES = 1

@@ -69,14 +69,14 @@ def votes_of_all_kinds(rank: int, line: Line) -> None:
                 same = f"{what} of one" if rank == who else what
                 assert outcome(lambda same=same, what=what: voter.vote(what=what, same=same))[0]
             elif kind == "notes":
-                assert voter.vote(what=what, note=rank == who)
+                assert voter.vote(what=what, flag=rank == who)
             elif kind == "gathers":
                 found = voter.gather(f"{rank} in {number}", what=what)
                 assert found == ([f"{one} in {number}" for one in range(_RANKS)] if rank == 0 else [])
             else:
                 assert not voter.vote(what=what, same=what)
         # Nobody leaves before all have voted.
-        voter.vote(what="the end", note=True)
+        voter.vote(what="the end", flag=True)
     line.say("through")
 
 
@@ -236,7 +236,7 @@ def loses_the_host_of_the_store(rank: int, line: Line) -> None:
         if rank > 0:
             found = [outcome(lambda: pair.vote(what="a step")) for _ in range(20)]
             line.say(sorted({kind for kind, _, _ in found}))
-            line.say(*outcome(lambda: pair.vote(what="a step", note=True))[:1])
+            line.say(*outcome(lambda: pair.vote(what="a step", flag=True))[:1])
 
 
 def test_what_goes_well_among_others_does_so_when_the_host_of_the_store_is_gone(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def holds_descriptors(rank: int, line: Line) -> None:
         grown = count() - before
         for voter in voters:
             voter.close()
-        first.vote(what="a step", note=True)
+        first.vote(what="a step", flag=True)
         line.say(grown, count() - before)
 
 

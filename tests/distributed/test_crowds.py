@@ -13,9 +13,9 @@ import pytest
 from tundish.distributed import channel as channel_module
 from tundish.distributed import rounds
 from tundish.distributed.channel import Channel
-from tundish.distributed.groups import Membership
+from tundish.distributed.groups import GroupInfo
 from tundish.distributed.jobstore import JobStore
-from tundish.distributed.verdict import Failure, Outcome, Verdict
+from tundish.distributed.verdict import Outcome, RankFailure, Verdict
 from tundish.errors import PeerFailedError, VoteTimeoutError, ranks_named
 
 SIZE = 200
@@ -67,11 +67,11 @@ class Crowd:
                 return ask
 
         monkeypatch.setattr(rounds, "JobStore", Counted)
-        monkeypatch.setattr(channel_module, "unused_name", lambda *_: "crowd")
+        monkeypatch.setattr(channel_module, "unique_name", lambda *_: "crowd")
         self.store = HashStore()
         ranks = tuple(range(SIZE))
         self._channels = [
-            Channel(Membership(ranks=ranks, rank=rank, name="crowd", store=self.store), f"node {rank // 8}")
+            Channel(GroupInfo(ranks=ranks, rank=rank, name="crowd", store=self.store), f"node {rank // 8}")
             for rank in ranks
         ]
 
@@ -194,7 +194,7 @@ def test_a_long_text_that_is_the_same_on_all_ranks_is_not_sent_by_each(crowd: Cr
 
 
 def test_a_verdict_about_ten_thousand_ranks_can_be_read() -> None:
-    failures = [Failure(rank=rank, text="failed with OSError: no room") for rank in range(10_000)]
+    failures = [RankFailure(rank=rank, text="failed with OSError: no room") for rank in range(10_000)]
     about = {"present_count": 10_000, "is_noted": False, "seconds": 1.0}
     failed = Verdict.bounded(complete=True, failures=failures, failed_count=10_000, silent=[], **about)
     told = str(Verdict.from_json(failed.to_json()).error("a step", 9_999, late=False))

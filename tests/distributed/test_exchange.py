@@ -84,10 +84,10 @@ def test_a_world_of_one_gathers_its_own_value() -> None:
 def note(rank: int, line: Line) -> None:
     with Voter() as voter:
         line.say(voter.vote(what="nobody notes"))
-        line.say(voter.vote(what="one notes", note=rank == 1))
+        line.say(voter.vote(what="one notes", flag=rank == 1))
         own = KeyError("lost") if rank == 2 else None
-        line.say(*outcome(lambda: voter.vote(own, what="one notes, one fails", same="alike", note=rank == 0)))
-        line.say(voter.vote(what="all note", same="alike", note=True))
+        line.say(*outcome(lambda: voter.vote(own, what="one notes, one fails", same="alike", flag=rank == 0)))
+        line.say(voter.vote(what="all note", same="alike", flag=True))
         line.say(voter.vote(what="nobody notes any more"))
 
 
@@ -104,17 +104,17 @@ def test_what_one_rank_notes_all_know(host: str, tmp_path: Path) -> None:
 
 def test_a_world_of_one_knows_what_it_notes() -> None:
     with Voter() as voter:
-        assert voter.vote(what="noting", note=True)
+        assert voter.vote(what="noting", flag=True)
         assert not voter.vote(what="noting nothing")
 
 
-def pass_on(rank: int, line: Line) -> None:
+def broadcast(rank: int, line: Line) -> None:
     with Voter() as voter:
-        line.say(voter.pass_on(f"from {rank}" if rank else None, source=2 - rank % 2, what="to pairs"))
-        line.say(voter.pass_on("é" * 10_000 if rank == 1 else None, source=1, what="to all"))
+        line.say(voter.broadcast(f"from {rank}" if rank else None, source=2 - rank % 2, what="to pairs"))
+        line.say(voter.broadcast("é" * 10_000 if rank == 1 else None, source=1, what="to all"))
         own = KeyError("lost") if rank == 2 else None
-        line.say(*outcome(lambda: voter.pass_on(f"bad {rank}", own, source=0, what="badly")))
-        line.say(*outcome(lambda: voter.pass_on(None, source=0, what="nothing")))
+        line.say(*outcome(lambda: voter.broadcast(f"bad {rank}", own, source=0, what="badly")))
+        line.say(*outcome(lambda: voter.broadcast(None, source=0, what="nothing")))
         voter.vote(what="a plain vote")
         voter.vote(what="another")
         # Nothing that was told stays in the store.
@@ -124,7 +124,7 @@ def pass_on(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])
 def test_what_ranks_tell_others(host: str, tmp_path: Path) -> None:
-    with Job(pass_on, 3, tmp_path, host=host) as job:
+    with Job(broadcast, 3, tmp_path, host=host) as job:
         assert job.hear_all() == [("from 2",), ("from 1",), ("from 2",)]
         assert job.hear_all() == [("é" * 10_000,)] * 3
         heard = job.hear_all()
@@ -139,16 +139,16 @@ def test_what_ranks_tell_others(host: str, tmp_path: Path) -> None:
 
 def test_a_world_of_one_hears_itself() -> None:
     with Voter() as voter:
-        assert voter.pass_on("alone", source=0, what="telling") == "alone"
+        assert voter.broadcast("alone", source=0, what="telling") == "alone"
         with pytest.raises(InvalidInputError, match="told nothing"):
-            voter.pass_on(None, source=0, what="telling")
+            voter.broadcast(None, source=0, what="telling")
 
 
 def too_much(rank: int, line: Line) -> None:
     with Voter() as voter, Voter() as other:
         large = "é" * (5 << 20) if rank == 1 else "é"
         line.say(*outcome(lambda: voter.gather(large, what="gathering")))
-        line.say(*outcome(lambda: voter.pass_on(large, source=0, what="telling")))
+        line.say(*outcome(lambda: voter.broadcast(large, source=0, what="telling")))
         # As the name of a file can be.
         odd = "\udc80" if rank == 1 else "even"
         line.say(*outcome(lambda: voter.gather(odd, what="gathering")))

@@ -53,7 +53,7 @@ def test_what_the_start_before_left_is_not_read(
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
         # As in a process that has just begun.
         monkeypatch.setattr(groups, "_counters", {})
-        names.append(groups.unused_name("group", (0, 1)))
+        names.append(groups.unique_name("group", (0, 1)))
         store = JobStore(base, "votes")
         store.connect()
         found.append(store.read("key"))

@@ -99,7 +99,7 @@ def look_at_a_slow_store(rank: int, line: Line) -> None:
         Protocol.is_lost = lambda self, number: (time.sleep(0.3), is_lost(self, number))[1]
         found = []
         for _ in range(3):
-            found.append(voter.is_next_lost(0.05))
+            found.append(voter.next_vote_fails(0.05))
             time.sleep(0.5)
         line.say(found)
         line.say(*outcome(lambda: voter.vote(what="a step")))

@@ -9,21 +9,21 @@ import pytest
 
 from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 from tundish.distributed import Voter
-from tundish.distributed.verdict import Failure
+from tundish.distributed.verdict import RankFailure
 
 
 def at_lunch(rank: int, line: Line) -> None:
     with Voter(timeout=20) as voter:
         if rank != 2:
             begun = time.monotonic()
-            with voter.heeding(lambda: Failure(rank=2, text="is at lunch")):
+            with voter.extra_failure_source(lambda: RankFailure(rank=2, text="is at lunch")):
                 line.say(*outcome(lambda: voter.vote(what="a step", timeout=20)), time.monotonic() - begun)
         line.hear()
         # It is late for that one, and in step again; nobody is missed any more.
         line.say(*outcome(lambda: voter.vote(what="a step", timeout=20) if rank == 2 else None))
         voter.vote(what="the next step", timeout=20)
         # Who comes is not missed, whatever is said of him.
-        with voter.heeding(lambda: None):
+        with voter.extra_failure_source(lambda: None):
             voter.vote(what="the last step", timeout=20)
 
 

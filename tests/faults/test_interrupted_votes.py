@@ -25,7 +25,7 @@ def interrupted(rank: int, line: Line) -> None:
             while not is_over:
                 began = time.monotonic()
                 kinds.append(
-                    outcome(lambda: voter.vote(what="an interrupted step", note=in_store, timeout=60))[0]
+                    outcome(lambda: voter.vote(what="an interrupted step", flag=in_store, timeout=60))[0]
                 )
                 slowest = max(slowest, time.monotonic() - began)
                 is_over = voter.vote(what="the next step", timeout=60)
@@ -33,14 +33,14 @@ def interrupted(rank: int, line: Line) -> None:
             return
         knows = []
         for _, ctrl_c in at_every_moment(waiting, channel, ballots, vote_round):
-            before = voter.meeting.number
+            before = voter.last_vote.number
             with ctrl_c:
-                voter.vote(what="an interrupted step", note=in_store, timeout=60)
-            if voter.meeting.number == before:
+                voter.vote(what="an interrupted step", flag=in_store, timeout=60)
+            if voter.last_vote.number == before:
                 # It came before this rank was in the vote, and so it is to be in it now.
                 outcome(lambda: voter.vote(KeyboardInterrupt(), what="an interrupted step", timeout=60))
             knows.append(voter.note_in_spite_of_interrupt() is not None)
-            voter.vote(what="the next step", note=not ctrl_c.came, timeout=60)
+            voter.vote(what="the next step", flag=not ctrl_c.came, timeout=60)
         line.say(knows)
 
 

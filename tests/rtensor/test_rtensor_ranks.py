@@ -178,10 +178,10 @@ def who_serves_where(rank: int, line: Line) -> None:
 
     voter = voter_of(None)
     voter.vote(what="the first")
-    before = voter.meeting.number
+    before = voter.last_vote.number
     with rtensor.Controller.from_group(role=f"role {rank}") as controller:
         line.say([(worker.role, worker.rank) for worker in controller.workers])
-        line.say(len({worker.addr for worker in controller.workers}), voter.meeting.number - before)
+        line.say(len({worker.addr for worker in controller.workers}), voter.last_vote.number - before)
 
 
 def test_a_controller_of_a_group_takes_as_many_votes_however_many_ranks_there_are(tmp_path: Path) -> None:

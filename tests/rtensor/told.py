@@ -34,7 +34,7 @@ def store(name: str, size: int, value: int = 7) -> rtensor.RTensor:
 
 def sums(handles: Any) -> list[int]:
     """The sums of what handles lead to."""
-    return [int(tensor.sum()) for tensor in td.tree.parts_of(torch.Tensor, rtensor.localize(handles))]
+    return [int(tensor.sum()) for tensor in td.tree.find_all(torch.Tensor, rtensor.localize(handles))]
 
 
 def sums_in_step_of_its_own(handles: Any, number: int) -> list[int]:

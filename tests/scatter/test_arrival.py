@@ -17,8 +17,7 @@ from tundish import _native
 from tundish.errors import InvalidInputError
 from tundish.scatter import arrival
 from tundish.scatter.arrival import Arrival, bytes_of
-from tundish.tree.carrying import EXCHANGE
-from tundish.tree.recent import Recent
+from tundish.tree import DLPACK_EXCHANGE
 
 DTYPES = sorted(
     {
@@ -62,11 +61,11 @@ def many(count: int = 40) -> list[torch.Tensor]:
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(dtype: torch.dtype, together: bool, line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert EXCHANGE is not None
+    assert DLPACK_EXCHANGE is not None
     if not together:
         # As before torch 2.10.
-        monkeypatch.setattr(arrival, "EXCHANGE", None)
-    monkeypatch.setattr(arrival, "_plans", Recent(8))
+        monkeypatch.setattr(arrival, "DLPACK_EXCHANGE", None)
+    arrival._plan.cache_clear()
     raw = torch.arange(1, 49, dtype=torch.uint8)
     if dtype is torch.bool:
         raw %= 2
@@ -136,8 +135,8 @@ def test_each_has_a_storage_of_its_own(line: Line) -> None:
 
 
 def test_memory_that_does_not_fit_is_refused() -> None:
-    assert EXCHANGE is not None
-    plan = EXCHANGE.plan([(2, 32, [4], 0), (0, 64, [2, 3], 64)])
+    assert DLPACK_EXCHANGE is not None
+    plan = DLPACK_EXCHANGE.plan([(2, 32, [4], 0), (0, 64, [2, 3], 64)])
     assert [one.shape for one in plan.tensors(np.zeros(112, np.uint8))] == [(4,), (2, 3)]
     fixed = np.zeros(112, np.uint8)
     fixed.flags.writeable = False
@@ -146,18 +145,18 @@ def test_memory_that_does_not_fit_is_refused() -> None:
             plan.tensors(memory)
     for place in ((2, 32, [1 << 40, 1 << 40], 0), (2, 32, [-1], 0), (2, 32, [4], 2**64 - 1), (2, 32, [0], 0)):
         with pytest.raises(InvalidInputError, match="place 1, of shape"):
-            EXCHANGE.plan([(2, 32, [1], 0), place])
+            DLPACK_EXCHANGE.plan([(2, 32, [1], 0), place])
     # Not what torch has.
     with pytest.raises(RuntimeError, match="Unsupported"):
-        EXCHANGE.plan([(2, 24, [1], 0)]).tensors(np.zeros(64, np.uint8))
+        DLPACK_EXCHANGE.plan([(2, 24, [1], 0)]).tensors(np.zeros(64, np.uint8))
 
 
 def test_the_end_of_the_interpreter() -> None:
     """Tensors that are there until then, in a module and in a thread that still runs."""
     program = """
 import threading, time, numpy, torch, tundish
-from tundish.tree.carrying import EXCHANGE
-plan = EXCHANGE.plan([(2, 32, [4], 64 * number) for number in range(8)])
+from tundish.tree import DLPACK_EXCHANGE
+plan = DLPACK_EXCHANGE.plan([(2, 32, [4], 64 * number) for number in range(8)])
 kept = plan.tensors(numpy.zeros(512, numpy.uint8))
 torch.kept = plan.tensors(numpy.zeros(512, numpy.uint8))
 def hold(tensors):

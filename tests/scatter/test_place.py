@@ -23,7 +23,7 @@ class Mates:
     def gather(self, *_: Any, **__: Any) -> list[str]:
         return []
 
-    def pass_on(self, *_: Any, **__: Any) -> str:
+    def broadcast(self, *_: Any, **__: Any) -> str:
         return self._heard
 
     def vote(self, error: Exception | None, **_: Any) -> None:

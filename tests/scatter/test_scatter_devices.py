@@ -300,7 +300,7 @@ def test_what_comes_from_device_to_device_goes_to_the_one_that_the_call_names(tm
 def test_a_call_that_names_no_device_gets_it_on_the_current_one(
     wanted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "make_group", lambda *_: None)
+    monkeypatch.setattr(direct, "new_subgroup", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     way = Direct("cuda", "nccl", (0, 1), timedelta(seconds=20))
     assert way.device_for(None if wanted is None else torch.device(wanted)) == torch.device("cuda", 3)

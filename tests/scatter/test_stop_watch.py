@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import tundish as td
 from rank_processes import Job, Line, outcome
-from tundish.distributed.jobstore import JobStore
+from tundish.distributed import JobStore
 from tundish.scatter import stops
 from tundish.scatter.telling import tell_aside, wait_for_telling
 from tundish.waiting import Thread

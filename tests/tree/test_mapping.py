@@ -67,7 +67,7 @@ def test_what_is_named_twice_is_one_object() -> None:
 def test_each_naming_of_a_part_is_seen_in_order() -> None:
     one, two = torch.zeros(1), torch.zeros(2)
     obj = [one, {"b": two, "a": one}, (two,)]
-    assert [len(tensor) for tensor in td.tree.parts_of(Tensor, obj)] == [1, 2, 1, 2]
+    assert [len(tensor) for tensor in td.tree.find_all(Tensor, obj)] == [1, 2, 1, 2]
 
 
 def test_what_a_container_is_entered_as_is_walked_through() -> None:
@@ -118,5 +118,5 @@ def test_tensors_of_no_wanted_kind_are_left_as_they_are() -> None:
     tensors = [torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.ones(2).to_sparse()]
     found = td.tree.map_only(int, lambda number: number + 1, [*tensors, 3])
     assert all(one is other for one, other in zip(found, tensors, strict=False)) and found[-1] == 4
-    parameters = td.tree.parts_of(torch.nn.Parameter, tensors)
+    parameters = td.tree.find_all(torch.nn.Parameter, tensors)
     assert len(parameters) == 1 and parameters[0] is tensors[1]

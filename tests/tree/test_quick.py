@@ -24,7 +24,7 @@ from test_properties import PARTS, STRUCTURES, Pair, filled
 from test_tensors import DTYPES, QUANTIZED, QUIET, TENSORS, of
 from tundish.errors import InvalidInputError
 from tundish.tree import carrying, describing
-from tundish.tree.describing import describe
+from tundish.tree.describing import flatten_with_addresses
 from tundish.tree.quick import QuickWalk, program_of, quick_walk
 from tundish.tree.walking import Walk
 
@@ -235,7 +235,7 @@ def test_ordinary_batches_go_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> N
             1: [of(dtype, (n,)) for n in range(1, 20)],
             "pairs": (Pair(of(dtype, ()), of(dtype, (1, 2, 1)).transpose(0, 1)), "text", 1.5, None, [1] * 20),
         }
-        tensors, schema, addresses = describe(batch)
+        tensors, schema, addresses = flatten_with_addresses(batch)
         assert len(tensors) == 22
         assert list(array("Q", addresses)) == [tensor.data_ptr() for tensor in tensors]
         assert schema.layout.dtypes == tuple(tensor.dtype for tensor in tensors)
@@ -244,10 +244,10 @@ def test_ordinary_batches_go_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> N
 
 def both_ways(obj: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same comes of it where torch has no exchange API."""
-    tensors, schema, addresses = describe(obj)
+    tensors, schema, addresses = flatten_with_addresses(obj)
     with monkeypatch.context() as patch:
-        patch.setattr(carrying, "EXCHANGE", None)
-        there, other, expected = describe(obj)
+        patch.setattr(carrying, "DLPACK_EXCHANGE", None)
+        there, other, expected = flatten_with_addresses(obj)
     assert schema == other and schema.encode() == other.encode()
     assert schema.layout.dtypes == other.layout.dtypes
     assert [one.dtype for one in tensors] == [one.dtype for one in there] == list(schema.layout.dtypes)
@@ -260,7 +260,7 @@ def both_ways(obj: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @QUIET
 @pytest.mark.parametrize("name", TENSORS)
 def test_no_unusual_tensor_is_taken_for_a_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert carrying.EXCHANGE is not None
+    assert carrying.DLPACK_EXCHANGE is not None
     plain = [torch.ones(2, 3) for _ in range(5)]
     for place in (0, 3):
         tensor = TENSORS[name]()
@@ -283,7 +283,7 @@ def test_no_unusual_tensor_is_taken_for_a_plain_one(name: str, monkeypatch: pyte
 def test_dtypes_are_not_taken_for_each_other(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for plain in (torch.uint8, torch.int8, torch.int16, torch.float32):
         # So that what the others say is known.
-        describe([of(plain, (2, 3)) for _ in range(5)])
+        flatten_with_addresses([of(plain, (2, 3)) for _ in range(5)])
     both_ways([of(dtype, (2, 3)) for _ in range(5)], monkeypatch)
     both_ways([*(of(torch.uint8, (2, 3)) for _ in range(5)), of(dtype, (2, 3))], monkeypatch)
 
@@ -306,7 +306,7 @@ def test_memory_that_is_there_twice_is_seen(
     parts = shared(torch.arange(4.0))
     obj = [parts[0], *(torch.ones(2) for _ in range(beside)), *parts[1:]]
     both_ways(obj, monkeypatch)
-    tensors, schema, _ = describe(obj)
+    tensors, schema, _ = flatten_with_addresses(obj)
     spans = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor.numel())
     assert all(one + size <= other for (one, size), (other, _) in itertools.pairwise(spans))
     assert all(torch.equal(*pair) for pair in zip(obj, td.tree.unflatten(schema, tensors), strict=True))

@@ -15,7 +15,7 @@ import torch
 import tundish as td
 from tundish.tree import layout as layouts
 from tundish.tree import quick, schema, walking
-from tundish.tree.describing import describe
+from tundish.tree.describing import flatten_with_addresses
 
 
 def batch(step: int = 0, length: int = 8) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def test_equal_batches_have_one_structure_and_one_layout() -> None:
 def test_what_is_held_on_to_is_bounded_and_what_is_used_stays() -> None:
     def held() -> int:
         gc.collect()
-        return sum(isinstance(one, schema.Structure | layouts.Layout) for one in gc.get_objects())
+        return sum(isinstance(one, schema.Structure | layouts.BufferLayout) for one in gc.get_objects())
 
     first = td.tree.flatten(batch())[1]
     for number in range(1000):
@@ -170,7 +170,7 @@ def test_what_is_held_on_to_is_bounded_and_what_is_used_stays() -> None:
 
 
 def test_a_layout_says_where_tensors_lie() -> None:
-    tensors, one, addresses = describe(
+    tensors, one, addresses = flatten_with_addresses(
         [torch.ones(3, 5), torch.ones(2, dtype=torch.int8), torch.ones(0), torch.tensor(2.0)]
     )
     assert one.layout.sizes == [60, 2, 0, 4]
@@ -184,13 +184,13 @@ def test_a_layout_says_where_tensors_lie() -> None:
     assert [tensor.tolist() for tensor in td.tree.unflatten(one, there)] == [one.tolist() for one in tensors]
     # What has gaps has no address that could be read from.
     gaps = torch.arange(10)[::2]
-    tensors, one, addresses = describe([gaps])
+    tensors, one, addresses = flatten_with_addresses([gaps])
     assert addresses == b"" and one.layout.sizes == [40]
 
 
 def test_messages_may_name_the_object_otherwise() -> None:
     with pytest.raises(TypeError, match=r"^batches\[3\]\[0\] cannot"):
-        describe([lambda: None], "batches[3]")
+        flatten_with_addresses([lambda: None], "batches[3]")
 
 
 def test_a_schema_shows_what_it_is_one_of() -> None:

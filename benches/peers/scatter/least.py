@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from scatter.batches import tensors_of
 from tundish import _native
-from tundish.tree.carrying import EXCHANGE
-from tundish.tree.layout import DTYPES
+from tundish.tree import DLPACK_DTYPES, DLPACK_EXCHANGE
 
 __all__ = ["Least", "LeastFar"]
 
@@ -51,14 +50,16 @@ class _Torch:
         self._plan: _native.TensorPlan | None = None
 
     def prepare(self, places: _Places) -> None:
-        codes = {dtype: code for code, dtype in DTYPES.items()}
-        if EXCHANGE is not None:
-            self._plan = EXCHANGE.plan([(*codes[dtype], [count], start) for dtype, count, start in places])
+        codes = {dtype: code for code, dtype in DLPACK_DTYPES.items()}
+        if DLPACK_EXCHANGE is not None:
+            self._plan = DLPACK_EXCHANGE.plan(
+                [(*codes[dtype], [count], start) for dtype, count, start in places]
+            )
 
     def ask(self) -> None:
-        if EXCHANGE is not None:
+        if DLPACK_EXCHANGE is not None:
             for tensors in self.asked:
-                EXCHANGE.read(tensors)
+                DLPACK_EXCHANGE.read(tensors)
 
     def make(self, memory: NDArray[np.uint8]) -> list[torch.Tensor] | None:
         return None if self._plan is None else self._plan.tensors(memory)

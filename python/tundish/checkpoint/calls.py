@@ -16,8 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from tundish.distributed import Voter
-from tundish.distributed.rounds import crowd_of
+from tundish.distributed import Voter, store_load_factor
 from tundish.errors import InvalidInputError
 
 __all__ = ["Calls"]
@@ -79,7 +78,7 @@ class Calls:
     def _first_vote(self) -> int:
         """The number of the first vote of this call, which is the next one then."""
         # A call that was interrupted before it voted leaves its numbers to the next, which the others wait for.
-        number = -(-self._voter.meeting.number // _VOTES) * _VOTES
+        number = -(-self._voter.last_vote.number // _VOTES) * _VOTES
         self._voter.skip_to(number)
         return number
 
@@ -88,5 +87,5 @@ class Calls:
         voter = self._voter
         if first is None:
             first = self._first_vote()
-        if voter.meeting.number == first or voter.note_in_spite_of_interrupt() is not None:
-            voter.vote(error, what=call, timeout=_TELLING_SECONDS * crowd_of(len(voter.ranks)))
+        if voter.last_vote.number == first or voter.note_in_spite_of_interrupt() is not None:
+            voter.vote(error, what=call, timeout=_TELLING_SECONDS * store_load_factor(len(voter.ranks)))

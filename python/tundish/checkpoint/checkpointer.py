@@ -35,7 +35,8 @@ from tundish.checkpoint.retention import Checkpoint, Retention
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, Save, Staging
 from tundish.checkpoint.taking import Request, take
 from tundish.errors import InvalidInputError, TimedOutError
-from tundish.waiting import Thread, deadline_of, to_its_end
+from tundish.timeouts import deadline_of
+from tundish.waiting import Thread, to_its_end
 
 __all__ = ["Checkpointer"]
 

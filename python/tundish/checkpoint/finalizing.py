@@ -216,7 +216,7 @@ class Finalizer:
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         what = f"{job.what}: staging"
-        lacks_room = self._voter.vote(error, what=what, note=job.lacks_room, timeout=self._timeout)
+        lacks_room = self._voter.vote(error, what=what, flag=job.lacks_room, timeout=self._timeout)
         if lacks_room:
             facts = self._make_room(job)
         return _staged_of(job), facts

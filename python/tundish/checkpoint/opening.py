@@ -27,9 +27,9 @@ from tundish.checkpoint.owner import WAIT_SECONDS, Owner
 from tundish.checkpoint.owngroup import OwnGroup
 from tundish.checkpoint.reading import KINDS, Kind, ReadOnlyRoot, path_of
 from tundish.checkpoint.retention import Retention
-from tundish.distributed import Voter, local_world_size
-from tundish.distributed.groups import membership, seconds_of
+from tundish.distributed import Voter, group_info, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError
+from tundish.timeouts import timeout_seconds
 
 __all__ = ["Arguments", "Opened", "open_root"]
 
@@ -91,9 +91,9 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
 
     Raises what `Checkpointer` says.
     """
-    member = membership(group)
+    member = group_info(group)
     index, world_size = member.ranks.index(member.rank), len(member.ranks)
-    seconds = seconds_of(timeout)
+    seconds = timeout_seconds(timeout)
     owner: Owner | None = None
     with contextlib.ExitStack() as stack:
         voter = stack.enter_context(Voter(group, timeout=seconds))
@@ -200,7 +200,7 @@ def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, told: Map
         # The first rank alone was told.
         differ = len({size for size, _ in given}) > 1
         return not voter.vote(
-            error, what=f"opening {path}", same=f"nonce {seen}", note=differ, timeout=timeout
+            error, what=f"opening {path}", same=f"nonce {seen}", flag=differ, timeout=timeout
         )
     finally:
         if is_first:

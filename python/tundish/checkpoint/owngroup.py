@@ -18,11 +18,14 @@ from typing import Any
 
 from torch import distributed
 
-from tundish.distributed import Voter
-from tundish.distributed.groups import leave_behind, named_group
-from tundish.distributed.jobstore import LentClients
-from tundish.distributed.rounds import crowd_of
-from tundish.distributed.verdict import Failure
+from tundish.distributed import (
+    RankFailure,
+    StoreClientPool,
+    Voter,
+    abandon_group_creation,
+    store_load_factor,
+    temporary_group,
+)
 from tundish.errors import PeerFailedError
 from tundish.waiting import Moment, Thread, wait_for
 
@@ -39,7 +42,7 @@ _WHAT = "connecting the ranks with one another"
 
 # To the job's store, one for each group that is being made: gloo, while it waits for a rank, holds up all others who
 # come the same way, the script's own groups among them. On another rank it may be them that it waits for.
-_ways = LentClients()
+_ways = StoreClientPool()
 
 
 class Hurry:
@@ -125,18 +128,18 @@ class OwnGroup:
         Twice where there is none: a rank that could not connect, as another one was gone, may not be taken for the one
         that failed; so the first vote is for those that are to blame, and names who does not come to it.
         """
-        parting = _PARTING_SECONDS * crowd_of(len(self._ranks))
+        parting = _PARTING_SECONDS * store_load_factor(len(self._ranks))
         left = parting if making.is_nothing else parting + making.seconds_left
-        with self._voter.heeding(lambda: self._interruption(hurry)):
-            is_nothing = self._voter.vote(making.fault, what=_WHAT, note=making.is_nothing, timeout=left)
+        with self._voter.extra_failure_source(lambda: self._interruption(hurry)):
+            is_nothing = self._voter.vote(making.fault, what=_WHAT, flag=making.is_nothing, timeout=left)
         if is_nothing:
             self._voter.vote(making.consequence, what=_WHAT, timeout=parting)
             raise PeerFailedError(f"{_WHAT}: one of them is gone", -1)
 
-    def _interruption(self, hurry: Hurry) -> Failure | None:
+    def _interruption(self, hurry: Hurry) -> RankFailure | None:
         if not hurry.is_over():
             return None
-        return Failure(rank=self._voter.rank, text="was interrupted while it waited for the others")
+        return RankFailure(rank=self._voter.rank, text="was interrupted while it waited for the others")
 
     def break_off(self, generation: int | None = None) -> None:
         """Let go of the group, or of that generation; whoever waits in it for this rank fails at once."""
@@ -187,13 +190,13 @@ class _Making:
 
     def wait(self, voter: Voter, hurry: Hurry) -> None:
         """Until it is made, or came to nothing; `voter` tells what became of the others."""
-        pause = _LOOK_SECONDS * crowd_of(len(self._ranks))
+        pause = _LOOK_SECONDS * store_load_factor(len(self._ranks))
         while not wait_for(self._over.wait, pause):
             if hurry.is_over():
                 self._come_to_nothing_with("this one was interrupted while it waited for the others")
             elif not self.seconds_left:
                 self._come_to_nothing_with(f"not all of them came within {self._timeout:.4g} s")
-            elif not voter.is_next_lost(pause):
+            elif not voter.next_vote_fails(pause):
                 continue
             # With what it came to nothing otherwise, another one says.
             self.give_up()
@@ -210,13 +213,13 @@ class _Making:
             if self._over.has_come():
                 self._resources.close()
             else:
-                leave_behind(self._thread)
+                abandon_group_creation(self._thread)
 
     def _make(self) -> None:
         group: Any = None
         try:
             base = self._find_way()
-            made = named_group(self._name, self._timeout, self._ranks, store=self._way)
+            made = temporary_group(self._name, self._timeout, self._ranks, store=self._way)
             group = self._resources.enter_context(made)
             # Else it stays with this one: something may wait on it.
             _ways.give_back(base, self._way)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from tundish import _native
-from tundish.distributed.groups import Meeting
+from tundish.distributed import VoteId
 from tundish.errors import InvalidInputError, TimedOutError
 from tundish.waiting import SteadyFuture
 
@@ -121,7 +121,7 @@ class Plan(Protocol):
         is refused, `release` ends.
         """
 
-    def react_to(self, news: News, meeting: Meeting) -> None:
+    def react_to(self, news: News, meeting: VoteId) -> None:
         """After the vote, on all ranks alike: the greatest news of any. `compare` or `release` follows, on each.
 
         `meeting`: of the vote that it was told in.

@@ -159,15 +159,15 @@ class _Ballot:
         self.news = self.greatest = News.NONE
         self.error: BaseException | None = None
         self.is_taken = False
-        self.number = opened.voter.meeting.number
+        self.number = opened.voter.last_vote.number
 
     def hold(self) -> None:
         """Collective: vote. Raises, on all ranks, where the save is not taken."""
         for news in (News.OTHER_FORM, News.NO_GROUP):
-            before = self._voter.meeting.number
+            before = self._voter.last_vote.number
             try:
                 is_told = self._voter.vote(
-                    self.error, what=self._what, same=self.same, note=self.news >= news, timeout=self._timeout
+                    self.error, what=self._what, same=self.same, flag=self.news >= news, timeout=self._timeout
                 )
             except BaseException as caught:  # noqa: BLE001 (raised where the others did not take the save)
                 is_told, self.error = self._told_in_spite_of(caught, before), caught
@@ -181,7 +181,7 @@ class _Ballot:
     def _told_in_spite_of(self, caught: BaseException, before: int) -> bool:
         """What all ranks were told in the vote in which this one was interrupted; else it raises what `caught` is."""
         told = self._voter.note_in_spite_of_interrupt()
-        if told is None or self._voter.meeting.number == before:
+        if told is None or self._voter.last_vote.number == before:
             raise caught
         return told
 
@@ -217,7 +217,7 @@ def take(opened: Opened, request: Request, *, leave: Callable[[], None]) -> Save
             raise
         ballot.error = caught
     try:
-        plan.react_to(ballot.greatest, opened.voter.meeting)
+        plan.react_to(ballot.greatest, opened.voter.last_vote)
         leave()
         if ballot.error is not None:
             # The other ranks took the save: it fails as any does whose staging fails on one rank.

@@ -1,15 +1,27 @@
-"""The common ground of all parts that run on several ranks.
+"""Ranks, nodes, process groups and votes: what every part that runs on several ranks builds on.
 
-Which rank of its node a process is, and which ranks share a node; groups whose collectives may take long; votes, so
-that no rank hangs because another failed; and work that one rank of every node does for the others. Importing this does
-not import torch.
+A vote is a collective step in which each rank brings its status. All ranks then go on, or all raise an error that names
+the rank that failed. Importing this package does not import torch.
 """
 
 from __future__ import annotations
 
-from tundish.distributed.groups import long_timeout_group
+from tundish.distributed.groups import (
+    GroupInfo,
+    VoteId,
+    abandon_group_creation,
+    group_info,
+    long_timeout_group,
+    new_subgroup,
+    temporary_group,
+    unique_name,
+)
+from tundish.distributed.jobstore import JobStore, StoreClientPool, store_address, torch_distributed
 from tundish.distributed.nodes import node_group, nodes_of
-from tundish.distributed.ranks import is_local_rank0, local_rank, local_world_size
+from tundish.distributed.packed import compress_list, decompress_list
+from tundish.distributed.ranks import env_integer, is_local_rank0, local_rank, local_world_size
+from tundish.distributed.rounds import store_load_factor
+from tundish.distributed.verdict import RankFailure
 from tundish.distributed.voter import (
     DEFAULT_TIMEOUT,
     Voter,
@@ -18,18 +30,37 @@ from tundish.distributed.voter import (
     vote,
     voter_of,
 )
+from tundish.distributed.watch import PeerWatch, node_identity
 
 __all__ = [
     "DEFAULT_TIMEOUT",
+    "GroupInfo",
+    "JobStore",
+    "PeerWatch",
+    "RankFailure",
+    "StoreClientPool",
+    "VoteId",
     "Voter",
+    "abandon_group_creation",
     "agreed",
     "build_once_per_node",
+    "compress_list",
+    "decompress_list",
+    "env_integer",
+    "group_info",
     "is_local_rank0",
     "local_rank",
     "local_world_size",
     "long_timeout_group",
+    "new_subgroup",
     "node_group",
+    "node_identity",
     "nodes_of",
+    "store_address",
+    "store_load_factor",
+    "temporary_group",
+    "torch_distributed",
+    "unique_name",
     "vote",
     "voter_of",
 ]

@@ -21,9 +21,9 @@ import weakref
 from collections.abc import Callable, Mapping
 
 from tundish.distributed.ballots import Ballots
-from tundish.distributed.groups import Meeting, Membership, unused_name
-from tundish.distributed.rounds import LINGER_SECONDS, Protocol, crowd_of
-from tundish.distributed.verdict import Failure, Outcome
+from tundish.distributed.groups import GroupInfo, VoteId, unique_name
+from tundish.distributed.rounds import LINGER_SECONDS, Protocol, store_load_factor
+from tundish.distributed.verdict import Outcome, RankFailure
 from tundish.distributed.vote_round import Round
 from tundish.errors import InvalidInputError, PeerFailedError, StoreLostError, TundishError, VoteTimeoutError
 from tundish.waiting import Moment, Thread, wait_for
@@ -65,16 +65,16 @@ class Channel:
     """
 
     def __init__(
-        self, member: Membership, node: str, gone_before: Callable[[], Mapping[int, Failure]] = dict
+        self, member: GroupInfo, node: str, gone_before: Callable[[], Mapping[int, RankFailure]] = dict
     ) -> None:
         self.member = member
         # What the last round came to on this rank, also where something ended its caller's wait; None where it failed.
         self.last_outcome: Outcome | None = None
         # What tells, in rounds to come, which other member will not be in them, and why; None where nothing does.
-        self.missed: Callable[[], Failure | None] | None = None
+        self.missed: Callable[[], RankFailure | None] | None = None
         # Seconds after which a round that waits says for whom; None where it does not.
         self.warn_after: float | None = None
-        self._name = unused_name(member.name, member.ranks)
+        self._name = unique_name(member.name, member.ranks)
         self._process = os.getpid()
         self._number = 0
         self._closed = False
@@ -95,14 +95,14 @@ class Channel:
         """The ranks of this rank's node in the group's order; known after the first complete round."""
         return self._protocol.mates
 
-    def gone(self) -> dict[int, Failure]:
+    def gone(self) -> dict[int, RankFailure]:
         """The members of this rank's node that were found gone, also between rounds. On any thread."""
         return self._protocol.gone()
 
     @property
-    def meeting(self) -> Meeting:
+    def last_vote(self) -> VoteId:
         """Of the last round."""
-        return Meeting(f"{self._name}-{self._number}", self._number)
+        return VoteId(f"{self._name}-{self._number}", self._number)
 
     def skip_to(self, number: int) -> None:
         """Let the next round be this one, where it is yet to come."""
@@ -139,7 +139,7 @@ class Channel:
             current = Round(
                 number=self._number,
                 what=what,
-                own=None if own is None else Failure.of(self.member.rank, own),
+                own=None if own is None else RankFailure.of(self.member.rank, own),
                 same=same,
                 brought=brought,
                 told=told,
@@ -163,7 +163,7 @@ class Channel:
                 left = None if current.deadline is None else max(0.0, current.deadline - time.monotonic())
                 answered = wait_for(current.done.wait, left)
                 # All ranks come to it at their deadline, one after the other.
-                part = _ANSWER_SECONDS * crowd_of(len(self.member.ranks)) / _ANSWER_PARTS
+                part = _ANSWER_SECONDS * store_load_factor(len(self.member.ranks)) / _ANSWER_PARTS
                 for _ in range(_ANSWER_PARTS):
                     answered = answered or current.done.wait(part)
                 if not answered and current.verdict is not None:
@@ -173,7 +173,7 @@ class Channel:
                 if current.went_well_beside_store:
                     self.last_outcome = Outcome(None)
                     raise
-                current.interruption = Failure.of(self.member.rank, interruption)
+                current.interruption = RankFailure.of(self.member.rank, interruption)
                 if self._last is not current:
                     # The others are to hear of it.
                     self._hand_over(current)
@@ -201,7 +201,7 @@ class Channel:
         self.last_outcome = None if problem is not None else outcome
         return outcome
 
-    def is_next_lost(self, seconds: float) -> bool:
+    def next_vote_fails(self, seconds: float) -> bool:
         """Whether it is known already, as far as the store tells within `seconds`, that the next round fails."""
         if self._closed:
             return True

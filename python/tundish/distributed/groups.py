@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import math
 import os
 import sys
 import threading
@@ -21,21 +20,21 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from tundish.distributed.jobstore import Leaving, distributed_module, start_of_job
-from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError, listed
+from tundish.distributed.jobstore import Leaving, start_of_job, torch_distributed
+from tundish.errors import InvalidInputError, PeerFailedError, listed
+from tundish.timeouts import timeout_seconds
 from tundish.waiting import Moment, Thread, wait_for
 
 __all__ = [
-    "Meeting",
-    "Membership",
+    "GroupInfo",
     "Unbinding",
-    "leave_behind",
+    "VoteId",
+    "abandon_group_creation",
+    "group_info",
     "long_timeout_group",
-    "make_group",
-    "membership",
-    "named_group",
-    "seconds_of",
-    "unused_name",
+    "new_subgroup",
+    "temporary_group",
+    "unique_name",
 ]
 
 # How long the end of a group waits for the store.
@@ -46,7 +45,7 @@ _counters_lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Membership:
+class GroupInfo:
     """A group as one of its members sees it.
 
     `ranks`: the global ranks of all members, in the group's order; `rank`: this process's global rank;
@@ -59,7 +58,7 @@ class Membership:
     store: Any
 
 
-class Meeting(NamedTuple):
+class VoteId(NamedTuple):
     """Of a vote: a `name` for what the ranks that came to it make together, and a `number`.
 
     They are the same on all of these ranks; no other vote has the name, nor, of the same voter, the number.
@@ -69,8 +68,8 @@ class Meeting(NamedTuple):
     number: int
 
 
-def membership(group: Any) -> Membership:
-    """The membership of this process in `group` (None: all ranks of the job).
+def group_info(group: Any) -> GroupInfo:
+    """This process's view in `group` (None: all ranks of the job).
 
     Without an initialised process group this is a world of one.
 
@@ -79,7 +78,7 @@ def membership(group: Any) -> Membership:
     """
     # Where nothing imported torch.distributed yet, nothing initialised it: not worth the seconds.
     loaded = "torch.distributed" in sys.modules
-    distributed = distributed_module() if loaded or group is not None else None
+    distributed = torch_distributed() if loaded or group is not None else None
     if distributed is None or not distributed.is_initialized():
         size = os.environ.get("WORLD_SIZE", "1")
         if size != "1":
@@ -89,7 +88,7 @@ def membership(group: Any) -> Membership:
             )
         if group is not None:
             raise InvalidInputError("a group was given but torch.distributed is not initialised (any more)")
-        return Membership(ranks=(0,), rank=0, name="alone", store=None)
+        return GroupInfo(ranks=(0,), rank=0, name="alone", store=None)
     c10d = distributed.distributed_c10d
     rank = distributed.get_rank()
     if group is None:
@@ -104,28 +103,15 @@ def membership(group: Any) -> Membership:
             f"rank {rank} is not a member of the given group ({group!r}), or the group was destroyed: only "
             "members may make this call"
         )
-    return Membership(ranks=ranks, rank=rank, name=str(group.group_name), store=c10d._get_default_store())
+    return GroupInfo(ranks=ranks, rank=rank, name=str(group.group_name), store=c10d._get_default_store())
 
 
-def unused_name(kind: str, ranks: tuple[int, ...]) -> str:
+def unique_name(kind: str, ranks: tuple[int, ...]) -> str:
     """A name never used before for `kind` among `ranks`: equal on all of them when all ask equally often."""
     with _counters_lock:
         number = next(_counters.setdefault((kind, ranks), itertools.count()))
     digest = hashlib.sha256(repr((kind, ranks, start_of_job())).encode()).hexdigest()[:24]
     return f"tundish-{digest}-{number}"
-
-
-def seconds_of(timeout: timedelta | float) -> float:
-    """`timeout` in seconds; raises `InvalidInputError` unless it is positive and finite."""
-    try:
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidTypeError(
-            f"timeout must be a number of seconds or a timedelta, not of type {type(timeout).__name__}"
-        ) from None
-    if not (0 < seconds < math.inf):
-        raise InvalidInputError(f"timeout is {timeout!r}: give a positive number of seconds or a timedelta")
-    return seconds
 
 
 @contextlib.contextmanager
@@ -151,8 +137,8 @@ def long_timeout_group(
     Raises `InvalidInputError` for a timeout that is not positive, for ranks that are repeated, out of range
     or leave out this one, and where torch.distributed is not initialised.
     """
-    limit = timedelta(seconds=seconds_of(timeout))
-    distributed = distributed_module()
+    limit = timedelta(seconds=timeout_seconds(timeout))
+    distributed = torch_distributed()
     if distributed is None or not distributed.is_initialized():
         raise InvalidInputError(
             "a group needs torch.distributed: call torch.distributed.init_process_group first"
@@ -165,12 +151,12 @@ def long_timeout_group(
         raise InvalidInputError(
             f"rank {rank} is not among the ranks [{listed(members)}]: only members make this call"
         )
-    with named_group(unused_name("group", members), limit, members, backend=backend) as group:
+    with temporary_group(unique_name("group", members), limit, members, backend=backend) as group:
         yield group
 
 
 @contextlib.contextmanager
-def named_group(
+def temporary_group(
     name: str,
     timeout: timedelta | float,
     members: tuple[int, ...],
@@ -182,14 +168,14 @@ def named_group(
 
     `store`: another way to the job's store than that of the default group, which somebody may hold up.
     """
-    distributed = distributed_module()
-    limit = timedelta(seconds=seconds_of(timeout))
+    distributed = torch_distributed()
+    limit = timedelta(seconds=timeout_seconds(timeout))
     base = distributed.distributed_c10d._get_default_store()
     # Where its members are to be found, as torch and gloo name it: by the group, the device, and the only context.
     addresses = [f"cpu//0/{member}" for member in range(len(members))] if backend == "gloo" else []
     leaving = Leaving(base, f"{name}/", len(members), addresses)
     try:
-        group = make_group(distributed, members, name, limit, backend, store)
+        group = new_subgroup(distributed, members, name, limit, backend, store)
         try:
             yield group
         finally:
@@ -217,7 +203,7 @@ def _leave(leaving: Leaving) -> None:
         wait_for(over.wait, _LEAVING_SECONDS)
 
 
-def make_group(
+def new_subgroup(
     distributed: Any,
     members: tuple[int, ...],
     name: str,
@@ -304,6 +290,6 @@ class Unbinding:
 _unbinding = Unbinding()
 
 
-def leave_behind(thread: threading.Thread) -> None:
+def abandon_group_creation(thread: threading.Thread) -> None:
     """Nobody waits any more for the group that `thread` makes: the default group is to be as it was."""
     _unbinding.leave(thread)

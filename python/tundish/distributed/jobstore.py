@@ -20,13 +20,13 @@ from typing import Any
 __all__ = [
     "JobStore",
     "Leaving",
-    "LentClients",
     "SharedClients",
-    "distributed_module",
+    "StoreClientPool",
     "second_client",
     "start_of_job",
     "store_address",
     "store_host_rank",
+    "torch_distributed",
 ]
 
 # What compare_set hands back for a key that does not exist; no value that is stored here equals it.
@@ -82,7 +82,7 @@ class SharedClients:
         self._lock = threading.Lock()
 
 
-class LentClients:
+class StoreClientPool:
     """Second clients of stores, each lent to one at a time, as what that one waits for holds up everything else on it.
 
     One that was given back is lent again, as long as somebody still has it.
@@ -121,7 +121,7 @@ class LentClients:
 _connections = SharedClients()
 
 
-def distributed_module() -> Any:
+def torch_distributed() -> Any:
     """`torch.distributed`, imported on first use; None where this torch was built without it."""
     import torch.distributed
 
@@ -141,7 +141,7 @@ def start_of_job() -> str:
 
 def _tcp_store(store: Any) -> Any:
     """The TCPStore under all layers of prefixes; None where another kind of store lies there."""
-    distributed = distributed_module()
+    distributed = torch_distributed()
     while isinstance(store, distributed.PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, distributed.TCPStore) else None
@@ -171,7 +171,7 @@ def second_client(base: Any) -> Any:
     server = _tcp_store(base)
     if server is None:
         return base
-    return distributed_module().TCPStore(
+    return torch_distributed().TCPStore(
         server.host, server.port, None, False, server.timeout, wait_for_workers=False
     )
 
@@ -190,7 +190,7 @@ class Leaving:
         if hasattr(base, "clone"):
             # Kept here, as the other holds it in C++ alone.
             self._shared = _connections.of(base)
-            self._store = distributed_module().PrefixStore(prefix, self._shared)
+            self._store = torch_distributed().PrefixStore(prefix, self._shared)
 
     def leave(self) -> None:
         """Once on each rank, when it reads none of them any more. Raises what the store fails with."""
@@ -216,7 +216,7 @@ class JobStore:
         """Open the connection, or another one where this one broke since, in whoever's hands."""
         if self._connection is not None and not self._is_broken():
             return
-        distributed = distributed_module()
+        distributed = torch_distributed()
         namespace = f"{self._namespace}/start-{start_of_job()}"
         if _tcp_store(self._base) is None:
             self._connection = distributed.PrefixStore(namespace, self._base)

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from tundish.distributed.groups import make_group, membership, seconds_of
-from tundish.distributed.jobstore import distributed_module
-from tundish.distributed.packed import packed, unpacked
-from tundish.distributed.ranks import number_of_variable
+from tundish.distributed.groups import group_info, new_subgroup
+from tundish.distributed.jobstore import torch_distributed
+from tundish.distributed.packed import compress_list, decompress_list
+from tundish.distributed.ranks import env_integer
 from tundish.distributed.voter import DEFAULT_TIMEOUT, Voter
 from tundish.distributed.watch import node_identity
+from tundish.timeouts import timeout_seconds
 
 __all__ = ["Standing", "node_group", "nodes_of", "split_into_nodes"]
 
@@ -48,14 +49,14 @@ class Standing:
     def of_this_process(cls, rank: int) -> Standing:
         """The standing of this process, which is `rank` in its job; raises `InvalidInputError` for a bad variable."""
         alone = cls(rank=rank, identity=node_identity())
-        if number_of_variable("RANK", 0) not in (None, rank):
+        if env_integer("RANK", 0) not in (None, rank):
             # Of another job, in which somebody started this one.
             return alone
         return dataclasses.replace(
             alone,
-            group_rank=number_of_variable("GROUP_RANK", 0),
-            local_rank=number_of_variable("LOCAL_RANK", 0),
-            local_world_size=number_of_variable("LOCAL_WORLD_SIZE", 1),
+            group_rank=env_integer("GROUP_RANK", 0),
+            local_rank=env_integer("LOCAL_RANK", 0),
+            local_world_size=env_integer("LOCAL_WORLD_SIZE", 1),
         )
 
 
@@ -112,11 +113,11 @@ def nodes_of(voter: Voter, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> l
     told = None
     if gathered:
         standings = [Standing(**json.loads(standing)) for standing in gathered]
-        is_whole_job = len(voter.ranks) == len(membership(None).ranks)
-        told = packed(split_into_nodes(standings, is_whole_job=is_whole_job))
+        is_whole_job = len(voter.ranks) == len(group_info(None).ranks)
+        told = compress_list(split_into_nodes(standings, is_whole_job=is_whole_job))
     return [
         tuple(ranks)
-        for ranks in unpacked(voter.pass_on(told, source=voter.ranks[0], what=what, timeout=timeout))
+        for ranks in decompress_list(voter.broadcast(told, source=voter.ranks[0], what=what, timeout=timeout))
     ]
 
 
@@ -149,19 +150,19 @@ def node_group(group: Any = None, *, timeout: timedelta | float = DEFAULT_TIMEOU
     >>> node_group() is None
     True
     """
-    limit = timedelta(seconds=seconds_of(timeout))
-    if membership(group).store is None:
+    limit = timedelta(seconds=timeout_seconds(timeout))
+    if group_info(group).store is None:
         return None
-    distributed = distributed_module()
+    distributed = torch_distributed()
     key = distributed.group.WORLD if group is None else group
     with Voter(group, timeout=timeout) as voter:
         nodes = nodes_of(voter, timeout=timeout)
         known = _node_groups.get(key)
         is_gone = known is None or known not in distributed.distributed_c10d._world.pg_map
-        if not voter.vote(what="looking for the groups of the nodes", note=is_gone, timeout=timeout):
+        if not voter.vote(what="looking for the groups of the nodes", flag=is_gone, timeout=timeout):
             return known
         (node,) = (node for node in nodes if voter.rank in node)
         with voter.agreed("making the groups of the nodes", timeout=timeout):
-            made = make_group(distributed, node, f"{voter.meeting.name}-{node[0]}", limit, "gloo")
+            made = new_subgroup(distributed, node, f"{voter.last_vote.name}-{node[0]}", limit, "gloo")
         _node_groups[key] = made
         return made

@@ -8,15 +8,15 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["packed", "unpacked"]
+__all__ = ["compress_list", "decompress_list"]
 
 
-def packed(values: Sequence[Any]) -> str:
+def compress_list(values: Sequence[Any]) -> str:
     """A list of what JSON has, as a text."""
     return base64.b64encode(zlib.compress(json.dumps(values).encode())).decode("ascii")
 
 
-def unpacked(text: str) -> list[Any]:
-    """What was `packed`."""
+def decompress_list(text: str) -> list[Any]:
+    """What was `compress_list`."""
     values: list[Any] = json.loads(zlib.decompress(base64.b64decode(text)))
     return values

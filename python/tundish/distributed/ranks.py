@@ -10,7 +10,7 @@ import sys
 
 from tundish.errors import InvalidInputError
 
-__all__ = ["is_local_rank0", "local_rank", "local_world_size", "number_of_variable"]
+__all__ = ["env_integer", "is_local_rank0", "local_rank", "local_world_size"]
 
 
 def is_local_rank0() -> bool:
@@ -33,8 +33,8 @@ def local_rank() -> int:
     fit, and when the job has several processes but `LOCAL_RANK` is not set: every process would
     otherwise take itself for the first of its node.
     """
-    rank = number_of_variable("LOCAL_RANK", 0)
-    size = number_of_variable("LOCAL_WORLD_SIZE", 1)
+    rank = env_integer("LOCAL_RANK", 0)
+    size = env_integer("LOCAL_WORLD_SIZE", 1)
     if rank is None:
         _refuse_unknown("LOCAL_RANK", size)
         return 0
@@ -55,14 +55,14 @@ def local_world_size() -> int:
     `LOCAL_WORLD_SIZE` is not set.
     """
     local_rank()
-    size = number_of_variable("LOCAL_WORLD_SIZE", 1)
+    size = env_integer("LOCAL_WORLD_SIZE", 1)
     if size is None:
-        _refuse_unknown("LOCAL_WORLD_SIZE", number_of_variable("LOCAL_RANK", 0))
+        _refuse_unknown("LOCAL_WORLD_SIZE", env_integer("LOCAL_RANK", 0))
         return 1
     return size
 
 
-def number_of_variable(name: str, least: int) -> int | None:
+def env_integer(name: str, least: int) -> int | None:
     """The integer in variable `name`, at least `least`; None where it is not set."""
     text = os.environ.get(name)
     if text is None:
@@ -77,7 +77,7 @@ def number_of_variable(name: str, least: int) -> int | None:
 
 def _refuse_unknown(name: str, sibling: int | None) -> None:
     """Refuse to guess `name` where other signs say that this job has several processes."""
-    processes = number_of_variable("WORLD_SIZE", 1) or 1
+    processes = env_integer("WORLD_SIZE", 1) or 1
     if processes == 1 and "torch.distributed" in sys.modules:
         distributed = sys.modules["torch.distributed"]
         if distributed.is_available() and distributed.is_initialized():

@@ -26,15 +26,15 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tundish.distributed.groups import Membership
+from tundish.distributed.groups import GroupInfo
 from tundish.distributed.jobstore import JobStore, store_host_rank
 from tundish.distributed.tally import Tally
-from tundish.distributed.verdict import Failure, Verdict
+from tundish.distributed.verdict import RankFailure, Verdict
 from tundish.distributed.vote_round import NOTE, Round
 from tundish.distributed.watch import PeerWatch
 from tundish.errors import ranks_named
 
-__all__ = ["LINGER_SECONDS", "Protocol", "crowd_of"]
+__all__ = ["LINGER_SECONDS", "Protocol", "store_load_factor"]
 
 _KEPT_ROUNDS = 16
 # How long a failed rank waits for the others to bring their statuses too, so that all failures are named.
@@ -70,7 +70,7 @@ _MOST_NAMED = 64
 _logger = logging.getLogger("tundish.distributed")
 
 
-def crowd_of(ranks: int) -> float:
+def store_load_factor(ranks: int) -> float:
     """How many times longer so many ranks wait for the store than a few do, which it serves one after the other."""
     return max(1.0, ranks / _SMALL_CROWD)
 
@@ -89,10 +89,10 @@ class Protocol:
 
     def __init__(
         self,
-        member: Membership,
+        member: GroupInfo,
         node: str,
         name: str,
-        gone_before: Callable[[], Mapping[int, Failure]],
+        gone_before: Callable[[], Mapping[int, RankFailure]],
         offer: Callable[[], Sequence[int] | None],
     ) -> None:
         self.member = member
@@ -160,9 +160,9 @@ class Protocol:
         tally = Tally.of(int(self._store.read(f"{number}/arrived") or "0"))
         return bool(tally.failed or tally.noted)
 
-    def gone(self) -> dict[int, Failure]:
+    def gone(self) -> dict[int, RankFailure]:
         """The members of this node that were found gone. On any thread."""
-        return {rank: Failure(rank=rank, text=self._obituary(rank)) for rank in self._watch.vanished()}
+        return {rank: RankFailure(rank=rank, text=self._obituary(rank)) for rank in self._watch.vanished()}
 
     def close(self) -> None:
         """Let go of sockets, the connection and the store."""
@@ -177,7 +177,7 @@ class Protocol:
         standing = self._store.write_once(f"{current.number}/same", same)
         if standing != same:
             text = f"brought {same!r} where another rank brought {standing!r}"
-            current.own = Failure(rank=self.member.rank, text=text)
+            current.own = RankFailure(rank=self.member.rank, text=text)
 
     def _gather(self, current: Round, verdict: Verdict) -> None:
         """Take what all ranks brought, on the first member; where the round failed, each takes its own back."""
@@ -232,7 +232,7 @@ class Protocol:
 
     def _await(self, current: Round) -> Verdict:
         """Wait for the verdict, or reach it where this rank is the one to see that the round is over."""
-        crowd = crowd_of(len(self.member.ranks))
+        crowd = store_load_factor(len(self.member.ranks))
         between = (_LOOK_AROUND if self.mates else _LOOK_WHO_CAME) * crowd
         pause, next_look = _FIRST_PAUSE * crowd, current.started + between
         while True:
@@ -264,7 +264,7 @@ class Protocol:
         if current.missed is not None:
             current.absent = current.missed()
 
-    def _is_over(self, current: Round, dead: Mapping[int, Failure]) -> bool:
+    def _is_over(self, current: Round, dead: Mapping[int, RankFailure]) -> bool:
         """Whether there is nobody more to wait for, or no more time."""
         now = time.monotonic()
         if current.are_all_there or dead or current.absent or current.interruption or current.abandoned:
@@ -277,7 +277,7 @@ class Protocol:
     def _next_pause(self, current: Round, before: float) -> float:
         now = time.monotonic()
         longest = _SHORT_PAUSE if now < current.started + 2.0 else _LONG_PAUSE
-        pause = min(before * _GROWTH, longest * crowd_of(len(self.member.ranks)))
+        pause = min(before * _GROWTH, longest * store_load_factor(len(self.member.ranks)))
         return pause if current.turn is None else min(pause, max(_FIRST_PAUSE, current.turn - now))
 
     def _tell_who_is_missing(self, current: Round, seconds: float) -> None:
@@ -302,7 +302,7 @@ class Protocol:
     def _is_in_turn(self, current: Round) -> bool:
         """Whether it is this rank's turn to conclude a round that is over."""
         if current.turn is None:
-            now, crowd = time.monotonic(), crowd_of(len(self.member.ranks))
+            now, crowd = time.monotonic(), store_load_factor(len(self.member.ranks))
             before = self._store.add(f"{current.number}/turns", 1) - 1
             # Whoever comes before asks about as much as it reads, of a store that may have much to do.
             asking = _MOST_READ * (time.monotonic() - now)
@@ -314,7 +314,9 @@ class Protocol:
         """What is counted of a round, with what is added."""
         return Tally.of(self._store.add(f"{number}/arrived", added.number))
 
-    def _conclude(self, current: Round, dead: Mapping[int, Failure], tally: Tally | None = None) -> Verdict:
+    def _conclude(
+        self, current: Round, dead: Mapping[int, RankFailure], tally: Tally | None = None
+    ) -> Verdict:
         """Write what this rank knows as the verdict; returns the one that was written first.
 
         `tally`: of the round, where all ranks are in it.
@@ -350,7 +352,9 @@ class Protocol:
         current.concluder = standing == written
         return Verdict.from_json(standing)
 
-    def _statuses(self, current: Round, tally: Tally, missing: set[int]) -> tuple[dict[int, Failure], bool]:
+    def _statuses(
+        self, current: Round, tally: Tally, missing: set[int]
+    ) -> tuple[dict[int, RankFailure], bool]:
         """What the ranks that are not `missing` brought: the failures of the lowest, and whether any noted something.
 
         No more failures than anybody is told of: where all fail, that is all that they bring.
@@ -361,7 +365,7 @@ class Protocol:
         are_counted = tally.arrived >= len(there)
         if are_counted and not tally.failed:
             return {}, is_noted
-        told: dict[int, Failure] = {}
+        told: dict[int, RankFailure] = {}
         if current.posted and current.own is not None:
             told[self.member.rank] = current.own
         for rank in there:
@@ -371,7 +375,7 @@ class Protocol:
             if status == NOTE:
                 is_noted = True
             elif status:
-                told[rank] = Failure.from_json(status)
+                told[rank] = RankFailure.from_json(status)
         return told, is_noted
 
     def _obituary(self, rank: int) -> str:

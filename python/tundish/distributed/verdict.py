@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tundish.errors import PeerFailedError, TundishError, VoteTimeoutError, ranks_named
 
-__all__ = ["Failure", "GoneError", "Outcome", "Verdict"]
+__all__ = ["GoneError", "Outcome", "RankFailure", "Verdict"]
 
 _TEXT_CHARACTERS = 2000
 _DETAILED = 8
@@ -21,14 +21,14 @@ _NAMED = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class RankFailure:
     """A rank that cannot go on: `text` is its error, or says how it was lost."""
 
     rank: int
     text: str
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> Failure:
+    def of(cls, rank: int, error: BaseException) -> RankFailure:
         """The failure of `rank` with `error`, its text cut to a bounded length; of a `GoneError` the other one's."""
         if isinstance(error, GoneError):
             return error.failure
@@ -46,7 +46,7 @@ class Failure:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Failure:
+    def from_json(cls, text: str) -> RankFailure:
         """From the JSON form."""
         return cls(**json.loads(text))
 
@@ -54,11 +54,11 @@ class Failure:
 class GoneError(PeerFailedError):
     """What a rank that works for others ends with when it sees that another one is gone.
 
-    Brought to a vote it stands for the `failure`, the other one's: `Failure.of` makes that of it, the verdict names
+    Brought to a vote it stands for the `failure`, the other one's: `RankFailure.of` makes that of it, the verdict names
     that rank, and this one raises what all do.
     """
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: RankFailure) -> None:
         super().__init__(f"rank {failure.rank} {failure.text}", failure.rank)
         self.failure = failure
 
@@ -75,7 +75,7 @@ class Verdict:
     """
 
     complete: bool
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[RankFailure, ...] = ()
     also_failed: tuple[int, ...] = ()
     failed_count: int = 0
     silent: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ class Verdict:
         cls,
         *,
         complete: bool,
-        failures: Sequence[Failure],
+        failures: Sequence[RankFailure],
         failed_count: int,
         silent: Sequence[int],
         present_count: int,
@@ -118,7 +118,7 @@ class Verdict:
     def from_json(cls, text: str) -> Verdict:
         """From the JSON form."""
         fields = json.loads(text)
-        fields["failures"] = tuple(Failure(**failure) for failure in fields["failures"])
+        fields["failures"] = tuple(RankFailure(**failure) for failure in fields["failures"])
         fields["also_failed"] = tuple(fields["also_failed"])
         fields["silent"] = tuple(fields["silent"])
         return cls(**fields)

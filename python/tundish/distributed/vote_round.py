@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tundish.distributed.tally import Tally
-from tundish.distributed.verdict import Failure, Verdict
+from tundish.distributed.verdict import RankFailure, Verdict
 from tundish.waiting import Moment
 
 __all__ = ["NOTE", "Round"]
@@ -35,13 +35,13 @@ class Round:
 
     number: int
     what: str
-    own: Failure | None
+    own: RankFailure | None
     same: str | None
     brought: str | None
     told: str | None
     source: int | None
     note: bool
-    missed: Callable[[], Failure | None] | None
+    missed: Callable[[], RankFailure | None] | None
     started: float
     deadline: float | None
     warn_after: float | None = None
@@ -52,13 +52,13 @@ class Round:
     lock: threading.Lock = field(default_factory=threading.Lock)
     posted: bool = False
     are_all_there: bool = False
-    absent: Failure | None = None
+    absent: RankFailure | None = None
     turn: float | None = None
     verdict: Verdict | None = None
     concluder: bool = False
     trouble: Exception | None = None
     abandoned: bool = False
-    interruption: Failure | None = None
+    interruption: RankFailure | None = None
 
     @property
     def status(self) -> str:

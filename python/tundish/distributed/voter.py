@@ -18,11 +18,12 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tundish.distributed.channel import Channel
-from tundish.distributed.groups import Meeting, Membership, membership, seconds_of
-from tundish.distributed.jobstore import distributed_module
-from tundish.distributed.verdict import Failure, GoneError, Outcome
+from tundish.distributed.groups import GroupInfo, VoteId, group_info
+from tundish.distributed.jobstore import torch_distributed
+from tundish.distributed.verdict import GoneError, Outcome, RankFailure
 from tundish.distributed.watch import node_identity
 from tundish.errors import InvalidInputError, InvalidTypeError, TundishError, listed
+from tundish.timeouts import timeout_seconds
 from tundish.waiting import was_let_go
 
 __all__ = ["DEFAULT_TIMEOUT", "Voter", "agreed", "build_once_per_node", "vote", "voter_of"]
@@ -73,7 +74,7 @@ class Voter:
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         warn_after: float | None = WARN_AFTER,
     ) -> None:
-        self._join(membership(group), node_identity(), group, warn_after)
+        self._join(group_info(group), node_identity(), group, warn_after)
         self._meet(timeout)
 
     @classmethod
@@ -82,7 +83,7 @@ class Voter:
 
         Raises `InvalidInputError` where this process is none of them, and what the constructor raises.
         """
-        world = membership(None)
+        world = group_info(None)
         members = tuple(ranks)
         if world.rank not in members:
             raise InvalidInputError(
@@ -100,7 +101,7 @@ class Voter:
         Tests give different names to ranks of one machine and so have several nodes.
         """
         voter = cls.__new__(cls)
-        voter._join(membership(group), node, group)
+        voter._join(group_info(group), node, group)
         return voter
 
     def _meet(self, timeout: timedelta | float) -> None:
@@ -111,7 +112,7 @@ class Voter:
             raise
 
     def _join(
-        self, member: Membership, node: str, group: Any = None, warn_after: float | None = WARN_AFTER
+        self, member: GroupInfo, node: str, group: Any = None, warn_after: float | None = WARN_AFTER
     ) -> None:
         self.rank, self.ranks = member.rank, member.ranks
         self._channel = Channel(member, node, _gone_before(group)) if len(member.ranks) > 1 else None
@@ -124,7 +125,7 @@ class Voter:
         *,
         what: str,
         same: str | None = None,
-        note: bool = False,
+        flag: bool = False,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
     ) -> bool:
         """Collective: bring this rank's status; returns when every rank brought a good one.
@@ -134,10 +135,10 @@ class Voter:
             what: the step voted on, for messages: "building the plan".
             same: what has to be equal on all ranks, a text that is not empty: a rank that brings another one fails.
                 Either all ranks give it or none.
-            note: something that all ranks are to know of, wherever it is.
+            flag: something that all ranks are to know of, wherever it is.
             timeout: how long this rank waits for the others; None for as long as it takes.
 
-        Returns whether any rank gave a `note`, the same on all ranks.
+        Returns whether any rank gave a `flag`, the same on all ranks.
 
         Raises:
             The `error` given, on the rank that gave it.
@@ -151,10 +152,10 @@ class Voter:
 
         Once a rank failed, the others are given half a second more to name their own failures.
         """
-        return self._hold(error, what, timeout, same=same, note=note).is_noted
+        return self._hold(error, what, timeout, same=same, note=flag).is_noted
 
     @contextlib.contextmanager
-    def heeding(self, missed: Callable[[], Failure | None]) -> Iterator[None]:
+    def extra_failure_source(self, missed: Callable[[], RankFailure | None]) -> Iterator[None]:
         """A block in whose votes this rank, while it waits, asks now and then which other one will not come, and why.
 
         `missed`: what tells it, on another thread; None as long as all may. A vote then fails as if that rank had.
@@ -176,38 +177,38 @@ class Voter:
         outcome = None if self._channel is None else self._channel.last_outcome
         return None if outcome is None else outcome.is_noted
 
-    def is_next_lost(self, seconds: float) -> bool:
+    def next_vote_fails(self, seconds: float) -> bool:
         """Whether it is known before this rank votes that the next vote will not go well.
 
         Another rank is gone, or came to it and failed, or notes something. For who waits for the others in a way in
         which it does not hear of that. `seconds`: how long the job's store may take to answer; what it does not answer
         is not known.
         """
-        return self._channel is not None and self._channel.is_next_lost(seconds)
+        return self._channel is not None and self._channel.next_vote_fails(seconds)
 
-    def gone(self) -> Mapping[int, Failure]:
+    def lost_peers(self) -> Mapping[int, RankFailure]:
         """The other members of this node that are gone, or closed theirs, and how. On any thread."""
         return {} if self._channel is None else self._channel.gone()
 
-    def lost(self) -> Failure | None:
-        """That of the lowest of them, for another voter that is `heeding` this one; None where all are there."""
-        gone = self.gone()
+    def lost_peer(self) -> RankFailure | None:
+        """The failure of the lowest lost peer of this node; None while all are there."""
+        gone = self.lost_peers()
         return gone[min(gone)] if gone else None
 
-    def raise_if_lost(self) -> None:
+    def raise_if_peer_lost(self) -> None:
         """Raise `PeerFailedError` where another member of this node is known to be gone.
 
         For long work that ends in a vote, which is lost then, to ask now and then, on any thread: the kernel is asked,
         and not the store. Brought to the vote it is that member's failure, and all ranks raise the same.
         """
-        lost = self.lost()
+        lost = self.lost_peer()
         if lost is not None:
             raise GoneError(lost)
 
     @property
-    def meeting(self) -> Meeting:
+    def last_vote(self) -> VoteId:
         """Of the last vote: for what the ranks that came to it make together next."""
-        return Meeting("alone", 0) if self._channel is None else self._channel.meeting
+        return VoteId("alone", 0) if self._channel is None else self._channel.last_vote
 
     def skip_to(self, number: int) -> None:
         """Let the next vote be that of this number, counted from the one that made the voter, where it is yet to come.
@@ -236,7 +237,7 @@ class Voter:
         gathered = self._hold(error, what, timeout, brought=value).gathered
         return [value] if self._channel is None else list(gathered)
 
-    def pass_on(
+    def broadcast(
         self,
         text: str | None,
         error: BaseException | None = None,
@@ -280,7 +281,7 @@ class Voter:
         note: bool = False,
     ) -> Outcome:
         outcome = Outcome(None, is_noted=note)
-        seconds = None if timeout is None else seconds_of(timeout)
+        seconds = None if timeout is None else timeout_seconds(timeout)
         if error is None and same is not None:
             error = _no_text(same, what)
         if self._channel is not None:
@@ -325,7 +326,7 @@ class Voter:
 
         Args:
             build: slow work; may be long, and raise anything. It must not vote with this voter. It hears of the
-                others where it asks: `raise_if_lost` ends it when one of its node is gone.
+                others where it asks: `raise_if_peer_lost` ends it when one of its node is gone.
             what: what is built, for messages.
             timeout: how long the others wait for the builders; None, the default, for as long as they take.
 
@@ -393,10 +394,10 @@ def voter_of(group: Any) -> Voter:
 
     Raises `InvalidInputError` as `vote` does.
     """
-    member = membership(group)
+    member = group_info(group)
     if len(member.ranks) == 1:
         return Voter._unmet(group, node_identity())
-    key = distributed_module().group.WORLD if group is None else group
+    key = torch_distributed().group.WORLD if group is None else group
     with _voters_lock:
         voter = _voters.get(key)
         if voter is None:
@@ -406,17 +407,19 @@ def voter_of(group: Any) -> Voter:
     return voter
 
 
-def _gone_before(group: Any) -> Callable[[], Mapping[int, Failure]]:
+def _gone_before(group: Any) -> Callable[[], Mapping[int, RankFailure]]:
     """What tells which ranks of this node the lasting voters found gone, that of the whole job and that of `group`.
 
     They alone tell: any other's members may close theirs and live on, who to it are gone all the same.
     """
     own = None if group is None else weakref.ref(group)
 
-    def gone() -> Mapping[int, Failure]:
-        lasting = [distributed_module().group.WORLD, None if own is None else own()]
+    def gone() -> Mapping[int, RankFailure]:
+        lasting = [torch_distributed().group.WORLD, None if own is None else own()]
         voters = [_voters.get(one) for one in lasting if one is not None]
-        return {rank: one for voter in voters if voter is not None for rank, one in voter.gone().items()}
+        return {
+            rank: one for voter in voters if voter is not None for rank, one in voter.lost_peers().items()
+        }
 
     return gone
 

@@ -306,7 +306,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             return
         # The rank that publishes knows.
         is_missing = self.args.process_index == 0 and not export.is_dir()
-        if voter_of(None).vote(what="looking for the best export", note=is_missing):
+        if voter_of(None).vote(what="looking for the best export", flag=is_missing):
             # The Trainer looks for it next.
             self.checkpointer.save_hf(
                 self._resumed_step, self.model, tokenizer=self.processing_class, blocking=True

@@ -268,7 +268,7 @@ def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
 
 
 def _shared(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
-    from tundish.distributed.voter import Voter, voter_of
+    from tundish.distributed import Voter, voter_of
 
     # What this leaves lasts: of a rank that is gone by the next call, the others know it there.
     lasting = voter_of(place.group)
@@ -290,12 +290,12 @@ def _shared(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
 
         def tick(phase: str, done: int, total: int) -> None:
             # A builder waits for nobody, and would hear only when it is done that nobody waits for it any more.
-            voter.raise_if_lost()
+            voter.raise_if_peer_lost()
             line.update(phase, done, total)
 
         if place.is_memory:
             # Nobody comes to its votes whom something ended within this call.
-            with lasting.heeding(voter.lost):
+            with lasting.extra_failure_source(voter.lost_peer):
                 return _shared_in_memory(job, expected, place, tick)
         target = place.target(expected)
 

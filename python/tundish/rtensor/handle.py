@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from tundish._native import RTensor, dump_handles, load_handles, shard_ids
 from tundish.errors import InvalidTypeError
 from tundish.rtensor.checks import check_claim_of_handles, check_container, check_iterator
-from tundish.tree import map_only, parts_of
+from tundish.tree import find_all, map_only
 
 __all__ = [
     "CLOSED",
@@ -97,7 +97,7 @@ def handles_of(obj: Any) -> list[RTensor]:
         return [obj]
     if _is_flat(obj):
         return list(obj.values()) if type(obj) is dict else list(obj)
-    found = parts_of((RTensor, *CLOSED), obj)
+    found = find_all((RTensor, *CLOSED), obj)
     handles = [part for part in found if isinstance(part, RTensor)]
     if len(handles) < len(found):
         for part in found:

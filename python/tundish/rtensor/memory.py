@@ -17,9 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.tree import Refusal
-from tundish.tree.arrays import NUMPY_TYPES
-from tundish.tree.carrying import EXCHANGE
+from tundish.tree import DLPACK_EXCHANGE, NUMPY_DTYPES, Refusal
 
 __all__ = ["STORED_DTYPES", "dense", "extent", "is_whole", "tensors_over"]
 
@@ -101,8 +99,8 @@ def tensors_over(views: Sequence[_native.ShardView], handles: Sequence[_native.R
         with torch.inference_mode(False):
             return tensors_over(views, handles)
     made: list[Tensor | None] = [None] * len(views)
-    if EXCHANGE is not None:
-        made = _native.tensors_over(EXCHANGE, list(views))
+    if DLPACK_EXCHANGE is not None:
+        made = _native.tensors_over(DLPACK_EXCHANGE, list(views))
     return [
         _tensor_over(view, handle.dtype, handle.shape) if tensor is None else tensor
         for tensor, view, handle in zip(made, views, handles, strict=True)
@@ -112,7 +110,7 @@ def tensors_over(views: Sequence[_native.ShardView], handles: Sequence[_native.R
 def _tensor_over(view: _native.ShardView, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     if not len(view):
         return torch.empty(shape, dtype=dtype, device="cpu")
-    known = NUMPY_TYPES.get(dtype)
+    known = NUMPY_DTYPES.get(dtype)
     if known is not None:
         # What the annotations of numpy leave out: anything that has a buffer.
         memory: Any = view

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tundish._native import ShardStore, shard_ids
-from tundish.distributed import Voter, voter_of
-from tundish.distributed.packed import packed, unpacked
+from tundish.distributed import Voter, compress_list, decompress_list, voter_of
 from tundish.errors import InvalidInputError, ShardGoneError
 from tundish.rtensor.answers import last_number
 from tundish.rtensor.handle import by_owner, claimed
@@ -128,7 +127,7 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
         to_its_end(lambda: _drop(mine, [one for ids in claims.values() for one in ids]))
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
-    if voter.vote(problem, what="drop what was fetched", note=bool(mine.kept)):
+    if voter.vote(problem, what="drop what was fetched", flag=bool(mine.kept)):
         _drop_what_is_kept(voter, mine, {one for ids in claims.values() for one in ids})
     try:
         _remove(claims)
@@ -158,7 +157,7 @@ def _of_all(voter: Voter, ids: set[str], what: str) -> set[str]:
     """Collective: what all ranks bring, together."""
     brought = voter.gather(json.dumps(sorted(ids)), what=what)
     together = json.dumps(sorted(set().union(*map(json.loads, brought)))) if brought else None
-    return set(json.loads(voter.pass_on(together, source=voter.ranks[0], what=what)))
+    return set(json.loads(voter.broadcast(together, source=voter.ranks[0], what=what)))
 
 
 def _remove(claims: dict[str, list[str]]) -> None:
@@ -228,10 +227,10 @@ def _end(number: int, mine: State) -> None:
 
 def ranks_of(group: Any, role: str) -> list[Worker]:
     """Collective: where every rank of the group serves, in the group's order, on all ranks alike."""
-    from tundish.distributed.groups import membership
+    from tundish.distributed import group_info
 
     voter = voter_of(group)
-    members = membership(group)
+    members = group_info(group)
     own = ""
     error: BaseException | None = None
     try:
@@ -241,8 +240,8 @@ def ranks_of(group: Any, role: str) -> list[Worker]:
     # Two votes, however many ranks there are: with one for each, a thousand would vote a thousand times.
     what = "tell where a rank serves"
     gathered = voter.gather(own, error, what=what)
-    together = packed([json.loads(one) for one in gathered]) if gathered else None
-    heard = unpacked(voter.pass_on(together, source=voter.ranks[0], what=what))
+    together = compress_list([json.loads(one) for one in gathered]) if gathered else None
+    heard = decompress_list(voter.broadcast(together, source=voter.ranks[0], what=what))
     workers = [Worker(addr, role, rank) for rank, (addr, role) in zip(members.ranks, heard, strict=True)]
     server = state().server
     if server is not None and server.token is not None:

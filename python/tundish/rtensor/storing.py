@@ -20,7 +20,7 @@ from tundish.rtensor.backends import Removed, backend
 from tundish.rtensor.checks import check_iterator, check_names, check_seconds
 from tundish.rtensor.handle import CLOSED, inside, opened
 from tundish.rtensor.memory import STORED_DTYPES, dense, is_whole
-from tundish.tree import Refusal, map_only, parts_of
+from tundish.tree import Refusal, find_all, map_only
 
 __all__ = ["DEFAULT_TIMEOUT", "clear_node", "fetch", "remotize", "remove", "storage_stats", "store"]
 
@@ -57,7 +57,7 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
 
     def note(tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
-            if parts_of(Tensor, inside(tensor)):
+            if find_all(Tensor, inside(tensor)):
                 what = opened(tensor)
                 raise Refusal(
                     InvalidTypeError,

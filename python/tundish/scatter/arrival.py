@@ -7,6 +7,7 @@ device goes there in one transfer.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,18 +17,20 @@ from torch import Tensor
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.tree import Schema
-from tundish.tree.arrays import NUMPY_TYPES
-from tundish.tree.building import rebuild
-from tundish.tree.carrying import EXCHANGE
-from tundish.tree.layout import DTYPES, Layout
-from tundish.tree.recent import Recent
+from tundish.tree import (
+    DLPACK_DTYPES,
+    DLPACK_EXCHANGE,
+    NUMPY_DTYPES,
+    BufferLayout,
+    Schema,
+    unflatten_unchecked,
+)
 
 __all__ = ["Arrival", "bytes_of", "device_of", "on_device"]
 
 # By DLPack's code and bits, those of which torch makes tensors all at once.
 _CODES: dict[torch.dtype, tuple[int, int]] = {
-    **{dtype: code for code, dtype in DTYPES.items()},
+    **{dtype: code for code, dtype in DLPACK_DTYPES.items()},
     torch.complex64: (5, 64),
     torch.complex128: (5, 128),
 }
@@ -37,9 +40,6 @@ _usable: set[torch.device] = set()
 
 # Where the tensors of a layout lie: shape, dtype of numpy or None, offset, dtype, how many values.
 _Places = list[tuple[torch.Size, "type[np.generic] | None", int, torch.dtype, int]]
-
-# By identity of the layout, which is held on to; with what makes all of them at once, where there is such.
-_plans: Recent[int, tuple[Layout, _Places, _native.TensorPlan | None]] = Recent(256)
 
 
 class Arrival(NamedTuple):
@@ -77,7 +77,7 @@ class Arrival(NamedTuple):
                 schema.layout.recipes is None and not schema.pickled and schema.structure.quick is not None
             )
             tensors = _host_tensors(schema.layout, self.memory)
-            made = rebuild(schema, tensors) if is_light and device is None else None
+            made = unflatten_unchecked(schema, tensors) if is_light and device is None else None
         except Exception:  # noqa: BLE001 (it is raised again, where nothing is under way)
             return self
         return self._replace(tensors=tensors, made=made)
@@ -111,7 +111,7 @@ class Arrival(NamedTuple):
             stay = self.schema.host_tensors
             there = layout.tensors_in(moved)
             tensors = [(tensors if number in stay else there)[number] for number in range(len(tensors))]
-        return rebuild(self.schema, tensors)
+        return unflatten_unchecked(self.schema, tensors)
 
     def _build_there(self, buffer: Tensor, device: torch.device | None) -> Any:
         layout, stay = self.schema.layout, self.schema.host_tensors
@@ -120,7 +120,7 @@ class Arrival(NamedTuple):
         tensors = [
             (here if device is None or number in stay else there)[number] for number in range(len(here))
         ]
-        return rebuild(self.schema, tensors)
+        return unflatten_unchecked(self.schema, tensors)
 
 
 def bytes_of(memory: _native.Parcel | _native.ParcelView | _native.SegmentView) -> NDArray[np.uint8]:
@@ -168,7 +168,7 @@ def on_device(schema: Schema, tensors: list[Tensor], device: torch.device) -> An
     """The object whose carried tensors are in this process already, with them on `device`."""
     stay = schema.host_tensors
     moved = [tensor if number in stay else _moved(tensor, device) for number, tensor in enumerate(tensors)]
-    return rebuild(schema, moved)
+    return unflatten_unchecked(schema, moved)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -184,8 +184,8 @@ def _pinned(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
-def _host_tensors(layout: Layout, memory: NDArray[np.uint8] | None) -> list[Tensor]:
-    _, places, plan = _plans[id(layout)] or _plan(layout)
+def _host_tensors(layout: BufferLayout, memory: NDArray[np.uint8] | None) -> list[Tensor]:
+    places, plan = _plan(layout)
     if memory is None:
         return [torch.empty(shape, dtype=dtype, device="cpu") for shape, _, _, dtype, _ in places]
     if plan is not None:
@@ -208,14 +208,16 @@ def _tensor(
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape).data
 
 
-def _plan(layout: Layout) -> tuple[Layout, _Places, _native.TensorPlan | None]:
+@lru_cache(256)
+def _plan(layout: BufferLayout) -> tuple[_Places, _native.TensorPlan | None]:
+    """Where the tensors lie, and what makes all of them at once, where there is such."""
     places = [
-        (shape, NUMPY_TYPES.get(dtype), offset, dtype, shape.numel())
+        (shape, NUMPY_DTYPES.get(dtype), offset, dtype, shape.numel())
         for dtype, shape, offset in zip(layout.dtypes, layout.shapes, layout.offsets, strict=True)
     ]
     plan = None
-    if EXCHANGE is not None and all(dtype in _CODES and count for _, _, _, dtype, count in places):
-        plan = EXCHANGE.plan([(*_CODES[dtype], list(shape), offset) for shape, _, offset, dtype, _ in places])
-    found = layout, places, plan
-    _plans.keep(id(layout), found)
-    return found
+    if DLPACK_EXCHANGE is not None and all(dtype in _CODES and count for _, _, _, dtype, count in places):
+        plan = DLPACK_EXCHANGE.plan(
+            [(*_CODES[dtype], list(shape), offset) for shape, _, offset, dtype, _ in places]
+        )
+    return places, plan

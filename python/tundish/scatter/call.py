@@ -13,8 +13,7 @@ import threading
 import weakref
 from typing import Any
 
-from tundish.distributed.groups import membership
-from tundish.distributed.jobstore import distributed_module
+from tundish.distributed import group_info, torch_distributed
 from tundish.errors import InvalidInputError
 from tundish.scatter.arrival import Arrival, device_of, on_device
 from tundish.scatter.member import ScatterStats
@@ -22,7 +21,7 @@ from tundish.scatter.opening import open_scatterer
 from tundish.scatter.place import place_of, process_group, source_number
 from tundish.scatter.refusals import is_no_members, refuse
 from tundish.scatter.scatterer import Scatterer
-from tundish.tree.describing import describe
+from tundish.tree import flatten_with_addresses
 
 __all__ = ["scatter_batch", "stats"]
 
@@ -81,7 +80,7 @@ def scatter_batch(
         own = scatterer.give(batches, target)
         if target is None or own is None:
             return own
-        tensors, schema, _ = describe(own)
+        tensors, schema, _ = flatten_with_addresses(own)
         return on_device(schema, tensors, target)
     arrival = scatterer.take(target)
     return arrival.build(target) if isinstance(arrival, Arrival) else None
@@ -95,7 +94,7 @@ def stats(group: Any = None) -> list[ScatterStats]:
     `waiting_seconds` for the others; and `memory`, bytes of the source's shared memory: `in_use` on their way or set
     aside for a batch that is likely to come, `cached` for the next batches, `escaped`, which receivers hold.
     """
-    distributed = distributed_module()
+    distributed = torch_distributed()
     key = process_group(group)
     if key is None and distributed.is_initialized():
         key = distributed.group.WORLD
@@ -105,12 +104,12 @@ def stats(group: Any = None) -> list[ScatterStats]:
 
 
 def _scatterer_of(group: Any, src: Any, replicate: Any) -> Scatterer:
-    distributed = distributed_module()
+    distributed = torch_distributed()
     try:
         group = process_group(group)
         # Those who are not in a group have a number in its place, and no round of it.
         if not (group is None or is_no_members(group) or _is_in_use(group)):
-            membership(group)
+            group_info(group)
     except Exception as error:
         refuse(group, error)
         with _lock:
@@ -148,7 +147,7 @@ def _scatterer_of(group: Any, src: Any, replicate: Any) -> Scatterer:
 
 def _is_in_use(group: Any) -> bool:
     """Whether there is a scatter of this group already."""
-    return isinstance(group, distributed_module().ProcessGroup) and group in _scatterers
+    return isinstance(group, torch_distributed().ProcessGroup) and group in _scatterers
 
 
 def _end(scatterers: list[Scatterer], refused: str) -> None:

@@ -16,7 +16,7 @@ import struct
 import sys
 from typing import Any
 
-from tundish.distributed.jobstore import store_address
+from tundish.distributed import store_address
 
 __all__ = ["Calls", "call", "greeted"]
 

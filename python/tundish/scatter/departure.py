@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tundish import _native
-from tundish.tree.describing import describe
+from tundish.tree import flatten_with_addresses
 
 __all__ = ["Departure", "threads_beside", "threads_of"]
 
@@ -38,7 +38,7 @@ class Departure:
     __slots__ = ("_addresses", "is_plain", "schema", "size", "tensors", "threads")
 
     def __init__(self, batch: Any, rank: int, threads: int) -> None:
-        self.tensors, self.schema, self._addresses = describe(batch, f"rank {rank}'s batch")
+        self.tensors, self.schema, self._addresses = flatten_with_addresses(batch, f"rank {rank}'s batch")
         self.size = self.schema.layout.total
         self.threads = threads
         self.is_plain = bool(self._addresses) or not self.tensors

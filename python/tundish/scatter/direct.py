@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tundish.distributed.groups import make_group, unused_name
-from tundish.distributed.jobstore import distributed_module
+from tundish.distributed import new_subgroup, torch_distributed, unique_name
 from tundish.scatter.departure import Departure
 
 __all__ = ["Direct", "direct_backend"]
@@ -30,7 +29,7 @@ _BACKENDS = ("nccl", "hccl", "xccl")
 
 def direct_backend(group: Any) -> tuple[str, str] | None:
     """The kind of device and the backend by which the ranks of a process group reach each other's; None without one."""
-    distributed = distributed_module()
+    distributed = torch_distributed()
     if distributed is None or not distributed.is_initialized():
         return None
     group = distributed.group.WORLD if group is None else group
@@ -54,8 +53,8 @@ class Direct:
     def __init__(self, kind: str, backend: str, members: tuple[int, ...], timeout: timedelta) -> None:
         self.kind = kind
         self.backend = backend
-        name = unused_name("scatter-direct", members)
-        self._group = make_group(distributed_module(), members, name, timeout, backend)
+        name = unique_name("scatter-direct", members)
+        self._group = new_subgroup(torch_distributed(), members, name, timeout, backend)
         self._source = members[0]
         self._has_met = False
         self._device: torch.device | None = None
@@ -91,7 +90,7 @@ class Direct:
     def send(self, buffers: Mapping[int, Tensor], wanted: torch.device) -> None:
         """Send what `load` made, by rank; to all of those who were told of it."""
         self.meet(wanted)
-        distributed = distributed_module()
+        distributed = torch_distributed()
         self._exchange([(distributed.isend, buffer, rank) for rank, buffer in buffers.items()])
         # The device may be at it when this returns; it is through with these when it sends the next ones.
         self._sent = list(buffers.values())
@@ -100,17 +99,17 @@ class Direct:
         """What the source sends this rank, shape (size,), uint8."""
         self.meet(wanted)
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device_for(wanted))
-        self._exchange([(distributed_module().irecv, buffer, self._source)])
+        self._exchange([(torch_distributed().irecv, buffer, self._source)])
         return buffer
 
     def meet(self, wanted: torch.device | None) -> None:
         """Collective over the members, once: a communicator's first operation is one that all take part in."""
         if not self._has_met:
-            distributed_module().all_reduce(torch.zeros(1, device=self.device_for(wanted)), group=self._group)
+            torch_distributed().all_reduce(torch.zeros(1, device=self.device_for(wanted)), group=self._group)
             self._has_met = True
 
     def _exchange(self, operations: list[tuple[Any, Tensor, int]]) -> None:
-        distributed = distributed_module()
+        distributed = torch_distributed()
         wanted = [
             distributed.P2POp(call, tensor, rank, self._group)
             for call, tensor, rank in operations

@@ -24,6 +24,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -37,9 +38,7 @@ from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
 from tundish.scatter.messages import BATCH, DIRECT, HEAD_BYTES, JOINED, JOINING, Head, Known, Told
 from tundish.scatter.near import MOST_HELD
-from tundish.tree import Schema
-from tundish.tree.layout import Layout
-from tundish.tree.recent import Recent
+from tundish.tree import BufferLayout, Schema
 from tundish.waiting import Moment, Thread
 
 __all__ = ["Courier", "FarEnd", "FarLane", "Job", "Sending"]
@@ -137,20 +136,13 @@ class Courier:
         job.is_begun = True
 
 
-# By identity of the layout, which is held on to: to walk through hundreds of tensors takes as long as to send them.
-_cuts: Recent[int, tuple[Layout, list[Piece]]] = Recent(256)
-
-
-def _pieces(layout: Layout) -> list[Piece]:
+@lru_cache(256)
+def _pieces(layout: BufferLayout) -> list[Piece]:
     """How the tensors of a layout are cut into messages, at both ends."""
-    found = _cuts[id(layout)]
-    if found is None:
-        found = layout, list(_cut(layout))
-        _cuts.keep(id(layout), found)
-    return found[1]
+    return list(_cut(layout))
 
 
-def _cut(layout: Layout) -> Iterator[Piece]:
+def _cut(layout: BufferLayout) -> Iterator[Piece]:
     numbers: list[int] = []
     for number, (start, size) in enumerate(zip(layout.offsets, layout.sizes, strict=True)):
         if size >= _LARGE:
@@ -164,7 +156,7 @@ def _cut(layout: Layout) -> Iterator[Piece]:
         yield Piece(layout.offsets[numbers[0]], layout.total, numbers)
 
 
-def _is_sealed(layout: Layout) -> bool:
+def _is_sealed(layout: BufferLayout) -> bool:
     """Whether a seal comes behind the tensors of a layout, at both ends."""
     return any(piece.is_large for piece in _pieces(layout))
 
@@ -335,7 +327,7 @@ class FarEnd:
         self._job: Job[tuple[Head, Arrival | str]] | None = None
         self._kept: list[weakref.ref[Any]] = []
         # The form of the last batch; what the next one is likely to be, where it is worth getting ready for.
-        self._last: Layout | None = None
+        self._last: BufferLayout | None = None
         self._likely: Schema | None = None
         # Bytes for which there is room behind the next head; where it is, if what comes there is always copied.
         self._behind = 0
@@ -482,7 +474,7 @@ class FarEnd:
         return self._group.recv([torch.from_numpy(memory)], 0, _TAG)
 
 
-def _joining(layout: Layout) -> int:
+def _joining(layout: BufferLayout) -> int:
     """Bytes of a batch that a message can hold together with its head; 0 where they come by themselves."""
     pieces = _pieces(layout)
     if len(pieces) != 1 or layout.total > _MOST_JOINED:

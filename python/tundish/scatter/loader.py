@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
-from tundish.distributed import local_world_size
-from tundish.distributed.groups import membership
+from tundish.distributed import group_info, local_world_size
 from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
@@ -147,7 +146,7 @@ class DispatchLoader(Generic[T_co]):
         self.is_padding = False
         """Whether the batch that was handed out last was there before (`tail="pad"`)."""
         what = "making a DispatchLoader"
-        job = membership(None)
+        job = group_info(None)
         with taking_part(group_of(group), src, group_of(replicate, "replicate")) as joined:
             voter, place, timeout = joined
             self._is_source = place.rank == place.source
@@ -173,7 +172,7 @@ class DispatchLoader(Generic[T_co]):
             same = f"tail={tail!r}, prefetch={prefetch!r} and prefetch_bytes={prefetch_bytes!r}"
             voter.vote(error, what=what, same=same, timeout=timeout)
             told = json.dumps((length, secrets.token_hex(16))) if self._is_source else None
-            heard = voter.pass_on(told, source=place.source, what=what, timeout=timeout)
+            heard = voter.broadcast(told, source=place.source, what=what, timeout=timeout)
             self._length, name = json.loads(heard)
             self._scatterer = Scatterer(voter, place, timeout=timeout, in_loop=True)
         self._timeout = timeout.total_seconds()

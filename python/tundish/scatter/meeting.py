@@ -23,11 +23,16 @@ import torch
 
 from tundish import _native
 from tundish._native import available_processors
-from tundish.distributed import Voter, nodes_of
-from tundish.distributed.groups import make_group, membership, unused_name
-from tundish.distributed.jobstore import distributed_module
-from tundish.distributed.ranks import number_of_variable
-from tundish.distributed.watch import PeerWatch
+from tundish.distributed import (
+    PeerWatch,
+    Voter,
+    env_integer,
+    group_info,
+    new_subgroup,
+    nodes_of,
+    torch_distributed,
+    unique_name,
+)
 from tundish.errors import PeerFailedError
 from tundish.scatter.calling import Calls, call, greeted
 from tundish.scatter.direct import Direct
@@ -80,7 +85,7 @@ def shares_of(nodes: list[tuple[int, ...]], place: Place, fed: list[int], far: l
         return len(fed) + bool(far)
     if not nodes:
         # Nobody knows who of them is on this one.
-        return number_of_variable("LOCAL_WORLD_SIZE", 1) or 1
+        return env_integer("LOCAL_WORLD_SIZE", 1) or 1
     return sum(rank in far for node in nodes if place.rank in node for rank in node)
 
 
@@ -149,7 +154,7 @@ class Ways:
         if group is not None:
             # The others see its connections end. The default group takes it along when it is destroyed before.
             with contextlib.suppress(Exception):
-                distributed = distributed_module()
+                distributed = torch_distributed()
                 if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
                     distributed.destroy_process_group(group)
 
@@ -189,9 +194,11 @@ class Ways:
             if far and is_source:
                 # Without one, out of descriptors say, deadlines have to do.
                 with contextlib.suppress(OSError):
-                    calls = stack.enter_context(contextlib.closing(Calls(membership(None).store)))
+                    calls = stack.enter_context(contextlib.closing(Calls(group_info(None).store)))
             told = json.dumps((near, None if calls is None else calls.invitation))
-            near, invitation = json.loads(voter.pass_on(told, source=self.feeder, what=what, timeout=timeout))
+            near, invitation = json.loads(
+                voter.broadcast(told, source=self.feeder, what=what, timeout=timeout)
+            )
             line = None
             # A connection waits in the feeder's queue, and what is said on it, until the feeder looks there.
             with voter.agreed(what, timeout=timeout):
@@ -209,7 +216,7 @@ class Ways:
                 if place.rank in feeders:
                     beside = sum(feeder == self.feeder for feeder in feeders.values())
                     # Ranks of the node that are no part of this scatter want their processors, too.
-                    beside = max(beside, (number_of_variable("LOCAL_WORLD_SIZE", 1) or 1) - 1)
+                    beside = max(beside, (env_integer("LOCAL_WORLD_SIZE", 1) or 1) - 1)
                     self._listen(near[2], awake=self._awake and available_processors() > beside)
                 if line is not None and greeted(line, invitation):
                     self.watch.adopt(place.source, line)
@@ -267,8 +274,8 @@ class Ways:
     def _join(self, members: tuple[int, ...], direct: tuple[str, str] | None) -> None:
         if direct is not None:
             self.direct = Direct(*direct, members, self._timeout)
-        name = unused_name("scatter", members)
-        group = self._group = make_group(distributed_module(), members, name, self._timeout, "gloo")
+        name = unique_name("scatter", members)
+        group = self._group = new_subgroup(torch_distributed(), members, name, self._timeout, "gloo")
         # Not through the dispatcher, where modes of the caller's would see it.
         gloo = group._get_backend(torch.device("cpu"))
         arena = _native.SegmentArena(self._limit)

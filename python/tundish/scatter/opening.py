@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from tundish.distributed import DEFAULT_TIMEOUT, Voter, voter_of
-from tundish.distributed.jobstore import distributed_module
+from tundish.distributed import DEFAULT_TIMEOUT, Voter, torch_distributed, voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.scatter.direct import direct_backend
 from tundish.scatter.place import Place, place_of, process_group, replicated_place_of
@@ -77,7 +76,7 @@ def open_scatterer(group: Any, src: Any, replicate: Any = None, *, shared_memory
 
 def timeout_of(group: Any) -> timedelta:
     """How long the collectives of `group` wait."""
-    distributed = distributed_module()
+    distributed = torch_distributed()
     if distributed is None:
         return DEFAULT_TIMEOUT
     if group is None and distributed.is_initialized():

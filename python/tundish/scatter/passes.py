@@ -28,7 +28,7 @@ from tundish.scatter.arrival import Arrival, on_device
 from tundish.scatter.reading import Reading, Tail, rounds_of
 from tundish.scatter.scatterer import Note, Scatterer
 from tundish.scatter.stops import Stops, StopWatch
-from tundish.tree.describing import describe
+from tundish.tree import flatten_with_addresses
 from tundish.waiting import Thread, was_let_go
 
 __all__ = ["Pass", "ReceiverPass", "Round", "SourcePass", "Start"]
@@ -257,12 +257,12 @@ class SourcePass:
             return Round(None, False, self._done, drawn.state, size)
         make = functools.partial(_as_it_is, own)
         if self._device is not None:
-            tensors, schema, _ = describe(own)
+            tensors, schema, _ = flatten_with_addresses(own)
             make = functools.partial(on_device, schema, tensors, self._device)
         if self._counts_bytes:
             # What cannot be sent need not be, where nobody else is.
             with contextlib.suppress(Exception):
-                size = max(size, describe(own)[1].layout.total)
+                size = max(size, flatten_with_addresses(own)[1].layout.total)
         is_padding = scatterer.place.batch(scatterer.place.rank) >= drawn.new
         return Round(make, is_padding, self._done, drawn.state, size)
 

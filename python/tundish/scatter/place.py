@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from tundish.distributed import Voter
-from tundish.distributed.groups import membership
+from tundish.distributed import Voter, group_info
 from tundish.errors import InvalidInputError, InvalidTypeError, listed, ranks_named
 
 __all__ = [
@@ -87,7 +86,7 @@ def source_number(src: Any) -> int:
 
 def place_of(group: Any, src: Any) -> Place:
     """The place of this process in `group`, whose rank `src` has the data."""
-    member = membership(group)
+    member = group_info(group)
     src = source_number(src)
     size = len(member.ranks)
     if not 0 <= src < size:
@@ -144,7 +143,7 @@ def _replicated(voter: Voter, group: Any, src: Any, *, what: str, timeout: timed
         error = caught
     gathered = voter.gather(mine, error, what=what, timeout=timeout)
     told = json.dumps([json.loads(one) for one in gathered]) if gathered else None
-    heard = json.loads(voter.pass_on(told, source=voter.ranks[0], what=what, timeout=timeout))
+    heard = json.loads(voter.broadcast(told, source=voter.ranks[0], what=what, timeout=timeout))
     groups, positions = zip(*heard, strict=True)
     ranks = tuple(rank for group in groups for rank in group)
     if len(set(ranks)) != len(ranks) or any(len(group) != len(own.ranks) for group in groups):

@@ -21,10 +21,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from tundish.distributed import Voter
-from tundish.distributed.groups import membership
-from tundish.distributed.jobstore import JobStore, distributed_module
-from tundish.distributed.verdict import Failure
+from tundish.distributed import JobStore, RankFailure, Voter, group_info, torch_distributed
 from tundish.scatter.telling import tell_aside, wait_for_telling
 
 __all__ = ["heeding", "is_no_members", "refuse", "refused_calls"]
@@ -40,7 +37,7 @@ _last_words: tuple[int, str] | None = None
 
 def is_no_members(group: Any) -> bool:
     """Whether `group` is what torch gives those who are not in a group that they made."""
-    distributed = distributed_module()
+    distributed = torch_distributed()
     return (
         distributed is not None and type(group) is int and group == distributed.GroupMember.NON_GROUP_MEMBER
     )
@@ -80,11 +77,11 @@ def heeding(*voters: Voter) -> Iterator[None]:
         for voter in voters:
             if len(voter.ranks) > 1:
                 ranks = frozenset(voter.ranks) - {voter.rank}
-                stack.enter_context(voter.heeding(functools.partial(_missed, ranks)))
+                stack.enter_context(voter.extra_failure_source(functools.partial(_missed, ranks)))
         yield
 
 
-def _missed(ranks: frozenset[int]) -> Failure | None:
+def _missed(ranks: frozenset[int]) -> RankFailure | None:
     return _board().refused_of(ranks, _refused)
 
 
@@ -106,13 +103,13 @@ class _Board:
         # Answered when that was taken in.
         self._store.add("count", 0)
 
-    def refused_of(self, ranks: frozenset[int], number: int) -> Failure | None:
+    def refused_of(self, ranks: frozenset[int], number: int) -> RankFailure | None:
         """The lowest of `ranks` that was refused more often than `number` times."""
         # There may be votes of several groups at once.
         with self._lock:
             self._read()
             found = [rank for rank in ranks & self._told.keys() if self._told[rank][0] > number]
-            return Failure(rank=min(found), text=self._told[min(found)][1]) if found else None
+            return RankFailure(rank=min(found), text=self._told[min(found)][1]) if found else None
 
     def _read(self) -> None:
         self._store.connect()
@@ -132,16 +129,16 @@ _boards: weakref.WeakKeyDictionary[Any, _Board] = weakref.WeakKeyDictionary()
 
 
 def _board() -> _Board:
-    world = distributed_module().group.WORLD
+    world = torch_distributed().group.WORLD
     board = _boards.get(world)
     # A connection that came over a fork is the parent's.
     if board is None or board.process != os.getpid():
-        board = _boards[world] = _Board(membership(None).store)
+        board = _boards[world] = _Board(group_info(None).store)
     return board
 
 
 def _tell(number: int, text: str) -> None:
-    job = membership(None)
+    job = group_info(None)
     if job.store is not None:
         tell_aside(lambda: _Board(job.store).tell(job.rank, number, text), "tundish-scatter-refused")
 

@@ -38,7 +38,7 @@ from tundish.scatter.meeting import Ways
 from tundish.scatter.member import GONE, Member
 from tundish.scatter.messages import DIRECT, FAILED, FILLED, FILLING, LOST, NOTE, NOTHING, Head
 from tundish.scatter.near import Announcement, HungUpError, NearEnd, NearLane, own_pages
-from tundish.tree.describing import describe
+from tundish.tree import flatten_with_addresses
 
 __all__ = ["Note", "Scatterer"]
 
@@ -98,7 +98,7 @@ class Scatterer(Member):
             own = listed[self._place.batch(self._place.rank)]
             if device is not None:
                 # What cannot be brought there is refused before any rank has been sent anything.
-                describe(own, f"rank {self._place.rank}'s batch")
+                flatten_with_addresses(own, f"rank {self._place.rank}'s batch")
             foretold = self._foretold(listed)
             departures = self._departures(listed, untold)
             loaded = self._loaded(departures, device)

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from tundish.distributed.jobstore import JobStore, distributed_module
+from tundish.distributed import JobStore, torch_distributed
 from tundish.scatter.telling import is_telling, tell_aside
 from tundish.waiting import Moment, Thread
 
@@ -105,7 +105,7 @@ _lines: weakref.WeakKeyDictionary[Any, _Line] = weakref.WeakKeyDictionary()
 
 
 def _line(store: Any) -> _Line:
-    world = distributed_module().group.WORLD
+    world = torch_distributed().group.WORLD
     line = _lines.get(world)
     # A connection that came over a fork is the parent's.
     if line is None or line.process != os.getpid():

@@ -97,7 +97,7 @@ def node_shared(
             place = json.dumps(_place_of(origin))
     except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
         error = caught
-    place = voter.pass_on(place, error, source=builder, what=what, timeout=None)
+    place = voter.broadcast(place, error, source=builder, what=what, timeout=None)
     with voter.agreed(f"{what}: attaching to it", timeout=PATIENCE):
         if origin is not None:
             return NodeArray.of(origin)

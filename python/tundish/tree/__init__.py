@@ -22,11 +22,28 @@ what is told about the rest. What always holds:
 
 from __future__ import annotations
 
-from tundish.tree.building import unflatten
-from tundish.tree.describing import flatten
-from tundish.tree.mapping import map_only, parts_of
+from tundish.tree.arrays import NUMPY_DTYPES
+from tundish.tree.building import unflatten, unflatten_unchecked
+from tundish.tree.carrying import DLPACK_EXCHANGE
+from tundish.tree.describing import flatten, flatten_with_addresses
+from tundish.tree.layout import DLPACK_DTYPES, BufferLayout
+from tundish.tree.mapping import find_all, map_only
 from tundish.tree.parts import Refusal
 from tundish.tree.rules import register
 from tundish.tree.schema import Schema
 
-__all__ = ["Refusal", "Schema", "flatten", "map_only", "parts_of", "register", "unflatten"]
+__all__ = [
+    "DLPACK_DTYPES",
+    "DLPACK_EXCHANGE",
+    "NUMPY_DTYPES",
+    "BufferLayout",
+    "Refusal",
+    "Schema",
+    "find_all",
+    "flatten",
+    "flatten_with_addresses",
+    "map_only",
+    "register",
+    "unflatten",
+    "unflatten_unchecked",
+]

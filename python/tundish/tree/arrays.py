@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from tundish.tree.parts import Parts
 
-__all__ = ["NUMPY_TYPES", "array_of", "array_parts", "array_subclass_parts", "pickles_as_array"]
+__all__ = ["NUMPY_DTYPES", "array_of", "array_parts", "array_subclass_parts", "pickles_as_array"]
 
 # Dtypes that numpy has too and every torch can make tensors of: over numpy's arrays that takes half the time.
-NUMPY_TYPES: dict[torch.dtype, type[np.generic]] = {
+NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
     torch.bool: np.bool_,
     torch.uint8: np.uint8,
     torch.int8: np.int8,

@@ -25,7 +25,7 @@ from tundish.tree.rules import REGISTERED
 from tundish.tree.schema import Schema, values_of
 from tundish.tree.tensors import TENSOR_BUILDERS
 
-__all__ = ["build", "rebuild", "unflatten"]
+__all__ = ["build", "unflatten", "unflatten_unchecked"]
 
 _get_dtype = operator.attrgetter("dtype")
 _get_shape = operator.attrgetter("shape")
@@ -63,7 +63,7 @@ def unflatten(schema: Schema, tensors: Sequence[Tensor]) -> Any:
                     f"tensors[{number}] is {tensor.dtype} of shape {tuple(tensor.shape)}; "
                     f"the schema has {dtype} of shape {tuple(shape)} there"
                 )
-    return rebuild(schema, tensors)
+    return unflatten_unchecked(schema, tensors)
 
 
 def build(token: Token, parts: list[Any]) -> Any:
@@ -71,7 +71,7 @@ def build(token: Token, parts: list[Any]) -> Any:
     return _BUILDERS[token[0]](token, parts)
 
 
-def rebuild(schema: Schema, tensors: Sequence[Tensor]) -> Any:
+def unflatten_unchecked(schema: Schema, tensors: Sequence[Tensor]) -> Any:
     """As `unflatten`, of tensors that are known to be those of the schema's layout."""
     leaves = schema.layout.leaves(tensors)
     # Arrays, and tensors that are more than a leaf, that are named inside of pickled values and outside, by what they

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from tundish import _native
-from tundish.tree.layout import Layout, Recipe, contiguous_strides, layout_of, layout_said
+from tundish.tree.layout import BufferLayout, Recipe, contiguous_strides, layout_of, layout_said
 from tundish.tree.tensors import QUANTIZED
 
-__all__ = ["EXCHANGE", "as_they_are", "carry"]
+__all__ = ["DLPACK_EXCHANGE", "as_they_are", "carry"]
 
 # Conjugate views have complex dtypes.
 _MAY_BE_MORE = frozenset({torch.complex32, torch.complex64, torch.complex128, *QUANTIZED})
@@ -33,23 +33,27 @@ _get_requires_grad = operator.attrgetter("requires_grad")
 _get_shape = operator.attrgetter("shape")
 
 # What torch tells of many tensors at once; before torch 2.10 nothing.
-EXCHANGE: Final = _native.TensorExchange.of(Tensor)
+DLPACK_EXCHANGE: Final = _native.TensorExchange.of(Tensor)
 
 
-def as_they_are(leaves: list[Tensor]) -> tuple[Layout, bytes] | None:
+def as_they_are(leaves: list[Tensor]) -> tuple[BufferLayout, bytes] | None:
     """The layout and the addresses in which leaves, of exactly the type `torch.Tensor`, are carried as they are.
 
     Addresses are native 64-bit integers, none where not all leaves are in host memory. None if leaves cannot be carried
     so: unless all are plain and contiguous, and no two have a byte in common or begin at the same.
     """
     try:
-        return _as_each_says(leaves) if EXCHANGE is None else _as_said_together(leaves, EXCHANGE)
+        return (
+            _as_each_says(leaves) if DLPACK_EXCHANGE is None else _as_said_together(leaves, DLPACK_EXCHANGE)
+        )
     except RuntimeError:
         # Those without memory raise where they are asked for their address, and nested ones have no shape.
         return None
 
 
-def _as_said_together(leaves: list[Tensor], exchange: _native.TensorExchange) -> tuple[Layout, bytes] | None:
+def _as_said_together(
+    leaves: list[Tensor], exchange: _native.TensorExchange
+) -> tuple[BufferLayout, bytes] | None:
     read = exchange.read(leaves)
     if read is None:
         return None
@@ -61,7 +65,7 @@ def _as_said_together(leaves: list[Tensor], exchange: _native.TensorExchange) ->
     return layout, addresses
 
 
-def _as_each_says(leaves: list[Tensor]) -> tuple[Layout, bytes] | None:
+def _as_each_says(leaves: list[Tensor]) -> tuple[BufferLayout, bytes] | None:
     if any(map(_get_requires_grad, leaves)) or any(map(Tensor.is_neg, leaves)):
         return None
     dtypes, addresses = tuple(map(_get_dtype, leaves)), list(map(Tensor.data_ptr, leaves))
@@ -73,7 +77,7 @@ def _as_each_says(leaves: list[Tensor]) -> tuple[Layout, bytes] | None:
     return layout, array("Q", addresses).tobytes() if all(map(_get_is_cpu, leaves)) else b""
 
 
-def carry(leaves: list[Tensor]) -> tuple[list[Tensor], Layout, bytes]:
+def carry(leaves: list[Tensor]) -> tuple[list[Tensor], BufferLayout, bytes]:
     """The tensors to carry for plain `leaves`, with their layout and their addresses.
 
     The latter as `as_they_are`, none also where one of them has gaps.

@@ -11,7 +11,7 @@ from tundish.tree.quick import quick_walk
 from tundish.tree.schema import Schema
 from tundish.tree.walking import Walk
 
-__all__ = ["describe", "flatten"]
+__all__ = ["flatten", "flatten_with_addresses"]
 
 
 def flatten(obj: Any) -> tuple[list[Tensor], Schema]:
@@ -48,11 +48,11 @@ def flatten(obj: Any) -> tuple[list[Tensor], Schema]:
         >>> back["all"][0]
         tensor([1., 1.])
     """
-    tensors, schema, _ = describe(obj)
+    tensors, schema, _ = flatten_with_addresses(obj)
     return tensors, schema
 
 
-def describe(obj: Any, name: str = "batch") -> tuple[list[Tensor], Schema, bytes]:
+def flatten_with_addresses(obj: Any, name: str = "batch") -> tuple[list[Tensor], Schema, bytes]:
     """As `flatten`, with the addresses of the tensors, native 64-bit integers; `name` stands for `obj` in messages.
 
     No addresses where not all tensors are in host memory, each one's values one after the other.

@@ -24,7 +24,15 @@ from torch import Tensor
 
 from tundish.tree.recent import Recent
 
-__all__ = ["ALIGNMENT", "DTYPES", "Layout", "Recipe", "contiguous_strides", "layout_of", "layout_said"]
+__all__ = [
+    "ALIGNMENT",
+    "DLPACK_DTYPES",
+    "BufferLayout",
+    "Recipe",
+    "contiguous_strides",
+    "layout_of",
+    "layout_said",
+]
 
 # Bytes. In a buffer of several tensors each begins at a multiple of it: enough for every dtype, vector unit and DMA.
 ALIGNMENT: Final = 64
@@ -34,10 +42,10 @@ ALIGNMENT: Final = 64
 View = tuple[int, torch.dtype | None, tuple[int, ...], tuple[int, ...], int]
 Recipe = int | View
 
-_layouts: Recent[Any, Layout] = Recent(256)
+_layouts: Recent[Any, BufferLayout] = Recent(256)
 
 # By DLPack's code and bits: those of which each value is its bytes. Complex ones may be conjugated lazily.
-DTYPES: dict[tuple[int, int], torch.dtype] = {
+DLPACK_DTYPES: dict[tuple[int, int], torch.dtype] = {
     **{(0, bits): getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
     **{(1, bits): getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
     **{(2, bits): getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
@@ -50,7 +58,7 @@ DTYPES: dict[tuple[int, int], torch.dtype] = {
 }
 
 
-class Layout:
+class BufferLayout:
     """Dtypes and shapes of the carried tensors, and how leaves are made of them.
 
     Sizes and offsets are in bytes, and are those of contiguous tensors.
@@ -119,12 +127,12 @@ class Layout:
         return pickle.dumps((names, list(map(tuple, self.shapes)), recipes), 5)
 
     @staticmethod
-    def decode(encoded: bytes) -> Layout:
+    def decode(encoded: bytes) -> BufferLayout:
         """The layout that `encoded` tells."""
         layout = _layouts[encoded]
         if layout is None:
             names, shapes, recipes = pickle.loads(encoded)  # noqa: S301 (from a rank of the same job)
-            layout = Layout(
+            layout = BufferLayout(
                 tuple(getattr(torch, name) for name in names),
                 tuple(map(torch.Size, shapes)),
                 recipes
@@ -137,13 +145,17 @@ class Layout:
         return layout
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Layout):
+        if not isinstance(other, BufferLayout):
             return NotImplemented
         return self is other or (
             self.dtypes == other.dtypes and self.shapes == other.shapes and self.recipes == other.recipes
         )
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.dtypes, self.shapes))
 
     def leaves(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -172,17 +184,17 @@ class Layout:
 
 def layout_of(
     dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...], recipes: tuple[Recipe, ...] | None
-) -> Layout:
+) -> BufferLayout:
     """The layout that says this."""
     key = dtypes, shapes, recipes
     layout = _layouts[key]
     if layout is None:
-        layout = Layout(dtypes, shapes, recipes)
+        layout = BufferLayout(dtypes, shapes, recipes)
         _layouts.keep(key, layout)
     return layout
 
 
-def layout_said(said: bytes) -> Layout | None:
+def layout_said(said: bytes) -> BufferLayout | None:
     """The layout of leaves that are carried as they are, as `TensorExchange.read` tells it; None: of other dtypes."""
     # In a tuple, so that none is what a layout is encoded in.
     key = (said,)
@@ -192,7 +204,7 @@ def layout_said(said: bytes) -> Layout | None:
         shapes: list[torch.Size] = []
         told = iter(array("Q", said))
         for word in told:
-            count, dtype = word >> 32, DTYPES.get((word >> 16 & 0xFFFF, word >> 8 & 0xFF))
+            count, dtype = word >> 32, DLPACK_DTYPES.get((word >> 16 & 0xFFFF, word >> 8 & 0xFF))
             if dtype is None:
                 return None
             dtypes += [dtype] * count

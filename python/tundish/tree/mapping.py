@@ -17,7 +17,7 @@ from tundish.tree.building import build
 from tundish.tree.parts import HOST, KEYS, LIST, TUPLE, Refusal, Token
 from tundish.tree.rules import KEY_TYPES, dict_parts, key_text, rule_of
 
-__all__ = ["map_only", "parts_of"]
+__all__ = ["find_all", "map_only"]
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _OPEN = object()
@@ -175,7 +175,7 @@ def _is(one: Any, other: Any) -> bool:
     return one is other
 
 
-def parts_of(kinds: type | tuple[type, ...], obj: Any) -> list[Any]:
+def find_all(kinds: type | tuple[type, ...], obj: Any) -> list[Any]:
     """The parts of these `kinds`, in the order in which they are met, each as often as it is named."""
     found: list[Any] = []
 

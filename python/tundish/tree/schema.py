@@ -22,7 +22,7 @@ from typing import Any
 
 from tundish._native import QuickProgram
 from tundish.errors import InvalidInputError, NotPicklableError
-from tundish.tree.layout import Layout
+from tundish.tree.layout import BufferLayout
 from tundish.tree.parts import HOST, Token
 from tundish.tree.recent import Recent
 
@@ -121,7 +121,7 @@ class Schema:
 
     __slots__ = ("layout", "pickled", "structure", "values")
 
-    def __init__(self, structure: Structure, layout: Layout, values: bytes, pickled: bool) -> None:
+    def __init__(self, structure: Structure, layout: BufferLayout, values: bytes, pickled: bool) -> None:
         self.structure = structure
         self.layout = layout
         self.values = values
@@ -179,7 +179,7 @@ class Schema:
         try:
             return Schema(
                 Structure.decode(bytes(view[first:second])),
-                Layout.decode(bytes(view[second:third])),
+                BufferLayout.decode(bytes(view[second:third])),
                 bytes(view[third:]),
                 bool(pickled),
             )

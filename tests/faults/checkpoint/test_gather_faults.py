@@ -23,7 +23,7 @@ def gathering(rank: int, line: Line) -> None:
     from tundish.checkpoint.hf import gather
     from tundish.checkpoint.hf.plan import plan_hf
     from tundish.checkpoint.owngroup import OwnGroup
-    from tundish.distributed.voter import voter_of
+    from tundish.distributed import voter_of
 
     # A turn for each tensor, so that there are turns to come.
     gather.TURN_BYTES = 1

@@ -14,7 +14,7 @@ import pytest
 
 from rank_processes import LAUNCHER, RANK0, Job, Line, outcome
 from tundish.checkpoint import open_readonly, owngroup
-from tundish.distributed.voter import voter_of
+from tundish.distributed import voter_of
 from tundish.errors import PeerFailedError
 from tundish.waiting import Moment
 
@@ -74,16 +74,16 @@ class Saving:
         """A save in which Ctrl-C comes just before this rank meets the others for a new group."""
         from tundish.distributed import groups
 
-        make = groups.make_group
+        make = groups.new_subgroup
 
         def press_and_make(*given: Any) -> Any:
-            groups.make_group = make
+            groups.new_subgroup = make
             os.kill(os.getpid(), signal.SIGINT)
             # Time for it to come where signals come.
             time.sleep(0.2)
             return make(*given)
 
-        groups.make_group = press_and_make
+        groups.new_subgroup = press_and_make
         return self.save(step, **arguments)
 
     def fail_while_made_anew(self, step: int, **arguments: Any) -> Any:
@@ -141,17 +141,17 @@ class Saving:
     def _while_made(self, do: Callable[[], None], step: int, **arguments: Any) -> Any:
         from tundish.distributed import groups
 
-        make = groups.make_group
+        make = groups.new_subgroup
 
         def do_and_make(*given: Any) -> Any:
             do()
             return make(*given)
 
-        groups.make_group = do_and_make
+        groups.new_subgroup = do_and_make
         try:
             return self.save(step, **arguments)
         finally:
-            groups.make_group = make
+            groups.new_subgroup = make
 
     def press_before_lazy_exchange(self, step: int, **arguments: Any) -> Any:
         """A lazy save in which Ctrl-C comes while this rank is still alone with its tensors."""
@@ -424,8 +424,8 @@ def making_on_two_threads(rank: int, line: Line) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     savings = [Saving(rank, root, "hf") for root in line.hear()]
-    later = savings[1 - rank]._checkpointer._opened.voter.meeting.name.rpartition("-")[0]
-    make = owngroup.named_group
+    later = savings[1 - rank]._checkpointer._opened.voter.last_vote.name.rpartition("-")[0]
+    make = owngroup.temporary_group
 
     def make_in_turn(name: str, *given: Any, **named: Any) -> Any:
         if name.startswith(later):
@@ -433,7 +433,7 @@ def making_on_two_threads(rank: int, line: Line) -> None:
             time.sleep(0.5)
         return make(name, *given, **named)
 
-    owngroup.named_group = make_in_turn
+    owngroup.temporary_group = make_in_turn
     with ThreadPoolExecutor() as threads:
         line.say(list(threads.map(lambda saving: saving.save(1), savings)))
     for saving in savings:
@@ -470,7 +470,7 @@ def test_a_rank_that_goes_while_the_others_connect_is_what_they_fail_with(
         raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer")
 
     group = owngroup.OwnGroup((0, 1), 30, voter_of(None))
-    monkeypatch.setattr(owngroup, "named_group", make)
+    monkeypatch.setattr(owngroup, "temporary_group", make)
     with pytest.raises(PeerFailedError, match="closed by peer"):
         group.renew("never made")
     assert group.is_absent and group.generation == 0

@@ -112,7 +112,7 @@ def alike_and_others(rank: int, line: Line) -> None:
         got = td.scatter_batch(others if rank == 0 else None)
         assert same(got, mine), (number, got)
         kept.append((got, mine))
-        for tensor in td.tree.parts_of(torch.Tensor, got):
+        for tensor in td.tree.find_all(torch.Tensor, got):
             tensor += rank
         dist.barrier()
     for got, mine in kept:

@@ -20,8 +20,7 @@ from typing import Any
 from tundish._native import CheckpointReadLock
 from tundish.checkpoint.dcp.shares import Part, cuts_of, share_of
 from tundish.checkpoint.reading import MANIFEST, held, is_file, tell_unsummed
-from tundish.distributed import Voter
-from tundish.distributed.packed import packed, unpacked
+from tundish.distributed import Voter, compress_list, decompress_list
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
 from tundish.waiting import was_let_go
 
@@ -75,7 +74,7 @@ class Readers:
                 raise
             error = caught
         same = ", ".join(ballot.same)
-        ballot.is_noted = self.voter.vote(error, what=what, same=same, note=ballot.note, timeout=self.timeout)
+        ballot.is_noted = self.voter.vote(error, what=what, same=same, flag=ballot.note, timeout=self.timeout)
 
 
 class Opened:
@@ -187,12 +186,14 @@ class Opened:
         what = f"looking whether all see the same {self.path.name}"
         own = self._marks()
         told = own if readers.is_first else None
-        first = voter.pass_on(told, source=voter.ranks[0], what=what, timeout=readers.timeout)
-        if not voter.vote(what=what, note=own != first, timeout=readers.timeout):
+        first = voter.broadcast(told, source=voter.ranks[0], what=what, timeout=readers.timeout)
+        if not voter.vote(what=what, flag=own != first, timeout=readers.timeout):
             return readers.index, readers.count
         gathered = voter.gather(own, what=what, timeout=readers.timeout)
-        told = packed(gathered) if readers.is_first else None
-        all_marks = unpacked(voter.pass_on(told, source=voter.ranks[0], what=what, timeout=readers.timeout))
+        told = compress_list(gathered) if readers.is_first else None
+        all_marks = decompress_list(
+            voter.broadcast(told, source=voter.ranks[0], what=what, timeout=readers.timeout)
+        )
         alike = [index for index, marks in enumerate(all_marks) if marks == own]
         return alike.index(readers.index), len(alike)
 

@@ -28,9 +28,9 @@ from tundish.checkpoint.dcp.writer import ImageWriter, Spread, StagedPlanner, fi
 from tundish.checkpoint.saves import News, PlannedFile, WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Copies, begin_copies, optimizers_of, run_copies
 from tundish.checkpoint.tensors import any_on_cuda, check_memories, is_dtensor, local_of
-from tundish.distributed.groups import Meeting
+from tundish.distributed import VoteId
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.waiting import deadline_of
+from tundish.timeouts import deadline_of
 
 __all__ = ["DcpPlan", "rank_extra_name"]
 
@@ -111,7 +111,7 @@ class DcpPlan:
         """Whether this rank's state dict, or its way to the others, is not the one of the last save."""
         return self._ranks.news
 
-    def react_to(self, news: News, meeting: Meeting) -> None:
+    def react_to(self, news: News, meeting: VoteId) -> None:
         """Know before comparing whether any rank has news; collective where a group is not there."""
         self._news = news
         try:

@@ -43,8 +43,7 @@ from tundish.checkpoint.dcp.outline import (
 from tundish.checkpoint.dcp.owners import owned_by
 from tundish.checkpoint.owngroup import Hurry, OwnGroup, came_from_others
 from tundish.checkpoint.saves import News
-from tundish.distributed import Voter
-from tundish.distributed.groups import membership
+from tundish.distributed import Voter, group_info
 from tundish.errors import PeerFailedError
 from tundish.waiting import to_its_end, was_let_go
 
@@ -92,7 +91,7 @@ class Ranks:
     """
 
     def __init__(self, group: Any = None, *, timeout: float, voter: Voter) -> None:
-        member = membership(group)
+        member = group_info(group)
         self.members = member.ranks
         self.rank = member.rank
         self.index = member.ranks.index(member.rank)

@@ -74,7 +74,7 @@ class DcpSaver:
 
         def choose(proposed: int | None, error: BaseException | None) -> int | None:
             step = json.dumps(proposed)
-            told = voter.pass_on(
+            told = voter.broadcast(
                 step, error, source=voter.ranks[0], what=what, same=same, timeout=self._timeout
             )
             return cast("int | None", json.loads(told))

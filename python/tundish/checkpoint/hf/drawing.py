@@ -30,8 +30,7 @@ from tundish.checkpoint.tensors import (
     local_of,
     tied_names,
 )
-from tundish.distributed import local_world_size
-from tundish.distributed.groups import Membership
+from tundish.distributed import GroupInfo, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = ["Drawing", "draw"]
@@ -82,7 +81,7 @@ def draw(
     dtype: torch.dtype | None,
     shard_bytes: int,
     to_hf: ToHf | None,
-    member: Membership,
+    member: GroupInfo,
     are_nodes_alike: bool,
 ) -> Drawing:
     """Decide what is saved and where it lies. `are_nodes_alike`: whether all have as many ranks as this one.

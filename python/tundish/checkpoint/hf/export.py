@@ -25,7 +25,7 @@ from tundish.checkpoint.hf.sidecars import Sidecars
 from tundish.checkpoint.saves import WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Copies
 from tundish.checkpoint.writing import finishing
-from tundish.waiting import deadline_of
+from tundish.timeouts import deadline_of
 
 __all__ = ["ImageSink", "Later", "StagedExport", "open_writer"]
 

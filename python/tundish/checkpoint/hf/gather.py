@@ -25,7 +25,7 @@ from tundish.checkpoint.hf.conversion import Unit
 from tundish.checkpoint.hf.wire import TAGS, Wire
 from tundish.checkpoint.placements import Share, boxes, shares_for
 from tundish.checkpoint.tensors import check_memory
-from tundish.distributed.jobstore import distributed_module
+from tundish.distributed import torch_distributed
 from tundish.errors import InvalidInputError, PeerFailedError
 from tundish.rawbytes import raw_bytes
 
@@ -203,7 +203,7 @@ class Gather:
         if self._wire.device.type == "cpu":
             _carry_out(operations)
         elif operations:
-            for work in distributed_module().batch_isend_irecv(operations):
+            for work in torch_distributed().batch_isend_irecv(operations):
                 work.wait()
         return {arrival.source: arrival.whole() for arrival in arriving}
 
@@ -231,7 +231,7 @@ class Gather:
         return self._tensors[source].dtype if step.unit.convert else self._dtypes[step.products[0]]
 
     def _operation(self, kind: str, tensor: torch.Tensor, peer: int) -> Any:
-        distributed = distributed_module()
+        distributed = torch_distributed()
         # Bytes, since no backend knows all dtypes.
         return distributed.P2POp(
             getattr(distributed, kind),

@@ -33,7 +33,7 @@ from tundish.checkpoint.owngroup import Hurry, OwnGroup
 from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, News, PlannedFile, Staging, WriteOptions
 from tundish.checkpoint.staging import BackgroundCopy, Copies, begin_copies, optimizers_of, run_copies
 from tundish.checkpoint.tensors import any_on_cuda, locals_of
-from tundish.distributed.groups import Meeting, Membership, membership
+from tundish.distributed import GroupInfo, VoteId, group_info
 from tundish.errors import InvalidInputError, counted
 from tundish.waiting import to_its_end
 
@@ -77,7 +77,7 @@ def plan_hf(
     if staging not in ("eager", "lazy"):
         raise InvalidInputError(f'staging is {staging!r}: give "eager" or "lazy"')
     optimizers = optimizers_of(optimizer) if staging == "lazy" else ()
-    member = membership(group)
+    member = group_info(group)
     drawing = draw(
         model_or_tensors,
         dtype=dtype,
@@ -115,7 +115,7 @@ class HfPlan:
         self,
         drawing: Drawing,
         *,
-        member: Membership,
+        member: GroupInfo,
         sidecars: Sidecars | None,
         optimizers: Sequence[Any],
         group: Any,
@@ -169,7 +169,7 @@ class HfPlan:
         is_absent = background is not None and background.is_absent
         return News.NO_GROUP if is_absent and self._goes_over_host else News.NONE
 
-    def react_to(self, news: News, meeting: Meeting) -> None:
+    def react_to(self, news: News, meeting: VoteId) -> None:
         """Collective where some rank has news: make the group."""
         self._number = meeting.number
         group = self._background_group

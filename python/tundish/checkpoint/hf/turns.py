@@ -16,7 +16,7 @@ from tundish.checkpoint.hf.gather import Batch, Step, batched, in_rounds
 from tundish.checkpoint.hf.memory import Needs
 from tundish.checkpoint.hf.shards import Entry, ShardFile
 from tundish.checkpoint.hf.through import Window, windows_of
-from tundish.distributed.groups import Membership
+from tundish.distributed import GroupInfo
 
 __all__ = ["Through", "Turns"]
 
@@ -42,7 +42,7 @@ class Turns:
     what happens where whole files are staged.
     """
 
-    def __init__(self, drawing: Drawing, member: Membership) -> None:
+    def __init__(self, drawing: Drawing, member: GroupInfo) -> None:
         self._drawing = drawing
         self._member = member
         self._known_through: Through | None = None

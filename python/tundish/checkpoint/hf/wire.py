@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tundish.checkpoint.owngroup import OwnGroup
-from tundish.distributed.jobstore import distributed_module
+from tundish.distributed import torch_distributed
 
 __all__ = ["NO_WIRE", "TAGS", "Wire", "joins_devices", "wire_between_devices", "wire_over_host"]
 
@@ -53,7 +53,7 @@ def wire_between_devices(group: Any, device: torch.device) -> Wire | None:
     if not joins_devices(group, device):
         return None
     # Ranks that send nothing to each other may be the first to use the group, which takes all of them.
-    distributed_module().all_reduce(torch.zeros(1, device=device), group=group)
+    torch_distributed().all_reduce(torch.zeros(1, device=device), group=group)
     return Wire(own=None, generation=0, callers_group=group, device=device, tag=0)
 
 
@@ -72,7 +72,7 @@ def joins_devices(group: Any, device: torch.device) -> bool:
     """Whether there is a way from `device` to `device` over `group`; not collective."""
     if device.type != "cuda":
         return False
-    distributed = distributed_module()
+    distributed = torch_distributed()
     try:
         name = (group or distributed.group.WORLD)._get_backend(device).name()
     except RuntimeError:

@@ -30,7 +30,7 @@ from tundish.shm.pool.futures import TaskFuture
 from tundish.shm.pool.messages import IN_PARCEL, LOST
 from tundish.shm.pool.no_board import NoBoard
 from tundish.shm.pool.reception import Reception
-from tundish.waiting import deadline_of
+from tundish.timeouts import deadline_of
 
 __all__ = ["Engine", "Receiver"]
 
