@@ -82,7 +82,7 @@ mod _native {
     #[pymodule_export]
     use super::store::view::{ShardView, tensors_over};
     #[pymodule_export]
-    use super::store::wire::{ShardServer, trust_owner};
+    use super::store::wire::{ShardServer, WorkerClient, trust_owner};
     #[pymodule_export]
     use super::tensors::{TensorLook, TensorReader};
     #[pymodule_export]

@@ -1,10 +1,12 @@
 //! A process's server, and the clients with which it fetches.
 
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyBytes, PyString};
 use tundish_shm::PerProcess;
-use tundish_store::http::{Client, Server, Timing, Token};
-use tundish_store::{Node, Transport};
+use tundish_store::http::{self, Client, Server, Timing, Token};
+use tundish_store::{Node, Patience, Transport};
+
+use super::node::{deadline_of, look};
 
 use crate::enter::enter;
 use crate::error::BindingError;
@@ -50,6 +52,58 @@ impl ShardServer {
     fn close(&self) {
         let server = self.server.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         drop(server);
+    }
+}
+
+/// Sends small requests to one other process over one connection, which stays open as long as this object or until
+/// `close()`.
+#[pyclass(frozen)]
+pub(crate) struct WorkerClient {
+    client: http::WorkerClient,
+}
+
+#[pymethods]
+impl WorkerClient {
+    /// `addr`: `host:port`; `token`: sent with every request.
+    #[new]
+    #[pyo3(signature = (addr, token=None))]
+    fn new(addr: &str, token: Option<&str>) -> PyResult<Self> {
+        Ok(WorkerClient { client: http::WorkerClient::new(addr, token_of(token)?) })
+    }
+
+    /// Status and body of the answer; `body` is sent as JSON. Threads that share a client wait for one another.
+    ///
+    /// Raises `TransferError` if the process cannot be reached, closes the connection or sends no HTTP, and
+    /// `TimedOutError` after `timeout` seconds.
+    #[pyo3(signature = (method, path, body=None, *, timeout))]
+    fn request<'py>(
+        &self,
+        py: Python<'py>,
+        method: &str,
+        path: &str,
+        body: Option<&[u8]>,
+        timeout: f64,
+    ) -> PyResult<(u16, Bound<'py, PyBytes>)> {
+        let deadline = deadline_of(timeout)?;
+        let client = &self.client;
+        let (status, answer) = enter(py, None, move |door| {
+            let mut go_on = || look(door);
+            let mut patience = Patience::new(deadline, &mut go_on);
+            Ok(client.request(method, path, body.unwrap_or_default(), &mut patience)?)
+        })?;
+        Ok((status, PyBytes::new(py, &answer)))
+    }
+
+    /// A number that identifies the latest connection; None before the first request. It changes when the connection
+    /// was lost and opened again: claims that were made on the old one are gone.
+    #[getter]
+    fn connection_number(&self) -> Option<u64> {
+        self.client.connection_number()
+    }
+
+    /// Closes the connection for good. A request that is under way in another thread fails.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.client.close());
     }
 }
 

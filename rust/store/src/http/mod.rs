@@ -41,7 +41,7 @@ mod server;
 mod shard_header;
 mod token;
 
-pub use client::{Client, Held};
+pub use client::{Client, Held, WorkerClient};
 pub use head::{AnswerHead, Form, Method, RequestHead};
 pub use json::{read_batch, read_ids, read_tensor};
 pub use range::{Asked, Unit};

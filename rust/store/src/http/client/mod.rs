@@ -10,6 +10,7 @@ mod fetch;
 mod held;
 mod pool;
 mod request;
+mod worker;
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -26,6 +27,7 @@ use self::connection::{Connection, Trouble};
 pub use self::held::Held;
 use self::pool::Pool;
 use self::request::{Request, read_small, unfit};
+pub use self::worker::WorkerClient;
 use super::head::Form;
 use super::json::{self, Refused};
 use super::shard_header::{Payload, ShardHeader};

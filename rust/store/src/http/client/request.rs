@@ -20,7 +20,7 @@ const SMALL: usize = 16 << 10;
 
 /// What is asked of an owner.
 pub(super) struct Request<'a> {
-    pub(super) method: &'static str,
+    pub(super) method: &'a str,
     pub(super) path: &'a str,
     pub(super) accepts: Form,
     /// The form of the body, where there is one.
@@ -33,7 +33,7 @@ pub(super) struct Request<'a> {
 
 impl<'a> Request<'a> {
     /// One whose answer is JSON.
-    pub(super) fn new(method: &'static str, path: &'a str, body: &'a [&'a [u8]]) -> Self {
+    pub(super) fn new(method: &'a str, path: &'a str, body: &'a [&'a [u8]]) -> Self {
         let content = (!body.is_empty()).then_some(Form::Json);
         Request { method, path, accepts: Form::Json, content, body, node: None }
     }
