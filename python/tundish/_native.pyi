@@ -8,29 +8,29 @@ from numpy.typing import NDArray
 
 __all__ = [
     "BallotBox",
+    "BufferLease",
+    "BufferReceiver",
     "CheckpointReadLock",
     "CheckpointRoot",
     "FileFacts",
     "Filling",
     "Image",
     "NewFolder",
-    "Parcel",
-    "ParcelView",
-    "Parcels",
     "PlanReader",
     "QuickProgram",
     "RTensor",
     "ReadonlyCheckpoints",
+    "ReceivedBuffer",
     "SegmentArena",
     "SegmentView",
+    "SendBuffer",
     "ShardServer",
     "ShardStore",
     "ShardView",
     "ShardWriter",
     "SharedSegment",
-    "Shipment",
     "Spans",
-    "TaskBoard",
+    "TaskQueue",
     "TensorExchange",
     "TensorLook",
     "TensorPlan",
@@ -288,10 +288,10 @@ def open_checkpoints_readonly(path: _Path) -> ReadonlyCheckpoints: ...
 _Content = bytes | None | bool | int | float | complex | str
 
 @final
-class TaskBoard:
-    def __new__(cls, slots: int, slot_bytes: int) -> TaskBoard: ...
+class TaskQueue:
+    def __new__(cls, slots: int, slot_bytes: int) -> TaskQueue: ...
     @staticmethod
-    def open(fd: int, awake: float | None = None) -> TaskBoard: ...
+    def open(fd: int, awake: float | None = None) -> TaskQueue: ...
     @property
     def fd(self) -> int: ...
     @property
@@ -330,7 +330,7 @@ def end_with(fd: int, pid: int) -> None: ...
 
 # The process that has a segment open, its descriptor there, what tells the segment from any other, which use is meant.
 _Address = tuple[int, int, int, int]
-# An address, and the bytes of the parcel there.
+# An address, and the bytes of the buffer there.
 _Reference = tuple[int, int, int, int, int]
 
 @final
@@ -414,11 +414,11 @@ def is_segment_retired(fd: int) -> bool: ...
 @final
 class SegmentArena:
     def __new__(cls, limit_bytes: int | None = None) -> SegmentArena: ...
-    def take(self, nbytes: int) -> Parcel: ...
+    def take(self, nbytes: int) -> SendBuffer: ...
     def stats(self) -> ArenaStats: ...
 
 @final
-class Parcel:
+class SendBuffer:
     def reference(self) -> _Reference: ...
     @property
     def descriptor(self) -> int: ...
@@ -429,24 +429,24 @@ class Parcel:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
-class Shipment:
-    def __new__(cls, parcel: Parcel) -> Shipment: ...
+class BufferLease:
+    def __new__(cls, buffer: SendBuffer) -> BufferLease: ...
     @property
-    def parcel(self) -> Parcel: ...
+    def buffer(self) -> SendBuffer: ...
     @property
     def reference(self) -> _Reference: ...
 
 @final
-class Parcels:
-    def __new__(cls) -> Parcels: ...
-    def open(self, reference: _Reference) -> ParcelView: ...
+class BufferReceiver:
+    def __new__(cls) -> BufferReceiver: ...
+    def open(self, reference: _Reference) -> ReceivedBuffer: ...
     @property
     def views(self) -> int: ...
     def adopt(self, descriptor: int, sender: int) -> None: ...
     def forget(self, sender: int) -> None: ...
 
 @final
-class ParcelView:
+class ReceivedBuffer:
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 

@@ -34,7 +34,7 @@ class Line:
 
     def __init__(self) -> None:
         self.arena = _native.SegmentArena(1 << 24)
-        self.parcels = _native.Parcels()
+        self.parcels = _native.BufferReceiver()
 
     def sent(self, batch: Any) -> Arrival:
         tensors, schema = td.tree.flatten(batch)

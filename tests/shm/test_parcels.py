@@ -1,4 +1,4 @@
-"""Parcels: memory that one process writes and another receives, and when it is used again."""
+"""BufferReceiver: memory that one process writes and another receives, and when it is used again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import tundish as td
 from array_tasks import METHODS
 from leftovers import descriptors, mapped
-from tundish._native import Parcels, SegmentArena
+from tundish._native import BufferReceiver, SegmentArena
 
 
 def packed(arena: SegmentArena, contents: bytes) -> Any:
@@ -24,7 +24,7 @@ def packed(arena: SegmentArena, contents: bytes) -> Any:
 
 
 def test_a_parcel_arrives_and_is_its_receivers_to_write() -> None:
-    arena, parcels = SegmentArena(), Parcels()
+    arena, parcels = SegmentArena(), BufferReceiver()
     parcel = packed(arena, b"hello")
     assert len(parcel) == 5
     view = parcels.open(parcel.reference())
@@ -37,7 +37,7 @@ def test_a_parcel_arrives_and_is_its_receivers_to_write() -> None:
 
 
 def test_memory_is_used_again_only_after_the_receiver_came_and_let_go() -> None:
-    arena, parcels = SegmentArena(), Parcels()
+    arena, parcels = SegmentArena(), BufferReceiver()
     first = packed(arena, b"1" * 1000)
     reference = first.reference()
     first.release()
@@ -71,7 +71,7 @@ def test_what_was_not_sent_is_used_again_at_once() -> None:
 
 
 def test_who_comes_for_a_revoked_parcel_is_refused() -> None:
-    arena, parcels = SegmentArena(), Parcels()
+    arena, parcels = SegmentArena(), BufferReceiver()
     parcel = packed(arena, b"x")
     reference = parcel.reference()
     parcel.revoke()
@@ -86,7 +86,7 @@ def test_who_comes_for_a_revoked_parcel_is_refused() -> None:
 
 
 def test_a_revoked_parcel_that_was_received_stays_with_its_receiver() -> None:
-    arena, parcels = SegmentArena(), Parcels()
+    arena, parcels = SegmentArena(), BufferReceiver()
     parcel = packed(arena, b"mine")
     view = parcels.open(parcel.reference())
     parcel.revoke()
@@ -108,7 +108,7 @@ def test_a_buffer_in_use_delays_the_release() -> None:
 
 
 def test_sizes_share_memory_and_none_is_too_small() -> None:
-    arena, parcels = SegmentArena(), Parcels()
+    arena, parcels = SegmentArena(), BufferReceiver()
     assert len(packed(arena, b"")) == 0
     for size in (0, 1, 65_536, 65_537, 1_000_003, 400_000, 3 << 20):
         parcel = packed(arena, os.urandom(size))
@@ -133,7 +133,7 @@ def test_the_arena_keeps_no_more_than_its_limit() -> None:
 
 
 def test_a_receiver_lets_go_of_what_its_sender_has_let_go_of() -> None:
-    arena, parcels = SegmentArena(0), Parcels()
+    arena, parcels = SegmentArena(0), BufferReceiver()
     before = len(descriptors())
     for _ in range(20):
         parcel = packed(arena, b"x" * 100_000)
@@ -145,7 +145,7 @@ def test_a_receiver_lets_go_of_what_its_sender_has_let_go_of() -> None:
 
 
 def test_a_reference_that_leads_elsewhere_is_refused() -> None:
-    arena, parcels = SegmentArena(), Parcels()
+    arena, parcels = SegmentArena(), BufferReceiver()
     parcel, other = packed(arena, b"x" * 100), packed(arena, b"y")
     process, descriptor, identity, generation, size = parcel.reference()
     assert other.reference()[2] != identity
@@ -160,7 +160,7 @@ def test_a_reference_that_leads_elsewhere_is_refused() -> None:
 
 def answer(line: Connection) -> None:
     """Sends back what comes, each byte plus one, keeping nothing."""
-    arena, parcels = SegmentArena(), Parcels()
+    arena, parcels = SegmentArena(), BufferReceiver()
     while (reference := line.recv()) is not None:
         received = np.frombuffer(parcels.open(reference), np.uint8)
         parcel = arena.take(received.nbytes)
@@ -176,7 +176,7 @@ def test_parcels_go_to_a_process_and_back_through_the_same_memory(method: str) -
     ours, theirs = context.Pipe()
     child = context.Process(target=answer, args=(theirs,), daemon=True)
     child.start()
-    arena, parcels = SegmentArena(), Parcels()
+    arena, parcels = SegmentArena(), BufferReceiver()
     there, back, addresses = set(), set(), set()
     for number in range(50):
         parcel = packed(arena, bytes([number]) * 500_000)
@@ -223,10 +223,10 @@ def test_a_parcel_outlives_its_sender_where_the_descriptor_came_before() -> None
     child.join(60)
     child.close()
     ours.close()
-    without = Parcels()
+    without = BufferReceiver()
     with pytest.raises(OSError, match="cannot open"):
         without.open(reference)
-    parcels = Parcels()
+    parcels = BufferReceiver()
     parcels.adopt(descriptor, sender)
     view = parcels.open(reference)
     parcels.forget(sender)
@@ -234,7 +234,7 @@ def test_a_parcel_outlives_its_sender_where_the_descriptor_came_before() -> None
 
 
 def test_a_child_made_by_fork_uses_its_own() -> None:
-    arena, parcels = SegmentArena(), Parcels()
+    arena, parcels = SegmentArena(), BufferReceiver()
     parcel = packed(arena, b"x")
     reference = parcel.reference()
     pid = os.fork()
@@ -246,7 +246,7 @@ def test_a_child_made_by_fork_uses_its_own() -> None:
             except ValueError:
                 refused += 1
         parcel.revoke()
-        os._exit(0 if refused == 3 and bytes(Parcels().open(reference)) == b"x" else 1)
+        os._exit(0 if refused == 3 and bytes(BufferReceiver().open(reference)) == b"x" else 1)
     assert os.waitpid(pid, 0)[1] == 0
     parcel.release()
     # The child's receipt counts.
@@ -254,7 +254,7 @@ def test_a_child_made_by_fork_uses_its_own() -> None:
 
 
 def test_what_a_sender_left_is_there_for_its_receiver_until_it_was_opened() -> None:
-    arena, parcels = SegmentArena(), Parcels()
+    arena, parcels = SegmentArena(), BufferReceiver()
     references, sent = [], []
     for number in range(3):
         parcel = packed(arena, bytes([number]) * 1000)

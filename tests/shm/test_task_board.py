@@ -14,14 +14,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from tundish._native import TaskBoard, is_plain
+from tundish._native import TaskQueue, is_plain
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 
 # Answers each task with its payload turned around; kind 9 never ends.
 WORKER = """
 import sys, time
-from tundish._native import TaskBoard
-board = TaskBoard.open(int(sys.argv[1]))
+from tundish._native import TaskQueue
+board = TaskQueue.open(int(sys.argv[1]))
 number = int(sys.argv[2])
 while (task := board.take(number, None)) is not None:
     ticket, kind, payload = task
@@ -41,11 +41,11 @@ def process(source: str, *arguments: object, fds: tuple[int, ...] = ()) -> Itera
             child.kill()
 
 
-def worker(board: TaskBoard, number: int = 0) -> "contextmanager[subprocess.Popen[bytes]]":
+def worker(board: TaskQueue, number: int = 0) -> "contextmanager[subprocess.Popen[bytes]]":
     return process(WORKER, board.fd, number, fds=(board.fd,))
 
 
-def collect(board: TaskBoard, count: int) -> dict[int, tuple[int, bytes]]:
+def collect(board: TaskQueue, count: int) -> dict[int, tuple[int, bytes]]:
     results: dict[int, tuple[int, bytes]] = {}
     while len(results) < count:
         assert board.wait(30.0, True)
@@ -54,7 +54,7 @@ def collect(board: TaskBoard, count: int) -> dict[int, tuple[int, bytes]]:
 
 
 def test_results_come_back_with_their_tickets():
-    board = TaskBoard(64, 4096)
+    board = TaskQueue(64, 4096)
     payloads = [bytes([number]) * number * 10 for number in range(200)]
     with worker(board, 0) as first, worker(board, 511) as second:
         one = board.put(3, b"alone")
@@ -73,7 +73,7 @@ def test_results_come_back_with_their_tickets():
 
 
 def test_a_full_board_takes_no_more_until_results_are_collected():
-    board = TaskBoard(4, 4096)
+    board = TaskQueue(4, 4096)
     assert len(board.put_many(0, [b""] * 10, 0)) == 4
     assert board.put(0, b"") is None
     assert board.put_many(0, [b""], 0) == []
@@ -84,7 +84,7 @@ def test_a_full_board_takes_no_more_until_results_are_collected():
 
 
 def test_a_queued_task_can_be_revoked_and_a_running_one_cannot():
-    board = TaskBoard(4, 4096)
+    board = TaskQueue(4, 4096)
     queued = [board.put(0, b"a"), board.put(0, b"b")]
     assert not board.running(queued[0])
     assert board.revoke(queued[0])
@@ -105,7 +105,7 @@ def test_a_queued_task_can_be_revoked_and_a_running_one_cannot():
 
 
 def test_a_payload_as_large_as_a_slot_is_taken_and_a_larger_one_refused():
-    board = TaskBoard(2, 4096)
+    board = TaskQueue(2, 4096)
     assert board.capacity >= 4096 - 64
     with worker(board):
         ticket = board.put(0, b"x" * board.capacity)
@@ -145,8 +145,8 @@ NOT_PLAIN = [
 
 
 def test_plain_values_arrive_equal_and_of_their_types_both_ways():
-    board = TaskBoard(64, 4096)
-    mine = TaskBoard.open(board.fd)
+    board = TaskQueue(64, 4096)
+    mine = TaskQueue.open(board.fd)
     assert all(is_plain(value, board.capacity) for value in PLAIN)
     tickets = board.put_many(7, PLAIN, 0)
     there, back = [], []
@@ -167,8 +167,8 @@ def test_plain_values_arrive_equal_and_of_their_types_both_ways():
 
 @pytest.mark.parametrize("value", NOT_PLAIN, ids=lambda value: f"{type(value).__name__} {str(value)[:3]!a}")
 def test_what_is_not_plain_is_not_taken_for_it(value):
-    board = TaskBoard(2, 4096)
-    mine = TaskBoard.open(board.fd)
+    board = TaskQueue(2, 4096)
+    mine = TaskQueue.open(board.fd)
     assert not is_plain(value, board.capacity)
     board.put(0, 5)
     ticket, _, _ = mine.take(0, 0.0)
@@ -180,12 +180,12 @@ def test_what_is_not_plain_is_not_taken_for_it(value):
 
 
 def test_a_kind_that_no_message_can_have_is_refused():
-    board = TaskBoard(2, 4096)
+    board = TaskQueue(2, 4096)
     for put in (lambda: board.put(2**24, b""), lambda: board.put_many(2**24, [1], 0)):
         with pytest.raises(InvalidInputError, match="below 2²⁴"):
             put()
     ticket = board.put(0, 1)
-    mine = TaskBoard.open(board.fd)
+    mine = TaskQueue.open(board.fd)
     mine.take(0, 0.0)
     for finish in (mine.finish, mine.finish_plain):
         with pytest.raises(InvalidInputError, match="below 2²⁴"):
@@ -193,8 +193,8 @@ def test_a_kind_that_no_message_can_have_is_refused():
 
 
 def test_a_take_ends_when_its_time_is_over():
-    board = TaskBoard(2, 4096)
-    mine = TaskBoard.open(board.fd)
+    board = TaskQueue(2, 4096)
+    mine = TaskQueue.open(board.fd)
     begin = time.monotonic()
     with pytest.raises(TimedOutError, match="a task"):
         mine.take(0, 0.05)
@@ -213,7 +213,7 @@ def test_a_take_ends_when_its_time_is_over():
 
 @pytest.mark.parametrize("caller", [True, False])
 def test_a_poke_ends_a_wait_that_is_under_way_or_the_next_one(caller):
-    board = TaskBoard(2, 4096)
+    board = TaskQueue(2, 4096)
     begin = time.monotonic()
     timer = threading.Timer(0.05, board.poke)
     timer.start()
@@ -226,12 +226,12 @@ def test_a_poke_ends_a_wait_that_is_under_way_or_the_next_one(caller):
 
 
 def test_what_a_caller_leaves_is_told_to_the_other_thread():
-    board = TaskBoard(2, 4096)
+    board = TaskQueue(2, 4096)
     heard: list[bool] = []
     listener = threading.Thread(target=lambda: heard.append(board.wait(30.0, False)))
     listener.start()
     assert not board.wait(0.05, True)
-    mine = TaskBoard.open(board.fd)
+    mine = TaskQueue.open(board.fd)
     board.put(0, b"")
     ticket, _, _ = mine.take(0, None)
     mine.finish(ticket, 0, b"")
@@ -242,21 +242,21 @@ def test_what_a_caller_leaves_is_told_to_the_other_thread():
 @pytest.mark.parametrize(("slots", "slot_bytes"), [(0, 4096), (2**16 + 1, 4096), (1, 63), (1, 2**40)])
 def test_boards_that_cannot_be_are_refused(slots, slot_bytes):
     with pytest.raises(InvalidInputError, match="task board"):
-        TaskBoard(slots, slot_bytes)
+        TaskQueue(slots, slot_bytes)
 
 
 def test_only_boards_are_opened():
     with tempfile.TemporaryFile() as file:
         file.truncate(1 << 20)
         with pytest.raises(InvalidInputError, match="sealed"):
-            TaskBoard.open(file.fileno())
+            TaskQueue.open(file.fileno())
     with pytest.raises(InvalidInputError, match="descriptor"):
-        TaskBoard.open(-1)
+        TaskQueue.open(-1)
 
 
 def test_each_side_has_its_own_calls():
-    board = TaskBoard(2, 4096)
-    mine = TaskBoard.open(board.fd)
+    board = TaskQueue(2, 4096)
+    mine = TaskQueue.open(board.fd)
     for call in (
         lambda: mine.put(0, b""),
         mine.collect,
@@ -266,7 +266,7 @@ def test_each_side_has_its_own_calls():
     ):
         with pytest.raises(InvalidInputError, match="parent"):
             call()
-    with pytest.raises(InvalidInputError, match=r"TaskBoard\.open"):
+    with pytest.raises(InvalidInputError, match=r"TaskQueue\.open"):
         board.take(0, 0)
     for number in (-1, 512, 2**40):
         with pytest.raises(InvalidInputError, match="workers 0 to 511"):
@@ -279,8 +279,8 @@ def test_each_side_has_its_own_calls():
 
 WAITER = """
 import sys
-from tundish._native import TaskBoard
-board = TaskBoard(2, 4096)
+from tundish._native import TaskQueue
+board = TaskQueue(2, 4096)
 print("ready", flush=True)
 try:
     {wait}
@@ -294,8 +294,8 @@ except KeyboardInterrupt:
     [
         "board.wait(1000.0, True)",
         "board.wait(1000.0, False)",
-        "TaskBoard.open(board.fd).take(0, None)",
-        "TaskBoard.open(board.fd).take(0, 1000.0)",
+        "TaskQueue.open(board.fd).take(0, None)",
+        "TaskQueue.open(board.fd).take(0, 1000.0)",
     ],
 )
 def test_ctrl_c_ends_every_wait(wait):
@@ -313,8 +313,8 @@ def test_ctrl_c_ends_every_wait(wait):
 
 def sleeps_of_a_wait(awake: float | None) -> int:
     """How often a worker gives its processor up in a wait of a twentieth of a second, at least, in five of them."""
-    board = TaskBoard(8, 1024)
-    mine = TaskBoard.open(board.fd, awake)
+    board = TaskQueue(8, 1024)
+    mine = TaskQueue.open(board.fd, awake)
     found = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
@@ -330,8 +330,8 @@ def test_a_worker_is_awake_for_as_long_as_it_was_told():
 
 
 def test_a_worker_that_looks_in_does_not_wait():
-    board = TaskBoard(8, 1024)
-    mine = TaskBoard.open(board.fd, 5.0)
+    board = TaskQueue(8, 1024)
+    mine = TaskQueue.open(board.fd, 5.0)
     begin = time.monotonic()
     with pytest.raises(TimedOutError):
         mine.take(0, 0.0)
@@ -340,8 +340,8 @@ def test_a_worker_that_looks_in_does_not_wait():
 
 
 def test_a_worker_is_awake_for_no_longer_than_it_waits():
-    board = TaskBoard(8, 1024)
-    mine = TaskBoard.open(board.fd, 5.0)
+    board = TaskQueue(8, 1024)
+    mine = TaskQueue.open(board.fd, 5.0)
     begin = time.monotonic()
     with pytest.raises(TimedOutError):
         mine.take(0, 0.05)

@@ -88,7 +88,7 @@ class Least:
         self._batches: list[Any] | None = None
         # Of each receiver, what writes its batch.
         self._copies: dict[int, Callable[[], None]] = {}
-        self._arena, self._parcels = _native.SegmentArena(1 << 30), _native.Parcels()
+        self._arena, self._parcels = _native.SegmentArena(1 << 30), _native.BufferReceiver()
         self._mine: list[torch.Tensor] = []
         self._memory: NDArray[np.uint8] | None = None
 

@@ -57,7 +57,7 @@ class Arrival(NamedTuple):
 
     schema: Schema
     memory: NDArray[np.uint8] | None
-    parcel: _native.Parcel | None = None
+    parcel: _native.SendBuffer | None = None
     on_device: Tensor | None = None
     tensors: list[Tensor] | None = None
     made: Any = None
@@ -123,7 +123,7 @@ class Arrival(NamedTuple):
         return unflatten_unchecked(self.schema, tensors)
 
 
-def bytes_of(memory: _native.Parcel | _native.ParcelView | _native.SegmentView) -> NDArray[np.uint8]:
+def bytes_of(memory: _native.SendBuffer | _native.ReceivedBuffer | _native.SegmentView) -> NDArray[np.uint8]:
     """The bytes of `memory`, and its export for as long as an array of them or a tensor over them lives.
 
     torch, and numpy where it makes an array of another shape, hold on to what is behind a `memoryview`, not to the

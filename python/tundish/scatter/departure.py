@@ -48,7 +48,7 @@ class Departure:
         """The numbers of all tensors."""
         return range(len(self.tensors))
 
-    def write(self, parcel: _native.Parcel) -> None:
+    def write(self, parcel: _native.SendBuffer) -> None:
         """Write the tensors where the layout says, into a parcel of at least `size` bytes."""
         layout = self.schema.layout
         if self.is_plain:
@@ -58,7 +58,7 @@ class Departure:
         for place, tensor in zip(layout.tensors_in(buffer), self.tensors, strict=True):
             _copy(place, tensor)
 
-    def write_some(self, parcel: _native.Parcel, numbers: Sequence[int], start: int) -> None:
+    def write_some(self, parcel: _native.SendBuffer, numbers: Sequence[int], start: int) -> None:
         """Write these tensors, and at most empty ones between them, into a parcel that begins with byte `start`.
 
         Where `start` is negative, so many bytes at the beginning are left as they are.

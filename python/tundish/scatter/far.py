@@ -301,7 +301,7 @@ class _Space(NamedTuple):
     """Memory for what comes. `parcel`: what it lies in, where that is used again."""
 
     memory: NDArray[np.uint8]
-    parcel: _native.Parcel | None = None
+    parcel: _native.SendBuffer | None = None
 
 
 class FarEnd:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish import _native
-from tundish._native import Shipment
+from tundish._native import BufferLease
 from tundish.errors import SegmentGoneError, StorageError, TimedOutError
 from tundish.scatter.arrival import Arrival, bytes_of
 from tundish.scatter.departure import Departure
@@ -96,7 +96,7 @@ class Announcement(NamedTuple):
         schema: that was told.
     """
 
-    shipment: Shipment
+    shipment: BufferLease
     schema: Schema
 
 
@@ -116,10 +116,10 @@ class NearLane:
         self.arena = _native.SegmentArena(limit)
         self._line = line
         self._limit = limit
-        self._board = _native.TaskBoard(_SLOTS, _MESSAGE_BYTES)
+        self._board = _native.TaskQueue(_SLOTS, _MESSAGE_BYTES)
         self._told = Told()
         # What the receiver has not looked at yet, by ticket: its bytes, and in what they are.
-        self._ahead: dict[int, tuple[int, Shipment | None]] = {}
+        self._ahead: dict[int, tuple[int, BufferLease | None]] = {}
         self._finished: list[list[tuple[int, int, Any]]] = []
         # Segments whose descriptors it was sent.
         self._known: dict[bytes, None] = {}
@@ -186,7 +186,7 @@ class NearLane:
 
     def fill(self, number: int, departure: Departure, announcement: Announcement) -> int:
         """Write what was announced and say so; the bytes that were copied."""
-        departure.write(announcement.shipment.parcel)
+        departure.write(announcement.shipment.buffer)
         head, said, schema = Head(number, FILLED), b"", departure.schema
         try:
             if schema is not announcement.schema:
@@ -202,20 +202,22 @@ class NearLane:
         self._collect()
         return departure.size
 
-    def load(self, departure: Departure) -> Shipment:
+    def load(self, departure: Departure) -> BufferLease:
         """Write a batch that this lane and others share."""
         parcel = self.arena.take(departure.size)
         departure.write(parcel)
-        return Shipment(parcel)
+        return BufferLease(parcel)
 
-    def share(self, number: int, schema: Schema, size: int, shipment: Shipment | None, wait: Waiter) -> None:
+    def share(
+        self, number: int, schema: Schema, size: int, shipment: BufferLease | None, wait: Waiter
+    ) -> None:
         """Send a batch whose tensors, `size` bytes, are in memory that others get too, if there are any."""
         try:
             head, said = self._head(number, schema, size, wait)
             self._make_room(size, wait)
             if shipment is not None:
                 head = head._replace(flags=head.flags | SHARED, reference=shipment.reference)
-                head = self._announced(head, shipment.parcel)
+                head = self._announced(head, shipment.buffer)
             self._put(head.pack() + said, size, shipment)
         except BaseException:
             self._told.forget()
@@ -236,7 +238,7 @@ class NearLane:
         """Let go of line and memory; what the receiver has not taken yet is there for it all the same."""
         for _, shipment in self._ahead.values():
             if shipment is not None:
-                shipment.parcel.release()
+                shipment.buffer.release()
         self._line.close()
 
     def _head(self, number: int, schema: Schema, size: int, wait: Waiter) -> tuple[Head, bytes]:
@@ -248,7 +250,7 @@ class NearLane:
             return head, said
         length = len(said)
 
-        def write(parcel: _native.Parcel) -> None:
+        def write(parcel: _native.SendBuffer) -> None:
             memoryview(parcel)[:] = said
 
         self._send(Head(number, SAID, size=length), b"", length, write)
@@ -258,7 +260,7 @@ class NearLane:
     def _announce(self, head: Head, said: bytes, schema: Schema) -> Announcement:
         parcel = self.arena.take(head.size)
         try:
-            shipment = Shipment(parcel)
+            shipment = BufferLease(parcel)
             head = head._replace(flags=head.flags | FILLING, reference=shipment.reference)
             self._put(self._announced(head, parcel).pack() + said, head.size, shipment)
         except BaseException:
@@ -266,19 +268,19 @@ class NearLane:
             raise
         return Announcement(shipment, schema)
 
-    def _send(self, head: Head, said: bytes, size: int, write: Callable[[_native.Parcel], None]) -> None:
+    def _send(self, head: Head, said: bytes, size: int, write: Callable[[_native.SendBuffer], None]) -> None:
         """Send what `write` puts into a parcel that the receiver alone has."""
         parcel = self.arena.take(size)
         try:
             write(parcel)
-            shipment = Shipment(parcel)
+            shipment = BufferLease(parcel)
             head = self._announced(head._replace(reference=shipment.reference), parcel)
             self._put(head.pack() + said, size, shipment)
         except BaseException:
             parcel.revoke()
             raise
 
-    def _put(self, message: bytes, size: int, shipment: Shipment | None) -> None:
+    def _put(self, message: bytes, size: int, shipment: BufferLease | None) -> None:
         ticket = self._board.put(0, message)
         if ticket is None:
             raise RuntimeError("a board has no room where fewer messages than it holds are on it")
@@ -301,7 +303,7 @@ class NearLane:
                 self._ahead.pop(ticket, None)
             self._finished.pop()
 
-    def _announced(self, head: Head, parcel: _native.Parcel) -> Head:
+    def _announced(self, head: Head, parcel: _native.SendBuffer) -> Head:
         """The head of a message with memory whose descriptor, where the receiver does not have it, is on the line."""
         mark = _MARK.pack(head.reference[2], bool(head.flags & SHARED))
         if mark in self._known:
@@ -326,7 +328,7 @@ class NearEnd:
         self._line = line
         self._source = source
         self._known = Known()
-        self._parcels = _native.Parcels()
+        self._parcels = _native.BufferReceiver()
         # Of memory that others have too.
         self._shared = Inherited()
         # What was heard on the line and not yet seen to: identities, whether others have it too, and descriptors.
@@ -338,7 +340,7 @@ class NearEnd:
         [(_, _, descriptor)] = self._heard
         self._heard.clear()
         try:
-            self._board = _native.TaskBoard.open(descriptor, _AWAKE_SECONDS if awake else None)
+            self._board = _native.TaskQueue.open(descriptor, _AWAKE_SECONDS if awake else None)
         finally:
             os.close(descriptor)
         # What was taken off the board and is looked at, whether the board was told that it has been, and what was found

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from tundish._native import Shipment
+from tundish._native import BufferLease
 from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
@@ -307,7 +307,7 @@ class Scatterer(Member):
     ) -> None:
         number = self._number
         readers = Counter(id(departures[lane.rank]) for lane in lanes)
-        shipments: dict[int, Shipment] = {}
+        shipments: dict[int, BufferLease] = {}
         announced: list[tuple[NearLane, Departure, Announcement]] = []
         try:
             for lane in lanes:
@@ -484,7 +484,7 @@ class Scatterer(Member):
             for lane in lanes:
                 lane.say(head.number, head.kind, content, self._waiter(lane.rank))
             return content
-        shipment = None if content.parcel is None else Shipment(content.parcel)
+        shipment = None if content.parcel is None else BufferLease(content.parcel)
         try:
             for lane in lanes:
                 lane.share(head.number, content.schema, head.size, shipment, self._waiter(lane.rank))

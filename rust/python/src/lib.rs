@@ -57,10 +57,10 @@ mod _native {
     };
     #[pymodule_export]
     use super::shm::arena::{
-        Parcel, ParcelView, Parcels, SegmentArena, Shipment, default_arena_limit, is_segment_retired,
+        BufferLease, BufferReceiver, ReceivedBuffer, SegmentArena, SendBuffer, default_arena_limit, is_segment_retired,
     };
     #[pymodule_export]
-    use super::shm::board::{TaskBoard, available_processors, end_with};
+    use super::shm::board::{TaskQueue, available_processors, end_with};
     #[pymodule_export]
     use super::shm::content::is_plain;
     #[pymodule_export]

@@ -63,15 +63,15 @@ class Engine:
         reception: opens parcels of workers.
     """
 
-    def __init__(self, board: _native.TaskBoard, reception: Reception) -> None:
+    def __init__(self, board: _native.TaskQueue, reception: Reception) -> None:
         self.pid = os.getpid()
         self.main = threading.main_thread().ident
-        self._board: _native.TaskBoard | NoBoard = board
+        self._board: _native.TaskQueue | NoBoard = board
         self._reception = reception
         self._lock = threading.Lock()
         self._outstanding: dict[int, tuple[Receiver, int]] = {}
-        self._lent: dict[int, _native.Parcel] = {}
-        self._backlog: deque[tuple[TaskFuture, int, Any, _native.Parcel | None]] = deque()
+        self._lent: dict[int, _native.SendBuffer] = {}
+        self._backlog: deque[tuple[TaskFuture, int, Any, _native.SendBuffer | None]] = deque()
         self._arrived: deque[Sequence[tuple[int, int, Any]]] = deque()
         self._announcements: deque[tuple[TaskFuture, tuple[Any, ...]]] = deque()
         # What was taken back, from the board and from the backlog, until that is noted everywhere.
@@ -95,7 +95,7 @@ class Engine:
 
     # ---- Tasks come ----
 
-    def submit(self, future: TaskFuture, kind: int, payload: Any, parcel: _native.Parcel | None) -> None:
+    def submit(self, future: TaskFuture, kind: int, payload: Any, parcel: _native.SendBuffer | None) -> None:
         """Put a task on the board, or behind those that wait for room there."""
         with self._lock:
             self.check_open()
@@ -122,7 +122,7 @@ class Engine:
             return len(tickets)
 
     def put(
-        self, receiver: Receiver, number: int, kind: int, payload: Any, parcel: _native.Parcel | None
+        self, receiver: Receiver, number: int, kind: int, payload: Any, parcel: _native.SendBuffer | None
     ) -> bool:
         """Put one task on the board, if there is room."""
         with self._lock:
@@ -144,7 +144,7 @@ class Engine:
         if reason is not None:
             raise PoolError(reason)
 
-    def _note(self, ticket: int, future: TaskFuture, parcel: _native.Parcel | None) -> None:
+    def _note(self, ticket: int, future: TaskFuture, parcel: _native.SendBuffer | None) -> None:
         future.ticket = ticket
         self._outstanding[ticket] = future, future.number
         if parcel is not None:
@@ -469,7 +469,7 @@ def _disown_all() -> None:
 os.register_at_fork(after_in_child=_disown_all)
 
 
-def _release(parcel: _native.Parcel | None) -> None:
+def _release(parcel: _native.SendBuffer | None) -> None:
     if parcel is not None:
         # Whoever was to open it has, or never will.
         parcel.revoke()

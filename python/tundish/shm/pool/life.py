@@ -98,7 +98,7 @@ class Life:
         max_restarts: int | None,
     ) -> None:
         """Make all that the pool consists of but its threads."""
-        board = _native.TaskBoard(_SLOTS, _SLOT_BYTES)
+        board = _native.TaskQueue(_SLOTS, _SLOT_BYTES)
         lifeline, voice = self._having(Line()), self._having(Line())
         is_forked = context.get_start_method() == "fork"
         workforce = self._having(_workforce(function, shared, context, board, lifeline, voice))
@@ -203,7 +203,7 @@ def _workforce(
     function: Callable[..., Any],
     shared: Mapping[str, Any],
     context: BaseContext,
-    board: _native.TaskBoard,
+    board: _native.TaskQueue,
     lifeline: Line,
     voice: Line,
 ) -> Workforce:

@@ -64,7 +64,7 @@ class Mapping:
         self._consumed = 0
         # Packed, but not on the board yet; parcels by their pieces' numbers.
         self._payloads: list[Any] = []
-        self._parcels: dict[int, _native.Parcel] = {}
+        self._parcels: dict[int, _native.SendBuffer] = {}
         self._items_taken = 0
         # Of chunks: first item, items, bytes sent.
         self._spans: dict[int, tuple[int, int, int]] = {}

@@ -102,14 +102,14 @@ class Courier:
     `announce` is called with the parcel whenever one lies in memory that no parcel of this courier lay in before.
     """
 
-    def __init__(self, room: int, announce: Callable[[_native.Parcel], None] | None = None) -> None:
+    def __init__(self, room: int, announce: Callable[[_native.SendBuffer], None] | None = None) -> None:
         self.room = room
-        self.parcels = _native.Parcels()
+        self.parcels = _native.BufferReceiver()
         self._announce = announce
         self._announced: set[int] = set()
         self._arena: _native.SegmentArena | None = None
 
-    def pack(self, value: Any) -> tuple[int, Any, _native.Parcel | None]:
+    def pack(self, value: Any) -> tuple[int, Any, _native.SendBuffer | None]:
         """`IN_PARCEL` or 0, the payload, and the parcel, which the caller gives back.
 
         Raises:
@@ -142,7 +142,7 @@ class Courier:
     def disown(self) -> None:
         """Let go of what is kept for the next messages, in a child made by `fork`: nothing travels from there."""
         self._arena = None
-        self.parcels = _native.Parcels()
+        self.parcels = _native.BufferReceiver()
 
     def open(self, payload: bytes) -> Arrival:
         """The parcel that `payload` refers to; once."""
@@ -150,7 +150,7 @@ class Courier:
         return Arrival(memoryview(self.parcels.open(reference)), table_bytes)
 
 
-def pack_error(error: BaseException, courier: Courier) -> tuple[int, Any, _native.Parcel | None]:
+def pack_error(error: BaseException, courier: Courier) -> tuple[int, Any, _native.SendBuffer | None]:
     """`error` of a task, with its traceback, as a payload; whatever it is."""
     packed = describe_error(error)
     try:

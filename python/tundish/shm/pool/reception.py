@@ -32,7 +32,7 @@ class Reception:
         self._courier = courier
         self._lock = threading.Lock()
         self._sayings: list[Saying] = []
-        self._opened: dict[int, list[_native.ParcelView]] = {}
+        self._opened: dict[int, list[_native.ReceivedBuffer]] = {}
 
     def fileno(self) -> int:
         """What becomes readable when a worker speaks."""
@@ -62,7 +62,7 @@ class Reception:
         """Whoever waited for the parcel has it."""
         self._opened.pop(ticket, None)
 
-    def _open(self, reference: Any, views: list[_native.ParcelView]) -> None:
+    def _open(self, reference: Any, views: list[_native.ReceivedBuffer]) -> None:
         if not views:
             # In one step as far as Ctrl-C sees: a parcel can be opened once.
             views.extend(map(self._courier.parcels.open, (reference,)))

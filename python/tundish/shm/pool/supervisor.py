@@ -60,7 +60,7 @@ class Supervisor:
 
     def __init__(
         self,
-        board: _native.TaskBoard,
+        board: _native.TaskQueue,
         reception: Reception,
         lifeline: Line,
         workforce: Workforce,

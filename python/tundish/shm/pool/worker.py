@@ -39,7 +39,7 @@ _ONE_DESCRIPTOR = socket.CMSG_SPACE(struct.calcsize("i"))
 
 Call = Callable[[Any], Any]
 # Kind, payload, and the parcel that the payload refers to.
-_Answer = tuple[int, Any, _native.Parcel | None]
+_Answer = tuple[int, Any, _native.SendBuffer | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +104,13 @@ def serve(link: Link, bind: Callable[[], Call]) -> None:
         _, summary, text = messages.describe_error(error)
         _say(link, FAILED, f"{summary}\n{text}")
         raise SystemExit(1) from None
-    board = _native.TaskBoard.open(link.board)
+    board = _native.TaskQueue.open(link.board)
     courier = Courier(link.room, lambda parcel: _say(link, MEMORY, descriptors=[parcel.descriptor]))
     _say(link, READY)
     _work(call, board, link.worker, courier)
 
 
-def _work(call: Call, board: _native.TaskBoard, worker: int, courier: Courier) -> None:
+def _work(call: Call, board: _native.TaskQueue, worker: int, courier: Courier) -> None:
     take, finish_plain = board.take, board.finish_plain
     while (task := take(worker, None)) is not None:
         ticket, kind, payload = task

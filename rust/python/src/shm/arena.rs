@@ -1,4 +1,4 @@
-//! Parcels: memory that one process writes and another receives without a copy.
+//! BufferReceiver: memory that one process writes and another receives without a copy.
 //!
 //! What always holds: a parcel is given back only when no buffer of it is in use in its sender; a received one is its
 //! receiver's as long as the object that exported it.
@@ -47,11 +47,11 @@ impl SegmentArena {
     }
 
     /// A parcel of `nbytes`, to be written. What lies in it is not defined.
-    fn take(&self, py: Python<'_>, nbytes: usize) -> PyResult<Parcel> {
+    fn take(&self, py: Python<'_>, nbytes: usize) -> PyResult<SendBuffer> {
         let arena = &*self.arena;
         let parcel = enter(py, None, move |door| Ok(shm::Parcel::take(arena, nbytes, &mut || look(door))?))?;
         let state = State { parcel: Some(Unheld::new(parcel)), exports: 0, end: None };
-        Ok(Parcel { state: Mutex::new(state), handover: Arc::clone(&self.handover) })
+        Ok(SendBuffer { state: Mutex::new(state), handover: Arc::clone(&self.handover) })
     }
 
     /// Bytes in use or on their way, kept idle, kept while their receiver still has them, and the most there ever were.
@@ -94,12 +94,12 @@ struct State {
 
 /// Bytes to be sent, as a writable buffer.
 #[pyclass(frozen)]
-pub(crate) struct Parcel {
+pub(crate) struct SendBuffer {
     state: Mutex<State>,
     handover: Arc<Handover>,
 }
 
-impl Parcel {
+impl SendBuffer {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -133,8 +133,8 @@ impl State {
 }
 
 #[pymethods]
-impl Parcel {
-    /// What `Parcels.open` of the one receiver takes. From here on the parcel counts as sent.
+impl SendBuffer {
+    /// What `BufferReceiver.open` of the one receiver takes. From here on the parcel counts as sent.
     fn reference(&self) -> PyResult<ReferenceTuple> {
         let reference = self.lock().parcel()?.reference().map_err(BindingError::from)?;
         let (process, descriptor, identity, generation) = as_tuple(&reference.address);
@@ -251,28 +251,28 @@ impl Parcel {
 ///
 /// Not in Python, where Ctrl-C may come as it is freed, and is lost.
 #[pyclass(frozen)]
-pub(crate) struct Shipment {
+pub(crate) struct BufferLease {
     #[pyo3(get)]
-    parcel: Py<Parcel>,
+    buffer: Py<SendBuffer>,
     #[pyo3(get)]
     reference: ReferenceTuple,
 }
 
 #[pymethods]
-impl Shipment {
-    /// From here on `parcel` counts as sent.
+impl BufferLease {
+    /// From here on `buffer` counts as sent.
     #[new]
-    fn new(parcel: Bound<'_, Parcel>) -> PyResult<Self> {
-        let reference = parcel.get().reference()?;
-        Ok(Shipment { parcel: parcel.unbind(), reference })
+    fn new(buffer: Bound<'_, SendBuffer>) -> PyResult<Self> {
+        let reference = buffer.get().reference()?;
+        Ok(BufferLease { buffer: buffer.unbind(), reference })
     }
 }
 
-impl Drop for Shipment {
+impl Drop for BufferLease {
     fn drop(&mut self) {
         // What was given is there for its receivers though the interpreter comes to its end.
         if !is_over() {
-            self.parcel.get().revoke();
+            self.buffer.get().revoke();
         }
     }
 }
@@ -284,23 +284,23 @@ fn words(bytes: &[u8]) -> impl ExactSizeIterator<Item = usize> {
 
 /// Where a process receives parcels. Mappings are kept for the next ones, bounded in bytes and number.
 #[pyclass(frozen)]
-pub(crate) struct Parcels {
+pub(crate) struct BufferReceiver {
     parcels: Unheld<shm::Parcels>,
 }
 
 #[pymethods]
-impl Parcels {
+impl BufferReceiver {
     #[new]
     fn new() -> Self {
-        Parcels { parcels: Unheld::new(shm::Parcels::default()) }
+        BufferReceiver { parcels: Unheld::new(shm::Parcels::default()) }
     }
 
     /// Receive the parcel that `reference` leads to, once; its sender is told that it came.
-    fn open(&self, py: Python<'_>, reference: ReferenceTuple) -> PyResult<ParcelView> {
+    fn open(&self, py: Python<'_>, reference: ReferenceTuple) -> PyResult<ReceivedBuffer> {
         let (process, descriptor, identity, generation, len) = reference;
         let reference = Reference { address: as_address((process, descriptor, identity, generation)), len };
         let view = enter(py, None, |_| Ok(self.parcels.open(&reference)?))?;
-        Ok(ParcelView { view: Unheld::new(view) })
+        Ok(ReceivedBuffer { view: Unheld::new(view) })
     }
 
     /// How many parcels were opened and are still in use.
@@ -327,12 +327,12 @@ impl Parcels {
 
 /// A parcel that was received, as a writable buffer.
 #[pyclass(frozen)]
-pub(crate) struct ParcelView {
+pub(crate) struct ReceivedBuffer {
     view: Unheld<shm::ParcelView>,
 }
 
 #[pymethods]
-impl ParcelView {
+impl ReceivedBuffer {
     fn __len__(&self) -> usize {
         self.view.len()
     }

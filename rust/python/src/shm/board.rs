@@ -32,17 +32,17 @@ enum Face {
 
 /// A board on which a parent puts tasks for its workers, and they their results.
 ///
-/// `TaskBoard(slots, slot_bytes)` is the parent's, `TaskBoard.open(fd)` a worker's, which only takes and finishes. A
+/// `TaskQueue(slots, slot_bytes)` is the parent's, `TaskQueue.open(fd)` a worker's, which only takes and finishes. A
 /// message is a kind, a number below 2²⁴, and a content: bytes, at most `capacity` of them, or a value that `is_plain`,
 /// which arrives as such. A task goes by its ticket, a positive number, until its result is collected; then, or once it
 /// is revoked, its ticket means nothing.
 #[pyclass(frozen, module = "tundish._native")]
-pub(crate) struct TaskBoard {
+pub(crate) struct TaskQueue {
     face: Face,
 }
 
 #[pymethods]
-impl TaskBoard {
+impl TaskQueue {
     #[new]
     fn new(slots: usize, slot_bytes: usize) -> PyResult<Self> {
         let board = Board::create(slots, slot_bytes).map_err(BindingError::from)?;
@@ -63,7 +63,7 @@ impl TaskBoard {
         Ok(Self { face: Face::Worker(board) })
     }
 
-    /// What workers open the board with, as long as the parent's `TaskBoard` lives.
+    /// What workers open the board with, as long as the parent's `TaskQueue` lives.
     #[getter]
     fn fd(&self) -> PyResult<RawFd> {
         Ok(self.parent()?.descriptor().as_raw_fd())
@@ -225,7 +225,7 @@ impl TaskBoard {
     }
 }
 
-impl TaskBoard {
+impl TaskQueue {
     fn parent(&self) -> Result<&Board, BindingError> {
         match &self.face {
             Face::Parent(board) => Ok(board),
@@ -239,7 +239,7 @@ impl TaskBoard {
         match &self.face {
             Face::Worker(board) => Ok(board),
             Face::Parent(_) => {
-                Err(ShmError::Invalid("this is the parent's board; a worker takes from `TaskBoard.open(fd)`".into())
+                Err(ShmError::Invalid("this is the parent's board; a worker takes from `TaskQueue.open(fd)`".into())
                     .into())
             }
         }
