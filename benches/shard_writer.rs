@@ -14,13 +14,13 @@ use std::time::{Duration, Instant};
 
 use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_commit::shards::{ShardWriter, WriterOptions};
-use tundish_commit::staging::Image;
+use tundish_commit::staging::FileImage;
 
 const PLACE: &str = env!("CARGO_TARGET_TMPDIR");
 
 /// Bytes that no disk can compress.
-fn image(size: usize) -> Arc<Image> {
-    let image = Image::new(size).expect("memory for an image");
+fn image(size: usize) -> Arc<FileImage> {
+    let image = FileImage::new(size).expect("memory for an image");
     // SAFETY: the image is new and nobody else has it.
     let bytes = unsafe { std::slice::from_raw_parts_mut(image.as_ptr(), size) };
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
@@ -34,7 +34,7 @@ fn image(size: usize) -> Arc<Image> {
 }
 
 /// Files one after the other in the image, as a shard writer writes them.
-fn save(folder: &Path, image: &Arc<Image>, names: &[String], checksum: bool) {
+fn save(folder: &Path, image: &Arc<FileImage>, names: &[String], checksum: bool) {
     let size = image.size() / names.len();
     let files: Vec<_> = names.iter().map(|name| (name.as_str(), size as u64)).collect();
     let options = WriterOptions { checksum, writers_per_node: 1 };
@@ -46,7 +46,7 @@ fn save(folder: &Path, image: &Arc<Image>, names: &[String], checksum: bool) {
 }
 
 /// The same with the calls that everybody knows.
-fn save_plainly(folder: &Path, image: &Arc<Image>, names: &[String]) {
+fn save_plainly(folder: &Path, image: &Arc<FileImage>, names: &[String]) {
     let size = image.size() / names.len();
     for (number, name) in names.iter().enumerate() {
         // SAFETY: within the image, which nobody changes.

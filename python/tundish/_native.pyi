@@ -12,14 +12,13 @@ __all__ = [
     "BufferReceiver",
     "CheckpointReadLock",
     "CheckpointRoot",
-    "FileFacts",
-    "Filling",
-    "Image",
+    "FileImage",
+    "FileMetadata",
     "NewFolder",
     "PlanReader",
     "QuickProgram",
     "RTensor",
-    "ReadonlyCheckpoints",
+    "ReadonlyCheckpointRoot",
     "ReceivedBuffer",
     "SegmentArena",
     "SegmentView",
@@ -29,13 +28,15 @@ __all__ = [
     "ShardView",
     "ShardWriter",
     "SharedSegment",
-    "Spans",
     "TaskQueue",
+    "TensorCopy",
     "TensorExchange",
     "TensorLook",
     "TensorPlan",
     "TensorReader",
+    "TensorSpans",
     "WorkerClient",
+    "add_manifest_checksum",
     "are_apart",
     "available_processors",
     "checksum_file",
@@ -55,7 +56,6 @@ __all__ = [
     "replace_file",
     "sample_index",
     "save",
-    "seal_manifest",
     "set_shared_cache_limit",
     "shard_ids",
     "shared_stats",
@@ -68,9 +68,9 @@ __all__ = [
     "trim_staging",
     "trust_owner",
     "verify",
-    "verify_folder",
+    "verify_checkpoint",
     "write",
-    "write_sidecar",
+    "write_small_file",
 ]
 
 @type_check_only
@@ -136,8 +136,8 @@ class PlanReader:
     ]: ...
 
 @final
-class Image:
-    def __new__(cls, size: int) -> Image: ...
+class FileImage:
+    def __new__(cls, size: int) -> FileImage: ...
     @property
     def size(self) -> int: ...
     @property
@@ -145,23 +145,23 @@ class Image:
     def populate(self) -> None: ...
     def fill(
         self,
-        spans: Spans,
+        spans: TensorSpans,
         tensors: Sequence[Any],
         threads: int,
         reader: TensorReader | None = None,
-    ) -> Filling: ...
+    ) -> TensorCopy: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
-class Filling:
+class TensorCopy:
     @property
     def left(self) -> list[int]: ...
     def finish(self) -> None: ...
     def give_up(self) -> None: ...
 
 @final
-class Spans:
-    def __new__(cls, places: Sequence[tuple[int, int, Any] | tuple[int, int, Any, Any]]) -> Spans: ...
+class TensorSpans:
+    def __new__(cls, places: Sequence[tuple[int, int, Any] | tuple[int, int, Any, Any]]) -> TensorSpans: ...
 
 @type_check_only
 class StagingStats(TypedDict):
@@ -173,8 +173,8 @@ def staging_stats() -> StagingStats: ...
 def trim_staging() -> int: ...
 
 @final
-class FileFacts:
-    def __new__(cls, name: str, size: int, checksum: str | None) -> FileFacts: ...
+class FileMetadata:
+    def __new__(cls, name: str, size: int, checksum: str | None) -> FileMetadata: ...
     @property
     def name(self) -> str: ...
     @property
@@ -194,16 +194,16 @@ class ShardWriter:
         checksum: bool,
         writers_per_node: int,
     ) -> ShardWriter: ...
-    def write(self, name: str, offset: int, image: Image, start: int, length: int) -> None: ...
+    def write(self, name: str, offset: int, image: FileImage, start: int, length: int) -> None: ...
     def progress(self) -> tuple[int, int]: ...
-    def finish(self) -> list[FileFacts]: ...
+    def finish(self) -> list[FileMetadata]: ...
     def abort(self) -> None: ...
 
-def write_sidecar(folder: _Path, name: str, contents: bytes) -> FileFacts: ...
-def checksum_file(path: _Path) -> FileFacts: ...
+def write_small_file(folder: _Path, name: str, contents: bytes) -> FileMetadata: ...
+def checksum_file(path: _Path) -> FileMetadata: ...
 def sweep_writer_slots(root: _Path | None = None, *, dry_run: bool = False) -> list[Path]: ...
-def verify_folder(folder: _Path, *, progress: _Progress | None = None) -> list[str]: ...
-def seal_manifest(manifest: str) -> str: ...
+def verify_checkpoint(folder: _Path, *, progress: _Progress | None = None) -> list[str]: ...
+def add_manifest_checksum(manifest: str) -> str: ...
 
 @type_check_only
 class Checkpoint(TypedDict):
@@ -257,7 +257,7 @@ class CheckpointRoot:
     def close(self) -> None: ...
 
 @final
-class ReadonlyCheckpoints:
+class ReadonlyCheckpointRoot:
     @property
     def path(self) -> Path: ...
     def list(self) -> _Checkpoints: ...
@@ -282,7 +282,7 @@ class CheckpointReadLock:
     def read_file(self, name: str, size: int, checksum: str | None) -> bytes: ...
     def close(self) -> None: ...
 
-def open_checkpoints_readonly(path: _Path) -> ReadonlyCheckpoints: ...
+def open_checkpoints_readonly(path: _Path) -> ReadonlyCheckpointRoot: ...
 
 # Bytes, or what `is_plain`.
 _Content = bytes | None | bool | int | float | complex | str

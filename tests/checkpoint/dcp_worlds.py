@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from rank_processes import Job
-from tundish._native import FileFacts, seal_manifest
+from tundish._native import FileMetadata, add_manifest_checksum
 from tundish.checkpoint.dcp.plan import DcpPlan
 from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.saves import WriteOptions
@@ -120,7 +120,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def write(staged: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> list[FileFacts]:
+def write(staged: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> list[FileMetadata]:
     """Do with what is staged as a checkpointer does: write it, and record it once all ranks have. Collective."""
     is_first = not distributed.is_initialized() or distributed.get_rank() == 0
     try:
@@ -128,7 +128,7 @@ def write(staged: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> 
             folder.mkdir(exist_ok=True)
         barrier()
         staged.wait_staged(60)
-        facts: list[FileFacts] = staged.write(folder, OPTIONS)
+        facts: list[FileMetadata] = staged.write(folder, OPTIONS)
     finally:
         staged.release()
     everyone = gathered([(fact.name, fact.size, fact.checksum) for fact in facts])
@@ -141,7 +141,7 @@ def write(staged: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> 
         files.sort(key=lambda file: file["name"])
         manifest = {"format_version": 1, "kind": "dcp", "step": 1, "tag": None, "world_size": len(everyone)}
         text = json.dumps({**manifest, "extra": extra, "files": files})
-        (folder / "tundish.json").write_text(seal_manifest(text))
+        (folder / "tundish.json").write_text(add_manifest_checksum(text))
     barrier()
     return facts
 
@@ -164,7 +164,7 @@ def compare(plan: DcpPlan) -> None:
         plan.reserve()
 
 
-def save(saver: DcpSaver, state: Mapping[str, Any], folder: Path, **arguments: Any) -> list[FileFacts]:
+def save(saver: DcpSaver, state: Mapping[str, Any], folder: Path, **arguments: Any) -> list[FileMetadata]:
     """Save and wait. Collective."""
     plan = saver.plan(state, **arguments)
     plan.reserve()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tundish._native import FileFacts
+from tundish._native import FileMetadata
 from tundish.checkpoint.hf.plan import HfPlan, plan_hf
 from tundish.checkpoint.saves import Staged, WriteOptions
 
@@ -39,7 +39,7 @@ def staged(plan: HfPlan, *, through: tuple[Path, int] | None = None) -> Iterator
         save.release()
 
 
-def write(save: Staged, folder: Path, *, is_first: bool = True) -> list[FileFacts]:
+def write(save: Staged, folder: Path, *, is_first: bool = True) -> list[FileMetadata]:
     """Everything that follows staging, into `folder`, which is made where it is missing."""
     folder.mkdir(exist_ok=True)
     save.wait_staged(60)
@@ -47,7 +47,7 @@ def write(save: Staged, folder: Path, *, is_first: bool = True) -> list[FileFact
     return facts + save.write(folder, options())
 
 
-def export(folder: Path, model_or_tensors: Any, **arguments: Any) -> list[FileFacts]:
+def export(folder: Path, model_or_tensors: Any, **arguments: Any) -> list[FileMetadata]:
     with staged(plan_hf(model_or_tensors, **arguments)) as save:
         return write(save, folder)
 

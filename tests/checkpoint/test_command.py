@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tundish import cli
-from tundish._native import seal_manifest
+from tundish._native import add_manifest_checksum
 from tundish.checkpoint import Checkpointer
 from tundish.errors import InvalidInputError
 
@@ -175,9 +175,9 @@ def test_what_others_wrote_is_shown_and_not_obeyed(root: Path, capsys: pytest.Ca
     manifest = json.loads((root / "hf-20" / "tundish.json").read_text())
     del manifest["checksum"]
     evil = "\x1b[2J\x1b]0;title\x07\u202enext\nhf-99"
-    (root / "hf-20" / "tundish.json").write_text(seal_manifest(json.dumps(manifest | {"tag": evil})))
+    (root / "hf-20" / "tundish.json").write_text(add_manifest_checksum(json.dumps(manifest | {"tag": evil})))
     manifest["files"][0]["name"] = evil
-    (root / "hf-10" / "tundish.json").write_text(seal_manifest(json.dumps(manifest | {"step": 10})))
+    (root / "hf-10" / "tundish.json").write_text(add_manifest_checksum(json.dumps(manifest | {"step": 10})))
     assert cli.main(["checkpoint", "ls", str(root)]) == 0
     assert cli.main(["checkpoint", "verify", str(root)]) == 1
     assert cli.main(["checkpoint", "repair", str(root)]) == 0

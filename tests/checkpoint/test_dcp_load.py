@@ -16,7 +16,7 @@ from torch import distributed
 
 from dcp_worlds import World, assert_same, new_saver, run, save, whole
 from rank_processes import Line, outcome
-from tundish._native import CheckpointRoot, seal_manifest
+from tundish._native import CheckpointRoot, add_manifest_checksum
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.dcp.saver import load_dcp
 from tundish.errors import (
@@ -202,7 +202,7 @@ def rewrite(saved: Path, change: dict[str, Any]) -> None:
     """Give the manifest other fields, and the checksum that is theirs."""
     manifest = json.loads((saved / "tundish.json").read_text())
     del manifest["checksum"]
-    (saved / "tundish.json").write_text(seal_manifest(json.dumps(manifest | change)))
+    (saved / "tundish.json").write_text(add_manifest_checksum(json.dumps(manifest | change)))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import distributed
 
 from dcp_worlds import new_saver, run, save
 from rank_processes import Line, outcome
-from tundish._native import seal_manifest, write_sidecar
+from tundish._native import add_manifest_checksum, write_small_file
 from tundish.checkpoint.dcp.saver import load_dcp
 from tundish.checkpoint.dcp.values import to_json
 
@@ -44,9 +44,9 @@ def as_many_save(folder: Path, more: str = "") -> Path:
         if value is not None:
             name = f"rank_extra-{rank:05d}.json"
             (folder / name).unlink(missing_ok=True)
-            facts = write_sidecar(folder, name, to_json(more or value, "rank_extra"))
+            facts = write_small_file(folder, name, to_json(more or value, "rank_extra"))
             manifest["files"].append({"name": name, "size": facts.size, "checksum": facts.checksum})
-    (folder / "tundish.json").write_text(seal_manifest(json.dumps(manifest)))
+    (folder / "tundish.json").write_text(add_manifest_checksum(json.dumps(manifest)))
     return folder
 
 

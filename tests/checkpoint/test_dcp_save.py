@@ -13,7 +13,7 @@ from torch.distributed import checkpoint as dcp
 
 from dcp_worlds import World, assert_same, bits, compare, gathered, new_saver, read, run, save, whole, write
 from rank_processes import Line
-from tundish._native import staging_stats, verify_folder
+from tundish._native import staging_stats, verify_checkpoint
 from tundish.checkpoint.dcp.saver import DcpSaver
 
 LAYOUTS = [
@@ -49,7 +49,7 @@ def train_and_save(rank: int, line: Line) -> None:
         dcp.load(loaded, checkpoint_id=folder / str(number))
         assert_same(whole(loaded), expected)
         if rank == 0:
-            verify_folder(folder / str(number))
+            verify_checkpoint(folder / str(number))
             assert_same(read(folder / str(number)), expected)
         world = World(layout)
         world.train(number + 2)
@@ -125,7 +125,7 @@ def test_ranks_may_hold_different_things(tmp_path: Path) -> None:
         assert loaded.keys() == expected.keys() - ({"late"} if name == "first" else set())
         for key, value in loaded.items():
             assert_same(value, expected[key])
-        verify_folder(tmp_path / name)
+        verify_checkpoint(tmp_path / name)
 
 
 def hold_different_things_under_one_name(rank: int, line: Line) -> None:

@@ -12,7 +12,7 @@ import torch
 import dcp_worlds
 from dcp_worlds import Net, assert_same, compare, hear_news, new_saver, read, run, save, whole, write
 from rank_processes import Line
-from tundish._native import staging_stats, verify_folder
+from tundish._native import staging_stats, verify_checkpoint
 from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.staging import Copies
 
@@ -120,5 +120,5 @@ def test_a_file_larger_than_the_limit_is_written_through(tmp_path: Path) -> None
     assert max(peaks) < 1.1 * LARGE + (1 << 20) * 1.5
     expected = torch.load(tmp_path / "expected") | {"own1": torch.ones(3, 5)}
     for number in range(3):
-        verify_folder(tmp_path / str(number))
+        verify_checkpoint(tmp_path / str(number))
         assert_same(read(tmp_path / str(number)), expected)

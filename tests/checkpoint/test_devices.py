@@ -217,11 +217,11 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 ) -> None:
     ones = torch.ones(3, device="cuda")
     runtime: Any = torch.cuda.cudart()
-    image = _native.Image(4096)
+    image = _native.FileImage(4096)
     torch.cuda.check_error(runtime.cudaHostRegister(image.address, 4096, 1))
     try:
         # What is pinned cannot be once more.
-        monkeypatch.setattr(buffers, "Image", lambda _: image)
+        monkeypatch.setattr(buffers, "FileImage", lambda _: image)
         buffers.Buffer(4096, is_pinned=True).release()
     finally:
         torch.cuda.check_error(runtime.cudaHostUnregister(image.address))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tundish import _native
-from tundish._native import FileFacts, Image, ShardWriter, Spans, TensorReader
+from tundish._native import FileImage, FileMetadata, ShardWriter, TensorReader, TensorSpans
 from tundish.checkpoint.tensors import READER
 from tundish.errors import (
     AlreadyExistsError,
@@ -62,8 +62,8 @@ def crc64(data: bytes) -> str:
     return f"crc64nvme:{value ^ 2**64 - 1:016x}"
 
 
-def image_of(data: bytes) -> Image:
-    image = Image(len(data))
+def image_of(data: bytes) -> FileImage:
+    image = FileImage(len(data))
     memoryview(image)[:] = data
     return image
 
@@ -73,7 +73,7 @@ def new_writer(folder: Path, *files: tuple[str, int], checksum: bool = True) -> 
 
 
 def test_an_image_is_memory_that_torch_and_python_share() -> None:
-    image = Image(3 * MIB + 5)
+    image = FileImage(3 * MIB + 5)
     assert image.size == 3 * MIB + 5 and image.address % 4096 == 0
     view = memoryview(image)
     assert (view.nbytes, view.readonly, view.format) == (image.size, False, "B")
@@ -85,12 +85,12 @@ def test_an_image_is_memory_that_torch_and_python_share() -> None:
     halves = torch.frombuffer(image, dtype=torch.bfloat16, count=4, offset=2)
     halves.copy_(torch.tensor([1.5, -2.0, 0.0, float("inf")]))
     assert bytes(view[2:10]).hex() == "c03f00c00000807f"
-    assert memoryview(Image(0)).nbytes == 0
+    assert memoryview(FileImage(0)).nbytes == 0
 
 
 def test_memory_lives_as_long_as_a_view_of_it_and_is_used_again() -> None:
     before = _native.staging_stats()["in_use"]
-    image = Image(2 * MIB)
+    image = FileImage(2 * MIB)
     tensor = torch.frombuffer(image, dtype=torch.uint8)
     tensor.fill_(3)
     address = image.address
@@ -101,7 +101,7 @@ def test_memory_lives_as_long_as_a_view_of_it_and_is_used_again() -> None:
     del tensor
     gc.collect()
     assert _native.staging_stats()["in_use"] == before
-    assert Image(2 * MIB - 9).address == address
+    assert FileImage(2 * MIB - 9).address == address
     assert _native.staging_stats()["cached"] >= 2 * MIB
 
 
@@ -110,7 +110,7 @@ def test_saves_of_changing_sizes_take_no_more_memory_than_the_largest() -> None:
     sizes = [[70 * MIB + 3], [20 * MIB, 50 * MIB + 1], [71 * MIB], [5 * MIB] * 14, [70 * MIB + 3]]
     held = []
     for images in sizes:
-        taken = [Image(size) for size in images]
+        taken = [FileImage(size) for size in images]
         stats = _native.staging_stats()
         held.append(stats["in_use"] + stats["cached"])
         del taken
@@ -120,7 +120,7 @@ def test_saves_of_changing_sizes_take_no_more_memory_than_the_largest() -> None:
 @pytest.mark.parametrize("size", [2**62, 2**63 - 1])
 def test_memory_that_cannot_be_is_refused_with_the_size(size: int) -> None:
     with pytest.raises(OutOfMemoryError, match=str(size)) as refusal:
-        Image(size)
+        FileImage(size)
     assert isinstance(refusal.value, MemoryError)
 
 
@@ -133,7 +133,7 @@ def test_an_image_is_filled_with_what_lies_in_memory_as_in_the_file(
     numbers = torch.arange(11 * MIB, dtype=torch.int32)
     tensors = [numbers[:5], numbers[5 : 5 * MIB], numbers[:0], numbers[:6].view(2, 3).t(), numbers[5 * MIB :]]
     tensors[3:3] = [torch.arange(8, dtype=torch.int16), numbers[7:9].view(torch.float32)]
-    image = Image(sum(tensor.nbytes for tensor in tensors) + 300)
+    image = FileImage(sum(tensor.nbytes for tensor in tensors) + 300)
     memory = torch.frombuffer(image, dtype=torch.uint8).fill_(0xA5)
     expected, places = memory.clone(), []
     start = 100
@@ -142,7 +142,7 @@ def test_an_image_is_filled_with_what_lies_in_memory_as_in_the_file(
         if number not in (4, 5):
             expected[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
         start += tensor.nbytes + (64 if number == 1 else 0)
-    filling = image.fill(Spans(places), tensors, threads, reader)
+    filling = image.fill(TensorSpans(places), tensors, threads, reader)
     assert filling.left == [4, 5]
     filling.finish()
     assert memory.equal(expected)
@@ -153,8 +153,8 @@ def test_an_image_is_filled_with_what_lies_in_memory_as_in_the_file(
 @pytest.mark.parametrize("how", ["given up", "dropped"])
 def test_what_is_given_up_is_copied_no_more(how: str) -> None:
     tensors = [torch.ones(64 * MIB, dtype=torch.uint8)] * 8
-    spans = Spans([(number * 64 * MIB, (number + 1) * 64 * MIB, torch.uint8) for number in range(8)])
-    image = Image(512 * MIB)
+    spans = TensorSpans([(number * 64 * MIB, (number + 1) * 64 * MIB, torch.uint8) for number in range(8)])
+    image = FileImage(512 * MIB)
     memory = torch.frombuffer(image, dtype=torch.uint8).zero_()
     filling = image.fill(spans, tensors, 2, READER)
     if how == "given up":
@@ -174,7 +174,7 @@ def test_what_is_given_up_is_copied_no_more(how: str) -> None:
 )
 def test_places_out_of_order_are_refused(places: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Spans([(*place, torch.uint8) for place in places])
+        TensorSpans([(*place, torch.uint8) for place in places])
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 19])
@@ -183,9 +183,9 @@ def test_places_out_of_order_are_refused(places: list[tuple[int, int]], message:
 def test_nothing_is_copied_beyond_its_place(reader: TensorReader | None, threads: int, wrong: int) -> None:
     tensors = [torch.ones(MIB, dtype=torch.uint8)] * 20
     places = [(number * MIB, (number + 1) * MIB, torch.uint8) for number in range(20)]
-    image = Image(20 * MIB)
+    image = FileImage(20 * MIB)
     memory = torch.frombuffer(image, dtype=torch.uint8).fill_(0)
-    spans = Spans(places)
+    spans = TensorSpans(places)
     for size in (MIB - 1, MIB + 1):
         given = [*tensors[:wrong], torch.full((size,), 2, dtype=torch.uint8), *tensors[wrong + 1 :]]
         with pytest.raises(ValueError, match=f"span {wrong} is not as large as its tensor"):
@@ -195,7 +195,7 @@ def test_nothing_is_copied_beyond_its_place(reader: TensorReader | None, threads
         with pytest.raises(ValueError, match="the spans are not those of the tensors"):
             image.fill(spans, given, threads, reader)
     with pytest.raises(ValueError, match="end after the image"):
-        Image(20 * MIB - 1).fill(spans, tensors, threads, reader)
+        FileImage(20 * MIB - 1).fill(spans, tensors, threads, reader)
     filling = image.fill(spans, tensors, threads, reader)
     filling.finish()
     assert filling.left == []
@@ -209,9 +209,9 @@ def test_a_tensor_whose_storage_ends_before_it_does_is_not_read(
 ) -> None:
     whole, cut = torch.ones(8, dtype=torch.uint8), torch.ones(24, dtype=torch.uint8)[8:]
     cut.untyped_storage().resize_(8 + left)
-    image = Image(24)
+    image = FileImage(24)
     memory = torch.frombuffer(image, dtype=torch.uint8).zero_()
-    filling = image.fill(Spans([(0, 8, torch.uint8), (8, 24, torch.uint8)]), [whole, cut], 1, reader)
+    filling = image.fill(TensorSpans([(0, 8, torch.uint8), (8, 24, torch.uint8)]), [whole, cut], 1, reader)
     filling.finish()
     assert filling.left == [1]
     assert memory.tolist() == [1] * 8 + [0] * 16
@@ -226,34 +226,34 @@ def test_files_hold_the_bytes_and_their_checksums(tmp_path: Path) -> None:
     del image
     writer.write("sub/folder/b", 0, image_of(b"lead" + data["sub/folder/b"]), 4, 4096)
     facts = writer.finish()
-    assert facts == [FileFacts(name, len(contents), crc64(contents)) for name, contents in data.items()]
+    assert facts == [FileMetadata(name, len(contents), crc64(contents)) for name, contents in data.items()]
     assert {name: (tmp_path / name).read_bytes() for name in data} == data
     assert writer.progress() == (74_097, 74_097)
     assert writer.finish() == facts
 
 
 def test_facts_are_values() -> None:
-    facts = FileFacts("a", 5, crc64(b"bytes"))
+    facts = FileMetadata("a", 5, crc64(b"bytes"))
     assert (facts.name, facts.size, facts.checksum) == ("a", 5, crc64(b"bytes"))
-    assert facts == FileFacts("a", 5, crc64(b"bytes")) and hash(facts) == hash(
-        FileFacts("a", 5, crc64(b"bytes"))
+    assert facts == FileMetadata("a", 5, crc64(b"bytes")) and hash(facts) == hash(
+        FileMetadata("a", 5, crc64(b"bytes"))
     )
-    assert facts != FileFacts("a", 5, None)
+    assert facts != FileMetadata("a", 5, None)
     assert eval(repr(facts)) == facts
     with pytest.raises(InvalidInputError, match="md5"):
-        FileFacts("a", 5, "md5:00")
+        FileMetadata("a", 5, "md5:00")
 
 
 def test_without_checksums_there_are_none(tmp_path: Path) -> None:
     writer = new_writer(tmp_path, ("a", 3), checksum=False)
     writer.write("a", 0, image_of(b"abc"), 0, 3)
-    assert writer.finish() == [FileFacts("a", 3, None)]
+    assert writer.finish() == [FileMetadata("a", 3, None)]
 
 
 def test_others_run_while_a_writer_is_waited_for(tmp_path: Path) -> None:
     size = 400 * MIB
     writer = new_writer(tmp_path, ("a", size))
-    image = Image(size)
+    image = FileImage(size)
     memoryview(image)[::4096] = bytes(size // 4096)
     ticks, over = [0], threading.Event()
 
@@ -278,20 +278,20 @@ def test_others_run_while_a_writer_is_waited_for(tmp_path: Path) -> None:
 def test_an_aborted_or_dropped_writer_holds_nothing(tmp_path: Path, abort: bool) -> None:
     size = 300 * MIB
     writer = new_writer(tmp_path, ("a", size))
-    writer.write("a", 0, Image(size), 0, size)
+    writer.write("a", 0, FileImage(size), 0, size)
     if abort:
         writer.abort()
         with pytest.raises(InvalidInputError, match="aborted"):
             writer.finish()
         with pytest.raises(InvalidInputError, match="aborted"):
-            writer.write("a", 0, Image(1), 0, 1)
+            writer.write("a", 0, FileImage(1), 0, 1)
         writer.abort()
     del writer  # The fixture looks for what is left.
 
 
 def test_bad_input_is_refused_with_the_file(tmp_path: Path) -> None:
     writer = new_writer(tmp_path, ("a", 10), ("b", 10))
-    image = Image(20)
+    image = FileImage(20)
     for name, offset, start, length in [
         ("c", 0, 0, 1),
         ("a", 5, 0, 6),
@@ -323,28 +323,28 @@ def test_bad_input_is_refused_with_the_file(tmp_path: Path) -> None:
 
 def write_checkpoint(folder: Path, files: dict[str, bytes]) -> None:
     folder.mkdir()
-    facts = [_native.write_sidecar(folder, name, contents) for name, contents in files.items()]
+    facts = [_native.write_small_file(folder, name, contents) for name, contents in files.items()]
     manifest = {
         "format_version": 1,
         "kind": "hf",
         "step": 3,
         "files": [{"name": one.name, "size": one.size, "checksum": one.checksum} for one in facts],
     }
-    (folder / "tundish.json").write_text(_native.seal_manifest(json.dumps(manifest, indent=2)))
+    (folder / "tundish.json").write_text(_native.add_manifest_checksum(json.dumps(manifest, indent=2)))
 
 
 def test_sidecars_and_files_of_others_are_summed(tmp_path: Path) -> None:
-    facts = _native.write_sidecar(tmp_path, "sub/config.json", b"{}")
-    assert facts == FileFacts("sub/config.json", 2, crc64(b"{}"))
+    facts = _native.write_small_file(tmp_path, "sub/config.json", b"{}")
+    assert facts == FileMetadata("sub/config.json", 2, crc64(b"{}"))
     assert (tmp_path / "sub/config.json").read_bytes() == b"{}"
     with pytest.raises(AlreadyExistsError):
-        _native.write_sidecar(tmp_path, "sub/config.json", b"[]")
-    assert _native.checksum_file(tmp_path / "sub/config.json") == FileFacts("config.json", 2, crc64(b"{}"))
+        _native.write_small_file(tmp_path, "sub/config.json", b"[]")
+    assert _native.checksum_file(tmp_path / "sub/config.json") == FileMetadata("config.json", 2, crc64(b"{}"))
     with pytest.raises(NotFoundError) as refusal:
         _native.checksum_file(tmp_path / "missing")
     assert refusal.value.filename == str(tmp_path / "missing")
     with pytest.raises(InvalidInputError):
-        _native.write_sidecar(tmp_path, "../out", b"")
+        _native.write_small_file(tmp_path, "../out", b"")
 
 
 def test_verification_names_every_file_that_is_not_as_it_was(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_verification_names_every_file_that_is_not_as_it_was(tmp_path: Path) -> 
     files = {"model": os.urandom(20 * MIB), "sub/config.json": b"{}", "lost": b"x", "cut": bytes(5000)}
     write_checkpoint(folder, files)
     seen: list[tuple[str, int, int]] = []
-    _native.verify_folder(folder, progress=lambda *update: seen.append(update))
+    _native.verify_checkpoint(folder, progress=lambda *update: seen.append(update))
     assert all(phase == "verify" and done <= total for phase, done, total in seen)
     (folder / "lost").unlink()
     (folder / "more").write_bytes(b"")
@@ -363,11 +363,11 @@ def test_verification_names_every_file_that_is_not_as_it_was(tmp_path: Path) -> 
         file.seek(11 * MIB)
         file.write(bytes([byte ^ 1]))
     with pytest.raises(CorruptCheckpointError) as found:
-        _native.verify_folder(folder)
+        _native.verify_checkpoint(folder)
     assert found.value.paths == ("cut", "lost", "model", "more")
     assert str(folder) in str(found.value) and "cut has 4999 bytes" in str(found.value)
     with pytest.raises(NotFoundError):
-        _native.verify_folder(tmp_path / "hf-4")
+        _native.verify_checkpoint(tmp_path / "hf-4")
 
 
 def test_an_error_of_the_progress_callback_ends_the_verification(tmp_path: Path) -> None:
@@ -377,10 +377,10 @@ def test_an_error_of_the_progress_callback_ends_the_verification(tmp_path: Path)
         file.truncate(size)
     files = [{"name": "model", "size": size, "checksum": f"crc64nvme:{0:016x}"}]
     manifest = {"format_version": 1, "kind": "hf", "step": 3, "files": files}
-    (tmp_path / "tundish.json").write_text(_native.seal_manifest(json.dumps(manifest)))
+    (tmp_path / "tundish.json").write_text(_native.add_manifest_checksum(json.dumps(manifest)))
 
     def refuse(phase: str, done: int, total: int) -> None:
         raise RuntimeError(f"{phase} {total}")
 
     with pytest.raises(RuntimeError, match=f"verify {size}"):
-        _native.verify_folder(tmp_path, progress=refuse)
+        _native.verify_checkpoint(tmp_path, progress=refuse)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tundish._native import Filling
+from tundish._native import TensorCopy
 from tundish.checkpoint.buffers import Buffer, Place, Places
 from tundish.checkpoint.tensors import READER, check_memories, check_memory
 from tundish.waiting import to_its_end
@@ -178,12 +178,12 @@ def _check_memory_of(block: Block, number: int) -> None:
     check_memory(_names_of(block)[number], block.sources[number])
 
 
-def filling_of(block: Block, threads: int) -> Filling:
+def filling_of(block: Block, threads: int) -> TensorCopy:
     """Begins to copy all that is copied on the host as it is."""
     return block.buffer.image.fill(block.places.spans, block.sources, threads, READER)
 
 
-def copy_on_host(block: Block, filling: Filling, threads: int) -> None:
+def copy_on_host(block: Block, filling: TensorCopy, threads: int) -> None:
     """What is not on a CUDA device: bytes as they are, by `filling`; what is to be converted or rearranged by torch."""
     filling.finish()
     left = [number for number in filling.left if not block.sources[number].is_cuda]

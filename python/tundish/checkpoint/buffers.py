@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tundish._native import Image, Spans, trim_staging
+from tundish._native import FileImage, TensorSpans, trim_staging
 from tundish.waiting import to_its_end
 
 __all__ = ["Buffer", "Place", "Places", "trim", "unpin"]
@@ -27,9 +27,9 @@ _logger = logging.getLogger("tundish.checkpoint")
 _PORTABLE = 1
 # All that is pinned, by address: memory that went back while a device still knows of it would be another's next, and
 # the device would copy into pages that are gone.
-_registered: dict[int, Image] = {}
+_registered: dict[int, FileImage] = {}
 # What of it no buffer uses.
-_pinned: list[Image] = []
+_pinned: list[FileImage] = []
 _pinned_lock = threading.Lock()
 
 
@@ -46,9 +46,9 @@ class Places(tuple[Place, ...]):
     """Places of one buffer, in its order and without overlap."""
 
     @functools.cached_property
-    def spans(self) -> Spans:
-        """As `Image.fill` takes them; made once, as the places of a file are the same in each save."""
-        return Spans(self)
+    def spans(self) -> TensorSpans:
+        """As `FileImage.fill` takes them; made once, as the places of a file are the same in each save."""
+        return TensorSpans(self)
 
     @functools.cached_property
     def stops_before(self) -> list[int]:
@@ -63,8 +63,8 @@ class Buffer:
     """
 
     def __init__(self, size: int, *, is_pinned: bool = False) -> None:
-        self.image: Image
-        self.image, self._is_pinned = _take_pinned(size) if is_pinned else (Image(size), False)
+        self.image: FileImage
+        self.image, self._is_pinned = _take_pinned(size) if is_pinned else (FileImage(size), False)
 
     @functools.cached_property
     def bytes(self) -> torch.Tensor:
@@ -87,7 +87,7 @@ class Buffer:
             held.pop("image", None)
 
 
-def _take_pinned(size: int) -> tuple[Image, bool]:
+def _take_pinned(size: int) -> tuple[FileImage, bool]:
     """Memory for a device to copy into, and whether it is pinned."""
     with _pinned_lock:
         for place, image in enumerate(_pinned):
@@ -95,7 +95,7 @@ def _take_pinned(size: int) -> tuple[Image, bool]:
                 return _pinned.pop(place), True
         # What is kept belongs to another layout, which is not saved any more.
         _unpin()
-    image = Image(size)
+    image = FileImage(size)
     try:
         # Which takes some fifty milliseconds a gigabyte, and is to be whole: the device's note, and ours.
         to_its_end(lambda: _register(image))
@@ -106,7 +106,7 @@ def _take_pinned(size: int) -> tuple[Image, bool]:
     return image, image.address in _registered
 
 
-def _register(image: Image) -> None:
+def _register(image: FileImage) -> None:
     """Pin an image, where the system lets it be."""
     # The runtime would have its pages made one by one, on one thread.
     image.populate()

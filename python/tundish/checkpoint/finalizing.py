@@ -207,10 +207,10 @@ class Finalizer:
             else:
                 return
 
-    def _stage(self, job: Job) -> tuple[Staged, list[_native.FileFacts]]:
+    def _stage(self, job: Job) -> tuple[Staged, list[_native.FileMetadata]]:
         """Wait for the tensors, and make room where it lacks; the first rank writes everything else."""
         error: BaseException | None = None
-        facts: list[_native.FileFacts] = []
+        facts: list[_native.FileMetadata] = []
         try:
             facts = self._prepare(job)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
@@ -221,7 +221,7 @@ class Finalizer:
             facts = self._make_room(job)
         return _staged_of(job), facts
 
-    def _prepare(self, job: Job) -> list[_native.FileFacts]:
+    def _prepare(self, job: Job) -> list[_native.FileMetadata]:
         """Wait for the tensors; the facts of what the first rank wrote."""
         staged = _staged_of(job)
         staged.wait_staged(None)
@@ -229,7 +229,7 @@ class Finalizer:
         self._announce("staged", self.kind, job.save.step)
         return [] if self._publisher is None or job.lacks_room else staged.prewrite(job.folder)
 
-    def _make_room(self, job: Job) -> list[_native.FileFacts]:
+    def _make_room(self, job: Job) -> list[_native.FileMetadata]:
         """Remove what should have gone before, once it is known what all ranks protect; the rest is as `_prepare`."""
         what = f"{job.what}: making room"
         told = json.dumps(list(self._protected))
@@ -241,10 +241,10 @@ class Finalizer:
             self._publisher.make_room()
             return _staged_of(job).prewrite(job.folder)
 
-    def _write(self, job: Job, staged: Staged) -> list[_native.FileFacts]:
+    def _write(self, job: Job, staged: Staged) -> list[_native.FileMetadata]:
         """Write this rank's files; on the first rank the facts of all ranks' files, and what they protect."""
         error: BaseException | None = None
-        own: list[_native.FileFacts] = []
+        own: list[_native.FileMetadata] = []
         try:
             own = staged.write(job.folder, self.options(job.save))
             self._announce("written", self.kind, job.save.step)
@@ -263,9 +263,9 @@ class Finalizer:
         heard = [json.loads(text) for text in gathered]
         if self._publisher is not None:
             self._publisher.protect(step for one in heard for step in one["protected"])
-        return [_native.FileFacts(*facts) for one in heard for facts in one["files"]]
+        return [_native.FileMetadata(*facts) for one in heard for facts in one["files"]]
 
-    def _manifest(self, job: Job, facts: list[_native.FileFacts]) -> str:
+    def _manifest(self, job: Job, facts: list[_native.FileMetadata]) -> str:
         manifest = {
             "format_version": FORMAT_VERSION,
             "kind": self.kind,

@@ -181,7 +181,7 @@ def verify(
 
 def verify_quietly(folder: Path, *, progress: Callable[[str, int, int], object] | None = None) -> list[str]:
     """As `verify`, for who tells of files without a checksum himself."""
-    return _native.verify_folder(folder, progress=progress)
+    return _native.verify_checkpoint(folder, progress=progress)
 
 
 def tell_unsummed(folder: Path, unsummed: Sequence[str]) -> None:

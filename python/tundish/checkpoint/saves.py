@@ -78,10 +78,10 @@ class Staged(Protocol):
     def settle(self) -> None:
         """After `wait_staged`, on a thread that is told of it: from here on it may change what was staged."""
 
-    def prewrite(self, folder: Path) -> list[_native.FileFacts]:
+    def prewrite(self, folder: Path) -> list[_native.FileMetadata]:
         """Write all files but the weights, durably. On the group's first rank, on a background thread."""
 
-    def write(self, folder: Path, options: WriteOptions) -> list[_native.FileFacts]:
+    def write(self, folder: Path, options: WriteOptions) -> list[_native.FileMetadata]:
         """Write this rank's files and block until they are durable. On a background thread of every rank."""
 
     def break_off(self) -> None:

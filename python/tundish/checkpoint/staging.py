@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tundish._native import Filling
+from tundish._native import TensorCopy
 from tundish.checkpoint.blocks import (
     Block,
     check_on_devices,
@@ -57,7 +57,7 @@ class Copies:
         self._ready = [torch.cuda.current_stream(device).record_event() for device in self._devices]
         self._over: list[torch.cuda.Event] = []
         # Of the block that is being copied.
-        self._filling: Filling | None = None
+        self._filling: TensorCopy | None = None
 
     def begin(self) -> None:
         """Have other threads begin with what is on the host, if that is worth them; `run` does the rest."""

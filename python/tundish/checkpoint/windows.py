@@ -11,7 +11,7 @@ import collections
 import time
 from dataclasses import dataclass
 
-from tundish._native import Image, ShardWriter
+from tundish._native import FileImage, ShardWriter
 from tundish.checkpoint.buffers import Buffer, unpin
 
 __all__ = ["PAGE", "Span", "Windows"]
@@ -95,5 +95,5 @@ class Windows:
             if sum(taken for _, taken in self._unwritten) + span.size <= max(self._limit, span.size):
                 return
             # This hands nothing in, but raises what the writer failed with, which would be waited for without end.
-            self._writer.write(span.name, 0, Image(0), 0, 0)
+            self._writer.write(span.name, 0, FileImage(0), 0, 0)
             time.sleep(_POLL_SECONDS)

@@ -37,10 +37,10 @@ mod checksum;
 mod claim;
 pub mod disk;
 mod error;
-mod facts;
 #[cfg(feature = "failpoints")]
 mod failpoint;
 mod file;
+mod file_metadata;
 mod folder;
 mod ledger;
 pub mod manifest;
@@ -58,10 +58,10 @@ mod writeback;
 
 pub use checksum::{Checksum, NotAChecksum};
 pub use error::CommitError;
-pub use facts::FileFacts;
 pub use file::FolderFile;
+pub use file_metadata::FileMetadata;
 pub use folder::{Folder, free_space, replace_file};
 pub use manifest::{Kind, Manifest};
 pub use seal::seal;
-pub use sidecar::{checksum_file, write_sidecar};
+pub use sidecar::{checksum_file, write_small_file};
 pub use sweep::{SweepReport, sweep};

@@ -7,7 +7,7 @@ use rustix::io::Errno;
 
 use crate::disk::{self, Disk, EntryKind, RealDisk};
 use crate::error::CommitError;
-use crate::facts::FileFacts;
+use crate::file_metadata::FileMetadata;
 use crate::reading::{self, Source, Unread};
 use crate::tree::Tree;
 use crate::writeback::WINDOW;
@@ -20,7 +20,7 @@ use crate::{Checksum, name};
 /// # Errors
 /// [`CommitError::InvalidWrite`] for a name that cannot be a checkpoint's file, [`CommitError::FileExists`],
 /// [`CommitError::ParentMissing`] and [`CommitError::Io`].
-pub fn write_sidecar(folder: impl AsRef<Path>, name: &str, bytes: &[u8]) -> Result<FileFacts, CommitError> {
+pub fn write_small_file(folder: impl AsRef<Path>, name: &str, bytes: &[u8]) -> Result<FileMetadata, CommitError> {
     let disk = RealDisk;
     let (tree, places) = Tree::make(&disk, folder.as_ref(), std::iter::once(name))?;
     for place in &places {
@@ -29,7 +29,7 @@ pub fn write_sidecar(folder: impl AsRef<Path>, name: &str, bytes: &[u8]) -> Resu
         disk.fsync(&file, &place.path)?;
     }
     tree.fsync(&disk)?;
-    Ok(FileFacts { name: name.to_owned(), size: bytes.len() as u64, checksum: Some(Checksum::of(bytes)) })
+    Ok(FileMetadata { name: name.to_owned(), size: bytes.len() as u64, checksum: Some(Checksum::of(bytes)) })
 }
 
 /// Makes a file that another wrote durable, and its name; then reads it for its checksum. The name in the facts is the
@@ -41,7 +41,7 @@ pub fn write_sidecar(folder: impl AsRef<Path>, name: &str, bytes: &[u8]) -> Resu
 pub fn checksum_file(
     path: impl AsRef<Path>,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
-) -> Result<FileFacts, CommitError> {
+) -> Result<FileMetadata, CommitError> {
     let disk = RealDisk;
     let path = path.as_ref();
     let (parent_path, leaf) = name::split(path)?;
@@ -65,5 +65,5 @@ pub fn checksum_file(
             Unread::Failed(error) => error,
         })?;
     }
-    Ok(FileFacts { name: name.to_owned(), size: status.size, checksum: Some(checksum) })
+    Ok(FileMetadata { name: name.to_owned(), size: status.size, checksum: Some(checksum) })
 }

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use common::{Mount, entries};
 use tundish_commit::disk::{Disk, Lock, RealDisk, Sharing};
-use tundish_commit::root::{Opening, ReadonlyRoot, Root, read_lock_at, verify_folder};
+use tundish_commit::root::{Opening, ReadonlyRoot, Root, read_lock_at, verify_checkpoint};
 use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::{CommitError, Kind};
 
@@ -344,7 +344,7 @@ fn what_is_removed_or_replaced_meanwhile_is_never_called_damaged() {
                     let survey = watcher.survey().unwrap();
                     assert!(survey.damaged.is_empty(), "{:?}", survey.damaged);
                     for one in survey.whole {
-                        match verify_folder(&one.path, &mut |_, _| ControlFlow::Continue(())) {
+                        match verify_checkpoint(&one.path, &mut |_, _| ControlFlow::Continue(())) {
                             Ok(_) => drop(verified.fetch_add(1, Ordering::Relaxed)),
                             Err(CommitError::NoSuchCheckpoint { .. }) => {}
                             Err(error) => panic!("{error}"),
@@ -438,7 +438,7 @@ fn a_checkpoint_that_readers_are_locked_out_of_is_not_taken_for_gone() {
     assert_eq!(RealDisk.lock_file(&strangers, Sharing::Exclusive, &manifest).unwrap(), Lock::Taken);
     let error = root.read_lock(Kind::Dcp, 1).unwrap_err();
     assert!(matches!(&error, CommitError::CheckpointLocked { path: locked } if *locked == path), "{error}");
-    let error = verify_folder(&path, &mut |_, _| ControlFlow::Continue(())).unwrap_err();
+    let error = verify_checkpoint(&path, &mut |_, _| ControlFlow::Continue(())).unwrap_err();
     assert!(matches!(error, CommitError::CheckpointLocked { .. }), "{error}");
     drop(strangers);
     assert!(root.read_lock(Kind::Dcp, 1).unwrap().is_locked());

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use common::{Mount, child as writer, image};
 use tundish_commit::shards::{ShardWriter, WriterOptions};
-use tundish_commit::{CommitError, FileFacts};
+use tundish_commit::{CommitError, FileMetadata};
 
 const EIO: i32 = 5;
 const EINVAL: i32 = 22;
@@ -51,7 +51,7 @@ fn child() {
     }
 }
 
-fn write(role: &str, folder: &Path) -> Result<Vec<FileFacts>, CommitError> {
+fn write(role: &str, folder: &Path) -> Result<Vec<FileMetadata>, CommitError> {
     let options = WriterOptions { checksum: true, writers_per_node: 1 };
     let writer = ShardWriter::create(folder, files(role), options, &mut || ControlFlow::Continue(()))?;
     // One byte off, the image does not lie in memory as the file on the disk: everything goes through the page cache.

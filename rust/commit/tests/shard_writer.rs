@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use common::{Mount, crc64, image};
 use proptest::prelude::*;
 use tundish_commit::shards::{ShardWriter, WriterOptions};
-use tundish_commit::staging::Image;
-use tundish_commit::{CommitError, FileFacts, write_sidecar};
+use tundish_commit::staging::FileImage;
+use tundish_commit::{CommitError, FileMetadata, write_small_file};
 
 const ENOSPC: i32 = 28;
 const MIB: usize = 1 << 20;
@@ -30,7 +30,7 @@ fn writer(folder: &Path, files: &[(&str, u64)]) -> Result<ShardWriter, CommitErr
     ShardWriter::create(folder, files, options(), &mut || ControlFlow::Continue(()))
 }
 
-fn finish(writer: &ShardWriter) -> Vec<FileFacts> {
+fn finish(writer: &ShardWriter) -> Vec<FileMetadata> {
     writer.finish(PATIENCE).unwrap().expect("a minute is enough")
 }
 
@@ -39,7 +39,7 @@ fn pattern(length: usize, seed: usize) -> Vec<u8> {
     (0..length).map(|i| (i ^ ((i >> 8) * 7) ^ ((i >> 16) * 13) ^ (seed * 31)) as u8).collect()
 }
 
-fn assert_file(folder: &Path, facts: &FileFacts, expected: &[u8]) {
+fn assert_file(folder: &Path, facts: &FileMetadata, expected: &[u8]) {
     let found = fs::read(folder.join(&facts.name)).unwrap();
     assert!(found == expected, "{} holds other bytes", facts.name);
     assert_eq!(facts.size, expected.len() as u64);
@@ -97,7 +97,7 @@ fn without_checksums_there_are_none() {
     let files = [("a", 5)];
     let writer = ShardWriter::create(folder.path(), &files, options, &mut || ControlFlow::Continue(())).unwrap();
     writer.write("a", 0, &image(b"bytes"), 0, 5).unwrap();
-    assert_eq!(finish(&writer), [FileFacts { name: "a".to_owned(), size: 5, checksum: None }]);
+    assert_eq!(finish(&writer), [FileMetadata { name: "a".to_owned(), size: 5, checksum: None }]);
     assert_eq!(fs::read(folder.path().join("a")).unwrap(), b"bytes");
 }
 
@@ -267,7 +267,7 @@ fn a_link_in_the_place_of_the_folder_leads_nowhere() {
     let swapped = folder.path().join(".hf-1.incomplete");
     std::os::unix::fs::symlink(outside.path(), &swapped).unwrap();
     let shards = writer(&swapped, &[("a", 1)]).err().expect("a link");
-    let sidecar = write_sidecar(&swapped, "config.json", b"{}").unwrap_err();
+    let sidecar = write_small_file(&swapped, "config.json", b"{}").unwrap_err();
     for error in [shards, sidecar] {
         assert!(matches!(&error, CommitError::NotADirectory { path } if *path == swapped), "{error}");
     }
@@ -361,6 +361,6 @@ fn finish_waits_no_longer_than_it_is_told() {
 fn a_writer_of_nothing_is_done_at_once() {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(finish(&writer(folder.path(), &[]).unwrap()), []);
-    let empty = Image::new(0).unwrap();
+    let empty = FileImage::new(0).unwrap();
     assert_eq!(empty.size(), 0);
 }

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 use common::crc64;
 use tundish_commit::disk::RealDisk;
-use tundish_commit::root::{Part, read_lock_at, verify_folder};
-use tundish_commit::{CommitError, checksum_file, seal, write_sidecar};
+use tundish_commit::root::{Part, read_lock_at, verify_checkpoint};
+use tundish_commit::{CommitError, checksum_file, seal, write_small_file};
 
 const FILES: [(&str, usize); 5] =
     [("model.safetensors", 20_000_003), ("config.json", 700), ("a/b/deep", 4096), ("a/flat", 9000), ("empty", 0)];
@@ -28,7 +28,7 @@ fn checkpoint() -> (tempfile::TempDir, PathBuf) {
     fs::create_dir(&folder).unwrap();
     let mut entries = Vec::new();
     for (seed, (name, length)) in FILES.into_iter().enumerate() {
-        let facts = write_sidecar(&folder, name, &bytes(length, seed)).unwrap();
+        let facts = write_small_file(&folder, name, &bytes(length, seed)).unwrap();
         let checksum = facts.checksum.unwrap().to_string();
         assert_eq!(checksum, format!("crc64nvme:{:016x}", crc64(&bytes(length, seed))));
         entries.push(format!(r#"{{"name": "{name}", "size": {length}, "checksum": "{checksum}"}}"#));
@@ -40,7 +40,7 @@ fn checkpoint() -> (tempfile::TempDir, PathBuf) {
 }
 
 fn verify(folder: &Path) -> Result<Vec<String>, CommitError> {
-    verify_folder(folder, &mut |_, _| ControlFlow::Continue(()))
+    verify_checkpoint(folder, &mut |_, _| ControlFlow::Continue(()))
 }
 
 /// The files that a verification complains of.
@@ -61,7 +61,7 @@ fn what_was_written_is_whole() {
     assert_eq!(verify(&folder).unwrap(), [] as [String; 0]);
     let total: u64 = FILES.iter().map(|(_, length)| *length as u64).sum();
     let mut seen = (0, 0);
-    verify_folder(&folder, &mut |read, of| {
+    verify_checkpoint(&folder, &mut |read, of| {
         assert!(read >= seen.0, "progress goes back");
         seen = (read, of);
         ControlFlow::Continue(())
@@ -251,7 +251,7 @@ fn a_file_without_a_checksum_is_judged_by_its_size() {
 #[test]
 fn an_interrupted_verification_says_so() {
     let (_parent, folder) = checkpoint();
-    let error = verify_folder(&folder, &mut |_, _| ControlFlow::Break(())).unwrap_err();
+    let error = verify_checkpoint(&folder, &mut |_, _| ControlFlow::Break(())).unwrap_err();
     assert!(matches!(error, CommitError::Interrupted { .. }), "{error}");
 }
 
@@ -277,13 +277,13 @@ fn files_of_others_are_summed_and_made_durable() {
 #[test]
 fn a_sidecar_takes_the_place_of_nothing() {
     let folder = tempfile::tempdir().unwrap();
-    write_sidecar(folder.path(), "a/config.json", b"{}").unwrap();
+    write_small_file(folder.path(), "a/config.json", b"{}").unwrap();
     assert_eq!(fs::read(folder.path().join("a/config.json")).unwrap(), b"{}");
-    let error = write_sidecar(folder.path(), "a/config.json", b"[]").unwrap_err();
+    let error = write_small_file(folder.path(), "a/config.json", b"[]").unwrap_err();
     assert!(matches!(error, CommitError::FileExists { .. }), "{error}");
     assert_eq!(fs::read(folder.path().join("a/config.json")).unwrap(), b"{}");
     for name in ["../b", "/b", "tundish.json", ""] {
-        let error = write_sidecar(folder.path(), name, b"").unwrap_err();
+        let error = write_small_file(folder.path(), name, b"").unwrap_err();
         assert!(matches!(error, CommitError::InvalidWrite { .. }), "{error}");
     }
 }

@@ -2,19 +2,18 @@
 //!
 //! Each file here binds one core crate; `enter` is the one way from Python into long work, `error` the
 //! one mapping of errors. No threads outlive the call that started them, so none is inherited over `fork`, but for those
-//! that write and copy in `shards`, which belong to a save.
+//! that write and copy in `checkpoint`, which belong to a save.
 #![deny(unsafe_code)]
 
-mod checkpoint_root;
+mod checkpoint;
 mod columns;
-mod commit;
 mod enter;
 mod error;
 mod held;
 mod lent;
 mod mapped;
+mod new_folder;
 mod packing;
-mod shards;
 mod shm;
 mod store;
 mod tensors;
@@ -43,17 +42,19 @@ mod _native {
     }
 
     #[pymodule_export]
-    use super::checkpoint_root::{CheckpointReadLock, CheckpointRoot, ReadonlyCheckpoints, open_checkpoints_readonly};
+    use super::checkpoint::root::{
+        CheckpointReadLock, CheckpointRoot, ReadonlyCheckpointRoot, open_checkpoints_readonly,
+    };
     #[pymodule_export]
-    use super::commit::{NewFolder, replace_file};
+    use super::checkpoint::shards::{
+        FileImage, FileMetadata, ShardWriter, TensorCopy, TensorSpans, add_manifest_checksum, checksum_file,
+        staging_stats, sweep_writer_slots, trim_staging, verify_checkpoint, write_small_file,
+    };
+    #[pymodule_export]
+    use super::new_folder::{NewFolder, replace_file};
     #[pymodule_export]
     use super::packing::{
         PlanReader, fingerprint, open_plan, pack, sample_index, save, shuffled_indices, verify, write,
-    };
-    #[pymodule_export]
-    use super::shards::{
-        FileFacts, Filling, Image, ShardWriter, Spans, checksum_file, seal_manifest, staging_stats, sweep_writer_slots,
-        trim_staging, verify_folder, write_sidecar,
     };
     #[pymodule_export]
     use super::shm::arena::{

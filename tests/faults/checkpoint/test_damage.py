@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from soak import IS_SOAK
-from tundish._native import seal_manifest
+from tundish._native import add_manifest_checksum
 from tundish.checkpoint import Checkpointer, open_readonly, verify
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError
 
@@ -151,7 +151,7 @@ def test_what_a_rank_gave_is_read_only_where_the_manifest_lists_it(root: Path) -
     manifest = json.loads((root / "dcp-3" / "tundish.json").read_text())
     del manifest["checksum"]
     manifest["files"] = [one for one in manifest["files"] if one["name"] != path.name]
-    (root / "dcp-3" / "tundish.json").write_text(seal_manifest(json.dumps(manifest)))
+    (root / "dcp-3" / "tundish.json").write_text(add_manifest_checksum(json.dumps(manifest)))
     with Checkpointer(root, on_failure="raise") as checkpointer:
         assert checkpointer.load_dcp({}, 3) == ({"step": 3}, {0: None})
 
@@ -162,7 +162,7 @@ def test_facts_that_no_save_gives_are_in_nobodys_way(root: Path, extra: str) -> 
     del manifest["checksum"]
     manifest["extra"] = "@"
     text = json.dumps(manifest).replace('"@"', extra)
-    (root / "dcp-3" / "tundish.json").write_text(seal_manifest(text))
+    (root / "dcp-3" / "tundish.json").write_text(add_manifest_checksum(text))
     with Checkpointer(root, on_failure="raise", keep_last=2) as checkpointer:
         assert [dict(one.extra) for one in checkpointer.list("dcp")] == [{"step": 1}, {"step": 2}, {}]
         with pytest.raises(CorruptCheckpointError, match="holds as extra what no save gives it"):

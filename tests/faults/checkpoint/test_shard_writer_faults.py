@@ -20,12 +20,12 @@ MIB = 1 << 20
 PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
-from tundish._native import Image, ShardWriter
+from tundish._native import FileImage, ShardWriter
 folder = Path(sys.argv[1])
 MIB = 1 << 20
 
 def image_of(size, byte=0):
-    image = Image(size)
+    image = FileImage(size)
     view = memoryview(image)
     view[:] = bytes([byte]) * size
     return image
@@ -192,7 +192,7 @@ def test_as_many_write_at_once_as_may(folder: Path, writers_per_node: int) -> No
 def test_a_killed_writer_frees_its_slot(folder: Path) -> None:
     script = """
     writer = writer_of("a", 2000 * MIB)
-    image = Image(2000 * MIB)
+    image = FileImage(2000 * MIB)
     for offset in range(0, 2000 * MIB, 8 * MIB):
         writer.write("a", offset, image, 0, 8 * MIB)
     while writer.progress()[0] == 0:

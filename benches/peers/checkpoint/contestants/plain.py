@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.contestants import State, fsync_files
 from checkpoint.state import local, whole_of
-from tundish._native import Image, Spans
+from tundish._native import FileImage, TensorSpans
 from tundish.checkpoint.tensors import READER
 
 
@@ -79,11 +79,11 @@ class BareCopies:
     def __init__(self, root: Path, state: State) -> None:
         self._sources = [local(tensor) for tensor in state.values()]
         ends = list(itertools.accumulate(source.nbytes for source in self._sources))
-        self._image = Image(ends[-1])
+        self._image = FileImage(ends[-1])
         self._places = [
             (end - source.nbytes, end, source.dtype) for source, end in zip(self._sources, ends, strict=True)
         ]
-        self._spans = Spans(self._places)
+        self._spans = TensorSpans(self._places)
         self._threads = torch.get_num_threads()
 
     def save(self, folder: Path, state: State) -> Done:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from tundish._native import FileFacts, write_sidecar
+from tundish._native import FileMetadata, write_small_file
 from tundish.checkpoint.blocks import Block
 from tundish.checkpoint.buffers import Buffer
 from tundish.checkpoint.dcp.layout import Layout
@@ -177,7 +177,7 @@ class DcpPlan:
         *,
         buffer: Buffer | None = None,
         copies: Sequence[Copies | BackgroundCopy] = (),
-        written: Sequence[FileFacts] = (),
+        written: Sequence[FileMetadata] = (),
     ) -> StagedState:
         if self._exchange is None:
             raise RuntimeError("staged before the ranks compared what they save")
@@ -267,7 +267,7 @@ class StagedState:
         layout: Layout,
         buffer: Buffer | None,
         copies: Sequence[Copies | BackgroundCopy],
-        written: Sequence[FileFacts],
+        written: Sequence[FileMetadata],
         planner: StagedPlanner,
         objects: Mapping[str, bytes],
         rank_extra: bytes,
@@ -293,11 +293,11 @@ class StagedState:
         for copies in self._copies:
             copies.settle()
 
-    def prewrite(self, folder: Path) -> list[FileFacts]:  # noqa: ARG002 (nothing is known before the ranks planned)
+    def prewrite(self, folder: Path) -> list[FileMetadata]:  # noqa: ARG002 (nothing is known before the ranks planned)
         """Nothing: what describes the weights is written beside them."""
         return []
 
-    def write(self, folder: Path, options: WriteOptions) -> list[FileFacts]:
+    def write(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:
         """Plan with the other ranks and write this rank's files; on the first rank also `.metadata`."""
         writer = ImageWriter(
             folder,
@@ -309,7 +309,7 @@ class StagedState:
         )
         save_together(self._planner, writer, self._layout, self._exchange)
         if self._rank_extra:
-            writer.facts.append(write_sidecar(folder, rank_extra_name(self._index), self._rank_extra))
+            writer.facts.append(write_small_file(folder, rank_extra_name(self._index), self._rank_extra))
         for copies in self._copies:
             copies.confirm()
         return self._written + writer.facts

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tundish._native import FileFacts
+from tundish._native import FileMetadata
 from tundish.checkpoint.blocks import Block
 from tundish.checkpoint.dcp.layout import Layout
 from tundish.checkpoint.dcp.writer import open_file
@@ -29,7 +29,7 @@ def write_in_windows(
     name: str,
     options: WriteOptions,
     limit_bytes: int,
-) -> list[FileFacts]:
+) -> list[FileMetadata]:
     """Write the file `name` of this layout in about `limit_bytes` of host memory; returns when it is durable.
 
     `sources`: the tensors of the layout, in its order. `objects`: the pickles of everything else.

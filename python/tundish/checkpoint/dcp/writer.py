@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from tundish._native import FileFacts, ShardWriter, write_sidecar
+from tundish._native import FileMetadata, ShardWriter, write_small_file
 from tundish.checkpoint.buffers import Buffer
 from tundish.checkpoint.dcp.layout import Layout
 from tundish.checkpoint.dcp.ranks import Exchange
@@ -124,7 +124,7 @@ class ImageWriter(StorageWriter):
         options: WriteOptions,
     ) -> None:
         self.folder = folder
-        self.facts: list[FileFacts] = []
+        self.facts: list[FileMetadata] = []
         # What the first rank writes beside its file, once it has it.
         self.metadata: bytes | None = None
         self._name = file_name(index)
@@ -173,7 +173,7 @@ class ImageWriter(StorageWriter):
 
     def _write_metadata(self) -> None:
         if self.metadata is not None:
-            self.facts.append(write_sidecar(self.folder, METADATA, self.metadata))
+            self.facts.append(write_small_file(self.folder, METADATA, self.metadata))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the contents of `.metadata`."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tundish._native import FileFacts, ShardWriter
+from tundish._native import FileMetadata, ShardWriter
 from tundish.checkpoint.blocks import Block
 from tundish.checkpoint.buffers import Buffer, Places
 from tundish.checkpoint.hf.gather import TURN_BYTES, Batch, Gather
@@ -91,11 +91,11 @@ class StagedExport:
         for copies in self._copies:
             copies.settle()
 
-    def prewrite(self, folder: Path) -> list[FileFacts]:
+    def prewrite(self, folder: Path) -> list[FileMetadata]:
         """Write everything but the weights."""
         return [] if self._sidecars is None else self._sidecars.write(folder, self._weights)
 
-    def write(self, folder: Path, options: WriteOptions) -> list[FileFacts]:
+    def write(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:
         """Write this rank's files and block until they are durable."""
         if self._later is not None:
             self._later.run()
@@ -123,7 +123,7 @@ class StagedExport:
         if self._sidecars is not None:
             self._sidecars.release()
 
-    def _written(self, folder: Path, options: WriteOptions) -> list[FileFacts]:
+    def _written(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:
         writer = open_writer(folder, [image.file for image in self._images], options)
         with finishing(writer, options):
             for image in self._images:

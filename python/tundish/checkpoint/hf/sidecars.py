@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from tundish._native import FileFacts, checksum_file
+from tundish._native import FileMetadata, checksum_file
 from tundish.checkpoint.hf.adapters import Adapters
 from tundish.checkpoint.hf.pretrained import save_code, settings_of
 from tundish.checkpoint.hf.shards import INDEX_NAME
@@ -71,7 +71,7 @@ class Sidecars:
     tokenizer: Any
     index: bytes | None
 
-    def write(self, folder: Path, weights: Collection[str]) -> list[FileFacts]:
+    def write(self, folder: Path, weights: Collection[str]) -> list[FileMetadata]:
         """Write everything into `folder` and make it durable; `weights` are the names of what others write there."""
         others = {path for path in folder.rglob("*") if path.is_file()}
         try:
@@ -88,7 +88,7 @@ class Sidecars:
             name = path.relative_to(folder).as_posix()
             if path.is_file() and path not in others and name not in weights:
                 known = checksum_file(path)
-                facts.append(FileFacts(name, known.size, known.checksum))
+                facts.append(FileMetadata(name, known.size, known.checksum))
         return facts
 
     def release(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tundish._native import FileFacts, ShardWriter
+from tundish._native import FileMetadata, ShardWriter
 from tundish.checkpoint.blocks import Block
 from tundish.checkpoint.buffers import Buffer, Place, Places
 from tundish.checkpoint.hf.export import open_writer
@@ -118,7 +118,7 @@ class WindowSink:
         copies.run()
         copies.wait(None)
 
-    def finish(self) -> list[FileFacts]:
+    def finish(self) -> list[FileMetadata]:
         """Write what is left and block until everything is durable."""
         if self._files is None or self._writer is None:
             return []
@@ -150,11 +150,11 @@ class WrittenExport:
     def settle(self) -> None:
         """Nothing: the caller's call returned when everything was copied."""
 
-    def prewrite(self, folder: Path) -> list[FileFacts]:
+    def prewrite(self, folder: Path) -> list[FileMetadata]:
         """Write everything but the weights."""
         return [] if self._sidecars is None else self._sidecars.write(folder, self._weights)
 
-    def write(self, folder: Path, options: WriteOptions) -> list[FileFacts]:  # noqa: ARG002 (where it began to write)
+    def write(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:  # noqa: ARG002 (where it began to write)
         """Block until this rank's files are durable."""
         return self._sink.finish()
 

@@ -52,7 +52,7 @@ use owner::Owner;
 pub use checkpoint::{Checkpoint, Damage};
 pub use opening::Opening;
 pub use owner::{Identity, Patience, Timing};
-pub use reading::{Damaged, ReadLock, ReadonlyRoot, Survey, read_lock_at, verify_folder};
+pub use reading::{Damaged, ReadLock, ReadonlyRoot, Survey, read_lock_at, verify_checkpoint};
 pub use recovery::Recovery;
 pub use verify::Part;
 

@@ -99,7 +99,7 @@ impl<D: Disk + Clone> ReadLock<D> {
     /// What is damaged of some files alone: missing, of another size or, with `every_byte`, of other bytes.
     ///
     /// # Errors
-    /// As [`verify_folder`]; [`CommitError::Corrupt`] is of the manifest alone.
+    /// As [`verify_checkpoint`]; [`CommitError::Corrupt`] is of the manifest alone.
     pub fn verify_files(
         &self,
         names: &BTreeSet<String>,
@@ -146,10 +146,10 @@ impl<D: Disk + Clone> ReadLock<D> {
         verify::read_file(&self.folder, name, size, checksum)
     }
 
-    /// Reads every byte, as [`verify_folder`].
+    /// Reads every byte, as [`verify_checkpoint`].
     ///
     /// # Errors
-    /// As [`verify_folder`].
+    /// As [`verify_checkpoint`].
     pub fn verify(&self, go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>) -> Result<Vec<String>, CommitError> {
         verify::verify(&self.folder, go_on)
     }
@@ -182,7 +182,7 @@ impl<D: Disk + Clone> ReadLock<D> {
 /// [`CommitError::CheckpointLocked`], [`CommitError::NotADirectory`], [`CommitError::Interrupted`], and
 /// [`CommitError::Io`] where the folder cannot be looked at, or this process has no descriptors or memory left to do
 /// so.
-pub fn verify_folder(
+pub fn verify_checkpoint(
     folder: impl AsRef<Path>,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<String>, CommitError> {

@@ -261,7 +261,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::staging::Image;
+    use crate::staging::FileImage;
 
     /// Of files of one piece each, `pieces` of which were handed in.
     fn state(files: usize, pieces: usize) -> State {
@@ -280,7 +280,7 @@ mod tests {
     }
 
     fn piece(file: usize) -> Write {
-        let image = Arc::new(Image::new(0).unwrap());
+        let image = Arc::new(FileImage::new(0).unwrap());
         Write { file, offset: 0, image, start: 0, length: WINDOW as usize }
     }
 

@@ -17,7 +17,7 @@ use super::write::Write;
 use crate::checksum::Checksum;
 use crate::disk::{Disk, Status};
 use crate::error::CommitError;
-use crate::facts::FileFacts;
+use crate::file_metadata::FileMetadata;
 use crate::tree::{Place, Tree};
 
 /// Between two looks for a free slot: a part of the time waited so far, but no less and no more than this.
@@ -111,7 +111,7 @@ impl<D: Disk> Shared<D> {
         Ok(())
     }
 
-    pub(super) fn finish(&self, until: Instant) -> Result<Option<Vec<FileFacts>>, CommitError> {
+    pub(super) fn finish(&self, until: Instant) -> Result<Option<Vec<FileMetadata>>, CommitError> {
         let mut state = self.lock();
         if !state.is_over() && !state.closed {
             self.check_complete(&state)?;
@@ -145,9 +145,9 @@ impl<D: Disk> Shared<D> {
         Ok(())
     }
 
-    fn facts(&self, state: &State) -> Vec<FileFacts> {
+    fn facts(&self, state: &State) -> Vec<FileMetadata> {
         let files = self.files.iter().zip(&state.files);
-        let facts = files.map(|(file, progress)| FileFacts {
+        let facts = files.map(|(file, progress)| FileMetadata {
             name: file.place.name.clone(),
             size: file.size,
             checksum: self.checksum.then(|| progress.checksum()),

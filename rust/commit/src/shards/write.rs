@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use crate::staging::Image;
+use crate::staging::FileImage;
 use crate::writeback::WINDOW;
 
 /// Bytes of an image for one file.
 pub(super) struct Write {
     pub(super) file: usize,
     pub(super) offset: u64,
-    pub(super) image: Arc<Image>,
+    pub(super) image: Arc<FileImage>,
     pub(super) start: usize,
     pub(super) length: usize,
 }

@@ -14,8 +14,8 @@ use super::worker::Shared;
 use super::write::Write;
 use crate::disk::{Disk, RealDisk};
 use crate::error::CommitError;
-use crate::facts::FileFacts;
-use crate::staging::Image;
+use crate::file_metadata::FileMetadata;
+use crate::staging::FileImage;
 use crate::tree::{Place, Tree};
 use crate::writeback::WINDOW;
 
@@ -123,7 +123,7 @@ impl<D: Disk> ShardWriter<D> {
         &self,
         name: &str,
         offset: u64,
-        image: &Arc<Image>,
+        image: &Arc<FileImage>,
         start: usize,
         length: usize,
     ) -> Result<(), CommitError> {
@@ -149,7 +149,7 @@ impl<D: Disk> ShardWriter<D> {
     /// [`CommitError::InvalidWrite`] when bytes of a file were not handed in; those may still be, and `finish` be
     /// called again. The first failure of a thread, whatever it was; then [`CommitError::Poisoned`] for it at every
     /// later call. When an error is returned no thread writes any more.
-    pub fn finish(&self, patience: Duration) -> Result<Option<Vec<FileFacts>>, CommitError> {
+    pub fn finish(&self, patience: Duration) -> Result<Option<Vec<FileMetadata>>, CommitError> {
         self.check_process()?;
         let until = Instant::now() + patience;
         let outcome = self.shared.finish(until);

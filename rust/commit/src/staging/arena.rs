@@ -224,7 +224,7 @@ impl State {
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::Image;
+    use super::super::FileImage;
     use super::*;
 
     const PAGE: usize = 4096;
@@ -233,15 +233,15 @@ mod tests {
         Box::leak(Box::new(Arena::new()))
     }
 
-    fn image(arena: &'static Arena, size: usize) -> Image {
-        Image::in_arena(arena, size).unwrap()
+    fn image(arena: &'static Arena, size: usize) -> FileImage {
+        FileImage::in_arena(arena, size).unwrap()
     }
 
     fn stats(arena: &Arena) -> StagingStats {
         arena.lock().stats
     }
 
-    fn fill(image: &Image, mark: u8) {
+    fn fill(image: &FileImage, mark: u8) {
         // SAFETY: the image's own bytes, which nobody else looks at.
         unsafe { image.as_ptr().write_bytes(mark, image.size()) };
     }
@@ -313,7 +313,7 @@ mod tests {
     #[test]
     fn an_image_that_cannot_be_is_refused_with_its_size() {
         for size in [usize::MAX, isize::MAX as usize, 1 << 60] {
-            let error = Image::in_arena(new_arena(), size).unwrap_err();
+            let error = FileImage::in_arena(new_arena(), size).unwrap_err();
             assert_eq!(error.size, size);
             assert!(error.to_string().contains(&size.to_string()));
         }
@@ -336,7 +336,7 @@ mod tests {
             steps in prop::collection::vec((any::<bool>(), 0usize..9 << 20, any::<prop::sample::Index>()), 1..60),
         ) {
             let arena = new_arena();
-            let mut live: Vec<(Image, u8)> = Vec::new();
+            let mut live: Vec<(FileImage, u8)> = Vec::new();
             let mut most_in_use = 0;
             for (mark, (take, size, index)) in (0u8..).zip(steps) {
                 if take || live.is_empty() {

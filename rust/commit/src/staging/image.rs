@@ -20,7 +20,7 @@ const MOST_THREADS: usize = 16;
 /// the image is dropped; writers keep a reference until its bytes are on the disk. In a child made by `fork` it
 /// reads as zeros.
 #[derive(Debug)]
-pub struct Image {
+pub struct FileImage {
     start: NonNull<u8>,
     size: usize,
     capacity: usize,
@@ -29,9 +29,9 @@ pub struct Image {
 
 // SAFETY: an image is a range of memory that nothing else owns; its bytes are reached only through the pointer, whose
 // users answer for what they do at once.
-unsafe impl Send for Image {}
+unsafe impl Send for FileImage {}
 // SAFETY: as above.
-unsafe impl Sync for Image {}
+unsafe impl Sync for FileImage {}
 
 /// The system has no room for an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -44,7 +44,7 @@ pub struct OutOfMemory {
     pub size: usize,
 }
 
-impl Image {
+impl FileImage {
     /// An image of `size` bytes, which may be none.
     ///
     /// # Errors
@@ -59,7 +59,7 @@ impl Image {
         let capacity = capacity_of(size).filter(|&capacity| isize::try_from(capacity).is_ok());
         let taken = capacity.and_then(|capacity| Some((arena.take(capacity)?, capacity)));
         let (start, capacity) = taken.ok_or(OutOfMemory { size })?;
-        Ok(Image { start, size, capacity, arena })
+        Ok(FileImage { start, size, capacity, arena })
     }
 
     /// How many bytes.
@@ -68,7 +68,7 @@ impl Image {
     }
 
     /// The first byte; a multiple of the page size unless there is none. Valid for reads and writes of
-    /// [`size`](Image::size) bytes as long as the image lives.
+    /// [`size`](FileImage::size) bytes as long as the image lives.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
@@ -115,7 +115,7 @@ impl Image {
     }
 }
 
-impl Drop for Image {
+impl Drop for FileImage {
     fn drop(&mut self) {
         // SAFETY: taken from this arena, and dropped once.
         unsafe { self.arena.give_back(self.start, self.capacity) };

@@ -1,6 +1,6 @@
 //! Staging memory: where the bytes of a file wait until they are on the disk.
 //!
-//! An [`Image`] is one file as it will lie on the disk. Its memory comes from the arena of its process, which keeps
+//! An [`FileImage`] is one file as it will lie on the disk. Its memory comes from the arena of its process, which keeps
 //! what is given back, because fresh pages cost fifteen to twenty times a copy into warm ones.
 
 mod arena;
@@ -8,4 +8,4 @@ mod image;
 mod memory;
 
 pub use arena::{StagingStats, staging_stats, trim_staging};
-pub use image::{Image, OutOfMemory};
+pub use image::{FileImage, OutOfMemory};

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tundish_commit::staging::Image;
+use tundish_commit::staging::FileImage;
 use tundish_commit::{CommitError, Folder};
 
 pub const ROLE: &str = "TUNDISH_TEST_ROLE";
@@ -95,8 +95,8 @@ pub fn crc64(bytes: &[u8]) -> u64 {
 
 /// An image that holds `bytes`.
 #[allow(unsafe_code)]
-pub fn image(bytes: &[u8]) -> Arc<Image> {
-    let image = Image::new(bytes.len()).unwrap();
+pub fn image(bytes: &[u8]) -> Arc<FileImage> {
+    let image = FileImage::new(bytes.len()).unwrap();
     // SAFETY: the image is new, as long as the bytes, and nobody else has it.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), image.as_ptr(), bytes.len()) };
     Arc::new(image)

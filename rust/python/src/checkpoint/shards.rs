@@ -1,7 +1,7 @@
 //! Binds the staging memory and the shard writer of `tundish-commit`.
 //!
 //! What always holds: an image's memory lives as long as Python or a writer needs it, and whoever exports it to Python
-//! keeps the `Image` alive; no writer, and no thread that copies, is joined with the GIL held.
+//! keeps the `FileImage` alive; no writer, and no thread that copies, is joined with the GIL held.
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;
@@ -34,16 +34,16 @@ const PATIENCE: Duration = Duration::from_millis(30);
 /// It exports a writable buffer. What it holds at first is not defined. The memory is kept for the next image when
 /// Python and all writers have let go of this one. In a child made by `fork` it reads as zeros.
 #[pyclass(frozen)]
-pub(crate) struct Image {
-    image: Arc<staging::Image>,
+pub(crate) struct FileImage {
+    image: Arc<staging::FileImage>,
 }
 
 #[pymethods]
-impl Image {
+impl FileImage {
     #[new]
     fn new(py: Python<'_>, size: usize) -> PyResult<Self> {
         // What is kept and of no use goes back to the system first, which takes milliseconds a gigabyte.
-        enter(py, None, |_| Ok(Self { image: Arc::new(staging::Image::new(size)?) }))
+        enter(py, None, |_| Ok(Self { image: Arc::new(staging::FileImage::new(size)?) }))
     }
 
     /// Bytes.
@@ -68,11 +68,11 @@ impl Image {
     fn fill(
         &self,
         py: Python<'_>,
-        spans: &Spans,
+        spans: &TensorSpans,
         tensors: &Bound<'_, PySequence>,
         threads: usize,
         reader: Option<&TensorReader>,
-    ) -> PyResult<Filling> {
+    ) -> PyResult<TensorCopy> {
         if spans.spans.len() != tensors.len()? || spans.spans.last().is_some_and(|last| last.stop > self.image.size()) {
             return Err(PyValueError::new_err("the spans are not those of the tensors, or end after the image"));
         }
@@ -92,7 +92,7 @@ impl Image {
             return Err(error);
         }
         let under_way = UnderWay { copying, _image: Arc::clone(&self.image), _tensors: tensors.clone().unbind() };
-        Ok(Filling { left: finder.left, under_way: Mutex::new(Some(under_way)) })
+        Ok(TensorCopy { left: finder.left, under_way: Mutex::new(Some(under_way)) })
     }
 
     /// What Python has of itself from 3.12 on (PEP 688).
@@ -116,7 +116,7 @@ impl Image {
 /// The copies of tensors into an image. Other threads make them, as far as they are worth them; whoever waits for their
 /// end takes part.
 #[pyclass(frozen)]
-pub(crate) struct Filling {
+pub(crate) struct TensorCopy {
     left: Vec<usize>,
     /// Until somebody waits for its end, or gives it up.
     under_way: Mutex<Option<UnderWay>>,
@@ -125,12 +125,12 @@ pub(crate) struct Filling {
 struct UnderWay {
     copying: Copying,
     // Which is copied into, and out of: dropped after it.
-    _image: Arc<staging::Image>,
+    _image: Arc<staging::FileImage>,
     _tensors: Py<PySequence>,
 }
 
 #[pymethods]
-impl Filling {
+impl TensorCopy {
     /// The numbers of the tensors that are not copied, because one is of another dtype, or its values do not lie in host
     /// memory, all of them, as they will lie on the disk.
     #[getter]
@@ -154,13 +154,13 @@ impl Filling {
     }
 }
 
-impl Filling {
+impl TensorCopy {
     fn taken(&self) -> Option<UnderWay> {
         self.under_way.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 
-impl Drop for Filling {
+impl Drop for TensorCopy {
     fn drop(&mut self) {
         // Waiting for the threads holds up nobody but whoever drops it.
         Python::try_attach(|py| self.give_up(py));
@@ -172,7 +172,7 @@ impl Drop for Filling {
 ///
 /// Made of tuples that begin with the first byte, the one past the last, and the dtype; in order, and without overlap.
 #[pyclass(frozen)]
-pub(crate) struct Spans {
+pub(crate) struct TensorSpans {
     spans: Vec<Span>,
     dtypes: Vec<Py<PyAny>>,
 }
@@ -184,10 +184,10 @@ struct Span {
     dtype: usize,
 }
 
-/// Finds what a `Filling` is to copy.
+/// Finds what a `TensorCopy` is to copy.
 struct Finder<'a, 'py, T> {
-    image: &'a staging::Image,
-    spans: &'a Spans,
+    image: &'a staging::FileImage,
+    spans: &'a TensorSpans,
     reader: Option<&'a TensorReader>,
     /// Those that are not found yet, with their spans and numbers.
     tensors: T,
@@ -243,7 +243,7 @@ where
 }
 
 #[pymethods]
-impl Spans {
+impl TensorSpans {
     #[new]
     fn new(places: &Bound<'_, PySequence>) -> PyResult<Self> {
         let mut spans = Vec::with_capacity(places.len()?);
@@ -316,17 +316,17 @@ pub(crate) fn trim_staging(py: Python<'_>) -> PyResult<usize> {
 /// `crc64nvme:0123456789abcdef`, or None.
 #[pyclass(frozen, eq, hash)]
 #[derive(PartialEq, Eq, Hash)]
-pub(crate) struct FileFacts {
-    facts: tundish_commit::FileFacts,
+pub(crate) struct FileMetadata {
+    facts: tundish_commit::FileMetadata,
 }
 
 #[pymethods]
-impl FileFacts {
+impl FileMetadata {
     #[new]
     fn new(name: String, size: u64, checksum: Option<&str>) -> PyResult<Self> {
         let checksum = checksum
             .map(|text| text.parse::<Checksum>().map_err(|error| BindingError::Value(format!("{text:?} is {error}"))));
-        Ok(Self { facts: tundish_commit::FileFacts { name, size, checksum: checksum.transpose()? } })
+        Ok(Self { facts: tundish_commit::FileMetadata { name, size, checksum: checksum.transpose()? } })
     }
 
     #[getter]
@@ -347,7 +347,7 @@ impl FileFacts {
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
         let name = self.facts.name.as_str().into_pyobject(py)?.repr()?;
         let checksum = self.checksum().map_or_else(|| "None".to_owned(), |text| format!("'{text}'"));
-        Ok(format!("FileFacts({name}, {}, {checksum})", self.facts.size))
+        Ok(format!("FileMetadata({name}, {}, {checksum})", self.facts.size))
     }
 }
 
@@ -381,7 +381,7 @@ impl ShardWriter {
     }
 
     /// Queue `length` bytes of `image` from `start` on, to be written at `offset` of the file `name`.
-    fn write(&self, name: &str, offset: u64, image: &Image, start: usize, length: usize) -> PyResult<()> {
+    fn write(&self, name: &str, offset: u64, image: &FileImage, start: usize, length: usize) -> PyResult<()> {
         Ok(self.writer.write(name, offset, &image.image, start, length).map_err(BindingError::from)?)
     }
 
@@ -394,7 +394,7 @@ impl ShardWriter {
     /// Block until every file and the folders they lie in are durable; what is known of each file, in the order given.
     ///
     /// Ctrl-C ends the waiting and not the writing: wait again, or abort.
-    fn finish(&self, py: Python<'_>) -> PyResult<Vec<FileFacts>> {
+    fn finish(&self, py: Python<'_>) -> PyResult<Vec<FileMetadata>> {
         let facts = enter(py, None, |door| {
             loop {
                 if let Some(facts) = self.writer.finish(PATIENCE)? {
@@ -404,7 +404,7 @@ impl ShardWriter {
                 door.tick("write", written, total)?;
             }
         })?;
-        Ok(facts.into_iter().map(|facts| FileFacts { facts }).collect())
+        Ok(facts.into_iter().map(|facts| FileMetadata { facts }).collect())
     }
 
     /// Stop writing; when this returns no thread runs and no image is held. The files stay.
@@ -425,16 +425,21 @@ impl Drop for ShardWriter {
 
 /// Write `contents` as the new file `name`, relative to `folder`, and make it and the folders it lies in durable.
 #[pyfunction]
-pub(crate) fn write_sidecar(py: Python<'_>, folder: PathBuf, name: String, contents: &[u8]) -> PyResult<FileFacts> {
-    enter(py, None, move |_| Ok(FileFacts { facts: tundish_commit::write_sidecar(folder, &name, contents)? }))
+pub(crate) fn write_small_file(
+    py: Python<'_>,
+    folder: PathBuf,
+    name: String,
+    contents: &[u8],
+) -> PyResult<FileMetadata> {
+    enter(py, None, move |_| Ok(FileMetadata { facts: tundish_commit::write_small_file(folder, &name, contents)? }))
 }
 
 /// Make a file that another wrote durable, and sum it; its name in the facts is the last part of `path`.
 #[pyfunction]
-pub(crate) fn checksum_file(py: Python<'_>, path: PathBuf) -> PyResult<FileFacts> {
+pub(crate) fn checksum_file(py: Python<'_>, path: PathBuf) -> PyResult<FileMetadata> {
     enter(py, None, move |door| {
         let mut go_on = |read, total| look(door, "checksum", read, total);
-        Ok(FileFacts { facts: tundish_commit::checksum_file(path, &mut go_on)? })
+        Ok(FileMetadata { facts: tundish_commit::checksum_file(path, &mut go_on)? })
     })
 }
 
@@ -443,10 +448,10 @@ pub(crate) fn checksum_file(py: Python<'_>, path: PathBuf) -> PyResult<FileFacts
 /// Raises `CorruptCheckpointError`, whose `paths` are all files that are missing, changed, cut off or in no manifest.
 #[pyfunction]
 #[pyo3(signature = (folder, *, progress=None))]
-pub(crate) fn verify_folder(py: Python<'_>, folder: PathBuf, progress: Option<Py<PyAny>>) -> PyResult<Vec<String>> {
+pub(crate) fn verify_checkpoint(py: Python<'_>, folder: PathBuf, progress: Option<Py<PyAny>>) -> PyResult<Vec<String>> {
     enter(py, progress, move |door| {
         let mut go_on = |read, total| look(door, "verify", read, total);
-        Ok(tundish_commit::root::verify_folder(folder, &mut go_on)?)
+        Ok(tundish_commit::root::verify_checkpoint(folder, &mut go_on)?)
     })
 }
 
@@ -460,7 +465,7 @@ pub(crate) fn sweep_writer_slots(py: Python<'_>, root: Option<PathBuf>, dry_run:
 
 /// A manifest with the checksum of itself, as it is published; `manifest` is a JSON object.
 #[pyfunction]
-pub(crate) fn seal_manifest(manifest: &str) -> PyResult<String> {
+pub(crate) fn add_manifest_checksum(manifest: &str) -> PyResult<String> {
     let sealed = tundish_commit::seal(manifest);
     Ok(sealed.ok_or_else(|| BindingError::Value("a manifest is a JSON object".to_owned()))?)
 }

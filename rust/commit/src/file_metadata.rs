@@ -4,7 +4,7 @@ use crate::checksum::Checksum;
 
 /// A file that is on the disk.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct FileFacts {
+pub struct FileMetadata {
     /// Its name relative to the checkpoint's folder, with `/` between the names of folders.
     pub name: String,
     /// Bytes.

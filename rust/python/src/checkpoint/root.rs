@@ -129,12 +129,12 @@ impl CheckpointRoot {
 
 /// A root as anybody may look at it, without a lock and without changing it.
 #[pyclass(frozen)]
-pub(crate) struct ReadonlyCheckpoints {
+pub(crate) struct ReadonlyCheckpointRoot {
     root: ReadonlyRoot<RealDisk>,
 }
 
 #[pymethods]
-impl ReadonlyCheckpoints {
+impl ReadonlyCheckpointRoot {
     /// The absolute path.
     #[getter]
     fn path(&self) -> PathBuf {
@@ -177,8 +177,8 @@ impl ReadonlyCheckpoints {
 
 /// Open a root to look at it.
 #[pyfunction]
-pub(crate) fn open_checkpoints_readonly(py: Python<'_>, path: PathBuf) -> PyResult<ReadonlyCheckpoints> {
-    enter(py, None, |_| Ok(ReadonlyCheckpoints { root: ReadonlyRoot::open(RealDisk, &path)? }))
+pub(crate) fn open_checkpoints_readonly(py: Python<'_>, path: PathBuf) -> PyResult<ReadonlyCheckpointRoot> {
+    enter(py, None, |_| Ok(ReadonlyCheckpointRoot { root: ReadonlyRoot::open(RealDisk, &path)? }))
 }
 
 /// Keeps the checkpoint in `folder`, wherever that lies, from being removed or replaced until it is closed.
