@@ -1,6 +1,6 @@
-"""Every error this library raises on purpose.
+"""The exceptions that tundish raises.
 
-Each class derives from `TundishError` and from the builtin that fits, so that both
+Each class derives from `TundishError` and from the builtin exception that fits, so that both
 `except TundishError` and `except FileNotFoundError` work. A message says what was wrong, where
 (path, rank, sample index), and what to do.
 """
@@ -48,48 +48,48 @@ __all__ = [
     "WorkerDiedError",
 ]
 
-# Of ranks, in a message.
+# A message lists at most so many ranges of ranks.
 _SHOWN_RANGES = 16
 
 
 class TundishError(Exception):
-    """Base of every error of this library."""
+    """Base class of every error that tundish raises."""
 
 
 class InvalidInputError(TundishError, ValueError):
-    """An argument has a value that cannot be used."""
+    """An argument has an invalid value."""
 
 
 class InvalidTypeError(TundishError, TypeError):
-    """An argument has a type or dtype that cannot be used."""
+    """An argument has an invalid type or dtype."""
 
 
 class NoDatasetError(TundishError, AttributeError):
-    """A loader is asked for its dataset, to make another one over it, and has none."""
+    """A loader was asked for its dataset and has none."""
 
 
 class NoSuchPackError(TundishError, IndexError):
-    """A pack was asked for by a number that the plan does not have."""
+    """A pack index is out of range."""
 
 
 class OutOfMemoryError(TundishError, MemoryError):
-    """The system has no room for the memory that was asked for."""
+    """The system cannot allocate the requested memory."""
 
 
 class PlanFormatError(TundishError, ValueError):
-    """A plan folder is damaged, incomplete or of another format version."""
+    """A plan folder is damaged, incomplete, or of an unsupported format version."""
 
 
 class PlanMismatchError(TundishError, ValueError):
-    """A plan and the samples or lengths it is used with do not belong together."""
+    """A plan does not match the samples or lengths that it is used with."""
 
 
 class StateMismatchError(TundishError, ValueError):
-    """A loaded `state_dict` does not fit the object that loads it."""
+    """A `state_dict` does not match the object that loads it."""
 
 
 class StorageError(TundishError, OSError):
-    """The file system refused: read-only, full, vanished. `errno` and `filename` are set."""
+    """A file system operation failed. `errno` and `filename` are set."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -97,27 +97,32 @@ class StorageError(TundishError, OSError):
 
 
 class NotFoundError(StorageError, FileNotFoundError):
-    """A file or folder that was named is not there."""
+    """A file or folder does not exist."""
 
 
 class AlreadyExistsError(StorageError, FileExistsError):
-    """The place to publish to is taken by something else."""
+    """The path to publish to exists already."""
 
 
 class SegmentGoneError(NotFoundError):
-    """The shared memory behind a handle was given back, or no longer can be reached."""
+    """The shared memory of a handle was released or can no longer be opened."""
 
 
 class NotPicklableError(TundishError, TypeError):
-    """A function, an item, a result or an exception cannot be sent between processes."""
+    """A function, item, result or exception cannot be pickled to another process."""
 
 
 class PoolError(TundishError, RuntimeError):
-    """A pool takes no tasks: it is shut down, broken, or another process's."""
+    """A pool accepts no tasks: it is shut down, broken, or belongs to another process."""
 
 
 class WorkerDiedError(PoolError):
-    """The worker died that ran a task; `pid` was its process, `status` minus the signal or the exit code."""
+    """The worker process that ran a task died.
+
+    Attributes:
+        pid: Its process ID.
+        status: Its exit code, or the negative number of the signal that killed it.
+    """
 
     def __init__(self, message: str, pid: int, status: int) -> None:
         super().__init__(message, pid, status)
@@ -129,31 +134,35 @@ class WorkerDiedError(PoolError):
 
 
 class UnsupportedError(TundishError, NotImplementedError):
-    """This system cannot do what was asked for."""
+    """This system does not support the operation."""
 
 
 class CallbackError(TundishError, RuntimeError):
-    """A checkpoint is published, but a callback that was to hear of it failed."""
+    """A checkpoint is published, but a callback that runs after publication failed."""
 
 
 class RootInUseError(StorageError, BlockingIOError):
-    """Another process owns the checkpoint root; the message names its host and process id."""
+    """Another process holds the writer lock of the checkpoint root. The message names its host and process ID."""
 
 
 class CheckpointInUseError(StorageError):
-    """A checkpoint may not go, as it is read, written or the newest of its kind; or readers are locked out of it."""
+    """A checkpoint cannot be removed or locked: it is being read, written or removed, or is the newest of its kind."""
 
 
 class StepExistsError(AlreadyExistsError):
-    """A checkpoint of this kind and step is published, or being written, already."""
+    """A checkpoint of this kind and step is already published or being written."""
 
 
 class StepOrderError(InvalidInputError):
-    """A save below the newest published step of its kind."""
+    """A save has a lower step than the newest published one of its kind."""
 
 
 class CorruptCheckpointError(TundishError, ValueError):
-    """A checkpoint is damaged; `paths` names its files that are missing, changed or not its own."""
+    """A checkpoint is damaged.
+
+    Attributes:
+        paths: The files that are missing, changed, or not part of the checkpoint.
+    """
 
     def __init__(self, message: str, paths: tuple[str, ...] = ()) -> None:
         super().__init__(message, paths)
@@ -164,7 +173,11 @@ class CorruptCheckpointError(TundishError, ValueError):
 
 
 class PeerFailedError(TundishError, RuntimeError):
-    """Another rank failed; `rank` names it (-1: its own error tells) and the message carries its error."""
+    """Another rank failed. The message contains its error.
+
+    Attributes:
+        rank: The rank that failed, or -1 where only the message names it.
+    """
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message, rank)
@@ -175,7 +188,11 @@ class PeerFailedError(TundishError, RuntimeError):
 
 
 class PeerStoppedError(TundishError, RuntimeError):
-    """Another rank left a loop that all go through together; `rank` names it."""
+    """Another rank left a collective loop early.
+
+    Attributes:
+        rank: The rank that left.
+    """
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message, rank)
@@ -186,11 +203,15 @@ class PeerStoppedError(TundishError, RuntimeError):
 
 
 class TimedOutError(TundishError, TimeoutError):
-    """What was waited for did not come in the time that was given."""
+    """An operation did not finish within its timeout."""
 
 
 class VoteTimeoutError(TundishError, TimeoutError):
-    """A rank did not vote before its deadline; `ranks` names the silent ones."""
+    """A rank did not vote before its deadline.
+
+    Attributes:
+        ranks: The ranks that did not vote.
+    """
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
         super().__init__(message, ranks)
@@ -201,35 +222,39 @@ class VoteTimeoutError(TundishError, TimeoutError):
 
 
 class StoreLostError(TundishError, ConnectionError):
-    """The job's key-value store, served by the launcher, is gone or no longer answers."""
+    """The job's c10d store no longer answers."""
 
 
 class ShardGoneError(TundishError, KeyError):
-    """A shard is not there: it was removed, or drained with its step, or never stored."""
+    """A shard does not exist: it was removed, drained with its step, or never stored."""
 
     def __str__(self) -> str:
-        # That of a KeyError is the message in quotes.
+        # `KeyError` would put the message in quotes.
         return str(self.args[0])
 
 
 class ShardMismatchError(TundishError, ValueError):
-    """What came for a handle has another shape or dtype than the handle declares."""
+    """A fetched tensor has another shape or dtype than its handle says."""
 
 
 class StoreFullError(OutOfMemoryError):
-    """The storage or the fetch buffer of a process is at its limit in bytes, and nothing was given back in time."""
+    """The storage or the fetch buffer of a process has reached its byte limit, and nothing was freed in time."""
 
 
 class TransferError(TundishError, ConnectionError):
-    """A shard's owner, or a worker, does not answer, refuses, or sent what is damaged."""
+    """A server does not answer, refuses a request, or sent a damaged response."""
 
 
 class NotAuthorizedError(TundishError, PermissionError):
-    """A worker wants a token, or another one than it was told."""
+    """A server refused the token of a request, or its user."""
 
 
 class DrainError(TundishError, RuntimeError):
-    """A process could not be drained, now and when it was tried before; `workers` are those of which this is so."""
+    """A process could not be drained, in this step and in earlier ones.
+
+    Attributes:
+        workers: The workers that could not be drained.
+    """
 
     def __init__(self, message: str, workers: tuple[object, ...] = ()) -> None:
         super().__init__(message, workers)
@@ -240,39 +265,40 @@ class DrainError(TundishError, RuntimeError):
 
 
 class MissingExtraError(TundishError, ImportError):
-    """A feature needs packages that an extra of tundish installs."""
+    """A feature needs an optional package that is not installed."""
 
 
 def names_its_path(error: OSError) -> bool:
-    """Whether the sentence holds the path already, which would otherwise be told twice.
+    """Return whether the message contains the path, which would otherwise be printed twice.
 
-    The compiled module's sentences do, and its paths are absolute; of a relative one, the words of a
-    sentence are not to be taken for it.
+    Only absolute paths count: a relative one may also be an ordinary word of the message.
     """
     path = error.filename
     return isinstance(path, str) and path.startswith("/") and path in str(error.strerror)
 
 
 def shown(number: int) -> str:
-    """`number` as a message can hold it: Python refuses to write out thousands of digits, and nobody reads them."""
+    """Format an integer for a message. Python refuses to format integers of thousands of digits."""
     return str(number) if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things, for messages: "1 dataset", "2 datasets"."""
+    """Format a count and its noun, as in "1 dataset" and "2 datasets"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def ranks_named(ranks: Sequence[int], count: int | None = None) -> str:
-    """Ranks, for messages: "rank 3", "ranks 0, 1", "ranks 0-254, 300 and 9744 more".
+    """Format ranks, as in "rank 3", "ranks 0, 1" and "ranks 0-254, 300 and 9744 more".
 
-    `count`: how many there are in all, where `ranks` are only some of them.
+    Args:
+        ranks: The ranks, ascending.
+        count: The number of all ranks, where `ranks` are only some of them.
     """
     return ("rank " if (len(ranks) if count is None else count) == 1 else "ranks ") + listed(ranks, count)
 
 
 def listed(ranks: Sequence[int], count: int | None = None) -> str:
-    """As `ranks_named`, without the word."""
+    """Format ranks as `ranks_named` does, without the word "ranks"."""
     ranges: list[tuple[int, int]] = []
     for rank in ranks:
         if ranges and rank == ranges[-1][1] + 1:
@@ -289,5 +315,5 @@ def listed(ranks: Sequence[int], count: int | None = None) -> str:
 
 
 def missing_extra(extra: str, needs: str, purpose: str) -> NoReturn:
-    """Raise `MissingExtraError` for `purpose`, naming the `pip install` that mends it."""
+    """Raise `MissingExtraError` for `purpose` and name the `pip install` command that fixes it."""
     raise MissingExtraError(f"{purpose} needs {needs}: run `pip install 'tundish[{extra}]'`", name=needs)
