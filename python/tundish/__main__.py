@@ -1,8 +1,8 @@
-"""The way from a shell into the command line: the program `tundish`, and `python -m tundish`.
+"""Entry point of the command line: the program `tundish`, and `python -m tundish`.
 
-Owns what Ctrl-C does before the command has begun its work, which is mostly importing: there is nothing to clear
-away, so the process leaves at once. Left to Python, an interrupt in the middle of an import is a traceback, or is
-turned by the import into another error, or lost. To have that settled early, next to nothing is imported here.
+Handles Ctrl-C during startup, which is mostly imports: the process exits at once. Python itself would print a
+traceback, and an import could turn the interrupt into another error or lose it. This file therefore imports almost
+nothing.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ EXIT_INTERRUPTED = 130
 INTERRUPTED_JSON = b'{"error": {"kind": "KeyboardInterrupt", "message": "interrupted", "exit_code": 130}}\n'
 
 
-def _leave(*_: object) -> NoReturn:
-    _tell(2, b"tundish: interrupted\n")
+def _exit_interrupted(*_: object) -> NoReturn:
+    _write(2, b"tundish: interrupted\n")
     if "--json" in sys.argv:
-        _tell(1, INTERRUPTED_JSON)
+        _write(1, INTERRUPTED_JSON)
     os._exit(EXIT_INTERRUPTED)
 
 
-def _tell(descriptor: int, text: bytes) -> None:
+def _write(descriptor: int, text: bytes) -> None:
     try:
         os.write(descriptor, text)
     except OSError:
-        # Where nobody can be told, the exit code still tells.
+        # The exit code still reports the interrupt.
         return
 
 
 try:
-    # A few milliseconds, which are most of what passes before `main` can say what Ctrl-C does.
+    # This import takes most of the time before `main` can install the handler.
     import signal
 except KeyboardInterrupt:
-    _leave()
+    _exit_interrupted()
 
 
 def main() -> int:
     """Run the command line of this process and return the exit code."""
-    # In a background job of a shell without job control Ctrl-C is ignored, and stays so.
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if heeded:
-        signal.signal(signal.SIGINT, _leave)
+    # Shells without job control start background jobs with Ctrl-C ignored. It stays ignored.
+    handles_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handles_ctrl_c:
+        signal.signal(signal.SIGINT, _exit_interrupted)
     from tundish import cli
 
-    return cli.main(begin=_begin if heeded else None)
+    return cli.main(before_run=_restore_ctrl_c if handles_ctrl_c else None)
 
 
-def _begin() -> None:
+def _restore_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -76,7 +76,7 @@ def test_pack_show_and_verify(lengths: Path, tmp_path: Path) -> None:
     assert expected.fingerprint in verified.stdout
 
 
-def test_json_is_one_object_with_the_same_facts(
+def test_json_prints_one_object_with_the_same_values(
     lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan"
@@ -123,7 +123,9 @@ def test_order_threads_and_several_datasets(
         answer("plan", "verify", out, *reversed(both), code=1, capsys=capsys)
 
 
-def test_the_plot(plan: Path, lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_writes_a_picture(
+    plan: Path, lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words in ([], ["--lengths", lengths]):
         picture = tmp_path / f"fill{len(words)}.png"
         facts = answer("plan", "show", plan, "--plot", picture, *words, capsys=capsys)
@@ -131,7 +133,7 @@ def test_the_plot(plan: Path, lengths: Path, tmp_path: Path, capsys: pytest.Capt
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plan_that_does_not_hold_is_exit_1(plan: Path, lengths: Path, tmp_path: Path) -> None:
+def test_a_plan_that_fails_verification_exits_with_1(plan: Path, lengths: Path, tmp_path: Path) -> None:
     others = np.load(lengths)
     others[[5, 6]] += [1, -1]
     np.save(tmp_path / "others.npy", others)
@@ -242,16 +244,16 @@ BAD = {
     "no place for a picture": (["plan", "show", "plan", "--plot", "no/fill.png"], "no", 3),
     "a picture in a folder's place": (["plan", "show", "plan", "--plot", "folder.png"], "folder.png", 3),
     "a file as parent": (["pack", "good.npy", "--max-length", "8", "--out", "text.npy/new"], "text.npy", 3),
-    "empty lengths": (["pack", "", "--max-length", "8", "--out", "new"], "it is empty", 2),
+    "empty lengths": (["pack", "", "--max-length", "8", "--out", "new"], "the path is empty", 2),
     "an empty order": (
         ["pack", "good.npy", "--max-length", "8", "--order", "", "--out", "new"],
-        "it is empty",
+        "the path is empty",
         2,
     ),
-    "an empty folder": (["pack", "good.npy", "--max-length", "8", "--out", ""], "it is empty", 2),
-    "an empty plan": (["plan", "show", ""], "it is empty", 2),
-    "an empty picture": (["plan", "show", "plan", "--plot", ""], "it is empty", 2),
-    "an empty token file": (["rtensor", "stats", "here:1", "--token-file", ""], "it is empty", 2),
+    "an empty folder": (["pack", "good.npy", "--max-length", "8", "--out", ""], "the path is empty", 2),
+    "an empty plan": (["plan", "show", ""], "the path is empty", 2),
+    "an empty picture": (["plan", "show", "plan", "--plot", ""], "the path is empty", 2),
+    "an empty token file": (["rtensor", "stats", "here:1", "--token-file", ""], "the path is empty", 2),
     "a null in lengths": (["pack", "a\0b", "--max-length", "8", "--out", "new"], "null character", 2),
     "a null in an order": (
         ["pack", "good.npy", "--max-length", "8", "--order", "a\0b", "--out", "new"],
@@ -290,7 +292,7 @@ def yard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_users_mistake_is_one_line_and_its_exit_code(
+def test_a_usage_error_is_one_line_and_an_exit_code(
     case: str, yard: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words, mentions, code = BAD[case]
@@ -316,7 +318,7 @@ def test_empty_lengths_make_the_empty_plan(yard: Path, capsys: pytest.CaptureFix
     assert answer("plan", "verify", "new", "empty.npy", capsys=capsys)["verified"] is True
 
 
-def test_a_bug_keeps_its_traceback(
+def test_an_unexpected_error_prints_its_traceback(
     yard: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(plan: td.PackPlan) -> None:
@@ -329,7 +331,7 @@ def test_a_bug_keeps_its_traceback(
     assert json.loads(out)["error"]["kind"] == "ZeroDivisionError"
 
 
-def test_a_missing_extra_is_exit_4(
+def test_a_missing_optional_package_exits_with_4(
     yard: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
@@ -339,7 +341,7 @@ def test_a_missing_extra_is_exit_4(
     assert "pip install 'tundish[plot]'" in error["message"]
 
 
-def test_help_is_quick_and_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_fast_and_lists_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--help"], ["pack", "--help"], ["plan", "show", "--help"], ["plan", "verify", "--help"]):
         assert cli.main(words) == 0
         assert "130  interrupted" in capsys.readouterr().out
@@ -358,7 +360,7 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["pack", "--help"], ["plan", "show", "--help"]])
-def test_help_and_version_are_text_beside_json_too(
+def test_help_and_version_print_text_with_json_too(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the guide says: they are for people, and end the command before it does anything."""

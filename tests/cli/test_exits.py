@@ -30,7 +30,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["plan", "show", "plan"], ["plan", "show", "plan", "--json"]])
-def test_a_reader_that_goes_away_is_no_traceback(words: list[str], plan: Path) -> None:
+def test_a_closed_pipe_prints_no_traceback(words: list[str], plan: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -48,7 +48,7 @@ def test_a_reader_that_goes_away_is_no_traceback(words: list[str], plan: Path) -
     assert (run.returncode, run.stderr) == (141, "")
 
 
-def test_a_full_disk_behind_standard_output_is_exit_3(plan: Path) -> None:
+def test_standard_output_on_a_full_disk_exits_with_3(plan: Path) -> None:
     with Path("/dev/full").open("w") as full:
         run = subprocess.run(
             [*COMMAND, "plan", "show", "plan"],
@@ -62,7 +62,7 @@ def test_a_full_disk_behind_standard_output_is_exit_3(plan: Path) -> None:
     assert (run.returncode, run.stderr) == (3, "tundish: standard output: No space left on device\n")
 
 
-def test_a_closed_standard_output_is_exit_3(plan: Path) -> None:
+def test_a_closed_standard_output_exits_with_3(plan: Path) -> None:
     run = subprocess.run(
         ["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, "plan", "show", "plan"],
         stderr=subprocess.PIPE,
@@ -74,7 +74,7 @@ def test_a_closed_standard_output_is_exit_3(plan: Path) -> None:
     assert run.stderr.startswith("tundish: standard output: ") and run.stderr.count("\n") == 1
 
 
-def test_running_out_of_memory_is_exit_3(tmp_path: Path) -> None:
+def test_out_of_memory_exits_with_3(tmp_path: Path) -> None:
     # A file of nothing but zeros takes no room; the order of its samples takes 400 MB of memory.
     np.lib.format.open_memmap(tmp_path / "lengths.npy", "w+", np.int16, (100_000_000,)).flush()
     command = [
@@ -111,7 +111,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_ctrl_c_is_exit_130_and_leaves_nothing(many: Path, tmp_path: Path) -> None:
+def test_ctrl_c_exits_with_130_and_leaves_no_files(many: Path, tmp_path: Path) -> None:
     running = subprocess.Popen(
         [
             *(*COMMAND, "pack", many, "--max-length", "8", "--seed", "0", "--threads", "1", "--json"),
@@ -171,7 +171,7 @@ def test_progress_is_shown_on_a_terminal_only(many: Path, tmp_path: Path) -> Non
     assert json.loads(run.stdout)["packs"] == 20_000_000 * 3 // 64
 
 
-def test_a_progress_line_that_cannot_be_drawn_does_not_disturb(
+def test_an_error_of_the_progress_bar_does_not_fail_the_command(
     many: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken:

@@ -60,7 +60,7 @@ def train(world: int, options: list[str], folder: Path) -> tuple[str, list[list[
 
 
 @pytest.mark.filterwarnings("default")
-def test_two_ranks_train_on_what_one_reads_and_three_resume(tmp_path: Path) -> None:
+def test_two_ranks_train_and_three_resume(tmp_path: Path) -> None:
     came = []
     for world, options in ((2, ["--steps", "10"]), (3, ["--steps", "16", "--resume"])):
         said, seen = train(world, options, tmp_path)
@@ -77,7 +77,7 @@ def test_two_ranks_train_on_what_one_reads_and_three_resume(tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("default")
-def test_what_was_saved_at_the_end_of_an_epoch_goes_on_with_the_next(tmp_path: Path) -> None:
+def test_resuming_at_the_end_of_an_epoch_starts_the_next(tmp_path: Path) -> None:
     said, _ = train(2, ["--steps", "50"], tmp_path)
     assert "epoch 0, 100 of its 100 batches handed out" in said
     said, came = train(2, ["--steps", "110", "--resume"], tmp_path)

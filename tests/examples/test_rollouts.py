@@ -27,7 +27,7 @@ def test_a_model_learns_and_memory_stays_flat() -> None:
 
 
 @pytest.mark.parametrize("option", ["--steps", "--report"])
-def test_numbers_that_cannot_be_are_refused_before_anything_is_started(
+def test_invalid_options_are_refused_before_any_process_starts(
     option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), option, "0"])

@@ -56,9 +56,7 @@ def two_ranks(out: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_two_ranks_train_and_say_what_happened(
-    two_ranks: subprocess.CompletedProcess[str], out: Path
-) -> None:
+def test_two_ranks_train_and_print_a_summary(two_ranks: subprocess.CompletedProcess[str], out: Path) -> None:
     assert two_ranks.returncode == 0, two_ranks.stderr
     said = two_ranks.stdout
     assert re.search(r"^documents +40, ", said, re.MULTILINE)
@@ -72,7 +70,7 @@ def test_two_ranks_train_and_say_what_happened(
     assert not list(out.rglob("*incomplete*"))
 
 
-def test_its_plan_is_the_plan_of_its_tokens(two_ranks: subprocess.CompletedProcess[str], out: Path) -> None:
+def test_the_saved_plan_matches_the_tokens(two_ranks: subprocess.CompletedProcess[str], out: Path) -> None:
     assert two_ranks.returncode == 0, two_ranks.stderr
     (corpus,) = out.glob("corpus-*")
     (folder,) = (out / "plans").iterdir()
@@ -88,9 +86,7 @@ def test_its_plan_is_the_plan_of_its_tokens(two_ranks: subprocess.CompletedProce
     td.PackPlan.load(folder).verify(np.diff(bounds))
 
 
-def test_a_corpus_is_used_only_when_all_of_it_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incomplete_corpus_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SCRIPT.parent)
     corpus = importlib.import_module("python_corpus")
     folder = tmp_path / "out" / "corpus"
@@ -108,7 +104,7 @@ def test_a_corpus_is_used_only_when_all_of_it_is_there(
     assert sum(opened.lengths) == len(opened.tokens)
 
 
-def test_one_process_uses_the_tokens_of_a_former_run_and_says_when_the_loss_rises(
+def test_one_process_reuses_tokens_and_warns_when_the_loss_rises(
     two_ranks: subprocess.CompletedProcess[str], out: Path
 ) -> None:
     assert two_ranks.returncode == 0, two_ranks.stderr

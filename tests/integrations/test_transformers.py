@@ -24,7 +24,7 @@ from tundish.integrations import transformers as hf
 from tundish.integrations.transformers import TundishTrainerMixin
 
 
-def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole", steps=8)
     whole.train()
     broken = trainer(tmp_path / "broken", steps=5)
@@ -39,7 +39,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
     assert_same(dict(exported.state_dict()), weights(whole))
 
 
-def test_a_named_step_is_resumed_and_a_damaged_one_refused(tmp_path: Path) -> None:
+def test_a_given_step_is_resumed_and_a_damaged_one_refused(tmp_path: Path) -> None:
     run = trainer(tmp_path, steps=6)
     run.train()
     data = next((tmp_path / "dcp-6").glob("*.distcp"))
@@ -74,7 +74,7 @@ def never_published(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [flip, cut, never_published])
-def test_a_run_goes_on_from_the_newest_whole_checkpoint_whatever_is_newer(
+def test_a_run_resumes_from_the_newest_complete_checkpoint(
     tmp_path: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = trainer(tmp_path / "whole", steps=8)
@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_whatever_is_newer(
     trainer(tmp_path / "broken", steps=8).train(resume_from_checkpoint=True)
 
 
-def test_a_run_that_begins_anew_finds_nothing_in_its_way(tmp_path: Path) -> None:
+def test_a_new_run_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
     trainer(tmp_path, steps=4).train()
     before = sorted(path.name for path in tmp_path.iterdir())
     anew = trainer(tmp_path, steps=4)
@@ -117,7 +117,7 @@ def test_a_run_that_begins_anew_finds_nothing_in_its_way(tmp_path: Path) -> None
     trainer(tmp_path, steps=2, save_strategy="no").train()
 
 
-def test_damaged_checkpoints_are_not_begun_over_either(tmp_path: Path) -> None:
+def test_a_new_run_refuses_a_folder_with_damaged_checkpoints(tmp_path: Path) -> None:
     trainer(tmp_path, steps=4).train()
     shutil.rmtree(tmp_path / "dcp-2")
     cut(tmp_path)
@@ -132,7 +132,7 @@ def test_damaged_checkpoints_are_not_begun_over_either(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_a_run_that_was_killed_between_the_kinds_of_step_0_begins_anew(tmp_path: Path) -> None:
+def test_a_run_killed_between_the_two_saves_of_step_0_starts_again(tmp_path: Path) -> None:
     def begin() -> None:
         run = trainer(tmp_path, steps=2)
 
@@ -157,30 +157,30 @@ def test_a_run_that_was_killed_between_the_kinds_of_step_0_begins_anew(tmp_path:
 
 
 @pytest.mark.parametrize("where", ["nowhere", "hf-2", "dcp-x"])
-def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path: Path, where: str) -> None:
+def test_a_path_outside_the_output_dir_is_refused(tmp_path: Path, where: str) -> None:
     with pytest.raises(InvalidInputError, match="resume_from_checkpoint"):
         trainer(tmp_path, steps=1).train(resume_from_checkpoint=str(tmp_path / where))
 
 
-def test_a_first_start_has_nothing_to_resume(tmp_path: Path) -> None:
+def test_resuming_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         trainer(tmp_path, steps=1).train(resume_from_checkpoint=True)
 
 
-def test_exports_alone_are_nothing_to_resume_from_and_both_refusals_say_so(tmp_path: Path) -> None:
+def test_exports_alone_cannot_be_resumed(tmp_path: Path) -> None:
     run = trainer(tmp_path, steps=2, save_only_model=True, save_total_limit=0)
     # As many as there are, which is what 0 means to the Trainer.
     run.train()
     assert saved(tmp_path) == {"hf": [2], "dcp": []}
-    with pytest.raises(StepExistsError, match="save_only_model leaves nothing to resume from") as refusal:
+    with pytest.raises(StepExistsError, match="a run with save_only_model cannot be resumed") as refusal:
         trainer(tmp_path, steps=4, save_only_model=True).train()
     assert "resume_from_checkpoint=True" not in str(refusal.value)
-    with pytest.raises(NotFoundError, match="exports alone"):
+    with pytest.raises(NotFoundError, match="contains exports only"):
         trainer(tmp_path, steps=4, save_only_model=True).train(resume_from_checkpoint=True)
     assert saved(tmp_path) == {"hf": [2], "dcp": []}
 
 
-def test_the_link_to_the_newest_can_be_resumed_from(tmp_path: Path) -> None:
+def test_dcp_latest_can_be_resumed(tmp_path: Path) -> None:
     trainer(tmp_path, steps=2).train()
     resumed = trainer(tmp_path, steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "dcp-latest"))
@@ -192,7 +192,7 @@ def test_the_link_to_the_newest_can_be_resumed_from(tmp_path: Path) -> None:
         )
 
 
-def test_as_many_are_kept_as_the_trainer_is_told(tmp_path: Path) -> None:
+def test_save_total_limit_is_respected(tmp_path: Path) -> None:
     trainer(tmp_path, steps=8, save_total_limit=2).train()
     readonly = open_readonly(tmp_path)
     assert [one.step for one in readonly.list("hf")] == [6, 8]
@@ -200,7 +200,7 @@ def test_as_many_are_kept_as_the_trainer_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoint-8").exists()
 
 
-def test_the_best_that_was_saved_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(tmp_path: Path) -> None:
     losses = {1: 9.0, 2: 4.0, 3: 6.0, 4: 7.0, 5: 3.0, 6: 8.0}
 
     class Evaluated(Trainer):
@@ -218,7 +218,7 @@ def test_the_best_that_was_saved_is_kept_and_loaded_at_the_end(tmp_path: Path) -
     assert_same(weights(run), dict(exported.state_dict()))
 
 
-def test_the_best_stays_until_what_is_better_is_published(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_until_a_better_one_is_published(tmp_path: Path) -> None:
     losses = {2: 4.0, 4: 5.0, 6: 3.0}
     kept: list[list[int]] = []
     has_begun, was_seen = threading.Event(), threading.Event()
@@ -254,7 +254,7 @@ def test_the_best_stays_until_what_is_better_is_published(tmp_path: Path) -> Non
     assert run.state.best_model_checkpoint == str(tmp_path / "hf-6")
 
 
-def test_a_resumed_run_exports_the_best_where_a_killed_one_did_not_get_to_it(tmp_path: Path) -> None:
+def test_a_resumed_run_exports_the_best_step_if_its_export_is_missing(tmp_path: Path) -> None:
     losses = {2: 4.0, 4: 3.0, 6: 5.0}
 
     class Evaluated(Trainer):
@@ -274,7 +274,7 @@ def test_a_resumed_run_exports_the_best_where_a_killed_one_did_not_get_to_it(tmp
     assert_same(weights(resumed), dict(expected))
 
 
-def test_what_the_trainer_would_push_while_it_trains_is_refused(tmp_path: Path) -> None:
+def test_pushing_to_the_hub_during_training_is_refused(tmp_path: Path) -> None:
     run = trainer(tmp_path, steps=1, hub_strategy="every_save")
     # As an argument it would have the Trainer ask the hub at once.
     run.args.push_to_hub = True
@@ -283,11 +283,11 @@ def test_what_the_trainer_would_push_while_it_trains_is_refused(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_trainer_whose_own_saves_come_first_is_refused() -> None:
+def test_a_class_with_the_trainer_before_the_mixin_is_refused() -> None:
     class Own(transformers.Trainer):  # type: ignore[misc]
         pass
 
-    with pytest.raises(InvalidTypeError, match=r"^Wrong would save .* name TundishTrainerMixin first"):
+    with pytest.raises(InvalidTypeError, match=r"^Wrong lists the Trainer .* put TundishTrainerMixin first"):
 
         class Wrong(Own, TundishTrainerMixin):
             pass
@@ -299,7 +299,7 @@ def test_a_trainer_whose_own_saves_come_first_is_refused() -> None:
 
 
 @pytest.mark.needs_gpu
-def test_a_run_goes_on_with_fewer_devices_than_before() -> None:
+def test_a_run_resumes_on_fewer_devices() -> None:
     states = hf._random_states()
     expected = torch.rand(3, device="cuda")
     states["cuda"] *= 2

@@ -45,7 +45,7 @@ looks_for_the_base = pytest.mark.filterwarnings("ignore:.*Could not find a confi
 @ADAPTED
 @says_what_is_old
 @looks_for_the_base
-def test_a_run_of_adapters_is_exported_and_resumed(tmp_path: Path, kind: str) -> None:
+def test_adapters_are_exported_and_resumed(tmp_path: Path, kind: str) -> None:
     whole = trainer(tmp_path / "whole", steps=8, trained=adapted(kind), learning_rate=0.01)
     before = weights(whole)
     whole.train()
@@ -93,9 +93,7 @@ def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path, kind: str) -> N
 
 @says_what_is_old
 @looks_for_the_base
-def test_the_best_is_loaded_into_the_adapters_that_it_holds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_adapter_loads_its_own_best_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import peft
 
     losses = {2: 4.0, 4: 5.0, 6: 6.0}
@@ -131,9 +129,7 @@ def test_the_best_is_loaded_into_the_adapters_that_it_holds(
 
 @pytest.mark.parametrize("kind", ["PromptEncoderConfig", "PrefixTuningConfig"])
 @says_what_is_old
-def test_the_best_of_prompts_that_an_encoder_makes_is_refused_before_the_first_step(
-    tmp_path: Path, kind: str
-) -> None:
+def test_loading_the_best_prompt_encoder_is_refused_before_the_first_step(tmp_path: Path, kind: str) -> None:
     import peft
 
     more = {"prefix_projection": True} if kind == "PrefixTuningConfig" else {}

@@ -105,7 +105,7 @@ def test_docstring(example: doctest.DocTest) -> None:
     assert_passes(example)
 
 
-def test_a_batch_of_remote_tensors_is_consumed_in_another_process_as_the_guide_says() -> None:
+def test_the_rtensor_guide_works_in_two_processes() -> None:
     guide = CHECKOUT / "docs" / "rtensor.md"
     first = next(blocks(guide.read_text(encoding="utf-8"))).text
     here, there, back = re.split(r"^# In (?:another|the first) .*\n", first, flags=re.MULTILINE)
@@ -117,11 +117,11 @@ def test_a_batch_of_remote_tensors_is_consumed_in_another_process_as_the_guide_s
     exec(back, names)
 
 
-def test_the_readme_shows_python() -> None:
+def test_the_readme_has_python_examples() -> None:
     assert any(block.language == "python" for block in blocks(PAGES[0].read_text(encoding="utf-8")))
 
 
-def test_an_example_that_prints_otherwise_fails() -> None:
+def test_an_example_with_other_output_fails() -> None:
     with pytest.raises(AssertionError, match="Expected"):
         run_python(Block("python", ">>> 1 + 1\n3\n", 1), Path("page.md"), {})
 

@@ -114,7 +114,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_with_its_kind(
+def test_bad_input_raises_the_documented_error(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -125,7 +125,7 @@ def test_bad_input_is_refused_with_its_kind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_names_its_path_once_and_the_systems_number_once(tmp_path: Path) -> None:
+def test_an_error_message_contains_its_path_and_errno_once(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     (taken / "file").mkdir(parents=True)
     (tmp_path / "file").write_bytes(b"")
@@ -145,7 +145,7 @@ def test_an_error_names_its_path_once_and_the_systems_number_once(tmp_path: Path
             assert str(error).count("rrno") == 1 and "os error" not in str(error), str(error)
 
 
-def test_a_path_that_the_message_lacks_is_behind_it() -> None:
+def test_a_path_is_appended_when_the_message_lacks_it() -> None:
     error = StorageError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/plans/one")
     assert str(error) == "[Errno 28] No space left on device: '/plans/one'"
     assert str(StorageError("without a path")) == "without a path"

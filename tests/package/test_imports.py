@@ -33,13 +33,13 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "import tundish as td; list(td.PackedBatchSampler(td.pack([5, 3, 9], 4), 1))",
     ],
 )
-def test_plans_are_made_without_torch(step: str, tmp_path: Path) -> None:
+def test_planning_does_not_import_torch(step: str, tmp_path: Path) -> None:
     heavy = "torch", "transformers", "matplotlib", "pyarrow", "datasets"
     ran = run(f"{step}\nimport sys\nprint([name for name in {heavy} if name in sys.modules])", tmp_path)
     assert (ran.stdout, ran.stderr, ran.returncode) == ("[]\n", "", 0)
 
 
-def test_ctrl_c_in_the_first_plan_of_a_process_finds_no_import(tmp_path: Path) -> None:
+def test_the_first_plan_of_a_process_imports_nothing_that_ctrl_c_could_break(tmp_path: Path) -> None:
     script = """
 import sys
 import numpy
@@ -60,7 +60,7 @@ print(len(plan))
     assert (ran.stdout, ran.stderr, ran.returncode) == ("12\n", "", 0)
 
 
-def test_the_command_makes_plans_without_torch(tmp_path: Path) -> None:
+def test_the_plan_commands_do_not_import_torch(tmp_path: Path) -> None:
     script = """
 import sys
 import numpy
@@ -78,7 +78,7 @@ assert "torch" not in sys.modules
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_plot_without_its_extra_names_the_install(tmp_path: Path) -> None:
+def test_plot_without_matplotlib_names_the_pip_command(tmp_path: Path) -> None:
     script = """
 import sys
 sys.modules["matplotlib"] = None
@@ -94,7 +94,7 @@ except ImportError as error:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_looks_at_all_names_needs_no_extra(tmp_path: Path) -> None:
+def test_help_and_completion_need_no_optional_package(tmp_path: Path) -> None:
     script = """
 import sys
 sys.modules['transformers'] = None
@@ -108,7 +108,7 @@ from tundish import *
     assert (ran.stderr, ran.returncode) == ("", 0)
 
 
-def test_the_part_for_transformers_is_listed_where_that_is_installed(tmp_path: Path) -> None:
+def test_td_hf_is_listed_only_where_transformers_is_installed(tmp_path: Path) -> None:
     script = """
 import sys
 import tundish
@@ -132,7 +132,7 @@ except ImportError as error:
         ("import tundish; tundish.TundishError", ["tundish", "tundish.errors", "tundish.lazy"]),
     ],
 )
-def test_a_part_comes_when_it_is_asked_for(step: str, loaded: list[str], tmp_path: Path) -> None:
+def test_a_part_is_imported_on_first_use(step: str, loaded: list[str], tmp_path: Path) -> None:
     heavy = "numpy", "typing", "importlib.metadata"
     ran = run(
         "import sys\nbefore = set(sys.modules)\n"
@@ -160,7 +160,7 @@ assert pack is package.pack and PackPlan.__name__ == "PackPlan"
     assert (ran.stderr, ran.returncode) == ("", 0)
 
 
-def test_type_checkers_see_the_names_that_are_found() -> None:
+def test_type_checking_imports_match_the_lazy_table() -> None:
     """The imports under TYPE_CHECKING, which nothing runs, against the table, which no checker reads."""
     for package in ("tundish", "tundish.packing"):
         module = importlib.import_module(package)
@@ -179,7 +179,7 @@ def test_type_checkers_see_the_names_that_are_found() -> None:
         assert named - {"__version__", "hf"} == set(module.__all__)
 
 
-def test_names_that_do_not_exist_are_refused() -> None:
+def test_unknown_names_raise_attribute_error() -> None:
     import tundish
 
     with pytest.raises(AttributeError, match="no attribute 'unpack'"):

@@ -81,7 +81,7 @@ def test_one_wheel_serves_every_python_from_3_11_on(wheel: Path) -> None:
     assert "-cp311-abi3-" in wheel.name
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_the_package_only(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     in_checkout = {
         path.relative_to(CHECKOUT / "python").as_posix()
@@ -95,7 +95,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_a_plan_without_rust_and_without_torch(clean_environment: Path, tmp_path: Path) -> None:
+def test_planning_works_without_rust_and_torch(clean_environment: Path, tmp_path: Path) -> None:
     script = """
 import importlib.util
 import sys

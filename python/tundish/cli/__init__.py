@@ -1,4 +1,4 @@
-"""The command line: `run` reads it and answers, `plans`, `checkpoints` and `segments` are its commands."""
+"""The command line: `run` parses and runs it; each other file adds the commands of one part."""
 
 from tundish.cli.run import build_parser, main
 

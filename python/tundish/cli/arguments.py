@@ -1,4 +1,4 @@
-"""What the command line's parsers have in common."""
+"""Argument parsing shared by all commands."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["EXIT_CODES", "Parser", "PrintVersion", "add_command", "path_of", "pr
 
 EXIT_CODES = """\
 exit codes:
-    0  done; for `plan verify` and `checkpoint verify`: all holds
-    1  a plan is damaged or does not belong to the lengths, or a checkpoint is damaged; a process does not answer
-    2  wrong usage, or input that cannot be used
-    3  a file or folder is missing, taken, read-only or full, or memory ran out
+    0  success
+    1  a plan or checkpoint is damaged, a plan does not match the lengths, or a server does not answer
+    2  invalid usage or input
+    3  a file or folder is missing, exists already, is read-only or full; or memory ran out
     4  an optional package is missing
    70  a bug in tundish; the traceback is printed
   130  interrupted (Ctrl-C)
-  141  the reader of the output went away
+  141  the output pipe was closed
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with its errors raised as this library's own so that `--json` covers them."""
+    """An `ArgumentParser` that raises `InvalidInputError`, so that `--json` covers usage errors."""
 
     def __init__(self, **settings: Any) -> None:
-        # An abbreviated `--json` would not be seen before the arguments are understood.
+        # `main` looks for `--json` before parsing, so it must not be abbreviated.
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
@@ -40,12 +40,12 @@ class Parser(argparse.ArgumentParser):
         if file is sys.stderr:
             super()._print_message(message, file)
         elif message:
-            # Flushed here, so that a reader who goes away is noticed here.
+            # `write` flushes, so a closed pipe raises its error here.
             write(message.rstrip())
 
 
 class PrintVersion(argparse.Action):
-    """`--version`, which looks the version up only when it is asked for."""
+    """The option `--version`. It reads the version only when used, because that is slow."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **settings)
@@ -53,13 +53,13 @@ class PrintVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from tundish import __version__
 
-        # argparse would print it to standard error.
+        # `argparse` may print it to standard error.
         write(f"tundish {__version__}")
         parser.exit()
 
 
 def add_command(verbs: Any, name: str, *, summary: str, description: str) -> Parser:
-    """A command under `verbs`, with the options that all commands have."""
+    """Add a command with the options that all commands have, and return its parser."""
     parser: Parser = verbs.add_parser(
         name,
         help=summary,
@@ -67,18 +67,18 @@ def add_command(verbs: Any, name: str, *, summary: str, description: str) -> Par
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, also for an error")
-    parser.add_argument("--no-progress", action="store_true", help="no progress line, also on a terminal")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, also after an error")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bar on a terminal")
     return parser
 
 
 def progress_of(options: argparse.Namespace) -> bool | None:
-    """What `progress=` is to be: on a terminal by itself, unless it was turned off."""
+    """Return the value for `progress=`: None, which shows a bar on a terminal, unless `--no-progress` is given."""
     return False if options.no_progress else None
 
 
 def path_of(word: str) -> Path:
-    """The type of an argument that names a file or folder. An empty one is a variable that was not set."""
+    """Convert an argument to a path. An empty argument is refused: it is most often an unset shell variable."""
     if not word:
-        raise argparse.ArgumentTypeError("it is empty: '.' is the current folder")
+        raise argparse.ArgumentTypeError("the path is empty: use '.' for the current folder")
     return Path(word)

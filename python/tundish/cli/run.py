@@ -1,9 +1,9 @@
-"""The command `tundish`: from the words of a command line to an exit code.
+"""Runs the command `tundish`: parses the arguments, calls the command, prints the result, returns the exit code.
 
-Owns the exit codes and what is printed of an error. What always holds: results go to standard
-output and everything else to standard error; with `--json` standard output is exactly one JSON object, also
-when the command fails, except for the texts of `--help` and `--version`; an error that the user can
-mend is one line without a traceback, and a bug keeps its traceback.
+Invariants:
+    Results go to standard output, everything else to standard error. With `--json`, standard output is exactly one
+    JSON object, also after an error; `--help` and `--version` print text. An error that the user can fix is one line;
+    a bug prints its traceback.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tundish.errors import (
 __all__ = ["main"]
 
 EXIT_OK = 0
-EXIT_WRONG = 1
+EXIT_INVALID = 1
 EXIT_USAGE = 2
 EXIT_STORAGE = 3
 EXIT_MISSING_EXTRA = 4
@@ -44,46 +44,47 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 
-def main(arguments: Sequence[str] | None = None, begin: Callable[[], object] | None = None) -> int:
-    """Run the command line `arguments` (default: the process's own) and return the exit code.
+def main(arguments: Sequence[str] | None = None, before_run: Callable[[], object] | None = None) -> int:
+    """Run the command line and return the exit code.
 
-    `begin` is called when everything that the command needs is imported, just before its work.
+    Args:
+        arguments: The words after `tundish`; None takes those of the process.
+        before_run: Called after the command's imports and before its work.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     as_json = "--json" in words
     for stream in (sys.stdout, sys.stderr):
-        # A path need not be text in the terminal's encoding.
+        # A path may contain characters that the terminal's encoding lacks.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         options = build_parser().parse_args(words)
         import_module(options.needs)
-        if begin is not None:
-            begin()
+        if before_run is not None:
+            before_run()
         result = options.run(options)
         write(json.dumps(result["json"]) if as_json else result["text"])
         exit_code: int = result.get("exit_code", EXIT_OK)
         return exit_code
     except SystemExit as stop:
-        # argparse's own way out of --help and --version, after printing.
+        # argparse exits this way after --help and --version.
         return stop.code if isinstance(stop.code, int) else EXIT_OK
     except OutputClosedError:
         return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
-        return _fail("interrupted", "KeyboardInterrupt", EXIT_INTERRUPTED, as_json)
+        return _report_error("interrupted", "KeyboardInterrupt", EXIT_INTERRUPTED, as_json)
     except (TundishError, OSError, MemoryError) as error:
-        return _fail(_one_line(error), type(error).__name__, _exit_code(error), as_json)
-    except Exception as error:  # noqa: BLE001 (a script gets its JSON object and its exit code also for a bug)
+        return _report_error(_one_line(error), type(error).__name__, _exit_code(error), as_json)
+    except Exception as error:  # noqa: BLE001 (with --json, a bug also prints a JSON object)
         traceback.print_exc()
-        return _fail(_one_line(error), type(error).__name__, EXIT_BUG, as_json)
+        return _report_error(_one_line(error), type(error).__name__, EXIT_BUG, as_json)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command; each command's options carry the function to `run` and the module it `needs`."""
+    """Return the parser of all commands. Parsed options hold the function to `run` and the module that it `needs`."""
     parser = Parser(
         prog="tundish",
-        description="Pack token sequences for training, and look at plans, checkpoints, shared memory and remote "
-        "tensors.",
+        description="Plan packed sequences for training; inspect plans, checkpoints, shared memory and remote tensors.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -98,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, (PlanFormatError, PlanMismatchError, CorruptCheckpointError)):
-        return EXIT_WRONG
+        return EXIT_INVALID
     if isinstance(error, MissingExtraError):
         return EXIT_MISSING_EXTRA
     return EXIT_STORAGE if isinstance(error, (OSError, MemoryError)) else EXIT_USAGE
@@ -111,13 +112,13 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _fail(message: str, kind: str, code: int, as_json: bool) -> int:
+def _report_error(message: str, kind: str, code: int, as_json: bool) -> int:
     if sys.stderr is not None:
-        # Where nobody can be told, the exit code still tells.
+        # The exit code still reports the error.
         with contextlib.suppress(OSError):
             print(f"tundish: {printable(message)}", file=sys.stderr, flush=True)
     if as_json:
-        # Where this cannot be written either, the failure to report is still the first one.
+        # The exit code reports the first error, even if the JSON object cannot be written.
         with contextlib.suppress(OSError, OutputClosedError):
             write(json.dumps({"error": {"kind": kind, "message": message, "exit_code": code}}))
     return code

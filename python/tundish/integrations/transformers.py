@@ -1,9 +1,8 @@
-"""transformers integration: a Trainer that saves and resumes through tundish.
+"""A mixin for `transformers.Trainer` that saves and resumes through a `Checkpointer`.
 
-Owns what `transformers.Trainer` does about checkpoints and nothing else of it. What always holds: a resumed run
-continues from one published DCP checkpoint, whole, with the states of model, optimizer, scheduler, scaler, random
-generators and Trainer of one and the same step; what is newer than the step that a run begins at never is in the way
-of its saves, and is never deleted for that. transformers is an extra: `pip install 'tundish[hf]'`.
+Invariants:
+    A resumed run takes all its state (model, optimizer, scheduler, scaler, random generators, Trainer) from one
+    published DCP checkpoint. Checkpoints newer than that step are set aside before the first save, never deleted.
 """
 
 from __future__ import annotations
@@ -35,41 +34,45 @@ try:
 except ImportError:
     missing_extra("hf", "transformers", "TundishTrainerMixin")
 
-# What comes after the mixin in a class's bases: the Trainer, whose attributes it uses.
+# At run time, the Trainer is a later base of the class; the mixin uses its attributes.
 _Trainer: Any = object
 
 __all__ = ["TundishTrainerMixin"]
 
 
 class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
-    """Makes a `transformers.Trainer` save through a `Checkpointer` under `args.output_dir`, and resume from there.
+    """Makes a `transformers.Trainer` save to and resume from a `Checkpointer` under `args.output_dir`.
 
-        class Trainer(TundishTrainerMixin, transformers.Trainer):
-            pass
+    Each save writes a Hugging Face export `hf-<step>` and, without `save_only_model`, a DCP checkpoint `dcp-<step>`
+    with everything that resuming needs. Both are written while training goes on.
 
-    Each save is a Hugging Face export `hf-<step>` and, without `save_only_model`, a DCP checkpoint `dcp-<step>`
-    that holds everything a resumption needs; both are written while training goes on.
-    `train(resume_from_checkpoint=True)` takes the newest whole one; what is newer than it, of both kinds, is set
-    aside as `discarded-…`, whole or not. `save_total_limit` is how many are kept; the best one stays with
-    `load_best_model_at_end`, and the one before it until it is published. A model that holds adapters of peft is
-    exported as its adapters; its DCP checkpoints hold all of its weights, the base's too. A subclass of both is
-    needed because the Trainer has no hook in place of its save: `on_save` comes after it.
+    `train(resume_from_checkpoint=True)` resumes from the newest complete checkpoint. Newer ones of both kinds are
+    renamed to `discarded-…`. `save_total_limit` limits how many checkpoints are kept. With `load_best_model_at_end`,
+    the best checkpoint is kept as well, and so is the previous best until the new one is published.
+
+    A model with PEFT adapters is exported as its adapters. Its DCP checkpoints contain all weights, including the base
+    model's. A subclass is needed because the Trainer's `on_save` callback runs after the Trainer's own save.
 
     Args:
-        checkpointer_options: further arguments of the `Checkpointer`. All others are the Trainer's own.
+        checkpointer_options: Further arguments of the `Checkpointer`. All other arguments go to the Trainer.
 
-    Raises `InvalidInputError` where DeepSpeed or a hyperparameter search saves in ways of its own, and where the
-    Trainer is to push to the hub while it trains, or to load the best of an adapter whose prompts an encoder makes;
-    `InvalidTypeError` for a model that mixes kinds of adapters.
+    Raises:
+        InvalidInputError: DeepSpeed or a hyperparameter search saves in its own way; the Trainer would push to the
+            hub during training; or the best model would be loaded into an adapter with a prompt encoder.
+        InvalidTypeError: The model mixes kinds of adapters.
+
+    Example:
+        class Trainer(td.hf.TundishTrainerMixin, transformers.Trainer):
+            pass
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if Trainer in cls.__mro__[: cls.__mro__.index(TundishTrainerMixin)]:
-            # It would save in its own way, without a word.
+            # The Trainer's own save would be used without any error.
             raise InvalidTypeError(
-                f"{cls.__name__} would save as the Trainer does, which comes before TundishTrainerMixin among its "
-                "bases: name TundishTrainerMixin first"
+                f"{cls.__name__} lists the Trainer before TundishTrainerMixin, so the Trainer's own save would be "
+                "used: put TundishTrainerMixin first"
             )
 
     def __init__(
@@ -78,18 +81,18 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled:
             raise InvalidInputError(
-                "TundishTrainerMixin does not save what DeepSpeed shards: use its own Trainer"
+                "TundishTrainerMixin cannot save DeepSpeed's sharded states: use the Trainer without it"
             )
         self._checkpointer_options = dict(checkpointer_options or {})
         self._checkpointer: Checkpointer | None = None
         self._resumed_step = -1
         self._resumed: dict[str, Any] = {}
-        # Of what this run goes on from and of its saves, in order: the step, and those that were the best then.
+        # The resumed checkpoint and each save of this run, in order: its step, and the best steps at that time.
         self._bests: list[tuple[int, frozenset[int]]] = []
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """The checkpointer of this run. Collective when it is first asked for."""
+        """The checkpointer of this run. The first access is collective: all ranks must make it."""
         if self._checkpointer is None:
             options: dict[str, Any] = {
                 "keep_last": self._most_kept(),
@@ -101,20 +104,20 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         return self._checkpointer
 
     def _most_kept(self) -> int | None:
-        """How many checkpoints stay; no limit where the Trainer knows none either, which 0 is to it."""
+        """Return how many checkpoints are kept; None for no limit. The Trainer reads 0 as no limit."""
         limit = self.args.save_total_limit
         return limit if limit is not None and limit > 0 else None
 
     def _is_best(self, checkpoint: Checkpoint) -> bool:
-        """Whether `checkpoint` is of the best step, or was as long as a killed run may go back to that."""
+        """Return whether retention must keep `checkpoint` as a best one, now or after resuming a killed run."""
         bests = [_bests_of(self.state.best_global_step, self.state.best_model_checkpoint)]
         bests += [steps for _, steps in self._still_wanted()]
         return any(checkpoint.step in steps for steps in bests)
 
     def _still_wanted(self) -> list[tuple[int, frozenset[int]]]:
-        """What was the best at the newest save that is published, from which a killed run goes on, and at later ones.
+        """Return the best steps as of the newest published save and of each later save.
 
-        What is saved now may be the best, and is not there yet: the best before it must not go for it.
+        A killed run resumes from the newest published save, so that save's best checkpoint must still exist.
         """
         kind = "hf" if self.args.save_only_model else "dcp"
         bests = self._bests
@@ -124,19 +127,27 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         return bests[published[-1] :] if published else bests
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`; all saves are published when it returns.
+        """Train as `Trainer.train` does. When it returns, all saves are published.
 
-        `resume_from_checkpoint`: True resumes from the newest whole checkpoint, a path `…/dcp-<step>` of this
-        run's folder from that one, `…/dcp-latest` from the newest or not at all. Exports alone, which is all that
-        `save_only_model` leaves, are nothing to resume from (`NotFoundError`).
-        Without it, a folder that holds the checkpoints of an earlier run is refused
-        with `StepExistsError`; exports that a run left which was killed before its first DCP checkpoint are set aside,
-        one of step 0 is replaced.
+        Args:
+            resume_from_checkpoint: True resumes from the newest complete checkpoint; a path `…/dcp-<step>` in
+                `output_dir` from that one; `…/dcp-latest` from the newest or an error. None and False start a new run:
+                exports of a run that was killed before its first DCP checkpoint are set aside.
+            *args: Passed on to `Trainer.train`.
+            **kwargs: Passed on to `Trainer.train`.
+
+        Returns:
+            The result of `Trainer.train`.
+
+        Raises:
+            NotFoundError: There is no checkpoint to resume from. `save_only_model` writes none.
+            StepExistsError: A new run would start in a folder with checkpoints of an earlier run.
+            InvalidInputError: `hub_strategy` pushes during training.
         """
         if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
             raise InvalidInputError(
-                f"hub_strategy is {self.args.hub_strategy.value!r}, and TundishTrainerMixin pushes nothing while it "
-                "trains: give 'end' and call push_to_hub() then, or push from an on_published of checkpointer_options"
+                f"hub_strategy is {self.args.hub_strategy.value!r}, but TundishTrainerMixin does not push during "
+                "training: use 'end', or push from an on_published callback in checkpointer_options"
             )
         if self.args.save_strategy != SaveStrategy.NO:
             refuse_mixed(self.model)
@@ -150,7 +161,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
                 return super().train(None, *args, **kwargs)
             self._choose(resume_from_checkpoint)
             with tempfile.TemporaryDirectory() as folder:
-                # The Trainer reads its own state from a file, and everything else through the methods below.
+                # The Trainer reads its own state from this file, and all other state through the methods below.
                 Path(folder, TRAINER_STATE_NAME).write_text(self._resumed["trainer"])
                 return super().train(folder, *args, **kwargs)
         finally:
@@ -159,28 +170,28 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
                 self._checkpointer = None
 
     def _begin_anew(self) -> None:
-        """Make sure, before the first step, that the saves of a run from step 0 on find nothing in their way."""
+        """Check before the first step that no checkpoint of an earlier run conflicts with this run's saves."""
         checkpointer = self.checkpointer
         with agreed("starting without an earlier checkpoint"):
-            # Exports are all that there will be, or what was left before there was something to resume from.
+            # With `save_only_model`, exports are the checkpoints of a run; otherwise its DCP checkpoints are.
             found = open_readonly(checkpointer.path).survey(None if self.args.save_only_model else "dcp")
-            # Damaged ones, too, are somebody's work: resuming says what is wrong with them.
+            # Damaged checkpoints count as well: resuming reports what is wrong with them.
             earlier = [one for ones in found for one in ones]
             if earlier:
-                # Exports alone are nothing to resume from.
+                # A run cannot resume from exports alone.
                 can_resume = any(one.kind == "dcp" for one in earlier)
                 advice = (
                     "give resume_from_checkpoint=True, or another output_dir"
                     if can_resume
-                    else "give another output_dir, or move it away; save_only_model leaves nothing to resume from"
+                    else "give another output_dir, or move it away; a run with save_only_model cannot be resumed"
                 )
                 raise StepExistsError(
-                    errno.EEXIST, f"is there from an earlier run: {advice}", str(earlier[-1].path)
+                    errno.EEXIST, f"exists from an earlier run: {advice}", str(earlier[-1].path)
                 )
         checkpointer.discard_after(0)
 
     def _choose(self, resume_from_checkpoint: str | Literal[True]) -> None:
-        """Decide on the step to resume from, and take what this rank has to remember of it."""
+        """Choose the step to resume from and load the state of this rank, except for weights and optimizer."""
         step = None
         if resume_from_checkpoint is not True:
             path = Path(resume_from_checkpoint).absolute()
@@ -194,23 +205,23 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
                     f"resume_from_checkpoint is {os.fspath(path)!r}: give True, or a dcp-<step> under "
                     f"{self.args.output_dir!r}"
                 )
-            # Opening mends the link, and it leads to the newest.
+            # Opening the checkpointer has repaired the link to the newest checkpoint.
             newest = self.checkpointer.latest("dcp") if number == "latest" else path
             step = None if newest is None else int(newest.name.partition("-")[2])
-        with self._told_of_exports():
+        with self._explain_missing_checkpoint():
             extra, rank_extras = self.checkpointer.load_dcp({}, step)
         self._resumed_step = extra["step"]
-        # A rank that was not there has the states of the first, which are the same but for the random generators.
+        # A rank that the saving run did not have takes the state of rank 0, except for the random generators.
         self._resumed = rank_extras.get(self.args.process_index) or {**rank_extras[0], "random": None}
-        # What the ranks' own logs say may differ by their clocks.
+        # All ranks take the Trainer state of rank 0: their logs may differ by their clocks.
         self._resumed["trainer"] = rank_extras[0]["trainer"]
         state = json.loads(self._resumed["trainer"])
         bests = _bests_of(state["best_global_step"], state["best_model_checkpoint"])
         self._bests = [(self._resumed_step, bests)]
 
     @contextlib.contextmanager
-    def _told_of_exports(self) -> Iterator[None]:
-        """Say of a folder with exports alone that they are nothing to resume from."""
+    def _explain_missing_checkpoint(self) -> Iterator[None]:
+        """Raise a clear error if the folder contains exports but no DCP checkpoint."""
         try:
             yield
         except NotFoundError as error:
@@ -219,27 +230,27 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
                 raise
             raise NotFoundError(
                 errno.ENOENT,
-                "holds exports alone, which are nothing to resume from, as save_only_model=True leaves them: "
+                "contains exports only, as save_only_model=True writes them, and a run cannot resume from those: "
                 "train without resume_from_checkpoint into another output_dir",
                 str(Path(self.args.output_dir).absolute()),
             ) from error
 
-    # ---- What the Trainer calls ----
+    # ---- Methods of the Trainer that are replaced ----
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002 (the wrapped form of self.model)
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002 (the wrapped self.model)
         if self.hp_search_backend is not None or trial is not None:
-            raise InvalidInputError("TundishTrainerMixin does not save the trials of a hyperparameter search")
+            raise InvalidInputError("TundishTrainerMixin cannot save the trials of a hyperparameter search")
         self.store_flos()
         step = self.state.global_step
         best = self.state.best_global_step
         export = self.checkpointer.path / f"hf-{best}"
-        # What is saved now is there later. Of a step that was evaluated alone there never is anything.
+        # The export of this step will exist later. A step that was evaluated but not saved has no export.
         if best and (best == step or export.is_dir()):
             self.state.best_model_checkpoint = str(export)
         bests = _bests_of(best, self.state.best_model_checkpoint)
         self._bests = [*self._still_wanted(), (step, bests)]
-        # An export of step 0 without its DCP checkpoint is what a run left that was killed in between: no step is
-        # below it, to which it could be set aside.
+        # A run killed between the two saves of step 0 leaves an export without a DCP checkpoint. No lower step exists
+        # to roll back to, so that export is overwritten.
         self.checkpointer.save_hf(
             step, self.model, tokenizer=self.processing_class, overwrite=step == 0 and self._resumed_step < 0
         )
@@ -260,7 +271,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         )
 
     def _trainer_state(self) -> str:
-        """The Trainer's state with those of its callbacks, as it writes them itself."""
+        """Return the Trainer's state and the states of its callbacks as the JSON text that the Trainer writes."""
         for callback in [*self.callback_handler.callbacks, self.control]:
             if not isinstance(callback, ExportableState):
                 continue
@@ -273,7 +284,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         return json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """The weights come with the optimizer's states, once there is an optimizer."""
+        """Do nothing when resuming: the weights are loaded together with the optimizer's state."""
         if self._resumed_step < 0:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -282,7 +293,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             return
         weights, optimizer = get_state_dict(self.model, self.optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": optimizer}
-        # Its bytes were verified when it was chosen.
+        # Its checksums were verified in `_choose`.
         self.checkpointer.load_dcp(state, self._resumed_step, verify=False)
         set_state_dict(
             self.model,
@@ -291,23 +302,23 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             optim_state_dict=state["optimizer"],
         )
         self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
-        # A killed run may have published one kind and not the other; and the newest may have been damaged.
+        # A killed run may have published only one kind of a step, and newer checkpoints may be damaged.
         self.checkpointer.discard_after(self._resumed_step)
         self._export_best()
 
     def _export_best(self) -> None:
-        """Export what the run goes on from, where its state calls that the best and names an export that is not there.
+        """Export the resumed step if the Trainer's state calls it the best and its export does not exist.
 
-        Of a run that was killed the one may have been published, and the other not yet.
+        A killed run may have published the DCP checkpoint but not the export.
         """
         export = self.checkpointer.path / f"hf-{self._resumed_step}"
         best = json.loads(self._resumed["trainer"])["best_model_checkpoint"]
         if Path(best or "").name != export.name:
             return
-        # The rank that publishes knows.
+        # Rank 0 publishes, so it knows.
         is_missing = self.args.process_index == 0 and not export.is_dir()
         if voter_of(None).vote(what="looking for the best export", flag=is_missing):
-            # The Trainer looks for it next.
+            # The Trainer loads it next.
             self.checkpointer.save_hf(
                 self._resumed_step, self.model, tokenizer=self.processing_class, blocking=True
             )
@@ -323,16 +334,16 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         self.checkpointer.wait()
-        # From here on it is an ordinary load of an export.
+        # This loads an export, not the resumed checkpoint.
         self._resumed_step = -1
-        # The Trainer loads what lies at the top into the adapter that is active, whichever that is.
+        # The Trainer itself would load the top-level adapter file into whichever adapter is active.
         has_adapters = holds_adapters(self.model) and not self.is_fsdp_enabled
         if not (has_adapters and load_adapters(self.model, Path(self.state.best_model_checkpoint))):
             super()._load_best_model()
 
 
 def _bests_of(best_step: int | None, best_checkpoint: str | None) -> frozenset[int]:
-    """The best step, and the best that was saved, of a Trainer's state: evaluations may be more often than saves."""
+    """Return the best step and the best saved step of a Trainer's state. Not each evaluated step is saved."""
     kind, _, number = Path(best_checkpoint or "").name.partition("-")
     saved = {int(number)} if kind == "hf" and number.isdecimal() else set()
     return frozenset(saved | ({best_step} if best_step else set()))
@@ -340,7 +351,7 @@ def _bests_of(best_step: int | None, best_checkpoint: str | None) -> frozenset[i
 
 def _random_states() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (the generator that others use)
+    name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (the global generator)
     return {
         "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
         "numpy": {"name": name, "keys": keys, "position": position, "has_gauss": has_gauss, "cached": cached},
@@ -357,5 +368,5 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     )
     torch.random.set_rng_state(states["torch"])
     if states["cuda"] and torch.cuda.is_available():
-        # There may be fewer devices than where it was saved.
+        # The saving run may have had more devices.
         torch.cuda.random.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])

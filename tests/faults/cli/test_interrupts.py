@@ -18,12 +18,12 @@ AT_IMPORT = """
 import os, signal, sys
 import tundish.__main__ as entry
 count = 0
-begin = entry._begin
+begin = entry._restore_ctrl_c
 def counted():
     begin()
     if {0} < 0:
         sys.stderr.write(f"imports={{count}}")
-entry._begin = counted
+entry._restore_ctrl_c = counted
 def hook(event, _):
     global count
     if event == "import":
@@ -53,7 +53,7 @@ def yard(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_interrupt_while_the_command_starts_is_one_line(yard: Path) -> None:
+def test_ctrl_c_during_startup_prints_one_line(yard: Path) -> None:
     words = ("pack", "lengths.npy", "--max-length", "8", "--out", "new", "--json")
     whole = run(-1, *words, folder=yard)
     imports = int(whole.stderr.rpartition("imports=")[2])
@@ -68,7 +68,7 @@ def test_an_interrupt_while_the_command_starts_is_one_line(yard: Path) -> None:
         assert sorted(yard.rglob("*")) == before, at
 
 
-def test_an_interrupt_before_the_signal_can_be_handled_is_one_line(yard: Path) -> None:
+def test_ctrl_c_before_the_handler_is_installed_prints_one_line(yard: Path) -> None:
     # `enum` comes with `signal`, which has to be imported before it can say what Ctrl-C does.
     script = """
 import os, sys
@@ -88,12 +88,12 @@ sys.exit(main())
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "tundish: interrupted\n")
 
 
-def test_without_json_nothing_is_printed(yard: Path) -> None:
+def test_ctrl_c_without_json_prints_nothing_to_standard_output(yard: Path) -> None:
     ran = run(3, "plan", "show", "plan", folder=yard)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "tundish: interrupted\n")
 
 
-def test_an_interrupt_that_is_ignored_stays_ignored(yard: Path) -> None:
+def test_an_ignored_ctrl_c_stays_ignored(yard: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", AT_IMPORT.format(40), "plan", "show", "plan"],
         cwd=yard,
@@ -106,7 +106,7 @@ def test_an_interrupt_that_is_ignored_stays_ignored(yard: Path) -> None:
     assert ran.returncode == 0 and "fingerprint" in ran.stdout
 
 
-def test_the_module_is_the_command(yard: Path) -> None:
+def test_python_m_tundish_runs_the_command(yard: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "tundish", "plan", "show", "plan", "--json"],
         cwd=yard,
