@@ -29,8 +29,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import hypothesis
 import pytest
-
-import rank_processes
+from support.distributed import rank_processes
 
 # What fails there says what differs.
 pytest.register_assert_rewrite("leftovers")

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.distributed.ctrl_c import at_every_moment
 
-from ctrl_c import at_every_moment
 from tundish import waiting
 from tundish.waiting import Changes, Moment, SteadyFuture, to_its_end, wait_for
 

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from programs import Program
+from support.distributed.programs import Program
 
 PEERS = Path(__file__).resolve().parents[2] / "benches" / "peers"
 MODULES = {

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.distributed.rank_processes import Job
 from torch import distributed
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -21,7 +22,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from rank_processes import Job
 from tundish._native import FileMetadata, add_manifest_checksum
 from tundish.checkpoint.dcp.plan import DcpPlan
 from tundish.checkpoint.dcp.saver import DcpSaver

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.distributed.rank_processes import Job, Line, outcome
 
-from rank_processes import Job, Line, outcome
 from tundish.checkpoint import Checkpointer
 
 # What the first rank and the second one give, and how a message names it.

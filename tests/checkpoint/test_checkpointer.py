@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.distributed.programs import run
 
-from programs import run
 from tundish._native import staging_stats
 from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
 from tundish.checkpoint.owner import Owner

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.distributed.programs import PIPE, Program, run
 from torch import distributed
 
-from programs import PIPE, Program, run
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.hf.plan import HfPlan
 from tundish.checkpoint.saves import Save

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.distributed.rank_processes import Line, outcome
 from torch import distributed
 
 from dcp_worlds import World, assert_same, new_saver, run, save, whole
-from rank_processes import Line, outcome
 from tundish._native import CheckpointRoot, add_manifest_checksum
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.dcp.saver import load_dcp

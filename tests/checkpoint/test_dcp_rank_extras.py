@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed.rank_processes import Line, outcome
 from torch import distributed
 
 from dcp_worlds import new_saver, run, save
-from rank_processes import Line, outcome
 from tundish._native import add_manifest_checksum, write_small_file
 from tundish.checkpoint.dcp.saver import load_dcp
 from tundish.checkpoint.dcp.values import to_json

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.distributed.rank_processes import Line, outcome
 from torch import distributed
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -22,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dcp_worlds import World, assert_same, run, whole
-from rank_processes import Line, outcome
 from tundish.checkpoint import Checkpointer, owngroup
 from tundish.checkpoint.dcp.ranks import Exchange
 from tundish.checkpoint.dcp.writer import StagedPlanner

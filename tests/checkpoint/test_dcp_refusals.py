@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.distributed.rank_processes import Job, Line
 from torch import distributed
 
 from dcp_worlds import new_saver
-from rank_processes import Job, Line
 from tundish._native import staging_stats
 from tundish.checkpoint.dcp.saver import DcpSaver
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.distributed.rank_processes import Line
 from torch import distributed
 from torch.distributed import checkpoint as dcp
 
 from dcp_worlds import World, assert_same, bits, compare, gathered, new_saver, read, run, save, whole, write
-from rank_processes import Line
 from tundish._native import staging_stats, verify_checkpoint
 from tundish.checkpoint.dcp.saver import DcpSaver
 

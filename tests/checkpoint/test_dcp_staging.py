@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.distributed.rank_processes import Line
 
 import dcp_worlds
 from dcp_worlds import Net, assert_same, compare, hear_news, new_saver, read, run, save, whole, write
-from rank_processes import Line
 from tundish._native import staging_stats, verify_checkpoint
 from tundish.checkpoint.dcp.saver import DcpSaver
 from tundish.checkpoint.staging import Copies

@@ -17,10 +17,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from support.distributed.rank_processes import Job, Line, outcome
 from torch import distributed
 
 from dcp_worlds import run
-from rank_processes import Job, Line, outcome
 from tundish.checkpoint import Checkpointer, load_dcp
 from tundish.checkpoint.dcp import opened, shares
 from tundish.checkpoint.dcp.shares import cuts_of, share_of

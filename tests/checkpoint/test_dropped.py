@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.distributed.programs import run
 
-from programs import run
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.retention import Checkpoint
 from tundish.errors import InvalidInputError

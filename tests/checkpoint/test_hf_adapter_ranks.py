@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from rank_processes import Job, Line, outcome
+from support.distributed.rank_processes import Job, Line, outcome
 
 KINDS = ("plain", "dtype", "lazy", "through")
 # Less than some tensors: they take several windows.

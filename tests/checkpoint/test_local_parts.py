@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.distributed.rank_processes import Job, Line, outcome
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rank_processes import Job, Line, outcome
 from tundish.checkpoint import Checkpointer
 
 

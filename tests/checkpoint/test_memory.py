@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from programs import run
+from support.distributed.programs import run
 
 SAVE = """
 import sys

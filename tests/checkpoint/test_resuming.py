@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.distributed.programs import run
 
-from programs import run
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.reading import ReadOnlyRoot
 from tundish.errors import CorruptCheckpointError, NotFoundError

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed.programs import PIPE, Program
 
-from programs import PIPE, Program
 from tundish.checkpoint import Checkpointer, open_readonly, verify
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, RootInUseError, StorageError
 

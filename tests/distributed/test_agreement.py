@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
-from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 from tundish.distributed import Voter, agreed, build_once_per_node, vote
 from tundish.distributed import voter as voter_module
 from tundish.errors import InvalidInputError

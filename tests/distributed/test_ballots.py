@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed.rank_processes import LAUNCHER, RANK0, Job, Line, on_nodes, outcome
 
-from rank_processes import LAUNCHER, RANK0, Job, Line, on_nodes, outcome
 from tundish._native import BallotBox
 from tundish.distributed import Voter
 from tundish.distributed.jobstore import JobStore

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
-from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 from tundish.distributed import Voter, vote
 from tundish.errors import InvalidInputError, InvalidTypeError
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed.rank_processes import Job, Line, outcome
 
-from rank_processes import Job, Line, outcome
 from tundish.distributed import long_timeout_group, vote
 from tundish.distributed.groups import Unbinding
 from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError

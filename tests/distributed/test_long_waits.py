@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+from support.distributed.rank_processes import Job, Line, outcome
 
-from rank_processes import Job, Line, outcome
 from tundish.distributed import Voter
 from tundish.distributed.rounds import Protocol
 

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
-from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 from tundish.distributed import Voter
 from tundish.distributed.verdict import RankFailure
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
-from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 from tundish.distributed import node_group
 from tundish.distributed.nodes import Standing, split_into_nodes
 from tundish.errors import InvalidInputError

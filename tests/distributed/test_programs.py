@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.distributed.programs import PIPE, Program, run
 
 from private_shm import private_shm
-from programs import PIPE, Program, run
 
 
 def test_it_has_what_it_is_given(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-
-from rank_processes import Job, Line
+from support.distributed.rank_processes import Job, Line
 
 
 def crash(rank: int, line: Line) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-
-from rank_processes import Job, Line
+from support.distributed.rank_processes import Job, Line
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from programs import run
+from support.distributed.programs import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rollouts.py"
 

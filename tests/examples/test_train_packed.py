@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.distributed.programs import DEVNULL, PIPE, Program, run
 
 import tundish as td
-from programs import DEVNULL, PIPE, Program, run
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_packed.py"
 SMALL = ["--documents", "40", "--vocabulary", "400", "--max-length", "128", "--steps", "10"]
@@ -25,7 +25,7 @@ TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 # torchrun's agent with ranks that are forked, and have their imports; the other test has those that torchrun starts.
 FORKING_LAUNCHER = """
 import sys
-from programs import become
+from support.distributed.programs import become
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 alone = LaunchConfig(

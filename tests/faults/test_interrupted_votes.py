@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from support.distributed.ctrl_c import CtrlC, at_every_moment
+from support.distributed.rank_processes import Job, Line, outcome
 
-from ctrl_c import CtrlC, at_every_moment
-from rank_processes import Job, Line, outcome
 from tundish import waiting
 from tundish.distributed import Voter, ballots, channel, vote_round, voter, watch
 from tundish.distributed.watch import PeerWatch

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 
 import tundish as td
-from rank_processes import Job, Line, on_nodes, outcome
 from tundish import _native
 from tundish.distributed import voter as voter_module
 from tundish.packing import block

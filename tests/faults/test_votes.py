@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
-from rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 from tundish.distributed import Voter, build_once_per_node, vote
 from tundish.distributed import voter as voter_module
 from tundish.distributed.watch import PeerWatch, node_identity

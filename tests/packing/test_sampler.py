@@ -18,9 +18,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.distributed.rank_processes import preload
 
 import tundish as td
-from rank_processes import preload
 from samplers import global_batches, options, plan_of, samplers_of, splits
 from tundish.errors import InvalidInputError, InvalidTypeError
 

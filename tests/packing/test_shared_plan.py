@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.distributed.rank_processes import Job, Line, outcome
 
 import tundish as td
-from rank_processes import Job, Line, outcome
 from tundish.packing.plan import FIELDS
 
 LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)

@@ -16,7 +16,8 @@ import torch
 # Read when ray is first imported: nothing of the cluster is to be written to the user's home, or told to anybody.
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
-from ctrl_c import at_every_moment
+from support.distributed.ctrl_c import at_every_moment
+
 from tundish import rtensor
 from tundish.errors import (
     InvalidInputError,

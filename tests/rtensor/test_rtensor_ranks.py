@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rank_processes import Job, Line, outcome
+from support.distributed.rank_processes import Job, Line, outcome
 
 
 def ranks_drain(rank: int, line: Line) -> None:

@@ -7,10 +7,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.distributed.rank_processes import Job, Line
 
 import told
 from peers import Peer
-from rank_processes import Job, Line
 from tundish import rtensor
 
 

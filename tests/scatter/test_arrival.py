@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.distributed.programs import run
 
 import tundish as td
-from programs import run
 from tundish import _native
 from tundish.errors import InvalidInputError
 from tundish.scatter import arrival

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 from torch.utils.data import DataLoader, DistributedSampler
 
 import tundish as td
 from batches import KINDS, same
-from rank_processes import Job, Line, on_nodes, outcome
 
 
 def batch(number: int) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.distributed.rank_processes import Job, Line, outcome
 
 import tundish as td
-from rank_processes import Job, Line, outcome
 
 
 def one_after_the_other(rank: int, line: Line) -> None:

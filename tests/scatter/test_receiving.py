@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.distributed.ctrl_c import at_every_moment
 
-from ctrl_c import at_every_moment
 from tundish.errors import PeerFailedError
 from tundish.scatter.messages import LOST, NOTE, Head
 from tundish.scatter.scatterer import Note, Scatterer

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 
 import tundish as td
 from batches import KINDS, same
-from rank_processes import Job, Line, on_nodes, outcome
 
 
 def rounds_of_all_kinds(rank: int, line: Line) -> None:

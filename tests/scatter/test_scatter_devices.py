@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.distributed.nccl_ranks import nccl_group
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 
 import tundish as td
-from nccl_ranks import nccl_group
-from rank_processes import Job, Line, on_nodes, outcome
 from tundish.scatter import direct
 from tundish.scatter.arrival import Arrival
 from tundish.scatter.direct import Direct

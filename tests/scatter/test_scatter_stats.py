@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.distributed.rank_processes import Job, Line, on_nodes
 
 import tundish as td
-from rank_processes import Job, Line, on_nodes
 
 # Of a batch, in whole pages, so that there is nothing in between.
 NUMBERS = 1 << 16

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.distributed.rank_processes import Job, Line, outcome
 
 import tundish as td
-from rank_processes import Job, Line, outcome
 from tundish.distributed import JobStore
 from tundish.scatter import stops
 from tundish.scatter.telling import tell_aside, wait_for_telling

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.distributed.rank_processes import Job, Line, outcome, settle
 
 import tundish as td
 
 # Where ranks load scenarios, and workers what those give them.
 from node_tasks import Tokens, pages_of
-from rank_processes import Job, Line, outcome, settle
 
 
 @pytest.fixture(scope="module", autouse=True)

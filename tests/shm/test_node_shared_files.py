@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.lib.recfunctions import repack_fields
+from support.distributed.rank_processes import Job, Line, outcome, settle
 
 import tundish as td
-from rank_processes import Job, Line, outcome, settle
 from tundish.errors import (
     AlreadyExistsError,
     InvalidInputError,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-from elsewhere import Elsewhere
+from support.tree.elsewhere import Elsewhere
 
 
 @pytest.fixture(scope="session")

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from support.tree.elsewhere import Elsewhere
+from support.tree.sameness import assert_same
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree
 
 import tundish as td
-from elsewhere import Elsewhere
-from sameness import assert_same
 from tundish.errors import InvalidTypeError
 
 

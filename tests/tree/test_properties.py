@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from support.tree.containers import KEYS, containers
+from support.tree.sameness import assert_same
 
 import tundish as td
-from containers import KEYS, containers
-from sameness import assert_same
 from tundish.tree.schema import Schema
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.tree.elsewhere import Elsewhere
+from support.tree.sameness import assert_same
 
 import tundish as td
-from elsewhere import Elsewhere
-from sameness import assert_same
 
 
 class Unknown:

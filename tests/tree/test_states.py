@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.tree.elsewhere import Elsewhere
 
 import tundish as td
-from elsewhere import Elsewhere
 
 
 def with_attributes(obj: Any, **attributes: Any) -> Any:

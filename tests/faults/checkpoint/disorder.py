@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from support.distributed.rank_processes import Job
+
 import failpoints
 from failpoints import Place
-from rank_processes import Job
 from training import check_next_start, prepare, train
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.distributed.rank_processes import Job, Line, outcome
 
 import failpoints
-from rank_processes import Job, Line, outcome
 
 MIB = 1 << 20
 SAVED_BYTES = 4 * MIB

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed.rank_processes import Job, Line, outcome
 
-from rank_processes import Job, Line, outcome
 from tundish.checkpoint import open_readonly
 
 MIB = 1 << 20

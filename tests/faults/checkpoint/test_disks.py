@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.distributed.rank_processes import Job
 
 from obeying import (
     SAVED_BYTES,
@@ -29,7 +30,6 @@ from obeying import (
     save,
     tell,
 )
-from rank_processes import Job
 from tundish._native import staging_stats
 from tundish.checkpoint import Checkpointer
 from tundish.errors import CorruptCheckpointError, StorageError

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.distributed.programs import PIPE, Program
 
-from programs import PIPE, Program
 from tundish.checkpoint import Checkpointer, open_readonly
 
 PRELUDE = """

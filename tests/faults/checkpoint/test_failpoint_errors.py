@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.distributed.rank_processes import Job
 
 import failpoints
 from disorder import Disorder
 from failpoints import Place
-from rank_processes import Job
 from soak import IS_SOAK
 from training import check_next_start, train_through_failures
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed.rank_processes import Job
 
 import failpoints
 from disorder import Disorder
 from failpoints import Place
-from rank_processes import Job
 from soak import IS_SOAK
 from training import check_next_start, train
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from rank_processes import Job, Line, outcome
+from support.distributed.rank_processes import Job, Line, outcome
 
 
 def gathering(rank: int, line: Line) -> None:

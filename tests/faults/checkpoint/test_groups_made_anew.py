@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed.rank_processes import LAUNCHER, RANK0, Job, Line, outcome
 
-from rank_processes import LAUNCHER, RANK0, Job, Line, outcome
 from tundish.checkpoint import open_readonly, owngroup
 from tundish.distributed import voter_of
 from tundish.errors import PeerFailedError

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from support.distributed.ctrl_c import CtrlC, at_every_moment
 
-from ctrl_c import CtrlC, at_every_moment
 from tundish import waiting
 from tundish._native import staging_stats
 from tundish.checkpoint import Checkpointer, budget, buffers, finalizing, lane, saves, staging, taking

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rank_processes import Job, Line, outcome
+from support.distributed.rank_processes import Job, Line, outcome
 
 PATIENCE = 60.0
 NEVER = 1 << 30
@@ -49,7 +49,7 @@ class Calling:
         return self._interrupted(moment, "load", lambda: self._checkpointer.load_dcp(dict(self._tensors)))
 
     def _interrupted(self, moment: int, where: str, call: Callable[[], object]) -> Any:
-        from ctrl_c import CtrlC
+        from support.distributed.ctrl_c import CtrlC
 
         # Before its first step as before the call: the first moment, at which nothing has begun.
         ctrl_c = CtrlC(moment + 1, self._make, *self._places[where])

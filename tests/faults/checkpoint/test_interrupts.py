@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+from support.distributed.programs import PIPE, Program
 
-from programs import PIPE, Program
 from tundish.checkpoint import open_readonly
 
 MIB = 1 << 20

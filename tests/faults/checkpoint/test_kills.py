@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from support.distributed.rank_processes import PATIENCE, Job
 
-from rank_processes import PATIENCE, Job
 from soak import IS_SOAK
 from training import check, hidden, train
 from tundish.checkpoint import Checkpointer

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed.rank_processes import Job, Line, outcome
 
 from obeying import _Rank, assert_fine, assert_saved, each, end, save
-from rank_processes import Job, Line, outcome
 
 TIMEOUT = 3.0
 

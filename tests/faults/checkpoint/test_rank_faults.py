@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+from support.distributed.rank_processes import Job
 
 import failpoints
 from obeying import MIB, answer, assert_fine, assert_saved, begin_and_hold, each, end, obey, save, tell
-from rank_processes import Job
 
 TIMEOUT = 5.0
 

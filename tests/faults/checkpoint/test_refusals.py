@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from rank_processes import Job, Line, outcome
+from support.distributed.rank_processes import Job, Line, outcome
 
 MIB = 1 << 20
 PATIENCE = 60.0

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.distributed.rank_processes import Job, Line, outcome
 
-from rank_processes import Job, Line, outcome
 from tundish.checkpoint import Checkpointer, open_readonly, verify
 from tundish.distributed import vote
 from tundish.errors import StorageError

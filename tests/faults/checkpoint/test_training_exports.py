@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from rank_processes import Job, Line
+from support.distributed.rank_processes import Job, Line
 
 STAGINGS = ("eager", "lazy")
 

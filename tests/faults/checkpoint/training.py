@@ -191,7 +191,8 @@ def train_through_failures(rank: int, line: Any) -> None:
 
 def prepare(root: Path, folder: Path) -> None:
     """A root with steps 2 and 3 of both kinds, and what a dead owner left: a newer export, and work half done."""
-    from rank_processes import Job
+    from support.distributed.rank_processes import Job
+
     from tundish.checkpoint import Checkpointer
 
     root.parent.mkdir()

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.distributed.programs import PIPE, Program, run
 
 import told
 from between import Between
 from false_worker import FalseWorker
 from peers import Peer
-from programs import PIPE, Program, run
 from tundish import rtensor
 from tundish.errors import DrainError, ShardGoneError
 from tundish.rtensor import Controller, Worker

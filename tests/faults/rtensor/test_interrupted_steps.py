@@ -6,8 +6,8 @@ import contextlib
 import gc
 
 import torch
+from support.distributed.ctrl_c import at_every_moment
 
-from ctrl_c import at_every_moment
 from tundish import rtensor
 from tundish.rtensor import steps
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from programs import run
+from support.distributed.programs import run
 
 # Of a user whose processes nobody else has: root's are not limited.
 WITHOUT_THREADS = """

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.distributed.programs import PIPE, Program
 
 import told
 from peers import Peer, PeerError
-from programs import PIPE, Program
 from tundish import rtensor
 from tundish.errors import ShardGoneError, TransferError
 from tundish.rtensor import Controller, Worker

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 import tundish as td
-from rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 from tundish.scatter.passes import SourcePass
 from tundish.scatter.shelf import Shelf
 

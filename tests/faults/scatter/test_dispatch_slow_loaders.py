@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 import tundish as td
-from rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 # The promise is about a tenth of a second; the rest is for a busy machine.
 KNOWN = 1.0

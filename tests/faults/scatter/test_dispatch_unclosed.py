@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.distributed.programs import PIPE, Program
+from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 import tundish as td
 from private_shm import private_shm
-from programs import PIPE, Program
-from rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 UNCLOSED = """
 import sys, torch, torch.distributed as dist, tundish as td

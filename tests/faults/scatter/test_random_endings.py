@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.distributed.rank_processes import Job, Line, on_nodes
 
 import tundish as td
-from rank_processes import Job, Line, on_nodes
 from soak import IS_SOAK
 
 ENDINGS = 200 if IS_SOAK else 8

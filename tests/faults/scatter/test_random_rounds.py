@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from support.distributed.ctrl_c import CtrlC
+from support.distributed.rank_processes import Job, Line, on_nodes
 
 import tundish as td
 from batches import same
-from ctrl_c import CtrlC
-from rank_processes import Job, Line, on_nodes
 from soak import IS_SOAK
 
 WORLD = 3

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.distributed.programs import PIPE, Program
+from support.distributed.rank_processes import Job, Line, outcome
 from torch.distributed.device_mesh import init_device_mesh
 
 import tundish as td
-from programs import PIPE, Program
-from rank_processes import Job, Line, outcome
 
 
 def given(rank: int, number: int) -> list[str] | None:

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 
 import tundish as td
-from rank_processes import Job, Line, on_nodes, outcome
 
 # The promise: a failure, or a rank that was killed, is known within so many seconds.
 KNOWN = 1.0

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from support.distributed.rank_processes import Job, Line, on_nodes
 
 import tundish as td
-from rank_processes import Job, Line, on_nodes
 from soak import IS_SOAK
 
 ROUNDS = 10_000 if IS_SOAK else 1_200

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 
 import tundish as td
 from batches import same
-from rank_processes import Job, Line, on_nodes, outcome
 from tundish.scatter import member
 from tundish.scatter.far import FarLane, Sending
 from tundish.scatter.member import Member

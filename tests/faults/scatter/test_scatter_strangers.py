@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.distributed.rank_processes import Job, Line, outcome
 
 import tundish as td
-from rank_processes import Job, Line, outcome
 
 NOBODY = 65534
 GOT_NOTHING, GOT_SOMETHING, WAS_REFUSED = 0, 1, 2

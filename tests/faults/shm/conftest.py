@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from support.distributed import rank_processes
 
-import rank_processes
 from leftovers import watched
 from private_shm import folder as folder
 

@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.distributed.rank_processes import send_signal
 
 from actors import PROLOGUE, Actor, Refused
-from rank_processes import send_signal
 
 NOBODY = 65534
 AS_NOBODY = (

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.distributed.rank_processes import Job, Line, outcome
 
 import tundish as td
-from rank_processes import Job, Line, outcome
 
 # The promise: a failing or killed builder is told to all within this many seconds.
 NOTICED = 1.0
@@ -171,7 +171,7 @@ SCRIPT = """
 import os, random, signal, sys, time
 from pathlib import Path
 sys.path[:0] = [{distributed!r}, {here!r}]
-from rank_processes import Job
+from support.distributed.rank_processes import Job
 from test_node_shared_faults import shared_many_times
 
 if __name__ == "__main__":

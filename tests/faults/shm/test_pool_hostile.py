@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from support.distributed.rank_processes import send_signal
 
 import pool_tasks as tasks
 import tundish as td
 from pool_helpers import until
 from pool_programs import Program
-from rank_processes import send_signal
 from tundish.errors import NotPicklableError, PoolError
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed.ctrl_c import at_every_moment
 
 import pool_tasks as tasks
 import tundish as td
-from ctrl_c import at_every_moment
 from pool_helpers import until
 from tundish import waiting
 from tundish.shm.pool import engine, futures, life, mapping, pool
