@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tundish._native import FileMetadata, add_manifest_checksum
 from tundish.checkpoint.dcp.plan import DcpPlan
 from tundish.checkpoint.dcp.saver import DcpSaver
-from tundish.checkpoint.saves import WriteOptions
+from tundish.checkpoint.save import WriteOptions
 from tundish.distributed import VoteId, group_info, unique_name, voter_of
 
 OPTIONS = WriteOptions(checksum=True, writers_per_node=1, progress=lambda ask: None)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tundish._native import FileMetadata
-from tundish.checkpoint.hf.plan import HfPlan, plan_hf
-from tundish.checkpoint.saves import Staged, WriteOptions
+from tundish.checkpoint.hf.stager import HfStager, plan_hf
+from tundish.checkpoint.save import Staged, WriteOptions
 
 PAGE = 4096
 
@@ -22,7 +22,7 @@ def options(progress: Any = lambda ask: None) -> WriteOptions:
 
 
 @contextlib.contextmanager
-def staged(plan: HfPlan, *, through: tuple[Path, int] | None = None) -> Iterator[Staged]:
+def staged(plan: HfStager, *, through: tuple[Path, int] | None = None) -> Iterator[Staged]:
     """The staged save of `plan`, given back afterwards; `through`: the folder and the limit of one written through."""
     try:
         if through is None:

@@ -21,7 +21,7 @@ from support.distributed.programs import run
 
 from tundish._native import staging_stats
 from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
-from tundish.checkpoint.owner import Owner
+from tundish.checkpoint.publish.writable_root import WritableRoot
 from tundish.errors import (
     CallbackError,
     CheckpointInUseError,
@@ -229,7 +229,7 @@ def test_what_is_written_while_the_caller_waits_does_not_wait_for_room(
     # The first goes with the next save, and the disk has room for that when it is gone.
     with Checkpointer(root, keep_last=1, on_failure="raise", staging_limit_bytes=1000) as checkpointer:
         with monkeypatch.context() as full:
-            full.setattr(Owner, "_lacks_room", lambda _, written_bytes: written_bytes - 1)
+            full.setattr(WritableRoot, "_lacks_room", lambda _, written_bytes: written_bytes - 1)
             with pytest.raises(
                 StorageError, match="too little room for save_hf of step 3 before old ones go"
             ):

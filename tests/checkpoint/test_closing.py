@@ -18,8 +18,8 @@ from support.distributed.programs import PIPE, Program, run
 from torch import distributed
 
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.hf.plan import HfPlan
-from tundish.checkpoint.saves import Save
+from tundish.checkpoint.hf.stager import HfStager
+from tundish.checkpoint.save import Save
 from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError
 
 TENSORS = {"w": torch.ones(1000)}
@@ -413,15 +413,15 @@ def test_a_save_whose_checkpointer_is_closed_meanwhile_fails(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = Checkpointer(root, on_failure="raise")
-    stage = HfPlan.stage
+    stage = HfStager.stage
 
-    def stage_and_close(plan: HfPlan) -> Any:
+    def stage_and_close(plan: HfStager) -> Any:
         staged = stage(plan)
         checkpointer.close()
         return staged
 
     with monkeypatch.context() as patch:
-        patch.setattr(HfPlan, "stage", stage_and_close)
+        patch.setattr(HfStager, "stage", stage_and_close)
         with pytest.raises(InvalidInputError, match="closed while the save was taken"):
             checkpointer.save_hf(1, TENSORS)
     # The root was let go of before the save was given up, so the next owner removes what it left.

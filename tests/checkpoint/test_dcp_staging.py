@@ -14,7 +14,7 @@ import dcp_worlds
 from dcp_worlds import Net, assert_same, compare, hear_news, new_saver, read, run, save, whole, write
 from tundish._native import staging_stats, verify_checkpoint
 from tundish.checkpoint.dcp.saver import DcpSaver
-from tundish.checkpoint.staging import Copies
+from tundish.checkpoint.staging.copies import Copies
 
 
 def test_a_lazy_save_holds_what_was_before_the_optimizers_step(saver: DcpSaver, tmp_path: Path) -> None:

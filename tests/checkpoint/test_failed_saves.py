@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.staging import BackgroundCopy
+from tundish.checkpoint.staging.copies import BackgroundCopy
 from tundish.errors import CallbackError
 
 TENSORS = {"w": torch.ones(1000)}

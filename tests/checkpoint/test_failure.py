@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tundish.checkpoint.failure import FailurePolicy
+from tundish.checkpoint.publish.failure_policy import FailurePolicy
 from tundish.errors import InvalidInputError
 
 PROGRAM = """
@@ -71,7 +71,7 @@ def test_a_process_that_ignores_the_request_is_killed() -> None:
 
 FIRST_PROCESS = """
     import os, signal, subprocess, sys, time
-    from tundish.checkpoint.failure import FailurePolicy
+    from tundish.checkpoint.publish.failure_policy import FailurePolicy
 
     os.setsid()
     # As one that was sent into the container from outside.

@@ -22,7 +22,7 @@ from exporting import bits, export
 from hf_worlds import SMALL
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.hf import adapters
-from tundish.checkpoint.hf.plan import plan_hf
+from tundish.checkpoint.hf.stager import plan_hf
 from tundish.errors import CorruptCheckpointError, InvalidInputError, InvalidTypeError
 
 take_any_peft()

@@ -35,7 +35,7 @@ from transformers import (
 
 from exporting import assert_same_export, bits, export
 from hf_worlds import SMALL
-from tundish.checkpoint.hf.plan import plan_hf
+from tundish.checkpoint.hf.stager import plan_hf
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {

@@ -67,11 +67,11 @@ def saving(rank: int, line: Line) -> None:
     from exporting import export, staged, write
     from hf_worlds import spread, whole
     from tundish import _native
-    from tundish.checkpoint.hf.plan import plan_hf
-    from tundish.checkpoint.owngroup import OwnGroup
+    from tundish.checkpoint.hf.stager import plan_hf
+    from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
-    background = OwnGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
+    background = PrivateGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
     background.renew("background")
     alone = distributed.new_group([rank], use_local_synchronization=True)
     while (order := line.hear()) is not None:
@@ -188,11 +188,11 @@ def gathering_much(rank: int, line: Line) -> None:
 
     from exporting import staged, write
     from tundish import _native
-    from tundish.checkpoint.hf.plan import plan_hf
-    from tundish.checkpoint.owngroup import OwnGroup
+    from tundish.checkpoint.hf.stager import plan_hf
+    from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
-    background = OwnGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
+    background = PrivateGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
     background.renew("background")
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     # Half of them have to be put together of parts that are no stretch of the file.
@@ -262,15 +262,15 @@ def failing(rank: int, line: Line) -> None:
     from exporting import staged, write
     from hf_worlds import spread
     from tundish import _native
-    from tundish.checkpoint.hf import gather
-    from tundish.checkpoint.hf.plan import plan_hf
-    from tundish.checkpoint.owngroup import OwnGroup
+    from tundish.checkpoint.hf.gather import exchange as gather
+    from tundish.checkpoint.hf.stager import plan_hf
+    from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
     # A turn for each tensor, so that one fails in the middle.
     gather.TURN_BYTES = 1
     folder = line.hear()
-    background = OwnGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
+    background = PrivateGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
     background.renew("background")
     model = spread("fsdp")
 

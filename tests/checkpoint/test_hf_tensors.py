@@ -16,7 +16,7 @@ from torch import nn
 
 from exporting import assert_same_export, bits, export, header_and_data, options, staged, write
 from tundish import _native
-from tundish.checkpoint.hf.plan import plan_hf
+from tundish.checkpoint.hf.stager import plan_hf
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 MEBIBYTE = 1 << 20
@@ -257,7 +257,7 @@ def test_writing_through_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.
                 thread.join()
             return self._writer.finish()
 
-    monkeypatch.setattr("tundish.checkpoint.hf.export.ShardWriter", SlowWriter)
+    monkeypatch.setattr("tundish.checkpoint.hf.staged_export.ShardWriter", SlowWriter)
     given = {f"w{number}": torch.randn(1024, 1024) for number in range(8)}
     with staged(plan_hf(given), through=(tmp_path, limit)) as save:
         write(save, tmp_path)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tundish.checkpoint.blocks import Block, copy_from_device, journeys
-from tundish.checkpoint.buffers import Buffer, Place, Places
+from tundish.checkpoint.staging.buffers import Buffer, Place, Places
+from tundish.checkpoint.staging.tensor_copy import Block, copy_from_device, journeys
 
 _HOST = torch.device("cpu")
 

@@ -17,7 +17,7 @@ import torch
 from support.distributed.programs import run
 
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.reading import ReadOnlyRoot
+from tundish.checkpoint.publish.read_only_root import ReadOnlyRoot
 from tundish.errors import CorruptCheckpointError, NotFoundError
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tundish.checkpoint.retention import Checkpoint, Retention
+from tundish.checkpoint.publish.retention import Checkpoint, Retention
 from tundish.errors import InvalidInputError
 
 

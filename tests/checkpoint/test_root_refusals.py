@@ -93,7 +93,7 @@ def test_a_root_that_another_process_owns_is_refused_by_its_name(tmp_path: Path)
         assert owner.stdout is not None
         assert owner.stdout.readline() == "open\n"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tundish.checkpoint.owner.WAIT_SECONDS", 0.2)
+            patch.setattr("tundish.checkpoint.publish.writable_root.WAIT_SECONDS", 0.2)
             with pytest.raises(RootInUseError, match=str(owner.pid)):
                 Checkpointer(root)
         owner.kill()

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from exporting import bits
 from tundish.checkpoint.hf.shards import Layout, assign, lay_out
+from tundish.checkpoint.staging.write_windows import PAGE
 from tundish.checkpoint.tensors import DTYPES, Facts
-from tundish.checkpoint.windows import PAGE
 from tundish.errors import InvalidInputError
 
 FORMAT = (("format", "pt"),)

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from exporting import export, staged, write
 from hf_worlds import SMALL
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.hf.plan import plan_hf
+from tundish.checkpoint.hf.stager import plan_hf
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError
 
 WEIGHTS = {"w": torch.ones(2)}

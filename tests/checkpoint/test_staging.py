@@ -20,11 +20,12 @@ from torch import nn
 
 from exporting import staged, write
 from tundish import _native
-from tundish.checkpoint import Checkpointer, staging
-from tundish.checkpoint.blocks import Block
-from tundish.checkpoint.buffers import Buffer, Place, Places
-from tundish.checkpoint.hf.plan import plan_hf
-from tundish.checkpoint.staging import BackgroundCopy, Copies, begin_copies, optimizers_of, run_copies
+from tundish.checkpoint import Checkpointer
+from tundish.checkpoint.hf.stager import plan_hf
+from tundish.checkpoint.staging import copies as staging
+from tundish.checkpoint.staging.buffers import Buffer, Place, Places
+from tundish.checkpoint.staging.copies import BackgroundCopy, Copies, begin_copies, optimizers_of, run_copies
+from tundish.checkpoint.staging.tensor_copy import Block
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from exporting import export, staged
-from tundish.checkpoint import blocks
-from tundish.checkpoint.hf import drawing, unchanged
-from tundish.checkpoint.hf.plan import plan_hf
-from tundish.checkpoint.hf.unchanged import facts_if_unchanged, remember
+from tundish.checkpoint.hf import export_plan as drawing
+from tundish.checkpoint.hf import metadata_cache as unchanged
+from tundish.checkpoint.hf.metadata_cache import facts_if_unchanged, remember
+from tundish.checkpoint.hf.stager import plan_hf
+from tundish.checkpoint.staging import tensor_copy as blocks
 from tundish.checkpoint.tensors import READER
 from tundish.errors import InvalidInputError, InvalidTypeError
 

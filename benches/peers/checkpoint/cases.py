@@ -58,7 +58,7 @@ class Figures:
 
 
 @dataclass(kw_only=True)
-class Turns:
+class GatherSchedule:
     """Of saves that took turns in one process: the seconds of each until it was durable."""
 
     summed: list[float] = field(default_factory=list)
@@ -195,8 +195,8 @@ def _figures(group: Group, plan: Plan) -> dict[str, Figures]:
     return figures
 
 
-def _turns(group: Group, plan: Plan) -> Turns:
-    turns = Turns()
+def _turns(group: Group, plan: Plan) -> GatherSchedule:
+    turns = GatherSchedule()
     for number in range(plan.rounds):
         reply = _saved(group, plan, way="hf", rounds=plan.turns, compare=number == 0, in_turn=["hf unsummed"])
         turns.summed += reply["durable"]
@@ -403,7 +403,7 @@ def _durable_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> l
     return rows
 
 
-def _sums_row(group: Group, turns: Turns, plan: Plan) -> Row:
+def _sums_row(group: Group, turns: GatherSchedule, plan: Plan) -> Row:
     summed, unsummed = statistics.median(turns.summed), statistics.median(turns.unsummed)
     share = (summed - unsummed) / summed
     judged = plan.judges and group.workload == "large"

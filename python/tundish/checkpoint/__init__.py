@@ -15,18 +15,18 @@ from tundish.lazy import TYPE_CHECKING, lazily
 if TYPE_CHECKING:
     from tundish.checkpoint.checkpointer import Checkpointer
     from tundish.checkpoint.dcp.saver import load_dcp
-    from tundish.checkpoint.reading import ReadOnlyRoot, open_readonly, verify
-    from tundish.checkpoint.retention import Checkpoint
-    from tundish.checkpoint.saves import Save
+    from tundish.checkpoint.publish.read_only_root import ReadOnlyRoot, open_readonly, verify
+    from tundish.checkpoint.publish.retention import Checkpoint
+    from tundish.checkpoint.save import Save
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
             "tundish.checkpoint.checkpointer": ("Checkpointer",),
             "tundish.checkpoint.dcp.saver": ("load_dcp",),
-            "tundish.checkpoint.reading": ("ReadOnlyRoot", "open_readonly", "verify"),
-            "tundish.checkpoint.retention": ("Checkpoint",),
-            "tundish.checkpoint.saves": ("Save",),
+            "tundish.checkpoint.publish.read_only_root": ("ReadOnlyRoot", "open_readonly", "verify"),
+            "tundish.checkpoint.publish.retention": ("Checkpoint",),
+            "tundish.checkpoint.save": ("Save",),
         },
     )
 

@@ -25,15 +25,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tundish.checkpoint.buffers import trim
-from tundish.checkpoint.calls import Calls
-from tundish.checkpoint.failure import OnFailure
-from tundish.checkpoint.hf.plan import plan_hf
-from tundish.checkpoint.opening import Arguments, Opened, open_root
-from tundish.checkpoint.reading import Checkpoints, Kind, check_step, plain_step
-from tundish.checkpoint.retention import Checkpoint, Retention
-from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, Save, Staging
-from tundish.checkpoint.taking import Request, take
+from tundish.checkpoint.collective_calls import CollectiveCalls
+from tundish.checkpoint.hf.stager import plan_hf
+from tundish.checkpoint.open_root import Arguments, OpenRoot, open_root
+from tundish.checkpoint.publish.failure_policy import OnFailure
+from tundish.checkpoint.publish.read_only_root import Checkpoints, Kind, check_step, plain_step
+from tundish.checkpoint.publish.retention import Checkpoint, Retention
+from tundish.checkpoint.save import DEFAULT_SHARD_BYTES, Save, Staging
+from tundish.checkpoint.staging.buffers import trim
+from tundish.checkpoint.submit import Request, take
 from tundish.errors import InvalidInputError, TimedOutError
 from tundish.timeouts import deadline_of
 from tundish.waiting import Thread, to_its_end
@@ -47,7 +47,7 @@ _held: set[_Hold] = set()
 class _Hold:
     """An open root, until it is let go of; it outlives a checkpointer that was dropped with saves under way."""
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: OpenRoot) -> None:
         self.opened = opened
         self.process = os.getpid()
         self.was_dropped = False
@@ -163,7 +163,7 @@ class Checkpointer:
                 hold.let_go()
         self._opened = open_root(arguments, group, timeout)
         self.path = self._opened.path
-        self._calls = Calls(self._opened.voter)
+        self._calls = CollectiveCalls(self._opened.voter)
         self._hold = _Hold(self._opened)
         # Whoever drops it, as a function does that returns, has its saves finished all the same.
         weakref.finalize(self, self._hold.drop).atexit = False

@@ -14,9 +14,9 @@ from tundish.cli.output import printable, readable
 from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundError, counted
 
 if TYPE_CHECKING:
-    from tundish.checkpoint.owner import Owner
-    from tundish.checkpoint.reading import Checkpoints, Damaged
-    from tundish.checkpoint.retention import Checkpoint
+    from tundish.checkpoint.publish.read_only_root import Checkpoints, Damaged
+    from tundish.checkpoint.publish.retention import Checkpoint
+    from tundish.checkpoint.publish.writable_root import WritableRoot
 
 __all__ = ["add_checkpoint_commands"]
 
@@ -42,7 +42,7 @@ def add_checkpoint_commands(commands: Any) -> None:
         "rollbacks set aside.",
     )
     _add_root(listing)
-    listing.set_defaults(run=run_ls, needs="tundish.checkpoint.reading")
+    listing.set_defaults(run=run_ls, needs="tundish.checkpoint.publish.read_only_root")
 
     verify = add_command(
         verbs,
@@ -53,7 +53,7 @@ def add_checkpoint_commands(commands: Any) -> None:
     )
     _add_root(verify)
     verify.add_argument("--step", type=int, metavar="N", help="only the checkpoints of this step")
-    verify.set_defaults(run=run_verify, needs="tundish.checkpoint.reading")
+    verify.set_defaults(run=run_verify, needs="tundish.checkpoint.publish.read_only_root")
 
     prune = add_command(
         verbs,
@@ -78,7 +78,7 @@ def add_checkpoint_commands(commands: Any) -> None:
         metavar="STEP",
         help="also keep this step; may be repeated",
     )
-    prune.set_defaults(run=run_prune, needs="tundish.checkpoint.owner")
+    prune.set_defaults(run=run_prune, needs="tundish.checkpoint.publish.writable_root")
 
     repair = add_command(
         verbs,
@@ -88,7 +88,7 @@ def add_checkpoint_commands(commands: Any) -> None:
         "the folders themselves. Needs that nobody saves there.",
     )
     _add_root(repair)
-    repair.set_defaults(run=run_repair, needs="tundish.checkpoint.owner")
+    repair.set_defaults(run=run_repair, needs="tundish.checkpoint.publish.writable_root")
 
 
 def run_ls(options: argparse.Namespace) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _said(unsummed: list[str]) -> str:
 
 def run_prune(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint prune`."""
-    from tundish.checkpoint.retention import Retention
+    from tundish.checkpoint.publish.retention import Retention
 
     retention = Retention(
         keep_last=options.keep_last, keep_every=options.keep_every, protected=set(options.keep)
@@ -188,7 +188,7 @@ def run_prune(options: argparse.Namespace) -> dict[str, Any]:
             )
     report: dict[str, Any] = {}
 
-    def prune(owner: Owner) -> None:
+    def prune(owner: WritableRoot) -> None:
         report.update(owner.recovered)
         _prune(owner, options)
 
@@ -214,9 +214,9 @@ def _step_set_aside(path: str) -> tuple[str, int]:
     return kind, int(step)
 
 
-def _prune(owner: Owner, options: argparse.Namespace) -> None:
+def _prune(owner: WritableRoot, options: argparse.Namespace) -> None:
     """Remove old checkpoints, once every byte of those that stay holds."""
-    from tundish.checkpoint.reading import KINDS
+    from tundish.checkpoint.publish.read_only_root import KINDS
 
     damaged = []
     for kind in KINDS:
@@ -238,7 +238,7 @@ def _prune(owner: Owner, options: argparse.Namespace) -> None:
 
 def run_repair(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint repair`."""
-    from tundish.checkpoint.retention import Retention
+    from tundish.checkpoint.publish.retention import Retention
 
     _check_is_ours(options.root)
     report: dict[str, Any] = {}
@@ -251,10 +251,10 @@ def run_repair(options: argparse.Namespace) -> dict[str, Any]:
     return {"json": report, "text": "\n".join(lines) or "nothing to mend"}
 
 
-def _as_owner(root: Path, retention: Any, work: Callable[[Owner], object]) -> None:
-    from tundish.checkpoint.owner import Owner
+def _as_owner(root: Path, retention: Any, work: Callable[[WritableRoot], object]) -> None:
+    from tundish.checkpoint.publish.writable_root import WritableRoot
 
-    owner = Owner(root, retention, wait_seconds=0.0)
+    owner = WritableRoot(root, retention, wait_seconds=0.0)
     try:
         work(owner)
     finally:
@@ -266,7 +266,7 @@ def _add_root(parser: argparse.ArgumentParser) -> None:
 
 
 def _survey(root: Path) -> tuple[Checkpoints, list[Damaged]]:
-    from tundish.checkpoint.reading import open_readonly
+    from tundish.checkpoint.publish.read_only_root import open_readonly
 
     if not root.exists():
         raise NotFoundError(_NO_ENTRY, "no such folder of checkpoints", str(root))
@@ -284,7 +284,7 @@ def _check_is_ours(root: Path) -> None:
 
 def _verify(one: Checkpoint, options: argparse.Namespace) -> list[str]:
     """The files of which only the sizes could be compared."""
-    from tundish.checkpoint.reading import verify_quietly
+    from tundish.checkpoint.publish.read_only_root import verify_quietly
     from tundish.progress import ProgressLine
 
     with ProgressLine(one.path.name, progress_of(options)) as line:

@@ -19,16 +19,16 @@ def gathering(rank: int, line: Line) -> None:
     from exporting import staged, write
     from hf_worlds import spread
     from tundish import _native
-    from tundish.checkpoint.hf import gather
-    from tundish.checkpoint.hf.plan import plan_hf
-    from tundish.checkpoint.owngroup import OwnGroup
+    from tundish.checkpoint.hf.gather import exchange as gather
+    from tundish.checkpoint.hf.stager import plan_hf
+    from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
     # A turn for each tensor, so that there are turns to come.
     gather.TURN_BYTES = 1
     kind, folder = line.hear()
     size = distributed.get_world_size()
-    background = OwnGroup(tuple(range(size)), 60, voter_of(None))
+    background = PrivateGroup(tuple(range(size)), 60, voter_of(None))
     background.renew("background")
     model = spread("fsdp")
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from support.distributed.rank_processes import LAUNCHER, RANK0, Job, Line, outcome
 
-from tundish.checkpoint import open_readonly, owngroup
+from tundish.checkpoint import open_readonly
+from tundish.checkpoint import private_group as owngroup
 from tundish.distributed import voter_of
 from tundish.errors import PeerFailedError
 from tundish.waiting import Moment
@@ -58,7 +59,7 @@ class Saving:
     def break_group(self, step: int, **arguments: Any) -> Any:
         """A save that this rank gives up in the middle of an exchange with the others."""
         from tundish.checkpoint.dcp.ranks import Ranks
-        from tundish.checkpoint.hf.gather import Gather
+        from tundish.checkpoint.hf.gather.exchange import Gather
 
         kind, name = (Gather, "_exchange") if self._kind == "hf" else (Ranks, "_greatest")
         whole = getattr(kind, name)
@@ -155,15 +156,15 @@ class Saving:
 
     def press_before_lazy_exchange(self, step: int, **arguments: Any) -> Any:
         """A lazy save in which Ctrl-C comes while this rank is still alone with its tensors."""
-        from tundish.checkpoint.hf.plan import HfPlan
+        from tundish.checkpoint.hf.stager import HfStager
 
-        snapshots = HfPlan._snapshots_in
+        snapshots = HfStager._snapshots_in
 
         def press(*given: Any) -> Any:
-            HfPlan._snapshots_in = snapshots  # type: ignore[method-assign]
+            HfStager._snapshots_in = snapshots  # type: ignore[method-assign]
             raise KeyboardInterrupt
 
-        HfPlan._snapshots_in = press  # type: ignore[method-assign]
+        HfStager._snapshots_in = press  # type: ignore[method-assign]
         return self.save(step, **arguments)
 
     def let_go(self) -> bool:
@@ -386,7 +387,7 @@ def test_a_group_that_comes_to_nothing_holds_up_nothing_of_the_scripts_own(tmp_p
 
 
 def make_once(line: Line) -> None:
-    group = owngroup.OwnGroup((0, 1), PATIENCE, voter_of(None))
+    group = owngroup.PrivateGroup((0, 1), PATIENCE, voter_of(None))
     line.say(*outcome(lambda: group.renew("once")))
     group.break_off()
 
@@ -469,7 +470,7 @@ def test_a_rank_that_goes_while_the_others_connect_is_what_they_fail_with(
     def make(*_: Any, **__: Any) -> Any:
         raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer")
 
-    group = owngroup.OwnGroup((0, 1), 30, voter_of(None))
+    group = owngroup.PrivateGroup((0, 1), 30, voter_of(None))
     monkeypatch.setattr(owngroup, "temporary_group", make)
     with pytest.raises(PeerFailedError, match="closed by peer"):
         group.renew("never made")

@@ -17,18 +17,24 @@ from support.distributed.ctrl_c import CtrlC, at_every_moment
 
 from tundish import waiting
 from tundish._native import staging_stats
-from tundish.checkpoint import Checkpointer, budget, buffers, finalizing, lane, saves, staging, taking
+from tundish.checkpoint import Checkpointer
 from tundish.checkpoint import checkpointer as checkpointer_module
-from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint import save as saves
+from tundish.checkpoint import submit as taking
 from tundish.checkpoint.dcp import plan as dcp_plan
 from tundish.checkpoint.dcp.plan import DcpPlan
-from tundish.checkpoint.hf import images
-from tundish.checkpoint.hf import plan as hf_plan
-from tundish.checkpoint.hf.images import FileImage
-from tundish.checkpoint.hf.plan import HfPlan
-from tundish.checkpoint.lane import Lane
-from tundish.checkpoint.saves import Save
-from tundish.checkpoint.staging import run_copies
+from tundish.checkpoint.hf import file_image as images
+from tundish.checkpoint.hf import stager as hf_plan
+from tundish.checkpoint.hf.file_image import FileImage
+from tundish.checkpoint.hf.stager import HfStager
+from tundish.checkpoint.publish import finalizer as finalizing
+from tundish.checkpoint.publish import save_queue as lane
+from tundish.checkpoint.publish.save_queue import SaveQueue
+from tundish.checkpoint.save import Save
+from tundish.checkpoint.staging import budget, buffers
+from tundish.checkpoint.staging import copies as staging
+from tundish.checkpoint.staging.buffers import Buffer
+from tundish.checkpoint.staging.copies import run_copies
 
 TENSORS = {"w": torch.ones(1000)}
 
@@ -48,7 +54,7 @@ def test_a_save_that_is_interrupted_while_it_is_handed_over_goes_on(
     checkpointer: Checkpointer, told: list[BaseException]
 ) -> None:
     for number in itertools.count():
-        ctrl_c = CtrlC(number, Lane.submit)
+        ctrl_c = CtrlC(number, SaveQueue.submit)
         with contextlib.suppress(KeyboardInterrupt), ctrl_c:
             checkpointer.save_hf(number, TENSORS)
         checkpointer.wait(10)
@@ -60,7 +66,7 @@ def test_a_save_that_is_interrupted_while_it_is_handed_over_goes_on(
     assert number > 1
 
 
-RELEASES = {"hf": (HfPlan.release, Buffer.release), "dcp": (DcpPlan.release, Buffer.release)}
+RELEASES = {"hf": (HfStager.release, Buffer.release), "dcp": (DcpPlan.release, Buffer.release)}
 
 
 @pytest.mark.parametrize("kind", RELEASES)
@@ -93,7 +99,7 @@ def test_a_second_ctrl_c_while_a_save_gives_back_what_it_took_costs_nothing(
 
 
 RESERVATIONS = {
-    "hf": (HfPlan.reserve, FileImage.__init__, Buffer.__init__),
+    "hf": (HfStager.reserve, FileImage.__init__, Buffer.__init__),
     "dcp": (DcpPlan.reserve, Buffer.__init__),
 }
 

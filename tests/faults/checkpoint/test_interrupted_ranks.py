@@ -21,7 +21,9 @@ class Calling:
     def __init__(self, root: Path) -> None:
         import torch
 
-        from tundish.checkpoint import Checkpointer, calls, taking
+        from tundish.checkpoint import Checkpointer
+        from tundish.checkpoint import collective_calls as calls
+        from tundish.checkpoint import submit as taking
         from tundish.checkpoint.dcp import load, saver
 
         self._tensors = {"w": torch.ones(10)}
@@ -30,10 +32,10 @@ class Calling:
         self._checkpointer = Checkpointer(root, on_failure=self._failures.append, timeout=PATIENCE * 2)
         ballot = taking._Ballot
         self._places: dict[str, tuple[Callable[..., Any], ...]] = {
-            "save": (calls.Calls._first_vote, taking.take, ballot.__init__, ballot.hold),
+            "save": (calls.CollectiveCalls._first_vote, taking.take, ballot.__init__, ballot.hold),
             "load": (saver.DcpSaver.load, load.load_newest, load._load),
         }
-        self._make = calls.Calls.make
+        self._make = calls.CollectiveCalls.make
 
     def save_hf(self, step: int, moment: int) -> Any:
         return self._interrupted(

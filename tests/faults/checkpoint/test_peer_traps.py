@@ -22,7 +22,7 @@ from soak import IS_SOAK
 from tundish._native import ShardWriter, staging_stats
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.dcp import writer as dcp_writer
-from tundish.checkpoint.hf import export as hf_writer
+from tundish.checkpoint.hf import staged_export as hf_writer
 
 MIB = 1 << 20
 KINDS = ["hf", "dcp"]

@@ -24,8 +24,8 @@ from tundish.checkpoint.dcp.leaves import Leaves, is_stateful, leaves_of, plain_
 from tundish.checkpoint.dcp.opened import Opened, Readers, opened
 from tundish.checkpoint.dcp.rankextras import RankExtras
 from tundish.checkpoint.dcp.reader import Reader
-from tundish.checkpoint.reading import Damaged, ReadOnlyRoot
-from tundish.checkpoint.retention import Checkpoint
+from tundish.checkpoint.publish.read_only_root import Damaged, ReadOnlyRoot
+from tundish.checkpoint.publish.retention import Checkpoint
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, StateMismatchError
 
 __all__ = ["Loaded", "load_from", "load_newest"]

@@ -19,7 +19,7 @@ from typing import Any
 
 from tundish._native import CheckpointReadLock
 from tundish.checkpoint.dcp.shares import Part, cuts_of, share_of
-from tundish.checkpoint.reading import MANIFEST, held, is_file, tell_unsummed
+from tundish.checkpoint.publish.read_only_root import MANIFEST, held, is_file, tell_unsummed
 from tundish.distributed import Voter, compress_list, decompress_list
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
 from tundish.waiting import was_let_go

@@ -17,16 +17,16 @@ from typing import Any, Literal
 import torch
 
 from tundish._native import FileMetadata, write_small_file
-from tundish.checkpoint.blocks import Block
-from tundish.checkpoint.buffers import Buffer
 from tundish.checkpoint.dcp.layout import Layout
 from tundish.checkpoint.dcp.leaves import leaves_of
 from tundish.checkpoint.dcp.ranks import Exchange, Ranks, Share
 from tundish.checkpoint.dcp.through import write_in_windows
 from tundish.checkpoint.dcp.values import to_json
 from tundish.checkpoint.dcp.writer import ImageWriter, Spread, StagedPlanner, file_name, save_together
-from tundish.checkpoint.saves import News, PlannedFile, WriteOptions
-from tundish.checkpoint.staging import BackgroundCopy, Copies, begin_copies, optimizers_of, run_copies
+from tundish.checkpoint.save import News, PlannedFile, WriteOptions
+from tundish.checkpoint.staging.buffers import Buffer
+from tundish.checkpoint.staging.copies import BackgroundCopy, Copies, begin_copies, optimizers_of, run_copies
+from tundish.checkpoint.staging.tensor_copy import Block
 from tundish.checkpoint.tensors import any_on_cuda, check_memories, is_dtensor, local_of
 from tundish.distributed import VoteId
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -44,7 +44,7 @@ def rank_extra_name(index: int) -> str:
 
 
 class DcpPlan:
-    """A `tundish.checkpoint.saves.Plan`; its constructor is local and raises for everything that is refused early.
+    """A `tundish.checkpoint.save.Plan`; its constructor is local and raises for everything that is refused early.
 
     Args:
         state_dict: nested, of tensors, DTensors and other objects.
@@ -246,7 +246,7 @@ class DcpPlan:
 
 
 class StagedState:
-    """A `tundish.checkpoint.saves.Staged`.
+    """A `tundish.checkpoint.save.Staged`.
 
     Args:
         index: of this rank in the group.

@@ -18,7 +18,7 @@ from tundish._native import CheckpointReadLock
 from tundish.checkpoint.dcp.opened import Opened, read_lock
 from tundish.checkpoint.dcp.plan import rank_extra_name
 from tundish.checkpoint.dcp.values import from_json
-from tundish.checkpoint.reading import held
+from tundish.checkpoint.publish.read_only_root import held
 from tundish.errors import CorruptCheckpointError, NotFoundError
 
 __all__ = ["RankExtras"]

@@ -41,8 +41,8 @@ from tundish.checkpoint.dcp.outline import (
     total_bytes,
 )
 from tundish.checkpoint.dcp.owners import owned_by
-from tundish.checkpoint.owngroup import Hurry, OwnGroup, came_from_others
-from tundish.checkpoint.saves import News
+from tundish.checkpoint.private_group import Hurry, PrivateGroup, came_from_others
+from tundish.checkpoint.save import News
 from tundish.distributed import Voter, group_info
 from tundish.errors import PeerFailedError
 from tundish.waiting import to_its_end, was_let_go
@@ -98,7 +98,7 @@ class Ranks:
         self._timeout = timeout
         self._share: Share | None = None
         self._is_compared = False
-        self._callers = OwnGroup(self.members, timeout, voter) if len(self.members) > 1 else None
+        self._callers = PrivateGroup(self.members, timeout, voter) if len(self.members) > 1 else None
         self._voter = voter
         self._exchange = Exchange(self.members, self.index, timeout, voter)
 
@@ -250,7 +250,7 @@ class Exchange:
     def __init__(self, members: tuple[int, ...], index: int, timeout: float, voter: Voter) -> None:
         self._members = members
         self._index = index
-        self._own = OwnGroup(members, timeout, voter) if len(members) > 1 else None
+        self._own = PrivateGroup(members, timeout, voter) if len(members) > 1 else None
         self._sent: SavePlan | None = None
         # Of each rank, on the first one: the plan, or what went wrong; packed.
         self._known = [b""] * len(members)
@@ -263,7 +263,7 @@ class Exchange:
         return self._own is not None and self._own.is_absent
 
     def make(self, name: str, hurry: Hurry | None = None) -> None:
-        """Collective: make the group; as `OwnGroup.renew`."""
+        """Collective: make the group; as `PrivateGroup.renew`."""
         if self._own is not None:
             self._own.renew(name, hurry)
 

@@ -16,7 +16,7 @@ from tundish.checkpoint.dcp.load import Loaded, load_from, load_newest
 from tundish.checkpoint.dcp.opened import Readers
 from tundish.checkpoint.dcp.plan import DcpPlan
 from tundish.checkpoint.dcp.ranks import Ranks
-from tundish.checkpoint.reading import ReadOnlyRoot, check_step
+from tundish.checkpoint.publish.read_only_root import ReadOnlyRoot, check_step
 from tundish.distributed import DEFAULT_TIMEOUT, Voter
 from tundish.errors import NotFoundError
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from tundish._native import FileMetadata
-from tundish.checkpoint.blocks import Block
 from tundish.checkpoint.dcp.layout import Layout
 from tundish.checkpoint.dcp.writer import open_file
-from tundish.checkpoint.saves import WriteOptions
-from tundish.checkpoint.staging import Copies
-from tundish.checkpoint.windows import Span, Windows
-from tundish.checkpoint.writing import finishing
+from tundish.checkpoint.publish.shard_writing import finishing
+from tundish.checkpoint.save import WriteOptions
+from tundish.checkpoint.staging.copies import Copies
+from tundish.checkpoint.staging.tensor_copy import Block
+from tundish.checkpoint.staging.write_windows import Span, WriteWindows
 
 __all__ = ["write_in_windows"]
 
@@ -38,7 +38,7 @@ def write_in_windows(
         return []
     left = iter(sources)
     writer = open_file(folder, name, layout.size, options)
-    windows = Windows(writer, limit_bytes)
+    windows = WriteWindows(writer, limit_bytes)
     try:
         with finishing(writer, options):
             for window in layout.windows(limit_bytes // 2):

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from tundish.checkpoint.hf.pretrained import WRAPPERS, is_pretrained, own_class, tied_away
-from tundish.checkpoint.names import check_name, without_wrappers
+from tundish.checkpoint.tensor_names import check_name, without_wrappers
 from tundish.checkpoint.tensors import check_gathered, is_dtensor
 from tundish.errors import InvalidInputError, InvalidTypeError
 

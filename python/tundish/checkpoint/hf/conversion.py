@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tundish.checkpoint.names import check_name
+from tundish.checkpoint.tensor_names import check_name
 from tundish.checkpoint.tensors import DTYPES, Facts, is_fp8
 from tundish.errors import InvalidInputError, InvalidTypeError
 

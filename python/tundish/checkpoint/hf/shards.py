@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tundish.checkpoint.buffers import Place, Places
+from tundish.checkpoint.staging.buffers import Place, Places
+from tundish.checkpoint.staging.write_windows import PAGE
 from tundish.checkpoint.tensors import DTYPES, Facts
-from tundish.checkpoint.windows import PAGE
 from tundish.errors import InvalidInputError
 
 __all__ = ["INDEX_NAME", "Entry", "Layout", "ShardFile", "assign", "lay_out", "lay_out_as_named"]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tundish.checkpoint.hf.drawing import Drawing
-from tundish.checkpoint.hf.gather import Batch, Step
+from tundish.checkpoint.hf.export_plan import ExportPlan
+from tundish.checkpoint.hf.gather.exchange import Batch, Step
 from tundish.checkpoint.placements import Share, shares_for
 
 __all__ = ["Needs", "Snapshot", "room_for"]
@@ -39,7 +39,7 @@ class Needs:
     `rounds`: the exchanges. `is_lazy`: whether they are made in the background, of what was remembered before.
     """
 
-    drawing: Drawing
+    drawing: ExportPlan
     rounds: Sequence[Sequence[Batch]]
     is_lazy: bool
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tundish import _native
-from tundish.checkpoint.saves import Save, Staged, WriteOptions
+from tundish.checkpoint.save import Save, Staged, WriteOptions
 from tundish.distributed import Voter
 from tundish.errors import CallbackError, CheckpointInUseError, StoreLostError, VoteTimeoutError
 

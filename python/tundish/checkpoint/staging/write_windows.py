@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass
 
 from tundish._native import FileImage, ShardWriter
-from tundish.checkpoint.buffers import Buffer, unpin
+from tundish.checkpoint.staging.buffers import Buffer, unpin
 
-__all__ = ["PAGE", "Span", "Windows"]
+__all__ = ["PAGE", "Span", "WriteWindows"]
 
 PAGE = 4096
 
@@ -39,7 +39,7 @@ class Span:
         return self.stop - self.start
 
 
-class Windows:
+class WriteWindows:
     """The windows of files, one after the other, on their way to `writer`.
 
     `limit_bytes`: host memory that they take, unless one alone takes more.

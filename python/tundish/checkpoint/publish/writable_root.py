@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tundish import _native
-from tundish.checkpoint.reading import (
+from tundish.checkpoint.publish.read_only_root import (
     KINDS,
     Checkpoints,
     Kind,
@@ -26,13 +26,13 @@ from tundish.checkpoint.reading import (
     checkpoints_of,
     verify_quietly,
 )
-from tundish.checkpoint.retention import Retention
+from tundish.checkpoint.publish.retention import Retention
 from tundish.errors import CallbackError, CheckpointInUseError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from tundish.checkpoint.finalizing import Job
+    from tundish.checkpoint.publish.finalizer import Job
 
-__all__ = ["Owner"]
+__all__ = ["WritableRoot"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -52,7 +52,7 @@ _MAY_NOT = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.ENOTEMPTY)
 WAIT_SECONDS = 60.0
 
 
-class Owner:
+class WritableRoot:
     """The owned root of a checkpointer, or of a command.
 
     `wait_seconds`: how long to wait for an owner that is dying; None takes what a start takes. Whether one that may run

@@ -17,10 +17,10 @@ import torch
 from tundish.checkpoint.hf import pretrained
 from tundish.checkpoint.hf.adapters import Adapters, adapters_of, holds_adapters
 from tundish.checkpoint.hf.conversion import Conversion, ToHf, as_they_are, by_function, cast, together
+from tundish.checkpoint.hf.metadata_cache import MetadataCache, facts_if_unchanged, remember
 from tundish.checkpoint.hf.shards import Layout, assign, lay_out, lay_out_as_named
-from tundish.checkpoint.hf.unchanged import Unchanged, facts_if_unchanged, remember
-from tundish.checkpoint.names import Part, parts_of
 from tundish.checkpoint.placements import check_placement, is_cut, shares_for
+from tundish.checkpoint.tensor_names import Part, parts_of
 from tundish.checkpoint.tensors import (
     Facts,
     are_of_torch,
@@ -33,7 +33,7 @@ from tundish.checkpoint.tensors import (
 from tundish.distributed import GroupInfo, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["Drawing", "draw"]
+__all__ = ["ExportPlan", "draw"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -41,7 +41,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 # What was drawn of tensors that were given by name, without them. A training loop saves the same ones again and again.
-_drawn: Unchanged[Drawing] = Unchanged()
+_drawn: MetadataCache[ExportPlan] = MetadataCache()
 
 
 class Origins(NamedTuple):
@@ -56,7 +56,7 @@ _LaidOut = tuple[tuple[Facts, ...], Layout, dict[str, Origins]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Drawing:
+class ExportPlan:
     """All that is known of a save before it is staged.
 
     `tensors`: the sources of `conversion`. `is_spread`: which of them are cut over ranks. `products`: what the files
@@ -83,7 +83,7 @@ def draw(
     to_hf: ToHf | None,
     member: GroupInfo,
     are_nodes_alike: bool,
-) -> Drawing:
+) -> ExportPlan:
     """Decide what is saved and where it lies. `are_nodes_alike`: whether all have as many ranks as this one.
 
     Raises:
@@ -113,7 +113,7 @@ def _draw(
     to_hf: ToHf | None,
     ranks: Sequence[int],
     rank: int,
-) -> Drawing:
+) -> ExportPlan:
     """As `draw`. `ranks`: in the order in which they are given files; `rank`: this one."""
     adapters = adapters_of(model_or_tensors)
     if adapters is not None:
@@ -159,10 +159,10 @@ def _drawn_as(
     laid_out: _LaidOut,
     ranks: Sequence[int],
     rank: int,
-) -> Drawing:
+) -> ExportPlan:
     """The drawing of these sources; refuses what this rank is to write and cannot. `ranks`, `rank`: as of `_draw`."""
     products, layout, origins = laid_out
-    drawing = Drawing(
+    drawing = ExportPlan(
         tensors=tuple(tensors),
         is_spread=_are_spread(tensors),
         conversion=conversion,
@@ -216,7 +216,7 @@ def _origins_of(conversion: Conversion, layout: Layout) -> dict[str, Origins]:
 
 def _draw_adapters(
     adapters: Adapters, dtype: torch.dtype | None, to_hf: ToHf | None, ranks: Sequence[int], rank: int
-) -> Drawing:
+) -> ExportPlan:
     """As `_draw`, of a model that holds adapters. Their loaders look for one file each, however large it is."""
     if to_hf is not None:
         raise InvalidInputError(
@@ -304,7 +304,7 @@ def _by_node(ranks: tuple[int, ...]) -> list[int]:
     return sorted(ranks, key=lambda rank: (rank % size, rank // size))
 
 
-def _check_parts_at_hand(drawing: Drawing, rank: int) -> None:
+def _check_parts_at_hand(drawing: ExportPlan, rank: int) -> None:
     """Refuse layouts that are not understood, and tensors that this rank is to write but holds no part of."""
     if are_of_torch(drawing.tensors):
         return
@@ -326,7 +326,7 @@ def _check_parts_at_hand(drawing: Drawing, rank: int) -> None:
             )
 
 
-def _sources_of(drawing: Drawing, rank: int) -> Iterator[int]:
+def _sources_of(drawing: ExportPlan, rank: int) -> Iterator[int]:
     """What goes into the files of `rank`, where DTensors are among it."""
     if not any(is_dtensor(tensor) for tensor in drawing.tensors):
         return

@@ -36,7 +36,7 @@ _HURRIED_SECONDS = 2.0
 # How long a rank that gave up waits for what the others say of it, who hear of that when they look next.
 _PARTING_SECONDS = 3.0
 
-__all__ = ["Hurry", "OwnGroup", "came_from_others"]
+__all__ = ["Hurry", "PrivateGroup", "came_from_others"]
 
 _WHAT = "connecting the ranks with one another"
 
@@ -61,7 +61,7 @@ class Hurry:
         return self._until is not None and time.monotonic() > self._until
 
 
-class OwnGroup:
+class PrivateGroup:
     """A gloo group of `ranks` that nothing else uses: none until `renew`; closed by each rank for itself.
 
     `timeout`: seconds that a collective waits for the other ranks. `voter`: of the threads that make it, by which they

@@ -17,27 +17,33 @@ from typing import Any
 
 import torch
 
-from tundish.checkpoint.blocks import Block
-from tundish.checkpoint.buffers import Buffer, Place, Places
 from tundish.checkpoint.hf.conversion import ToHf
-from tundish.checkpoint.hf.drawing import Drawing, draw
-from tundish.checkpoint.hf.export import ImageSink, Later, StagedExport
-from tundish.checkpoint.hf.gather import Gather
-from tundish.checkpoint.hf.images import FileImage
-from tundish.checkpoint.hf.memory import Needs, room_for
+from tundish.checkpoint.hf.export_plan import ExportPlan, draw
+from tundish.checkpoint.hf.file_image import FileImage
+from tundish.checkpoint.hf.gather.exchange import Gather
+from tundish.checkpoint.hf.gather.schedule import GatherSchedule
+from tundish.checkpoint.hf.gather.staging_size import Needs, room_for
+from tundish.checkpoint.hf.gather.transport import (
+    NO_TRANSPORT,
+    TensorTransport,
+    joins_devices,
+    wire_between_devices,
+    wire_over_host,
+)
 from tundish.checkpoint.hf.sidecars import Sidecars, gather_sidecars
-from tundish.checkpoint.hf.through import WindowSink, WrittenExport
-from tundish.checkpoint.hf.turns import Turns
-from tundish.checkpoint.hf.wire import NO_WIRE, Wire, joins_devices, wire_between_devices, wire_over_host
-from tundish.checkpoint.owngroup import Hurry, OwnGroup
-from tundish.checkpoint.saves import DEFAULT_SHARD_BYTES, News, PlannedFile, Staging, WriteOptions
-from tundish.checkpoint.staging import BackgroundCopy, Copies, begin_copies, optimizers_of, run_copies
+from tundish.checkpoint.hf.staged_export import ImageSink, Later, StagedExport
+from tundish.checkpoint.hf.write_through import WindowSink, WrittenExport
+from tundish.checkpoint.private_group import Hurry, PrivateGroup
+from tundish.checkpoint.save import DEFAULT_SHARD_BYTES, News, PlannedFile, Staging, WriteOptions
+from tundish.checkpoint.staging.buffers import Buffer, Place, Places
+from tundish.checkpoint.staging.copies import BackgroundCopy, Copies, begin_copies, optimizers_of, run_copies
+from tundish.checkpoint.staging.tensor_copy import Block
 from tundish.checkpoint.tensors import any_on_cuda, locals_of
 from tundish.distributed import GroupInfo, VoteId, group_info
 from tundish.errors import InvalidInputError, counted
 from tundish.waiting import to_its_end
 
-__all__ = ["HfPlan", "plan_hf"]
+__all__ = ["HfStager", "plan_hf"]
 
 
 def plan_hf(
@@ -53,9 +59,9 @@ def plan_hf(
     staging: Staging = "eager",
     optimizer: Any = None,
     group: Any = None,
-    background_group: OwnGroup | None = None,
+    background_group: PrivateGroup | None = None,
     are_nodes_alike: bool = True,
-) -> HfPlan:
+) -> HfStager:
     """Plan a Hugging Face export. On every rank of `group`; no collective, and without a side effect.
 
     Args:
@@ -98,7 +104,7 @@ def plan_hf(
             dtype=dtype,
             index=drawing.layout.index,
         )
-    return HfPlan(
+    return HfStager(
         drawing,
         member=member,
         sidecars=sidecars,
@@ -108,18 +114,18 @@ def plan_hf(
     )
 
 
-class HfPlan:
-    """A `tundish.checkpoint.saves.Plan`; made by `plan_hf`."""
+class HfStager:
+    """A `tundish.checkpoint.save.Plan`; made by `plan_hf`."""
 
     def __init__(
         self,
-        drawing: Drawing,
+        drawing: ExportPlan,
         *,
         member: GroupInfo,
         sidecars: Sidecars | None,
         optimizers: Sequence[Any],
         group: Any,
-        background_group: OwnGroup | None,
+        background_group: PrivateGroup | None,
     ) -> None:
         self._drawing = drawing
         self._member = member
@@ -128,7 +134,7 @@ class HfPlan:
         self._group = group
         self._background_group = background_group
         self._local = locals_of(drawing.tensors)
-        self._turns = Turns(drawing, member)
+        self._turns = GatherSchedule(drawing, member)
         self._any_spread = self._turns.any_spread
         files = list(zip(drawing.layout.files, drawing.writers, strict=True))
         self._needs = Needs(drawing=drawing, rounds=self._turns.rounds, is_lazy=bool(optimizers))
@@ -316,7 +322,7 @@ class HfPlan:
             names=[self._drawing.conversion.sources[source][0] for source in self._snapshots],
         )
 
-    def _gather(self, local: Sequence[torch.Tensor], wire: Wire) -> Gather:
+    def _gather(self, local: Sequence[torch.Tensor], wire: TensorTransport) -> Gather:
         return Gather(
             tensors=self._drawing.tensors,
             is_spread=self._drawing.is_spread,
@@ -339,11 +345,11 @@ class HfPlan:
         device = self._spread_device
         return device is not None and (bool(self._optimizers) or not joins_devices(self._group, device))
 
-    def _wire(self, *, is_background: bool) -> Wire:
+    def _wire(self, *, is_background: bool) -> TensorTransport:
         """How tensors travel: between devices on the caller's thread, else through host memory."""
         device = self._spread_device
         if device is None:
-            return NO_WIRE
+            return NO_TRANSPORT
         if not is_background and (wire := wire_between_devices(self._group, device)) is not None:
             return wire
         if self._background_group is None:

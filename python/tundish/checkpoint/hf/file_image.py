@@ -5,8 +5,8 @@ What always holds: an image has its header from the beginning; its places are th
 
 from __future__ import annotations
 
-from tundish.checkpoint.buffers import Buffer
 from tundish.checkpoint.hf.shards import ShardFile
+from tundish.checkpoint.staging.buffers import Buffer
 
 __all__ = ["FileImage"]
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tundish.checkpoint.hf.conversion import Unit
-from tundish.checkpoint.hf.drawing import Drawing
-from tundish.checkpoint.hf.gather import Batch, Step, batched, in_rounds
-from tundish.checkpoint.hf.memory import Needs
+from tundish.checkpoint.hf.export_plan import ExportPlan
+from tundish.checkpoint.hf.gather.exchange import Batch, Step, batched, in_rounds
+from tundish.checkpoint.hf.gather.staging_size import Needs
 from tundish.checkpoint.hf.shards import Entry, ShardFile
-from tundish.checkpoint.hf.through import Window, windows_of
+from tundish.checkpoint.hf.write_through import Window, windows_of
 from tundish.distributed import GroupInfo
 
-__all__ = ["Through", "Turns"]
+__all__ = ["GatherSchedule", "Through"]
 
 # A save that writes through shares its limit: exchanges have turns of this part of it, windows have what is left.
 _TURN_PART = 8
@@ -35,14 +35,14 @@ class Through:
     exchange_bytes: int
 
 
-class Turns:
+class GatherSchedule:
     """The turns of one export, as `member` takes part in them.
 
     `any_spread`: whether ranks exchange anything. `writers`: the ranks whose files this rank has a part in. `rounds`:
     what happens where whole files are staged.
     """
 
-    def __init__(self, drawing: Drawing, member: GroupInfo) -> None:
+    def __init__(self, drawing: ExportPlan, member: GroupInfo) -> None:
         self._drawing = drawing
         self._member = member
         self._known_through: Through | None = None
@@ -102,7 +102,7 @@ class Turns:
         )
 
     def _cut(self, window_bytes: int, limit_bytes: int) -> tuple[dict[int, list[Window]], list[list[Batch]]]:
-        """Windows by writer, and the exchanges that fill them."""
+        """WriteWindows by writer, and the exchanges that fill them."""
         windows = {writer: windows_of(self.files_of(writer), window_bytes) for writer in self.writers}
         turn_bytes = max(1, limit_bytes // _TURN_PART)
         batches = [

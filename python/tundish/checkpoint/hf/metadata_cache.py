@@ -17,7 +17,7 @@ import torch
 from tundish._native import TensorLook
 from tundish.checkpoint.tensors import READER, Facts, are_of_torch
 
-__all__ = ["Unchanged", "facts_if_unchanged", "remember"]
+__all__ = ["MetadataCache", "facts_if_unchanged", "remember"]
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class _Look(NamedTuple):
 _MOST = 4
 
 
-class Unchanged(Generic[T]):
+class MetadataCache(Generic[T]):
     """What followed from the names of tensors, from what was seen of them, and from a key; of the last few names."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Unchanged(Generic[T]):
         self._kept = [*others[-_MOST + 1 :], (look, key, what)]
 
 
-_facts: Unchanged[tuple[Facts, ...]] = Unchanged()
+_facts: MetadataCache[tuple[Facts, ...]] = MetadataCache()
 
 
 def facts_if_unchanged(tensors: dict[str, torch.Tensor]) -> tuple[Facts, ...] | None:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tundish.checkpoint.finalizing import Job
-from tundish.checkpoint.lane import Lane
-from tundish.checkpoint.opening import Opened
-from tundish.checkpoint.reading import Kind, check_step
-from tundish.checkpoint.saves import News, Plan, Save, Staged
+from tundish.checkpoint.open_root import OpenRoot
+from tundish.checkpoint.publish.finalizer import Job
+from tundish.checkpoint.publish.read_only_root import Kind, check_step
+from tundish.checkpoint.publish.save_queue import SaveQueue
+from tundish.checkpoint.save import News, Plan, Save, Staged
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError
 
 __all__ = ["Request", "take"]
@@ -53,7 +53,7 @@ class _Reserved:
     has to go before anything is written; on the first rank.
     """
 
-    def __init__(self, opened: Opened, request: Request) -> None:
+    def __init__(self, opened: OpenRoot, request: Request) -> None:
         self._opened = opened
         self._request = request
         self.claim = opened.budget.claim()
@@ -152,7 +152,7 @@ class _Ballot:
     first vote. `greatest`: of the news of all ranks.
     """
 
-    def __init__(self, opened: Opened, request: Request) -> None:
+    def __init__(self, opened: OpenRoot, request: Request) -> None:
         self._voter = opened.voter
         self._timeout = opened.timeout
         self._what = self.same = request.what
@@ -186,7 +186,7 @@ class _Ballot:
         return told
 
 
-def take(opened: Opened, request: Request, *, leave: Callable[[], None]) -> Save:
+def take(opened: OpenRoot, request: Request, *, leave: Callable[[], None]) -> Save:
     """Collective: take a save; returns when it is staged, or published where it blocks.
 
     `leave`: called when the other ranks need this one no more in the call.
@@ -250,7 +250,7 @@ def take(opened: Opened, request: Request, *, leave: Callable[[], None]) -> Save
     return job.save
 
 
-def _job_of(opened: Opened, request: Request, plan: Plan, reserved: _Reserved, number: int) -> Job:
+def _job_of(opened: OpenRoot, request: Request, plan: Plan, reserved: _Reserved, number: int) -> Job:
     name = f"{request.kind}-{request.step}"
     is_own_thread = opened.lanes[request.kind].is_own_thread
     own = sum(file.size for file in plan.files if file.rank == opened.index)
@@ -274,7 +274,7 @@ def _job_of(opened: Opened, request: Request, plan: Plan, reserved: _Reserved, n
     )
 
 
-def _stage(lane: Lane, job: Job, plan: Plan, reserved: _Reserved) -> Staged:
+def _stage(lane: SaveQueue, job: Job, plan: Plan, reserved: _Reserved) -> Staged:
     if plan.compare():
         plan.release()
         reserved.take_memory(plan)

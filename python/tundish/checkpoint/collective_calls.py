@@ -19,7 +19,7 @@ from typing import TypeVar
 from tundish.distributed import Voter, store_load_factor
 from tundish.errors import InvalidInputError
 
-__all__ = ["Calls"]
+__all__ = ["CollectiveCalls"]
 
 # More votes than a call holds, but for a loading that passes over dozens of damaged checkpoints.
 _VOTES = 256
@@ -36,7 +36,7 @@ class _Inside(threading.local):
     is_awaited: bool = False
 
 
-class Calls:
+class CollectiveCalls:
     """The collective calls of one rank. `voter`: of the threads that make them."""
 
     def __init__(self, voter: Voter) -> None:

@@ -13,16 +13,16 @@ from pathlib import Path
 import torch
 
 from tundish._native import FileMetadata, ShardWriter
-from tundish.checkpoint.blocks import Block
-from tundish.checkpoint.buffers import Buffer, Place, Places
-from tundish.checkpoint.hf.export import open_writer
 from tundish.checkpoint.hf.shards import Entry, ShardFile
 from tundish.checkpoint.hf.sidecars import Sidecars
-from tundish.checkpoint.saves import WriteOptions
-from tundish.checkpoint.staging import Copies
+from tundish.checkpoint.hf.staged_export import open_writer
+from tundish.checkpoint.publish.shard_writing import finishing
+from tundish.checkpoint.save import WriteOptions
+from tundish.checkpoint.staging.buffers import Buffer, Place, Places
+from tundish.checkpoint.staging.copies import Copies
+from tundish.checkpoint.staging.tensor_copy import Block
+from tundish.checkpoint.staging.write_windows import PAGE, Span, WriteWindows
 from tundish.checkpoint.tensors import Facts
-from tundish.checkpoint.windows import PAGE, Span, Windows
-from tundish.checkpoint.writing import finishing
 
 __all__ = ["Window", "WindowSink", "WrittenExport", "windows_of"]
 
@@ -79,7 +79,7 @@ class WindowSink:
         self._folder = folder
         self._options = options
         self._limit = limit_bytes
-        self._files: Windows | None = None
+        self._files: WriteWindows | None = None
         self._writer: ShardWriter | None = None
         # The window that is filled: none before the first and after the last.
         self._window: Window | None = None
@@ -93,7 +93,7 @@ class WindowSink:
         if self._files is None:
             files = {one.file.name: one.file for one in self._windows}
             self._writer = open_writer(self._folder, list(files.values()), self._options)
-            self._files = Windows(self._writer, self._limit)
+            self._files = WriteWindows(self._writer, self._limit)
         # What is filled must not be held on to while room is waited for.
         self._places = {}
         span = upcoming.span
@@ -137,7 +137,7 @@ class WindowSink:
 
 
 class WrittenExport:
-    """A `tundish.checkpoint.saves.Staged` that is on its way to the disk already."""
+    """A `tundish.checkpoint.save.Staged` that is on its way to the disk already."""
 
     def __init__(self, *, sink: WindowSink, sidecars: Sidecars | None, weights: Sequence[str]) -> None:
         self._sink = sink

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from tundish._native import ShardWriter
-from tundish.checkpoint.saves import WriteOptions
+from tundish.checkpoint.save import WriteOptions
 
 __all__ = ["finishing"]
 

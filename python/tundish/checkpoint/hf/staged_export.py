@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 
 from tundish._native import FileMetadata, ShardWriter
-from tundish.checkpoint.blocks import Block
-from tundish.checkpoint.buffers import Buffer, Places
-from tundish.checkpoint.hf.gather import TURN_BYTES, Batch, Gather
-from tundish.checkpoint.hf.images import FileImage
+from tundish.checkpoint.hf.file_image import FileImage
+from tundish.checkpoint.hf.gather.exchange import TURN_BYTES, Batch, Gather
 from tundish.checkpoint.hf.shards import ShardFile
 from tundish.checkpoint.hf.sidecars import Sidecars
-from tundish.checkpoint.saves import WriteOptions
-from tundish.checkpoint.staging import BackgroundCopy, Copies
-from tundish.checkpoint.writing import finishing
+from tundish.checkpoint.publish.shard_writing import finishing
+from tundish.checkpoint.save import WriteOptions
+from tundish.checkpoint.staging.buffers import Buffer, Places
+from tundish.checkpoint.staging.copies import BackgroundCopy, Copies
+from tundish.checkpoint.staging.tensor_copy import Block
 from tundish.timeouts import deadline_of
 
 __all__ = ["ImageSink", "Later", "StagedExport", "open_writer"]
@@ -52,7 +52,7 @@ class Later:
 
 
 class StagedExport:
-    """A `tundish.checkpoint.saves.Staged` whose files are in memory, or will be before they are written.
+    """A `tundish.checkpoint.save.Staged` whose files are in memory, or will be before they are written.
 
     Args:
         images: this rank's files.

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from tundish.checkpoint.hf.conversion import Unit
-from tundish.checkpoint.hf.wire import TAGS, Wire
+from tundish.checkpoint.hf.gather.transport import TAGS, TensorTransport
 from tundish.checkpoint.placements import Share, boxes, shares_for
 from tundish.checkpoint.tensors import check_memory
 from tundish.distributed import torch_distributed
@@ -113,7 +113,7 @@ class Gather:
         names: Sequence[str],
         dtypes: Sequence[torch.dtype],
         rank: int,
-        wire: Wire,
+        wire: TensorTransport,
     ) -> None:
         self._tensors = tensors
         self._is_spread = is_spread

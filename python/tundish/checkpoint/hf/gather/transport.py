@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 
-from tundish.checkpoint.owngroup import OwnGroup
+from tundish.checkpoint.private_group import PrivateGroup
 from tundish.distributed import torch_distributed
 
-__all__ = ["NO_WIRE", "TAGS", "Wire", "joins_devices", "wire_between_devices", "wire_over_host"]
+__all__ = [
+    "NO_TRANSPORT",
+    "TAGS",
+    "TensorTransport",
+    "joins_devices",
+    "wire_between_devices",
+    "wire_over_host",
+]
 
 # Of one save.
 TAGS = 1 << 20
@@ -20,14 +27,14 @@ _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
+class TensorTransport:
     """How parts travel: in memory of `device`; `tag` is never the same for two saves at a time.
 
     `own`: the group for them, of this `generation`; where it is None they travel over `callers_group`, on the caller's
     thread, and nobody can give up.
     """
 
-    own: OwnGroup | None
+    own: PrivateGroup | None
     generation: int
     callers_group: Any
     device: torch.device
@@ -45,21 +52,21 @@ class Wire:
 
 
 # Where nothing is spread over ranks.
-NO_WIRE = Wire(own=None, generation=0, callers_group=None, device=_HOST, tag=0)
+NO_TRANSPORT = TensorTransport(own=None, generation=0, callers_group=None, device=_HOST, tag=0)
 
 
-def wire_between_devices(group: Any, device: torch.device) -> Wire | None:
+def wire_between_devices(group: Any, device: torch.device) -> TensorTransport | None:
     """Collective over `group`, on the caller's thread: the way from `device` to `device`; None where there is none."""
     if not joins_devices(group, device):
         return None
     # Ranks that send nothing to each other may be the first to use the group, which takes all of them.
     torch_distributed().all_reduce(torch.zeros(1, device=device), group=group)
-    return Wire(own=None, generation=0, callers_group=group, device=device, tag=0)
+    return TensorTransport(own=None, generation=0, callers_group=group, device=device, tag=0)
 
 
-def wire_over_host(own: OwnGroup, number: int) -> Wire:
+def wire_over_host(own: PrivateGroup, number: int) -> TensorTransport:
     """The way through host memory; the `number` tells the save from one that is still on its way."""
-    return Wire(
+    return TensorTransport(
         own=own,
         generation=own.generation,
         callers_group=None,

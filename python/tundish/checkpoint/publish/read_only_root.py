@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from tundish import _native
-from tundish.checkpoint.retention import Checkpoint
+from tundish.checkpoint.publish.retention import Checkpoint
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, counted
 
 __all__ = [

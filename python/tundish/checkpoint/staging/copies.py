@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tundish._native import TensorCopy
-from tundish.checkpoint.blocks import (
+from tundish.checkpoint.staging.tensor_copy import (
     Block,
     check_on_devices,
     copy_from_device,

@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tundish.checkpoint.budget import StagingBudget
 from tundish.checkpoint.dcp.saver import DcpSaver
-from tundish.checkpoint.failure import FailurePolicy, OnFailure
-from tundish.checkpoint.finalizing import Finalizer
-from tundish.checkpoint.lane import Lane
-from tundish.checkpoint.owner import WAIT_SECONDS, Owner
-from tundish.checkpoint.owngroup import OwnGroup
-from tundish.checkpoint.reading import KINDS, Kind, ReadOnlyRoot, path_of
-from tundish.checkpoint.retention import Retention
+from tundish.checkpoint.private_group import PrivateGroup
+from tundish.checkpoint.publish.failure_policy import FailurePolicy, OnFailure
+from tundish.checkpoint.publish.finalizer import Finalizer
+from tundish.checkpoint.publish.read_only_root import KINDS, Kind, ReadOnlyRoot, path_of
+from tundish.checkpoint.publish.retention import Retention
+from tundish.checkpoint.publish.save_queue import SaveQueue
+from tundish.checkpoint.publish.writable_root import WAIT_SECONDS, WritableRoot
+from tundish.checkpoint.staging.budget import StagingBudget
 from tundish.distributed import Voter, group_info, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError
 from tundish.timeouts import timeout_seconds
 
-__all__ = ["Arguments", "Opened", "open_root"]
+__all__ = ["Arguments", "OpenRoot", "open_root"]
 
 _NONCE = ".tundish-opening"
 # Groups in which gloo connects every rank with every other one, once saves need them: for tensors, callers and plans.
@@ -55,7 +55,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
+class OpenRoot:
     """An open root as one rank holds it.
 
     `index`: of this rank in the group. `owner`: on the first rank alone. `voter`: of the callers' threads.
@@ -72,12 +72,12 @@ class Opened:
     voter: Voter
     failure: FailurePolicy
     budget: StagingBudget
-    owner: Owner | None
+    owner: WritableRoot | None
     view: ReadOnlyRoot
-    background_group: OwnGroup | None
+    background_group: PrivateGroup | None
     are_nodes_alike: bool
     dcp: DcpSaver
-    lanes: Mapping[Kind, Lane]
+    lanes: Mapping[Kind, SaveQueue]
     protected: set[int]
     resources: contextlib.ExitStack
 
@@ -86,7 +86,7 @@ class Opened:
         return self.voter.agreed(what, same=what, timeout=self.timeout)
 
 
-def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
+def open_root(arguments: Arguments, group: Any, timeout: Any) -> OpenRoot:
     """Collective over `group`: open the root.
 
     Raises what `Checkpointer` says.
@@ -94,7 +94,7 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
     member = group_info(group)
     index, world_size = member.ranks.index(member.rank), len(member.ranks)
     seconds = timeout_seconds(timeout)
-    owner: Owner | None = None
+    owner: WritableRoot | None = None
     with contextlib.ExitStack() as stack:
         voter = stack.enter_context(Voter(group, timeout=seconds))
         # The first rank waits for an owner that is dying, and the others for the first rank.
@@ -109,7 +109,7 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
             if arguments.checksum not in ("crc64", None):
                 raise InvalidInputError(f"checksum is {arguments.checksum!r}: give 'crc64' or None")
             if index == 0:
-                owner = Owner(path, retention)
+                owner = WritableRoot(path, retention)
                 stack.callback(owner.close)
                 owner.tell_recovered()
         told = {
@@ -126,11 +126,11 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
         are_nodes_alike = _meet(path, voter, seconds, is_first=index == 0, told=told)
         background_group = None
         if world_size > 1:
-            background_group = OwnGroup(member.ranks, seconds, voter)
+            background_group = PrivateGroup(member.ranks, seconds, voter)
             stack.callback(background_group.break_off)
         dcp = DcpSaver(group, timeout=seconds, voter=voter)
         stack.callback(dcp.close)
-        lanes: dict[Kind, Lane] = {}
+        lanes: dict[Kind, SaveQueue] = {}
         protected: set[int] = set()
         for kind in KINDS:
             finalizer = Finalizer(
@@ -146,8 +146,8 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> Opened:
                 protected=protected,
                 timeout=seconds,
             )
-            lanes[kind] = Lane(finalizer, failure.act)
-        return Opened(
+            lanes[kind] = SaveQueue(finalizer, failure.act)
+        return OpenRoot(
             path=path,
             group=group,
             index=index,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tundish._native import TensorCopy
-from tundish.checkpoint.buffers import Buffer, Place, Places
+from tundish.checkpoint.staging.buffers import Buffer, Place, Places
 from tundish.checkpoint.tensors import READER, check_memories, check_memory
 from tundish.waiting import to_its_end
 

@@ -1,6 +1,6 @@
 """The saves of one kind, one after the other.
 
-A `Lane` owns the finalize thread of its kind. What always holds:
+A `SaveQueue` owns the finalize thread of its kind. What always holds:
 
 1. The save of step N is over on every rank before that of step N+1 begins to be written.
 2. A save's staging memory is given back and its future resolved, whatever happened.
@@ -16,17 +16,17 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from tundish.checkpoint.finalizing import Finalizer, Job
+from tundish.checkpoint.publish.finalizer import Finalizer, Job
 from tundish.devices import on_this_device
 from tundish.errors import CallbackError, InvalidInputError
 from tundish.waiting import Changes, Moment, Thread, wait_for
 
-__all__ = ["Lane"]
+__all__ = ["SaveQueue"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
 
-class Lane:
+class SaveQueue:
     """The finalize thread of one kind.
 
     Args:

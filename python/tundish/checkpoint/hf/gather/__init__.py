@@ -1,0 +1,1 @@
+"""Gathers sharded tensors on the rank that writes them."""

@@ -1,0 +1,1 @@
+"""Publishes checkpoints under a root, lists them and removes old ones."""

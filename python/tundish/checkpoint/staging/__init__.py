@@ -1,0 +1,1 @@
+"""Copies tensors into host memory, within a byte limit."""
