@@ -1,8 +1,7 @@
-# One command each, on a fresh machine as on a warm one: it makes .venv, installs what it needs, builds, runs.
+# Each command works on a fresh machine: it creates .venv, installs what it needs, builds, and runs.
 #
-# A stamp in .venv/stamps says that a step is done. It is dated before the step's work and put in place after it,
-# so that an interrupted step is done again and a file that changes meanwhile counts as newer. Two makes at once
-# take turns at the environment.
+# A stamp file in .venv/stamps records that a step is done. Its date is the start of the step, and it is put in place at
+# the end: an interrupted step runs again, and a file changed meanwhile counts as newer. A lock serializes two makes.
 
 PYTHON ?= python3
 FUZZ_SECONDS ?= 60
@@ -11,17 +10,19 @@ STAMPS := .venv/stamps
 PEERS := .venv-bench/bin
 PEER_STAMPS := .venv-bench/stamps
 
-# maturin looks here for the interpreter, and refuses to choose between this and conda's.
+# maturin takes the interpreter from VIRTUAL_ENV and refuses to run if CONDA_PREFIX is set as well.
 export VIRTUAL_ENV := $(CURDIR)/.venv
 unexport CONDA_PREFIX
-# The tests start the package in hundreds of processes, each of which would compile all it imports.
+# The tests start hundreds of processes; without .pyc files each would compile every module.
 unexport PYTHONDONTWRITEBYTECODE
 
-# A folder is newer when a file in it comes or goes.
+# Folders are listed because a folder's date changes when a file is added or removed.
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -type d -o -name '*.rs' -o -name Cargo.toml)
 CORE_TESTS := --features tundish-commit/failpoints
 PYTHON_FOLDERS := python tests benches examples
-# One more than there are processors, for a test waits now and then; in Python no more than four, for each takes memory.
+# Where `.ci/vocabulary.txt` holds.
+SPELLED := README.md CHANGELOG.md CONTRIBUTING.md Makefile Cargo.toml pyproject.toml rust fuzz/fuzz_targets docs $(PYTHON_FOLDERS)
+# One more than there are processors, because tests wait at times. pytest uses at most 4 processes, to limit memory.
 TESTS_AT_ONCE := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 .NOTPARALLEL:
@@ -30,18 +31,18 @@ TESTS_AT_ONCE := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 help:
 	@echo 'make demo    pack real text, train a small model on it on two ranks, save and resume'
 	@echo 'make test    every test, in Rust and in Python'
-	@echo 'make soak    the long forms of the tests that kill, starve and cut the power: hours'
-	@echo 'make mutants faults of remote tensors that their tests have to see, put into a copy one at a time: ten minutes'
-	@echo 'make bench   the Rust benches, then tundish beside its peers; writes benches/RESULTS.md'
-	@echo 'make lint    formats, lints, types, stubs'
-	@echo 'make wheel   one wheel for every Python from 3.11 on, into dist/'
-	@echo 'make fuzz    plan folders, requests and headers of arbitrary bytes, FUZZ_SECONDS long each'
+	@echo 'make soak    long forms of the fault tests: kills, full disks, power cuts (hours)'
+	@echo 'make mutants insert faults into a copy of rtensor, one at a time, and check that a test fails (10 minutes)'
+	@echo 'make bench   Rust benches, then tundish beside its peers; writes benches/RESULTS.md'
+	@echo 'make lint    formats, lints, types, stubs, import layers, vocabulary'
+	@echo 'make wheel   build one wheel for every Python from 3.11 on, into dist/'
+	@echo 'make fuzz    fuzz plan folders, requests and shard headers, FUZZ_SECONDS each'
 	@echo 'make audit   licences, sources and known vulnerabilities of the Rust dependencies'
 
 demo: $(STAMPS)/with-examples
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_packed.py --out out/demo
 
-# Tests in Rust that cannot run here pass, and write into this file why.
+# A Rust test that cannot run on this machine passes, and writes the reason into this file.
 test: export TUNDISH_TEST_SKIPS := $(CURDIR)/.venv/skipped-tests
 test: $(STAMPS)/with-test
 	@: >"$$TUNDISH_TEST_SKIPS"
@@ -52,7 +53,7 @@ test: $(STAMPS)/with-test
 	    set -x; cargo test --lib --bins --tests $(CORE_TESTS); \
 	fi
 	cargo test --doc $(CORE_TESTS)
-	@# The tests of faults build it where it is missing; here it takes no time of a test.
+	@# Build the module with failpoints here, so that the first fault test does not spend its timeout on it.
 	cargo build --quiet --locked --package tundish-python --features failpoints
 	$(BIN)/python -m pytest --numprocesses $(TESTS_AT_ONCE) --maxprocesses 4 --dist worksteal
 
@@ -67,8 +68,8 @@ mutants: $(STAMPS)/with-test
 	$(BIN)/python tests/mutants.py
 
 lint: $(STAMPS)/with-lint
-	@# mypy takes as long as all others together, on one processor: it runs beside them. What is fuzzed is looked at
-	@# without the fuzzer itself, which is compiled by a C++ compiler; the stable one of Rust will do.
+	@# mypy takes as long as all other checks together, so it runs beside them. The fuzz targets are checked without
+	@# libFuzzer, which would need a C++ compiler.
 	@$(BIN)/mypy & types=$$!; trap 'kill $$types 2>/dev/null || :' EXIT; set -ex; \
 	cargo fmt --all --check; \
 	cargo fmt --manifest-path fuzz/Cargo.toml --check; \
@@ -77,6 +78,8 @@ lint: $(STAMPS)/with-lint
 	cargo clippy --locked --manifest-path fuzz/Cargo.toml --no-default-features -- -D warnings; \
 	$(BIN)/ruff format --check $(PYTHON_FOLDERS); \
 	$(BIN)/ruff check $(PYTHON_FOLDERS); \
+	$(BIN)/codespell $(SPELLED); \
+	$(BIN)/lint-imports .ci/import-contracts.toml --no-cache; \
 	$(BIN)/python -m mypy.stubtest --mypy-config-file stubtest.ini tundish._native; \
 	wait $$types
 
@@ -92,7 +95,7 @@ bench: wheel $(PEER_STAMPS)/peers
 fuzz:
 	$(call needs,cargo,$(RUST_HINT))
 	@cargo fuzz --version >/dev/null 2>&1 || { echo 'make: cargo-fuzz is missing: run `cargo install cargo-fuzz --locked`' >&2; exit 1; }
-	@# libFuzzer's coverage counters are an unstable flag of rustc, which the stable compiler takes with this.
+	@# libFuzzer needs an unstable flag of rustc; RUSTC_BOOTSTRAP lets the stable compiler accept it.
 	for target in load_plan requests shard_header; do \
 	    RUSTC_BOOTSTRAP=1 cargo fuzz run $$target -- -max_total_time=$(FUZZ_SECONDS) || exit 1; \
 	done
@@ -103,7 +106,7 @@ audit:
 	cargo deny --locked check bans licenses sources
 	cargo deny --locked check advisories
 
-# ---- How the environments come about ----
+# ---- Environments ----
 
 RUST_HINT := install Rust with rustup
 RUST_LEAST := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
@@ -113,7 +116,7 @@ complain = { echo "make: $(1)" >&2; exit 1; }
 begin = @mkdir -p $(@D) && touch $@.begun-$$PPID
 end = @mv $@.begun-$$PPID $@
 
-# Whoever comes second to an environment waits; a system without flock has no second.
+# The second of two makes waits for the environment. Without flock there is no lock.
 locked = $(if $(FLOCK),$(FLOCK) $(1)/.lock )
 FLOCK := $(shell command -v flock)
 
@@ -136,10 +139,11 @@ $(STAMPS)/maturin: | tools
 	$(call locked,.venv)$(BIN)/python -m pip install --quiet --upgrade 'pip>=24' 'maturin>=1.9,<2'
 	$(end)
 
-# The compiled module lies in python/tundish, where `git clean` may have removed it.
+# The compiled module is in python/tundish, where `git clean` may have removed it. It is built in the profile of the Rust
+# tests, so that each dependency is compiled once. `make wheel` and `make bench` build in the release profile.
 $(STAMPS)/native: $(RUST_SOURCES) $(STAMPS)/maturin $(if $(wildcard python/tundish/_native*.so),,missing)
 	$(begin)
-	$(call locked,.venv)$(BIN)/maturin develop --release --skip-install
+	$(call locked,.venv)$(BIN)/maturin develop --skip-install
 	$(end)
 
 .PHONY: missing
