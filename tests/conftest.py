@@ -1,7 +1,7 @@
-"""What every test runs under.
+"""Settings and fixtures of all tests.
 
-Owns the environment of the tests and the rule about skips: as root on Linux only a test marked `needs_gpu` may be
-skipped; any other skip fails the run, so that no check is lost unnoticed, in whichever process the test was.
+Invariants:
+    As root on Linux, only tests marked `needs_gpu` may be skipped. Any other skip fails the run.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Read when torch, matplotlib and the Hugging Face libraries are first imported, here and in child processes.
+# torch, matplotlib and the Hugging Face libraries read these at import, here and in child processes.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
-# Ranks of one test share the machine; a thread pool each would make them wait for each other.
+# The ranks of a test share the processors, so a thread pool in each would slow all of them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# The network is asked for no names. torch's store asks for that of every client, and serves nobody until it has an
-# answer, which takes five seconds now and then.
+# Disable DNS. torch's store looks up the name of each client before it serves it, which can take five seconds.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and with them all that they start.
+# A shell that starts the tests in the background makes them and their children ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,22 +30,22 @@ import hypothesis
 import pytest
 from support.distributed import rank_processes
 
-# What fails there says what differs.
+# Failing assertions there show both values.
 pytest.register_assert_rewrite("leftovers")
 
-# A machine that does other work at the same time makes single examples slow, never wrong.
+# No deadline: a busy machine makes single examples slow.
 hypothesis.settings.register_profile("tundish", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("tundish")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Skips())
-    # Whichever test is the first to need the fork server: later ones start hundreds of ranks from it.
+    # Ranks are started from a fork server, which is started before the first test.
     rank_processes.preload()
 
 
 def pytest_collection_finish() -> None:
-    # What was imported is never garbage, and to look through all of torch again and again takes minutes.
+    # Imported modules are never garbage; without this, collections in tests would spend minutes on torch.
     gc.collect()
     gc.freeze()
 
@@ -62,34 +61,34 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 class _Skips:
-    """What was skipped without an excuse; reports of other processes come here too."""
+    """Collects skips that are not allowed, also from the processes of xdist."""
 
     def __init__(self) -> None:
-        self._lost: list[str] = []
+        self._skipped: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         is_expected = hasattr(report, "wasxfail") or "needs_gpu" in report.keywords
         if report.skipped and not is_expected:
-            self._lost.append(f"{report.nodeid}: {_reason(report)}")
+            self._skipped.append(f"{report.nodeid}: {_reason(report)}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
-            self._lost.append(f"{report.nodeid}: {_reason(report)}")
+            self._skipped.append(f"{report.nodeid}: {_reason(report)}")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self._lost and _nothing_is_out_of_reach() and session.exitstatus == pytest.ExitCode.OK:
+        if self._skipped and _skips_are_forbidden() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._lost and _nothing_is_out_of_reach():
-            terminalreporter.section("skipped where nothing but a missing GPU excuses it", red=True)
-            for line in self._lost:
+        if self._skipped and _skips_are_forbidden():
+            terminalreporter.section("skipped, although only tests that need a GPU may be skipped", red=True)
+            for line in self._skipped:
                 terminalreporter.line(line, red=True)
 
 
 @pytest.fixture
 def path_in_memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder for gigabytes that ask nothing of a disk, so that no test waits until one has them."""
+    """A folder in memory for gigabytes of data, so that tests do not wait for a disk."""
     if not Path("/dev/shm").is_dir():
         yield tmp_path
         return
@@ -99,7 +98,7 @@ def path_in_memory(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """torch, and what asks it, takes two threads here."""
+    """Let torch use two threads in this test."""
     import torch
 
     before = torch.get_num_threads()
@@ -110,7 +109,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture
 def tmp_path_of_all(tmp_path: Path) -> Path:
-    """`tmp_path`, where other users reach and read it."""
+    """`tmp_path`, readable by other users."""
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents:
         mode = parent.stat().st_mode
@@ -119,10 +118,10 @@ def tmp_path_of_all(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _nothing_is_out_of_reach() -> bool:
+def _skips_are_forbidden() -> bool:
     return sys.platform == "linux" and os.geteuid() == 0
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    # pytest keeps (path, line, reason) of a skip.
+    # For a skip, pytest stores (path, line, reason).
     return str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)

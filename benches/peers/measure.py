@@ -1,8 +1,7 @@
-"""How time, memory and the machine are measured.
+"""Measures time and memory, and describes the machine.
 
-Owns the clock, the interleaving of the contestants and the reading of /proc. Always holds: in each round
-every contestant runs once, so that a drift of the machine meets all alike; a contestant's earlier result is
-freed before its next call; the time reported is the least of all rounds.
+Each round runs every contestant once, so that a drift of the machine affects all of them. The reported time is the
+minimum of all rounds.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# A resident page counts whether it is private memory or shared memory that no file on a disk stands behind.
+# Resident pages count if no file on a disk backs them: private memory and shared memory.
 COUNTED_FIELDS = ("RssAnon", "RssShmem")
 SAMPLING_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way of doing the work. `prepare` and `clean_up` run outside the clock, `digest` on each result."""
+    """One implementation to time. `prepare`, `clean_up` and `digest` (of each result) are not timed."""
 
     call: Callable[[], Any]
     digest: Callable[[Any], Any]
@@ -37,14 +36,14 @@ class Contestant:
 
 
 class OutputsDiffer(RuntimeError):
-    """Two contestants that should agree do not."""
+    """Two results that must be equal are not."""
 
 
 def race(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, float]:
-    """Least seconds of each contestant over `rounds` interleaved rounds.
+    """Return the minimum seconds of each contestant over interleaved rounds.
 
-    The digest of every result is taken outside the clock and must be the same in all rounds of a contestant.
-    Raises OutputsDiffer where it is not.
+    Raises:
+        OutputsDiffer: The digest of a contestant's result changed between rounds.
     """
     seconds = {name: float("inf") for name in contestants}
     digests: dict[str, Any] = {}
@@ -55,18 +54,18 @@ def race(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, float]
             result = contestant.call()
             seconds[name] = min(seconds[name], time.perf_counter() - begin)
             digest = contestant.digest(result)
-            # Freed before the next contestant runs, so that nobody's clock includes another's memory.
+            # Freed here, so that no contestant's time includes freeing another's memory.
             del result
             contestant.clean_up()
             if digests.setdefault(name, digest) != digest:
                 raise OutputsDiffer(
-                    f"{name} gave another result in a later round: {digest} after {digests[name]}"
+                    f"{name}: the result changed between rounds, from {digests[name]} to {digest}"
                 )
     return seconds
 
 
 def counted_memory(process_id: int) -> int:
-    """Bytes of resident memory that no file on a disk stands behind; 0 once the process is gone."""
+    """Return the resident bytes of a process that no file on a disk backs; 0 after it has exited."""
     try:
         status = Path(f"/proc/{process_id}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -76,10 +75,10 @@ def counted_memory(process_id: int) -> int:
 
 
 def run_child(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Run pack_child.py on `request`; its reply, with `peak` added: bytes above what it held before its first call.
+    """Run pack_child.py on `request` and return its reply, with `peak`: its peak memory above the baseline, in bytes.
 
-    The child says "ready" and waits, so that what it holds then is the baseline; it is sampled from outside every
-    SAMPLING_SECONDS, because a thread of its own would share its interpreter with the work.
+    The baseline is the child's memory when it prints "ready". This process samples the memory, because a sampling
+    thread in the child would compete with the work for the GIL.
     """
     child = subprocess.Popen(
         [sys.executable, str(Path(__file__).parent / "packing" / "pack_child.py"), json.dumps(request)],
@@ -90,22 +89,22 @@ def run_child(request: Mapping[str, Any]) -> dict[str, Any]:
     with child:
         assert child.stdin is not None and child.stdout is not None
         if child.stdout.readline() != "ready\n":
-            raise RuntimeError(f"pack_child.py did not start for {request}; its error is above")
+            raise RuntimeError(f"pack_child.py failed to start for {request}; see its error above")
         baseline = counted_memory(child.pid)
         peak = baseline
         child.stdin.write("go\n")
         child.stdin.flush()
-        # The reply is one line after a silence, so a readable pipe means that the work is over (or the child is).
+        # The child writes one line when it is done, so a readable pipe means that the work, or the child, has ended.
         while not select.select([child.stdout], [], [], SAMPLING_SECONDS)[0]:
             peak = max(peak, counted_memory(child.pid))
         reply = child.stdout.readline()
     if child.returncode != 0:
-        raise RuntimeError(f"pack_child.py ended with {child.returncode} for {request}; its error is above")
+        raise RuntimeError(f"pack_child.py exited with {child.returncode} for {request}; see its error above")
     return {**json.loads(reply), "peak": peak - baseline}
 
 
 def family(process: int) -> list[int]:
-    """A process and all below it, itself first."""
+    """Return the IDs of a process and all its descendants, the process first."""
     members = [process]
     for parent in members:
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -117,7 +116,7 @@ def family(process: int) -> list[int]:
 
 
 def file_system(folder: Path) -> str:
-    """Type of the file system that holds `folder`, such as ext4."""
+    """Return the type of the file system of `folder`, such as "ext4"."""
     kinds: dict[str, str] = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         mount, kind = line.split(" - ", 1)
@@ -127,7 +126,7 @@ def file_system(folder: Path) -> str:
 
 
 def describe_machine(folder: Path, packages: Sequence[str]) -> list[tuple[str, str]]:
-    """What a reader needs to judge the figures: hardware, system, versions."""
+    """Return the hardware, the system and the versions of packages, as names and values."""
     model = next(
         line.split(":", 1)[1].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()

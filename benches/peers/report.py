@@ -1,8 +1,6 @@
-"""The tables of benches/RESULTS.md.
+"""Writes the tables of benches/RESULTS.md.
 
-Owns the wording of a figure, of its target and of whether it was met, and what is between the markers of each part
-in the file. Always holds: every cell comes from a measurement or from a target stated in code; text outside the
-markers of the part that is written stays as it is.
+Each part has a section between two markers. Writing a part leaves the rest of the file unchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from pathlib import Path
 
 
 def markers(part: str) -> tuple[str, str]:
-    """What stands before and after a part."""
+    """Return the lines before and after the section of a part."""
     return (
         f"<!-- {part}, side by side in Python: begin; written by benches/peers/run.py -->",
         f"<!-- {part}, side by side in Python: end -->",
@@ -21,7 +19,7 @@ def markers(part: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One figure. `met` is None where no target is set."""
+    """One figure. `met` is None if there is no target."""
 
     case: str
     ours: str
@@ -42,7 +40,7 @@ class Section:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit a reader compares in."""
+    """Format seconds with a readable unit."""
     for limit, scale, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
         if abs(seconds) < limit:
             return f"{seconds * scale:.3g} {unit}"
@@ -50,7 +48,7 @@ def duration(seconds: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """How many a second, in the unit a reader compares in."""
+    """Format a rate with a readable unit."""
     for least, scale, unit in ((1e6, 1e-6, "M/s"), (1e3, 1e-3, "k/s")):
         if per_second >= least:
             return f"{per_second * scale:.3g} {unit}"
@@ -58,12 +56,12 @@ def rate(per_second: float) -> str:
 
 
 def size(count_of_bytes: float) -> str:
-    """Bytes as MiB."""
+    """Format bytes as MiB."""
     return f"{count_of_bytes / 2**20:.1f} MiB"
 
 
 def count(samples: int) -> str:
-    """A power of ten as people write it."""
+    """Format a power of ten with an exponent."""
     digits = str(samples)
     if digits.strip("0") != "1":
         return digits
@@ -73,7 +71,7 @@ def count(samples: int) -> str:
 def times_faster(
     case: str, ours: float, peer: str, peers: float, *, samples: int, at_least: float | None = None
 ) -> Row:
-    """A row that compares two times in seconds; `at_least` is the ratio that is asked for."""
+    """Return a row that compares two times in seconds. `at_least` is the target ratio."""
     ratio = peers / ours
     return Row(
         case=case,
@@ -95,14 +93,14 @@ def _cells(row: Row) -> list[str]:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    """A table without the columns that no row fills."""
+    """Format a table without its empty columns."""
     filled = [column for column in range(len(header)) if any(row[column] != "–" for row in rows)]
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line[column] for column in filled) + " |" for line in lines)
 
 
 def render(part: str, sections: list[Section], machine: list[tuple[str, str]], rounds: str) -> str:
-    """The whole of a part between its markers."""
+    """Format the section of a part."""
     judged = [
         [section.title, *_cells(row)] for section in sections for row in section.rows if row.met is not None
     ]
@@ -121,7 +119,7 @@ def render(part: str, sections: list[Section], machine: list[tuple[str, str]], r
 
 
 def write(path: Path, part: str, rendered: str) -> None:
-    """Put `rendered` between the markers of `part` in `path`, which is made where it is missing."""
+    """Replace the section of `part` in `path` with `rendered`. Creates the file if it does not exist."""
     begin, end = markers(part)
     earlier = path.read_text() if path.exists() else ""
     before, marker, rest = earlier.partition(begin)

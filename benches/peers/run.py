@@ -1,14 +1,12 @@
-"""Side-by-side bench: tundish against what people use today.
+"""Compares tundish with other libraries, side by side in one run.
 
-    python benches/peers/run.py                 everything; writes benches/RESULTS.md
+    python benches/peers/run.py                 all parts; writes benches/RESULTS.md
     python benches/peers/run.py --part NAME     one part; writes its section of benches/RESULTS.md
-    python benches/peers/run.py --only NAME     one measure, printed
-    python benches/peers/run.py --quick         a smoke test on small inputs, printed
+    python benches/peers/run.py --only NAME     one measure; prints it
+    python benches/peers/run.py --quick         small inputs, as a smoke test; prints it
 
-Owns the command line and the scratch folder on the checkout's disk, which is removed at the end. Always
-holds: a missing peer, or two outputs that differ, ends the run with a status other than 0 and leaves what RESULTS.md
-says of that part as it was; only a full run of a part writes it, so that every figure of a part is from one run. An
-unmet target is written down, not hidden and not an error.
+A missing peer, or outputs that differ, fail the run and leave RESULTS.md unchanged. Only a full run of a part writes its
+section, so all figures of a part come from one run. An unmet target is reported and is not an error.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ PACKAGES = {
 
 
 def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
-    """The measures of packing, and what is said of their rounds."""
+    """Return the measures of packing, and a sentence about their rounds."""
     from packing.cases import Scale, hard_plan, published, shuffle
     from packing.curve_case import curve
     from packing.lookup_case import lookup
@@ -62,21 +60,21 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
         batches=4 if quick else 50,
         folder=folder,
     )
-    said = f"Each time is the least of at least {scale.least_rounds} rounds; in a round every contestant runs once."
+    summary = f"Each time is the minimum of at least {scale.least_rounds} rounds. Each round runs every library once."
     return {
         "plan": lambda: [hard_plan(scale)],
         "published": lambda: [published(scale)],
         "shuffle": lambda: [shuffle(scale)],
         "lookup": lambda: [lookup(scale)],
         "curve": lambda: curve(scale),
-    }, said
+    }, summary
 
 
 def checkpoint_measures(
     folder: Path, *, quick: bool
 ) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
-    """The measures of saving, and what is said of their rounds."""
-    import nvidia_resiliency_ext  # noqa: F401 (imported in other processes, where a missing one would cost minutes)
+    """Return the measures of checkpoints, and a sentence about their rounds."""
+    import nvidia_resiliency_ext  # noqa: F401 (used in child processes; checked here because a missing one would cost minutes)
     import orbax.checkpoint  # noqa: F401
     import torch_checkpointing  # noqa: F401
     from checkpoint.cases import Plan, measure
@@ -94,15 +92,15 @@ def checkpoint_measures(
             turns=1,
             judges=False,
         )
-    said = (
-        f"Each time is the least of {plan.rounds * plan.saves}: in each of {plan.rounds} rounds every way saves "
-        f"{plan.saves} times, in a fresh process for each rank, after a save that has everything warm."
+    summary = (
+        f"Each time is the minimum of {plan.rounds * plan.saves} saves. Each of {plan.rounds} rounds runs every library "
+        f"in a fresh process for each rank: one save to warm up, then {plan.saves} timed saves."
     )
-    return {name: lambda name=name: measure(name, plan) for name in MEASURES["checkpoint"]}, said
+    return {name: lambda name=name: measure(name, plan) for name in MEASURES["checkpoint"]}, summary
 
 
 def shm_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
-    """The measures of pools and of arrays that ranks share, and what is said of their rounds."""
+    """Return the measures of pools and shared arrays, and a sentence about their rounds."""
     from shm.contestants import PACKAGES as imported_elsewhere
 
     for package in imported_elsewhere:
@@ -126,17 +124,18 @@ def shm_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], S
             node_rounds=1,
             judges=False,
         )
-    said = (
-        f"Each time is the least of at least {min(plan.rounds * plan.repeats, plan.binding_rounds, plan.node_rounds)}; "
-        "in a round every pool runs once, in a process of its own."
+    summary = (
+        "Each time is the minimum of at least "
+        f"{min(plan.rounds * plan.repeats, plan.binding_rounds, plan.node_rounds)} runs. Each round runs every pool once, "
+        "in its own process."
     )
     measures = {name: lambda name=name: measure(name, plan) for name in MEASURES["shm"] if name != "node"}
-    return measures | {"node": lambda: [node(plan)]}, said
+    return measures | {"node": lambda: [node(plan)]}, summary
 
 
 def scatter_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
-    """The measures of scatter, and what is said of their rounds."""
-    import accelerate  # noqa: F401 (imported in other processes, as above)
+    """Return the measures of scatter, and a sentence about their rounds."""
+    import accelerate  # noqa: F401 (used in child processes, as above)
     import tensordict  # noqa: F401
     from scatter.cases import Plan, measure
     from scatter.nodes_case import nodes
@@ -160,10 +159,10 @@ def scatter_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
         }
     repeats = min(plan.repeats for plan in plans.values())
     rounds = min(min(plan.rounds.values()) for plan in plans.values())
-    said = (
-        "In a round every way is timed a few times in a row, in the same processes, after a time that does not count. "
-        f"Each time is the least of {rounds} rounds or more with {repeats} or more in each (of objects and of the "
-        "packages with one in each); a wait is the mean of a round, and the least of all rounds."
+    summary = (
+        "Each round times every library several times in a row in the same processes, after one untimed call. "
+        f"Each time is the minimum of at least {rounds} rounds with at least {repeats} calls each (one call for "
+        "object collectives and other packages). A wait is the mean of a round and the minimum of all rounds."
     )
     measures: dict[str, Callable[[], Sequence[object]]] = {
         name: lambda name=name: measure(name, plans[name]) for name in ("local", "gloo", "peers", "worlds")
@@ -172,12 +171,12 @@ def scatter_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
         name: lambda name=name, take=take: [take(plans[name])]
         for name, take in {"tree": tree, "overlap": overlap, "nodes": nodes}.items()
     }
-    return {name: measures[name] for name in MEASURES["scatter"]}, said
+    return {name: measures[name] for name in MEASURES["scatter"]}, summary
 
 
 def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
-    """The measures of remote tensors, and what is said of their rounds."""
-    # Imported in other processes, as above.
+    """Return the measures of remote tensors, and a sentence about their rounds."""
+    # Used in child processes, as above.
     for package in ("aiohttp", "flask", "grpc", "orjson", "pyarrow.flight", "ray", "zmq"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"no {package}")
@@ -194,9 +193,9 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
             seconds=5.0,
             judges=False,
         )
-    said = (
-        f"Each time is the least of {plan.rounds} rounds; in a round every way fetches or stores what is small (16 MB "
-        f"in all, at most) {plan.repeats} times in a row, and does everything else once, each in processes of its own."
+    summary = (
+        f"Each time is the minimum of {plan.rounds} rounds. Each round runs every library in its own processes: "
+        f"{plan.repeats} times in a row for up to 16 MB in total, once for more."
     )
     fetches = ("sockets", "transports", "ray")
     measures: dict[str, Callable[[], Sequence[object]]] = {
@@ -212,7 +211,7 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
             "handles": alone_cases.handles,
         }.items()
     }
-    return measures, said
+    return measures, summary
 
 
 PARTS = {
@@ -228,19 +227,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Bench tundish against its peers.")
     parser.add_argument("--quick", action="store_true", help="small inputs, few rounds, no targets")
     parser.add_argument(
-        "--part", choices=tuple(PARTS), help="one part; the other sections of RESULTS.md stay"
+        "--part", choices=tuple(PARTS), help="one part; leaves the other sections of RESULTS.md unchanged"
     )
     parser.add_argument(
         "--only",
         choices=[name for names in MEASURES.values() for name in names],
-        help="one measure; prints and leaves RESULTS.md alone",
+        help="one measure; prints it and leaves RESULTS.md unchanged",
     )
     options = parser.parse_args()
     parts = [part for part in PARTS if options.part in (None, part)]
     if options.only is not None:
         parts = [part for part in parts if options.only in MEASURES[part]]
         if not parts:
-            parser.error(f"{options.only} is not of this part")
+            parser.error(f"{options.only} is not a measure of this part")
 
     scratch = CHECKOUT / "out"
     scratch.mkdir(exist_ok=True)
@@ -261,24 +260,28 @@ def main() -> int:
 
 
 def run_part(part: str, scratch: Path, *, only: str | None, quick: bool) -> None:
-    """Run and print one part; a full run is written down.
+    """Run and print one part. A full run also writes RESULTS.md.
 
-    Raises ImportError without a peer, RuntimeError where outputs differ or nothing can be measured.
+    Raises:
+        ImportError: A peer is not installed.
+        RuntimeError: Outputs differ, or the checkout is not on a disk.
     """
     from measure import describe_machine, file_system
     from report import Section, render, write
 
     if file_system(scratch) in NOT_A_DISK:
-        raise RuntimeError(f"{scratch} is on {file_system(scratch)}; publishing is measured on a real disk")
+        raise RuntimeError(
+            f"{scratch} is on {file_system(scratch)}; run the bench in a checkout on a real disk"
+        )
     with tempfile.TemporaryDirectory(dir=scratch, prefix="bench-") as folder:
-        measures, said = PARTS[part](Path(folder), quick=quick)
+        measures, summary = PARTS[part](Path(folder), quick=quick)
         machine = describe_machine(Path(folder), PACKAGES[part])
         sections: list[Section] = []
         for name, measure in measures.items():
             if only in (None, name):
                 print(f"bench: {part}, {name} …", file=sys.stderr, flush=True)
                 sections += measure()
-    rendered = render(part, sections, machine, said)
+    rendered = render(part, sections, machine, summary)
     print(rendered)
     if not quick and only is None:
         write(RESULTS, part, rendered)

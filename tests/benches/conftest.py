@@ -1,7 +1,4 @@
-"""The bench's modules as they lie, without the peers that come from the package index.
-
-Reference forms have to be right, agree with tundish, and be timed and compared as the bench says.
-"""
+"""Fixtures with the modules of the bench that need no peer from the package index."""
 
 from __future__ import annotations
 
@@ -38,24 +35,24 @@ MODULES = {
     "two_queues": "shm.contestants.two_queues",
     "two_queue_pool": "shm.two_queue_pool",
 }
-ROOMS = ("checkpoint", "measure", "packing", "report", "rtensor", "scatter", "shm")
+TOP_LEVEL = ("checkpoint", "measure", "packing", "report", "rtensor", "scatter", "shm")
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
-    """The bench's modules that need no peer; their plain names leave sys.modules again."""
+    """The modules of the bench that need no peer. They are removed from sys.modules afterwards."""
     sys.path.insert(0, str(PEERS))
     try:
         yield SimpleNamespace(**{name: importlib.import_module(path) for name, path in MODULES.items()})
     finally:
         sys.path.remove(str(PEERS))
-        for name in [name for name in sys.modules if name.partition(".")[0] in ROOMS]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in TOP_LEVEL]:
             del sys.modules[name]
 
 
 @pytest.fixture
 def warm_programs(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bench's children that import torch come from the fork server, but for those that another program becomes."""
+    """Start the Python children of the bench from the fork server, which has imported torch."""
 
     def started(command: Sequence[str], *, text: bool = False, **settings: Any) -> Any:
         if command[0] != sys.executable:
