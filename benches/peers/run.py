@@ -5,8 +5,8 @@
     python benches/peers/run.py --only NAME     one measure; prints it
     python benches/peers/run.py --quick         small inputs, as a smoke test; prints it
 
-A missing peer, or outputs that differ, fail the run and leave RESULTS.md unchanged. Only a full run of a part writes its
-section, so all figures of a part come from one run. An unmet target is reported and is not an error.
+A missing peer, or outputs that differ, fail the run and leave RESULTS.md unchanged. Only a full run of a part writes
+its section, so all figures of a part come from one run. An unmet target is reported and is not an error.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def checkpoint_measures(
             judges=False,
         )
     summary = (
-        f"Each time is the minimum of {plan.rounds * plan.saves} saves. Each of {plan.rounds} rounds runs every library "
-        f"in a fresh process for each rank: one save to warm up, then {plan.saves} timed saves."
+        f"Each time is the minimum of {plan.rounds * plan.saves} saves. Each of {plan.rounds} rounds runs every "
+        f"library in a fresh process for each rank: one save to warm up, then {plan.saves} timed saves."
     )
     return {name: lambda name=name: measure(name, plan) for name in MEASURES["checkpoint"]}, summary
 
@@ -126,8 +126,8 @@ def shm_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], S
         )
     summary = (
         "Each time is the minimum of at least "
-        f"{min(plan.rounds * plan.repeats, plan.binding_rounds, plan.node_rounds)} runs. Each round runs every pool once, "
-        "in its own process."
+        f"{min(plan.rounds * plan.repeats, plan.binding_rounds, plan.node_rounds)} runs. Each round runs every pool "
+        "once, in its own process."
     )
     measures = {name: lambda name=name: measure(name, plan) for name in MEASURES["shm"] if name != "node"}
     return measures | {"node": lambda: [node(plan)]}, summary
