@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dcp_worlds import World, assert_same, run, whole
-from tundish.checkpoint import Checkpointer, owngroup
+from tundish.checkpoint import Checkpointer, private_group
 from tundish.checkpoint.dcp.ranks import Exchange
 from tundish.checkpoint.dcp.writer import StagedPlanner
 from tundish.distributed import voter_of
@@ -366,13 +366,13 @@ def test_another_form_on_one_rank_or_on_all_is_noticed_by_all(tmp_path: Path) ->
 def count_groups(rank: int, line: Line) -> None:
     (root,) = line.hear()
     made: list[str] = []
-    make = owngroup.temporary_group
+    make = private_group.temporary_group
 
     def counted(name: str, *given: Any, **named: Any) -> Any:
         made.append(name)
         return make(name, *given, **named)
 
-    owngroup.temporary_group = counted
+    private_group.temporary_group = counted
     world = World("fsdp")
     whole_model = torch.nn.Linear(4, 4)
     said = []

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dcp_worlds import World, assert_same, run, whole
 from tundish import _native
-from tundish.checkpoint import Checkpointer, buffers
+from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.hf.gather.exchange import TURN_BYTES
+from tundish.checkpoint.staging import buffers
 
 # Cycles: some hundred milliseconds, in which a copy that is not waited for would be missed.
 _SLOW = 500_000_000
