@@ -15,8 +15,8 @@ from support.distributed.programs import run
 import tundish as td
 from tundish import _native
 from tundish.errors import InvalidInputError
-from tundish.scatter import arrival
-from tundish.scatter.arrival import Arrival, bytes_of
+from tundish.scatter import received_batch as arrival
+from tundish.scatter.received_batch import ReceivedBatch, bytes_of
 from tundish.tree import DLPACK_EXCHANGE
 
 DTYPES = sorted(
@@ -36,7 +36,7 @@ class Line:
         self.arena = _native.SegmentArena(1 << 24)
         self.parcels = _native.BufferReceiver()
 
-    def sent(self, batch: Any) -> Arrival:
+    def sent(self, batch: Any) -> ReceivedBatch:
         tensors, schema = td.tree.flatten(batch)
         parcel = self.arena.take(schema.layout.total)
         buffer = torch.frombuffer(parcel, dtype=torch.uint8)
@@ -45,7 +45,7 @@ class Line:
         del buffer, place
         came = self.parcels.open(parcel.reference())
         parcel.release()
-        return Arrival(schema, bytes_of(came))
+        return ReceivedBatch(schema, bytes_of(came))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tundish.scatter.ahead import Inline
+from tundish.scatter.loader.prefetch import Inline
 
 
 class _Slow:

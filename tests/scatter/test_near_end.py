@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tundish.errors import OutOfMemoryError
-from tundish.scatter.arrival import Arrival
-from tundish.scatter.departure import Departure
-from tundish.scatter.near import NearEnd, NearLane
+from tundish.scatter.outgoing_batch import OutgoingBatch
+from tundish.scatter.received_batch import ReceivedBatch
+from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 
 class Failing:
@@ -36,20 +36,20 @@ class Failing:
 
 def test_memory_that_cannot_be_had_takes_none_of_the_next_messages_along() -> None:
     near, far = socket.socketpair()
-    lane = NearLane(1, near, 1 << 30)
+    lane = SharedMemorySender(1, near, 1 << 30)
     lane.introduce()
-    end = NearEnd(far, os.getpid(), awake=False)
+    end = SharedMemoryReceiver(far, os.getpid(), awake=False)
     end._parcels = Failing(end._parcels)  # type: ignore[assignment]
     for number in range(3):
         batch = torch.full((1 << 18,), float(number))
-        lane.give(number, Departure(batch, 1, 1), lambda wait: pytest.fail("it waits for room"))
+        lane.give(number, OutgoingBatch(batch, 1, 1), lambda wait: pytest.fail("it waits for room"))
     assert end.wait(60)
     with pytest.raises(OutOfMemoryError):
         end.read()
     for number in (1, 2):
         assert end.wait(60)
         message = end.read()
-        assert message is not None and isinstance(message[1], Arrival)
+        assert message is not None and isinstance(message[1], ReceivedBatch)
         assert (message[1].build(None) == number).all()
         # Until then it stays.
         assert end.wait(0) and end.read() is message
@@ -60,27 +60,27 @@ def test_memory_that_cannot_be_had_takes_none_of_the_next_messages_along() -> No
 
 
 @pytest.fixture
-def line() -> Iterator[tuple[NearLane, NearEnd]]:
+def line() -> Iterator[tuple[SharedMemorySender, SharedMemoryReceiver]]:
     near, far = socket.socketpair()
-    lane = NearLane(1, near, 1 << 30)
+    lane = SharedMemorySender(1, near, 1 << 30)
     lane.introduce()
-    end = NearEnd(far, os.getpid(), awake=False)
+    end = SharedMemoryReceiver(far, os.getpid(), awake=False)
     yield lane, end
     end.close()
     lane.close()
 
 
-def give(lane: NearLane, number: int, batch: Any) -> None:
-    lane.give(number, Departure(batch, 1, 1), lambda wait: pytest.fail("it waits for room"))
+def give(lane: SharedMemorySender, number: int, batch: Any) -> None:
+    lane.give(number, OutgoingBatch(batch, 1, 1), lambda wait: pytest.fail("it waits for room"))
 
 
-def read(end: NearEnd) -> Any:
+def read(end: SharedMemoryReceiver) -> Any:
     """The next batch."""
     while True:
         assert end.wait(20)
         message = end.read()
         if message is not None:
-            assert isinstance(message[1], Arrival)
+            assert isinstance(message[1], ReceivedBatch)
             end.done()
             return message[1].build(None)
 
@@ -105,7 +105,10 @@ def batch_of(epoch: int) -> dict[str, Any]:
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("changed", [0, 1], ids=["a new form", "new values"])
 def test_what_ctrl_c_keeps_from_being_read_is_known_all_the_same(
-    line: tuple[NearLane, NearEnd], monkeypatch: pytest.MonkeyPatch, changed: int, before: bool
+    line: tuple[SharedMemorySender, SharedMemoryReceiver],
+    monkeypatch: pytest.MonkeyPatch,
+    changed: int,
+    before: bool,
 ) -> None:
     lane, end = line
     if changed:
@@ -123,7 +126,7 @@ def test_what_ctrl_c_keeps_from_being_read_is_known_all_the_same(
 
 
 def test_what_was_finished_as_ctrl_c_came_is_read_once(
-    line: tuple[NearLane, NearEnd], monkeypatch: pytest.MonkeyPatch
+    line: tuple[SharedMemorySender, SharedMemoryReceiver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lane, end = line
     give(lane, 1, batch_of(1))
@@ -152,7 +155,7 @@ class Refusing:
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_a_long_schema_that_cannot_be_had_is_not_taken_for_another(
-    line: tuple[NearLane, NearEnd], is_known: bool
+    line: tuple[SharedMemorySender, SharedMemoryReceiver], is_known: bool
 ) -> None:
     lane, end = line
 
@@ -184,10 +187,10 @@ def descriptors() -> int:
 
 
 def test_a_descriptor_that_is_sent_once_more_takes_the_place_of_the_one_before(
-    line: tuple[NearLane, NearEnd],
+    line: tuple[SharedMemorySender, SharedMemoryReceiver],
 ) -> None:
     lane, end = line
-    departure = Departure(torch.ones(1000), 1, 1)
+    departure = OutgoingBatch(torch.ones(1000), 1, 1)
     shipment = lane.load(departure)
     counts = []
     for number in range(4):
@@ -202,12 +205,12 @@ def test_a_descriptor_that_is_sent_once_more_takes_the_place_of_the_one_before(
 def test_memory_that_its_source_has_let_go_of_is_not_kept() -> None:
     near, far = socket.socketpair()
     # It keeps none of these.
-    lane = NearLane(1, near, 1 << 20)
+    lane = SharedMemorySender(1, near, 1 << 20)
     lane.introduce()
-    end = NearEnd(far, os.getpid(), awake=False)
+    end = SharedMemoryReceiver(far, os.getpid(), awake=False)
 
     def share(number: int) -> Any:
-        departure = Departure(torch.full((1 << 19,), float(number)), 1, 1)
+        departure = OutgoingBatch(torch.full((1 << 19,), float(number)), 1, 1)
         lane.share(
             number,
             departure.schema,

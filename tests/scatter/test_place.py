@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tundish as td
-from tundish.scatter.place import Place, replicated_place_of
+from tundish.scatter.participants import Place, replicated_participants
 
 
 class Mates:
@@ -42,7 +42,7 @@ class Mates:
 def test_a_message_names_some_of_thousands_of_ranks(heard: list[Any], said: str) -> None:
     mates: Any = Mates(heard)
     with pytest.raises(td.errors.InvalidInputError, match=r"ranks 0, 2, 4.* and 3984 more") as raised:
-        replicated_place_of(None, 0, mates, None, timeout=timedelta(seconds=1))
+        replicated_participants(None, 0, mates, None, timeout=timedelta(seconds=1))
     assert said in str(raised.value) and "and 3992 more" in str(raised.value)
     assert len(str(raised.value)) < 500
 

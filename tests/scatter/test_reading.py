@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import tundish as td
 from tundish.errors import InvalidInputError
-from tundish.scatter.reading import Drawn, Reading, Tail
+from tundish.scatter.loader.batch_reader import BatchReader, Drawn, Tail
 
 
 class Squares(Dataset[int]):
@@ -59,7 +59,7 @@ class Stateful:
         self.at = state
 
 
-def drawn(reading: Reading) -> list[Drawn]:
+def drawn(reading: BatchReader) -> list[Drawn]:
     rounds = list(iter(reading.draw, None))
     # The end stays the end.
     assert reading.draw() is None
@@ -80,10 +80,10 @@ def test_rounds_are_the_loaders_batches_in_order(
     kept %= width
     if skip > count:
         with pytest.raises(InvalidInputError, match=rf"first {skip} .* has {count}"):
-            Reading(list(range(count)), width=width, tail=tail, skip=skip)
+            BatchReader(list(range(count)), width=width, tail=tail, skip=skip)
         return
     data = range(count) if has_length else iter(range(count))
-    rounds = drawn(Reading(data, width=width, tail=tail, kept=kept, skip=skip))
+    rounds = drawn(BatchReader(data, width=width, tail=tail, kept=kept, skip=skip))
     left = list(range(skip, count))
     whole = len(left) // width
     for number, one in enumerate(rounds[:whole]):
@@ -116,14 +116,14 @@ def test_batches_that_a_sampler_leaves_out_are_not_read() -> None:
     every = [batch.tolist() for batch in loader]
     loader.generator.manual_seed(3)
     data.asked.clear()
-    reading = Reading(loader, width=3, tail="short", skip=4)
+    reading = BatchReader(loader, width=3, tail="short", skip=4)
     found = [batch.tolist() for one in drawn(reading) for batch in one.batches[: one.new]]
     assert found == every[4:]
     assert sorted(index**2 for index in data.asked) == sorted(
         square for batch in every[4:] for square in batch
     )
     with pytest.raises(InvalidInputError, match=r"first 11 .* has 10"):
-        Reading(loader, width=3, tail="short", skip=11)
+        BatchReader(loader, width=3, tail="short", skip=11)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -135,16 +135,16 @@ def test_what_comes_after_those_left_out_is_the_same_with_workers(data: Any, wor
         expected = [int(batch) for batch in loader]
     else:
         expected = [int(batch) for batch in DataLoader(data, batch_size=loader.batch_size)]
-    reading = Reading(loader, width=2, tail="short", skip=3)
+    reading = BatchReader(loader, width=2, tail="short", skip=3)
     assert [int(batch) for one in drawn(reading) for batch in one.batches[: one.new]] == expected[3:]
 
 
 def test_a_loader_goes_on_from_its_own_state_as_of_each_round() -> None:
-    whole = drawn(Reading(Stateful(11), width=2, tail="short"))
+    whole = drawn(BatchReader(Stateful(11), width=2, tail="short"))
     # That of its end would be one of a new beginning.
     assert [one.state for one in whole] == [*({"next": n} for n in (2, 4, 6, 8, 10)), None]
     for number in range(6):
-        again = Reading(
+        again = BatchReader(
             Stateful(11),
             width=2,
             tail="short",
@@ -160,7 +160,7 @@ def test_the_order_of_a_shuffling_sampler_is_drawn_where_the_pass_begins() -> No
     torch.manual_seed(7)
     expected = [int(batch) for batch in loader]
     torch.manual_seed(7)
-    reading = Reading(loader, width=2, tail="drop")
+    reading = BatchReader(loader, width=2, tail="drop")
     torch.rand(10)
     assert [int(batch) for one in drawn(reading) for batch in one.batches] == expected
 
@@ -170,13 +170,13 @@ def test_a_sampler_of_packs_is_resumed_by_counting() -> None:
     sampler = td.PackedBatchSampler(plan, 3, 0, 1, seed=5)
     loader = DataLoader([str(number) for number in range(len(plan))], batch_sampler=sampler)
     every = list(loader)
-    reading = Reading(loader, width=2, tail="short", skip=3)
+    reading = BatchReader(loader, width=2, tail="short", skip=3)
     assert [batch for one in drawn(reading) for batch in one.batches[: one.new]] == every[3:]
     # Which leaves out the same ones when it is resumed itself.
     sampler.load_state_dict(sampler.state_dict() | {"step": 3})
     with pytest.raises(InvalidInputError, match="was resumed by itself, at step 3"):
-        Reading(loader, width=2, tail="short", skip=3)
-    reading = Reading(loader, width=2, tail="short")
+        BatchReader(loader, width=2, tail="short", skip=3)
+    reading = BatchReader(loader, width=2, tail="short")
     assert [batch for one in drawn(reading) for batch in one.batches[: one.new]] == every[3:]
 
 
@@ -185,7 +185,7 @@ def test_an_error_of_the_loader_comes_out_in_its_round() -> None:
         yield from range(5)
         raise OSError("damaged")
 
-    reading = Reading(breaking(), width=2, tail="pad")
+    reading = BatchReader(breaking(), width=2, tail="pad")
     assert [reading.draw().batches for _ in range(2)] == [[0, 1], [2, 3]]  # type: ignore[union-attr]
     with pytest.raises(OSError, match="damaged"):
         reading.draw()

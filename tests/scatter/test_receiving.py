@@ -11,8 +11,8 @@ import pytest
 from support.distributed.ctrl_c import at_every_moment
 
 from tundish.errors import PeerFailedError
-from tundish.scatter.messages import LOST, NOTE, Head
-from tundish.scatter.scatterer import Note, Scatterer
+from tundish.scatter.source import Note, ScatterSession
+from tundish.scatter.transport.message_header import LOST, NOTE, Head
 
 Message = tuple[Head, str]
 
@@ -46,7 +46,7 @@ class Lane:
 
 def receiver(messages: list[Message], lanes: list[Lane]) -> Any:
     """A receiver that is told these, and passes them on."""
-    made: Any = object.__new__(Scatterer)
+    made: Any = object.__new__(ScatterSession)
     watch = SimpleNamespace(vanished=frozenset, departed=dict, close=lambda **_: None)
     ways = SimpleNamespace(end=End(messages), feeder=0, near=lanes, far=[], direct=None, watch=watch)
     vars(made).update(
@@ -67,7 +67,7 @@ def receiver(messages: list[Message], lanes: list[Lane]) -> Any:
 @pytest.mark.parametrize("passes_on", [False, True])
 @pytest.mark.parametrize("number", [1, 2])
 def test_that_a_rank_was_lost_is_not_forgotten(number: int, passes_on: bool) -> None:
-    places = Scatterer.take, Scatterer._receive, Scatterer._next, Scatterer._pass_on
+    places = ScatterSession.take, ScatterSession._receive, ScatterSession._next, ScatterSession._pass_on
     for moment, ctrl_c in at_every_moment(*places):
         lanes = [Lane(7)] if passes_on else []
         rank = receiver([(Head(number, LOST), "5\nrank 5 was killed")], lanes)
@@ -80,7 +80,13 @@ def test_that_a_rank_was_lost_is_not_forgotten(number: int, passes_on: bool) -> 
 
 
 def test_what_is_passed_on_of_a_later_round_comes_to_all() -> None:
-    places = Scatterer.take, Scatterer._receive, Scatterer._next, Scatterer._pass_on, Scatterer._done
+    places = (
+        ScatterSession.take,
+        ScatterSession._receive,
+        ScatterSession._next,
+        ScatterSession._pass_on,
+        ScatterSession._done,
+    )
     for moment, ctrl_c in at_every_moment(*places):
         lanes = [Lane(7), Lane(8)]
         # The source left the first round without a word.

@@ -16,12 +16,12 @@ from support.distributed.nccl_ranks import nccl_group
 from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 
 import tundish as td
-from tundish.scatter import direct
-from tundish.scatter.arrival import Arrival
-from tundish.scatter.direct import Direct
-from tundish.scatter.far import Sending
-from tundish.scatter.place import place_of
-from tundish.scatter.scatterer import Scatterer
+from tundish.scatter.participants import participants_of
+from tundish.scatter.received_batch import ReceivedBatch
+from tundish.scatter.source import ScatterSession
+from tundish.scatter.transport import device as direct
+from tundish.scatter.transport.device import Direct
+from tundish.scatter.transport.gloo import Sending
 
 
 def make(number: int) -> Any:
@@ -142,9 +142,9 @@ def one_round_goes_wrong(rank: int, line: Line) -> None:
     """Between devices, as below; `whose` of the two calls of a round fails as it begins, or `post`, when it is done."""
     whose = line.hear()
     with td.distributed.Voter() as voter:
-        scatterer = Scatterer(
+        scatterer = ScatterSession(
             voter,
-            place_of(None, 0),
+            participants_of(None, 0),
             timeout=timedelta(seconds=20),
             shared_memory=False,
             direct=("cpu", "gloo"),
@@ -164,7 +164,7 @@ def one_round_goes_wrong(rank: int, line: Line) -> None:
             scatterer.give(given, host)
             return
         arrival = scatterer.take()
-        assert isinstance(arrival, Arrival)
+        assert isinstance(arrival, ReceivedBatch)
         check(arrival.build(host), number, "cpu")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -205,9 +205,9 @@ def from_device_to_device(rank: int, line: Line) -> None:
     """The path between devices, with memory of the host for theirs: all but the backend is the same."""
     world = dist.get_world_size()
     with td.distributed.Voter() as voter:
-        scatterer = Scatterer(
+        scatterer = ScatterSession(
             voter,
-            place_of(None, 0),
+            participants_of(None, 0),
             timeout=timedelta(seconds=20),
             shared_memory=False,
             direct=("cpu", "gloo"),
@@ -229,7 +229,7 @@ def from_device_to_device(rank: int, line: Line) -> None:
         if given[rank] is None:
             assert arrival is None
             continue
-        assert isinstance(arrival, Arrival)
+        assert isinstance(arrival, ReceivedBatch)
         assert (arrival.on_device is not None) == (number not in (2, 4)) or number == 4
         mine = arrival.build(host if number == 1 else None)
         if number == 4:
@@ -254,9 +254,9 @@ def test_batches_go_from_device_to_device_between_nodes(tmp_path: Path) -> None:
 def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
     """As above, where the receiver takes the second GPU for its own and says so in the call alone."""
     with td.distributed.Voter() as voter:
-        scatterer = Scatterer(
+        scatterer = ScatterSession(
             voter,
-            place_of(None, 0),
+            participants_of(None, 0),
             timeout=timedelta(seconds=20),
             shared_memory=False,
             direct=("cpu", "gloo"),
@@ -285,7 +285,7 @@ def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
                 scatterer.give([None, make(number)], host)
                 continue
             arrival = scatterer.take(None if wanted is None else torch.device(wanted))
-            assert isinstance(arrival, Arrival)
+            assert isinstance(arrival, ReceivedBatch)
             check(arrival.build(None), number, "cpu")
     assert rank == 0 or (len(made_on) > 4 and set(made_on) == {torch.device("cuda", 1)}), made_on
     scatterer.close()

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tundish.distributed import Voter
-from tundish.scatter.place import place_of
-from tundish.scatter.scatterer import Scatterer
+from tundish.scatter.participants import participants_of
+from tundish.scatter.source import ScatterSession
 
 __all__ = ["WAYS", "Scatter", "apart", "seed", "together"]
 
@@ -24,8 +24,8 @@ Scatter = Callable[[list[Any] | None], Any]
 
 def ours(shared_memory: bool) -> Scatter:
     with Voter() as voter:
-        scatterer = Scatterer(
-            voter, place_of(None, 0), timeout=timedelta(minutes=1), shared_memory=shared_memory
+        scatterer = ScatterSession(
+            voter, participants_of(None, 0), timeout=timedelta(minutes=1), shared_memory=shared_memory
         )
 
     def scatter(batches: list[Any] | None) -> Any:

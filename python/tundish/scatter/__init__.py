@@ -8,14 +8,14 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish.scatter.call import scatter_batch, stats
-    from tundish.scatter.loader import DispatchLoader
+    from tundish.scatter.collective import scatter_batch, stats
+    from tundish.scatter.dispatch_loader import DispatchLoader
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "tundish.scatter.call": ("scatter_batch", "stats"),
-            "tundish.scatter.loader": ("DispatchLoader",),
+            "tundish.scatter.collective": ("scatter_batch", "stats"),
+            "tundish.scatter.dispatch_loader": ("DispatchLoader",),
         },
     )
 

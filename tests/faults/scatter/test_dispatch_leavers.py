@@ -19,8 +19,8 @@ import torch.distributed as dist
 from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 import tundish as td
-from tundish.scatter.passes import SourcePass
-from tundish.scatter.shelf import Shelf
+from tundish.scatter.loader.bounded_queue import BoundedQueue
+from tundish.scatter.loader.epoch import SourcePass
 
 # The promise: whoever leaves is known within so many seconds.
 KNOWN = 1.0
@@ -53,7 +53,7 @@ def go_through(rank: int, loader: td.DispatchLoader[Any]) -> tuple[str, Any, flo
 
 def interrupt_the_wait(before: float) -> None:
     """Ctrl-C comes when a pass is asked for, while the one before is waited for, so many seconds from then on."""
-    from tundish.scatter.ahead import _Ending
+    from tundish.scatter.loader.prefetch import _Ending
 
     join = _Ending.join
 
@@ -288,9 +288,9 @@ def test_a_source_that_leaves_as_it_begins_a_round_does_not_end_the_data(node: i
 
 def leaving_after_the_last_round(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
-    wait_for_end = Shelf.wait_for_end
+    wait_for_end = BoundedQueue.wait_for_end
 
-    def slow_wait(self: Shelf[Any], seconds: float) -> bool:
+    def slow_wait(self: BoundedQueue[Any], seconds: float) -> bool:
         found = wait_for_end(self, seconds)
         # As long as whoever took the last one needs to leave.
         time.sleep(0.3 * found)
@@ -298,7 +298,7 @@ def leaving_after_the_last_round(rank: int, line: Line) -> None:
 
     with pytest.MonkeyPatch.context() as patch, td.DispatchLoader(range(6) if rank == 0 else None) as loader:
         if rank == 0:
-            patch.setattr(Shelf, "wait_for_end", slow_wait)
+            patch.setattr(BoundedQueue, "wait_for_end", slow_wait)
         batches = iter(loader)
         came = [next(batches) for _ in range(3)]
         if rank == 0:

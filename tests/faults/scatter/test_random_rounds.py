@@ -134,11 +134,11 @@ def rounds_of(seed: int) -> list[Round]:
 
 
 def rounds(rank: int, line: Line) -> None:
-    import tundish.scatter.call as call
-    import tundish.scatter.far as far
-    import tundish.scatter.member as member
-    import tundish.scatter.near as near
-    import tundish.scatter.scatterer as scatterer
+    import tundish.scatter.collective as call
+    import tundish.scatter.session as member
+    import tundish.scatter.source as scatterer
+    import tundish.scatter.transport.gloo as far
+    import tundish.scatter.transport.shared_memory as near
 
     seed, node = line.hear()
     on_nodes(rank, node)

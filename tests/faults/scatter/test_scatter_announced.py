@@ -28,7 +28,7 @@ LARGE = 100_000
 
 
 def with_processors() -> None:
-    import tundish.scatter.member as member
+    import tundish.scatter.session as member
 
     assert callable(member.available_processors)
     member.available_processors = lambda: 64
@@ -36,9 +36,9 @@ def with_processors() -> None:
 
 def on_write(act: Callable[[int], None]) -> None:
     """Call `act` with the number of each batch that is about to be written, from 1 on."""
-    from tundish.scatter.departure import Departure
+    from tundish.scatter.outgoing_batch import OutgoingBatch
 
-    write, count = Departure.write, 0
+    write, count = OutgoingBatch.write, 0
 
     def writing(departure: Any, parcel: Any) -> None:
         nonlocal count
@@ -46,21 +46,21 @@ def on_write(act: Callable[[int], None]) -> None:
         act(count)
         write(departure, parcel)
 
-    Departure.write = writing  # type: ignore[method-assign]
+    OutgoingBatch.write = writing  # type: ignore[method-assign]
 
 
 def on_wait(act: Callable[[], None]) -> None:
     """Call `act` once, when a receiver is about to wait for what comes."""
-    from tundish.scatter.scatterer import Scatterer
+    from tundish.scatter.source import ScatterSession
 
-    receive = Scatterer._receive
+    receive = ScatterSession._receive
 
     def receiving(scatterer: Any) -> Any:
-        Scatterer._receive = receive  # type: ignore[method-assign]
+        ScatterSession._receive = receive  # type: ignore[method-assign]
         act()
         return receive(scatterer)
 
-    Scatterer._receive = receiving  # type: ignore[method-assign]
+    ScatterSession._receive = receiving  # type: ignore[method-assign]
 
 
 def batch(number: int, rank: int, size: int = LARGE) -> dict[str, Any]:
@@ -185,17 +185,17 @@ def fails_when_foretold(rank: int, line: Line) -> None:
 
 def foretelling() -> list[int]:
     """The rounds of which receivers are told before anybody has looked at their batches, as it goes on."""
-    from tundish.scatter.near import NearLane
+    from tundish.scatter.transport.shared_memory import SharedMemorySender
 
-    foretell, found = NearLane.foretell, []
+    foretell, found = SharedMemorySender.foretell, []
 
-    def telling(lane: NearLane, *asked: int) -> Any:
+    def telling(lane: SharedMemorySender, *asked: int) -> Any:
         announcement = foretell(lane, *asked)
         if announcement is not None:
             found.append(asked[0])
         return announcement
 
-    NearLane.foretell = telling  # type: ignore[method-assign]
+    SharedMemorySender.foretell = telling  # type: ignore[method-assign]
     return found
 
 
@@ -206,11 +206,11 @@ def test_a_batch_that_was_foretold_and_cannot_be_sent_is_refused_on_all(tmp_path
 
 def looked_at_before_it_is_written() -> None:
     """Write a batch that was announced once its receiver has looked at all that there is to see."""
-    from tundish.scatter.near import NearLane
+    from tundish.scatter.transport.shared_memory import SharedMemorySender
 
-    fill = NearLane.fill
+    fill = SharedMemorySender.fill
 
-    def filling(lane: NearLane, *given: Any) -> int:
+    def filling(lane: SharedMemorySender, *given: Any) -> int:
         deadline = time.monotonic() + 30
         lane._collect()
         while lane._ahead and time.monotonic() < deadline:
@@ -218,7 +218,7 @@ def looked_at_before_it_is_written() -> None:
             lane._collect()
         return fill(lane, *given)
 
-    NearLane.fill = filling  # type: ignore[method-assign]
+    SharedMemorySender.fill = filling  # type: ignore[method-assign]
 
 
 def told_early(rank: int, line: Line) -> None:
@@ -261,10 +261,10 @@ def test_receivers_are_told_of_the_next_batch_at_the_end_of_a_round(tmp_path: Pa
 
 
 def not_told_early(rank: int, line: Line) -> None:
-    from tundish.scatter.near import HungUpError, NearLane
+    from tundish.scatter.transport.shared_memory import HungUpError, SharedMemorySender
 
     with_processors()
-    foretell, failed = NearLane.foretell, []
+    foretell, failed = SharedMemorySender.foretell, []
 
     def failing(lane: Any, number: int, *most: int) -> Any:
         if most:
@@ -272,7 +272,7 @@ def not_told_early(rank: int, line: Line) -> None:
             raise (HungUpError(lane.rank) if number % 2 else OSError("no memory"))
         return foretell(lane, number)
 
-    NearLane.foretell = failing  # type: ignore[method-assign]
+    SharedMemorySender.foretell = failing  # type: ignore[method-assign]
     for _ in range(8):
         a_round(rank, 1)
     assert failed == ([] if rank else sorted([*range(2, 10)] * 2))
@@ -373,7 +373,7 @@ def test_ctrl_c_while_a_batch_is_awaited_leaves_the_rounds_in_step(repeat: int, 
 
 
 def interrupted_with_the_next_round(rank: int, line: Line) -> None:
-    from tundish.scatter.scatterer import Scatterer
+    from tundish.scatter.source import ScatterSession
 
     with_processors()
     size, are_apart = line.hear()
@@ -384,27 +384,27 @@ def interrupted_with_the_next_round(rank: int, line: Line) -> None:
     dist.barrier()
     if rank == 0:
         # Before anybody was told anything.
-        lanes = Scatterer._lanes
+        lanes = ScatterSession._lanes
 
         def interrupt(scatterer: Any) -> Any:
             raise KeyboardInterrupt
 
-        Scatterer._lanes = interrupt  # type: ignore[method-assign]
+        ScatterSession._lanes = interrupt  # type: ignore[method-assign]
         kind, *_ = outcome(lambda: a_round(rank, 1, size))
-        Scatterer._lanes = lanes  # type: ignore[method-assign]
+        ScatterSession._lanes = lanes  # type: ignore[method-assign]
     else:
-        receive = Scatterer._receive
+        receive = ScatterSession._receive
 
         def interrupted(scatterer: Any) -> Any:
             message = receive(scatterer)
             if message is None or message[0].number == scatterer._number:
                 return message
-            Scatterer._receive = receive  # type: ignore[method-assign]
+            ScatterSession._receive = receive  # type: ignore[method-assign]
             raise KeyboardInterrupt
 
-        Scatterer._receive = interrupted  # type: ignore[method-assign]
+        ScatterSession._receive = interrupted  # type: ignore[method-assign]
         kind, *_ = outcome(lambda: a_round(rank, 1, size))
-        assert Scatterer._receive is receive
+        assert ScatterSession._receive is receive
     assert kind == "KeyboardInterrupt"
     for number in range(4, 8):
         a_round(rank, number, size)
@@ -422,7 +422,7 @@ def test_ctrl_c_with_a_message_of_the_next_round_in_hand_leaves_it_there(
 
 
 def without_what_was_announced(rank: int, line: Line) -> None:
-    from tundish.scatter.near import NearEnd
+    from tundish.scatter.transport.shared_memory import SharedMemoryReceiver
 
     with_processors()
     is_foretold = line.hear()
@@ -438,14 +438,14 @@ def without_what_was_announced(rank: int, line: Line) -> None:
         numbered(number)
         # Whoever has other messages to look at is not told.
         dist.barrier()
-    opening = NearEnd._open
+    opening = SharedMemoryReceiver._open
 
     def gone(end: Any, head: Any) -> Any:
-        NearEnd._open = opening  # type: ignore[method-assign]
+        SharedMemoryReceiver._open = opening  # type: ignore[method-assign]
         raise td.errors.SegmentGoneError("it was given back")
 
     if rank == 1:
-        NearEnd._open = gone  # type: ignore[method-assign]
+        SharedMemoryReceiver._open = gone  # type: ignore[method-assign]
     kind, text, _ = outcome(lambda: numbered(6))
     if rank == 1:
         assert kind == "SegmentGoneError" and "rank 0, the source, announced" in text, (kind, text)

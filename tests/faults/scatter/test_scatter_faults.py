@@ -235,12 +235,12 @@ def test_ctrl_c_ends_a_wait_and_the_next_round_is_the_next(node: int, tmp_path: 
 
 
 def interrupted_while_it_counts(rank: int, line: Line) -> None:
-    from tundish.scatter.near import NearLane
+    from tundish.scatter.transport.shared_memory import SharedMemorySender
 
     a_round(rank, 0)
 
     def trace(frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code is not NearLane._collect.__code__:
+        if frame.f_code is not SharedMemorySender._collect.__code__:
             return None
         if event == "line":
             begun.add(frame.f_lineno)

@@ -21,7 +21,7 @@ import tundish as td
 
 
 def keep_every_batch(rank: int, line: Line) -> None:
-    import tundish.scatter.member as member
+    import tundish.scatter.session as member
 
     node, rounds, shapes = line.hear()
     on_nodes(rank, node)
@@ -215,7 +215,7 @@ def test_a_receiver_of_the_node_that_has_no_room_for_a_batch_gets_the_next_one(t
 def opens_nothing(rank: int, line: Line) -> None:
     size, announces = line.hear()
     if announces:
-        import tundish.scatter.member as member
+        import tundish.scatter.session as member
 
         # Whoever has no processor to itself is not told of a batch before it is written.
         assert callable(member.available_processors)
@@ -299,7 +299,7 @@ def test_memory_that_several_get_does_not_wait_for_one_that_was_not_given_it(tmp
 
 
 def shares_of_a_node(rank: int, line: Line) -> None:
-    import tundish.scatter.meeting as meeting
+    import tundish.scatter.rendezvous as meeting
 
     on_nodes(rank, line.hear())
     shares = []

@@ -16,10 +16,10 @@ from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 
 import tundish as td
 from batches import same
-from tundish.scatter import member
-from tundish.scatter.far import FarLane, Sending
-from tundish.scatter.member import Member
-from tundish.scatter.scatterer import Scatterer
+from tundish.scatter import session as member
+from tundish.scatter.session import Member
+from tundish.scatter.source import ScatterSession
+from tundish.scatter.transport.gloo import GlooSender, Sending
 
 MIB = 1 << 20
 
@@ -55,14 +55,14 @@ def test_batches_of_all_sizes_come_whole_in_any_order(tmp_path: Path) -> None:
 STEPS = {
     function.__code__
     for function in (
-        Scatterer._send,
-        Scatterer._post,
-        Scatterer._sent_far,
+        ScatterSession._send,
+        ScatterSession._post,
+        ScatterSession._sent_far,
         Sending.__init__,
         Sending.post,
-        FarLane.messages,
-        FarLane.post,
-        FarLane._written,
+        GlooSender.messages,
+        GlooSender.post,
+        GlooSender._written,
         Member._begin_sending,
         Member._have_finished,
     )
@@ -144,13 +144,13 @@ def test_whoever_keeps_small_batches_keeps_no_room_of_large_ones(tmp_path: Path)
 def messages_counted(rank: int, line: Line) -> None:
     on_nodes(rank, 1)
     counts: list[int] = []
-    post = FarLane.post
+    post = GlooSender.post
 
-    def counted(lane: FarLane, messages: list[torch.Tensor], works: list[Any]) -> None:
+    def counted(lane: GlooSender, messages: list[torch.Tensor], works: list[Any]) -> None:
         counts.append(len(messages))
         post(lane, messages, works)
 
-    FarLane.post = counted  # type: ignore[method-assign]
+    GlooSender.post = counted  # type: ignore[method-assign]
     small, large = torch.arange(1000), torch.arange(MIB // 8)
     # Of small tensors a head and the bytes, then both in one; of less, too; of more, apart; then in one again.
     for batch in [small, small, small[:10], small, small, [small, large], small, small, "nothing", small]:

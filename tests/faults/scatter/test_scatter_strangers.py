@@ -47,7 +47,7 @@ def what_comes(line: socket.socket) -> int:
 
 
 def stranger_calls_first(rank: int, line: Line) -> None:
-    from tundish.scatter import meeting
+    from tundish.scatter import rendezvous as meeting
 
     call, children = meeting.Ways._call, []
 
@@ -85,7 +85,7 @@ def test_another_user_who_claims_to_be_a_rank_gets_nothing_and_the_rank_its_batc
 
 
 def stranger_answers(rank: int, line: Line) -> None:
-    from tundish.scatter import meeting
+    from tundish.scatter import rendezvous as meeting
 
     call, children = meeting.Ways._call, []
 

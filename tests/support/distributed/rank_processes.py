@@ -46,7 +46,7 @@ _PRELOADED = [
     "tundish.checkpoint.checkpointer",
     "tundish.packing.sampler",
     "tundish.rtensor.controller",
-    "tundish.scatter.loader",
+    "tundish.scatter.dispatch_loader",
     "tundish.shm.pool.pool",
 ]
 

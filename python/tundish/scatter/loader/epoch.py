@@ -24,9 +24,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tundish.errors import PeerFailedError, PeerStoppedError
-from tundish.scatter.arrival import Arrival, on_device
-from tundish.scatter.reading import Reading, Tail, rounds_of
-from tundish.scatter.scatterer import Note, Scatterer
+from tundish.scatter.loader.batch_reader import BatchReader, Tail, rounds_of
+from tundish.scatter.received_batch import ReceivedBatch, on_device
+from tundish.scatter.source import Note, ScatterSession
 from tundish.scatter.stops import Stops, StopWatch
 from tundish.tree import flatten_with_addresses
 from tundish.waiting import Thread, was_let_go
@@ -114,7 +114,7 @@ class SourcePass:
 
     def __init__(
         self,
-        scatterer: Scatterer,
+        scatterer: ScatterSession,
         stops: Stops | None,
         number: int,
         device: torch.device | None,
@@ -132,7 +132,7 @@ class SourcePass:
         self._device = device
         self._tail = tail
         self._counts_bytes = counts_bytes
-        self._reading: Reading | None = None
+        self._reading: BatchReader | None = None
         self._watch: StopWatch | None = None
         self._rounds = 0
         self._rounds_in_all: int | None = None
@@ -147,7 +147,7 @@ class SourcePass:
         self._is_reading = False
         self._telling: threading.Thread | None = None
 
-    def begin(self, start: Callable[[], Start], read: Callable[[Callable[[], None]], Reading]) -> None:
+    def begin(self, start: Callable[[], Start], read: Callable[[Callable[[], None]], BatchReader]) -> None:
         """Tell the others where it begins, and begin to read.
 
         `read` gets what it is to call now and then while that takes long. Raises what the two raise, once the others
@@ -329,7 +329,9 @@ class SourcePass:
 class ReceiverPass:
     """A pass on a receiver."""
 
-    def __init__(self, scatterer: Scatterer, stops: Stops, number: int, device: torch.device | None) -> None:
+    def __init__(
+        self, scatterer: ScatterSession, stops: Stops, number: int, device: torch.device | None
+    ) -> None:
         self.start: Start | None = None
         self.reading_seconds = 0.0
         self.touch: Callable[[], None] = lambda: None
@@ -389,7 +391,7 @@ class ReceiverPass:
             rank, self._ends_after = found
             raise stopped(rank)
 
-    def _take(self) -> Arrival | Note | None:
+    def _take(self) -> ReceivedBatch | Note | None:
         """The next message, which was heard where it is a note."""
         try:
             came = self._scatterer.take()
@@ -407,7 +409,7 @@ class ReceiverPass:
     def _end(self, rounds: int) -> None:
         self._ends_after, self._ended_at = rounds, time.monotonic()
 
-    def _made(self, came: Arrival) -> Callable[[], Any]:
+    def _made(self, came: ReceivedBatch) -> Callable[[], Any]:
         """How the caller gets a batch, of which what can be done before is done."""
         if self._device is None:
             return functools.partial(_as_it_is, came.build(None))

@@ -15,20 +15,20 @@ from typing import Any
 
 from tundish.distributed import group_info, torch_distributed
 from tundish.errors import InvalidInputError
-from tundish.scatter.arrival import Arrival, device_of, on_device
-from tundish.scatter.member import ScatterStats
-from tundish.scatter.opening import open_scatterer
-from tundish.scatter.place import place_of, process_group, source_number
+from tundish.scatter.participants import participants_of, process_group, source_index
+from tundish.scatter.received_batch import ReceivedBatch, device_of, on_device
 from tundish.scatter.refusals import is_no_members, refuse
-from tundish.scatter.scatterer import Scatterer
+from tundish.scatter.session import ScatterStats
+from tundish.scatter.session_setup import open_scatterer
+from tundish.scatter.source import ScatterSession
 from tundish.tree import flatten_with_addresses
 
 __all__ = ["scatter_batch", "stats"]
 
 # By group; then by the source's rank in it and the name of the group of those that get the same.
 _Key = tuple[int, "str | None"]
-_scatterers: weakref.WeakKeyDictionary[Any, dict[_Key, Scatterer]] = weakref.WeakKeyDictionary()
-_NONE: dict[_Key, Scatterer] = {}
+_scatterers: weakref.WeakKeyDictionary[Any, dict[_Key, ScatterSession]] = weakref.WeakKeyDictionary()
+_NONE: dict[_Key, ScatterSession] = {}
 _lock = threading.Lock()
 
 
@@ -83,7 +83,7 @@ def scatter_batch(
         tensors, schema, _ = flatten_with_addresses(own)
         return on_device(schema, tensors, target)
     arrival = scatterer.take(target)
-    return arrival.build(target) if isinstance(arrival, Arrival) else None
+    return arrival.build(target) if isinstance(arrival, ReceivedBatch) else None
 
 
 def stats(group: Any = None) -> list[ScatterStats]:
@@ -103,7 +103,7 @@ def stats(group: Any = None) -> list[ScatterStats]:
     return [scatterer.stats() for scatterer in found]
 
 
-def _scatterer_of(group: Any, src: Any, replicate: Any) -> Scatterer:
+def _scatterer_of(group: Any, src: Any, replicate: Any) -> ScatterSession:
     distributed = torch_distributed()
     try:
         group = process_group(group)
@@ -124,11 +124,11 @@ def _scatterer_of(group: Any, src: Any, replicate: Any) -> Scatterer:
         replicate = process_group(replicate, "replicate")
         others = None if replicate is None else str(getattr(replicate, "group_name", replicate))
         if found:
-            scatterer = found.get((source_number(src), others))
+            scatterer = found.get((source_index(src), others))
             if scatterer is not None:
                 return scatterer
             # The others may be at a round of one that is there, and not at a vote.
-            place_of(group, src)
+            participants_of(group, src)
     except Exception as error:
         if len(found) == 1:
             next(iter(found.values())).fail(error)
@@ -140,7 +140,7 @@ def _scatterer_of(group: Any, src: Any, replicate: Any) -> Scatterer:
     if key is None:
         return made
     with _lock:
-        _scatterers.setdefault(key, {})[source_number(src), others] = made
+        _scatterers.setdefault(key, {})[source_index(src), others] = made
     weakref.finalize(key, made.close).atexit = False
     return made
 
@@ -150,7 +150,7 @@ def _is_in_use(group: Any) -> bool:
     return isinstance(group, torch_distributed().ProcessGroup) and group in _scatterers
 
 
-def _end(scatterers: list[Scatterer], refused: str) -> None:
+def _end(scatterers: list[ScatterSession], refused: str) -> None:
     """End what a call may have been a round of that was refused for what it was given."""
     for scatterer in scatterers:
         scatterer.end(

@@ -1,6 +1,6 @@
 """Rounds of a scatter, from one source to all who take part.
 
-A `Scatterer` owns the ways to the others and counts rounds. What always holds:
+A `ScatterSession` owns the ways to the others and counts rounds. What always holds:
 
 1. Every call is the next round on its rank, whatever came of the one before. A receiver gets what was sent in its own
    round: a batch, nothing, or the error that the source failed with.
@@ -30,17 +30,32 @@ from tundish.errors import (
     PeerFailedError,
     SegmentGoneError,
 )
-from tundish.scatter.arrival import Arrival
-from tundish.scatter.departure import Departure, threads_beside
-from tundish.scatter.direct import Direct
-from tundish.scatter.far import FarEnd, FarLane, Job, Sending
-from tundish.scatter.meeting import Ways
-from tundish.scatter.member import GONE, Member
-from tundish.scatter.messages import DIRECT, FAILED, FILLED, FILLING, LOST, NOTE, NOTHING, Head
-from tundish.scatter.near import Announcement, HungUpError, NearEnd, NearLane, own_pages
+from tundish.scatter.outgoing_batch import OutgoingBatch, threads_beside
+from tundish.scatter.received_batch import ReceivedBatch
+from tundish.scatter.rendezvous import Ways
+from tundish.scatter.session import GONE, Member
+from tundish.scatter.transport.device import Direct
+from tundish.scatter.transport.gloo import GlooReceiver, GlooSender, Job, Sending
+from tundish.scatter.transport.message_header import (
+    DIRECT,
+    FAILED,
+    FILLED,
+    FILLING,
+    LOST,
+    NOTE,
+    NOTHING,
+    Head,
+)
+from tundish.scatter.transport.shared_memory import (
+    Announcement,
+    HungUpError,
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    own_pages,
+)
 from tundish.tree import flatten_with_addresses
 
-__all__ = ["Note", "Scatterer"]
+__all__ = ["Note", "ScatterSession"]
 
 # A batch of less bytes and fewer tensors is there sooner than its receiver could make use of hearing that it comes.
 _LARGE = 128 << 10
@@ -69,11 +84,11 @@ class _Loaded(NamedTuple):
     buffers: dict[int, Tensor]
 
 
-class Scatterer(Member):
+class ScatterSession(Member):
     """Collective, as `Member`: on the source `give`, on a receiver `take`, each as often as the other."""
 
     # What came last, until this rank is done with it, which of a round that is still to come it is not before that.
-    _came: tuple[Head, Arrival | str] | None = None
+    _came: tuple[Head, ReceivedBatch | str] | None = None
     # The device to which the round is to go, on a receiver.
     _wanted_on: torch.device | None = None
     # What receivers were told at the end of a round of the next one, which has this number, by rank.
@@ -102,7 +117,7 @@ class Scatterer(Member):
             foretold = self._foretold(listed)
             departures = self._departures(listed, untold)
             loaded = self._loaded(departures, device)
-            sizes = (one.size for one in departures.values() if isinstance(one, Departure))
+            sizes = (one.size for one in departures.values() if isinstance(one, OutgoingBatch))
             self._largest = max(sizes, default=0)
             self._send(departures, untold, loaded, foretold)
             self._foretell_next()
@@ -197,37 +212,37 @@ class Scatterer(Member):
                 raise self._lose(error.rank, GONE) from error
         return foretold
 
-    def _departures(self, listed: list[Any], receivers: Iterable[int]) -> dict[int, Departure | _Word]:
+    def _departures(self, listed: list[Any], receivers: Iterable[int]) -> dict[int, OutgoingBatch | _Word]:
         """What is to be sent to each receiver; a batch that several get is taken apart once."""
-        made: dict[int, Departure | _Word] = {id(None): (NOTHING, "")}
+        made: dict[int, OutgoingBatch | _Word] = {id(None): (NOTHING, "")}
         departures = {}
         for rank in receivers:
             batch = listed[self._place.batch(rank)]
             if id(batch) not in made:
-                made[id(batch)] = Departure(batch, rank, self._threads)
+                made[id(batch)] = OutgoingBatch(batch, rank, self._threads)
             departures[rank] = made[id(batch)]
         return departures
 
     def _loaded(
-        self, departures: dict[int, Departure | _Word], device: torch.device | None
+        self, departures: dict[int, OutgoingBatch | _Word], device: torch.device | None
     ) -> _Loaded | None:
         """The batches for ranks that get them from device to device."""
         direct = None if self._ways is None else self._ways.direct
         if direct is None or device is None or device.type != direct.kind:
             return None
-        far = [lane.rank for lane in self._lanes() if isinstance(lane, FarLane)]
+        far = [lane.rank for lane in self._lanes() if isinstance(lane, GlooSender)]
         batches = {rank: departures[rank] for rank in far}
         loaded = {
             rank: direct.load(batch, device)
             for rank, batch in batches.items()
-            if isinstance(batch, Departure)
+            if isinstance(batch, OutgoingBatch)
         }
         return _Loaded(direct, device, loaded)
 
     def _send(
         self,
-        departures: dict[int, Departure | _Word],
-        untold: dict[int, NearLane | FarLane],
+        departures: dict[int, OutgoingBatch | _Word],
+        untold: dict[int, SharedMemorySender | GlooSender],
         loaded: _Loaded | None = None,
         foretold: Mapping[int, Announcement] = MappingProxyType({}),
     ) -> None:
@@ -255,7 +270,7 @@ class Scatterer(Member):
             if sending is not None and job is None:
                 self._have_finished(ways, sending)
             raise
-        self._batches += sum(isinstance(departure, Departure) for departure in departures.values())
+        self._batches += sum(isinstance(departure, OutgoingBatch) for departure in departures.values())
         for rank, error in errors.items():
             raise self._lose(rank, f"could not be sent its batch ({error})") from error
 
@@ -263,9 +278,9 @@ class Scatterer(Member):
         self,
         number: int,
         sending: Sending,
-        lanes: list[FarLane],
-        departures: dict[int, Departure | _Word],
-        untold: dict[int, NearLane | FarLane],
+        lanes: list[GlooSender],
+        departures: dict[int, OutgoingBatch | _Word],
+        untold: dict[int, SharedMemorySender | GlooSender],
         *,
         is_direct: bool,
     ) -> None:
@@ -288,27 +303,27 @@ class Scatterer(Member):
         self,
         job: Job[dict[int, Exception]],
         reached: list[int],
-        departures: Mapping[int, Departure | _Word],
+        departures: Mapping[int, OutgoingBatch | _Word],
     ) -> dict[int, Exception]:
         """Wait until ranks of other nodes have theirs; by rank, what went wrong."""
         self._wait(job.wait, lambda: reached[-1] if reached else None)
         errors = job.result()
         for rank in reached:
             sent = departures[rank]
-            self._sent_bytes += sent.size if isinstance(sent, Departure) and rank not in errors else 0
+            self._sent_bytes += sent.size if isinstance(sent, OutgoingBatch) and rank not in errors else 0
         return errors
 
     def _send_near(
         self,
-        lanes: list[NearLane],
-        departures: dict[int, Departure | _Word],
-        untold: dict[int, NearLane | FarLane],
+        lanes: list[SharedMemorySender],
+        departures: dict[int, OutgoingBatch | _Word],
+        untold: dict[int, SharedMemorySender | GlooSender],
         foretold: Mapping[int, Announcement],
     ) -> None:
         number = self._number
         readers = Counter(id(departures[lane.rank]) for lane in lanes)
         shipments: dict[int, BufferLease] = {}
-        announced: list[tuple[NearLane, Departure, Announcement]] = []
+        announced: list[tuple[SharedMemorySender, OutgoingBatch, Announcement]] = []
         try:
             for lane in lanes:
                 departure, wait = departures[lane.rank], self._waiter(lane.rank)
@@ -343,7 +358,10 @@ class Scatterer(Member):
             raise self._lose(error.rank, GONE) from error
 
     def _take_processors(
-        self, departure: Departure, lanes: list[NearLane], untold: Mapping[int, NearLane | FarLane]
+        self,
+        departure: OutgoingBatch,
+        lanes: list[SharedMemorySender],
+        untold: Mapping[int, SharedMemorySender | GlooSender],
     ) -> None:
         """Have a large batch written by as many threads as there are processors that nobody of this node wants yet."""
         if departure.size >= _LONG and not self._in_loop:
@@ -352,7 +370,7 @@ class Scatterer(Member):
 
     # On a receiver.
 
-    def take(self, device: torch.device | None = None) -> Arrival | Note | None:
+    def take(self, device: torch.device | None = None) -> ReceivedBatch | Note | None:
         """The next round, on a receiver: what the source gave this rank, None if nothing.
 
         `device`: to which it is to go.
@@ -364,7 +382,7 @@ class Scatterer(Member):
         """
         self._begin()
         self._wanted_on = device
-        ready: Arrival | str = ""
+        ready: ReceivedBatch | str = ""
         while True:
             try:
                 message = self._receive()
@@ -389,24 +407,24 @@ class Scatterer(Member):
             if head.number == self._number:
                 if not head.flags & FILLING:
                     break
-                if isinstance(content, Arrival):
+                if isinstance(content, ReceivedBatch):
                     ready = content.prepared(device)
         if head.kind == FAILED:
             rank, _, text = str(content).partition("\n")
             raise PeerFailedError(f"scatter: rank {rank}, the source, {text}", int(rank))
         if head.kind == FILLED:
-            if not isinstance(ready, Arrival):
+            if not isinstance(ready, ReceivedBatch):
                 raise SegmentGoneError(
                     f"scatter: the memory in which rank {self._place.source}, the source, announced this rank's batch "
                     "could not be opened"
                 )
-            content = ready.filled(content.schema if isinstance(content, Arrival) else ready.schema)
-        if isinstance(content, Arrival):
+            content = ready.filled(content.schema if isinstance(content, ReceivedBatch) else ready.schema)
+        if isinstance(content, ReceivedBatch):
             self._batches += 1
             return content
         return Note(content) if head.kind == NOTE else None
 
-    def _receive(self) -> tuple[Head, Arrival | str] | None:
+    def _receive(self) -> tuple[Head, ReceivedBatch | str] | None:
         """The next message, once those who get it from this rank have it; None where another one belongs to it.
 
         The same again until this rank is `_done` with it, also where Ctrl-C came in between.
@@ -427,14 +445,16 @@ class Scatterer(Member):
             raise self._lost
         return self._came
 
-    def _next(self, ways: Ways, end: NearEnd | FarEnd) -> tuple[Head, Arrival | str] | None:
+    def _next(
+        self, ways: Ways, end: SharedMemoryReceiver | GlooReceiver
+    ) -> tuple[Head, ReceivedBatch | str] | None:
         """As `_receive`, of a message that is yet to come."""
         feeder = ways.feeder
         self._wait(end.wait, feeder, patient=self._in_loop)
         try:
             message = end.read()
         except Exception as error:
-            if isinstance(end, NearEnd):
+            if isinstance(end, SharedMemoryReceiver):
                 raise
             if isinstance(error, RuntimeError):
                 raise self._lose(feeder, f"is gone ({error})") from error
@@ -460,7 +480,7 @@ class Scatterer(Member):
                 self._came = head, content
             except BaseException:
                 # Nobody knows who has it; of a text no harm is done where somebody gets it twice.
-                if isinstance(content, Arrival):
+                if isinstance(content, ReceivedBatch):
                     self._done()
                 raise
         return head, content
@@ -471,16 +491,18 @@ class Scatterer(Member):
             self._ways.end.done()
         self._came = None
 
-    def _fetched(self, direct: Direct, head: Head, content: Arrival | str) -> Arrival | str:
+    def _fetched(self, direct: Direct, head: Head, content: ReceivedBatch | str) -> ReceivedBatch | str:
         """What came, with the tensors that come from device to device."""
-        if not isinstance(content, Arrival):
+        if not isinstance(content, ReceivedBatch):
             direct.meet(self._wanted_on)
             return content
         return content._replace(on_device=direct.receive(head.size, self._wanted_on))
 
-    def _pass_on(self, lanes: list[NearLane], head: Head, content: Arrival | str) -> Arrival | str:
+    def _pass_on(
+        self, lanes: list[SharedMemorySender], head: Head, content: ReceivedBatch | str
+    ) -> ReceivedBatch | str:
         """Give those who get it from this rank what came; what this rank then has of it."""
-        if not isinstance(content, Arrival):
+        if not isinstance(content, ReceivedBatch):
             for lane in lanes:
                 lane.say(head.number, head.kind, content, self._waiter(lane.rank))
             return content
@@ -493,4 +515,4 @@ class Scatterer(Member):
         if shipment is None:
             return content
         # As all who share it.
-        return Arrival(content.schema, own_pages(shipment.reference))
+        return ReceivedBatch(content.schema, own_pages(shipment.reference))

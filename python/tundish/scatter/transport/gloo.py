@@ -34,14 +34,23 @@ from numpy.typing import NDArray
 from tundish import _native
 from tundish.errors import OutOfMemoryError, StorageError
 from tundish.rawbytes import raw_bytes
-from tundish.scatter.arrival import Arrival, bytes_of
-from tundish.scatter.departure import Departure
-from tundish.scatter.messages import BATCH, DIRECT, HEAD_BYTES, JOINED, JOINING, Head, Known, Told
-from tundish.scatter.near import MOST_HELD
+from tundish.scatter.outgoing_batch import OutgoingBatch
+from tundish.scatter.received_batch import ReceivedBatch, bytes_of
+from tundish.scatter.transport.message_header import (
+    BATCH,
+    DIRECT,
+    HEAD_BYTES,
+    JOINED,
+    JOINING,
+    Head,
+    Known,
+    Told,
+)
+from tundish.scatter.transport.shared_memory import MOST_HELD
 from tundish.tree import BufferLayout, Schema
 from tundish.waiting import Moment, Thread
 
-__all__ = ["Courier", "FarEnd", "FarLane", "Job", "Sending"]
+__all__ = ["Courier", "GlooReceiver", "GlooSender", "Job", "Sending"]
 
 # A wait that gloo ends takes the connection along. So it never does: a caller has a patience of its own, and whoever
 # comes late still finds what was sent.
@@ -161,8 +170,8 @@ def _is_sealed(layout: BufferLayout) -> bool:
     return any(piece.is_large for piece in _pieces(layout))
 
 
-class FarLane:
-    """The source's end of the way to `rank`, which has `position` in `group`, as `FarEnd` has it."""
+class GlooSender:
+    """The source's end of the way to `rank`, which has `position` in `group`, as `GlooReceiver` has it."""
 
     def __init__(self, rank: int, group: Any, position: int, arena: _native.SegmentArena) -> None:
         self.rank = rank
@@ -177,7 +186,7 @@ class FarLane:
         self._seal = bytearray(_FIRST_BYTES)
 
     def messages(
-        self, number: int, content: Departure | tuple[int, str], is_direct: bool = False
+        self, number: int, content: OutgoingBatch | tuple[int, str], is_direct: bool = False
     ) -> list[torch.Tensor]:
         """What is to be sent of a batch, or of a kind and a text. Where it is not, `forget` has to be called.
 
@@ -186,7 +195,7 @@ class FarLane:
         # None, as long as nobody knows whether these are sent.
         behind, self._behind = self._behind, 0
         self._then_behind = behind
-        if isinstance(content, Departure):
+        if isinstance(content, OutgoingBatch):
             flags, place, said = self._told.tell(content.schema)
             head = Head(number, BATCH, flags, place, len(said), content.size)
             self._then_behind = 0 if is_direct else _joining(content.schema.layout)
@@ -198,14 +207,14 @@ class FarLane:
         if is_direct:
             head = head._replace(flags=head.flags | DIRECT)
         fits = HEAD_BYTES + len(said) <= _FIRST_BYTES
-        if isinstance(content, Departure) and fits and head.flags & JOINING and content.size <= behind:
+        if isinstance(content, OutgoingBatch) and fits and head.flags & JOINING and content.size <= behind:
             head = head._replace(flags=head.flags | JOINED)
             return [self._written(content, 0, content.size, content.numbers, head.pack() + said)]
         message = (head.pack() + (said if fits else b"")).ljust(_FIRST_BYTES, b"\0")
         messages = [torch.frombuffer(bytearray(message), dtype=torch.uint8)]
         if not fits:
             messages.append(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-        if isinstance(content, Departure) and not is_direct:
+        if isinstance(content, OutgoingBatch) and not is_direct:
             messages.extend(self._tensor(content, piece) for piece in _pieces(content.schema.layout))
             if _is_sealed(content.schema.layout):
                 self._seal = bytearray(_FIRST_BYTES)
@@ -235,7 +244,7 @@ class FarLane:
         )
         self._behind = self._then_behind
 
-    def _tensor(self, departure: Departure, piece: Piece) -> torch.Tensor:
+    def _tensor(self, departure: OutgoingBatch, piece: Piece) -> torch.Tensor:
         """The bytes of a piece: large ones where they are, others written into warm memory one after the other."""
         tensor = departure.tensors[piece.numbers[0]]
         if piece.is_large and tensor.is_cpu and tensor.is_contiguous():
@@ -243,7 +252,7 @@ class FarLane:
         return self._written(departure, piece.start, piece.stop, piece.numbers)
 
     def _written(
-        self, departure: Departure, start: int, stop: int, numbers: Sequence[int], head: bytes = b""
+        self, departure: OutgoingBatch, start: int, stop: int, numbers: Sequence[int], head: bytes = b""
     ) -> torch.Tensor:
         """Bytes `start` to `stop` of the layout's buffer, with these tensors, in warm memory; behind a head or not."""
         lead = _FIRST_BYTES if head else 0
@@ -270,7 +279,7 @@ class Sending:
         self._errors: dict[int, Exception] = {}
         self._finishing = threading.Lock()
 
-    def post(self, lane: FarLane, messages: list[torch.Tensor]) -> None:
+    def post(self, lane: GlooSender, messages: list[torch.Tensor]) -> None:
         """Have a receiver's messages sent."""
         works: list[Any] = []
         # First, as Ctrl-C may come right behind: what is sent is held until it was.
@@ -304,7 +313,7 @@ class _Space(NamedTuple):
     parcel: _native.SendBuffer | None = None
 
 
-class FarEnd:
+class GlooReceiver:
     """A receiver's end of the way from its source, the first of `group`.
 
     `group`: gloo's own. What a caller has torch do with all that comes through its dispatcher is not meant for these.
@@ -324,7 +333,7 @@ class FarEnd:
         self._courier = courier
         self._arena = arena
         self._known = Known()
-        self._job: Job[tuple[Head, Arrival | str]] | None = None
+        self._job: Job[tuple[Head, ReceivedBatch | str]] | None = None
         self._kept: list[weakref.ref[Any]] = []
         # The form of the last batch; what the next one is likely to be, where it is worth getting ready for.
         self._last: BufferLayout | None = None
@@ -343,7 +352,7 @@ class FarEnd:
             self._courier.begin(job)
         return job.wait(seconds)
 
-    def read(self) -> tuple[Head, Arrival | str]:
+    def read(self) -> tuple[Head, ReceivedBatch | str]:
         """The message that is there, with its batch or its text, until it is `done` with.
 
         Where that fails it is gone.
@@ -360,7 +369,7 @@ class FarEnd:
         """Be done with the message that was read: the next one is the one after it. Once more, it is nothing."""
         self._job = None
 
-    def _receive(self) -> tuple[Head, Arrival | str]:
+    def _receive(self) -> tuple[Head, ReceivedBatch | str]:
         first = self._first_space()
         spaces = [first]
         coming = self._get(first.memory)
@@ -378,14 +387,14 @@ class FarEnd:
             self._behind = head.size if head.flags & JOINING else 0
             schema = self._known.hear(head, said.tobytes())
             if not head.size or head.flags & DIRECT:
-                return head, Arrival(schema, None)
+                return head, ReceivedBatch(schema, None)
             self._expect(schema)
             return self._batch(head, schema, ready, spaces)
         finally:
             for space in spaces:
                 self._leave(space)
 
-    def _made_ready(self, schema: Schema, spaces: list[_Space]) -> Arrival | None:
+    def _made_ready(self, schema: Schema, spaces: list[_Space]) -> ReceivedBatch | None:
         """A batch of this form before its bytes are there: they come behind the head, or else to a space of its own."""
         size = schema.layout.total
         if self._behind != size:
@@ -394,12 +403,12 @@ class FarEnd:
             except _NO_ROOM:
                 # What comes may need less.
                 return None
-            return Arrival(schema, spaces[-1].memory).prepared(None)
-        return Arrival(schema, spaces[0].memory[_FIRST_BYTES:]).prepared(None)
+            return ReceivedBatch(schema, spaces[-1].memory).prepared(None)
+        return ReceivedBatch(schema, spaces[0].memory[_FIRST_BYTES:]).prepared(None)
 
     def _batch(
-        self, head: Head, schema: Schema, ready: Arrival | None, spaces: list[_Space]
-    ) -> tuple[Head, Arrival | str]:
+        self, head: Head, schema: Schema, ready: ReceivedBatch | None, spaces: list[_Space]
+    ) -> tuple[Head, ReceivedBatch | str]:
         """The batch whose head has come, or what its seal says in its place."""
         is_there, size = bool(head.flags & JOINED), schema.layout.total
         behind = spaces[0].memory[_FIRST_BYTES:]
@@ -407,10 +416,10 @@ class FarEnd:
             arrival = ready.filled(schema)
         elif is_there and not self._passes_on and 2 * size >= len(behind):
             # Of a smaller one, whoever keeps it would keep all of the space.
-            arrival = Arrival(schema, behind[:size])
+            arrival = ReceivedBatch(schema, behind[:size])
         else:
             spaces.append(self._space(size))
-            arrival = Arrival(schema, spaces[-1].memory, spaces[-1].parcel if self._passes_on else None)
+            arrival = ReceivedBatch(schema, spaces[-1].memory, spaces[-1].parcel if self._passes_on else None)
         memory = arrival.memory
         assert memory is not None  # noqa: S101 (for the type checker)
         works: list[Any] = []

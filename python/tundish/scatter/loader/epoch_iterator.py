@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar
 
 from tundish.errors import InvalidInputError
-from tundish.scatter.ahead import Rounds
+from tundish.scatter.loader.prefetch import Rounds
 
-__all__ = ["FORKED", "Passage"]
+__all__ = ["FORKED", "EpochIterator"]
 
 FORKED = "this DispatchLoader was made before a fork: make one in the process that uses it"
 
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Passage(Iterator[T_co]):
+class EpochIterator(Iterator[T_co]):
     """The batches of `rounds`.
 
     `take`: the batch of the next round, None at the end; called with what raises where the pass was left meanwhile.

@@ -30,17 +30,17 @@ from tundish.errors import (
     TimedOutError,
 )
 from tundish.progress import ProgressLine
-from tundish.scatter.ahead import Ahead, Inline, Rounds
-from tundish.scatter.arrival import device_of
-from tundish.scatter.meeting import limit_of
-from tundish.scatter.member import ScatterStats
-from tundish.scatter.opening import group_of, taking_part
-from tundish.scatter.passage import FORKED, Passage
-from tundish.scatter.passes import Pass, ReceiverPass, SourcePass, Start
-from tundish.scatter.reading import Reading, Tail, length_of, rounds_of, tell_epoch
-from tundish.scatter.scatterer import Scatterer
-from tundish.scatter.sharding import refuse_sharded
-from tundish.scatter.standing import Standing, as_count
+from tundish.scatter.loader.batch_reader import BatchReader, Tail, length_of, rounds_of, tell_epoch
+from tundish.scatter.loader.epoch import Pass, ReceiverPass, SourcePass, Start
+from tundish.scatter.loader.epoch_iterator import FORKED, EpochIterator
+from tundish.scatter.loader.loader_state import Standing, as_count
+from tundish.scatter.loader.prefetch import Ahead, Inline, Rounds
+from tundish.scatter.loader.sharding_check import refuse_sharded
+from tundish.scatter.received_batch import device_of
+from tundish.scatter.rendezvous import limit_of
+from tundish.scatter.session import ScatterStats
+from tundish.scatter.session_setup import group_of, taking_part
+from tundish.scatter.source import ScatterSession
 from tundish.scatter.stops import Stops
 from tundish.scatter.telling import wait_for_telling
 
@@ -136,7 +136,7 @@ class DispatchLoader(Generic[T_co]):
         self._process = os.getpid()
         self._rounds: Rounds | None = None
         self._pass: Pass | None = None
-        self._passage: weakref.ref[Passage[T_co]] | None = None
+        self._passage: weakref.ref[EpochIterator[T_co]] | None = None
         self._passes = 0
         self._reading_seconds = self._next_seconds = 0.0
         self._handed_out = 0
@@ -174,7 +174,7 @@ class DispatchLoader(Generic[T_co]):
             told = json.dumps((length, secrets.token_hex(16))) if self._is_source else None
             heard = voter.broadcast(told, source=place.source, what=what, timeout=timeout)
             self._length, name = json.loads(heard)
-            self._scatterer = Scatterer(voter, place, timeout=timeout, in_loop=True)
+            self._scatterer = ScatterSession(voter, place, timeout=timeout, in_loop=True)
         self._timeout = timeout.total_seconds()
         # While its loader is read every source watches; behind the end of the data all ranks may.
         watchers = len(job.ranks) // len(place.ranks) if self._is_source else len(job.ranks)
@@ -200,7 +200,7 @@ class DispatchLoader(Generic[T_co]):
             has_entered = True
             begin()
             rounds.start()
-            passage: Passage[T_co] = Passage(functools.partial(self._take, made, rounds), rounds)
+            passage: EpochIterator[T_co] = EpochIterator(functools.partial(self._take, made, rounds), rounds)
             self._passage = weakref.ref(passage)
         except BaseException:
             leave = rounds.leave
@@ -338,7 +338,7 @@ class DispatchLoader(Generic[T_co]):
         if is_whole_job:
             refuse_sharded(dataloader)
 
-    def _read(self, skip: int, state: Any, be_alive: Callable[[], None]) -> Reading:
+    def _read(self, skip: int, state: Any, be_alive: Callable[[], None]) -> BatchReader:
         with ProgressLine("dispatch", self._progress) as line:
 
             def show(done: int, of: int) -> None:
@@ -346,7 +346,7 @@ class DispatchLoader(Generic[T_co]):
                 be_alive()
 
             place = self._scatterer.place
-            return Reading(
+            return BatchReader(
                 () if self._loader is None else self._loader,
                 width=place.batches,
                 tail=self._tail,
@@ -463,13 +463,13 @@ _open: weakref.WeakSet[DispatchLoader[Any]] = weakref.WeakSet()
 _leaving: set[Rounds] = set()
 
 
-def _enter_and_leave(scatterer: Scatterer, number: int, rounds: Rounds) -> None:
+def _enter_and_leave(scatterer: ScatterSession, number: int, rounds: Rounds) -> None:
     """Leave a pass that the others may be in before anything of it was read or sent here."""
     scatterer.skip_to(number << _ROUND_BITS)
     rounds.leave()
 
 
-def _let_go(rounds: Rounds, scatterer: Scatterer) -> None:
+def _let_go(rounds: Rounds, scatterer: ScatterSession) -> None:
     _leaving.discard(rounds)
     scatterer.close()
 

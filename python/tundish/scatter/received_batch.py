@@ -26,7 +26,7 @@ from tundish.tree import (
     unflatten_unchecked,
 )
 
-__all__ = ["Arrival", "bytes_of", "device_of", "on_device"]
+__all__ = ["ReceivedBatch", "bytes_of", "device_of", "on_device"]
 
 # By DLPack's code and bits, those of which torch makes tensors all at once.
 _CODES: dict[torch.dtype, tuple[int, int]] = {
@@ -42,7 +42,7 @@ _usable: set[torch.device] = set()
 _Places = list[tuple[torch.Size, "type[np.generic] | None", int, torch.dtype, int]]
 
 
-class Arrival(NamedTuple):
+class ReceivedBatch(NamedTuple):
     """A batch as it came.
 
     Attributes:
@@ -63,7 +63,7 @@ class Arrival(NamedTuple):
     made: Any = None
     is_lent: bool = False
 
-    def prepared(self, device: torch.device | None) -> Arrival:
+    def prepared(self, device: torch.device | None) -> ReceivedBatch:
         """The same with what can be made of it before its bytes are there, which nothing looks at.
 
         Objects that were pickled are made later: classes may look at their tensors when they are. Never raises: what
@@ -82,13 +82,13 @@ class Arrival(NamedTuple):
             return self
         return self._replace(tensors=tensors, made=made)
 
-    def filled(self, schema: Schema) -> Arrival:
+    def filled(self, schema: Schema) -> ReceivedBatch:
         """The same, its bytes there, with the batch's own schema, of the same form."""
         if self.is_lent and self.memory is not None:
             return self._replace(schema=schema, memory=self.memory.copy(), is_lent=False)
         return self if schema is self.schema else self._replace(schema=schema, made=None)
 
-    def staged(self, device: torch.device) -> Arrival:
+    def staged(self, device: torch.device) -> ReceivedBatch:
         """The same in memory that `device` reads by itself, where it has such."""
         if device.type != "cuda" or self.memory is None:
             return self

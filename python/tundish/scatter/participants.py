@@ -19,10 +19,10 @@ from tundish.errors import InvalidInputError, InvalidTypeError, listed, ranks_na
 
 __all__ = [
     "Place",
-    "place_of",
+    "participants_of",
     "process_group",
-    "replicated_place_of",
-    "source_number",
+    "replicated_participants",
+    "source_index",
 ]
 
 # Of groups, in a message.
@@ -74,7 +74,7 @@ def process_group(group: Any, what: str = "group") -> Any:
     return group.get_group()
 
 
-def source_number(src: Any) -> int:
+def source_index(src: Any) -> int:
     """`src` as a number, whatever kind of integer it is."""
     try:
         if isinstance(src, bool):
@@ -84,10 +84,10 @@ def source_number(src: Any) -> int:
         raise InvalidTypeError(f"src is {src!r}: give the rank of the source within the group") from None
 
 
-def place_of(group: Any, src: Any) -> Place:
+def participants_of(group: Any, src: Any) -> Place:
     """The place of this process in `group`, whose rank `src` has the data."""
     member = group_info(group)
-    src = source_number(src)
+    src = source_index(src)
     size = len(member.ranks)
     if not 0 <= src < size:
         raise InvalidInputError(
@@ -101,7 +101,7 @@ def place_of(group: Any, src: Any) -> Place:
     )
 
 
-def replicated_place_of(
+def replicated_participants(
     group: Any, src: Any, voter: Voter, beside: Voter | None, *, timeout: timedelta
 ) -> Place:
     """Collective over `voter`: the place of this process in `group`, with all that get the same as its ranks.
@@ -137,7 +137,7 @@ def _replicated(voter: Voter, group: Any, src: Any, *, what: str, timeout: timed
     error: Exception | None = None
     mine = ""
     try:
-        own = place_of(group, src)
+        own = participants_of(group, src)
         mine = json.dumps((own.ranks, own.batch(own.rank)))
     except (InvalidInputError, InvalidTypeError) as caught:
         error = caught

@@ -21,12 +21,12 @@ from torch import Tensor
 from tundish._native import available_processors
 from tundish.distributed import Voter
 from tundish.errors import InvalidInputError, PeerFailedError, TimedOutError
-from tundish.scatter.departure import threads_of
-from tundish.scatter.far import FarEnd, FarLane, Job, Sending
-from tundish.scatter.meeting import Ways
-from tundish.scatter.messages import FAILED, LOST
-from tundish.scatter.near import NearEnd, NearLane
-from tundish.scatter.place import Place
+from tundish.scatter.outgoing_batch import threads_of
+from tundish.scatter.participants import Place
+from tundish.scatter.rendezvous import Ways
+from tundish.scatter.transport.gloo import GlooReceiver, GlooSender, Job, Sending
+from tundish.scatter.transport.message_header import FAILED, LOST
+from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from tundish.waiting import wait_for
 
 __all__ = ["GONE", "Member", "ScatterStats"]
@@ -173,7 +173,7 @@ class Member:
             if ways.far:
                 transports[far] = [lane.rank for lane in ways.far]
             if ways.end is not None:
-                name = "shared memory" if isinstance(ways.end, NearEnd) else far
+                name = "shared memory" if isinstance(ways.end, SharedMemoryReceiver) else far
                 transports[name] = [ways.feeder, *transports.get(name, [])]
             for lane in ways.near:
                 counts = lane.stats()
@@ -191,7 +191,7 @@ class Member:
             memory=memory,
         )
 
-    def _lanes(self) -> list[NearLane | FarLane]:
+    def _lanes(self) -> list[SharedMemorySender | GlooSender]:
         return [] if self._ways is None else [*self._ways.near, *self._ways.far]
 
     def _begin(self) -> None:
@@ -212,7 +212,7 @@ class Member:
     def _patience_after(self, rank: int) -> float:
         """For how many seconds something may still come of a rank that is gone."""
         ways = self._ways
-        if ways is None or not isinstance(ways.end, FarEnd) or rank != ways.feeder:
+        if ways is None or not isinstance(ways.end, GlooReceiver) or rank != ways.feeder:
             return 0.0
         return _AFTER_CLOSE_SECONDS if rank in ways.watch.departed() else _AFTER_DEATH_SECONDS
 
@@ -262,7 +262,7 @@ class Member:
         finally:
             self._waited += time.monotonic() - begin
 
-    def _tell(self, error: BaseException, untold: dict[int, NearLane | FarLane]) -> None:
+    def _tell(self, error: BaseException, untold: dict[int, SharedMemorySender | GlooSender]) -> None:
         """Tell those who wait for this round why it fails, and all others if there will be no other round."""
         self._told = id(error)
         ways = self._ways
@@ -283,7 +283,11 @@ class Member:
                 lane.break_seal(self._number, *told)
 
     def _say(
-        self, ways: Ways, error: BaseException, told: tuple[int, str], untold: dict[int, NearLane | FarLane]
+        self,
+        ways: Ways,
+        error: BaseException,
+        told: tuple[int, str],
+        untold: dict[int, SharedMemorySender | GlooSender],
     ) -> None:
         """Say what a round fails with, and wait until it was heard."""
         is_lost = error is self._lost
@@ -291,11 +295,11 @@ class Member:
         seconds = None if isinstance(error, Exception) else _FAREWELL_SECONDS
         gone = ways.watch.vanished()
         lanes = self._lanes() if is_lost or self._in_loop else list(untold.values())
-        far: list[tuple[FarLane, list[Tensor]]] = []
+        far: list[tuple[GlooSender, list[Tensor]]] = []
         for lane in lanes:
             # Whoever has this round hears of it in the next.
             number = self._number + (lane.rank not in untold)
-            if isinstance(lane, FarLane):
+            if isinstance(lane, GlooSender):
                 # What was made for this round is not sent, or nobody knows.
                 lane.forget()
                 far.append((lane, lane.messages(number, told)))

@@ -1,6 +1,6 @@
 """From the source to a rank of its node: a board in shared memory for messages, parcels for tensors.
 
-A `NearLane` is the source's end, a `NearEnd` the receiver's. What always holds:
+A `SharedMemorySender` is the source's end, a `SharedMemoryReceiver` the receiver's. What always holds:
 
 1. A parcel's memory is one receiver's alone, or shared by several of which whoever writes gets pages of its own, from
    the message that refers to it until nothing there refers to it any more: the kernel holds a lease as long. A batch
@@ -32,10 +32,10 @@ from numpy.typing import NDArray
 from tundish import _native
 from tundish._native import BufferLease
 from tundish.errors import SegmentGoneError, StorageError, TimedOutError
-from tundish.scatter.arrival import Arrival, bytes_of
-from tundish.scatter.departure import Departure
 from tundish.scatter.inherited import MOST_KNOWN, Inherited
-from tundish.scatter.messages import (
+from tundish.scatter.outgoing_batch import OutgoingBatch
+from tundish.scatter.received_batch import ReceivedBatch, bytes_of
+from tundish.scatter.transport.message_header import (
     BATCH,
     FAILED,
     FILLED,
@@ -56,7 +56,7 @@ from tundish.tree import Schema
 if TYPE_CHECKING:
     from tundish._native import ArenaStats
 
-__all__ = ["MOST_HELD", "HungUpError", "NearEnd", "NearLane", "own_pages"]
+__all__ = ["MOST_HELD", "HungUpError", "SharedMemoryReceiver", "SharedMemorySender", "own_pages"]
 
 # Batches in memory that is used again, which take a descriptor each. Whoever keeps more of them has the others in
 # ordinary memory.
@@ -105,7 +105,7 @@ def _have_one_form(one: Schema, other: Schema) -> bool:
     return one.layout is other.layout and one.structure is other.structure
 
 
-class NearLane:
+class SharedMemorySender:
     """The source's end of the way to `rank`.
 
     `limit`: bytes that may be on their way, and that are kept for the next batches.
@@ -131,7 +131,7 @@ class NearLane:
         """Send the receiver the board, over the line."""
         socket.send_fds(self._line, [_MARK.pack(0, False)], [self._board.fd])
 
-    def give(self, number: int, departure: Departure, wait: Waiter) -> int:
+    def give(self, number: int, departure: OutgoingBatch, wait: Waiter) -> int:
         """Send a batch; the bytes that were copied."""
         try:
             head, said = self._head(number, departure.schema, departure.size, wait)
@@ -146,7 +146,7 @@ class NearLane:
         self._last = None
         return departure.size
 
-    def announce(self, number: int, departure: Departure, wait: Waiter) -> Announcement:
+    def announce(self, number: int, departure: OutgoingBatch, wait: Waiter) -> Announcement:
         """Send the head of a batch that `fill` is to follow: the receiver gets ready meanwhile."""
         schema, last = departure.schema, self._last
         try:
@@ -177,14 +177,14 @@ class NearLane:
             return None
         return self._announce(Head(number, BATCH, *again, size=schema.layout.total), b"", schema)
 
-    def fits(self, announcement: Announcement, departure: Departure) -> bool:
+    def fits(self, announcement: Announcement, departure: OutgoingBatch) -> bool:
         """Whether `fill` can send a batch as what was announced."""
         return (
             _have_one_form(announcement.schema, departure.schema)
             and HEAD_BYTES + len(departure.schema.values) <= self._board.capacity
         )
 
-    def fill(self, number: int, departure: Departure, announcement: Announcement) -> int:
+    def fill(self, number: int, departure: OutgoingBatch, announcement: Announcement) -> int:
         """Write what was announced and say so; the bytes that were copied."""
         departure.write(announcement.shipment.buffer)
         head, said, schema = Head(number, FILLED), b"", departure.schema
@@ -202,7 +202,7 @@ class NearLane:
         self._collect()
         return departure.size
 
-    def load(self, departure: Departure) -> BufferLease:
+    def load(self, departure: OutgoingBatch) -> BufferLease:
         """Write a batch that this lane and others share."""
         parcel = self.arena.take(departure.size)
         departure.write(parcel)
@@ -318,7 +318,7 @@ class NearLane:
         return head._replace(flags=head.flags | FRESH)
 
 
-class NearEnd:
+class SharedMemoryReceiver:
     """A receiver's end of the way from its source, the process `source`; takes over `line`.
 
     `awake`: whether a processor may be kept busy for short waits.
@@ -347,7 +347,7 @@ class NearEnd:
         # in it: Ctrl-C may come between any two steps, and what it interrupts is looked at once more.
         self._taken: list[Any] = []
         self._over: list[None] = []
-        self._read: tuple[Head, Arrival | str] | None = None
+        self._read: tuple[Head, ReceivedBatch | str] | None = None
         self._said: bytes | None = None
 
     def wait(self, seconds: float) -> bool:
@@ -360,7 +360,7 @@ class NearEnd:
                 self._taken.extend(map(self._board.take, (0,), (seconds,)))
         return bool(self._taken)
 
-    def read(self) -> tuple[Head, Arrival | str] | None:
+    def read(self) -> tuple[Head, ReceivedBatch | str] | None:
         """The message that is there, with its batch or its text, until it is `done` with.
 
         None where another one belongs to it, or follows it. Where that fails it is gone, unless it was interrupted.
@@ -384,7 +384,7 @@ class NearEnd:
             self._finish(self._taken[0][0])
         self._said = None
 
-    def _look_at(self, head: Head, said: bytes) -> tuple[Head, Arrival | str] | None:
+    def _look_at(self, head: Head, said: bytes) -> tuple[Head, ReceivedBatch | str] | None:
         if head.kind == SAID:
             # Where it cannot be opened, what it belongs to is not to take an earlier one for it.
             self._said = None
@@ -417,10 +417,10 @@ class NearEnd:
         if schema is None:
             return head, said.decode(errors="replace")
         if memory is None or head.flags & SHARED or self._parcels.views <= MOST_HELD:
-            return head, Arrival(schema, memory)
+            return head, ReceivedBatch(schema, memory)
         if head.flags & FILLING:
-            return head, Arrival(schema, memory, is_lent=True)
-        return head, Arrival(schema, memory.copy())
+            return head, ReceivedBatch(schema, memory, is_lent=True)
+        return head, ReceivedBatch(schema, memory.copy())
 
     def _finish(self, ticket: int) -> None:
         # In one step for Ctrl-C.

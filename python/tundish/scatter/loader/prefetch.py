@@ -14,8 +14,8 @@ from typing import Protocol
 
 from tundish.devices import on_this_device
 from tundish.errors import TimedOutError
-from tundish.scatter.passes import Pass, Round
-from tundish.scatter.shelf import Shelf
+from tundish.scatter.loader.bounded_queue import BoundedQueue
+from tundish.scatter.loader.epoch import Pass, Round
 from tundish.waiting import Moment, Thread, wait_for
 
 __all__ = ["Ahead", "Inline", "Rounds"]
@@ -146,7 +146,7 @@ class Ahead(_Ending):
         super().__init__()
         self._pass = source
         self._patience = patience
-        self._shelf = shelf = Shelf[Round](most, most_bytes)
+        self._shelf = shelf = BoundedQueue[Round](most, most_bytes)
         source.touch = shelf.touch
         # Ctrl-C may leave it open whether a thread was started; of two, one makes the rounds.
         self._is_started = False
@@ -186,7 +186,7 @@ class Ahead(_Ending):
                 self.start()
 
 
-def _make(turn: threading.Lock, source: Pass, shelf: Shelf[Round], over: Callable[[], None]) -> None:
+def _make(turn: threading.Lock, source: Pass, shelf: BoundedQueue[Round], over: Callable[[], None]) -> None:
     if not turn.acquire(blocking=False):
         return
     try:
@@ -202,7 +202,7 @@ def _make(turn: threading.Lock, source: Pass, shelf: Shelf[Round], over: Callabl
         over()
 
 
-def _end(source: Pass, shelf: Shelf[Round], error: BaseException) -> None:
+def _end(source: Pass, shelf: BoundedQueue[Round], error: BaseException) -> None:
     """End with `error`, or with one that ends it earlier, as long as the caller takes what is left."""
     try:
         while True:
@@ -223,7 +223,7 @@ def _end(source: Pass, shelf: Shelf[Round], error: BaseException) -> None:
         del error
 
 
-def _fill(source: Pass, shelf: Shelf[Round]) -> None:
+def _fill(source: Pass, shelf: BoundedQueue[Round]) -> None:
     while not shelf.is_left():
         while not shelf.wait_for_room(_LOOK_SECONDS):
             source.look()

@@ -1,6 +1,6 @@
 """How those who take part in a scatter find each other, once.
 
-Owns the ways between a source and its receivers until a `Scatterer` takes them over. What always holds:
+Owns the ways between a source and its receivers until a `ScatterSession` takes them over. What always holds:
 
 1. Nobody waits here but in votes, so that whoever fails or dies is named on all ranks; when a meeting fails, nothing of
    it is left.
@@ -34,12 +34,12 @@ from tundish.distributed import (
     unique_name,
 )
 from tundish.errors import PeerFailedError
-from tundish.scatter.calling import Calls, call, greeted
-from tundish.scatter.direct import Direct
-from tundish.scatter.far import Courier, FarEnd, FarLane
-from tundish.scatter.near import NearEnd, NearLane
-from tundish.scatter.place import Place
+from tundish.scatter.participants import Place
 from tundish.scatter.refusals import refused_calls
+from tundish.scatter.transport.device import Direct
+from tundish.scatter.transport.gloo import Courier, GlooReceiver, GlooSender
+from tundish.scatter.transport.peer_connections import Calls, call, greeted
+from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 __all__ = ["Ways", "limit_of"]
 
@@ -114,9 +114,9 @@ class Ways:
         direct: tuple[str, str] | None,
         awake: bool,
     ) -> None:
-        self.near: list[NearLane] = []
-        self.far: list[FarLane] = []
-        self.end: NearEnd | FarEnd | None = None
+        self.near: list[SharedMemorySender] = []
+        self.far: list[GlooSender] = []
+        self.end: SharedMemoryReceiver | GlooReceiver | None = None
         self.courier: Courier | None = None
         self.direct: Direct | None = None
         self._direct = direct
@@ -145,7 +145,7 @@ class Ways:
         self._watching.close()
         for lane in self.near:
             lane.close()
-        if isinstance(self.end, NearEnd):
+        if isinstance(self.end, SharedMemoryReceiver):
             self.end.close()
         if self.courier is not None:
             self.courier.close()
@@ -258,7 +258,7 @@ class Ways:
             self._lines[rank] = line
             self.watch.connect({rank: hello[_HELLO.size :].decode()})
         for rank in fed:
-            lane = NearLane(rank, self._lines[rank], self._limit)
+            lane = SharedMemorySender(rank, self._lines[rank], self._limit)
             del self._lines[rank]
             self.near.append(lane)
             lane.introduce()
@@ -266,7 +266,7 @@ class Ways:
     def _listen(self, process: int, *, awake: bool) -> None:
         line = self._lines.pop(self.feeder)
         try:
-            self.end = NearEnd(line, process, awake=awake)
+            self.end = SharedMemoryReceiver(line, process, awake=awake)
         except BaseException:
             line.close()
             raise
@@ -281,10 +281,10 @@ class Ways:
         arena = _native.SegmentArena(self._limit)
         self.courier = Courier()
         if self._place.rank != self._place.source:
-            self.end = FarEnd(gloo, self.courier, arena, passes_on=bool(self.near))
+            self.end = GlooReceiver(gloo, self.courier, arena, passes_on=bool(self.near))
             return
         self.far = [
-            FarLane(rank, gloo, position, arena) for position, rank in enumerate(members) if position > 0
+            GlooSender(rank, gloo, position, arena) for position, rank in enumerate(members) if position > 0
         ]
 
 

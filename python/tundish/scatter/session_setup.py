@@ -1,4 +1,4 @@
-"""A `Scatterer` for a group, as callers name it.
+"""A `ScatterSession` for a group, as callers name it.
 
 What always holds: all who take part open theirs in the same round of votes.
 """
@@ -12,10 +12,10 @@ from typing import Any
 
 from tundish.distributed import DEFAULT_TIMEOUT, Voter, torch_distributed, voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.scatter.direct import direct_backend
-from tundish.scatter.place import Place, place_of, process_group, replicated_place_of
+from tundish.scatter.participants import Place, participants_of, process_group, replicated_participants
 from tundish.scatter.refusals import heeding, refuse
-from tundish.scatter.scatterer import Scatterer
+from tundish.scatter.source import ScatterSession
+from tundish.scatter.transport.device import direct_backend
 
 __all__ = ["group_of", "open_scatterer", "taking_part"]
 
@@ -40,7 +40,7 @@ def taking_part(group: Any, src: Any, replicate: Any) -> Iterator[tuple[Voter, P
         voter = _voter_of(group)
         with heeding(voter):
             try:
-                place = place_of(group, src)
+                place = participants_of(group, src)
             except (InvalidInputError, InvalidTypeError) as error:
                 # The others are at the first vote of the block.
                 voter.vote(error, what="finding the source", timeout=timeout)
@@ -52,7 +52,7 @@ def taking_part(group: Any, src: Any, replicate: Any) -> Iterator[tuple[Voter, P
     with contextlib.suppress(InvalidInputError, InvalidTypeError):
         beside = _voter_of(group)
     with heeding(mates) if beside is None else heeding(mates, beside):
-        place = replicated_place_of(group, src, mates, beside, timeout=timeout)
+        place = replicated_participants(group, src, mates, beside, timeout=timeout)
     with Voter.among(place.ranks, timeout=timeout) as voter, heeding(voter):
         yield voter, place, timeout
 
@@ -66,10 +66,12 @@ def _voter_of(group: Any) -> Voter:
         raise
 
 
-def open_scatterer(group: Any, src: Any, replicate: Any = None, *, shared_memory: bool = True) -> Scatterer:
+def open_scatterer(
+    group: Any, src: Any, replicate: Any = None, *, shared_memory: bool = True
+) -> ScatterSession:
     """Collective over all who take part: a scatter from rank `src` of `group`."""
     with taking_part(group, src, replicate) as (voter, place, timeout):
-        return Scatterer(
+        return ScatterSession(
             voter, place, timeout=timeout, shared_memory=shared_memory, direct=direct_backend(group)
         )
 

@@ -14,7 +14,7 @@ import torch
 from tundish import _native
 from tundish.tree import flatten_with_addresses
 
-__all__ = ["Departure", "threads_beside", "threads_of"]
+__all__ = ["OutgoingBatch", "threads_beside", "threads_of"]
 
 # As these tensors of any dtype are copied: of some torch knows no more than how wide they are.
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,7 +24,7 @@ _MOST_THREADS = 4
 _WORD = 8
 
 
-class Departure:
+class OutgoingBatch:
     """A batch as it is to be sent.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Reading the source's data: from a loader, one round of batches after the other.
+"""BatchReader the source's data: from a loader, one round of batches after the other.
 
 Owns one pass through a loader that is the caller's. What always holds: batches are drawn in the loader's order and each
 is given out once, but for the repeated ones of a last round that says so; a state of the loader belongs to the batches
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tundish.errors import InvalidInputError
 
-__all__ = ["Drawn", "Reading", "Tail", "keeps_state", "length_of", "rounds_of", "tell_epoch"]
+__all__ = ["BatchReader", "Drawn", "Tail", "keeps_state", "length_of", "rounds_of", "tell_epoch"]
 
 Tail = Literal["drop", "pad", "short"]
 _NOTHING_MORE = object()
@@ -36,7 +36,7 @@ class Drawn(NamedTuple):
     state: Any
 
 
-class Reading:
+class BatchReader:
     """One pass through `loader`, `width` batches a round.
 
     `kept`: which of them stays with whoever reads, and may be changed there before the next round; `state`: the

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tundish.distributed import new_subgroup, torch_distributed, unique_name
-from tundish.scatter.departure import Departure
+from tundish.scatter.outgoing_batch import OutgoingBatch
 
 __all__ = ["Direct", "direct_backend"]
 
@@ -73,7 +73,7 @@ class Direct:
             self._device = device
         return self._device
 
-    def load(self, departure: Departure, wanted: torch.device) -> Tensor:
+    def load(self, departure: OutgoingBatch, wanted: torch.device) -> Tensor:
         """The bytes of a batch, shape (size,), uint8; `wanted`: as `device_for` has it."""
         device, layout = self.device_for(wanted), departure.schema.layout
         if departure.is_plain and self.kind != "cpu":

@@ -15,12 +15,12 @@ from collections import deque
 from threading import Condition, RLock
 from typing import Generic, TypeVar
 
-__all__ = ["Shelf"]
+__all__ = ["BoundedQueue"]
 
 T = TypeVar("T")
 
 
-class Shelf(Generic[T]):
+class BoundedQueue(Generic[T]):
     """A shelf for `most` things of at most `most_bytes` together."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
