@@ -49,20 +49,21 @@ def add_rtensor_commands(commands: Any) -> None:
         metavar="FILE",
         help="file whose first line is the token they were served with",
     )
-    stats.set_defaults(run=run_stats, needs="tundish.rtensor.lines")
+    stats.set_defaults(run=run_stats, needs="tundish.rtensor.workers.connections")
 
 
 def run_stats(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish rtensor stats`."""
-    from tundish.rtensor.lines import Lines, Request, Worker
+    from tundish.rtensor.workers.connections import Request, WorkerConnections
+    from tundish.rtensor.workers.worker import Worker
 
     token = _token(options.token_file) if options.token_file else None
     workers = [Worker(addr) for addr in dict.fromkeys(options.addresses)]
-    lines = Lines(lambda _: token, _SECONDS)
+    connections = WorkerConnections(lambda _: token, _SECONDS)
     try:
-        answers = lines.ask_all([(worker, Request("GET", "/stats")) for worker in workers])
+        answers = connections.send_all([(worker, Request("GET", "/stats")) for worker in workers])
     finally:
-        lines.close()
+        connections.close()
     for answer in answers:
         if isinstance(answer, Exception) and not isinstance(answer, (TransferError, NotAuthorizedError)):
             raise answer
@@ -103,7 +104,7 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
 
 def _token(path: Path) -> str:
     """The first line of a file."""
-    from tundish.rtensor.checks import check_token
+    from tundish.rtensor.arguments import check_token
 
     try:
         token = path.read_bytes().partition(b"\n")[0].decode().strip()

@@ -1,8 +1,8 @@
-"""Tensors that one process makes and others consume: handles travel, bytes go straight from owner to consumer.
+"""Tensors that one process makes and others consume: handles travel, bytes go directly from owner to consumer.
 
     >>> import torch
     >>> import tundish as td
-    >>> server = td.rtensor.serve()                     # once a process that stores or fetches
+    >>> server = td.rtensor.serve()                     # once in every process that stores or fetches
     >>> batch = td.rtensor.remotize({"input_ids": torch.arange(6).view(2, 3), "task": "caption"})
     >>> batch["input_ids"].shape, batch["task"]
     (torch.Size([2, 3]), 'caption')
@@ -14,16 +14,13 @@
     (0, 0)
     >>> server.close()
 
-`handle` is what travels, `storing` and `localizing` are the two ends of the way, `backends` say how the bytes go
-it, `serving` is a process's server. `controller` and `steps` drain. What always holds:
+Invariants:
+    What is fetched belongs to a step; every process drops it when the step ends, and refuses what arrives later.
+    Memory is bounded in bytes on both sides. At the limit calls wait, and then raise; nothing in use is evicted.
+    A tensor that was handed out is its holder's to write to, and nobody else sees that.
+    Nothing from the network is unpickled, imported or called.
 
-1. What is fetched belongs to a step, and every process that has it drops it when the step ends; what comes later is
-   refused.
-2. Memory is bounded in bytes on both sides; at the limit calls wait, and then raise. Nothing that lives is evicted.
-3. A tensor that was handed out is its holder's to write to, and nobody else sees that.
-4. Nothing from the network is unpickled, imported or called.
-
-Importing this imports no module of it: each comes when one of its names is asked for.
+The modules are imported when one of their names is used.
 """
 
 from __future__ import annotations
@@ -31,10 +28,13 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish.rtensor.answers import Drained
-    from tundish.rtensor.backends import Backend, HttpBackend, LocalBackend, set_backend
-    from tundish.rtensor.controller import Controller
-    from tundish.rtensor.handle import (
+    from tundish.rtensor.backends.backend import Backend, set_backend
+    from tundish.rtensor.backends.http import HttpBackend
+    from tundish.rtensor.backends.local import LocalBackend
+    from tundish.rtensor.backends.ray import RayBackend
+    from tundish.rtensor.controller.controller import Controller
+    from tundish.rtensor.controller.drained import Drained
+    from tundish.rtensor.handles import (
         RTensor,
         TensorShardInfo,
         collect_shards,
@@ -42,20 +42,24 @@ if TYPE_CHECKING:
         flatten_shard_ids,
         loads,
     )
-    from tundish.rtensor.lines import Worker
-    from tundish.rtensor.localizing import clear_fetch_buffer, fetch_buffer_stats, localize
-    from tundish.rtensor.on_ray import RayBackend
-    from tundish.rtensor.serving import Server, serve, trust
-    from tundish.rtensor.steps import Step, drain, keep, step
-    from tundish.rtensor.storing import clear_node, fetch, remotize, remove, storage_stats, store
+    from tundish.rtensor.server import Server, serve, trust
+    from tundish.rtensor.steps.drain import drain
+    from tundish.rtensor.steps.step import Step, keep, step
+    from tundish.rtensor.storage import clear_node, fetch, remove, storage_stats, store
+    from tundish.rtensor.transfer.localize import clear_fetch_buffer, fetch_buffer_stats, localize
+    from tundish.rtensor.transfer.remotize import remotize
+    from tundish.rtensor.workers.worker import Worker
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "tundish.rtensor.answers": ("Drained",),
-            "tundish.rtensor.backends": ("Backend", "HttpBackend", "LocalBackend", "set_backend"),
-            "tundish.rtensor.controller": ("Controller",),
-            "tundish.rtensor.handle": (
+            "tundish.rtensor.backends.backend": ("Backend", "set_backend"),
+            "tundish.rtensor.backends.http": ("HttpBackend",),
+            "tundish.rtensor.backends.local": ("LocalBackend",),
+            "tundish.rtensor.backends.ray": ("RayBackend",),
+            "tundish.rtensor.controller.controller": ("Controller",),
+            "tundish.rtensor.controller.drained": ("Drained",),
+            "tundish.rtensor.handles": (
                 "RTensor",
                 "TensorShardInfo",
                 "collect_shards",
@@ -63,19 +67,13 @@ else:
                 "flatten_shard_ids",
                 "loads",
             ),
-            "tundish.rtensor.lines": ("Worker",),
-            "tundish.rtensor.localizing": ("clear_fetch_buffer", "fetch_buffer_stats", "localize"),
-            "tundish.rtensor.on_ray": ("RayBackend",),
-            "tundish.rtensor.serving": ("Server", "serve", "trust"),
-            "tundish.rtensor.steps": ("Step", "drain", "keep", "step"),
-            "tundish.rtensor.storing": (
-                "clear_node",
-                "fetch",
-                "remotize",
-                "remove",
-                "storage_stats",
-                "store",
-            ),
+            "tundish.rtensor.server": ("Server", "serve", "trust"),
+            "tundish.rtensor.steps.drain": ("drain",),
+            "tundish.rtensor.steps.step": ("Step", "keep", "step"),
+            "tundish.rtensor.storage": ("clear_node", "fetch", "remove", "storage_stats", "store"),
+            "tundish.rtensor.transfer.localize": ("clear_fetch_buffer", "fetch_buffer_stats", "localize"),
+            "tundish.rtensor.transfer.remotize": ("remotize",),
+            "tundish.rtensor.workers.worker": ("Worker",),
         },
     )
 

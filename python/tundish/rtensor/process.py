@@ -1,6 +1,7 @@
-"""What a process has once: where it serves, whom it trusts with the token, the backend that it uses.
+"""The state of rtensor in one process: its server, its backend, its step, and the tokens that it sends.
 
-What always holds: a child made by `fork` begins with nothing of its parent's: it serves nowhere, and is in no step.
+Invariants:
+    A child made by `fork` starts with a new state: it serves nothing, is in no step, and has no tokens.
 """
 
 from __future__ import annotations
@@ -8,31 +9,28 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tundish.rtensor.undrained import Watch
-
 if TYPE_CHECKING:
-    from tundish.rtensor.backends import Backend
-    from tundish.rtensor.serving import Server
+    from tundish.rtensor.backends.backend import Backend
+    from tundish.rtensor.server import Server
 
-__all__ = ["State", "state"]
+__all__ = ["State", "next_step_number", "state"]
 
 
 @dataclass
 class State:
-    """Of one process.
+    """The state of one process.
 
     Attributes:
-        claimant: what its claims on shards are known by.
-        keeper: and what it keeps, which is not given up as claims are.
-        epoch: the number of the last step of this process alone.
-        in_step: whether one is under way.
-        kept: the shards of others of which something was fetched and is not to end with a step, as far as is known.
-        kept_entries: what was fetched of them: of one shard several parts, where rows were chosen.
-        tokens: what is shown to others, by their addresses.
-        watch: looks whether what is fetched is ever drained.
+        claimant: identifies the claims of this process's own steps.
+        keeper: identifies what it keeps, which is not given up with its claims.
+        last_step: the number of the last step that began here or on a controller here.
+        in_step: whether a step of this process alone is under way.
+        kept: ids of other processes' shards that this process keeps beyond the end of a step.
+        tokens: the token to send, by address.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -41,20 +39,26 @@ class State:
     keeper: int = field(default_factory=lambda: secrets.randbits(63))
     backend: Backend | None = None
     server: Server | None = None
-    epoch: int = 0
+    last_step: int = 0
     in_step: bool = False
     kept: set[str] = field(default_factory=set)
-    kept_entries: int = 0
     tokens: dict[str, str] = field(default_factory=dict)
-    watch: Watch = field(default_factory=Watch)
 
 
 _state = State()
 
 
 def state() -> State:
-    """That of this process."""
+    """The state of this process."""
     global _state
     if _state.pid != os.getpid():
         _state = State()
     return _state
+
+
+def next_step_number() -> int:
+    """The number of a new step: the time in microseconds, so that steps of several controllers differ and grow."""
+    mine = state()
+    with mine.lock:
+        mine.last_step = max(mine.last_step + 1, time.time_ns() // 1000)
+        return mine.last_step

@@ -252,8 +252,9 @@ impl Node {
 
     fn buffer_stats(&self) -> BufferStats {
         let memory = self.buffer_pool.account();
-        let state = self.buffer.state.lock();
+        let mut state = self.buffer.state.lock();
         let (total_bytes, num_entries) = state.parts.held();
+        let kept = state.parts.unclaimed().tally;
         let current = state.current_part().tally;
         let holding = state.parts.iter().filter(|(epoch, part)| epoch.is_some() && part.tally.num_entries > 0);
         BufferStats {
@@ -261,6 +262,8 @@ impl Node {
             total_bytes,
             current_entries: current.num_entries,
             current_bytes: current.held_bytes,
+            kept_entries: kept.num_entries,
+            kept_bytes: kept.held_bytes,
             high_water_bytes: state.parts.high_water_bytes,
             hits: state.counts.hits,
             misses: state.counts.misses,

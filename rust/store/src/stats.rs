@@ -103,6 +103,10 @@ pub struct BufferStats {
     pub current_entries: u64,
     /// Their bytes.
     pub current_bytes: u64,
+    /// Entries that were kept: they end with no step until they are claimed again.
+    pub kept_entries: u64,
+    /// Their bytes.
+    pub kept_bytes: u64,
     /// The most bytes that they ever took.
     pub high_water_bytes: u64,
     /// Tensors that were found.

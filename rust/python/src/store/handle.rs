@@ -140,7 +140,7 @@ impl RTensor {
     fn shard<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let Handle { id, kind, .. } = &self.handle;
         let reference = self.reference_of(py);
-        SHARD.import(py, "tundish.rtensor.handle", "TensorShardInfo")?.call1((id.to_string(), &*kind.owner, reference))
+        SHARD.import(py, "tundish.rtensor.handles", "TensorShardInfo")?.call1((id.to_string(), &*kind.owner, reference))
     }
 
     /// The name of the shard.
@@ -188,7 +188,7 @@ impl RTensor {
         if let Some(local) = slf.get().local_of(py) {
             return Ok(local.into_bound(py));
         }
-        let tensor = py.import("tundish.rtensor.localizing")?.call_method1("localize", (slf,))?;
+        let tensor = py.import("tundish.rtensor.transfer.localize")?.call_method1("localize", (slf,))?;
         let local = Local::fetched(&slf.get().handle, tensor.clone().unbind());
         let before = slf.get().lock().get_or_insert_default().local.replace(local);
         drop(before);
@@ -285,7 +285,7 @@ impl RTensor {
         let py = slf.py();
         let mut writer = Writer::new();
         writer.handle(&slf.get().handle).map_err(BindingError::from)?;
-        let restore = py.import("tundish.rtensor.handle")?.getattr("restore")?;
+        let restore = py.import("tundish.rtensor.handles")?.getattr("restore")?;
         Ok((restore, (PyBytes::new(py, &writer.finish()), slf.get().reference_of(py))))
     }
 

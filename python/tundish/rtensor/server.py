@@ -1,7 +1,8 @@
-"""A process's server: where others fetch what it stores, and drain what it holds.
+"""`Server`: serves what this process stores, and lets a controller drain what it holds.
 
-What always holds: a process serves at one address; a port that others reach is not opened without a token; the
-token is sent to those alone of whom this process was told.
+Invariants:
+    A process has one server.
+    A token is sent only to addresses that this process was told of, never to any address that a handle names.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from typing import Any, Self
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.rtensor.checks import check_token, split_address
+from tundish.rtensor.arguments import check_token, split_address
 from tundish.rtensor.process import state
 
-__all__ = ["Server", "address", "serve", "trust"]
+__all__ = ["Server", "serve", "server_address", "trust"]
 
 _LOOPBACK = "127.0.0.1"
-# A documentation address (RFC 5737): to ask which of this machine's addresses leads outside takes one, and sends
-# nothing.
-_ELSEWHERE = "192.0.2.1", 9
+# A documentation address (RFC 5737). Connecting a datagram socket to it sends nothing, and tells which of this
+# machine's addresses leads outside.
+_OUTSIDE = "192.0.2.1", 9
 
 
 class Server:
-    """Serves what this process stores, until it is closed or the process ends. A context manager.
+    """The server of this process. A context manager that closes it.
 
     Attributes:
-        addr: `"host:port"`, as others reach it, and as handles name it.
-        token: what has to be shown to it, or None.
+        addr: its address for other processes, `"host:port"`, as handles name it.
+        token: the token that a request has to carry, or None.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Server:
         self._options = options
 
     def close(self) -> None:
-        """Serve no longer. What is stored stays, and nobody else gets at it. Done twice is done once."""
+        """Stops serving. Shards stay stored, and no other process can fetch them. Idempotent."""
         mine = state()
         with mine.lock:
             if mine.server is self:
@@ -71,22 +72,22 @@ def serve(
     buffer_limit_bytes: int | None = None,
     peers: Iterable[str] = (),
 ) -> Server:
-    """Serve what this process stores; every process that stores or fetches does so once.
-
-    Args:
-        host: the address to listen at. Any but that of the machine itself (`127.0.0.1`) is reached by others and
-            wants a token. `0.0.0.0` is all of the machine's; handles then name the one that leads outside.
-        port: 0 takes one that is free.
-        token: whoever wants anything has to show it. There is no TLS: where others listen on the network, go
-            through a tunnel, as the guide has it.
-        limit_bytes: the most memory for what is stored; by default a quarter of what the process can have.
-        buffer_limit_bytes: the most for what is fetched, likewise.
-        peers: addresses of processes that are shown the same token. Those that are known later are added with `trust`.
+    """Serves what this process stores. Call it once in every process that stores or fetches.
 
     Called again with the same arguments it returns the same server.
 
-    Raises `InvalidInputError` without a token where one is needed, or where this process serves otherwise already;
-    `StorageError`, an `OSError` with its `errno`, where the port is taken.
+    Args:
+        host: the address to listen on. Any but a loopback address needs a token. `0.0.0.0` listens on all addresses
+            of the machine; handles then name the one that leads outside.
+        port: the port to listen on; 0 takes a free one.
+        token: the token that every request has to carry. It travels in the clear: there is no TLS.
+        limit_bytes: memory limit of stored shards, in bytes; by default a quarter of what the process can have.
+        buffer_limit_bytes: memory limit of the fetch buffer, in bytes; the same default.
+        peers: addresses of other processes to which this one sends the token. `trust` adds more.
+
+    Raises:
+        InvalidInputError: a token is missing, an argument is invalid, or this process serves with other arguments.
+        StorageError: the port is taken (an `OSError` with its `errno`).
     """
     options = (host, port, token, limit_bytes, buffer_limit_bytes)
     _check(host, port, token, limit_bytes, buffer_limit_bytes)
@@ -96,27 +97,31 @@ def serve(
         if mine.server is None:
             default = 4 * _native.default_arena_limit()
             native = _native.ShardServer(host.removeprefix("[").removesuffix("]"), port, token)
-            # Where nothing is served the limits are as they were.
+            # After the server started: a failure leaves the limits as they were.
             _native.ShardStore.set_limits(
                 default if limit_bytes is None else limit_bytes,
                 default if buffer_limit_bytes is None else buffer_limit_bytes,
             )
-            addr = f"{_shown(host)}:{native.port}"
+            addr = f"{_reachable(host)}:{native.port}"
             _native.ShardStore.announce(addr)
             mine.server = Server(addr, token, native, options)
         elif mine.server._options != options:
             raise InvalidInputError(
-                f"this process serves at {mine.server.addr} already, with other arguments: a process serves once; "
-                "close that server first"
+                f"this process serves at {mine.server.addr} already, with other arguments: close that server first"
             )
         trust(*others, token=token)
         return mine.server
 
 
 def trust(*addresses: str, token: str | None) -> None:
-    """Show `token` to the processes that serve at these addresses; to others none is shown.
+    """Sends `token` with every request to these addresses; other addresses get none.
 
-    Raises `InvalidInputError` for what is no address, and for what is no token.
+    Args:
+        addresses: `"host:port"` of other processes' servers.
+        token: their token; None forgets it.
+
+    Raises:
+        InvalidInputError: an address or the token is invalid.
     """
     check_token(token)
     for one in addresses:
@@ -130,8 +135,8 @@ def trust(*addresses: str, token: str | None) -> None:
             tokens[one] = token
 
 
-def address() -> str:
-    """Where this process serves; on the machine itself, if nobody said otherwise."""
+def server_address() -> str:
+    """The address of this process's server, which starts on loopback if there is none."""
     server = state().server
     return serve().addr if server is None else server.addr
 
@@ -139,28 +144,28 @@ def address() -> str:
 def _check(host: str, port: int, token: str | None, *limits: int | None) -> None:
     if not isinstance(host, str) or not host:
         raise InvalidTypeError(f"host is {host!r}, not a name or an address")
-    if not _is_between(port, 0, 2**16 - 1):
+    if not _is_integer(port, 0, 2**16 - 1):
         raise InvalidInputError(f"port is {port!r}, not 0 to 65535")
     check_token(token)
     for limit in limits:
-        if limit is not None and not _is_between(limit, 1, 2**63 - 1):
+        if limit is not None and not _is_integer(limit, 1, 2**63 - 1):
             raise InvalidInputError(f"a limit is {limit!r}, not a number of bytes above 0 and below 2**63")
-    if token is None and not _is_this_machine(host):
+    if token is None and not _is_loopback(host):
         raise InvalidInputError(
-            f"{host} is reached from other machines, so a token is needed: serve({host!r}, token=…), the same for all "
-            "processes of the job"
+            f"other machines reach {host}, so a token is needed: serve({host!r}, token=…), the same for all processes "
+            "of the job"
         )
 
 
-def _is_between(value: Any, least: int, most: int) -> bool:
-    """Whether it is a whole number, also one of numpy, and in these bounds."""
+def _is_integer(value: Any, least: int, most: int) -> bool:
+    """Whether `value` is an integer, of numpy too, within these bounds."""
     try:
         return not isinstance(value, bool) and least <= operator.index(value) <= most
     except TypeError:
         return False
 
 
-def _is_this_machine(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:
@@ -169,8 +174,8 @@ def _is_this_machine(host: str) -> bool:
         return False
 
 
-def _shown(host: str) -> str:
-    """The host as others reach it."""
+def _reachable(host: str) -> str:
+    """The host under which other processes reach this one."""
     try:
         numbers = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
@@ -178,9 +183,9 @@ def _shown(host: str) -> str:
     if numbers.is_unspecified:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect(_ELSEWHERE)
+                probe.connect(_OUTSIDE)
             except OSError:
-                # A machine without a way outside.
+                # A machine without a route to the outside.
                 return _LOOPBACK
             return str(probe.getsockname()[0])
     return f"[{numbers}]" if numbers.version == 6 else str(numbers)

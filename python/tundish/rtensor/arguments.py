@@ -1,7 +1,4 @@
-"""Arguments that several calls of this part take, checked before work starts.
-
-torch is never imported: the command line checks what it is given here, too.
-"""
+"""Checks of arguments that several functions of rtensor take. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,11 +6,12 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, MappingView, Set
 from numbers import Real
-from typing import Any
+from typing import Any, Final
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
+    "DEFAULT_TIMEOUT",
     "check_claim_of_handles",
     "check_container",
     "check_iterator",
@@ -24,7 +22,9 @@ __all__ = [
     "split_address",
 ]
 
-# Nobody looks for handles in these.
+# Seconds.
+DEFAULT_TIMEOUT: Final = 60.0
+# A tree walk does not look into these.
 _PASSED_OVER = (Iterator, MappingView, Set)
 _GIVEN_NAME = re.compile(r"[0-9a-f]{16}-[0-9]+")
 

@@ -33,10 +33,10 @@ from tundish.errors import (
     missing_extra,
 )
 from tundish.rawbytes import raw_bytes
-from tundish.rtensor.backends import Removed, StoreBackend
-from tundish.rtensor.handle import TensorShardInfo
-from tundish.rtensor.serving import address
-from tundish.waiting import Thread
+from tundish.rtensor.backends.backend import Removed
+from tundish.rtensor.backends.store import StoreBackend
+from tundish.rtensor.handles import TensorShardInfo
+from tundish.rtensor.server import server_address
 
 __all__ = ["RayBackend"]
 
@@ -72,10 +72,10 @@ class RayBackend(StoreBackend):
         self._bytes: dict[str, int] = {}
         # Of all of them, and of what is being put.
         self._used = 0
-        self._reaper: Thread | None = None
+        self._reaper: threading.Thread | None = None
 
     def address(self) -> str:
-        return address()
+        return server_address()
 
     def _connected_as(self) -> tuple[str, str] | None:
         """What tells this connection to a cluster from an earlier or a later one."""
@@ -216,7 +216,9 @@ class RayBackend(StoreBackend):
             self._bytes[name] = size
             self._used += size - before
             if self._reaper is None:
-                reaper = Thread(_reap, "tundish-rtensor-ray", (weakref.ref(self),))
+                reaper = threading.Thread(
+                    target=_reap, name="tundish-rtensor-ray", args=(weakref.ref(self),), daemon=True
+                )
                 reaper.start()
                 # Not before it is there; of two, each lets go of what is gone.
                 self._reaper = reaper

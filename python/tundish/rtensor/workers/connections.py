@@ -14,51 +14,30 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from tundish.errors import InvalidTypeError, NotAuthorizedError, TransferError
-from tundish.rtensor.checks import split_address
-from tundish.rtensor.crew import Crew, Round
-from tundish.rtensor.exchange import Connection
+from tundish.errors import NotAuthorizedError, TransferError
+from tundish.rtensor.arguments import split_address
+from tundish.rtensor.workers.crew import Crew, Round
+from tundish.rtensor.workers.exchange import Connection
+from tundish.rtensor.workers.worker import Worker
 from tundish.waiting import to_its_end
 
-__all__ = ["Lines", "Request", "SilentError", "StepTakenError", "Worker", "worker_of"]
+__all__ = ["NoAnswerError", "Request", "WorkerConnections"]
 
 # Of ids in a request: some megabytes, which no worker refuses.
 _MOST_IDS = 1 << 16
 _OK = 200
 _UNAUTHORIZED = 401
 _FORBIDDEN = 403
-_CONFLICT = 409
 _WRONG = 400
 _LONGEST_REASON = 1000
 _LONGEST_SHOWN = 100
 
 # What connections are known by.
 _made = itertools.count()
-
-
-class Worker(NamedTuple):
-    """A process that a controller drains.
-
-    Attributes:
-        addr: where it serves.
-        role: what it is, for messages: actor, critic, ref.
-        rank: which of these.
-        drain: for a process that does not serve, such as one of an inference server: called with the ids of the
-            shards that it is to drop, and for the end of a step with those that the step claimed. By a thread that
-            is not waited for longer than the controller's `timeout`: then it has failed, though it may go on.
-    """
-
-    addr: str
-    role: str = "worker"
-    rank: int = 0
-    drain: Callable[[list[str]], object] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.role} {self.rank} at {self.addr}"
 
 
 class Request:
@@ -68,16 +47,17 @@ class Request:
         bodies: what is sent, one after the other: of a long list of ids some in each.
     """
 
-    def __init__(self, method: str, path: str, content: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, method: str, path: str, shard_ids: Sequence[str] | None = None) -> None:
         self.method = method
         self.path = path
-        ids: Sequence[str] = (content or {}).get("shard_ids") or ()
-        some = [ids[start : start + _MOST_IDS] for start in range(0, len(ids), _MOST_IDS)]
-        contents: list[Mapping[str, Any] | None] = [{"shard_ids": one} for one in some]
-        self.bodies = [None if one is None else json.dumps(one).encode() for one in contents or [content]]
+        self.bodies: list[bytes | None] = [None]
+        if shard_ids is not None:
+            starts = range(0, len(shard_ids), _MOST_IDS) or (0,)
+            some = [shard_ids[start : start + _MOST_IDS] for start in starts]
+            self.bodies = [json.dumps({"shard_ids": one}).encode() for one in some]
 
 
-class Lines:
+class WorkerConnections:
     """Connections to workers, one each.
 
     Attributes:
@@ -93,7 +73,7 @@ class Lines:
         self._lines: dict[str, _Line] = {}
         self._crew = Crew()
 
-    def ask_all(self, requests: Iterable[tuple[Worker, Request]]) -> list[Any]:
+    def send_all(self, requests: Iterable[tuple[Worker, Request]]) -> list[Any]:
         """The answers of all workers, in order: what came as JSON, or the exception that it came to.
 
         These are `TransferError`, `StepTakenError` and `NotAuthorizedError`.
@@ -146,7 +126,7 @@ class Lines:
         # Whom nobody knows any more nobody closes.
         to_its_end(close)
 
-    def forget_all_but(self, addresses: Set[str]) -> None:
+    def keep_only(self, addresses: Set[str]) -> None:
         """Close the lines to all other addresses."""
         with self._lock:
             others = self._lines.keys() - addresses
@@ -215,7 +195,7 @@ class _Line:
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             self._connection.close()
             reason = str(error) or type(error).__name__
-            raise SilentError(
+            raise NoAnswerError(
                 f"{worker} does not answer ({request.method} {request.path}): {reason}; does that process still run?"
             ) from error
         except BaseException:
@@ -270,36 +250,8 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-class SilentError(TransferError):
+class NoAnswerError(TransferError):
     """No answer came from there, or none in time."""
-
-
-class StepTakenError(TransferError):
-    """A step of that number has ended there, or is another controller's."""
-
-
-def worker_of(given: Any) -> Worker:
-    """A worker that was given as one, or as what makes one. Raises `InvalidTypeError` and `InvalidInputError`."""
-    if isinstance(given, Worker):
-        worker = given
-    elif isinstance(given, (tuple, list)) and 1 <= len(given) <= len(Worker._fields):
-        worker = Worker(*given)
-    else:
-        raise InvalidTypeError(f"{given!r} is no worker: Worker(addr, role, rank)")
-    if isinstance(worker.rank, bool) or not isinstance(worker.rank, int):
-        raise InvalidTypeError(f"rank of {worker} is a {type(worker.rank).__qualname__}, not a whole number")
-    if worker.drain is None:
-        split_address(worker.addr)
-        return worker
-    if not callable(worker.drain):
-        raise InvalidTypeError(f"drain of {worker} is a {type(worker.drain).__qualname__}, not a function")
-    try:
-        hash(worker)
-    except TypeError as error:
-        raise InvalidTypeError(
-            f"{worker} cannot be told from others ({error}): give a function as its drain"
-        ) from None
-    return worker
 
 
 def _joined(one: Any, other: Any) -> Any:
@@ -315,8 +267,7 @@ def _read(worker: Worker, request: Request, status: int, text: bytes) -> Any:
         answer = None
     if status >= _WRONG:
         reason = answer.get("message", "") if isinstance(answer, dict) else text.decode(errors="replace")
-        kind = StepTakenError if status == _CONFLICT else TransferError
-        raise kind(
+        raise TransferError(
             f"{worker} refuses {request.method} {request.path} ({status}): {str(reason)[:_LONGEST_REASON]}"
         )
     if status != _OK or not isinstance(answer, dict) or not answer:

@@ -1,0 +1,1 @@
+"""Backends: where tensors are stored, and how they are fetched."""

@@ -1,0 +1,32 @@
+"""`HttpBackend`: the default backend. Owners serve their tensors over HTTP and shared memory."""
+
+from __future__ import annotations
+
+from tundish.rtensor.backends.backend import Backend
+from tundish.rtensor.backends.store import StoreBackend
+from tundish.rtensor.process import state
+from tundish.rtensor.server import server_address
+
+__all__ = ["HttpBackend", "current_backend"]
+
+
+class HttpBackend(StoreBackend):
+    """Tensors stay in the process that made them, which serves them over HTTP; on its node, through shared memory.
+
+    Args:
+        shared_memory: False has them sent over sockets on the same node, too.
+    """
+
+    def __init__(self, *, shared_memory: bool = True) -> None:
+        self.shared_memory = shared_memory
+
+    def address(self) -> str:
+        return server_address()
+
+
+def current_backend() -> Backend:
+    """The backend of this process: the one that was set, or an `HttpBackend`."""
+    mine = state()
+    if mine.backend is None:
+        mine.backend = HttpBackend()
+    return mine.backend

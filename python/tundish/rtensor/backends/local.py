@@ -1,0 +1,41 @@
+"""`LocalBackend`: tensors within one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tundish._native import RTensor, ShardStore, ShardView
+from tundish.errors import InvalidInputError
+from tundish.rtensor.backends.store import StoreBackend
+
+__all__ = ["LocalBackend"]
+
+_ADDRESS = "local"
+
+
+class LocalBackend(StoreBackend):
+    """Tensors stay in this process, and no other process can fetch them. For jobs of one process, and for tests."""
+
+    def __init__(self) -> None:
+        ShardStore.announce(_ADDRESS)
+
+    def address(self) -> str:
+        return _ADDRESS
+
+    def fetch(self, handles: Sequence[RTensor], timeout: float) -> Sequence[ShardView]:
+        _check_local(handles)
+        return super().fetch(handles, timeout)
+
+    def fetch_into(self, handles: Sequence[RTensor], targets: Sequence[Tensor], timeout: float) -> None:
+        _check_local(handles)
+        super().fetch_into(handles, targets, timeout)
+
+
+def _check_local(handles: Sequence[RTensor]) -> None:
+    for handle in handles:
+        if handle.node_addr != _ADDRESS:
+            raise InvalidInputError(
+                f"{handle} is served over the network, and LocalBackend reads this process only: use HttpBackend"
+            )

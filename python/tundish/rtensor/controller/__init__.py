@@ -1,0 +1,1 @@
+"""The controller: begins and ends steps on all workers."""

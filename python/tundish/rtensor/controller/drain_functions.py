@@ -1,0 +1,68 @@
+"""Calls the `drain` functions of workers without a server, with a deadline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+from typing import Any
+
+from tundish.errors import TransferError
+from tundish.rtensor.workers.worker import Worker
+
+__all__ = ["DrainFunctions"]
+
+
+class DrainFunctions:
+    """Calls drain functions, each on a daemon thread of its own.
+
+    A function that exceeds the timeout has failed, though its thread goes on; it is not called again before it ends.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._running: dict[Worker, Future[None]] = {}
+
+    def call(self, calls: Iterable[tuple[Worker, list[str]]]) -> dict[Worker, dict[str, Any] | Exception]:
+        """Calls all functions at once; returns `{}` or the failure of each."""
+        deadline = time.monotonic() + self._timeout
+        ids_of: dict[Worker, list[str]] = {}
+        for worker, ids in calls:
+            ids_of.setdefault(worker, []).extend(ids)
+        earlier = [self._running[worker] for worker in ids_of if worker in self._running]
+        wait(earlier, max(0.0, deadline - time.monotonic()))
+        for worker, ids in ids_of.items():
+            if worker not in self._running or self._running[worker].done():
+                self._running[worker] = _start(worker, ids)
+        wait([self._running[worker] for worker in ids_of], max(0.0, deadline - time.monotonic()))
+        return {worker: self._answer(worker) for worker in ids_of}
+
+    def _answer(self, worker: Worker) -> dict[str, Any] | Exception:
+        if not self._running[worker].done():
+            return TransferError(
+                f"{worker} fails: its drain function has not ended within {self._timeout:g} s"
+            )
+        error = self._running.pop(worker).exception()
+        if error is None:
+            return {}
+        failure = TransferError(f"{worker} fails: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
+
+
+def _start(worker: Worker, ids: list[str]) -> Future[None]:
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            if worker.drain is not None:
+                worker.drain(ids)
+        except BaseException as error:  # noqa: BLE001 (becomes the worker's answer)
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    # An executor's threads would be joined when the interpreter ends, however long the function takes.
+    threading.Thread(target=run, name="tundish-rtensor-drain", daemon=True).start()
+    return future

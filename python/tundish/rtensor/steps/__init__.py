@@ -1,0 +1,1 @@
+"""Steps of one process and of a process group, without a controller."""

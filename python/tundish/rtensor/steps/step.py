@@ -1,0 +1,141 @@
+"""`step` and `keep`: steps of this process alone.
+
+Invariants:
+    When a step ends, however it ends, all that was fetched in it is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from tundish._native import ShardStore, shard_ids
+from tundish.errors import InvalidInputError, ShardGoneError
+from tundish.rtensor.handles import by_owner, claimed
+from tundish.rtensor.process import State, next_step_number, state
+
+__all__ = ["Step", "drop_fetched", "keep", "step"]
+
+_log = logging.getLogger("tundish.rtensor")
+_SHOWN_NAMES = 8
+
+
+class Step(NamedTuple):
+    """A step under way.
+
+    Attributes:
+        number: identifies the step in messages and in `/stats`; later steps have larger numbers.
+    """
+
+    number: int
+
+
+@contextlib.contextmanager
+def step(claim: Any = None) -> Iterator[Step]:
+    """A step of this process: when the block ends, all that was fetched in it is dropped, and `claim` is removed.
+
+    Fetches between two steps belong to the later one.
+
+    Args:
+        claim: nested containers of handles of shards that this process stores. Other shards stay.
+
+    Raises:
+        ShardGoneError: a claimed shard does not exist here, or another step claims it. Nothing is drained then. A
+            `Controller` claims shards of other processes.
+        InvalidInputError: this process is in a step already.
+    """
+    mine = state()
+    ids = shard_ids(claimed(claim, "step"))
+    with mine.lock:
+        if mine.in_step:
+            raise InvalidInputError("this process is in a step already: end that one first")
+        mine.in_step = True
+    try:
+        number = _next_number(mine)
+        try:
+            if ids:
+                _claim(number, mine, ids)
+            ShardStore.begin_epoch(number, mine.claimant)
+        except BaseException:
+            ShardStore.give_up(mine.claimant)
+            raise
+        try:
+            yield Step(number)
+        finally:
+            ShardStore.clear_buffer(ids)
+            _end(number, mine)
+    finally:
+        mine.in_step = False
+
+
+def keep(obj: Any) -> int:
+    """Carries over the shards of handles in `obj`: they, and what this process fetched of them, outlive the step.
+
+    They stay until they are removed or drained by their ids, or a later `step` of this process or `drain` claims
+    them.
+
+    Args:
+        obj: nested containers of handles.
+
+    Returns:
+        The number of shards and fetched entries that are kept.
+    """
+    handles = claimed(obj, "keep")
+    mine = state()
+    here = {"local", mine.server.addr if mine.server is not None else "local"}
+    others = {one for owner, ids in by_owner(handles).items() if owner not in here for one in ids}
+    mine.kept |= others
+    own = [one for one in shard_ids(handles) if one not in others]
+    return ShardStore.keep(mine.keeper, list(others)) + ShardStore.keep(mine.keeper, own)
+
+
+def drop_fetched(claims: list[str]) -> None:
+    """Drops all that was fetched since the last step, and what was fetched of `claims` at any time."""
+    mine = state()
+    number = _next_number(mine)
+    ShardStore.begin_epoch(number, mine.claimant)
+    ShardStore.clear_buffer(claims)
+    _end(number, mine)
+
+
+def _next_number(mine: State) -> int:
+    # A step whose end was interrupted may be open still.
+    ShardStore.give_up(mine.claimant)
+    return next_step_number()
+
+
+def _claim(number: int, mine: State, ids: list[str]) -> None:
+    _, missing, taken = ShardStore.claim(number, mine.claimant, ids)
+    if missing or taken:
+        names = ", ".join([*missing, *taken][:_SHOWN_NAMES])
+        raise ShardGoneError(
+            f"this process has not got these shards, or they are another step's: {names}; a Controller claims those "
+            "of other processes"
+        )
+
+
+def _end(number: int, mine: State) -> None:
+    ledger = json.loads(ShardStore.end_epoch(number))
+    if ledger["escaped_bytes"]:
+        _log.warning(
+            "%d bytes of step %d escaped: tensors that were handed out in the step are still in use",
+            ledger["escaped_bytes"],
+            number,
+        )
+    left = json.loads(ShardStore.stats())["buffer"]
+    if not left["kept_entries"]:
+        mine.kept.clear()
+    entries = left["num_entries"] - left["current_entries"] - left["kept_entries"]
+    if entries:
+        _log.warning(
+            "%d entries (%d bytes) are still in the fetch buffer after the end of step %d, the oldest of step %s",
+            entries,
+            left["total_bytes"] - left["current_bytes"] - left["kept_bytes"],
+            number,
+            left["oldest_epoch"],
+        )
+    else:
+        _log.debug("step %d is drained", number)

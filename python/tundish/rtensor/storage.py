@@ -1,0 +1,98 @@
+"""Shards that this process stores, by name: `store`, `fetch`, `remove`, `clear_node`, `storage_stats`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tundish._native import RTensor
+from tundish.errors import InvalidTypeError
+from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_names, check_seconds
+from tundish.rtensor.backends.backend import Removed
+from tundish.rtensor.backends.http import current_backend
+from tundish.rtensor.transfer.dense_tensors import dense
+from tundish.tree import Refusal
+
+__all__ = ["clear_node", "fetch", "remove", "storage_stats", "store"]
+
+
+def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) -> RTensor:
+    """Stores a copy of `tensor` under a name, and returns its handle.
+
+    Do not reuse a name within a step: see `remove`.
+
+    Args:
+        shard_id: the name: up to 128 characters out of `A-Z a-z 0-9 . _ : -`.
+        tensor: a dense tensor on any device.
+        timeout: seconds to wait for memory where the storage is at its limit.
+
+    Raises:
+        InvalidInputError: a shard of that name exists.
+        StoreFullError, InvalidTypeError: as `remotize`.
+    """
+    timeout = check_seconds(timeout)
+    _check_name(shard_id)
+    if not isinstance(tensor, Tensor):
+        raise InvalidTypeError(f"store takes a tensor, not a {type(tensor).__qualname__}")
+    try:
+        values = dense(tensor)
+    except Refusal as refusal:
+        raise refusal.kind(f"the tensor to be stored as {shard_id} {refusal.reason}") from refusal
+    return current_backend().store_as(shard_id, values, timeout)
+
+
+def fetch(shard_id: str) -> Tensor:
+    """The tensor that this process stores under a name, in host memory. The caller may write to it.
+
+    Raises:
+        ShardGoneError: there is none.
+    """
+    _check_name(shard_id)
+    found: Tensor = current_backend().own(shard_id).to_local()
+    return found
+
+
+def remove(shard_ids: str | Iterable[str]) -> int:
+    """Removes shards that this process stores, and what it fetched of them.
+
+    Other processes keep what they fetched until their step ends, or `clear_batches` drains it: until then they read
+    the old tensor, also by a handle of a new one under the same name.
+
+    Args:
+        shard_ids: one name, or names. Unknown and repeated names are ignored.
+
+    Returns:
+        The number of shards that were removed.
+    """
+    names: Sequence[str] | Iterable[str] = [shard_ids] if isinstance(shard_ids, str) else shard_ids
+    check_names(names, "remove")
+    return current_backend().remove(names)["cleared_count"]
+
+
+def clear_node() -> Removed:
+    """Removes everything that this process stores or fetched, claimed or not.
+
+    Returns:
+        The counts of the storage: `cleared_count` shards, `num_tensors` and `total_bytes`.
+    """
+    return current_backend().clear()
+
+
+def storage_stats() -> dict[str, Any]:
+    """Counts of the shards that this process stores.
+
+    Returns:
+        `num_tensors` and their `total_bytes`; of these `unclaimed_entries`, `unclaimed_bytes` and the age of the
+        oldest, `oldest_unclaimed_seconds`; the largest `total_bytes` so far, `high_water_bytes`; and in `memory` the
+        bytes of allocated memory: `limit_bytes`, `used_bytes`, `idle_bytes`, and `escaped_bytes`, which a view holds
+        although they were removed.
+    """
+    storage = current_backend().stats()["storage"]
+    return {"num_tensors": storage.pop("num_entries"), **storage}
+
+
+def _check_name(shard_id: str) -> None:
+    if not isinstance(shard_id, str):
+        raise InvalidTypeError(f"the name of a shard is a string, not a {type(shard_id).__qualname__}")

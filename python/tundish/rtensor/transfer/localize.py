@@ -1,0 +1,108 @@
+"""`localize`: fetches the tensors of handles in nested containers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tundish._native import RTensor
+from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_names, check_seconds
+from tundish.rtensor.backends.http import current_backend
+from tundish.rtensor.handles import handles_of, replace_handles
+from tundish.rtensor.steps.leak_check import leak_check
+from tundish.rtensor.transfer.dense_tensors import tensors_over
+from tundish.rtensor.transfer.output_buffers import output_buffers
+
+__all__ = ["clear_fetch_buffer", "fetch_buffer_stats", "localize"]
+
+
+def localize(
+    obj: Any, *, out: Tensor | Sequence[Tensor] | None = None, timeout: float = DEFAULT_TIMEOUT
+) -> Any:
+    """Fetches the tensors of the handles in `obj` and returns nested containers with them in their place.
+
+    What was fetched in this step comes from the fetch buffer, and stays there until the step ends. Everything else
+    is fetched in one request an owner, all owners at once; fetches that another thread has begun are waited for. The
+    tensors are in host memory. You may write to them: nobody else sees that. Equal handles become one tensor.
+
+    Args:
+        obj: a handle, or nested containers of handles. Everything else stays as it is.
+        out: output buffers: a tensor for a handle, else as many tensors as `obj` has handles, in their order, with
+            their shapes and dtypes. They come in place of the handles, and the fetch buffer keeps nothing. Bytes go
+            directly into contiguous tensors in host memory. They may be interleaved views of one tensor, such as its
+            columns, but share no memory.
+        timeout: seconds until everything has arrived.
+
+    Raises:
+        InvalidTypeError: handles are in a set or a view of a dict, in which none is found.
+        ShardGoneError: a shard was removed, or drained with its step, or the step ended meanwhile.
+        TransferError: an owner does not answer, or sent damaged bytes; the message has its address.
+        NotAuthorizedError: an owner wants a token; see `serve`.
+        ShardMismatchError: a tensor has another dtype or shape than its handle.
+        StoreFullError: the fetch buffer stayed at its limit.
+        TimedOutError: it took too long.
+    """
+    timeout = check_seconds(timeout)
+    handles = handles_of(obj)
+    buffers = None if out is None else output_buffers(out, handles)
+    if not handles:
+        return obj
+    if buffers is not None:
+        _fetch_into(handles, buffers, timeout)
+        outputs = iter(buffers)
+        return replace_handles(lambda _: next(outputs), obj)
+    unique = list(dict.fromkeys(handles))
+    views = current_backend().fetch(unique, timeout)
+    leak_check.after_fetch()
+    tensors = dict(zip(unique, tensors_over(views, unique), strict=True))
+    return replace_handles(tensors.__getitem__, obj)
+
+
+def _fetch_into(handles: list[RTensor], buffers: list[Tensor], timeout: float) -> None:
+    direct = [
+        one.is_cpu and one.is_contiguous() and not one.is_conj() and not one.is_neg() for one in buffers
+    ]
+    targets = [
+        buffer if is_direct else torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        for buffer, is_direct in zip(buffers, direct, strict=True)
+    ]
+    try:
+        current_backend().fetch_into(handles, targets, timeout)
+    finally:
+        # Autograd has to notice that the values changed.
+        for buffer, is_direct in zip(buffers, direct, strict=True):
+            if is_direct:
+                torch.autograd.graph.increment_version(buffer)
+    for buffer, target in zip(buffers, targets, strict=True):
+        if target is not buffer:
+            buffer.copy_(target)
+
+
+def clear_fetch_buffer(shard_ids: Iterable[str] | None = None) -> int:
+    """Drops what this process fetched. Tensors that were handed out stay valid.
+
+    Args:
+        shard_ids: the shards to drop; None drops everything.
+
+    Returns:
+        The number of entries that were dropped.
+    """
+    if shard_ids is not None:
+        check_names(shard_ids, "clear_fetch_buffer")
+    return current_backend().clear_buffer(shard_ids)
+
+
+def fetch_buffer_stats() -> dict[str, Any]:
+    """Counts of what this process fetched and holds until the end of the step.
+
+    Returns:
+        `num_entries` and their `total_bytes`; of these `kept_entries` and `kept_bytes`, which outlive the step; the
+        largest `total_bytes` so far (`high_water_bytes`); `hits` and `misses`; `late_inserts_refused` (arrived after
+        their step had ended); `in_flight`; the `oldest_epoch` that has bytes; and in `memory` the bytes of allocated
+        memory, as in `storage_stats`.
+    """
+    found: dict[str, Any] = current_backend().stats()["buffer"]
+    return found

@@ -1,0 +1,1 @@
+"""The processes that a controller drains, and the requests to them."""
