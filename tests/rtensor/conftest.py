@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from peers import Peer
+    from support.rtensor.peers import Peer
+
     from tundish.rtensor import Controller
 
 
@@ -35,7 +36,7 @@ def nothing_stays() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def owners() -> Iterator[list[Peer]]:
-    from peers import Peer
+    from support.rtensor.peers import Peer
 
     with Peer() as one, Peer() as two:
         yield [one, two]
@@ -43,7 +44,7 @@ def owners() -> Iterator[list[Peer]]:
 
 @pytest.fixture(scope="module")
 def consumers() -> Iterator[list[Peer]]:
-    from peers import Peer
+    from support.rtensor.peers import Peer
 
     with Peer() as one, Peer() as two, Peer() as three:
         yield [one, two, three]
@@ -52,17 +53,18 @@ def consumers() -> Iterator[list[Peer]]:
 @pytest.fixture
 def emptied(owners: list[Peer], consumers: list[Peer]) -> Iterator[None]:
     """Afterwards nothing is in any of them."""
-    import told
+    from support.rtensor import peer_functions
 
     yield
     for peer in (*owners, *consumers):
-        peer.call(told.clear)
-    told.clear()
+        peer.call(peer_functions.clear)
+    peer_functions.clear()
 
 
 @pytest.fixture
 def controller(owners: list[Peer], consumers: list[Peer]) -> Iterator[Controller]:
-    from drains import workers_of
+    from support.rtensor.workers import workers_of
+
     from tundish.rtensor import Controller
 
     with Controller(workers_of(owners, consumers), timeout=10) as made:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.rtensor.peers import Peer
 
 import tundish as td
-from peers import Peer
 from tundish import rtensor
 from tundish._native import ShardStore
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, TundishError

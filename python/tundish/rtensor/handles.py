@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from tundish._native import RTensor, dump_handles, load_handles, shard_ids
 from tundish.errors import InvalidTypeError
 from tundish.rtensor.arguments import check_claim_of_handles, check_container, check_iterator
-from tundish.tree import map_only, find_all
+from tundish.tree import find_all, map_only
 
 __all__ = [
     "OPAQUE",

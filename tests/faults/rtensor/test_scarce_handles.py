@@ -111,9 +111,11 @@ def in_buffer_after_a_want(handles: list[Any]) -> tuple[int, int]:
 
 
 def test_memory_of_owners_is_read_where_it_lies_again_when_there_are_descriptors() -> None:
-    import told
-    from peers import Peer
+    from support.rtensor import peer_functions
+    from support.rtensor.peers import Peer
 
     with Peer() as owner, Peer() as consumer:
-        stored = [handle for start in range(3) for handle in owner.call(told.make, 1, 1 << 18, start)]
+        stored = [
+            handle for start in range(3) for handle in owner.call(peer_functions.make, 1, 1 << 18, start)
+        ]
         assert consumer.call(in_buffer_after_a_want, stored) == (0, 0)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from support.distributed.programs import PIPE, Program
+from support.rtensor import peer_functions
+from support.rtensor.peers import Peer, PeerError
 
-import told
-from peers import Peer, PeerError
 from tundish import rtensor
 from tundish.errors import ShardGoneError, TransferError
 from tundish.rtensor import Controller, Worker
@@ -33,7 +33,7 @@ def owner() -> Iterator[Peer]:
 def over_sockets() -> Iterator[None]:
     rtensor.set_backend(rtensor.HttpBackend(shared_memory=False))
     yield
-    told.clear()
+    peer_functions.clear()
     rtensor.set_backend(None)
 
 
@@ -44,7 +44,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-class Between:
+class CuttableProxy:
     """Passes bytes on between a consumer and an owner; `change` does to the answers what a broken network does."""
 
     def __init__(self, addr: str, change: Callable[[bytes, int], bytes | None]) -> None:
@@ -98,7 +98,7 @@ class Between:
 @pytest.mark.usefixtures("over_sockets")
 @pytest.mark.parametrize("size", [1000, LARGE // 8])
 def test_damaged_and_truncated_bodies_are_refused(owner: Peer, size: int) -> None:
-    handle = owner.call(told.make, 1, size, 5)[0]
+    handle = owner.call(peer_functions.make, 1, size, 5)[0]
 
     def damaged(data: bytes, passed: int) -> bytes:
         # In the middle of the values.
@@ -109,7 +109,7 @@ def test_damaged_and_truncated_bodies_are_refused(owner: Peer, size: int) -> Non
         return data if passed + len(data) < size * 4 else None
 
     for change in (damaged, truncated):
-        between = Between(owner.addr, change)
+        between = CuttableProxy(owner.addr, change)
         try:
             with pytest.raises(TransferError, match=between.addr) as raised:
                 rtensor.localize(between.handle(handle), timeout=10)
@@ -123,10 +123,10 @@ def test_damaged_and_truncated_bodies_are_refused(owner: Peer, size: int) -> Non
 
 @pytest.mark.usefixtures("over_sockets")
 def test_an_owner_that_is_killed_is_named_within_a_second(owner: Peer) -> None:
-    handle = owner.call(told.make, 1, LARGE)[0]
+    handle = owner.call(peer_functions.make, 1, LARGE)[0]
     with Peer() as consumer:
         owner.signal(signal.SIGSTOP)
-        consumer.begin(told.sums_over_sockets, [handle])
+        consumer.begin(peer_functions.sums_over_sockets, [handle])
         time.sleep(0.2)
         assert not consumer.has_answered()
         start = time.monotonic()
@@ -136,30 +136,33 @@ def test_an_owner_that_is_killed_is_named_within_a_second(owner: Peer) -> None:
         assert raised.value.kind == "TransferError" and time.monotonic() - start < 3
         start = time.monotonic()
         with pytest.raises(PeerError, match=f"{handle.shard_id}.*{owner.addr}"):
-            consumer.call(told.sums, [handle])
+            consumer.call(peer_functions.sums, [handle])
         assert time.monotonic() - start < 3
-        stats = consumer.call(told.stats)[1]
+        stats = consumer.call(peer_functions.stats)[1]
         assert stats["num_entries"] == stats["in_flight"] == 0
         # One that lives serves it as ever.
-        assert consumer.call(told.sums, consumer.call(told.make, 1, 10, 2)) == [20]
+        assert consumer.call(peer_functions.sums, consumer.call(peer_functions.make, 1, 10, 2)) == [20]
 
 
 def test_a_consumer_that_is_killed_leaves_nothing_with_the_owner(owner: Peer) -> None:
-    handles = owner.call(told.make, 2, LARGE)
-    for way in (told.sums_over_sockets, told.hold):
+    handles = owner.call(peer_functions.make, 2, LARGE)
+    for way in (peer_functions.sums_over_sockets, peer_functions.hold):
         with Peer() as consumer:
             consumer.begin(way, handles)
-            if way is told.hold:
+            if way is peer_functions.hold:
                 consumer.result()
             consumer.kill()
-    assert owner.call(told.sums, handles[1:]) == [LARGE]
+    assert owner.call(peer_functions.sums, handles[1:]) == [LARGE]
     with Controller([Worker(owner.addr)]) as controller:
         assert controller.clear_batches(handles).shards == 2
-    until(lambda: owner.call(told.stats)[0]["memory"]["escaped_bytes"] == 0, "a dead consumer holds memory")
+    until(
+        lambda: owner.call(peer_functions.stats)[0]["memory"]["escaped_bytes"] == 0,
+        "a dead consumer holds memory",
+    )
 
 
 def test_what_comes_after_the_end_of_its_step_is_refused_and_counted(owner: Peer) -> None:
-    handle = owner.call(told.make, 1, 1000)[0]
+    handle = owner.call(peer_functions.make, 1, 1000)[0]
     with Peer() as consumer, Controller([Worker(consumer.addr)]) as controller:
 
         def in_flight() -> bool:
@@ -169,21 +172,21 @@ def test_what_comes_after_the_end_of_its_step_is_refused_and_counted(owner: Peer
 
         with controller.step() as step:
             owner.signal(signal.SIGSTOP)
-            consumer.begin(told.sums_over_sockets, [handle])
+            consumer.begin(peer_functions.sums_over_sockets, [handle])
             until(in_flight, "the fetch does not begin")
         owner.signal(signal.SIGCONT)
         with pytest.raises(PeerError, match=f"step {step.number} has ended") as raised:
             consumer.result()
         assert raised.value.kind == "ShardGoneError"
-        left = consumer.call(told.stats)[1]
+        left = consumer.call(peer_functions.stats)[1]
         assert left["late_inserts_refused"] == 1 and left["num_entries"] == left["total_bytes"] == 0
 
 
 @pytest.mark.usefixtures("over_sockets")
 def test_threads_that_wait_for_a_fetch_share_its_failure_and_the_next_asks_anew(owner: Peer) -> None:
-    handle = owner.call(told.make, 1, 1000, 1)[0]
+    handle = owner.call(peer_functions.make, 1, 1000, 1)[0]
     cut = [True]
-    between = Between(owner.addr, lambda data, _: None if cut[0] else data)
+    between = CuttableProxy(owner.addr, lambda data, _: None if cut[0] else data)
     handle, failures = between.handle(handle), []
 
     def fetch() -> None:
@@ -207,10 +210,10 @@ def test_threads_that_wait_for_a_fetch_share_its_failure_and_the_next_asks_anew(
 
 def test_a_child_made_by_fork_has_nothing_and_takes_nothing() -> None:
     with Peer() as peer:
-        handles = peer.call(told.make, 3, 1000, 1)
+        handles = peer.call(peer_functions.make, 3, 1000, 1)
         assert peer.call(fork_and_look, handles) == 0
-        assert peer.call(told.sums, handles) == [1000, 2000, 3000]
-        assert peer.call(told.stats)[0]["num_tensors"] == 3
+        assert peer.call(peer_functions.sums, handles) == [1000, 2000, 3000]
+        assert peer.call(peer_functions.stats)[0]["num_tensors"] == 3
 
 
 def fork_and_look(handles: Any) -> int:
@@ -255,7 +258,7 @@ def test_ctrl_c_ends_a_fetch_at_once() -> None:
 
 
 def test_silent_and_slow_clients_harm_nobody(owner: Peer) -> None:
-    handles = owner.call(told.make, 1, 1000, 1)
+    handles = owner.call(peer_functions.make, 1, 1000, 1)
     host, _, port = owner.addr.rpartition(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(300)]
     try:
@@ -267,9 +270,9 @@ def test_silent_and_slow_clients_harm_nobody(owner: Peer) -> None:
             )
         with Peer() as consumer:
             start = time.monotonic()
-            assert consumer.call(told.sums_over_sockets, handles) == [1000]
+            assert consumer.call(peer_functions.sums_over_sockets, handles) == [1000]
             assert time.monotonic() - start < 5
-        assert owner.call(told.stats)[0]["num_tensors"] == 1
+        assert owner.call(peer_functions.stats)[0]["num_tensors"] == 1
     finally:
         for one in silent:
             one.close()
@@ -280,10 +283,10 @@ def test_a_step_is_drained_from_workers_that_lost_the_controllers_line(owner: Pe
     with Peer() as consumer:
         cuts: list[list[None]] = [[], []]
         ways = [
-            Between(peer.addr, lambda data, _, cut=cut: cut.pop() if cut else data)
+            CuttableProxy(peer.addr, lambda data, _, cut=cut: cut.pop() if cut else data)
             for peer, cut in zip((owner, consumer), cuts, strict=True)
         ]
-        handles = [ways[0].handle(one) for one in owner.call(told.make, 3, 1000, 1)]
+        handles = [ways[0].handle(one) for one in owner.call(peer_functions.make, 3, 1000, 1)]
         workers = [Worker(ways[0].addr, "rollout"), Worker(ways[1].addr, "actor")]
         try:
             with Controller(workers) as controller:
@@ -300,19 +303,22 @@ def test_a_step_is_drained_from_workers_that_lost_the_controllers_line(owner: Pe
                         assert not [one for one in controller.stats().values() if isinstance(one, Exception)]
                         assert cuts == [[], []]
                         until(lambda: all(map(has_given_up, workers)), "a line that ended says nothing")
-                        until(lambda: owner.call(told.stats)[0]["unclaimed_entries"] > 1, "claims stay")
-                        assert consumer.call(told.sums, handles)[0] == 1000
-                        assert consumer.call(told.stats)[1]["num_entries"] == 3
-                    assert consumer.call(told.stats)[1]["num_entries"] == 0
-                    assert owner.call(told.stats)[0]["num_tensors"] == 1
-                    handles[:2] = [ways[0].handle(one) for one in owner.call(told.make, 2, 1000, 1)]
+                        until(
+                            lambda: owner.call(peer_functions.stats)[0]["unclaimed_entries"] > 1,
+                            "claims stay",
+                        )
+                        assert consumer.call(peer_functions.sums, handles)[0] == 1000
+                        assert consumer.call(peer_functions.stats)[1]["num_entries"] == 3
+                    assert consumer.call(peer_functions.stats)[1]["num_entries"] == 0
+                    assert owner.call(peer_functions.stats)[0]["num_tensors"] == 1
+                    handles[:2] = [ways[0].handle(one) for one in owner.call(peer_functions.make, 2, 1000, 1)]
         finally:
             for way in ways:
                 way.close()
 
 
 def test_handles_of_a_process_that_is_gone_are_told_of(owner: Peer) -> None:
-    handle = owner.call(told.make, 1, 10)[0]
+    handle = owner.call(peer_functions.make, 1, 10)[0]
     owner.kill()
     with pytest.raises(TransferError, match=f"{handle.shard_id}.*{owner.addr}"):
         handle.to_local()

@@ -14,7 +14,7 @@ from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_iterator, check_sec
 from tundish.rtensor.backends.http import current_backend
 from tundish.rtensor.handles import OPAQUE, elements_of, suggestion
 from tundish.rtensor.transfer.dense_tensors import STORED_DTYPES, dense, is_whole
-from tundish.tree import Refusal, map_only, find_all
+from tundish.tree import Refusal, find_all, map_only
 
 __all__ = ["remotize"]
 

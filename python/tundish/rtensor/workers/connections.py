@@ -86,7 +86,7 @@ class WorkerConnections:
             # What comes next on those lines would be the answers to these.
             with self._lock:
                 made.is_given_up = True
-            self.forget(wanted[number][0].addr for number in made.undone())
+            self.disconnect(wanted[number][0].addr for number in made.undone())
             raise
         return made.outcomes
 
@@ -112,7 +112,7 @@ class WorkerConnections:
             line = self._lines.get(addr)
         return None if line is None else line.made
 
-    def forget(self, addresses: Iterable[str]) -> None:
+    def disconnect(self, addresses: Iterable[str]) -> None:
         """Close the lines to these addresses; what is asked on one of them fails."""
         wanted = list(addresses)
 
@@ -130,11 +130,11 @@ class WorkerConnections:
         """Close the lines to all other addresses."""
         with self._lock:
             others = self._lines.keys() - addresses
-        self.forget(others)
+        self.disconnect(others)
 
     def close(self) -> None:
         """Close all of them; the workers give up what was claimed through them."""
-        self.forget(list(self._lines))
+        self.disconnect(list(self._lines))
         self._crew.end()
 
 

@@ -43,7 +43,7 @@ def test_a_nested_batch_goes_and_comes_back() -> None:
 @pytest.mark.parametrize("torch_tells", [True, False], ids=["torch 2.10", "torch before"])
 def test_every_dtype_comes_back_bit_for_bit(torch_tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch_tells:
-        monkeypatch.setattr("tundish.rtensor.memory.DLPACK_EXCHANGE", None)
+        monkeypatch.setattr("tundish.rtensor.transfer.dense_tensors.DLPACK_EXCHANGE", None)
     bits = torch.arange(256, dtype=torch.uint8).repeat(2).view(4, 128)
     seen = set()
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
@@ -220,20 +220,10 @@ def test_that_thousands_of_rooms_lie_apart_is_soon_known() -> None:
         rtensor.localize(handles, out=[*columns.unbind(1)[:-1], columns[:, 7]])
 
 
-def test_rooms_that_it_is_too_hard_to_tell_of_are_taken_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    handles = rtensor.remotize([torch.ones(7, 5), torch.ones(7, 5)])
-    base = torch.zeros(70)
-    rooms = [base.as_strided((7, 5), (10, 2), at) for at in range(2)]
-    rtensor.localize(handles, out=rooms)
-    monkeypatch.setattr("tundish.rtensor.rooms._MOST_TRIES", 0)
-    with pytest.raises(InvalidInputError, match="share memory"):
-        rtensor.localize(handles, out=rooms)
-
-
 def test_what_is_made_of_other_tensors_is_no_room() -> None:
     """Its own memory is nowhere: what was received into it ended the process."""
     room = TwoTensor(torch.zeros(3), torch.zeros(3))
-    with pytest.raises(InvalidInputError, match=r"out\[0\] has no room"):
+    with pytest.raises(InvalidInputError, match=r"out\[0\] has no memory"):
         rtensor.localize(rtensor.remotize(torch.ones(3)), out=room)
 
 
@@ -295,14 +285,14 @@ def test_memory_that_was_freed_is_neither_read_nor_written(size: int, view: bool
             rtensor.remotize(stored)
     with pytest.raises(InvalidInputError, match="freed or cut"):
         rtensor.store("name", cut(size, view=view))
-    with pytest.raises(InvalidInputError, match=r"out\[0\] has no room"):
+    with pytest.raises(InvalidInputError, match=r"out\[0\] has no memory"):
         rtensor.localize(handle, out=cut(size, view=view))
 
 
 def test_zeros_without_memory_are_stored_as_what_they_are() -> None:
     zeros = torch._efficientzerotensor((3, 2))
     assert rtensor.localize(rtensor.remotize(zeros)).tolist() == [[0, 0]] * 3
-    with pytest.raises(InvalidInputError, match=r"out\[0\] has no room"):
+    with pytest.raises(InvalidInputError, match=r"out\[0\] has no memory"):
         rtensor.localize(rtensor.remotize(torch.ones(3, 2)), out=zeros)
 
 

@@ -1,4 +1,4 @@
-"""Functions that drain workers which do not serve: whose calls, and how many of them at once."""
+"""Drain functions of workers without a server."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from tundish.rtensor.hooks import Hooks
-from tundish.rtensor.lines import Worker
+from tundish.rtensor import Worker
+from tundish.rtensor.controller.drain_functions import DrainFunctions
 
 
-def test_of_one_worker_no_two_run_at_once_though_who_waited_was_interrupted() -> None:
+def test_no_two_calls_of_one_worker_run_at_once_even_after_an_interrupt() -> None:
     may_end, running, most, seen = threading.Event(), [0], [0], []
 
     def drain(ids: list[str]) -> None:
@@ -25,11 +25,11 @@ def test_of_one_worker_no_two_run_at_once_though_who_waited_was_interrupted() ->
         running[0] -= 1
 
     worker = Worker("inference", "server", 0, drain)
-    hooks = Hooks(60.0)
+    functions = DrainFunctions(60.0)
     with pytest.raises(KeyboardInterrupt):
-        hooks.call([(worker, ["a"])])
+        functions.call([(worker, ["a"])])
     later = threading.Timer(0.2, may_end.set)
     later.start()
-    assert hooks.call([(worker, ["a"]), (worker, ["b"])]) == {worker: {}}
+    assert functions.call([(worker, ["a"]), (worker, ["b"])]) == {worker: {}}
     later.join()
     assert most == [1] and seen == [["a"], ["a", "b"]]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.rtensor import peer_functions
+from support.rtensor.fake_worker import FakeWorker
+from support.rtensor.peers import Peer
+from support.rtensor.workers import entries
 
-import told
-from drains import entries
-from false_worker import FalseWorker
-from peers import Peer
 from tundish.errors import (
     DrainError,
     InvalidInputError,
@@ -22,7 +22,7 @@ from tundish.errors import (
     NotAuthorizedError,
 )
 from tundish.rtensor import Controller, RTensor, TensorShardInfo, Worker
-from tundish.rtensor.lines import Lines, Request
+from tundish.rtensor.workers.connections import Request, WorkerConnections
 
 pytestmark = pytest.mark.usefixtures("emptied")
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("emptied")
 def test_a_worker_that_was_away_is_drained_in_the_next_step(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handles = owners[0].call(told.make, 1, 10)
+    handles = owners[0].call(peer_functions.make, 1, 10)
     hooked: list[list[str]] = []
 
     def drain(ids: list[str]) -> None:
@@ -49,17 +49,17 @@ def test_a_worker_that_was_away_is_drained_in_the_next_step(
 
 
 def test_a_worker_that_comes_within_a_step_is_in_it(owners: list[Peer], controller: Controller) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     with Peer() as late:
         with controller.step(claim=handles) as step:
             controller.update([*controller.workers, Worker(late.addr, "critic", 7)])
-            assert late.call(told.current_step) == step.number
-            late.call(told.sums, handles)
+            assert late.call(peer_functions.current_step) == step.number
+            late.call(peer_functions.sums, handles)
         assert entries([owners[0], late]) == [(0, 0), (0, 0)]
 
 
 def test_what_fails_twice_is_raised(owners: list[Peer], controller: Controller) -> None:
-    handles = owners[0].call(told.make, 1, 10)
+    handles = owners[0].call(peer_functions.make, 1, 10)
     with Peer() as dead:
         # Nobody listens there any more.
         worker = Worker(dead.addr, "critic", 7)
@@ -78,33 +78,32 @@ def test_what_fails_twice_is_raised(owners: list[Peer], controller: Controller) 
 
 def test_who_is_left_out_is_let_go_of(consumers: list[Peer], controller: Controller) -> None:
     with controller.step():
-        pass
-    assert consumers[2].call(told.current_step) is not None
-    controller.update(controller.workers[:-1])
-    deadline = time.monotonic() + 20
-    while consumers[2].call(told.current_step) is not None:
-        assert time.monotonic() < deadline, "its line stays"
-        time.sleep(0.02)
-    assert consumers[1].call(told.current_step) is not None
+        assert consumers[2].call(peer_functions.current_step) is not None
+        controller.update(controller.workers[:-1])
+        deadline = time.monotonic() + 20
+        while consumers[2].call(peer_functions.current_step) is not None:
+            assert time.monotonic() < deadline, "its connection stays"
+            time.sleep(0.02)
+        assert consumers[1].call(peer_functions.current_step) is not None
 
 
 def test_an_owner_that_is_no_worker_and_gone_is_left_out_too(
     owners: list[Peer], controller: Controller
 ) -> None:
     with Peer() as dead:
-        handles = dead.call(told.make, 1, 10)
+        handles = dead.call(peer_functions.make, 1, 10)
     (failed,) = controller.clear_batches(handles).failures
     assert failed == Worker(dead.addr, "owner")
     with pytest.raises(DrainError, match=f"owner 0 at {dead.addr}"), controller.step():
         pass
     controller.update(controller.workers)
-    with controller.step(claim=owners[0].call(told.make, 1, 10)):
+    with controller.step(claim=owners[0].call(peer_functions.make, 1, 10)):
         pass
     assert entries(owners)[0] == (0, 0)
 
 
 def test_a_step_that_a_worker_does_not_begin_is_none(owners: list[Peer], controller: Controller) -> None:
-    handles = owners[0].call(told.make, 1, 10)
+    handles = owners[0].call(peer_functions.make, 1, 10)
     with Peer() as dead:
         worker = Worker(dead.addr, "critic", 7)
     controller.update([*controller.workers, worker])
@@ -130,7 +129,7 @@ def test_the_workers_are_looked_at_by_another_thread_meanwhile(
     looking.start()
     try:
         for _ in range(10):
-            with controller.step(claim=owners[0].call(told.make, 1, 10)):
+            with controller.step(claim=owners[0].call(peer_functions.make, 1, 10)):
                 pass
     finally:
         is_over.set()
@@ -148,7 +147,7 @@ def test_threads_that_ask_one_worker_take_turns() -> None:
             assert may_answer.wait(60)
         return {"num_entries": len(found)}
 
-    with FalseWorker(answer) as false, Controller([Worker(false.addr)]) as controller:
+    with FakeWorker(answer) as false, Controller([Worker(false.addr)]) as controller:
         askers = [
             threading.Thread(target=lambda: found.extend(controller.stats().values())) for _ in range(2)
         ]
@@ -166,7 +165,7 @@ def test_threads_that_ask_one_worker_take_turns() -> None:
 
 def test_a_guarded_job_is_drained_with_its_token() -> None:
     with Peer(token="of-the-job") as guarded, Peer() as other:
-        handles = guarded.call(told.make, 2, 10)
+        handles = guarded.call(peer_functions.make, 2, 10)
         workers = [Worker(guarded.addr, "rollout"), Worker(other.addr, "actor")]
         with (
             Controller(workers) as stranger,
@@ -184,7 +183,7 @@ def test_a_guarded_job_is_drained_with_its_token() -> None:
             pass
         with Controller(workers, token="of-the-job") as controller, controller.step(claim=handles):
             pass
-        assert guarded.call(told.stats)[0]["num_tensors"] == 0
+        assert guarded.call(peer_functions.stats)[0]["num_tensors"] == 0
 
 
 def test_workers_that_cannot_be_are_refused() -> None:
@@ -212,7 +211,7 @@ class Unhashable:
 def test_shards_that_nobody_can_be_asked_for_are_refused_before_anything_is_drained(
     addr: str, owners: list[Peer], controller: Controller
 ) -> None:
-    handles = owners[0].call(told.make, 1, 10)
+    handles = owners[0].call(peer_functions.make, 1, 10)
     mixed = [*handles, RTensor(TensorShardInfo("name", addr), torch.empty(2, device="meta"))]
     refused = "LocalBackend" if addr == "local" else "'nonsense' is no address"
     with pytest.raises(InvalidInputError, match=refused), controller.step(claim=mixed):
@@ -233,7 +232,7 @@ def test_a_worker_that_stands_still_is_waited_for_once_in_a_drain(
     silent = consumers[0]
     workers = [Worker(silent.addr, "critic", 7), Worker(consumers[1].addr)]
     with Controller(workers, timeout=1) as controller, contextlib.ExitStack() as stack:
-        handles = consumers[1].call(told.make, 1, 10)
+        handles = consumers[1].call(peer_functions.make, 1, 10)
         step = stack.enter_context(contextlib.ExitStack())
         if is_step:
             step.enter_context(controller.step(claim=handles))
@@ -252,7 +251,7 @@ def test_a_worker_that_stands_still_is_waited_for_once_in_a_drain(
 )
 def test_what_is_content_with_everything_has_drained_nothing(status: int, body: bytes) -> None:
     with (
-        FalseWorker(lambda _: body, status=status) as proxy,
+        FakeWorker(lambda _: body, status=status) as proxy,
         Controller([Worker(proxy.addr)], timeout=10) as controller,
         pytest.raises(DrainError, match="no process of tundish"),
         controller.step(),
@@ -266,10 +265,17 @@ def test_workers_that_are_silent_are_not_waited_for_one_after_the_other() -> Non
     def answer(_: str) -> Any:
         if falls_silent.is_set():
             is_over.wait(60)
-        return {"num_entries": 0, "total_bytes": 0, "current_entries": 0, "current_bytes": 0}
+        return {
+            "num_entries": 0,
+            "total_bytes": 0,
+            "current_entries": 0,
+            "current_bytes": 0,
+            "kept_entries": 0,
+            "kept_bytes": 0,
+        }
 
     with contextlib.ExitStack() as stack:
-        workers = [Worker(stack.enter_context(FalseWorker(answer)).addr) for _ in range(16)]
+        workers = [Worker(stack.enter_context(FakeWorker(answer)).addr) for _ in range(16)]
         stack.callback(is_over.set)
         controller = stack.enter_context(Controller(workers, timeout=0.5))
         kept = RTensor(TensorShardInfo("name", workers[0].addr), torch.empty(2, device="meta"))
@@ -301,11 +307,19 @@ def test_a_step_does_not_look_through_all_workers_for_each_of_them(monkeypatch: 
     claim = [
         RTensor(TensorShardInfo(f"of:{addr}", addr), torch.empty(2, device="meta")) for addr in addresses
     ]
-    counts = {"num_entries": 0, "total_bytes": 0, "current_entries": 0, "current_bytes": 0}
-    monkeypatch.setattr(Lines, "ask_all", lambda self, wanted: [asked(self, *one) for one in wanted])
-    monkeypatch.setattr(Lines, "made", lambda *_: 1)
+    counts = {
+        "num_entries": 0,
+        "total_bytes": 0,
+        "current_entries": 0,
+        "current_bytes": 0,
+        "kept_entries": 0,
+        "kept_bytes": 0,
+    }
+    monkeypatch.setattr(
+        WorkerConnections, "send_all", lambda self, wanted: [asked(self, *one) for one in wanted]
+    )
 
-    def asked(lines: Lines, worker: Worker, _: Request) -> dict[str, Any]:
+    def asked(lines: WorkerConnections, worker: Worker, _: Request) -> dict[str, Any]:
         assert lines._token_for(worker.addr) == "token"
         return counts
 

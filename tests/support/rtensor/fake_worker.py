@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 
-class FalseWorker:
+class FakeWorker:
     """Answers every request with what `answer`, given its path, returns: bytes as they are. A context manager."""
 
     def __init__(self, answer: Callable[[str], Any], *, status: int = 200) -> None:

@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 import pytest
+from support.rtensor import peer_functions
+from support.rtensor.peers import Peer
+from support.rtensor.workers import entries, fetch_everywhere, workers_of
 
-import told
-from drains import entries, fetch_everywhere, workers_of
-from peers import Peer
 from tundish import rtensor
 from tundish.errors import ShardGoneError
 from tundish.rtensor import Controller, Worker
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("emptied")
 
 
 def test_claims_of_what_is_not_there_take_nothing(owners: list[Peer], controller: Controller) -> None:
-    there = owners[0].call(told.make, 2, 10)
-    gone = owners[1].call(told.make, 1, 10)
+    there = owners[0].call(peer_functions.make, 2, 10)
+    gone = owners[1].call(peer_functions.make, 1, 10)
     controller.clear_batches(gone)
     again = rtensor.loads(rtensor.dumps(gone))
     missing = f"rollout 1 at {owners[1].addr}.*{gone[0].shard_id}"
@@ -31,7 +31,7 @@ def test_claims_of_what_is_not_there_take_nothing(owners: list[Peer], controller
 
 
 def test_what_one_controller_claims_another_cannot(owners: list[Peer], controller: Controller) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     with controller.step(claim=handles[:1]), Controller([Worker(owners[0].addr)]) as other:
         with pytest.raises(ShardGoneError, match="another step"), other.step(claim=handles):
             pass
@@ -39,39 +39,39 @@ def test_what_one_controller_claims_another_cannot(owners: list[Peer], controlle
 
 
 def test_a_controller_that_ends_gives_up_its_claims(owners: list[Peer], consumers: list[Peer]) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     with Peer() as leader:
         leader.call(claim_and_stay, workers_of(owners, consumers), handles)
-        assert owners[0].call(told.stats)[0]["unclaimed_entries"] == 0
+        assert owners[0].call(peer_functions.stats)[0]["unclaimed_entries"] == 0
         leader.kill()
         deadline = time.monotonic() + 10
-        while owners[0].call(told.stats)[0]["unclaimed_entries"] < 2:
+        while owners[0].call(peer_functions.stats)[0]["unclaimed_entries"] < 2:
             assert time.monotonic() < deadline, "the claims of a dead controller stay"
             time.sleep(0.02)
         # Each hears of it by a line of its own, and what is fetched while its step ends is gone with that.
-        while consumers[0].call(told.current_step) is not None:
+        while consumers[0].call(peer_functions.current_step) is not None:
             assert time.monotonic() < deadline, "the step of a dead controller goes on"
             time.sleep(0.02)
-    assert consumers[0].call(told.sums, handles) == [0, 10]
+    assert consumers[0].call(peer_functions.sums, handles) == [0, 10]
 
 
 def claim_and_stay(workers: list[Worker], handles: Any) -> None:
     controller = Controller(workers)
     step = controller.step(claim=handles)
     step.__enter__()
-    told.held.append((controller, step))
+    peer_functions.held.append((controller, step))
 
 
 def test_what_is_kept_goes_on(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept, drained = owners[0].call(told.make, 2, 10)
+    kept, drained = owners[0].call(peer_functions.make, 2, 10)
     with controller.step(claim=[kept, drained]):
         fetch_everywhere([kept, drained], consumers)
         copy = rtensor.loads(rtensor.dumps(kept))
         assert controller.keep(kept) == 4
     assert entries(owners)[0] == (1, 0) and entries(consumers) == [(0, 1)] * 3
-    assert consumers[0].call(told.sums, copy) == [0]
+    assert consumers[0].call(peer_functions.sums, copy) == [0]
     assert not caplog.records
     with controller.step(claim=copy):
         pass
@@ -81,7 +81,7 @@ def test_what_is_kept_goes_on(
 def test_what_is_kept_between_two_steps_ends_with_the_one_that_claims_it(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     with controller.step():
         pass
     fetch_everywhere(handles, consumers)
@@ -97,7 +97,7 @@ def test_what_is_kept_between_two_steps_ends_with_the_one_that_claims_it(
 def test_what_an_earlier_controller_kept_ends_with_the_step_that_claims_it(
     owners: list[Peer], consumers: list[Peer]
 ) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     workers = workers_of(owners, consumers)
     with Controller(workers) as one, one.step():
         fetch_everywhere(handles, consumers)
@@ -122,15 +122,18 @@ def until(condition: Any, what: str) -> None:
 def test_what_one_controller_keeps_of_anothers_step_ends_with_both(
     dies: str, owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     with Controller(controller.workers) as keeper:
         with controller.step(claim=handles):
             fetch_everywhere(handles, consumers)
             assert keeper.keep(handles[0]) == 4
             if dies == "within the step":
                 keeper.close()
-                until(lambda: owners[0].call(told.stats)[0]["unclaimed_entries"] == 0, "it is no claim again")
-                assert consumers[0].call(told.sums, handles) == [0, 10]
+                until(
+                    lambda: owners[0].call(peer_functions.stats)[0]["unclaimed_entries"] == 0,
+                    "it is no claim again",
+                )
+                assert consumers[0].call(peer_functions.sums, handles) == [0, 10]
         if dies == "after it":
             assert entries(owners)[0] == (1, 0) and entries(consumers) == [(0, 1)] * 3
     until(
@@ -141,7 +144,7 @@ def test_what_one_controller_keeps_of_anothers_step_ends_with_both(
 def test_what_one_controller_keeps_of_anothers_step_that_is_gone_is_dropped_with_it(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     with Controller(controller.workers) as keeper:
         step = controller.step(claim=handles)
         step.__enter__()
@@ -149,7 +152,7 @@ def test_what_one_controller_keeps_of_anothers_step_that_is_gone_is_dropped_with
         keeper.keep(handles)
         controller.close()
         until(
-            lambda: all(one.call(told.current_step) is None for one in consumers),
+            lambda: all(one.call(peer_functions.current_step) is None for one in consumers),
             "the step of who is gone goes on",
         )
         assert entries([owners[0], *consumers]) == [(2, 0), *[(0, 2)] * 3]
@@ -162,7 +165,7 @@ def test_what_one_controller_keeps_of_anothers_step_that_is_gone_is_dropped_with
 def test_what_one_controller_keeps_ends_with_the_step_of_another_that_claims_it(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     with Controller(controller.workers) as keeper:
         with controller.step(claim=handles):
             fetch_everywhere(handles, consumers)
@@ -178,77 +181,33 @@ def test_what_one_controller_keeps_ends_with_the_step_of_another_that_claims_it(
 def test_what_is_kept_of_an_owner_that_is_no_worker_goes_on(
     owners: list[Peer], consumers: list[Peer]
 ) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     # And that is this process itself.
-    own = rtensor.remotize([told.torch.ones(3)])
+    own = rtensor.remotize([peer_functions.torch.ones(3)])
     with Controller([Worker(consumers[0].addr)]) as controller:
         with controller.step(claim=[handles, own]):
-            consumers[0].call(told.sums, handles)
+            consumers[0].call(peer_functions.sums, handles)
             # What it fetches itself of others is not this controller's to drain, nor to keep.
-            owners[0].call(told.sums, rtensor.loads(rtensor.dumps(own)))
+            owners[0].call(peer_functions.sums, rtensor.loads(rtensor.dumps(own)))
             assert controller.keep([handles[0], own]) == 3
         assert entries(owners[:1]) == [(1, 1)] and rtensor.storage_stats()["num_tensors"] == 1
         with Controller([Worker(owners[0].addr)]) as its_own, its_own.step():
             pass
         assert entries(owners[:1]) == [(1, 0)]
-        assert consumers[0].call(told.sums, [handles[0], *own]) == [0, 3]
+        assert consumers[0].call(peer_functions.sums, [handles[0], *own]) == [0, 3]
         with controller.step(claim=[handles[0], own]):
             pass
     assert entries([owners[0], consumers[0]]) == [(0, 0)] * 2 and rtensor.storage_stats()["num_tensors"] == 0
-
-
-def test_a_worker_that_lost_its_line_drops_what_it_fetched_since_and_not_what_somebody_kept(
-    owners: list[Peer], consumers: list[Peer], controller: Controller
-) -> None:
-    kept, of_others, since = (owners[0].call(told.make, 2, 10) for _ in range(3))
-    with Controller(controller.workers) as former, former.step():
-        consumers[0].call(told.sums, kept)
-        former.keep(kept)
-    with Controller(controller.workers) as other:
-        with controller.step():
-            controller._lines.forget([consumers[0].addr])
-            until(lambda: consumers[0].call(told.current_step) is None, "its line stays")
-            consumers[0].call(told.sums, since)
-        assert entries(consumers)[0] == (0, 2)
-        # Nor what was fetched in the step of another controller.
-        with controller.step(), other.step():
-            controller._lines.forget([consumers[0].addr])
-            consumers[0].call(told.sums, of_others)
-            assert entries(consumers)[0] == (0, 4)
-    with controller.step(claim=kept):
-        pass
-    assert entries(consumers)[0] == (0, 0)
 
 
 def test_controllers_of_one_process_take_turns(owners: list[Peer], consumers: list[Peer]) -> None:
     workers = workers_of(owners, consumers)
     with Controller(workers) as one, Controller(workers) as two:
         for controller in (one, two, two, one, two, one, one):
-            handles = owners[0].call(told.make, 2, 10)
+            handles = owners[0].call(peer_functions.make, 2, 10)
             with controller.step(claim=handles):
                 fetch_everywhere(handles, consumers)
             assert entries(owners)[0] == (0, 0) and entries(consumers) == [(0, 0)] * 3
-
-
-def test_what_was_fetched_for_a_step_whose_number_another_one_has_elsewhere_ends_with_it(
-    owners: list[Peer], consumers: list[Peer]
-) -> None:
-    """The step began under it where nobody else has it, and what was fetched there before it was entered is of it."""
-    with (
-        Controller(workers_of(owners, consumers)) as controller,
-        Controller(workers_of(owners, [])) as other,
-    ):
-        with controller.step():
-            pass
-        with other.step():
-            # It has begun the step ahead, of which the other one has the number with the owners by now.
-            with controller.step() as before:
-                pass
-            fetch_everywhere(owners[0].call(told.make, 2, 10), consumers)
-            with controller.step() as step:
-                pass
-            assert step.number > before.number
-            assert entries(consumers) == [(0, 0)] * 3
 
 
 def test_steps_are_numbered_on_by_the_next_controller(owners: list[Peer], consumers: list[Peer]) -> None:
@@ -259,3 +218,17 @@ def test_steps_are_numbered_on_by_the_next_controller(owners: list[Peer], consum
                 with controller.step() as step:
                     numbers.append(step.number)
     assert numbers == sorted(set(numbers))
+
+
+def test_fetches_on_a_worker_that_lost_the_connection_end_with_the_next_step(
+    owners: list[Peer], consumers: list[Peer], controller: Controller
+) -> None:
+    since = owners[0].call(peer_functions.make, 2, 10)
+    with controller.step():
+        controller._connections.disconnect([consumers[0].addr])
+        until(lambda: consumers[0].call(peer_functions.current_step) is None, "its connection stays")
+        consumers[0].call(peer_functions.sums, since)
+    assert entries(consumers)[0] == (0, 2)
+    with controller.step():
+        pass
+    assert entries(consumers)[0] == (0, 0)

@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.rtensor import peer_functions
+from support.rtensor.peers import Peer
 
-import told
-from peers import Peer
 from tundish import cli
 
 
 def test_all_processes_are_in_one_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with Peer() as owner, Peer(token="secret") as guarded:
-        handles = owner.call(told.make, 3, 1 << 17)
-        owner.call(told.sums_over_sockets, handles)
+        handles = owner.call(peer_functions.make, 3, 1 << 17)
+        owner.call(peer_functions.sums_over_sockets, handles)
         assert cli.main(["rtensor", "stats", owner.addr, owner.addr]) == 0
         heading, row = capsys.readouterr().out.splitlines()
         assert heading.split()[:3] == ["address", "shards", "MiB"]

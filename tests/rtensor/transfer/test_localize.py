@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.rtensor import peer_functions
+from support.rtensor.peers import Peer, PeerError
 
-import told
-from peers import Peer, PeerError
 from tundish import rtensor
 from tundish.errors import (
     InvalidInputError,
@@ -30,7 +30,7 @@ from tundish.errors import (
     ShardMismatchError,
     StorageError,
 )
-from tundish.rtensor.handle import handles_of
+from tundish.rtensor.handles import handles_of
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ def processes() -> Iterator[tuple[Peer, Peer]]:
 def empty(processes: tuple[Peer, Peer]) -> Iterator[None]:
     yield
     for peer in processes:
-        peer.call(told.clear)
-    told.clear()
+        peer.call(peer_functions.clear)
+    peer_functions.clear()
 
 
 @pytest.fixture(params=["shared memory", "sockets"])
@@ -76,7 +76,7 @@ def test_tensors_of_every_size_come(processes: tuple[Peer, Peer]) -> None:
         "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
         "bytes": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn),
     }
-    handles = owner.call(told.remotize, batch)
+    handles = owner.call(peer_functions.remotize, batch)
     back = rtensor.localize(handles)
     assert torch.equal(back["large"], batch["large"]) and torch.equal(back["scalar"], batch["scalar"])
     assert all(torch.equal(one, two) for one, two in zip(back["small"], batch["small"], strict=True))
@@ -115,7 +115,7 @@ def _contents(tree: Any) -> Any:
 def test_containers_of_handles_stay_what_they_are(processes: tuple[Peer, Peer], around: Any) -> None:
     owner, _ = processes
     given = torch.arange(3), torch.ones(2, 2)
-    handles = owner.call(told.remotize, list(given))
+    handles = owner.call(peer_functions.remotize, list(given))
     tree = around(*handles)
     rooms = [torch.empty(handle.shape, dtype=handle.dtype) for handle in handles_of(tree)]
     for found in (rtensor.localize(tree), rtensor.localize(tree, out=rooms)):
@@ -126,11 +126,13 @@ def test_containers_of_handles_stay_what_they_are(processes: tuple[Peer, Peer], 
 @pytest.mark.usefixtures("way")
 def test_what_a_consumer_writes_nobody_else_sees(processes: tuple[Peer, Peer]) -> None:
     owner, consumer = processes
-    handle = owner.call(told.make, 1, 5000, 3)[0]
+    handle = owner.call(peer_functions.make, 1, 5000, 3)[0]
     first = rtensor.localize(handle)
     first.fill_(-1)
     assert int(rtensor.localize(handle).sum()) == 15_000
-    assert consumer.call(told.sums, handle) == [15_000] and owner.call(told.sums, handle) == [15_000]
+    assert consumer.call(peer_functions.sums, handle) == [15_000] and owner.call(
+        peer_functions.sums, handle
+    ) == [15_000]
     assert int(first.sum()) == -5000
 
 
@@ -138,7 +140,7 @@ def test_what_a_consumer_writes_nobody_else_sees(processes: tuple[Peer, Peer]) -
 def test_memory_that_is_used_again_shows_what_its_owner_put_there(processes: tuple[Peer, Peer]) -> None:
     owner, _ = processes
     for step in range(8):
-        handles = owner.call(told.make, 5, 100_003, 10 * step)
+        handles = owner.call(peer_functions.make, 5, 100_003, 10 * step)
         for _ in range(2):
             back = rtensor.localize(handles)
             for number, tensor in enumerate(back):
@@ -149,14 +151,16 @@ def test_memory_that_is_used_again_shows_what_its_owner_put_there(processes: tup
                 tensor[place : place + 1500 * number] = -2
             del back, tensor
             rtensor.clear_fetch_buffer(rtensor.flatten_shard_ids(handles))
-        assert sum(owner.call(told.sums, handles)) == 100_003 * sum(10 * step + number for number in range(5))
-        assert owner.call(told.remove, rtensor.flatten_shard_ids(handles)) == 5
+        assert sum(owner.call(peer_functions.sums, handles)) == 100_003 * sum(
+            10 * step + number for number in range(5)
+        )
+        assert owner.call(peer_functions.remove, rtensor.flatten_shard_ids(handles)) == 5
 
 
 @pytest.mark.usefixtures("way")
 def test_each_shard_is_fetched_once_however_often_it_is_named(processes: tuple[Peer, Peer]) -> None:
     owner, _ = processes
-    handles = owner.call(told.make, 3, 10)
+    handles = owner.call(peer_functions.make, 3, 10)
     before = rtensor.fetch_buffer_stats()
     named = [handles[number % 3] for number in range(100_000)]
     back = rtensor.localize(named)
@@ -171,18 +175,18 @@ def test_each_shard_is_fetched_once_however_often_it_is_named(processes: tuple[P
 
 def test_threads_that_want_the_same_wait_for_one_fetch(processes: tuple[Peer, Peer]) -> None:
     owner, consumer = processes
-    handles = owner.call(told.make, 4, 100_000)
-    before = consumer.call(told.stats)[1]
-    found = consumer.call(told.sums_in_threads, handles, 8)
+    handles = owner.call(peer_functions.make, 4, 100_000)
+    before = consumer.call(peer_functions.stats)[1]
+    found = consumer.call(peer_functions.sums_in_threads, handles, 8)
     assert found == [[0, 100_000, 200_000, 300_000]] * 8
-    assert consumer.call(told.stats)[1]["misses"] - before["misses"] == 4
+    assert consumer.call(peer_functions.stats)[1]["misses"] - before["misses"] == 4
 
 
 @pytest.mark.usefixtures("way")
 def test_rows_travel_alone(processes: tuple[Peer, Peer]) -> None:
     owner, _ = processes
     tensor = torch.rand(1000, 1000)
-    handle = owner.call(told.remotize, tensor)
+    handle = owner.call(peer_functions.remotize, tensor)
     part = rtensor.localize(handle[10:12])
     assert torch.equal(part, tensor[10:12])
     assert rtensor.fetch_buffer_stats()["total_bytes"] < 100_000
@@ -194,7 +198,7 @@ def test_rows_travel_alone(processes: tuple[Peer, Peer]) -> None:
 @pytest.mark.usefixtures("way")
 def test_what_was_removed_is_gone(processes: tuple[Peer, Peer]) -> None:
     owner, _ = processes
-    handles = owner.call(told.make, 2, 10)
+    handles = owner.call(peer_functions.make, 2, 10)
     assert (
         ask(owner.addr, "DELETE", "/data/clear", {"shard_ids": [handles[0].shard_id] * 3})[1]["cleared_count"]
         == 1
@@ -210,10 +214,10 @@ def test_what_was_removed_is_gone(processes: tuple[Peer, Peer]) -> None:
 def test_what_was_fetched_of_a_name_is_read_until_the_step_ends(processes: tuple[Peer, Peer]) -> None:
     owner, _ = processes
     with rtensor.step():
-        old = owner.call(told.store, "weights", 10)
+        old = owner.call(peer_functions.store, "weights", 10)
         assert int(rtensor.localize(old).sum()) == 70
-        owner.call(told.remove, ["weights"])
-        owner.call(told.store, "weights", 10, 8)
+        owner.call(peer_functions.remove, ["weights"])
+        owner.call(peer_functions.store, "weights", 10, 8)
         assert int(rtensor.localize(old).sum()) == 70
     assert int(rtensor.localize(old).sum()) == 80
 
@@ -224,7 +228,7 @@ def test_what_was_fetched_of_a_name_is_read_until_the_step_ends(processes: tuple
 )
 def test_what_is_not_as_declared_is_refused(processes: tuple[Peer, Peer], declared: torch.Tensor) -> None:
     owner, _ = processes
-    handle = owner.call(told.make, 1, 10)[0]
+    handle = owner.call(peer_functions.make, 1, 10)[0]
     wrong = rtensor.RTensor(handle.shard, declared.to("meta"))
     with pytest.raises(ShardMismatchError, match=r"int64\[10\]"):
         rtensor.localize(wrong)
@@ -233,7 +237,7 @@ def test_what_is_not_as_declared_is_refused(processes: tuple[Peer, Peer], declar
 
 def test_plain_http_does_it_too(processes: tuple[Peer, Peer]) -> None:
     owner, _ = processes
-    handles = owner.call(told.make, 3, 4, 5)
+    handles = owner.call(peer_functions.make, 3, 4, 5)
     assert ask(owner.addr, "GET", "/health")[0] == 200
     status, answer = ask(owner.addr, "GET", "/stats")
     assert status == 200 and answer["storage"]["num_entries"] == 3
@@ -252,7 +256,7 @@ def test_plain_http_does_it_too(processes: tuple[Peer, Peer]) -> None:
 
 def test_tokens_go_to_those_alone_who_were_named() -> None:
     with Peer(host="127.0.0.1", token="secret-of-the-job") as guarded:
-        handle = guarded.call(told.make, 1, 10, 2)[0]
+        handle = guarded.call(peer_functions.make, 1, 10, 2)[0]
         assert ask(guarded.addr, "GET", "/stats")[0] == 401
         assert ask(guarded.addr, "GET", "/stats", Authorization="Bearer other")[0] == 401
         assert ask(guarded.addr, "GET", "/stats", Authorization="Bearer secret-of-the-job")[0] == 200
@@ -268,9 +272,9 @@ def test_tokens_go_to_those_alone_who_were_named() -> None:
             Peer(token="secret-of-the-job", peers=[guarded.addr]) as peer,
             Peer(token="secret-of-the-job") as other,
         ):
-            assert peer.call(told.sums, [handle]) == [20]
+            assert peer.call(peer_functions.sums, [handle]) == [20]
             with pytest.raises(PeerError) as refused:
-                other.call(told.sums, [handle])
+                other.call(peer_functions.sums, [handle])
             assert refused.value.kind == "NotAuthorizedError"
 
 
@@ -311,15 +315,15 @@ def test_limits_hold_on_both_sides(processes: tuple[Peer, Peer]) -> None:
     owner, _ = processes
     with Peer(limit_bytes=1 << 20, buffer_limit_bytes=1 << 20) as small:
         with pytest.raises(PeerError, match="never fit") as raised:
-            small.call(told.make, 1, 1 << 20)
+            small.call(peer_functions.make, 1, 1 << 20)
         assert raised.value.kind == "StoreFullError"
-        large = owner.call(told.make, 1, 1 << 20)
+        large = owner.call(peer_functions.make, 1, 1 << 20)
         with pytest.raises(PeerError, match="never fit") as raised:
-            small.call(told.sums_over_sockets, large)
+            small.call(peer_functions.sums_over_sockets, large)
         assert raised.value.kind == "StoreFullError"
         # What lies in the memory of its owner takes none of the consumer's.
-        assert small.call(told.sums, large) == [0]
-        several = owner.call(told.make, 3, 50_000)
+        assert small.call(peer_functions.sums, large) == [0]
+        several = owner.call(peer_functions.make, 3, 50_000)
         with pytest.raises(PeerError, match="do not fit in the fetch buffer"):
             small.call(sums_one_by_one, several)
 

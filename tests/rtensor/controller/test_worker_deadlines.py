@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.rtensor.fake_worker import FakeWorker
 
 import tundish as td
-from false_worker import FalseWorker
 from tundish import cli, rtensor
 from tundish.errors import DrainError, TransferError
 from tundish.rtensor import Controller, Worker
-from tundish.rtensor.crew import Crew, Round
 
 # The control says 0.2 s; a machine that is busy with other tests takes longer, and for ever is longer still.
 _TIMEOUT = 0.2
@@ -134,7 +133,14 @@ def test_a_function_that_does_not_end_has_failed() -> None:
     ("buffer", "stats"),
     [
         (
-            {"num_entries": float("inf"), "total_bytes": 1, "current_entries": 0, "current_bytes": 0},
+            {
+                "num_entries": float("inf"),
+                "total_bytes": 1,
+                "current_entries": 0,
+                "current_bytes": 0,
+                "kept_entries": 0,
+                "kept_bytes": 0,
+            },
             {"epochs": [1]},
         ),
         ({"num_entries": "many"}, {"epochs": [{"epoch": "x"}, {"epoch": float("inf")}]}),
@@ -142,12 +148,12 @@ def test_a_function_that_does_not_end_has_failed() -> None:
     ],
 )
 def test_what_a_worker_says_of_itself_stops_no_training(buffer: Any, stats: Any) -> None:
-    told: dict[str, Any] = {"/buffer/stats": buffer, "/stats": stats}
+    said: dict[str, Any] = {"/buffer/stats": buffer, "/stats": stats}
     otherwise = {"held_bytes": "x", "viewed_bytes": "y", "kept_count": "z", "kept_shard_ids": [["x"], 3]}
     otherwise |= {"missing_shard_ids": 3, "taken_shard_ids": {"x": None}}
     steps = []
     with (
-        FalseWorker(lambda path: told.get(path, otherwise)) as worker,
+        FakeWorker(lambda path: said.get(path, otherwise)) as worker,
         Controller([Worker(worker.addr)], timeout=60) as controller,
     ):
         handle = rtensor.RTensor(rtensor.TensorShardInfo("x", worker.addr), torch.empty(1, device="meta"))
@@ -155,12 +161,12 @@ def test_what_a_worker_says_of_itself_stops_no_training(buffer: Any, stats: Any)
             with controller.step(claim=handle) as step:
                 controller.keep(handle)
                 steps.append(step.number)
-    assert steps == [steps[0], steps[0] + 1]
+    assert steps == sorted(set(steps))
 
 
 def test_what_is_no_worker_is_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:
     for answer in ({}, {"storage": 1, "buffer": {}}, [], "text"):
-        with FalseWorker(lambda _, answer=answer: answer) as other:  # type: ignore[misc]
+        with FakeWorker(lambda _, answer=answer: answer) as other:  # type: ignore[misc]
             assert cli.main(["rtensor", "stats", other.addr]) == 1
         shown = capsys.readouterr()
         assert other.addr in shown.out and "tundish" in shown.out and not shown.err
@@ -203,24 +209,3 @@ def test_the_first_failure_ends_a_call_whoever_else_is_silent() -> None:
         with pytest.raises(TransferError, match=f"127.0.0.1:{ports[0]}"):
             td.rtensor.localize(handles, timeout=60)
         assert time.monotonic() - began < _SOON
-
-
-def test_behind_many_that_are_silent_the_others_are_asked_soon() -> None:
-    is_over = threading.Event()
-    heard: list[int] = []
-
-    def silent(_: Round) -> None:
-        is_over.wait(60)
-
-    def last(_: Round) -> None:
-        heard.append(1)
-        is_over.set()
-
-    crew = Crew()
-    try:
-        begun = time.monotonic()
-        crew.work(Round([*[silent] * 200, last]))
-        assert heard and time.monotonic() - begun < _SOON
-    finally:
-        is_over.set()
-        crew.end()

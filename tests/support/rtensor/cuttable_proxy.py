@@ -8,7 +8,7 @@ import threading
 from tundish import rtensor
 
 
-class Between:
+class CuttableProxy:
     """Passes bytes on to a process and back, but where it is cut, or is not there."""
 
     def __init__(self, addr: str) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.rtensor import peer_functions
+from support.rtensor.peers import Peer
 
-import told
 import tundish as td
-from peers import Peer
 from tundish._native import ShardStore
 from tundish.errors import ShardGoneError
 from tundish.rtensor import Controller, RTensor, Worker
@@ -83,7 +83,7 @@ def test_what_was_fetched_is_forgotten_with_its_step() -> None:
 
 
 def forgotten_with_its_step(owner: Peer) -> None:
-    handle = owner.call(told.make, 1, 3)[0]
+    handle = owner.call(peer_functions.make, 1, 3)[0]
     ways: list[Callable[[], Any]] = [
         lambda: in_step([]),  # type: ignore[arg-type]
         td.rtensor.clear_fetch_buffer,
@@ -102,7 +102,7 @@ def forgotten_with_its_step(owner: Peer) -> None:
         assert handle.data.is_meta
         # The shard is there still, so it is fetched again.
         assert handle.to_local().tolist() == [0, 0, 0]
-    owner.call(told.remove, [handle.shard_id])
+    owner.call(peer_functions.remove, [handle.shard_id])
     td.rtensor.clear_fetch_buffer()
     with pytest.raises(ShardGoneError):
         handle.to_local()

@@ -16,9 +16,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
-from support.distributed.rank_processes import PATIENCE, preload, send_signal
-
 import tundish as td
+from support.distributed.rank_processes import PATIENCE, preload, send_signal
 
 
 class PeerError(Exception):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import told
-from peers import Peer
+from support.rtensor import peer_functions
+from support.rtensor.peers import Peer
 from tundish.rtensor import Worker
 
 __all__ = ["entries", "fetch_everywhere", "workers_of"]
@@ -25,11 +25,11 @@ def workers_of(owners: list[Peer], consumers: list[Peer]) -> list[Worker]:
 
 def entries(peers: list[Peer]) -> list[tuple[int, int]]:
     """Of each, what it stores and what it has fetched."""
-    found = [peer.call(told.stats) for peer in peers]
+    found = [peer.call(peer_functions.stats) for peer in peers]
     return [(storage["num_tensors"], buffer["num_entries"]) for storage, buffer in found]
 
 
-def fetch_everywhere(handles: Any, consumers: list[Peer], way: Any = told.sums) -> None:
+def fetch_everywhere(handles: Any, consumers: list[Peer], way: Any = peer_functions.sums) -> None:
     for peer in consumers:
         peer.begin(way, handles)
     for peer in consumers:

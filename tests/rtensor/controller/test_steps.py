@@ -7,10 +7,10 @@ import logging
 from typing import Any
 
 import pytest
+from support.rtensor import peer_functions
+from support.rtensor.peers import Peer, PeerError
+from support.rtensor.workers import entries, fetch_everywhere, workers_of
 
-import told
-from drains import entries, fetch_everywhere, workers_of
-from peers import Peer, PeerError
 from tundish import rtensor
 from tundish.errors import (
     DrainError,
@@ -25,8 +25,11 @@ pytestmark = pytest.mark.usefixtures("emptied")
 def test_batches_are_cleared_from_every_rank_of_every_role(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
-    batch = {"one": owners[0].call(told.make, 3, 10), "two": owners[1].call(told.make, 2, 10)}
-    other = owners[1].call(told.make, 2, 10)
+    batch = {
+        "one": owners[0].call(peer_functions.make, 3, 10),
+        "two": owners[1].call(peer_functions.make, 2, 10),
+    }
+    other = owners[1].call(peer_functions.make, 2, 10)
     fetch_everywhere([batch, other], consumers)
     # Owners consume too, each what the other one has.
     fetch_everywhere(batch, owners)
@@ -43,28 +46,28 @@ def test_batches_are_cleared_from_every_rank_of_every_role(
         rtensor.localize(batch["one"][0])
     for peer in consumers:
         with pytest.raises(PeerError, match="drained or removed") as raised:
-            peer.call(told.sums, batch["one"])
+            peer.call(peer_functions.sums, batch["one"])
         assert raised.value.kind == "ShardGoneError"
 
 
 def test_long_lists_of_ids_go_in_parts(
     owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tundish.rtensor.lines._MOST_IDS", 2)
-    handles = owners[0].call(told.make, 5, 10)
+    monkeypatch.setattr("tundish.rtensor.workers.connections._MOST_IDS", 2)
+    handles = owners[0].call(peer_functions.make, 5, 10)
     fetch_everywhere(handles, consumers)
     drained = controller.clear_batches(handles)
     assert (drained.entries, drained.shards, drained.failures, drained.left) == (15, 5, {}, {})
-    handles = owners[1].call(told.make, 5, 10)
+    handles = owners[1].call(peer_functions.make, 5, 10)
     with controller.step(claim=handles):
-        assert owners[1].call(told.stats)[0]["unclaimed_entries"] == 0
+        assert owners[1].call(peer_functions.stats)[0]["unclaimed_entries"] == 0
     assert entries(owners) == [(0, 0), (0, 0)]
 
 
 def test_ids_are_written_once_for_all_workers(
     owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handles = owners[0].call(told.make, 50, 1)
+    handles = owners[0].call(peer_functions.make, 50, 1)
     fetch_everywhere(handles, consumers)
     written: list[str] = []
     dumps = json.dumps
@@ -89,7 +92,7 @@ def test_ids_are_written_once_for_all_workers(
 def test_without_handles_nothing_is_cleared(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
-    fetch_everywhere(owners[0].call(told.make, 2, 10), consumers)
+    fetch_everywhere(owners[0].call(peer_functions.make, 2, 10), consumers)
     assert controller.clear_batches() == controller.clear_batches({}, [None, "text"]) == (0, 0, 0, {}, {})
     assert entries(consumers) == [(0, 2)] * 3 and entries(owners) == [(2, 0), (0, 0)]
 
@@ -98,14 +101,14 @@ def test_a_step_drains_what_was_claimed_and_what_was_fetched(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "tundish.rtensor")
-    claimed = [owners[0].call(told.make, 3, 1000), owners[1].call(told.make, 3, 1000)]
-    following = owners[0].call(told.make, 2, 1000)
-    for way in (told.sums, told.sums_over_sockets):
+    claimed = [owners[0].call(peer_functions.make, 3, 1000), owners[1].call(peer_functions.make, 3, 1000)]
+    following = owners[0].call(peer_functions.make, 2, 1000)
+    for way in (peer_functions.sums, peer_functions.sums_over_sockets):
         with controller.step(claim=claimed) as step:
             fetch_everywhere([claimed, following], consumers, way)
             claimed[0][0].to_local()
             assert entries(consumers) == [(0, 8)] * 3
-            storage, _ = owners[0].call(told.stats)
+            storage, _ = owners[0].call(peer_functions.stats)
             assert storage["unclaimed_entries"] == 2
         assert entries(owners) == [(2, 0), (0, 0)] and entries(consumers) == [(0, 0)] * 3
         assert tuple(controller.stats()) == controller.workers
@@ -123,14 +126,14 @@ def test_a_step_drains_what_was_claimed_and_what_was_fetched(
         assert claimed[0][0].data.is_meta, "it keeps no tensor"
         with pytest.raises(ShardGoneError):
             rtensor.localize(claimed)
-        claimed, following = [following], owners[0].call(told.make, 2, 1000)
-        claimed.append(owners[1].call(told.make, 4, 10))
+        claimed, following = [following], owners[0].call(peer_functions.make, 2, 1000)
+        claimed.append(owners[1].call(peer_functions.make, 4, 10))
 
 
 def test_what_is_fetched_between_steps_is_drained_too(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     fetch_everywhere(handles, consumers)
     for _ in range(2):
         with controller.step():
@@ -147,16 +150,16 @@ def test_owners_are_drained_when_all_consumers_were(owners: list[Peer], controll
         stored.append(entries(owners)[0][0])
 
     controller.update([*controller.workers, Worker("inference", "server", 3, look)])
-    with controller.step(claim=owners[0].call(told.make, 2, 10)):
+    with controller.step(claim=owners[0].call(peer_functions.make, 2, 10)):
         pass
-    controller.clear_batches(owners[0].call(told.make, 3, 10))
+    controller.clear_batches(owners[0].call(peer_functions.make, 3, 10))
     assert stored == [2, 3] and entries(owners)[0] == (0, 0)
 
 
 def test_what_the_controllers_own_process_fetches_is_drained_too(
     owners: list[Peer], consumers: list[Peer]
 ) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
 
     def entries_after(fetching: Any) -> list[int]:
         rtensor.localize(fetching)
@@ -188,13 +191,6 @@ def test_what_the_controllers_own_process_fetches_is_drained_too(
         with controller.step(claim=handles):
             rtensor.localize(handles)
         assert rtensor.fetch_buffer_stats()["num_entries"] == 0
-    # And when there is no controller any more.
-    handles = owners[0].call(told.make, 2, 10)
-    with Controller(workers_of(owners, consumers)) as controller:
-        with controller.step():
-            pass
-        rtensor.localize(handles)
-    assert rtensor.fetch_buffer_stats()["num_entries"] == 0
 
 
 def test_what_is_fetched_while_a_step_is_drained_belongs_to_the_next_one(
@@ -202,7 +198,7 @@ def test_what_is_fetched_while_a_step_is_drained_belongs_to_the_next_one(
 ) -> None:
     with controller.step():
         pass
-    following = owners[0].call(told.make, 2, 10)
+    following = owners[0].call(peer_functions.make, 2, 10)
 
     def fetch(_: list[str]) -> None:
         # The consumers that serve have ended the step already.
@@ -222,14 +218,14 @@ def test_what_a_step_claimed_is_fetched_by_nobody_while_it_is_drained(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
     """Fetched for the next step, it would stay until the end of that one."""
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     refused = []
 
     def fetch(_: list[str]) -> None:
         # The consumers that serve have ended the step already, and its owner has not.
         for consumer in consumers:
             with pytest.raises(PeerError, match="ShardGoneError"):
-                consumer.call(told.sums, handles)
+                consumer.call(peer_functions.sums, handles)
             refused.append(consumer)
 
     controller.update([*controller.workers, Worker("inference", "server", 3, fetch)])
@@ -242,7 +238,7 @@ def test_what_a_step_claimed_is_fetched_by_nobody_while_it_is_drained(
 def test_what_other_threads_fetch_at_the_end_of_a_step_of_one_process_belongs_to_the_next_one(
     owners: list[Peer],
 ) -> None:
-    following = owners[0].call(told.make, 2, 10)
+    following = owners[0].call(peer_functions.make, 2, 10)
     logger = logging.getLogger("tundish.rtensor")
 
     class Fetch(logging.Handler):
@@ -269,9 +265,9 @@ def test_what_other_threads_fetch_at_the_end_of_a_step_of_one_process_belongs_to
 def test_a_step_that_raises_is_drained(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     with pytest.raises(PeerError, match="after it was fetched"), controller.step(claim=handles):
-        consumers[0].call(told.sums_and_fail, handles)
+        consumers[0].call(peer_functions.sums_and_fail, handles)
     assert entries(owners)[0] == (0, 0) and entries(consumers) == [(0, 0)] * 3
     with controller.step():
         pass
@@ -280,7 +276,7 @@ def test_a_step_that_raises_is_drained(
 def test_batches_are_cleared_within_a_step_and_steps_are_not_nested(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
-    early, late = owners[0].call(told.make, 2, 10)
+    early, late = owners[0].call(peer_functions.make, 2, 10)
     with controller.step(claim=[early, late]):
         fetch_everywhere([early, late], consumers)
         assert controller.clear_batches(early).shards == 1

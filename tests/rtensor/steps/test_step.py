@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.rtensor import peer_functions
+from support.rtensor.peers import Peer
 
-import told
-from peers import Peer
 from tundish import rtensor
 from tundish.errors import ShardGoneError
-from tundish.rtensor import Controller, Worker, undrained
+from tundish.rtensor import Controller, Worker
+from tundish.rtensor.steps import leak_check
 
 
 def test_a_claim_that_fails_drains_nothing() -> None:
@@ -38,7 +39,7 @@ def fetch_before_the_first_step(handles: list[rtensor.RTensor]) -> list[int]:
 
 def test_what_is_fetched_before_the_first_step_ends_with_it() -> None:
     with Peer() as owner, Peer() as consumer:
-        handles = owner.call(told.make, 3, 10)
+        handles = owner.call(peer_functions.make, 3, 10)
         assert consumer.call(fetch_before_the_first_step, handles) == [3, 3, 0]
 
 
@@ -50,11 +51,11 @@ def fetch_after_a_step(handles: list[rtensor.RTensor]) -> None:
 
 def test_what_is_fetched_after_a_step_alone_ends_with_that_of_a_controller() -> None:
     with Peer() as owner, Peer() as consumer:
-        handles = owner.call(told.make, 3, 10)
+        handles = owner.call(peer_functions.make, 3, 10)
         consumer.call(fetch_after_a_step, handles)
         with Controller([Worker(consumer.addr)]) as controller, controller.step():
             pass
-        assert consumer.call(told.stats)[1]["num_entries"] == 0
+        assert consumer.call(peer_functions.stats)[1]["num_entries"] == 0
 
 
 def fail_to_begin_a_step(claim: rtensor.RTensor) -> None:
@@ -64,12 +65,12 @@ def fail_to_begin_a_step(claim: rtensor.RTensor) -> None:
 
 def test_what_a_process_keeps_of_a_controllers_step_stays_though_one_of_its_own_does_not_begin() -> None:
     with Peer() as worker:
-        kept, gone = worker.call(told.make, 2, 10)
-        worker.call(told.remove, [gone.shard_id])
+        kept, gone = worker.call(peer_functions.make, 2, 10)
+        worker.call(peer_functions.remove, [gone.shard_id])
         with Controller([Worker(worker.addr)]) as controller, controller.step(claim=kept):
-            assert worker.call(told.keep, kept) == 1
+            assert worker.call(peer_functions.keep, kept) == 1
         worker.call(fail_to_begin_a_step, gone)
-        assert worker.call(told.sums, kept) == [0]
+        assert worker.call(peer_functions.sums, kept) == [0]
 
 
 def fetch_for_long(handles: list[rtensor.RTensor]) -> list[list[str]]:
@@ -84,7 +85,7 @@ def fetch_for_long(handles: list[rtensor.RTensor]) -> list[list[str]]:
     logging.getLogger("tundish.rtensor").addHandler(note)
     clock = [0.0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(undrained, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        patch.setattr(leak_check, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         for handle, now in zip(handles, (0.0, 59.0, 61.0, 62.0, 130.0), strict=True):
             clock[0] = now
             said.append([])
@@ -103,10 +104,10 @@ def fetch_for_long(handles: list[rtensor.RTensor]) -> list[list[str]]:
 def test_a_process_that_fetches_and_is_never_drained_is_warned(is_owner: bool) -> None:
     with Peer() as owner, Peer() as consumer:
         if is_owner:
-            own = consumer.call(told.make, 1, 10)
+            own = consumer.call(peer_functions.make, 1, 10)
             with Controller([Worker(owner.addr)]) as controller, controller.step(claim=own):
                 pass
-        said = consumer.call(fetch_for_long, owner.call(told.make, 5, 10))
+        said = consumer.call(fetch_for_long, owner.call(peer_functions.make, 5, 10))
     assert [len(some) for some in said] == [0, 0, 1, 0, 1, 0, 0]
     assert "no step ever began in it: 3 entries (384 bytes)" in said[2][0] and "serve()" in said[2][0]
     assert "fetched for 130 s" in said[4][0]

@@ -6,9 +6,8 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-
-import ray_tasks
-from peers import Peer
+from support.rtensor import ray_tasks
+from support.rtensor.peers import Peer
 
 
 @pytest.fixture(scope="module")

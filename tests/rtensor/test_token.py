@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.distributed.rank_processes import Job, Line
+from support.rtensor import peer_functions
+from support.rtensor.peers import Peer
 
-import told
-from peers import Peer
 from tundish import rtensor
 
 
@@ -59,19 +59,19 @@ def test_a_drain_shows_the_token_to_no_host_that_a_handle_names(tmp_path: Path) 
 
 
 def remove_what_others_own(handles: list[rtensor.RTensor]) -> None:
-    from tundish.rtensor.steps import _remove
+    from tundish.rtensor.steps.drain import remove_claimed
 
-    _remove(rtensor.collect_shards(handles))
+    remove_claimed(rtensor.collect_shards(handles))
 
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_owners_that_a_process_was_told_of_are_shown_it(is_told: bool) -> None:
     with Peer(token="of-the-job") as owner, Peer(token="of-the-job") as other:
-        handles = owner.call(told.make, 2, 10)
+        handles = owner.call(peer_functions.make, 2, 10)
         if is_told:
-            other.call(told.trust, owner.addr, "of-the-job")
+            other.call(peer_functions.trust, owner.addr, "of-the-job")
             other.call(remove_what_others_own, handles)
-            assert owner.call(told.stats)[0]["num_tensors"] == 0
+            assert owner.call(peer_functions.stats)[0]["num_tensors"] == 0
         else:
             with pytest.raises(Exception, match="wants the token"):
                 other.call(remove_what_others_own, handles)

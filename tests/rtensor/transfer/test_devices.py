@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.rtensor.peers import Peer
 
 import tundish as td
-from peers import Peer
 from tundish import rtensor
 
 # Cycles: some hundred milliseconds, in which what is not waited for would be missed.

@@ -6,10 +6,10 @@ import logging
 from typing import Any
 
 import pytest
+from support.rtensor import peer_functions
+from support.rtensor.fake_worker import FakeWorker
+from support.rtensor.peers import Peer
 
-import told
-from false_worker import FalseWorker
-from peers import Peer
 from tundish import rtensor
 from tundish.rtensor import Controller, Worker
 
@@ -19,75 +19,77 @@ pytestmark = pytest.mark.usefixtures("emptied")
 def test_what_is_left_is_warned_of(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     with controller.step():
         pass
     with controller.step():
-        consumers[1].call(told.sums_in_step_of_its_own, handles, 123_456)
+        consumers[1].call(peer_functions.sums_in_step_of_its_own, handles, 123_456)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     text = record.getMessage()
     assert "rank 1 (critic)" in text and consumers[1].addr in text and "2 entries" in text and "bytes" in text
     assert "the oldest of step 123456" in text
-    consumers[1].call(told.end, 123_456)
+    consumers[1].call(peer_functions.end, 123_456)
 
 
 def test_what_is_in_use_on_a_worker_has_escaped_and_what_handles_alone_keep_has_not(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handles = owners[0].call(told.make, 2, 10)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     with controller.step(claim=handles):
-        consumers[0].call(told.hold_by_handles_while_busy, handles)
+        consumers[0].call(peer_functions.hold_by_handles_while_busy, handles)
     assert "escaped" not in caplog.text
-    consumers[0].call(told.let_go)
-    handles = owners[0].call(told.make, 2, 10)
+    consumers[0].call(peer_functions.let_go)
+    handles = owners[0].call(peer_functions.make, 2, 10)
     with controller.step(claim=handles):
-        consumers[0].call(told.hold, handles)
+        consumers[0].call(peer_functions.hold, handles)
     assert f"escaped on {controller.workers[2]}" in caplog.text, caplog.text
-    consumers[0].call(told.let_go)
+    consumers[0].call(peer_functions.let_go)
 
 
 def test_what_is_left_after_a_step_of_one_process_is_warned_of(
     owners: list[Peer], consumers: list[Peer]
 ) -> None:
-    said = consumers[0].call(step_that_leaves, owners[0].call(told.make, 2, 10))
+    said = consumers[0].call(step_that_leaves, owners[0].call(peer_functions.make, 2, 10))
     assert len(said) == 1 and "2 entries" in said[0] and "the oldest of step 123456" in said[0]
     for number in (123_456, 10_000_000):
-        consumers[0].call(told.end, number)
+        consumers[0].call(peer_functions.end, number)
 
 
 def test_rows_that_are_kept_are_no_rest(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of one shard that is kept several entries are there, and they hide nothing when they are drained."""
-    handle = owners[0].call(told.make, 1, 10)[0]
+    handle = owners[0].call(peer_functions.make, 1, 10)[0]
     rows = [handle[:2], handle[4:6], handle[8:]]
     with controller.step():
-        consumers[1].call(told.sums, rows)
+        consumers[1].call(peer_functions.sums, rows)
         assert controller.keep(handle) == 3
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]
     with controller.step(claim=handle):
         pass
-    left = owners[0].call(told.make, 2, 10)
+    left = owners[0].call(peer_functions.make, 2, 10)
     with controller.step():
-        consumers[1].call(told.sums_in_step_of_its_own, left, 5_000_000)
+        consumers[1].call(peer_functions.sums_in_step_of_its_own, left, 5_000_000)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "2 entries" in record.getMessage()
-    consumers[1].call(told.end, 5_000_000)
+    consumers[1].call(peer_functions.end, 5_000_000)
 
 
 def test_what_was_kept_and_cleared_hides_nothing_though_something_else_is_kept(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cleared, kept = owners[0].call(told.make, 2, 10)
+    cleared, kept = owners[0].call(peer_functions.make, 2, 10)
     with controller.step(claim=[cleared, kept]):
-        consumers[1].call(told.sums, [kept, cleared[:3], cleared[5:]])
+        consumers[1].call(peer_functions.sums, [kept, cleared[:3], cleared[5:]])
         controller.keep([cleared, kept])
     controller.clear_batches(cleared)
     # An owner keeps shards, and no entries.
-    owners[0].call(told.sums_in_step_of_its_own, owners[1].call(told.make, 1, 10), 6_000_000)
-    left = owners[0].call(told.make, 1, 10)
+    owners[0].call(
+        peer_functions.sums_in_step_of_its_own, owners[1].call(peer_functions.make, 1, 10), 6_000_000
+    )
+    left = owners[0].call(peer_functions.make, 1, 10)
     with controller.step():
-        consumers[1].call(told.sums_in_step_of_its_own, left, 6_000_000)
+        consumers[1].call(peer_functions.sums_in_step_of_its_own, left, 6_000_000)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert (
         ["rank 0 (rollout)" in warned[0], "rank 1 (critic)" in warned[1]]
@@ -95,15 +97,15 @@ def test_what_was_kept_and_cleared_hides_nothing_though_something_else_is_kept(
         == [one in text for one, text in zip(("1 entry", "2 entries"), warned, strict=True)]
     )
     for peer in (owners[0], consumers[1]):
-        peer.call(told.end, 6_000_000)
+        peer.call(peer_functions.end, 6_000_000)
 
 
 def test_what_another_ones_step_dropped_of_what_is_kept_hides_nothing(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dropped, left = (owners[0].call(told.make, 2, 10) for _ in range(2))
+    dropped, left = (owners[0].call(peer_functions.make, 2, 10) for _ in range(2))
     with controller.step():
-        consumers[1].call(told.sums, dropped)
+        consumers[1].call(peer_functions.sums, dropped)
         controller.keep(dropped)
     with Controller(controller.workers) as other, other.step(claim=dropped):
         pass
@@ -111,14 +113,14 @@ def test_what_another_ones_step_dropped_of_what_is_kept_hides_nothing(
         pass
     assert not caplog.records
     with controller.step():
-        consumers[1].call(told.sums_in_step_of_its_own, left, 7_000_000)
+        consumers[1].call(peer_functions.sums_in_step_of_its_own, left, 7_000_000)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "2 entries" in record.getMessage()
-    consumers[1].call(told.end, 7_000_000)
+    consumers[1].call(peer_functions.end, 7_000_000)
 
 
 def test_rows_that_one_process_keeps_are_no_rest(owners: list[Peer], consumers: list[Peer]) -> None:
-    handle = owners[0].call(told.make, 1, 10)[0]
+    handle = owners[0].call(peer_functions.make, 1, 10)[0]
     assert consumers[2].call(steps_that_keep_rows, handle) == []
 
 
@@ -141,9 +143,9 @@ def step_that_leaves(handles: Any) -> list[str]:
     logging.getLogger("tundish.rtensor").addHandler(note)
     try:
         with rtensor.step():
-            told.sums_in_step_of_its_own(handles, 123_456)
+            peer_functions.sums_in_step_of_its_own(handles, 123_456)
             # What is fetched in a step under way is no rest.
-            told.sums_in_step_of_its_own([], 10_000_000)
+            peer_functions.sums_in_step_of_its_own([], 10_000_000)
     finally:
         logging.getLogger("tundish.rtensor").removeHandler(note)
     return said
@@ -152,14 +154,14 @@ def step_that_leaves(handles: Any) -> list[str]:
 def test_tensors_that_outlive_the_step_are_warned_of(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handles = owners[0].call(told.make, 1, 1000)
+    handles = owners[0].call(peer_functions.make, 1, 1000)
     with controller.step(claim=handles):
-        consumers[2].call(told.hold, handles)
+        consumers[2].call(peer_functions.hold, handles)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert (
         "8000 bytes of step" in record.getMessage() and f"ref 2 at {consumers[2].addr}" in record.getMessage()
     )
-    consumers[2].call(told.let_go)
+    consumers[2].call(peer_functions.let_go)
 
 
 def test_bytes_that_a_worker_holds_after_the_end_of_a_step_are_warned_of(
@@ -170,7 +172,7 @@ def test_bytes_that_a_worker_holds_after_the_end_of_a_step_are_warned_of(
     def answer(path: str) -> dict[str, Any]:
         return {"held_bytes": 777, "has_ended": True} if path.endswith("/end") else {"status": "ok"}
 
-    with FalseWorker(answer) as false:
+    with FakeWorker(answer) as false:
         worker = Worker(false.addr, "critic", 3)
         with Controller([worker]) as controller, controller.step() as step:
             pass

@@ -17,7 +17,6 @@ import torch
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 from support.distributed.ctrl_c import at_every_moment
-
 from tundish import rtensor
 from tundish.errors import (
     InvalidInputError,
@@ -28,7 +27,8 @@ from tundish.errors import (
     TimedOutError,
     TransferError,
 )
-from tundish.rtensor import Controller, Worker, on_ray
+from tundish.rtensor import Controller, Worker
+from tundish.rtensor.backends import ray as ray_backend
 
 
 def begin(folder: str) -> None:
@@ -175,7 +175,7 @@ def drained_objects_leave_rays_store() -> None:
 def what_ctrl_c_ends_takes_no_room() -> None:
     backend = rtensor.RayBackend()
     rtensor.set_backend(backend)
-    for moment, ctrl_c in at_every_moment(on_ray):
+    for moment, ctrl_c in at_every_moment(ray_backend):
         with ctrl_c:
             rtensor.remotize(torch.ones(10))
             rtensor.clear_node()
@@ -228,7 +228,7 @@ def who_waits_without_end_says_so() -> None:
 
 def each_store_looks_at_its_own_shards_alone() -> None:
     others = rtensor.remotize([torch.full((1,), number) for number in range(40)])
-    store, asked = on_ray.ShardStore, []
+    store, asked = ray_backend.ShardStore, []
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
@@ -240,9 +240,9 @@ def each_store_looks_at_its_own_shards_alone() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         # The thread that looks through all of them rests.
-        patch.setattr(on_ray, "_REAPING_SECONDS", 60.0)
+        patch.setattr(ray_backend, "_REAPING_SECONDS", 60.0)
         time.sleep(0.3)
-        patch.setattr(on_ray, "ShardStore", Counting())
+        patch.setattr(ray_backend, "ShardStore", Counting())
         for number in range(20):
             handle = rtensor.store(f"of.{number}", torch.ones(1))
             assert rtensor.fetch(handle.shard_id).item() == 1
@@ -254,12 +254,12 @@ def each_store_looks_at_its_own_shards_alone() -> None:
 def names_that_were_drained_and_are_given_anew_take_no_more_room() -> None:
     with pytest.MonkeyPatch.context() as patch:
         # The thread that lets go of what was drained rests.
-        patch.setattr(on_ray, "_REAPING_SECONDS", 60.0)
+        patch.setattr(ray_backend, "_REAPING_SECONDS", 60.0)
         time.sleep(0.3)
         for _ in range(3):
             rtensor.store("anew", torch.ones(1000))
             # As a drain that comes from elsewhere does.
-            on_ray.ShardStore.remove(["anew"])
+            ray_backend.ShardStore.remove(["anew"])
         rtensor.store("anew", torch.ones(1000))
     assert rtensor.storage_stats()["memory"]["used_bytes"] < 2 * 4000
     rtensor.remove(["anew"])

@@ -1,0 +1,231 @@
+"""Claims, keeps and ends of steps that fail or are interrupted half-way: nothing stays, and nobody loses anything."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+from support.rtensor import peer_functions
+from support.rtensor.peers import Peer
+
+from tundish import rtensor
+from tundish._native import ShardStore
+from tundish.errors import DrainError, InvalidInputError, ShardGoneError, TransferError
+from tundish.rtensor import Controller
+from tundish.rtensor.steps import step as step_module
+
+pytestmark = pytest.mark.usefixtures("emptied")
+
+
+def held(process: Peer) -> tuple[int, int]:
+    """How many tensors a process stores, and how many it has fetched."""
+    storage, buffer = process.call(peer_functions.stats)
+    return storage["num_tensors"], buffer["num_entries"]
+
+
+@pytest.mark.parametrize("is_claimed", [True, False], ids=["claimed", "fetched"])
+def test_what_was_kept_by_some_alone_ends_with_its_step(
+    is_claimed: bool,
+    owners: list[Peer],
+    consumers: list[Peer],
+    controller: Controller,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handles = owners[0].call(peer_functions.make, 2, 10)
+    with controller.step(claim=handles if is_claimed else None):
+        for consumer in consumers:
+            consumer.call(peer_functions.sums, handles)
+        keep_by_all_but_one(controller, handles, consumers[1], monkeypatch)
+    assert [held(one) for one in consumers] == [(0, 0)] * len(consumers)
+    assert held(owners[0]) == ((0 if is_claimed else 2), 0)
+    controller.clear_batches(handles)
+
+
+def test_what_was_kept_by_some_alone_ends_in_the_controllers_process_too(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = owners[0].call(peer_functions.make, 2, 10)
+    with controller.step():
+        rtensor.localize(handles)
+        keep_by_all_but_one(controller, handles, consumers[1], monkeypatch)
+    assert rtensor.fetch_buffer_stats()["num_entries"] == 0
+
+
+def test_what_was_kept_before_and_now_by_some_alone_ends_with_its_step(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = owners[0].call(peer_functions.make, 2, 10)
+    with controller.step(claim=handles):
+        consumers[0].call(peer_functions.sums, handles)
+        controller.keep(handles)
+    with controller.step(claim=handles):
+        keep_by_all_but_one(controller, handles, consumers[1], monkeypatch)
+    assert held(owners[0]) == held(consumers[0]) == (0, 0)
+
+
+def test_what_could_not_be_kept_is_not_kept_of_the_next_step(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = owners[0].call(peer_functions.make, 2, 10)
+    with controller.step():
+        keep_by_all_but_one(controller, handles, consumers[1], monkeypatch)
+    consumers[1].call(peer_functions.sums, handles)
+    for _ in range(2):
+        with controller.step():
+            pass
+    assert held(consumers[1]) == (0, 0)
+
+
+def keep_by_all_but_one(
+    controller: Controller, handles: Any, silent_one: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask_all = controller._connections.send_all
+
+    def ask_all_but_one(requests: Any) -> list[Any]:
+        wanted = list(requests)
+        if wanted and wanted[0][1].path == "/keep":
+            silent = [worker.addr == silent_one.addr for worker, _ in wanted]
+            assert any(silent)
+            answers = iter(
+                ask_all([one for one, is_silent in zip(wanted, silent, strict=True) if not is_silent])
+            )
+            return [TransferError("it is silent") if is_silent else next(answers) for is_silent in silent]
+        return ask_all(wanted)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(controller._connections, "send_all", ask_all_but_one)
+        with pytest.raises(DrainError, match="what to keep"):
+            controller.keep(handles)
+
+
+def test_of_two_shards_of_one_name_the_one_that_is_not_kept_ends(
+    owners: list[Peer], consumers: list[Peer], controller: Controller
+) -> None:
+    kept, other = (owner.call(peer_functions.store, "rewards", 10) for owner in owners)
+    with controller.step(claim=[kept, other]):
+        consumers[0].call(peer_functions.sums, [kept, other])
+        controller.keep(kept)
+    assert [held(owner) for owner in owners] == [(1, 0), (0, 0)]
+    assert consumers[0].call(peer_functions.sums, [kept]) == [70]
+    with controller.step(claim=kept):
+        pass
+    assert held(owners[0]) == held(consumers[0]) == (0, 0)
+
+
+def claim_what_is_elsewhere(handles: Any) -> int:
+    rtensor.localize(handles)
+    with pytest.raises(ShardGoneError), rtensor.step(claim=handles):
+        pass
+    with rtensor.step():
+        pass
+    return int(rtensor.fetch_buffer_stats()["num_entries"])
+
+
+def test_what_could_not_be_claimed_ends_with_the_step_that_it_was_fetched_in(
+    owners: list[Peer], consumers: list[Peer]
+) -> None:
+    handles = owners[0].call(peer_functions.make, 2, 10)
+    assert consumers[0].call(claim_what_is_elsewhere, handles) == 0
+
+
+def test_what_was_kept_and_is_drained_hides_nothing_that_is_left(
+    owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = owners[0].call(peer_functions.make, 2, 10)
+    with controller.step(claim=kept):
+        consumers[1].call(peer_functions.sums, kept)
+        controller.keep(kept)
+    controller.clear_batches(kept)
+    left = owners[0].call(peer_functions.make, 2, 10)
+    with controller.step():
+        consumers[1].call(peer_functions.sums_in_step_of_its_own, left, 123_456)
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "2 entries" in record.getMessage()
+    consumers[1].call(peer_functions.end, 123_456)
+
+
+class Interrupted:
+    """What `ShardStore` does, but that the next call of one method is interrupted."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            self._method = ""
+            raise KeyboardInterrupt
+        return getattr(ShardStore, name)
+
+
+def interrupted_at(method: str, handles: Any) -> tuple[int, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        own = rtensor.remotize(rtensor.localize(handles))
+        with contextlib.suppress(KeyboardInterrupt), rtensor.step(claim=own):
+            rtensor.localize(handles)
+            patch.setattr(step_module, "ShardStore", Interrupted(method))
+    with rtensor.step():
+        pass
+    return rtensor.storage_stats()["num_tensors"], rtensor.fetch_buffer_stats()["num_entries"]
+
+
+def test_a_step_whose_end_is_interrupted_ends(owners: list[Peer], consumers: list[Peer]) -> None:
+    handles = owners[0].call(peer_functions.make, 2, 10)
+    assert consumers[0].call(interrupted_at, "clear_buffer", handles) == (0, 0)
+
+
+def interrupted_as_it_begins(handles: Any) -> int:
+    own = rtensor.remotize(rtensor.localize(handles))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_module, "ShardStore", Interrupted("begin_epoch"))
+        with pytest.raises(KeyboardInterrupt), rtensor.step(claim=own):
+            pytest.fail("it began")
+    unclaimed = int(rtensor.storage_stats()["unclaimed_entries"])
+    with rtensor.step(claim=own):
+        pass
+    return unclaimed - rtensor.storage_stats()["num_tensors"] - rtensor.fetch_buffer_stats()["num_entries"]
+
+
+def test_a_step_alone_that_is_interrupted_as_it_begins_claims_nothing(
+    owners: list[Peer], consumers: list[Peer]
+) -> None:
+    handles = owners[0].call(peer_functions.make, 2, 10)
+    assert consumers[0].call(interrupted_as_it_begins, handles) == 2
+
+
+def test_what_was_given_up_just_now_is_claimed_as_soon_as_its_owner_has_noticed(
+    owners: list[Peer], controller: Controller
+) -> None:
+    handles, gone = owners[0].call(peer_functions.make, 2, 10), owners[0].call(peer_functions.make, 1, 10)
+    owners[0].call(peer_functions.remove, [gone[0].shard_id])
+    with Controller(controller.workers) as other:
+        # In place of its own claims, of an owner that is slow to notice.
+        step = other.step(claim=handles)
+        step.__enter__()
+        with pytest.raises(ShardGoneError, match=gone[0].shard_id), controller.step(claim=gone):
+            pass
+        noticing = threading.Timer(0.2, other.close)
+        noticing.start()
+        with controller.step(claim=handles):
+            pass
+        noticing.join()
+    assert held(owners[0]) == (0, 0)
+    del step
+
+
+def test_a_controller_closed_within_a_step_gives_the_step_up(
+    owners: list[Peer], consumers: list[Peer], controller: Controller
+) -> None:
+    handles = owners[0].call(peer_functions.make, 2, 10)
+    with controller.step(claim=handles):
+        consumers[0].call(peer_functions.sums, handles)
+        controller.close()
+    deadline = time.monotonic() + 10
+    while held(consumers[0]) != (0, 0) or owners[0].call(peer_functions.stats)[0]["unclaimed_entries"] != 2:
+        assert time.monotonic() < deadline, "its step goes on"
+        time.sleep(0.01)
+    with pytest.raises(InvalidInputError, match=r"is closed \(it was closed\)"):
+        controller.stats()
