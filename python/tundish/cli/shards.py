@@ -55,10 +55,10 @@ def add_rtensor_commands(commands: Any) -> None:
 def run_stats(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish rtensor stats`."""
     from tundish.rtensor.workers.connections import Request, WorkerConnections
-    from tundish.rtensor.workers.worker import Worker
+    from tundish.rtensor.workers.worker import Worker, as_worker
 
     token = _token(options.token_file) if options.token_file else None
-    workers = [Worker(addr) for addr in dict.fromkeys(options.addresses)]
+    workers = [as_worker(Worker(addr)) for addr in dict.fromkeys(options.addresses)]
     connections = WorkerConnections(lambda _: token, _SECONDS)
     try:
         answers = connections.send_all([(worker, Request("GET", "/stats")) for worker in workers])

@@ -177,7 +177,7 @@ def test_a_guarded_job_is_drained_with_its_token() -> None:
         # Whom only a handle names is not shown it.
         with (
             Controller(workers[1:], token="of-the-job") as narrow,
-            pytest.raises(DrainError, match=r"wants the token .* it was shown none"),
+            pytest.raises(DrainError, match=r"wants the token .* none was sent"),
             narrow.step(claim=handles),
         ):
             pass
@@ -195,7 +195,7 @@ def test_workers_that_cannot_be_are_refused() -> None:
         Controller([Worker("a", "x", 0, "hook")])  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="rank of x one at a:1 is a str"):
         Controller([Worker("a:1", "x", "one")])  # type: ignore[arg-type]
-    with pytest.raises(InvalidTypeError, match="cannot be told from others"):
+    with pytest.raises(InvalidTypeError, match="is not hashable"):
         Controller([Worker("a", "x", 0, Unhashable())])
 
 

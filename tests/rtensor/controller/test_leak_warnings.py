@@ -23,12 +23,12 @@ def test_what_is_left_is_warned_of(
     with controller.step():
         pass
     with controller.step():
-        consumers[1].call(peer_functions.sums_in_step_of_its_own, handles, 123_456)
+        consumers[1].call(peer_functions.sums_in_forgotten_step, handles, 123_456)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     text = record.getMessage()
     assert "rank 1 (critic)" in text and consumers[1].addr in text and "2 entries" in text and "bytes" in text
     assert "the oldest of step 123456" in text
-    consumers[1].call(peer_functions.end, 123_456)
+    consumers[1].call(peer_functions.end_forgotten_step, 123_456)
 
 
 def test_what_is_in_use_on_a_worker_has_escaped_and_what_handles_alone_keep_has_not(
@@ -51,8 +51,7 @@ def test_what_is_left_after_a_step_of_one_process_is_warned_of(
 ) -> None:
     said = consumers[0].call(step_that_leaves, owners[0].call(peer_functions.make, 2, 10))
     assert len(said) == 1 and "2 entries" in said[0] and "the oldest of step 123456" in said[0]
-    for number in (123_456, 10_000_000):
-        consumers[0].call(peer_functions.end, number)
+    consumers[0].call(peer_functions.end_forgotten_step, 123_456)
 
 
 def test_rows_that_are_kept_are_no_rest(
@@ -69,10 +68,10 @@ def test_rows_that_are_kept_are_no_rest(
         pass
     left = owners[0].call(peer_functions.make, 2, 10)
     with controller.step():
-        consumers[1].call(peer_functions.sums_in_step_of_its_own, left, 5_000_000)
+        consumers[1].call(peer_functions.sums_in_forgotten_step, left, 5_000_000)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "2 entries" in record.getMessage()
-    consumers[1].call(peer_functions.end, 5_000_000)
+    consumers[1].call(peer_functions.end_forgotten_step, 5_000_000)
 
 
 def test_what_was_kept_and_cleared_hides_nothing_though_something_else_is_kept(
@@ -85,19 +84,19 @@ def test_what_was_kept_and_cleared_hides_nothing_though_something_else_is_kept(
     controller.clear_batches(cleared)
     # An owner keeps shards, and no entries.
     owners[0].call(
-        peer_functions.sums_in_step_of_its_own, owners[1].call(peer_functions.make, 1, 10), 6_000_000
+        peer_functions.sums_in_forgotten_step, owners[1].call(peer_functions.make, 1, 10), 6_000_000
     )
     left = owners[0].call(peer_functions.make, 1, 10)
     with controller.step():
-        consumers[1].call(peer_functions.sums_in_step_of_its_own, left, 6_000_000)
+        consumers[1].call(peer_functions.sums_in_forgotten_step, left, 6_000_000)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert (
         ["rank 0 (rollout)" in warned[0], "rank 1 (critic)" in warned[1]]
         == [True, True]
-        == [one in text for one, text in zip(("1 entry", "2 entries"), warned, strict=True)]
+        == [one in text for one, text in zip(("1 entry", "1 entry"), warned, strict=True)]
     )
     for peer in (owners[0], consumers[1]):
-        peer.call(peer_functions.end, 6_000_000)
+        peer.call(peer_functions.end_forgotten_step, 6_000_000)
 
 
 def test_what_another_ones_step_dropped_of_what_is_kept_hides_nothing(
@@ -113,10 +112,10 @@ def test_what_another_ones_step_dropped_of_what_is_kept_hides_nothing(
         pass
     assert not caplog.records
     with controller.step():
-        consumers[1].call(peer_functions.sums_in_step_of_its_own, left, 7_000_000)
+        consumers[1].call(peer_functions.sums_in_forgotten_step, left, 7_000_000)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "2 entries" in record.getMessage()
-    consumers[1].call(peer_functions.end, 7_000_000)
+    consumers[1].call(peer_functions.end_forgotten_step, 7_000_000)
 
 
 def test_rows_that_one_process_keeps_are_no_rest(owners: list[Peer], consumers: list[Peer]) -> None:
@@ -143,9 +142,7 @@ def step_that_leaves(handles: Any) -> list[str]:
     logging.getLogger("tundish.rtensor").addHandler(note)
     try:
         with rtensor.step():
-            peer_functions.sums_in_step_of_its_own(handles, 123_456)
-            # What is fetched in a step under way is no rest.
-            peer_functions.sums_in_step_of_its_own([], 10_000_000)
+            peer_functions.sums_in_forgotten_step(handles, 123_456)
     finally:
         logging.getLogger("tundish.rtensor").removeHandler(note)
     return said

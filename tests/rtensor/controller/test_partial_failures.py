@@ -142,10 +142,10 @@ def test_what_was_kept_and_is_drained_hides_nothing_that_is_left(
     controller.clear_batches(kept)
     left = owners[0].call(peer_functions.make, 2, 10)
     with controller.step():
-        consumers[1].call(peer_functions.sums_in_step_of_its_own, left, 123_456)
+        consumers[1].call(peer_functions.sums_in_forgotten_step, left, 123_456)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "2 entries" in record.getMessage()
-    consumers[1].call(peer_functions.end, 123_456)
+    consumers[1].call(peer_functions.end_forgotten_step, 123_456)
 
 
 class Interrupted:
@@ -169,12 +169,13 @@ def interrupted_at(method: str, handles: Any) -> tuple[int, int]:
             patch.setattr(step_module, "ShardStore", Interrupted(method))
     with rtensor.step():
         pass
-    return rtensor.storage_stats()["num_tensors"], rtensor.fetch_buffer_stats()["num_entries"]
+    return rtensor.storage_stats()["unclaimed_entries"], rtensor.fetch_buffer_stats()["num_entries"]
 
 
-def test_a_step_whose_end_is_interrupted_ends(owners: list[Peer], consumers: list[Peer]) -> None:
+def test_the_next_step_drains_what_an_interrupted_end_left(owners: list[Peer], consumers: list[Peer]) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
-    assert consumers[0].call(interrupted_at, "clear_buffer", handles) == (0, 0)
+    # What it had claimed is unclaimed again.
+    assert consumers[0].call(interrupted_at, "clear_buffer", handles) == (2, 0)
 
 
 def interrupted_as_it_begins(handles: Any) -> int:

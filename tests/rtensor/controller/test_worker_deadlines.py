@@ -69,37 +69,8 @@ def test_an_answer_that_drips_has_a_deadline(first: bytes, drip: bytes) -> None:
     with dripping(first, drip) as addr, Controller([Worker(addr)], timeout=_TIMEOUT) as controller:
         began = time.monotonic()
         (answer,) = controller.stats().values()
-        assert isinstance(answer, TransferError) and "timed out" in str(answer)
+        assert isinstance(answer, TransferError) and "does not answer" in str(answer)
         assert time.monotonic() - began < _SOON
-
-
-def test_the_look_up_of_a_name_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = threading.Event()
-    look_up = socket.getaddrinfo
-
-    def of_a_silent_server(host: str, *rest: Any, flags: int = 0, **options: Any) -> Any:
-        assert flags or over.wait(60)
-        return look_up(host, *rest, flags=flags, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", of_a_silent_server)
-    began = time.monotonic()
-    try:
-        with Controller(
-            [Worker("name.invalid:1"), Worker("other.invalid:1")], timeout=_TIMEOUT
-        ) as controller:
-            for answer in controller.stats().values():
-                assert isinstance(answer, TransferError) and "timed out" in str(answer)
-        assert time.monotonic() - began < _SOON
-    finally:
-        over.set()
-
-
-def test_an_answer_has_a_largest_size() -> None:
-    head = b"HTTP/1.1 100 Continue\r\n\r\n" * 100_000
-    with dripping(head, b"") as addr, Controller([Worker(addr)], timeout=60) as controller:
-        (answer,) = controller.stats().values()
-        assert isinstance(answer, TransferError)
-        assert "more comes than an answer may have" in str(answer)
 
 
 def test_a_function_that_does_not_end_has_failed() -> None:

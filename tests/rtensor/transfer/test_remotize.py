@@ -437,7 +437,7 @@ def test_backends_are_refused_that_are_none() -> None:
         with pytest.raises(InvalidTypeError, match="set_backend takes a backend"):
             rtensor.set_backend(wrong)  # type: ignore[arg-type]
     far = rtensor.RTensor(rtensor.TensorShardInfo("a", "10.0.0.1:80"), torch.empty(1, device="meta"))
-    with pytest.raises(InvalidInputError, match="LocalBackend knows this process alone"):
+    with pytest.raises(InvalidInputError, match="LocalBackend reads this process only"):
         far.to_local()
 
 

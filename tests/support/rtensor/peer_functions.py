@@ -37,13 +37,17 @@ def sums(handles: Any) -> list[int]:
     return [int(tensor.sum()) for tensor in td.tree.find_all(torch.Tensor, rtensor.localize(handles))]
 
 
-def sums_in_step_of_its_own(handles: Any, number: int) -> list[int]:
+def sums_in_forgotten_step(handles: Any, number: int) -> list[int]:
+    """As `sums`, in a step that nobody ends; later fetches belong to another one."""
     td._native.ShardStore.begin_epoch(number, 1)
-    return sums(handles)
+    found = sums(handles)
+    td._native.ShardStore.begin_epoch(number + 1, 1)
+    return found
 
 
-def end(number: int) -> None:
+def end_forgotten_step(number: int) -> None:
     td._native.ShardStore.end_epoch(number)
+    td._native.ShardStore.end_epoch(number + 1)
 
 
 def sums_and_fail(handles: Any) -> None:

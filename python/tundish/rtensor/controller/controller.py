@@ -48,12 +48,21 @@ _RETRY_SECONDS = 0.02
 
 
 class _OpenStep(NamedTuple):
-    """A step that has begun: its number, the shards it claims by owner, and names that an earlier step kept."""
+    """A step that has begun.
+
+    Attributes:
+        number: its number.
+        handles: the handles that it claims.
+        owners: the ids of their shards, by owner.
+        kept_earlier: names of these that an earlier step kept: consumers hold them beyond the end of any step.
+        connections: the number of the connection to each worker.
+    """
 
     number: int
     handles: list[RTensor]
     owners: dict[str, list[str]]
     kept_earlier: set[str]
+    connections: dict[str, int | None]
 
 
 class Controller:
@@ -304,7 +313,7 @@ class Controller:
         # A later step than those that kept these.
         self._kept.discard(owners)
         kept_earlier = {one for answer in claims.values() for one in names_in(answer, "kept_shard_ids")}
-        return _OpenStep(number, handles, owners, kept_earlier)
+        return _OpenStep(number, handles, owners, kept_earlier, self._connections.numbers())
 
     def _claim(self, number: int, owners: dict[str, list[str]]) -> dict[Worker, Any]:
         """Claims shards; waits a moment for owners that have not noticed the end of an earlier controller."""
@@ -330,8 +339,9 @@ class Controller:
             # It was given up; or it is the parent's; or no thread is left that could send anything.
             return
         self._step = None
-        ending, by_name = self._kept.end_step(step.owners, step.kept_earlier)
+        ending, kept_wrongly = self._kept.end_step(step.owners)
         ids = [one for some in ending.values() for one in some]
+        by_name = sorted(kept_wrongly | step.kept_earlier.intersection(ids))
         owners = [self._registry.at(owner) for owner in ending]
         consumers = [worker for worker in self._registry.workers if worker.addr not in ending]
         end = Request("POST", f"/epoch/{step.number}/end")
@@ -339,17 +349,25 @@ class Controller:
         with self._requests.skip_silent_workers():
             # Owners hand out no more of these: whoever fetched them now would have them in the next step.
             close = Request("POST", f"/epoch/{step.number}/close")
-            self._requests.send((one, close) for one in owners if one.drain is None and ending[one.addr])
+            closed = self._requests.send(
+                (one, close) for one in owners if one.drain is None and ending[one.addr]
+            )
             ShardStore.clear_buffer([*ids, *by_name])
             ShardStore.end_epoch(step.number)
             answers = send(WorkerRequest(worker, end, ids) for worker in consumers)
-            # By id too, and before the end frees the names: an owner that lost the connection has unclaimed them.
-            send(self._removals(ending))
+            # Before the end frees their names.
+            unclaimed = self._reconnected(step) | failures_of(closed).keys()
+            send(
+                one
+                for one in self._removals(ending)
+                if one.worker in unclaimed or kept_wrongly.intersection(one.shard_ids)
+            )
             answers |= send(WorkerRequest(owner, end, ids) for owner in owners)
             if by_name:
                 drop = Request("DELETE", "/buffer/clear", by_name)
                 holders = dict.fromkeys([*self._registry.with_server(), *owners])
                 send(WorkerRequest(worker, drop, by_name) for worker in holders if worker.drain is None)
+            self._drain_reconnected(step)
             for worker, answer in answers.items():
                 if isinstance(answer, dict):
                     warn_of_ledger(worker, step.number, answer)
@@ -358,6 +376,22 @@ class Controller:
         for handle in step.handles:
             if handle.shard_id in ended:
                 handle.forget()
+
+    def _reconnected(self, step: _OpenStep) -> set[Worker]:
+        """Workers whose connection was lost since the step began: they have ended it, and unclaimed its shards."""
+        return {
+            self._registry.at(addr)
+            for addr, number in self._connections.numbers().items()
+            if number != step.connections.get(addr, number)
+        }
+
+    def _drain_reconnected(self, step: _OpenStep) -> None:
+        """Drains what workers fetched after they lost the connection, which belongs to the next step there."""
+        workers = [one for one in self._reconnected(step) if one.addr in self._registry]
+        number = next_step_number()
+        for action in ("begin", "end"):
+            request = Request("POST", f"/epoch/{number}/{action}")
+            self._requests.send((worker, request) for worker in workers)
 
     def _entries_left(self, *, is_step_over: bool) -> dict[Worker, int]:
         """Entries left in the fetch buffers, which are warned of, by worker."""

@@ -35,25 +35,23 @@ class KeptShards:
         """These were drained by their ids, or a new step claims them."""
         self._kept.difference_update(_pairs(by_owner))
 
-    def end_step(self, claimed: _ByOwner, kept_earlier: set[str]) -> tuple[dict[str, list[str]], list[str]]:
-        """Ends a step.
-
-        Args:
-            claimed: the shards that it claimed.
-            kept_earlier: names of these that an earlier step kept: consumers hold them beyond the end of any step.
+    def end_step(self, claimed: _ByOwner) -> tuple[dict[str, list[str]], set[str]]:
+        """Ends a step that claimed these.
 
         Returns:
-            The claimed shards that end with the step, by owner; and the names that every worker is to drop by name.
+            The claimed shards that end with the step, by owner; and names that some worker keeps though they are to
+            end with it.
         """
         ending = {
             owner: [one for one in ids if (owner, one) not in self._kept] for owner, ids in claimed.items()
         }
         kept_names = {name for _, name in self._kept}
-        by_name = (kept_earlier | kept_names).intersection(one for ids in ending.values() for one in ids)
-        by_name |= self._partly_kept
+        kept_wrongly = self._partly_kept | kept_names.intersection(
+            one for ids in ending.values() for one in ids
+        )
         self._kept.clear()
         self._partly_kept = set()
-        return ending, sorted(by_name)
+        return ending, kept_wrongly
 
 
 def _pairs(by_owner: _ByOwner) -> Iterable[tuple[str, str]]:
