@@ -1,13 +1,13 @@
-"""The Trainer of transformers with data that only one rank can read, resumed in the middle of an epoch.
+"""Trains with the transformers Trainer on a stream that only rank 0 reads, and resumes in the middle of an epoch.
 
     torchrun --standalone --nproc-per-node 2 examples/dispatch_trainer.py --out out/trainer
     torchrun --standalone --nproc-per-node 2 examples/dispatch_trainer.py --out out/trainer --steps 40 --resume
 
-Needs `pip install 'tundish[hf]'` and no network. The data is a stream: sentences that are made up one after the other,
-by one generator. Each rank trains on its own of them, and all of them together see each once, also over the resumption.
+It needs `pip install 'tundish[hf]'` and no network. The data is a stream of generated sentences. Each rank trains on
+its own sentences, and all ranks together see each sentence once, also after resuming.
 
-A method and a callback are all that it takes: `get_train_dataloader` gives the Trainer what a `DispatchLoader` hands
-out, and the callback keeps the loader's state in that of the Trainer.
+The Trainer needs one method and one callback: `get_train_dataloader` returns the batches of a `DispatchLoader`, and the
+callback keeps the loader's state in the Trainer's state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Before transformers is imported: nothing here is to be looked up on a network.
+# Set before transformers is imported, so that nothing is looked up on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
@@ -31,7 +31,7 @@ VOCABULARY = 64
 
 
 class Sentences:
-    """Batches of made-up sentences: a fixed order that nobody could read from its middle, nor on two ranks."""
+    """A stream of batches of generated sentences. It can only be read from the start, and on one rank."""
 
     def __init__(self, batches: int, batch_size: int) -> None:
         self.batches = batches
@@ -40,7 +40,7 @@ class Sentences:
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(0)
         for _ in range(self.batches):
-            # Each word is the one before plus a step that the sentence keeps.
+            # Each word is the previous word plus the step of its sentence.
             first = torch.randint(VOCABULARY, (self.batch_size, 1), generator=generator)
             step = torch.randint(1, 4, (self.batch_size, 1), generator=generator)
             words = (first + step * torch.arange(16)) % VOCABULARY
@@ -51,9 +51,9 @@ class Sentences:
 
 
 class Batches:
-    """What the Trainer sees of the loader: no `set_epoch`, by which it would send a resumed loader to another place.
+    """Hides the loader's `set_epoch` from the Trainer, which would move a resumed loader to another position.
 
-    The Trainer reckons its epochs from its steps; the loader counts its own.
+    The Trainer computes its epochs from its steps; the loader counts its own.
     """
 
     def __init__(self, loader: td.DispatchLoader[Any]) -> None:
@@ -65,7 +65,7 @@ class Batches:
             has_begun = True
             yield batch
         if not has_begun:
-            # Of an epoch at whose end the run was saved nothing is left, and the Trainer would stop there.
+            # The run was saved at the end of an epoch. Without a batch, the Trainer would stop.
             yield from self.loader
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class Batches:
 
 
 class LoaderState(TrainerCallback, ExportableState):
-    """Keeps where the loader stands in the Trainer's state, and goes on there."""
+    """Saves the loader's state in the Trainer's state and restores it when training starts."""
 
     def __init__(self, loader: td.DispatchLoader[Any]) -> None:
         self.loader = loader
@@ -81,14 +81,14 @@ class LoaderState(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"loader": self.loader.state_dict()}}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 (the Trainer's)
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 (arguments of the Trainer)
         known = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and known:
             self.loader.load_state_dict(known["attributes"]["loader"])
 
 
 class DispatchTrainer(td.hf.TundishTrainerMixin, Trainer):
-    """Reads on the first rank, and saves while it trains."""
+    """A Trainer that reads on rank 0 and saves in the background."""
 
     def __init__(self, loader: td.DispatchLoader[Any], **options: Any) -> None:
         super().__init__(**options)
@@ -96,7 +96,7 @@ class DispatchTrainer(td.hf.TundishTrainerMixin, Trainer):
         self.add_callback(LoaderState(loader))
 
     def get_train_dataloader(self) -> Any:
-        # Not to be prepared by Accelerate, which would deal its batches out once more.
+        # Not prepared by Accelerate, which would shard the batches again.
         return Batches(self.loader)
 
 
@@ -110,7 +110,7 @@ def main() -> None:
         learning_rate=3e-3,
         use_cpu=not torch.cuda.is_available(),
         report_to=[],
-        # The loader knows by itself where to go on.
+        # The loader resumes by itself.
         ignore_data_skip=True,
     )
     model = LlamaForCausalLM(
@@ -131,18 +131,16 @@ def main() -> None:
             losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
             state = loader.state_dict()
             print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-            print(f"epoch {state['epoch']}, {state['batches']} of its {len(sentences)} batches handed out")
+            print(f"epoch {state['epoch']}, {state['batches']} of its {len(sentences)} batches used")
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train with the Trainer on data that one rank reads.")
-    parser.add_argument(
-        "--out", type=Path, default=Path("out/trainer"), help="folder for all that is written"
+    parser = argparse.ArgumentParser(
+        description="Train with the transformers Trainer on data that one rank reads."
     )
+    parser.add_argument("--out", type=Path, default=Path("out/trainer"), help="output folder")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument(
-        "--resume", action="store_true", help="go on where the last run in this folder was saved"
-    )
+    parser.add_argument("--resume", action="store_true", help="resume the last run in this folder")
     return parser.parse_args()
 
 

@@ -1,8 +1,7 @@
-"""The corpus of `train_packed.py`: the source files of this machine's own Python standard library.
+"""The corpus of `train_packed.py`: the source files of the Python standard library.
 
-Thousands of real documents that every machine has, so that the example needs no network. To train on your own
-data, replace this module: all that packing asks for is the token count of each document and a way to read
-document *i*.
+Every machine has these thousands of documents, so the example needs no network. To train on your own data, replace this
+module: packing needs the token count of each document and a way to read document *i*.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import tundish as td
 
-FACTS = "corpus.json"
+METADATA = "corpus.json"
 END_OF_DOCUMENT = "<|end|>"
 
 
 @dataclass
 class Corpus:
-    """Tokenised documents, end to end in one array; document *i* is `corpus[i]`.
+    """Tokenised documents, concatenated in one array; document *i* is `corpus[i]`.
 
-    All ranks of a machine, and the workers of their loaders, have the same pages of it.
+    All ranks of a node and the workers of their loaders share the memory of the tokens.
     """
 
     folder: Path
@@ -40,7 +39,7 @@ class Corpus:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, shape (documents,)."""
+        """The number of tokens of each document, shape (documents,)."""
         return np.diff(self.bounds)
 
     def __len__(self) -> int:
@@ -51,19 +50,19 @@ class Corpus:
 
 
 def open_corpus(folder: Path) -> Corpus:
-    """Collective: what `prepare_corpus` wrote. One rank a machine reads the tokens, and shares them."""
-    facts = json.loads((folder / FACTS).read_text())
+    """Open what `prepare_corpus` wrote. Collective: one rank of a node reads the tokens and shares them."""
+    metadata = json.loads((folder / METADATA).read_text())
     return Corpus(
         folder=folder,
-        vocabulary=facts["vocabulary"],
-        text_bytes=facts["text_bytes"],
+        vocabulary=metadata["vocabulary"],
+        text_bytes=metadata["text_bytes"],
         tokens=td.shm.node_shared(lambda: np.load(folder / "tokens.npy"), key=f"tokens of {folder.name}"),
         bounds=np.load(folder / "bounds.npy", mmap_mode="r"),
     )
 
 
 def corpus_folder(out: Path, limit: int | None, vocabulary: int) -> Path:
-    """Where under `out` the corpus of at most `limit` documents lies, named by all that decides what is in it."""
+    """Return the folder under `out` for a corpus of at most `limit` documents. Its name depends on the contents."""
     key = hashlib.sha256(f"{vocabulary} {END_OF_DOCUMENT}".encode())
     for path in source_files(limit):
         status = path.stat()
@@ -72,13 +71,13 @@ def corpus_folder(out: Path, limit: int | None, vocabulary: int) -> Path:
 
 
 def prepare_corpus(folder: Path, limit: int | None, vocabulary: int) -> None:
-    """Train a tokenizer, tokenise the documents and write both to `folder`; does nothing if they are there."""
-    if (folder / FACTS).exists():
+    """Train a tokenizer, tokenise the documents and write both to `folder`, unless they exist."""
+    if (folder / METADATA).exists():
         return
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in source_files(limit)]
     tokenizer = train_tokenizer(texts, vocabulary)
     tokens, bounds = tokenise(tokenizer, texts)
-    facts = {
+    metadata = {
         "vocabulary": tokenizer.get_vocab_size(),
         "text_bytes": sum(len(text.encode()) for text in texts),
     }
@@ -86,12 +85,12 @@ def prepare_corpus(folder: Path, limit: int | None, vocabulary: int) -> None:
     replace_file(folder / "tokens.npy", as_npy(tokens))
     replace_file(folder / "bounds.npy", as_npy(bounds))
     replace_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
-    # Each file appears whole and durable, and this one last: where it is, all of them are.
-    replace_file(folder / FACTS, json.dumps(facts).encode())
+    # This file is written last: if it exists, all files do.
+    replace_file(folder / METADATA, json.dumps(metadata).encode())
 
 
 def replace_file(path: Path, contents: bytes) -> None:
-    """Put `contents` at `path`, whole and durable, or leave what is there."""
+    """Write `contents` to `path` atomically and durably."""
     with tempfile.TemporaryDirectory(dir=path.parent) as unfinished:
         whole = Path(unfinished) / path.name
         with whole.open("wb") as file:
@@ -100,20 +99,20 @@ def replace_file(path: Path, contents: bytes) -> None:
             os.fsync(file.fileno())
         whole.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
-    # Its name is durable once the folder is.
+    # The rename is durable after an fsync of the folder.
     os.fsync(folder)
     os.close(folder)
 
 
 def as_npy(array: np.ndarray) -> bytes:
-    """What `numpy.save` writes of an array."""
+    """Return the bytes that `numpy.save` writes for an array."""
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
 
 
 def source_files(limit: int | None) -> list[Path]:
-    """The standard library's files, in the same order everywhere; with a `limit`, evenly chosen ones."""
+    """Return the files of the standard library, sorted; with a `limit`, an even selection of them."""
     library = Path(sysconfig.get_path("stdlib"))
     installed = {"site-packages", "dist-packages"}
     files = sorted(path for path in library.rglob("*.py") if installed.isdisjoint(path.parts))
@@ -123,7 +122,7 @@ def source_files(limit: int | None) -> list[Path]:
 
 
 def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
-    """A byte-level BPE tokenizer: no text is outside its vocabulary."""
+    """Train a byte-level BPE tokenizer, which can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -133,20 +132,20 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # A quarter of the text knows the frequent words as well as all of it does.
+    # A quarter of the text is enough to find the frequent words.
     tokenizer.train_from_iterator(texts[::4] if len(texts) > 1000 else texts, trainer)
     return tokenizer
 
 
 def tokenise(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """All tokens end to end, and where each document begins and ends, shape (documents + 1,)."""
+    """Return all tokens, concatenated, and the bounds of the documents, shape (documents + 1,)."""
     bound = {"tokenizer": tokenizer, "texts": texts, "end": tokenizer.token_to_id(END_OF_DOCUMENT)}
-    # Workers have the texts already: a document's number goes to them, and its tokens come back.
+    # The workers have the texts: each task is the number of a document, and its result the tokens.
     with td.shm.SharedPool(encode, bound) as pool:
         parts = list(pool.map(range(len(texts))))
     return np.concatenate(parts), np.cumsum([0, *(len(part) for part in parts)])
 
 
 def encode(number: int, tokenizer: Tokenizer, texts: list[str], end: int) -> np.ndarray:
-    """The tokens of one document."""
+    """Return the tokens of one document."""
     return np.array([*tokenizer.encode(texts[number]).ids, end], dtype=np.int32)

@@ -1,14 +1,13 @@
-"""Train a small Llama on packed sequences, from text files to a loss that goes down.
+"""Trains a small Llama on packed sequences, from text files to a falling loss.
 
     torchrun --standalone --nproc-per-node 2 examples/train_packed.py --out out/demo
 
-or, on one process, `python examples/train_packed.py --out out/demo`. Needs `pip install 'tundish[examples]'` and
-no network; takes a minute or two on two cores. Running it again reuses the tokens and the plan of the first time.
+or, on one process, `python examples/train_packed.py --out out/demo`. It needs `pip install 'tundish[examples]'` and no
+network, and takes a minute or two on two cores. A second run reuses the tokens and the plan of the first.
 
-What it shows: documents of any length become sequences of one length, so that every step costs the same and no
-token is padding, while no document sees another one. The first rank reads them for all. Checkpoints are saved while
-training goes on; the run breaks off on the way and resumes from the last of them, and the last export is loaded
-again.
+The example packs documents of any length into sequences of one length: no token is padding, and no document attends to
+another. Rank 0 reads the data for all ranks. Checkpoints are saved while training goes on. The run stops on the way and
+resumes from its last checkpoint, and the last export is loaded and compared.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Before transformers is imported: nothing here is to be looked up on a network.
+# Set before transformers is imported, so that nothing is looked up on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
@@ -40,23 +39,23 @@ import tundish as td
 
 def main() -> None:
     options = read_options()
-    # The ranks share the cores of one machine: more threads a rank than cores a rank would only fight.
+    # The ranks share the cores of one machine.
     torch.set_num_threads(1)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
     else:
-        # Started without torchrun: a group of one, so that the code below is the same.
+        # Without torchrun, a group of one rank lets the code below stay the same.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         run(options)
     finally:
-        # Also on an error and on Ctrl-C, so that the other ranks are not left waiting for this one.
+        # Also after an error or Ctrl-C, so that the other ranks do not wait for this one.
         dist.destroy_process_group()
 
 
 def run(options: argparse.Namespace) -> None:
-    # Tokenising may take longer than the process group waits in a collective, so the others do not wait in one.
-    # If this fails on the rank that does it, or the rank is killed, all ranks raise.
+    # Tokenising may take longer than the timeout of a collective, so the other ranks do not wait in one.
+    # If the rank that tokenises fails or is killed, all ranks raise an error.
     folder = corpus_folder(options.out, options.documents, options.vocabulary)
     say(f"tokenising to {folder}")
     td.distributed.build_once_per_node(
@@ -64,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     )
     corpus = open_corpus(folder)
 
-    # One rank plans, all ranks map its files. A second run finds the plan by its fingerprint.
+    # One rank of a node plans, and all ranks map its files. A second run finds the plan by its fingerprint.
     plan = td.pack(
         corpus.lengths, options.max_length, seed=options.seed, cache_dir=options.out / "plans", share=True
     )
@@ -77,23 +76,20 @@ def run(options: argparse.Namespace) -> None:
     window = max(1, options.steps // 10)
     start, end = float(np.mean(losses[:window])), float(np.mean(losses[-window:]))
     say(f"{'loss':<12}{start:.3f} -> {end:.3f} (means of the first and last {window} steps)")
-    say(
-        f"{'speed':<12}{tokens_per_second:,.0f} tokens/s on {dist.get_world_size()} rank(s), none of them padding"
-    )
+    say(f"{'speed':<12}{tokens_per_second:,.0f} tokens/s on {dist.get_world_size()} rank(s), no padding")
     say(f"{'picture':<12}{options.out / 'plan.png'}")
     if not end < start:
-        # All ranks see the same losses, so all of them stop here.
+        # All ranks have the same losses, so all of them exit here.
         sys.exit(f"the loss did not go down: {start:.3f} at the start, {end:.3f} at the end")
 
 
 def train(corpus: Corpus, plan: td.PackPlan, options: argparse.Namespace) -> tuple[list[float], float]:
-    """Train; returns the loss of each step, averaged over ranks, and tokens a second of all ranks.
+    """Train, and return the loss of each step, averaged over ranks, and the tokens per second of all ranks.
 
-    Three quarters through, the training is thrown away and taken up again from its last checkpoint, as a restarted
-    job would do it.
+    After three quarters of the steps, a new `Training` resumes from the last checkpoint, as a restarted job would.
     """
     root = options.out / "checkpoints"
-    with td.distributed.agreed("removing the checkpoints of the run before"):
+    with td.distributed.agreed("removing the checkpoints of an earlier run"):
         if dist.get_rank() == 0:
             shutil.rmtree(root, ignore_errors=True)
     started = time.perf_counter()
@@ -111,32 +107,32 @@ def train(corpus: Corpus, plan: td.PackPlan, options: argparse.Namespace) -> tup
         losses = losses[:step] + second.run(checkpointer, step, options.steps)
         second.loader.close()
     seconds = time.perf_counter() - started
-    with td.distributed.agreed("loading the export again"):
+    with td.distributed.agreed("loading the export"):
         if dist.get_rank() == 0:
             export = root / "hf-latest"
             compare(LlamaForCausalLM.from_pretrained(export), second.exported)
-            say(f"{'export':<12}{export.resolve()}, loaded again: the same weights, bit for bit")
+            say(f"{'export':<12}{export.resolve()}, loaded: the weights are identical")
     return losses, len(losses) * second.tokens_of_a_step / seconds
 
 
 class Training:
-    """A model in training, and what a checkpoint has to hold of it."""
+    """A model in training, with the state that its checkpoints contain."""
 
     def __init__(self, corpus: Corpus, plan: td.PackPlan, options: argparse.Namespace) -> None:
         self.options = options
         self.tokens_of_a_step = plan.max_length * options.batch_size * dist.get_world_size()
         loader = None
         if dist.get_rank() == 0:
-            # As in one process: it has all batches, each for one rank.
+            # The sampler yields all batches, as in a job of one process; the loader gives each to one rank.
             sampler = td.PackedBatchSampler(plan, options.batch_size, rank=0, world_size=1, seed=options.seed)
             loader = DataLoader(
                 td.PackedDataset(corpus, plan),
                 batch_sampler=sampler,
-                # Lays the packs of a batch end to end in one row. Their position_ids begin at 0 in each piece of a
-                # document; that is how transformers keeps attention within pieces.
+                # Concatenates the packs of a batch to one row. position_ids start at 0 in each piece, by which
+                # transformers keeps attention within pieces.
                 collate_fn=td.PackedCollator(),
             )
-        # The first rank reads, and every rank gets its own batches, one round ahead.
+        # Rank 0 reads, and every rank gets its own batches, one step ahead.
         self.loader = td.DispatchLoader(loader)
         if not len(self.loader):
             sys.exit(f"{plan.num_tokens:,} tokens do not fill one step of {self.tokens_of_a_step:,}")
@@ -150,11 +146,11 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / warm_up)
         )
-        # The weights at the last save, to compare with what is loaded.
+        # The weights at the last save, to compare with the export.
         self.exported: dict[str, torch.Tensor] = {}
 
     def run(self, checkpointer: td.Checkpointer, done: int, stop: int) -> list[float]:
-        """Train from step `done` to step `stop`, saving now and then; returns the losses."""
+        """Train from step `done` to step `stop`, saving at intervals, and return the losses."""
         every = max(1, self.options.steps // 8)
         losses: list[float] = []
         started = time.perf_counter()
@@ -166,7 +162,7 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.schedule.step()
-            # For the report only; gradients were averaged by DistributedDataParallel.
+            # For the report only; DistributedDataParallel averages the gradients.
             mean = loss.detach() / dist.get_world_size()
             dist.all_reduce(mean)
             losses.append(mean.item())
@@ -178,7 +174,7 @@ class Training:
         return losses
 
     def save(self, checkpointer: td.Checkpointer, step: int) -> None:
-        """Save an export and a checkpoint to resume from; both are written while training goes on."""
+        """Save an export and a DCP checkpoint. Both are written while training goes on."""
         checkpointer.save_hf(step, self.model)
         checkpointer.save_dcp(
             step,
@@ -189,8 +185,8 @@ class Training:
         self.exported = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
     def resume(self, checkpointer: td.Checkpointer) -> int:
-        """Load the newest checkpoint; returns its step."""
-        # An optimizer has no state before its first step; get_state_dict makes one to load into.
+        """Load the newest checkpoint and return its step."""
+        # An optimizer has no state before its first step; get_state_dict creates it.
         state = self.state()
         extra, rank_extras = checkpointer.load_dcp(state)
         set_state_dict(
@@ -199,12 +195,12 @@ class Training:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        # The same on all ranks, and for any number of them.
+        # The loader's state is the same on all ranks, for any number of ranks.
         mine = rank_extras[0]
         self.loader.load_state_dict(mine["loader"])
         self.schedule.load_state_dict(mine["schedule"])
         step = int(extra["step"])
-        # What the run had saved beyond it, perhaps of one kind only, is set aside and would else be in the way.
+        # Newer checkpoints of the interrupted run, perhaps of one kind only, are set aside.
         checkpointer.discard_after(step)
         return step
 
@@ -215,13 +211,13 @@ class Training:
 
 def compare(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> None:
     for name, tensor in model.state_dict().items():
-        # Bits, because a run that diverged saves NaN, which equals nothing.
+        # Compare bits, because NaN is not equal to NaN.
         if not torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)):
-            raise AssertionError(f"{name} is not what was saved")
+            raise AssertionError(f"{name} differs from the saved tensor")
 
 
 def epochs(loader: td.DispatchLoader[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches without end, each epoch in an order of its own, from where the loader stands."""
+    """Yield batches without end, from the loader's position on; each epoch has its own order."""
     for epoch in itertools.count(loader.epoch):
         loader.set_epoch(epoch)
         yield from loader
@@ -235,9 +231,9 @@ def model_config(vocabulary: int, max_length: int) -> LlamaConfig:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
-        # Positions begin at 0 in each piece, and no piece is longer than a pack.
+        # Positions start at 0 in each piece, and no piece is longer than a pack.
         max_position_embeddings=max_length,
-        # A cache of keys and values is for generating; with one, position_ids no longer tell pieces apart.
+        # With a key-value cache, position_ids would no longer separate the pieces.
         use_cache=False,
     )
 
@@ -255,14 +251,14 @@ def report_data(corpus: Corpus, plan: td.PackPlan, options: argparse.Namespace) 
     say(f"{'plan':<12}{plan.path}")
     say(
         f"{'padding':<12}would have been {in_batch:.1%} of all tokens (padded to the longest of a batch) "
-        f"or {to_pack:.1%} (to {plan.max_length:,}); packed: none"
+        f"or {to_pack:.1%} (to {plan.max_length:,}); packing needs none"
     )
 
 
 def padding_shares(lengths: np.ndarray, max_length: int, batch_size: int, seed: int) -> tuple[float, float]:
-    """Which share of a batch would be padding without packing: padded to its longest row, and to `max_length`.
+    """Return the share of padding without packing: padded to the longest row of a batch, and to `max_length`.
 
-    Rows are the documents, cut where they are longer than `max_length`, in random order.
+    The rows are the documents in random order, cut at `max_length`.
     """
     whole_rows = int((lengths // max_length).sum())
     rests = lengths % max_length
@@ -275,12 +271,14 @@ def padding_shares(lengths: np.ndarray, max_length: int, batch_size: int, seed: 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small Llama on packed sequences.")
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for all that is written")
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="output folder")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens a pack")
-    parser.add_argument("--batch-size", type=int, default=2, help="packs a rank and step")
-    parser.add_argument("--documents", type=int, default=None, help="use at most so many (default: all)")
-    parser.add_argument("--vocabulary", type=int, default=8192, help="tokens the tokenizer learns")
+    parser.add_argument("--max-length", type=int, default=1024, help="tokens in a pack")
+    parser.add_argument("--batch-size", type=int, default=2, help="packs for each rank and step")
+    parser.add_argument(
+        "--documents", type=int, default=None, help="maximum number of documents (default: all)"
+    )
+    parser.add_argument("--vocabulary", type=int, default=8192, help="size of the tokenizer's vocabulary")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -67,7 +67,7 @@ def test_two_ranks_train_and_three_resume(tmp_path: Path) -> None:
         match = re.search(r"loss (\S+) -> (\S+)", said)
         assert match, said
         assert float(match[2]) < float(match[1])
-    assert "epoch 0, 38 of its 100 batches handed out" in said
+    assert "epoch 0, 38 of its 100 batches used" in said
     # Each sentence once, over both runs, and each rank its own.
     assert came == [
         [list(range(rank, 20, 2)) for rank in range(2)],
@@ -78,8 +78,8 @@ def test_two_ranks_train_and_three_resume(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("default")
 def test_resuming_at_the_end_of_an_epoch_starts_the_next(tmp_path: Path) -> None:
     said, _ = train(2, ["--steps", "50"], tmp_path)
-    assert "epoch 0, 100 of its 100 batches handed out" in said
+    assert "epoch 0, 100 of its 100 batches used" in said
     said, came = train(2, ["--steps", "110", "--resume"], tmp_path)
-    assert "epoch 2, 20 of its 100 batches handed out" in said
+    assert "epoch 2, 20 of its 100 batches used" in said
     first = [list(range(rank, 100, 2)) for rank in range(2)]
     assert came == [[n % 64 for n in [*numbers, *numbers[:10]]] for numbers in first]
