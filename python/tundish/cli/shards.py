@@ -1,7 +1,4 @@
-"""The command `tundish rtensor`: what the processes of a job store and have fetched.
-
-torch is never imported.
-"""
+"""The command `tundish rtensor`: shows what the processes of a job store and have fetched. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,11 +8,10 @@ from typing import Any
 
 from tundish.cli.arguments import add_command, path_of
 from tundish.cli.output import printable
-from tundish.errors import InvalidInputError, NotAuthorizedError, TransferError
+from tundish.errors import NotAuthorizedError, TransferError
 
 __all__ = ["add_rtensor_commands"]
 
-_SECONDS = 5.0
 _HEADINGS = (
     "address",
     "shards",
@@ -49,34 +45,26 @@ def add_rtensor_commands(commands: Any) -> None:
         metavar="FILE",
         help="file whose first line is the token they were served with",
     )
-    stats.set_defaults(run=run_stats, needs="tundish.rtensor.workers.connections")
+    stats.set_defaults(run=run_stats, needs="tundish.rtensor.workers.process_stats")
 
 
 def run_stats(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish rtensor stats`."""
-    from tundish.rtensor.workers.connections import Request, WorkerConnections
-    from tundish.rtensor.workers.worker import Worker, as_worker
+    from tundish.rtensor import process_stats
 
-    token = _token(options.token_file) if options.token_file else None
-    workers = [as_worker(Worker(addr)) for addr in dict.fromkeys(options.addresses)]
-    connections = WorkerConnections(lambda _: token, _SECONDS)
-    try:
-        answers = connections.send_all([(worker, Request("GET", "/stats")) for worker in workers])
-    finally:
-        connections.close()
-    for answer in answers:
-        if isinstance(answer, Exception) and not isinstance(answer, (TransferError, NotAuthorizedError)):
+    answers = process_stats(options.addresses, token_file=options.token_file)
+    failed: dict[str, str] = {}
+    for addr, answer in answers.items():
+        if isinstance(answer, NotAuthorizedError):
+            failed[addr] = f"{answer}{_token_hint(options.token_file)}"
+        elif isinstance(answer, TransferError):
+            failed[addr] = str(answer)
+        elif isinstance(answer, Exception):
             raise answer
-    told = {worker.addr: answer for worker, answer in zip(workers, answers, strict=True)}
-    failed = {
-        addr: f"{answer}{_about_token(options.token_file) if isinstance(answer, NotAuthorizedError) else ''}"
-        for addr, answer in told.items()
-        if isinstance(answer, Exception)
-    }
     found: dict[str, Any] = {}
     rows: list[tuple[str, ...]] = [_HEADINGS]
-    for addr, stats in told.items():
-        if addr in failed:
+    for addr, stats in answers.items():
+        if isinstance(stats, Exception):
             continue
         try:
             rows.append(_row(addr, stats))
@@ -94,7 +82,7 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
         for row in rows
         if found
     ]
-    text += [f"does not tell: {printable(reason)}" for reason in failed.values()]
+    text += [f"no answer: {printable(reason)}" for reason in failed.values()]
     return {
         "json": {"processes": found, "failed": failed},
         "text": "\n".join(line.rstrip() for line in text),
@@ -102,22 +90,8 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _token(path: Path) -> str:
-    """The first line of a file."""
-    from tundish.rtensor.arguments import check_token
-
-    try:
-        token = path.read_bytes().partition(b"\n")[0].decode().strip()
-        check_token(token)
-    except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{path}: its first line is no text, and so no token") from error
-    except InvalidInputError as error:
-        raise InvalidInputError(f"{path}: {error}") from error
-    return token
-
-
-def _about_token(path: Path | None) -> str:
-    """What to do where a process wants another token, or one at all."""
+def _token_hint(path: Path | None) -> str:
+    """What to do when a process wants another token, or one at all."""
     if path is None:
         return ": put it into a file, and give that with --token-file"
     return f", and the one in {path} (--token-file) is another"
@@ -143,7 +117,7 @@ def _row(addr: str, stats: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _total(rows: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """Sums, but of ages the largest, and of steps none."""
+    """The sums of all rows; of ages the largest, of steps none."""
     columns = list(zip(*rows, strict=True))[1:-1]
     sums = [
         str(max(map(int, column)))
@@ -155,7 +129,7 @@ def _total(rows: list[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _number(count: Any) -> str:
-    """Raises `TypeError` for what is none: it is not shown, whatever it is."""
+    """Raises `TypeError` for anything but a number: it is not shown."""
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"{count!r} is no number")
     return str(count)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from tundish.rtensor.storage import clear_node, fetch, remove, storage_stats, store
     from tundish.rtensor.transfer.localize import clear_fetch_buffer, fetch_buffer_stats, localize
     from tundish.rtensor.transfer.remotize import remotize
+    from tundish.rtensor.workers.process_stats import process_stats
     from tundish.rtensor.workers.worker import Worker
 else:
     __getattr__, __dir__ = lazily(
@@ -73,6 +74,7 @@ else:
             "tundish.rtensor.storage": ("clear_node", "fetch", "remove", "storage_stats", "store"),
             "tundish.rtensor.transfer.localize": ("clear_fetch_buffer", "fetch_buffer_stats", "localize"),
             "tundish.rtensor.transfer.remotize": ("remotize",),
+            "tundish.rtensor.workers.process_stats": ("process_stats",),
             "tundish.rtensor.workers.worker": ("Worker",),
         },
     )
@@ -100,6 +102,7 @@ __all__ = [
     "keep",
     "loads",
     "localize",
+    "process_stats",
     "remotize",
     "remove",
     "serve",

@@ -26,11 +26,12 @@ __all__ = [
 DEFAULT_TIMEOUT: Final = 60.0
 # A tree walk does not look into these.
 _PASSED_OVER = (Iterator, MappingView, Set)
-_GIVEN_NAME = re.compile(r"[0-9a-f]{16}-[0-9]+")
+# The form of an id that `remotize` gives.
+_GENERATED_ID = re.compile(r"[0-9a-f]{16}-[0-9]+")
 
 
 def split_address(addr: str) -> tuple[str, int]:
-    """Host and port. Raises `InvalidInputError`."""
+    """Splits `host:port`. Raises `InvalidInputError`."""
     host, colon, port = addr.rpartition(":") if isinstance(addr, str) else ("", "", "")
     is_name = host.isprintable() and " " not in host and "/" not in host
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 2**16
@@ -40,15 +41,15 @@ def split_address(addr: str) -> tuple[str, int]:
 
 
 def check_token(token: Any) -> None:
-    """Raises `InvalidInputError` for what is no token, nor None."""
+    """Raises `InvalidInputError` for anything but a token or None."""
     if token is not None and (not isinstance(token, str) or not token.isascii() or not token.isprintable()):
-        raise InvalidInputError("token has to be a text of printable ASCII characters")
+        raise InvalidInputError("token has to be a string of printable ASCII characters")
     if token is not None and (not token or " " in token or len(token) > 1024):
         raise InvalidInputError("token has 1 to 1024 characters, and no spaces")
 
 
 def check_seconds(timeout: Any, *, may_be_zero: bool = True) -> float:
-    """A number of seconds to wait. Raises `InvalidTypeError` and `InvalidInputError`."""
+    """Returns a timeout in seconds as a float. Raises `InvalidTypeError` and `InvalidInputError`."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise InvalidTypeError(f"timeout is {timeout!r}, not a number of seconds")
     try:
@@ -57,59 +58,56 @@ def check_seconds(timeout: Any, *, may_be_zero: bool = True) -> float:
         seconds = -math.inf if timeout < 0 else math.inf
     if math.isnan(seconds) or seconds < 0 or (seconds == 0 and not may_be_zero):
         least = "0 or more" if may_be_zero else "more than 0"
-        raise InvalidInputError(f"timeout is {seconds!r}, and has to be {least} seconds")
+        raise InvalidInputError(f"timeout is {seconds!r}, and must be {least} seconds")
     return seconds
 
 
-def check_names(names: Any, what: str) -> None:
-    """Raises `InvalidTypeError` for what is no list of names of shards: a handle, above all."""
-    # Of a mapping, of handles above all, the keys are no names.
+def check_names(names: Any, function: str) -> None:
+    """Raises `InvalidTypeError` for anything but an iterable of shard ids, such as a handle or a dict of handles."""
     if not isinstance(names, Iterable) or isinstance(names, (bytes, Mapping)):
         raise InvalidTypeError(
-            f"{what} takes names of shards, not a {type(names).__qualname__}; flatten_shard_ids(obj) gives those of "
-            "handles"
+            f"{function} takes names of shards, not a {type(names).__qualname__}; flatten_shard_ids(obj) gives those "
+            "of handles"
         )
 
 
-def check_claim_of_handles(targets: Any, what: str) -> None:
-    """Raises `InvalidTypeError` where nothing would come of it: for names of shards, and as `check_container`.
+def check_claim_of_handles(targets: Any, function: str) -> None:
+    """Raises `InvalidTypeError` for shard ids in place of handles, and as `check_container`.
 
-    Known by their form are the names that `remotize` gives; other texts are a batch's own.
+    Only ids that `remotize` gives are recognized; other strings are part of a batch.
     """
-    texts = [targets] if isinstance(targets, str) else targets
-    if isinstance(texts, (list, tuple, set, frozenset)) and any(
-        isinstance(one, str) and _GIVEN_NAME.fullmatch(one) for one in texts
+    strings = [targets] if isinstance(targets, str) else targets
+    if isinstance(strings, (list, tuple, set, frozenset)) and any(
+        isinstance(one, str) and _GENERATED_ID.fullmatch(one) for one in strings
     ):
         raise InvalidTypeError(
-            f"{what} takes handles, and these are names of shards, which do not say who owns them: give the handles, "
-            "or remove(names) on their owner and clear_fetch_buffer(names) where they were fetched"
+            f"{function} takes handles, and these are names of shards, which do not say who owns them: give the "
+            "handles, or remove(names) on their owner and clear_fetch_buffer(names) where they were fetched"
         )
-    check_container(targets, what)
+    check_container(targets, function)
 
 
 def check_owners(addresses: Iterable[str]) -> None:
-    """Raises `InvalidInputError` for owners of shards that no controller reaches."""
+    """Raises `InvalidInputError` for owners that no controller reaches."""
     for addr in addresses:
         if addr == "local":
             raise InvalidInputError(
-                "a handle that LocalBackend made leads to a shard of its own process alone, which drains it itself: "
-                "with rtensor.step() or rtensor.drain()"
+                "LocalBackend made one of these handles: only its own process can drain the shard, with "
+                "rtensor.step() or rtensor.drain()"
             )
         split_address(addr)
 
 
 def check_iterator(obj: Any) -> None:
-    """Raises `InvalidTypeError` for an iterator, in which nobody looks for anything."""
+    """Raises `InvalidTypeError` for an iterator, which a search would use up."""
     if isinstance(obj, Iterator):
-        raise InvalidTypeError(
-            f"a {type(obj).__qualname__} would be used up by a look into it: give list(…) of it"
-        )
+        raise InvalidTypeError(f"a search would use up a {type(obj).__qualname__}: give list(…) of it")
 
 
-def check_container(obj: Any, what: str) -> None:
-    """Raises `InvalidTypeError` for a container whose handles would be passed over."""
+def check_container(obj: Any, function: str) -> None:
+    """Raises `InvalidTypeError` for a container in which no handles are found."""
     if isinstance(obj, _PASSED_OVER):
         raise InvalidTypeError(
-            f"{what} finds handles in dicts, lists and tuples, and not in a {type(obj).__qualname__}: give list(…) of "
-            "it"
+            f"{function} finds handles in dicts, lists and tuples, and not in a {type(obj).__qualname__}: give "
+            "list(…) of it"
         )

@@ -83,7 +83,6 @@ OPAQUE: Final[tuple[type[Any], ...]] = (
     type({}.items()),
     MappingProxyType,
 )
-_HANDLE_ALONE = {RTensor}
 
 
 def handles_of(obj: Any) -> list[RTensor]:
@@ -92,10 +91,6 @@ def handles_of(obj: Any) -> list[RTensor]:
     Raises:
         InvalidTypeError: handles are in a set or a view of a dict, in which none would be found; or it is an iterator.
     """
-    if type(obj) is RTensor:
-        return [obj]
-    if _is_flat(obj):
-        return list(obj.values()) if type(obj) is dict else list(obj)
     found = find_all((RTensor, *OPAQUE), obj)
     handles = [part for part in found if isinstance(part, RTensor)]
     if len(handles) < len(found):
@@ -132,21 +127,7 @@ def claimed(obj: Any, function: str) -> list[RTensor]:
 
 def replace_handles(function: Callable[[RTensor], Any], obj: Any) -> Any:
     """Nested containers like `obj`, with `function(handle)` in place of each handle."""
-    if type(obj) is RTensor:
-        return function(obj)
-    if not _is_flat(obj):
-        return map_only(RTensor, function, obj)
-    if type(obj) is dict:
-        return dict(zip(obj, map(function, obj.values()), strict=True))
-    return type(obj)(map(function, obj))
-
-
-def _is_flat(obj: Any) -> bool:
-    """Whether it is a plain container of handles only: small fetches are many, and a tree walk costs microseconds."""
-    kind = type(obj)
-    if kind is dict:
-        return set(map(type, obj.values())) == _HANDLE_ALONE
-    return (kind is list or kind is tuple) and set(map(type, obj)) == _HANDLE_ALONE
+    return map_only(RTensor, function, obj)
 
 
 def flatten_shard_ids(obj: Any) -> list[str]:

@@ -51,7 +51,7 @@ def test_the_limit_holds_for_what_is_put(driver: Peer) -> None:
 
 
 def test_what_ctrl_c_ends_takes_no_room(driver: Peer) -> None:
-    driver.call(ray_tasks.what_ctrl_c_ends_takes_no_room)
+    driver.call(ray_tasks.an_interrupted_store_takes_no_memory)
 
 
 def test_failures_of_ray_have_the_names_of_the_guide(driver: Peer) -> None:

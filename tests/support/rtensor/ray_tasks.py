@@ -16,7 +16,6 @@ import torch
 # Read when ray is first imported: nothing of the cluster is to be written to the user's home, or told to anybody.
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
-from support.distributed.ctrl_c import at_every_moment
 from tundish import rtensor
 from tundish.errors import (
     InvalidInputError,
@@ -172,17 +171,15 @@ def drained_objects_leave_rays_store() -> None:
             assert rtensor.storage_stats()["total_bytes"] == 0
 
 
-def what_ctrl_c_ends_takes_no_room() -> None:
-    backend = rtensor.RayBackend()
-    rtensor.set_backend(backend)
-    for moment, ctrl_c in at_every_moment(ray_backend):
-        with ctrl_c:
+def an_interrupted_store_takes_no_memory() -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rtensor.RayBackend, "_put_in_ray", interrupted)
+        with pytest.raises(KeyboardInterrupt):
             rtensor.remotize(torch.ones(10))
-            rtensor.clear_node()
-            backend.let_go()
-        rtensor.clear_node()
-        backend.let_go()
-        assert rtensor.storage_stats()["memory"]["used_bytes"] == 0, moment
+    assert rtensor.storage_stats()["memory"]["used_bytes"] == 0
 
 
 def batches_are_cleared_by_name() -> None:
@@ -240,7 +237,7 @@ def each_store_looks_at_its_own_shards_alone() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         # The thread that looks through all of them rests.
-        patch.setattr(ray_backend, "_REAPING_SECONDS", 60.0)
+        patch.setattr(ray_backend, "_RELEASE_SECONDS", 60.0)
         time.sleep(0.3)
         patch.setattr(ray_backend, "ShardStore", Counting())
         for number in range(20):
@@ -254,7 +251,7 @@ def each_store_looks_at_its_own_shards_alone() -> None:
 def names_that_were_drained_and_are_given_anew_take_no_more_room() -> None:
     with pytest.MonkeyPatch.context() as patch:
         # The thread that lets go of what was drained rests.
-        patch.setattr(ray_backend, "_REAPING_SECONDS", 60.0)
+        patch.setattr(ray_backend, "_RELEASE_SECONDS", 60.0)
         time.sleep(0.3)
         for _ in range(3):
             rtensor.store("anew", torch.ones(1000))

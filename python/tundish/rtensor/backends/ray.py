@@ -1,10 +1,11 @@
-"""Tensors in Ray's object store: the bytes go as Ray has them go, everything else is as over HTTP.
+"""`RayBackend`: tensors in Ray's object store.
 
-Owns the references of what this process put there. What always holds: each of them stands for a shard without bytes
-in this process's own store, so that claims, removals and drains of that shard drop the reference; what is fetched
-is in the fetch buffer, as a copy, and ends with its step. Ray frees an object when the last reference to it is
-gone: that of its owner, and those in handles. Ray is never asked for anything when this process has left the cluster
-that it was in: it would start another one.
+An empty shard in this process's `ShardStore` represents each tensor in Ray's store: claims, removals and drains of that
+shard release the reference. Fetched bytes are copied into the fetch buffer and end with their step. Ray frees an object
+when its last reference is gone: the owner's and those in handles.
+
+Invariants:
+    Ray is not called after this process has left its cluster: it would start another one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -40,22 +41,23 @@ from tundish.rtensor.server import server_address
 
 __all__ = ["RayBackend"]
 
-# How soon a reference is let go of after its shard.
-_REAPING_SECONDS: Final = 0.2
-# Ray counts the milliseconds of a wait, in a number that has an end.
+# How soon a reference is released after its shard.
+_RELEASE_SECONDS: Final = 0.2
+# Ray's timeout is a bounded number of milliseconds.
 _LONGEST_SECONDS: Final = 1e9
-# Between two looks for room.
-_TURN_SECONDS: Final = 0.02
+_RETRY_SECONDS: Final = 0.02
 
 
 class RayBackend(StoreBackend):
-    """Tensors lie in the object store of the Ray cluster that this process is connected to (`ray.init`).
+    """Tensors are stored in the object store of the Ray cluster that this process is connected to (`ray.init`).
 
-    Handles carry a reference, so they travel as arguments and results of Ray's functions and actors, not through
-    `dumps`. `serve(limit_bytes=…)` bounds what this process puts there.
+    Handles carry an `ObjectRef`: they travel as arguments and results of Ray's functions and actors, not through
+    `dumps`. `serve(limit_bytes=…)` limits what this process stores there.
 
-    Raises `MissingExtraError` without ray, `InvalidInputError` where this process is not connected, also when it was
-    disconnected since and tensors are stored or fetched.
+    Raises:
+        MissingExtraError: ray is not installed.
+        InvalidInputError: this process is not connected to a cluster, or not to the same one when it stores or
+            fetches.
     """
 
     def __init__(self) -> None:
@@ -66,53 +68,30 @@ class RayBackend(StoreBackend):
         if not ray.is_initialized():
             raise InvalidInputError("this process is not connected to Ray: call ray.init() first")
         self._ray: Any = ray
-        self._connection = self._connected_as()
+        self._connection = self._current_connection()
         self._lock = threading.Lock()
         self._stored: dict[str, RTensor] = {}
-        self._bytes: dict[str, int] = {}
-        # Of all of them, and of what is being put.
+        # The bytes of all these, and of tensors that are being stored.
         self._used = 0
-        self._reaper: threading.Thread | None = None
+        self._releaser: threading.Thread | None = None
 
     def address(self) -> str:
         return server_address()
 
-    def _connected_as(self) -> tuple[str, str] | None:
-        """What tells this connection to a cluster from an earlier or a later one."""
-        if not self._ray.is_initialized():
-            return None
-        context = self._ray.get_runtime_context()
-        return context.get_node_id(), context.get_worker_id()
-
-    def _check_connected(self) -> None:
-        connection = self._connected_as()
-        if connection != self._connection:
-            since = "" if connection is None else ", and ray.init() after that"
-            raise InvalidInputError(
-                f"this process is no longer connected to the Ray cluster that RayBackend() was made in: ray.shutdown() "
-                f"was called{since}; what was stored there is gone. Call set_backend(RayBackend()) after ray.init()"
-            )
-
     def store(self, tensors: Sequence[Tensor], timeout: float) -> list[RTensor]:
-        self._check_connected()
-        address = self.address()
-        with self._room(sum(tensor.nbytes for tensor in tensors), timeout):
-            references = [self._put(tensor) for tensor in tensors]
-            nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-            places = ShardStore.put([nothing] * len(tensors), address, timeout)
-            return [self._handle(*one) for one in zip(places, tensors, references, strict=True)]
+        def put(empty: Tensor) -> list[RTensor]:
+            return ShardStore.put([empty] * len(tensors), self.address(), timeout)
+
+        return self._store(tensors, put, timeout)
 
     def store_as(self, shard_id: str, tensor: Tensor, timeout: float) -> RTensor:
-        self._check_connected()
-        address = self.address()
-        with self._room(tensor.nbytes, timeout):
-            reference = self._put(tensor)
-            nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-            place = ShardStore.put_as(shard_id, nothing, address, timeout)
-            return self._handle(place, tensor, reference)
+        def put(empty: Tensor) -> list[RTensor]:
+            return [ShardStore.put_as(shard_id, empty, self.address(), timeout)]
+
+        return self._store([tensor], put, timeout)[0]
 
     def own(self, shard_id: str) -> RTensor:
-        self.let_go([shard_id])
+        self.release([shard_id])
         with self._lock:
             handle = self._stored.get(shard_id)
         if handle is None:
@@ -122,49 +101,63 @@ class RayBackend(StoreBackend):
         return handle
 
     def fetch(self, handles: Sequence[RTensor], timeout: float) -> Sequence[ShardView]:
-        return ShardStore.fetch_through(list(handles), self._getter(handles, timeout), timeout)
+        def get(places: Sequence[int]) -> list[Any]:
+            return self._get([handles[place] for place in places], timeout)
+
+        return ShardStore.fetch_through(list(handles), get, timeout)
 
     def fetch_into(self, handles: Sequence[RTensor], targets: Sequence[Tensor], timeout: float) -> None:
-        get = self._getter(handles, timeout)
-        for target, values in zip(targets, get(range(len(handles))), strict=True):
+        for target, values in zip(targets, self._get(handles, timeout), strict=True):
             raw_bytes(target).numpy()[:] = values
 
     def remove(self, shard_ids: Iterable[str]) -> Removed:
         names = list(shard_ids)
         removed = super().remove(names)
-        removed["total_bytes"] = self.let_go(names)
+        removed["total_bytes"] = self.release(names)
         return removed
 
     def clear(self) -> Removed:
         removed = super().clear()
-        removed["total_bytes"] = self.let_go()
+        removed["total_bytes"] = self.release()
         return removed
 
     def stats(self) -> dict[str, Any]:
-        self.let_go()
+        self.release()
         found = super().stats()
         with self._lock:
-            found["storage"]["total_bytes"] += sum(self._bytes.values())
+            found["storage"]["total_bytes"] += sum(handle.nbytes for handle in self._stored.values())
             found["storage"]["memory"]["used_bytes"] += self._used
         return found
 
-    def let_go(self, shard_ids: Iterable[str] | None = None) -> int:
-        """Drop the references of shards that are gone, of these or of all; bytes that they took in Ray's store."""
+    def release(self, shard_ids: Iterable[str] | None = None) -> int:
+        """Releases the references of shards that were removed or drained.
+
+        Args:
+            shard_ids: the shards to look at; None looks at all.
+
+        Returns:
+            The bytes that they took in Ray's store.
+        """
         with self._lock:
             known = self._stored if shard_ids is None else self._stored.keys() & set(shard_ids)
-            gone = ShardStore.absent(list(known))
-            dropped, before = [], self._used
-            for shard_id in gone:
-                dropped.append(self._stored[shard_id])
-                # As above.
-                self._used -= self._bytes[shard_id]
-                del self._stored[shard_id], self._bytes[shard_id]
-            size = before - self._used
-        for handle in dropped:
+            gone = [self._stored.pop(one) for one in ShardStore.absent(list(known))]
+            size = sum(handle.nbytes for handle in gone)
+            self._used -= size
+        for handle in gone:
             handle.forget()
         return size
 
-    def _put(self, tensor: Tensor) -> Any:
+    def _store(
+        self, tensors: Sequence[Tensor], put: Callable[[Tensor], list[RTensor]], timeout: float
+    ) -> list[RTensor]:
+        """Stores tensors in Ray, and empty shards in their place by `put`."""
+        self._check_connected()
+        with self._reserve(sum(tensor.nbytes for tensor in tensors), timeout):
+            references = [self._put_in_ray(tensor) for tensor in tensors]
+            shards = put(torch.empty(0, dtype=torch.uint8, device="cpu"))
+            return [self._handle(*one) for one in zip(shards, tensors, references, strict=True)]
+
+    def _put_in_ray(self, tensor: Tensor) -> Any:
         values = raw_bytes(tensor).numpy()
         try:
             return self._ray.put((str(tensor.dtype), tuple(tensor.shape), values))
@@ -173,92 +166,97 @@ class RayBackend(StoreBackend):
                 f"{tensor.nbytes} bytes do not fit in Ray's object store: drain what was consumed"
             ) from error
 
-    @contextlib.contextmanager
-    def _room(self, size: int, timeout: float) -> Iterator[None]:
-        """Room for so many bytes within this process's limit. Raises `StoreFullError`."""
-        deadline = time.monotonic() + timeout
-        limit: int = json.loads(ShardStore.stats())["storage"]["memory"]["limit_bytes"]
-        taken = 0
-        try:
-            while True:
-                with self._lock:
-                    used = self._used
-                    if used + size <= limit:
-                        # Both before Ctrl-C can come.
-                        self._used += size
-                        taken = size
-                        break
-                # A look through all that is stored, which is worth it only where there is no room.
-                if self.let_go():
-                    continue
-                if size > limit or time.monotonic() >= deadline:
-                    raise StoreFullError(
-                        f"{size} bytes do not fit in the storage: {used} of its {limit} bytes are in use; drain what "
-                        "was consumed, or raise the limit"
-                    )
-                time.sleep(_TURN_SECONDS)
-            yield
-        finally:
-            # What was put is counted by its handle.
-            with self._lock:
-                self._used -= taken
-
-    def _handle(self, place: RTensor, tensor: Tensor, reference: Any) -> RTensor:
-        shard = TensorShardInfo(place.shard_id, place.node_addr, reference)
-        handle = RTensor(shard, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-        # The caller may forget what its handle refers to; this process does not.
-        name, size, own = place.shard_id, tensor.nbytes, handle.with_ref(reference)
+    def _handle(self, shard: RTensor, tensor: Tensor, reference: Any) -> RTensor:
+        info = TensorShardInfo(shard.shard_id, shard.node_addr, reference)
+        handle = RTensor(info, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
         with self._lock:
-            # One of this name may have been drained just now, and not been let go of yet.
-            before = self._bytes.get(name, 0)
-            # All three before Ctrl-C can come: nothing is called.
-            self._stored[name] = own
-            self._bytes[name] = size
-            self._used += size - before
-            if self._reaper is None:
-                reaper = threading.Thread(
-                    target=_reap, name="tundish-rtensor-ray", args=(weakref.ref(self),), daemon=True
+            # A shard of this name may have been drained just now.
+            before = self._stored.get(shard.shard_id)
+            self._used += tensor.nbytes - (0 if before is None else before.nbytes)
+            # A handle of its own: the caller's may forget its reference.
+            self._stored[shard.shard_id] = handle.with_ref(reference)
+            if self._releaser is None:
+                self._releaser = threading.Thread(
+                    target=_release_regularly,
+                    name="tundish-rtensor-ray",
+                    args=(weakref.ref(self),),
+                    daemon=True,
                 )
-                reaper.start()
-                # Not before it is there; of two, each lets go of what is gone.
-                self._reaper = reaper
+                self._releaser.start()
         return handle
 
-    def _getter(self, handles: Sequence[RTensor], timeout: float) -> Any:
-        def get(places: Sequence[int]) -> list[Any]:
-            wanted = [handles[place] for place in places]
-            references = []
-            for handle in wanted:
-                reference = handle.ref
-                if reference is None:
-                    raise ShardGoneError(
-                        f"shard {handle.shard_id} was drained or removed: its handle refers to nothing any more"
-                    )
-                if not isinstance(reference, self._ray.ObjectRef):
-                    raise InvalidTypeError(
-                        f"the ref of shard {handle.shard_id} is a {type(reference).__qualname__}, not an ObjectRef of "
-                        "Ray"
-                    )
-                references.append(reference)
-            first = wanted[0]
-            self._check_connected()
-            try:
-                found = self._ray.get(references, timeout=min(timeout, _LONGEST_SECONDS))
-            except self._ray.exceptions.GetTimeoutError as error:
-                raise TimedOutError(
-                    f"waited in vain for shard {first.shard_id} of {first.node_addr}: the time that was given is over"
-                ) from error
-            except self._ray.exceptions.RayError as error:
-                raise TransferError(
-                    f"cannot fetch shard {first.shard_id} from {first.node_addr}, of {len(references)}: {error}"
-                ) from error
-            return [_bytes_of(handle, value) for handle, value in zip(wanted, found, strict=True)]
+    @contextlib.contextmanager
+    def _reserve(self, size: int, timeout: float) -> Iterator[None]:
+        """Reserves bytes within this process's limit, for the block. Raises `StoreFullError`."""
+        deadline = time.monotonic() + timeout
+        limit: int = json.loads(ShardStore.stats())["storage"]["memory"]["limit_bytes"]
+        while True:
+            with self._lock:
+                used = self._used
+                if used + size <= limit:
+                    self._used += size
+                    break
+            # Slow: it looks at all shards.
+            if self.release():
+                continue
+            if size > limit or time.monotonic() >= deadline:
+                raise StoreFullError(
+                    f"{size} bytes do not fit in the storage: {used} of its {limit} bytes are in use; drain what was "
+                    "consumed, or raise the limit"
+                )
+            time.sleep(_RETRY_SECONDS)
+        try:
+            yield
+        finally:
+            # What was stored is counted by its handle.
+            with self._lock:
+                self._used -= size
 
-        return get
+    def _get(self, handles: Sequence[RTensor], timeout: float) -> list[Any]:
+        """The bytes of handles, from Ray."""
+        references = [handle.ref for handle in handles]
+        for handle, reference in zip(handles, references, strict=True):
+            if reference is None:
+                raise ShardGoneError(
+                    f"shard {handle.shard_id} was drained or removed: its handle has no reference any more"
+                )
+            if not isinstance(reference, self._ray.ObjectRef):
+                raise InvalidTypeError(
+                    f"the ref of shard {handle.shard_id} is a {type(reference).__qualname__}, not an ObjectRef of Ray"
+                )
+        self._check_connected()
+        first = handles[0]
+        try:
+            found = self._ray.get(references, timeout=min(timeout, _LONGEST_SECONDS))
+        except self._ray.exceptions.GetTimeoutError as error:
+            raise TimedOutError(
+                f"shard {first.shard_id} of {first.node_addr} did not arrive within {timeout:g} s"
+            ) from error
+        except self._ray.exceptions.RayError as error:
+            raise TransferError(
+                f"cannot fetch shard {first.shard_id} from {first.node_addr}, of {len(references)}: {error}"
+            ) from error
+        return [_bytes_of(handle, value) for handle, value in zip(handles, found, strict=True)]
+
+    def _current_connection(self) -> tuple[str, str] | None:
+        """Identifies the connection to a cluster."""
+        if not self._ray.is_initialized():
+            return None
+        context = self._ray.get_runtime_context()
+        return context.get_node_id(), context.get_worker_id()
+
+    def _check_connected(self) -> None:
+        connection = self._current_connection()
+        if connection != self._connection:
+            since = "" if connection is None else ", and ray.init() after that"
+            raise InvalidInputError(
+                "this process is no longer connected to the Ray cluster that RayBackend() was made in: ray.shutdown() "
+                f"was called{since}; what was stored there is gone. Call set_backend(RayBackend()) after ray.init()"
+            )
 
 
 def _bytes_of(handle: RTensor, value: Any) -> Any:
-    """The bytes of the rows that a handle means, of what its reference leads to: dtype, shape and bytes."""
+    """The bytes of the rows of a handle, out of a value in Ray's store: dtype, shape and bytes."""
     match value:
         case (str(dtype), tuple(shape), np.ndarray() as values):
             pass
@@ -279,10 +277,8 @@ def _bytes_of(handle: RTensor, value: Any) -> Any:
     return np.ascontiguousarray(values[rows[0] * width : rows[1] * width])
 
 
-def _reap(backend: weakref.ref[RayBackend]) -> None:
-    """Let go of references as long as the backend is used."""
-    pause = threading.Event()
+def _release_regularly(backend: weakref.ref[RayBackend]) -> None:
     while (one := backend()) is not None:
-        one.let_go()
+        one.release()
         del one
-        pause.wait(_REAPING_SECONDS)
+        time.sleep(_RELEASE_SECONDS)

@@ -1,8 +1,4 @@
-"""Tensors as bytes to be stored, and bytes that were fetched as tensors.
-
-What always holds: what is stored are the values alone, dense and in host memory, of no view's base; a fetched
-tensor has a storage of its own, which keeps the memory it lies in.
-"""
+"""Makes dense host tensors of any tensors, to be stored, and tensors of fetched bytes."""
 
 from __future__ import annotations
 
@@ -25,9 +21,10 @@ STORED_DTYPES: Final = frozenset(_native.stored_dtypes())
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The values of `tensor`, one after the other in host memory: itself, or a copy.
+    """A contiguous CPU tensor with the values of `tensor`: itself, or a copy.
 
-    Raises `Refusal` for a tensor that is more than values in memory.
+    Raises:
+        Refusal: the tensor is more than values in memory, has none, or has a dtype that cannot be sent.
     """
     if (
         type(tensor) is Tensor
@@ -47,7 +44,7 @@ def dense(tensor: Tensor) -> Tensor:
     if reason is not None:
         raise Refusal(InvalidTypeError, f"is {reason}")
     if tensor._is_zerotensor():
-        # All of it is zero, and there is no memory in which that stands.
+        # All values are zero, and it has no memory.
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
     if not is_whole(tensor):
         raise Refusal(
@@ -57,29 +54,29 @@ def dense(tensor: Tensor) -> Tensor:
         )
     with torch._C.DisableTorchFunctionSubclass():
         values = tensor.detach().as_subclass(Tensor)
-    # Where they are: torch loses what is to be conjugated or negated on the way from some devices.
+    # Before the copy: some devices lose the conjugate and negative bits on the way.
     return values.resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether there is memory for all its values: to read or to write others is to crash."""
+    """Whether a tensor has memory for all its values: to read or write beyond it would crash."""
     if not tensor.numel():
         return True
     try:
         if type(tensor) is Tensor:
             return _has_memory(tensor)
         with torch._C.DisableTorchFunctionSubclass():
-            # What one of a kind of its own says of its device need not be where its storage is.
+            # The device of a subclass need not be that of its storage.
             return tensor.untyped_storage().device.type != "meta" and _has_memory(tensor)
     except RuntimeError:
-        # Those of a transformation of torch.func have no storage.
+        # Tensors within a transformation of torch.func have no storage.
         return False
 
 
 def _has_memory(tensor: Tensor) -> bool:
     if tensor.is_meta or tensor._is_zerotensor():
         return False
-    # Those that are made of other tensors claim a storage that is nowhere.
+    # Tensors that are made of other tensors have a storage without an address.
     if not tensor.data_ptr():
         return False
     end = (tensor.storage_offset() + extent(tensor)) * tensor.itemsize
@@ -87,14 +84,17 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def extent(tensor: Tensor) -> int:
-    """How many values fit from the first one of `tensor` to the last: more than it has, where it has gaps."""
+    """Elements from the first of `tensor` to its last in memory, gaps included."""
     if tensor.is_contiguous():
         return tensor.numel()
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def tensors_over(views: Sequence[_native.ShardView], handles: Sequence[_native.RTensor]) -> list[Tensor]:
-    """Tensors of what views hold, as their handles declare them; for training too, wherever they are made."""
+    """Tensors on the memory of views, with the dtypes and shapes of their handles.
+
+    They can be trained with even if they are made in inference mode.
+    """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return tensors_over(views, handles)
@@ -112,11 +112,11 @@ def _tensor_over(view: _native.ShardView, dtype: torch.dtype, shape: torch.Size)
         return torch.empty(shape, dtype=dtype, device="cpu")
     known = NUMPY_DTYPES.get(dtype)
     if known is not None:
-        # What the annotations of numpy leave out: anything that has a buffer.
+        # numpy takes any object with a buffer; its annotations do not say so.
         memory: Any = view
         return torch.from_numpy(np.ndarray(shape, known, memory))
     flat = torch.frombuffer(view, dtype=dtype)
-    # Without what made it, which would be there for nothing.
+    # `data` drops the reference to the base.
     return flat.view(shape).data
 
 
