@@ -130,7 +130,7 @@ def test_containers_in_which_no_handle_is_found_are_refused() -> None:
             localize(MappingProxyType(batch))
         with pytest.raises(InvalidTypeError, match=r"and not in a dict_values: give list"):
             localize(batch.values())
-        with pytest.raises(InvalidTypeError, match=r"used up by a look into it: give list"):
+        with pytest.raises(InvalidTypeError, match=r"a search would use up"):
             localize(iter(batch.values()))
         assert controller.clear_batches(list(batch.values())).shards == 2
 
@@ -142,7 +142,7 @@ def test_containers_in_which_no_tensor_is_found_are_refused() -> None:
             remotize([torch.ones(3), within])
     with pytest.raises(InvalidTypeError, match=r"obj has tensors, .* is a mappingproxy: give dict"):
         remotize(MappingProxyType(tensors))
-    with pytest.raises(InvalidTypeError, match=r"used up by a look into it: give list"):
+    with pytest.raises(InvalidTypeError, match=r"a search would use up"):
         remotize(iter(tensors.values()))
     assert td.rtensor.storage_stats()["num_tensors"] == 0
     passed = {"tags": {"a"}, "keys": tensors.keys(), "frozen": MappingProxyType({"a": 1})}
