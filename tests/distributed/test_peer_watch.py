@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tundish.distributed import watch
-from tundish.distributed.watch import PeerWatch
+from tundish.distributed import peer_watch as watch
+from tundish.distributed.peer_watch import PeerWatch
 
 
 @contextlib.contextmanager

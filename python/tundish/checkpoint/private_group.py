@@ -20,9 +20,8 @@ from torch import distributed
 
 from tundish.distributed import (
     RankFailure,
-    StoreClientPool,
     Voter,
-    abandon_group_creation,
+    second_client,
     store_load_factor,
     temporary_group,
 )
@@ -39,10 +38,6 @@ _PARTING_SECONDS = 3.0
 __all__ = ["Hurry", "PrivateGroup", "came_from_others"]
 
 _WHAT = "connecting the ranks with one another"
-
-# To the job's store, one for each group that is being made: gloo, while it waits for a rank, holds up all others who
-# come the same way, the script's own groups among them. On another rank it may be them that it waits for.
-_ways = StoreClientPool()
 
 
 class Hurry:
@@ -212,17 +207,13 @@ class _Making:
             self.group = None
             if self._over.has_come():
                 self._resources.close()
-            else:
-                abandon_group_creation(self._thread)
 
     def _make(self) -> None:
         group: Any = None
         try:
-            base = self._find_way()
+            self._find_way()
             made = temporary_group(self._name, self._timeout, self._ranks, store=self._way)
             group = self._resources.enter_context(made)
-            # Else it stays with this one: something may wait on it.
-            _ways.give_back(base, self._way)
         except BaseException as error:  # noqa: BLE001 (the others are told, and the caller raises it)
             if came_from_others(error):
                 self._come_to_nothing_with(error)
@@ -238,17 +229,18 @@ class _Making:
                 # Last: who waits for it looks at the group next, without the lock.
                 self._over.come()
 
-    def _find_way(self) -> Any:
-        """Take a client of the job's store, which this returns. Raises where nobody wants the group any more."""
+    def _find_way(self) -> None:
+        """Take a client of the job's store. Raises where nobody wants the group any more."""
         if not distributed.is_initialized():
             # Whoever makes the group says so.
-            return None
+            return
         base = distributed.distributed_c10d._get_default_store()
-        self._way = _ways.lend(base)
+        # Of its own: gloo, while it waits for a rank, holds up all other users of a client, the script's own groups
+        # among them. On another rank it may be them that it waits for.
+        self._way = second_client(base)
         with self._lock:
             if self._is_given_up:
                 raise PeerFailedError("nobody wants the group any more", -1)
-        return base
 
 
 def came_from_others(error: BaseException) -> bool:

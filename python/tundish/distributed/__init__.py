@@ -6,22 +6,27 @@ the rank that failed. Importing this package does not import torch.
 
 from __future__ import annotations
 
-from tundish.distributed.groups import (
+from tundish.distributed.compressed_lists import compress_list, decompress_list
+from tundish.distributed.job_store import (
+    JobStore,
+    second_client,
+    store_address,
+    store_load_factor,
+    torch_distributed,
+)
+from tundish.distributed.nodes import node_group, nodes_of
+from tundish.distributed.peer_watch import PeerWatch, node_identity
+from tundish.distributed.process_groups import (
     GroupInfo,
     VoteId,
-    abandon_group_creation,
     group_info,
     long_timeout_group,
     new_subgroup,
     temporary_group,
     unique_name,
 )
-from tundish.distributed.jobstore import JobStore, StoreClientPool, store_address, torch_distributed
-from tundish.distributed.nodes import node_group, nodes_of
-from tundish.distributed.packed import compress_list, decompress_list
 from tundish.distributed.ranks import env_integer, is_local_rank0, local_rank, local_world_size
-from tundish.distributed.rounds import store_load_factor
-from tundish.distributed.verdict import RankFailure
+from tundish.distributed.vote_result import RankFailure
 from tundish.distributed.voter import (
     DEFAULT_TIMEOUT,
     Voter,
@@ -30,7 +35,6 @@ from tundish.distributed.voter import (
     vote,
     voter_of,
 )
-from tundish.distributed.watch import PeerWatch, node_identity
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -38,10 +42,8 @@ __all__ = [
     "JobStore",
     "PeerWatch",
     "RankFailure",
-    "StoreClientPool",
     "VoteId",
     "Voter",
-    "abandon_group_creation",
     "agreed",
     "build_once_per_node",
     "compress_list",
@@ -56,6 +58,7 @@ __all__ = [
     "node_group",
     "node_identity",
     "nodes_of",
+    "second_client",
     "store_address",
     "store_load_factor",
     "temporary_group",

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from tundish.distributed.groups import group_info, new_subgroup
-from tundish.distributed.jobstore import torch_distributed
-from tundish.distributed.packed import compress_list, decompress_list
+from tundish.distributed.compressed_lists import compress_list, decompress_list
+from tundish.distributed.job_store import torch_distributed
+from tundish.distributed.peer_watch import node_identity
+from tundish.distributed.process_groups import group_info, new_subgroup
 from tundish.distributed.ranks import env_integer
 from tundish.distributed.voter import DEFAULT_TIMEOUT, Voter
-from tundish.distributed.watch import node_identity
 from tundish.timeouts import timeout_seconds
 
 __all__ = ["Standing", "node_group", "nodes_of", "split_into_nodes"]

@@ -73,18 +73,18 @@ class Saving:
 
     def press_while_made_anew(self, step: int, **arguments: Any) -> Any:
         """A save in which Ctrl-C comes just before this rank meets the others for a new group."""
-        from tundish.distributed import groups
+        from tundish.distributed import process_groups
 
-        make = groups.new_subgroup
+        make = process_groups.new_subgroup
 
         def press_and_make(*given: Any) -> Any:
-            groups.new_subgroup = make
+            process_groups.new_subgroup = make
             os.kill(os.getpid(), signal.SIGINT)
             # Time for it to come where signals come.
             time.sleep(0.2)
             return make(*given)
 
-        groups.new_subgroup = press_and_make
+        process_groups.new_subgroup = press_and_make
         return self.save(step, **arguments)
 
     def fail_while_made_anew(self, step: int, **arguments: Any) -> Any:
@@ -140,19 +140,19 @@ class Saving:
         distributed.barrier(distributed.new_group(backend="gloo"))
 
     def _while_made(self, do: Callable[[], None], step: int, **arguments: Any) -> Any:
-        from tundish.distributed import groups
+        from tundish.distributed import process_groups
 
-        make = groups.new_subgroup
+        make = process_groups.new_subgroup
 
         def do_and_make(*given: Any) -> Any:
             do()
             return make(*given)
 
-        groups.new_subgroup = do_and_make
+        process_groups.new_subgroup = do_and_make
         try:
             return self.save(step, **arguments)
         finally:
-            groups.new_subgroup = make
+            process_groups.new_subgroup = make
 
     def press_before_lazy_exchange(self, step: int, **arguments: Any) -> Any:
         """A lazy save in which Ctrl-C comes while this rank is still alone with its tensors."""

@@ -27,7 +27,7 @@ class _Seeing(_Rank):
         def vote(*arguments: Any, **named: Any) -> bool:
             del voter.vote
             real(*arguments, **named)
-            voter._channel.last_outcome = None
+            voter._thread.last_flag = None
             raise VoteTimeoutError("the job's store did not answer", ())
 
         voter.vote = vote

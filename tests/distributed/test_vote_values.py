@@ -118,8 +118,8 @@ def broadcast(rank: int, line: Line) -> None:
         voter.vote(what="a plain vote")
         voter.vote(what="another")
         # Nothing that was told stays in the store.
-        store = voter._channel._protocol._store  # type: ignore[union-attr]
-        line.say(store.missing([f"{number}/told/{teller}" for number in range(8) for teller in range(3)]))
+        store = voter._thread._protocol._store  # type: ignore[union-attr]
+        line.say(store.missing([f"{number}/value/{teller}" for number in range(8) for teller in range(3)]))
 
 
 @pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])
@@ -131,7 +131,7 @@ def test_what_ranks_tell_others(host: str, tmp_path: Path) -> None:
         assert [kind for kind, _, _ in heard] == ["PeerFailedError", "PeerFailedError", "KeyError"]
         heard = job.hear_all()
         assert [kind for kind, _, _ in heard] == ["InvalidInputError"] * 3
-        assert "rank 0 told nothing" in heard[0][1]
+        assert "rank 0 sent nothing" in heard[0][1]
         for (missing,) in job.hear_all():
             assert len(missing) == 24
         job.expect_end()
@@ -140,7 +140,7 @@ def test_what_ranks_tell_others(host: str, tmp_path: Path) -> None:
 def test_a_world_of_one_hears_itself() -> None:
     with Voter() as voter:
         assert voter.broadcast("alone", source=0, what="telling") == "alone"
-        with pytest.raises(InvalidInputError, match="told nothing"):
+        with pytest.raises(InvalidInputError, match="sent nothing"):
             voter.broadcast(None, source=0, what="telling")
 
 

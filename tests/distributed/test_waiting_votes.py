@@ -1,4 +1,4 @@
-"""Who waits long for others says so in the log: a call that not all ranks make would be silent for hours."""
+"""Votes that wait: warnings that name the missing ranks, and what tells a rank early that a vote will fail."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from support.distributed.rank_processes import Job, Line, outcome
+from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
-from tundish.distributed import Voter
-from tundish.distributed.rounds import Protocol
+from tundish.distributed import RankFailure, Voter
+from tundish.distributed.vote_protocol import VoteProtocol
 
 
 class Kept(logging.Handler):
@@ -95,8 +95,8 @@ def look_at_a_slow_store(rank: int, line: Line) -> None:
         if rank == 0:
             line.say(*outcome(lambda: voter.vote(ValueError("mine"), what="a step")))
             return
-        is_lost = Protocol.is_lost
-        Protocol.is_lost = lambda self, number: (time.sleep(0.3), is_lost(self, number))[1]
+        fails = VoteProtocol.fails
+        VoteProtocol.fails = lambda self, number: (time.sleep(0.3), fails(self, number))[1]
         found = []
         for _ in range(3):
             found.append(voter.next_vote_fails(0.05))
@@ -111,4 +111,32 @@ def test_what_a_slow_store_tells_between_two_looks_is_heard(tmp_path: Path) -> N
         assert not found[0] and found[-1], found
         for kind, text, *_ in job.hear_all():
             assert kind and "mine" in text
+        job.expect_end()
+
+
+def at_lunch(rank: int, line: Line) -> None:
+    with Voter(timeout=20) as voter:
+        if rank != 2:
+            begun = time.monotonic()
+            with voter.extra_failure_source(lambda: RankFailure(rank=2, text="is at lunch")):
+                line.say(*outcome(lambda: voter.vote(what="a step", timeout=20)), time.monotonic() - begun)
+        line.hear()
+        # It is late for that one, and in step again; nobody is missed any more.
+        line.say(*outcome(lambda: voter.vote(what="a step", timeout=20) if rank == 2 else None))
+        voter.vote(what="the next step", timeout=20)
+        # Who comes is not missed, whatever is said of him.
+        with voter.extra_failure_source(lambda: None):
+            voter.vote(what="the last step", timeout=20)
+
+
+@pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])
+def test_a_rank_that_will_not_come_is_not_waited_for(host: str, tmp_path: Path) -> None:
+    with Job(at_lunch, 3, tmp_path, host=host) as job:
+        for kind, text, named, seconds in job.hear_all(0, 1):
+            assert (kind, text, named) == ("PeerFailedError", "a step: rank 2 is at lunch", 2)
+            # It looks around once a second, and once more may have to wait for its turn.
+            assert seconds < 2.5
+        for rank in range(3):
+            job.tell(rank)
+        assert [kind for kind, _, _ in job.hear_all()] == ["", "", "PeerFailedError"]
         job.expect_end()

@@ -188,8 +188,8 @@ def resources(rank: int, line: Line) -> None:
 
 def test_nothing_grows_and_nothing_is_left(tmp_path: Path) -> None:
     with Job(resources, 2, tmp_path) as job:
-        # What each of the two ranks said of itself goes once both have read it; the key `floor` comes.
-        assert job.hear_all() == [(-1,), (-1,)]
+        # What each of the two ranks said of itself goes once both have read it.
+        assert job.hear_all() == [(-2,), (-2,)]
         assert job.hear_all() == [(0,), (0,)]
         assert job.hear_all() == [(0,), (0,)]
         expected = {
@@ -271,7 +271,7 @@ def builds(rank: int, line: Line) -> None:
     # Five seconds, where the default group's timeout is two.
     line.say(build_once_per_node(slow, what="building"), time.monotonic() - began > 4.9)
     # Ranks of a node need not be neighbours.
-    two_nodes = Voter._unmet(None, f"node {rank % 2}")
+    two_nodes = Voter._without_first_vote(None, f"node {rank % 2}")
     line.say(two_nodes.build_once_per_node(lambda: rank, what="building on two nodes"))
 
     def fail() -> None:

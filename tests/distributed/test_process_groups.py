@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import time
 import types
 from datetime import timedelta
@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from support.distributed.rank_processes import Job, Line, outcome
 
-from tundish.distributed import long_timeout_group, vote
-from tundish.distributed.groups import Unbinding
-from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError
+from tundish.distributed import long_timeout_group, process_groups, vote
+from tundish.errors import InvalidInputError, InvalidTypeError
 
 
 def groups(rank: int, line: Line) -> None:
@@ -117,51 +116,30 @@ def test_without_torch_distributed() -> None:
         pass
 
 
-def a_group_beside_a_bound_one(rank: int, line: Line) -> None:
-    import torch
-    import torch.distributed as distributed
+@pytest.mark.parametrize(("backend", "bound_during"), [("gloo", "cuda:1"), ("nccl", None)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_group_is_not_split_from_one_that_is_bound_to_a_device(
+    backend: str, bound_during: str | None, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch import distributed
 
-    # As `init_process_group` does with device_id=.
-    device = torch.device("cuda", rank)
-    distributed.group.WORLD.bound_device_id = device
+    # As `init_process_group` does with device_id=. NCCL would wait for all ranks of that group.
+    default = types.SimpleNamespace(bound_device_id="cuda:1")
+    c10d = distributed.distributed_c10d
+    seen = []
 
-    def split(_: Any) -> None:
-        raise AssertionError("all ranks of the default group would be waited for")
+    def make(*_: Any, **__: Any) -> Any:
+        seen.append(default.bound_device_id)
+        if fails:
+            raise RuntimeError("no group")
+        return object(), None
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed.distributed_c10d, "_get_split_source", split)
-        if rank > 0:
-            with long_timeout_group(30, [1, 2]) as group:
-                distributed.barrier(group)
-    assert distributed.group.WORLD.bound_device_id == device
-    distributed.group.WORLD.bound_device_id = None
-
-
-def test_a_group_is_not_split_from_one_that_is_bound_to_a_device(tmp_path: Path) -> None:
-    with Job(a_group_beside_a_bound_one, 3, tmp_path) as job:
-        job.expect_end()
-
-
-def test_groups_made_on_two_threads_at_once_leave_the_default_one_bound() -> None:
-    unbinding, default = Unbinding(), types.SimpleNamespace(bound_device_id="cuda:1")
-    first, second = unbinding.of(default), unbinding.of(default)
-    first.__enter__()
-    second.__enter__()
-    # Who began first is done first.
-    first.__exit__(None, None, None)
-    assert default.bound_device_id is None
-    second.__exit__(None, None, None)
-    assert default.bound_device_id == "cuda:1"
-
-
-def test_the_default_group_stays_bound_whenever_the_thread_that_makes_another_is_left_behind() -> None:
-    unbinding, default = Unbinding(), types.SimpleNamespace(bound_device_id="cuda:1")
-    thread = threading.current_thread()
-    block = unbinding.of(default)
-    block.__enter__()
-    unbinding.leave(thread)
-    assert default.bound_device_id == "cuda:1"
-    block.__exit__(None, None, None)
-    with pytest.raises(PeerFailedError, match="nobody wants"), unbinding.of(default):
-        pass
+    monkeypatch.setattr(c10d, "_get_default_group", lambda: default)
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(c10d, "_new_process_group_helper", make)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 0)
+    with contextlib.suppress(RuntimeError):
+        made = process_groups.new_subgroup(distributed, (0, 1), "a group", timedelta(seconds=5), backend)
+        del c10d._world.pg_group_ranks[made]
+    assert seen == [bound_during]
     assert default.bound_device_id == "cuda:1"

@@ -18,7 +18,7 @@ from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line,
 
 from tundish.distributed import Voter, build_once_per_node, vote
 from tundish.distributed import voter as voter_module
-from tundish.distributed.watch import PeerWatch, node_identity
+from tundish.distributed.peer_watch import PeerWatch, node_identity
 
 # The promise: a killed peer is noticed within this many seconds.
 NOTICED = 1.0
@@ -30,7 +30,7 @@ def timed(call: Callable[[], Any]) -> tuple[str, str, Any, float]:
 
 def killed_voter(rank: int, line: Line) -> None:
     # Ranks 0 and 2 are one node, 1 and 3 another.
-    voter = Voter._unmet(None, f"node {rank % 2}")
+    voter = Voter._without_first_vote(None, f"node {rank % 2}")
     voter.vote(what="all are well")
     child = 0
     if rank == 3:
@@ -76,7 +76,7 @@ def killed_in_its_first_vote(rank: int, line: Line) -> None:
             line.say("watches")
 
     PeerWatch.connect = connect_and_tell  # type: ignore[method-assign]  # in this process alone
-    voter = Voter._unmet(None, f"node {rank % 2}")
+    voter = Voter._without_first_vote(None, f"node {rank % 2}")
     line.say("ready")
     if rank == 0:
         # The one that all the others wait for.
@@ -275,6 +275,11 @@ def much_too_late(rank: int, line: Line) -> None:
     line.say(time.monotonic() - began)
     line.say(int(store.num_keys()))
     line.say(*outcome(lambda: voter.vote(what="at last")))
+    # A vote in which all are deletes what earlier ones left.
+    voter.vote(what="another")
+    time.sleep(0.3)
+    line.say(int(store.num_keys()))
+    line.hear()
     voter.close()
 
 
@@ -283,18 +288,22 @@ def test_a_rank_forty_votes_late_gets_in_step(tmp_path: Path) -> None:
         for rank in (1, 2):
             assert job.hear(rank) == (["VoteTimeoutError"] * 40,)
             job.hear(rank)
-            assert job.hear(rank)[0] < 40  # verdicts of old votes are not kept for ever
+            job.hear(rank)
         job.tell(0)
         assert job.hear(0) == (["VoteTimeoutError"] * 40,)
         assert job.hear(0)[0] < 5  # every one of them at once, whatever its own timeout
         job.hear(0)
         for rank in range(3):
             assert job.hear(rank) == ("", "", None)
+        for rank in range(3):
+            assert job.hear(rank)[0] < 40
+        for rank in range(3):
+            job.tell(rank)
         job.expect_end()
 
 
 def killed_builder(rank: int, line: Line) -> None:
-    voter = Voter._unmet(None, f"node {rank % 2}")
+    voter = Voter._without_first_vote(None, f"node {rank % 2}")
 
     def build() -> None:
         line.say("building")
@@ -363,7 +372,10 @@ def test_ctrl_c_is_told_to_the_others(tmp_path: Path) -> None:
         job.tell(0)
         kind, text, named, _ = job.hear(0)
         assert (kind, named) == ("PeerFailedError", 1)
-        assert job.hear_all() == [("", "", None)] * 3
+        # The rank that was interrupted in a vote says so at its next one, and the others name it.
+        refused, *named = job.hear(1), job.hear(0), job.hear(2)
+        assert refused[0] == "InvalidInputError" and "was interrupted in a vote and is closed" in refused[1]
+        assert [(kind, rank) for kind, _, rank in named] == [("PeerFailedError", 1)] * 2
         job.expect_end()
 
 
@@ -414,14 +426,14 @@ def vote_and_end(rank: int, line: Line) -> None:
     with Voter(timeout=30) as voter:
         if rank == 2:
             # Its thread has voted, and does not come to read the verdict.
-            _await = voter._channel._protocol._await  # type: ignore[union-attr]
+            _await = voter._thread._protocol._wait  # type: ignore[union-attr]
 
             def late(current: Any) -> Any:
                 line.say("voted")
                 line.hear()
                 return _await(current)
 
-            voter._channel._protocol._await = late  # type: ignore[union-attr,method-assign]
+            voter._thread._protocol._wait = late  # type: ignore[union-attr,method-assign]
         elif rank == 0:
             line.hear()
         line.say(outcome(lambda: voter.vote(what="the last step", timeout=30)))
@@ -445,9 +457,9 @@ def die(_: Any) -> Any:
 
 
 def die_once_voted(rank: int, line: Line) -> None:
-    voter = Voter._unmet(None, node_identity())
+    voter = Voter._without_first_vote(None, node_identity())
     if rank == 1:
-        voter._channel._protocol._await = die  # type: ignore[union-attr,method-assign]
+        voter._thread._protocol._wait = die  # type: ignore[union-attr,method-assign]
     else:
         line.hear()
     started = time.monotonic()

@@ -14,22 +14,18 @@ import itertools
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from tundish.distributed.jobstore import Leaving, start_of_job, torch_distributed
-from tundish.errors import InvalidInputError, PeerFailedError, listed
+from tundish.distributed.job_store import job_start, shared_client, torch_distributed
+from tundish.errors import InvalidInputError, listed
 from tundish.timeouts import timeout_seconds
-from tundish.waiting import Moment, Thread, wait_for
 
 __all__ = [
     "GroupInfo",
-    "Unbinding",
     "VoteId",
-    "abandon_group_creation",
     "group_info",
     "long_timeout_group",
     "new_subgroup",
@@ -37,8 +33,8 @@ __all__ = [
     "unique_name",
 ]
 
-# How long the end of a group waits for the store.
-_LEAVING_SECONDS = 1.0
+# How long the end of a group waits for the store to delete its keys.
+_CLEANUP_SECONDS = 1.0
 
 _counters: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
 _counters_lock = threading.Lock()
@@ -110,7 +106,7 @@ def unique_name(kind: str, ranks: tuple[int, ...]) -> str:
     """A name never used before for `kind` among `ranks`: equal on all of them when all ask equally often."""
     with _counters_lock:
         number = next(_counters.setdefault((kind, ranks), itertools.count()))
-    digest = hashlib.sha256(repr((kind, ranks, start_of_job())).encode()).hexdigest()[:24]
+    digest = hashlib.sha256(repr((kind, ranks, job_start())).encode()).hexdigest()[:24]
     return f"tundish-{digest}-{number}"
 
 
@@ -166,14 +162,13 @@ def temporary_group(
 ) -> Iterator[Any]:
     """Collective over `members`: as `long_timeout_group`, under a `name` that no group had before.
 
-    `store`: another way to the job's store than that of the default group, which somebody may hold up.
+    `store`: a client of the job's store in place of the default group's, which others may block.
     """
     distributed = torch_distributed()
     limit = timedelta(seconds=timeout_seconds(timeout))
     base = distributed.distributed_c10d._get_default_store()
-    # Where its members are to be found, as torch and gloo name it: by the group, the device, and the only context.
-    addresses = [f"cpu//0/{member}" for member in range(len(members))] if backend == "gloo" else []
-    leaving = Leaving(base, f"{name}/", len(members), addresses)
+    # Before the group: it holds the process's connection to the store.
+    client = shared_client(base) if hasattr(base, "clone") else None
     try:
         group = new_subgroup(distributed, members, name, limit, backend, store)
         try:
@@ -183,24 +178,27 @@ def temporary_group(
             if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
                 distributed.destroy_process_group(group)
     finally:
-        _leave(leaving)
+        if client is not None and backend == "gloo":
+            keys = distributed.PrefixStore(f"{name}/", client)
+            cleaner = threading.Thread(
+                target=_delete_addresses, args=(keys, len(members)), name="tundish-cleanup", daemon=True
+            )
+            # At the interpreter's end no thread starts any more.
+            with contextlib.suppress(RuntimeError):
+                cleaner.start()
+                # The store may be stopped, which the end of a group does not wait for.
+                cleaner.join(_CLEANUP_SECONDS)
 
 
-def _leave(leaving: Leaving) -> None:
-    over = Moment()
-
-    def leave() -> None:
-        try:
-            # Whoever hosted the store may have ended.
-            with contextlib.suppress(Exception):
-                leaving.leave()
-        finally:
-            over.come()
-
-    # The store may stand still, which the end of a group does not wait for.
-    with contextlib.suppress(RuntimeError):
-        Thread(leave, "tundish-leaving").start()
-        wait_for(over.wait, _LEAVING_SECONDS)
+def _delete_addresses(store: Any, size: int) -> None:
+    """Delete gloo's address keys of a group, on the last of its ranks that leaves."""
+    # The host of the store may have ended.
+    with contextlib.suppress(Exception):
+        if store.add("left", 1) == size:
+            for member in range(size):
+                # As torch and gloo name them: device, context, rank.
+                store.delete_key(f"cpu//0/{member}")
+            store.delete_key("left")
 
 
 def new_subgroup(
@@ -220,7 +218,7 @@ def new_subgroup(
     chosen.
     """
     c10d = distributed.distributed_c10d
-    with _unbinding.of(c10d._get_default_group()):
+    with _unbound(c10d._get_default_group(), backend):
         group, _ = c10d._new_process_group_helper(
             len(members),
             members.index(distributed.get_rank()),
@@ -234,62 +232,17 @@ def new_subgroup(
     return group
 
 
-class Unbinding:
-    """Blocks in which the default group is bound to no device; several threads may be in one at once.
+@contextlib.contextmanager
+def _unbound(default_group: Any, backend: str) -> Iterator[None]:
+    """A block in which the default group is bound to no device; of gloo groups it is left as it is.
 
-    Bound to one, it would have NCCL split each new group off, for which all ranks of the job are waited for.
+    From a bound default group NCCL splits each new group off, for which all ranks of the job are waited for. Groups
+    other than gloo's are made on the caller's thread alone.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # The threads that are in such a block.
-        self._inside: list[threading.Thread] = []
-        # Those that were left behind.
-        self._left: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        self._default_group: Any = None
-        self._device: Any = None
-
-    @contextlib.contextmanager
-    def of(self, default_group: Any) -> Iterator[None]:
-        """Such a block; what the first found, the last puts back.
-
-        Raises `PeerFailedError` on a thread that was left behind.
-        """
-        thread = threading.current_thread()
-        with self._lock:
-            if thread in self._left:
-                raise PeerFailedError("nobody wants the group any more", -1)
-            if not self._inside:
-                self._default_group = default_group
-                self._device, default_group.bound_device_id = default_group.bound_device_id, None
-            self._inside.append(thread)
-        try:
-            yield
-        finally:
-            self.end(thread)
-
-    def end(self, thread: threading.Thread) -> None:
-        """`thread` is in such a block no more."""
-        with self._lock:
-            self._end(thread)
-
-    def leave(self, thread: threading.Thread) -> None:
-        """`thread` is left behind, in such a block or on its way to one."""
-        with self._lock:
-            self._left.add(thread)
-            self._end(thread)
-
-    def _end(self, thread: threading.Thread) -> None:
-        if thread in self._inside:
-            self._inside.remove(thread)
-            if not self._inside:
-                self._default_group.bound_device_id = self._device
-                self._default_group = None
-
-
-_unbinding = Unbinding()
-
-
-def abandon_group_creation(thread: threading.Thread) -> None:
-    """Nobody waits any more for the group that `thread` makes: the default group is to be as it was."""
-    _unbinding.leave(thread)
+    device = default_group.bound_device_id
+    if backend != "gloo":
+        default_group.bound_device_id = None
+    try:
+        yield
+    finally:
+        default_group.bound_device_id = device

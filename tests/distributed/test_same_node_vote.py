@@ -16,7 +16,7 @@ from support.distributed.rank_processes import LAUNCHER, RANK0, Job, Line, on_no
 
 from tundish._native import BallotBox
 from tundish.distributed import Voter
-from tundish.distributed.jobstore import JobStore
+from tundish.distributed.job_store import JobStore
 
 _RANKS = 3
 
@@ -164,10 +164,10 @@ def votes_where_a_box_is_out_of_reach(rank: int, line: Line) -> None:
         def refuse(*_: Any) -> Any:
             raise PermissionError(1, "not yours")
 
-        import tundish.distributed.ballots as ballots
+        import tundish.distributed.same_node_vote as same_node_vote
 
-        ballots.BallotBox = type("NoBox", (), {"open": refuse, "__new__": refuse})  # type: ignore[misc,assignment]
-    voter = Voter._unmet(None, f"node {rank // 2}") if why == "nodes" else Voter()
+        same_node_vote.BallotBox = type("NoBox", (), {"open": refuse, "__new__": refuse})  # type: ignore[misc,assignment]
+    voter = Voter._without_first_vote(None, f"node {rank // 2}") if why == "nodes" else Voter()
     with voter:
         settle(voter)
         made.clear()

@@ -1,0 +1,215 @@
+"""Access to the job's c10d key-value store that never blocks other users of it.
+
+No operation waits for a key to appear: each returns as soon as the store answers. A client of a TCPStore serves one
+request at a time, and the rendezvous of a new group may block it for minutes. So they use a second connection,
+which the whole process shares: the rank that serves the store needs a descriptor for each. An operation still blocks
+while the host of the store is stopped: call it from a thread that nobody waits for without a timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any
+
+__all__ = [
+    "JobStore",
+    "job_start",
+    "second_client",
+    "shared_client",
+    "store_address",
+    "store_host_rank",
+    "store_load_factor",
+    "torch_distributed",
+]
+
+# What compare_set returns for a key that does not exist. No stored value equals it.
+_ABSENT = "\x00"
+# Values fetched in one request.
+_BATCH = 256
+# Up to this many ranks the store answers all of them without noticeable delay.
+_SMALL_JOB = 256
+
+_shared_clients: weakref.WeakKeyDictionary[Any, tuple[int, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+_shared_clients_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    # Another thread of the parent may have held it during the fork.
+    global _shared_clients_lock
+    _shared_clients_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def torch_distributed() -> Any:
+    """The module `torch.distributed`, imported on first use; None where torch was built without it."""
+    import torch.distributed
+
+    return torch.distributed if torch.distributed.is_available() else None
+
+
+def store_load_factor(ranks: int) -> float:
+    """How many times longer a wait for the store takes with so many `ranks` than with a few."""
+    return max(1.0, ranks / _SMALL_JOB)
+
+
+def job_start() -> str:
+    """The number of this start of the job, the same on all ranks.
+
+    torchrun restarts a job with the same store, and newer torch puts no prefix of its own before the keys. Keys carry
+    this number, so that no start reads what the one before left. With several torchrun agents it is always 0: each
+    agent counts its own restarts, and ranks that count differently would never meet.
+    """
+    is_one_agent = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_agent else "0"
+
+
+def _tcp_store(store: Any) -> Any:
+    """The TCPStore below all prefixes of `store`; None for another kind of store."""
+    distributed = torch_distributed()
+    while isinstance(store, distributed.PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, distributed.TCPStore) else None
+
+
+def store_host_rank(store: Any) -> int | None:
+    """The global rank that serves `store`; None where torchrun serves it or it is no server (a file)."""
+    if _tcp_store(store) is None:
+        return None
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else 0
+
+
+def store_address(store: Any) -> tuple[str, int] | None:
+    """Host and port of a TCPStore; None for another kind of store."""
+    server = _tcp_store(store)
+    return None if server is None else (server.host, server.port)
+
+
+def second_client(base: Any) -> Any:
+    """A new connection to the store of client `base`; a copy of a store that has no connections."""
+    if hasattr(base, "clone"):
+        return base.clone()
+    # Before torch 2.8 no store could be cloned.
+    server = _tcp_store(base)
+    if server is None:
+        return base
+    return torch_distributed().TCPStore(
+        server.host, server.port, None, False, server.timeout, wait_for_workers=False
+    )
+
+
+def shared_client(base: Any) -> Any:
+    """This process's shared second client of the store of `base`, which lives as long as somebody holds it."""
+    client = _known_client(base)
+    if client is not None:
+        return client
+    # Without the lock: connecting to a host that is gone takes minutes, and others may use another store.
+    made = second_client(base)
+    with _shared_clients_lock:
+        process, known = _shared_clients.get(base, (0, None))
+        client = None if known is None or process != os.getpid() else known()
+        if client is None:
+            client = made
+            _shared_clients[base] = os.getpid(), weakref.ref(client)
+    return client
+
+
+def _known_client(base: Any) -> Any:
+    with _shared_clients_lock:
+        process, known = _shared_clients.get(base, (0, None))
+        return None if known is None or process != os.getpid() else known()
+
+
+class JobStore:
+    """Operations on the keys under `namespace` of the default group's store `base`.
+
+    One thread at a time may use it. It keeps `base` alive, and with it the server on the rank that hosts one.
+    """
+
+    def __init__(self, base: Any, namespace: str) -> None:
+        self._base = base
+        self._namespace = namespace
+        self._connection: Any = None
+        # Held here because a PrefixStore holds its store in C++ alone.
+        self._client: Any = None
+
+    def connect(self) -> None:
+        """Open the connection unless it is open."""
+        if self._connection is not None:
+            return
+        distributed = torch_distributed()
+        namespace = f"{self._namespace}/start-{job_start()}"
+        if _tcp_store(self._base) is None:
+            self._connection = distributed.PrefixStore(namespace, self._base)
+            return
+        if not hasattr(self._base, "clone"):
+            # A second client lacks the prefixes of the first one, among them the number of an elastic restart.
+            namespace = f"{namespace}/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._client = shared_client(self._base)
+        self._connection = distributed.PrefixStore(namespace, self._client)
+
+    def read(self, key: str) -> str | None:
+        """The value of `key`; None where it does not exist."""
+        value = bytes(self._ask("compare_set", key, _ABSENT, _ABSENT)).decode()
+        return None if value == _ABSENT else value
+
+    def read_all(self, keys: list[str]) -> list[str | None]:
+        """The values of `keys`, in order, in few requests. Nobody may delete one of them meanwhile."""
+        missing = set(self.missing(keys))
+        there = [key for key in keys if key not in missing]
+        values: dict[str, str] = {}
+        for start in range(0, len(there), _BATCH):
+            some = there[start : start + _BATCH]
+            found = self._ask("multi_get", some)
+            values |= {key: bytes(value).decode() for key, value in zip(some, found, strict=True)}
+        return [values.get(key) for key in keys]
+
+    def write(self, key: str, value: str) -> None:
+        """Set `key`. The value may become visible only before the next operation that returns something."""
+        self._ask("set", key, value)
+
+    def write_once(self, key: str, value: str) -> str:
+        """Set `key` unless it exists; returns the value that it then has."""
+        return bytes(self._ask("compare_set", key, "", value)).decode()
+
+    def replace(self, key: str, before: str, value: str) -> None:
+        """Set `key` if its value still is `before`."""
+        self._ask("compare_set", key, before, value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add `amount` to the counter `key` (0 where it does not exist); returns the sum."""
+        return int(self._ask("add", key, amount))
+
+    def missing(self, keys: list[str]) -> list[str]:
+        """Those of `keys` that do not exist, in order, by bisection: few requests where few are missing."""
+        if not keys or self._ask("check", keys):
+            return []
+        if len(keys) == 1:
+            return keys
+        middle = len(keys) // 2
+        return self.missing(keys[:middle]) + self.missing(keys[middle:])
+
+    def delete(self, *keys: str) -> None:
+        """Delete those of `keys` that exist."""
+        for key in keys:
+            self._ask("delete_key", key)
+
+    def close(self) -> None:
+        """Release the connection and the store."""
+        self._connection = self._client = None
+        self._base = None
+
+    def _ask(self, operation: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._connection, operation)(*arguments)
+        except Exception:
+            # The connection may be broken: the next user makes a new one.
+            with _shared_clients_lock:
+                _, known = _shared_clients.get(self._base, (0, None))
+                if self._client is not None and known is not None and known() is self._client:
+                    del _shared_clients[self._base]
+            self._connection = None
+            raise

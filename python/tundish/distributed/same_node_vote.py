@@ -1,0 +1,100 @@
+"""Decides a vote in shared memory, in microseconds, where all ranks are on one node and well.
+
+The memory decides only votes in which every rank brings the same good status. It then leaves the job's store alone. In
+every other case all ranks see that the vote has to be held in the store, which finds and names the rank that failed,
+was killed or is late. A vote takes 0.1 ms instead of 1 ms so, and a lazy save of two ranks half the time.
+
+Invariants:
+
+1. A member that holds a vote in another way gives it up here: else the others would wait for its ballot.
+2. After `decide`, or after an exception out of it, the vote is not open any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+
+from tundish._native import BallotBox
+from tundish.errors import TundishError
+
+__all__ = ["SameNodeVote"]
+
+# Ranks that come this much later find the others at the store: compared with such a wait its cost is small.
+_MAX_WAIT_SECONDS = 0.1
+# The pause between two checks for signals.
+_SIGNAL_CHECK_SECONDS = 0.02
+# No node has more ranks.
+_MAX_RANKS = 512
+_NOTHING_TO_COMPARE = bytes(32)
+
+
+class SameNodeVote:
+    """The shared memory in which a group of `size` ranks decides votes; this rank is number `index` of them."""
+
+    def __init__(self, index: int, size: int) -> None:
+        self._index = index
+        self._size = size
+        self._offered: BallotBox | None = None
+        self._box: BallotBox | None = None
+
+    def offer(self) -> tuple[int, int, int] | None:
+        """Create the memory; returns its address for the other ranks, None where there can be none."""
+        if self._size > _MAX_RANKS:
+            return None
+        try:
+            self._offered = BallotBox(self._size)
+        except (TundishError, OSError):
+            return None
+        return self._offered.address
+
+    def join(self, address: Sequence[int] | None) -> None:
+        """Use the memory at `address`. If one rank cannot reach it, no rank uses it."""
+        try:
+            if self._offered is not None:
+                self._box = self._offered
+            elif address is not None:
+                process, descriptor, identity = address
+                self._box = BallotBox.open((process, descriptor, identity), self._size)
+        except (TundishError, OSError):
+            return
+        if self._box is not None:
+            self._box.join(self._index)
+
+    def release(self) -> None:
+        """Use no shared memory: the ranks are not all on one node, or the voter closes."""
+        self._offered = self._box = None
+
+    def decide(self, number: int, *, is_plain: bool, same: str | None, seconds: float | None) -> bool:
+        """Whether vote `number` succeeded here; if not, it has to be held in the store.
+
+        Args:
+            number: of the vote.
+            is_plain: this rank is well and brings nothing that only the store can carry.
+            same: what has to be equal on all ranks.
+            seconds: until the vote's deadline.
+        """
+        box, succeeded = self._box, False
+        if box is None:
+            return False
+        try:
+            if is_plain and box.are_all_there:
+                decided = box.cast(self._index, number, _digest(same))
+                wait = _MAX_WAIT_SECONDS if seconds is None else min(seconds, _MAX_WAIT_SECONDS)
+                until = time.monotonic() + wait
+                while decided is None and (left := until - time.monotonic()) > 0:
+                    decided = box.wait(number, min(_SIGNAL_CHECK_SECONDS, left))
+        finally:
+            succeeded = box.give_up(number)
+        return succeeded
+
+    def give_up(self, number: int) -> bool:
+        """Send vote `number` to the store unless it was decided here; returns whether it succeeded here."""
+        return self._box is not None and self._box.give_up(number)
+
+
+def _digest(same: str | None) -> bytes:
+    if same is None:
+        return _NOTHING_TO_COMPARE
+    return hashlib.sha256(same.encode(errors="surrogatepass")).digest()

@@ -1,0 +1,422 @@
+"""Holds votes in the job's store: what each rank writes there, and how all come to read the same result.
+
+Every rank writes its status and counts itself. The last to arrive, or a rank that sees a peer die or the deadline pass,
+writes the result with compare-and-set: all ranks read the first one written, so all raise or none does. A rank that
+comes late reads the result of the vote that it is late for, at once, and is in step again.
+
+Invariants:
+
+1. A vote succeeds only if every rank took part in it. So in a successful vote no rank reads keys of earlier votes any
+   more, and they are deleted.
+2. The rank that hosts the store leaves a vote last, so that it can exit right after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tundish.distributed.job_store import JobStore, store_host_rank, store_load_factor
+from tundish.distributed.peer_watch import PeerWatch
+from tundish.distributed.process_groups import GroupInfo
+from tundish.distributed.vote_result import RankFailure, VoteResult
+from tundish.errors import ranks_named
+
+__all__ = ["LINGER_SECONDS", "FailureSource", "PendingVote", "VoteProtocol"]
+
+# How long a failed rank waits for the others to bring their failures too, so that all are named.
+_GATHER_SECONDS = 0.5
+# How long the host of the store stays in a vote for the others to read its result.
+LINGER_SECONDS = 5.0
+# A rank looks for the result after a tenth of the time that it has waited, but not more and not less often than this.
+_SHORTEST_PAUSE = 0.0001
+_LONGEST_PAUSE = 0.1
+# One rank writes the result. The next in line does so this much later, in case that rank died.
+_TURN_SECONDS = 0.5
+# Failures that the result is made of, the first ones to be counted.
+_MAX_FAILURES = 64
+# Characters of a text to compare that are shown.
+_MAX_COMPARED = 1000
+# How often a waiting rank checks what nobody tells it; in its first vote it learns who else is on its node so.
+_CHECK_SECONDS = 1.0
+_FIRST_VOTE_CHECK_SECONDS = 0.25
+# Ranks that a warning names.
+_MAX_WARNED = 64
+
+_logger = logging.getLogger("tundish.distributed")
+
+# Returns the failure of a rank that will not come to a vote; None while all may.
+FailureSource = Callable[[], RankFailure | None]
+
+
+@dataclass(kw_only=True)
+class PendingVote:
+    """One vote of this rank.
+
+    Attributes:
+        failure: this rank's failure.
+        same: a text that has to be equal on all ranks.
+        value: a text that this rank brings for others.
+        gathers: whether the group's first rank gets the values of all.
+        source: the rank whose value this rank gets.
+        flag: this rank's flag.
+        extra_failure: asked now and then for the failure of a rank that will not come.
+        warn_after: seconds after which one rank logs which ranks it waits for; then doubled.
+        interruption, abandoned: set by the caller's thread: what interrupted it, and whether it stopped waiting.
+        result, values, received, posted: set by the thread that holds the vote: the result, the values of all ranks,
+            the value of `source`, and whether this rank brought its status in time.
+        lock: decides between a caller that stops waiting and a result that comes at that moment.
+    """
+
+    number: int
+    what: str
+    failure: RankFailure | None = None
+    same: str | None = None
+    value: str | None = None
+    gathers: bool = False
+    source: int | None = None
+    flag: bool = False
+    extra_failure: FailureSource | None = None
+    warn_after: float | None = None
+    started: float = field(default_factory=time.monotonic)
+    deadline: float | None = None
+    interruption: RankFailure | None = None
+    abandoned: bool = False
+    result: VoteResult | None = None
+    values: list[str] = field(default_factory=list)
+    received: str | None = None
+    posted: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class VoteProtocol:
+    """The votes of one group in the job's store, as one of its members holds them. One thread at a time may use it.
+
+    Args:
+        member: the group.
+        node: ranks that give the same name watch each other; they must share a kernel and a network namespace.
+        name: the namespace of the group's keys.
+        known_losses: returns, until the first complete vote, the lost ranks that other voters know of.
+        offer: makes the address that the first member of a node passes to the others of it.
+
+    Attributes:
+        host: the rank that serves the store, None where no rank does.
+        node_ranks: the ranks of this rank's node in the group's order, known after the first complete vote.
+        offered: the address that the first member of this node offered.
+        has_values: values of the last vote are still in the store: the next vote has to delete them.
+    """
+
+    def __init__(
+        self,
+        member: GroupInfo,
+        node: str,
+        name: str,
+        known_losses: Callable[[], Mapping[int, RankFailure]],
+        offer: Callable[[], Sequence[int] | None],
+    ) -> None:
+        self.host = store_host_rank(member.store)
+        self.node_ranks: tuple[int, ...] = ()
+        self.offered: Sequence[int] | None = None
+        self.has_values = False
+        self._rank, self._ranks = member.rank, member.ranks
+        self._load = store_load_factor(len(member.ranks))
+        self._node = node
+        self._offer = offer
+        self._known_losses = known_losses
+        # Keys to delete once all ranks are in a later vote: this rank's, with the vote's number, and those of all.
+        self._own_keys: list[tuple[int, str]] = []
+        self._common_keys: list[str] = []
+        self._introduction = ""
+        self._processes: dict[int, str] = {}
+        self._known_positions = 0
+        self._store = JobStore(member.store, name)
+        self._watch = PeerWatch()
+
+    def hold(self, vote: PendingVote) -> None:
+        """Take part in `vote` and set its result. Raises what the store fails with."""
+        store, number = self._store, vote.number
+        store.connect()
+        self._introduce()
+        is_last, turn = False, None
+        result = self._read_result(number)
+        if result is None and not vote.abandoned:
+            is_last = self._post(vote) == len(self._ranks)
+            if is_last:
+                result = self._write_result(vote, {}, all_arrived=True)
+        if result is None:
+            result, turn = self._wait(vote)
+        self._pass_values(vote, result)
+        if result.complete and not self.node_ranks:
+            self._meet_node()
+            self.node_ranks = tuple(rank for rank in self._ranks if rank in self._processes)
+            self._own_keys.append((number, self._introduction))
+        with vote.lock:
+            vote.result = result
+        self._clean_up(vote, result, deletes_common=is_last or turn == 0)
+        if vote.posted and self.host in self._ranks:
+            self._leave(vote, result)
+
+    def fails(self, number: int) -> bool:
+        """Whether vote `number`, which this rank has not begun, will fail or is flagged. Raises as `hold`."""
+        if self._watch.vanished():
+            return True
+        self._store.connect()
+        return any(self._store.read(f"{number}/{key}") for key in ("result", "failed", "flagged"))
+
+    def fail(self, number: int, failure: RankFailure) -> None:
+        """Fail vote `number` for all ranks, though this rank does not take part. Raises as `hold`."""
+        self._store.connect()
+        result = VoteResult(complete=False, failures=(failure,), failed_count=1)
+        self._store.write_once(f"{number}/result", result.to_json())
+
+    def lost(self) -> dict[int, RankFailure]:
+        """The failures of the members of this node that were found gone. For any thread."""
+        return {rank: RankFailure(rank=rank, text=self._loss_of(rank)) for rank in self._watch.vanished()}
+
+    def close(self) -> None:
+        """Release sockets, the connection and the store."""
+        self._watch.close()
+        self._store.close()
+
+    def _post(self, vote: PendingVote) -> int:
+        """Bring this rank's status; returns how many ranks have done so."""
+        store, key = self._store, f"{vote.number}"
+        if vote.same is not None and vote.failure is None:
+            same = _shortened(vote.same)
+            first = store.write_once(f"{key}/same", same)
+            if first != same:
+                text = f"brought {same!r} where another rank brought {first!r}"
+                vote.failure = RankFailure(rank=self._rank, text=text)
+        if vote.value is not None:
+            store.write(f"{key}/value/{self._rank}", vote.value)
+        # Before the rank is counted: the last to be counted knows of every failure.
+        if vote.failure is not None:
+            position = store.add(f"{key}/failed", 1)
+            store.write(f"{key}/failure/{position}", vote.failure.to_json())
+            self._own_keys.append((vote.number, f"{key}/failure/{position}"))
+        elif vote.flag:
+            store.add(f"{key}/flagged", 1)
+        store.write(f"{key}/vote/{self._rank}", "")
+        vote.posted = True
+        return store.add(f"{key}/arrived", 1)
+
+    def _wait(self, vote: PendingVote) -> tuple[VoteResult, int | None]:
+        """Wait for the result, or write it when this rank sees that the vote is over.
+
+        Returns it, and the place of this rank in the line of those who saw that.
+        """
+        check_seconds = (_CHECK_SECONDS if self.node_ranks else _FIRST_VOTE_CHECK_SECONDS) * self._load
+        next_check, turn, turn_at = vote.started + check_seconds, None, 0.0
+        is_over = False
+        while True:
+            waited = time.monotonic() - vote.started
+            self._watch.wait(min(max(waited / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE) * self._load)
+            result = self._read_result(vote.number)
+            if result is not None:
+                return result, turn
+            if time.monotonic() >= next_check:
+                next_check = time.monotonic() + check_seconds
+                is_over = self._check(vote) or is_over
+            lost = self.lost()
+            if not self.node_ranks:
+                known = self._known_losses()
+                lost = {rank: known[rank] for rank in known if rank in self._ranks} | lost
+            if not (is_over or lost or self._is_out_of_time(vote)):
+                continue
+            if turn is None:
+                turn = self._store.add(f"{vote.number}/turns", 1) - 1
+                turn_at = time.monotonic() + turn * _TURN_SECONDS * self._load
+            if time.monotonic() >= turn_at:
+                return self._read_result(vote.number) or self._write_result(vote, lost), turn
+
+    def _check(self, vote: PendingVote) -> bool:
+        """Find out what nobody tells a waiting rank; whether the vote is over."""
+        if not self.node_ranks:
+            self._meet_node()
+        if vote.warn_after is not None and time.monotonic() - vote.started >= vote.warn_after:
+            self._warn(vote, vote.warn_after)
+            vote.warn_after *= 2
+        # The last to arrive may have died before it could write the result.
+        return (
+            self._store.add(f"{vote.number}/arrived", 0) >= len(self._ranks)
+            or self._extra_failure(vote) is not None
+        )
+
+    def _extra_failure(self, vote: PendingVote) -> RankFailure | None:
+        return None if vote.extra_failure is None else vote.extra_failure()
+
+    def _is_out_of_time(self, vote: PendingVote) -> bool:
+        now = time.monotonic()
+        if (
+            vote.interruption is not None
+            or vote.abandoned
+            or (vote.deadline is not None and now >= vote.deadline)
+        ):
+            return True
+        return vote.failure is not None and now >= vote.started + _GATHER_SECONDS
+
+    def _warn(self, vote: PendingVote, seconds: float) -> None:
+        """Log, on one rank, which ranks are waited for: perhaps they do not make this call."""
+        key = f"{vote.number}/warned/{seconds:g}"
+        if self._store.add(key, 1) > 1:
+            return
+        self._own_keys.append((vote.number, key))
+        missing = self._missing(vote.number)
+        if missing:
+            # A log that cannot be written must not fail the vote.
+            with contextlib.suppress(Exception):
+                _logger.warning(
+                    "%s has waited %.4g s for %s: still at work, hung, or without this call, which all ranks make",
+                    vote.what,
+                    seconds,
+                    ranks_named(missing[:_MAX_WARNED], len(missing)),
+                )
+
+    def _missing(self, number: int) -> list[int]:
+        """The ranks that have not brought their status, ascending as in the group."""
+        ranks = {f"{number}/vote/{rank}": rank for rank in self._ranks}
+        return [ranks[key] for key in self._store.missing(list(ranks))]
+
+    def _write_result(
+        self, vote: PendingVote, lost: Mapping[int, RankFailure], *, all_arrived: bool = False
+    ) -> VoteResult:
+        """Write the result as this rank knows it, unless there is one; returns the one that counts."""
+        store, number = self._store, vote.number
+        missing = set() if all_arrived else set(self._missing(number))
+        failed = int(store.read(f"{number}/failed") or "0")
+        failures = dict(lost)
+        for position in range(1, min(failed, _MAX_FAILURES) + 1):
+            text = store.read(f"{number}/failure/{position}")
+            if text is not None:
+                failure = RankFailure.from_json(text)
+                failures[failure.rank] = failure
+        extra = None if all_arrived else self._extra_failure(vote)
+        if extra is not None:
+            failures.setdefault(extra.rank, extra)
+        if vote.interruption is not None:
+            failures[self._rank] = vote.interruption
+        silent = sorted(missing)
+        if vote.abandoned:
+            # The store did not answer in time; which other ranks were silent is unknown.
+            silent = [] if self.host is None else [self.host]
+        result = VoteResult.bounded(
+            complete=not (missing or lost or extra or vote.interruption or vote.abandoned),
+            failures=list(failures.values()),
+            failed_count=failed,
+            silent=[] if failures else silent,
+            present_count=len(self._ranks) - len(missing | lost.keys()),
+            flagged=int(store.read(f"{number}/flagged") or "0") > 0,
+            seconds=time.monotonic() - vote.started,
+        )
+        return VoteResult.from_json(store.write_once(f"{number}/result", result.to_json()))
+
+    def _read_result(self, number: int) -> VoteResult | None:
+        text = self._store.read(f"{number}/result")
+        return None if text is None else VoteResult.from_json(text)
+
+    def _pass_values(self, vote: PendingVote, result: VoteResult) -> None:
+        """Read the values for this rank after a successful vote."""
+        if vote.value is not None:
+            self._own_keys.append((vote.number, f"{vote.number}/value/{self._rank}"))
+        if not result.succeeded:
+            return
+        if vote.gathers and self._rank == self._ranks[0]:
+            keys = [f"{vote.number}/value/{rank}" for rank in self._ranks]
+            vote.values = [text or "" for text in self._store.read_all(keys)]
+        if vote.source is not None:
+            vote.received = self._store.read(f"{vote.number}/value/{vote.source}")
+
+    def _introduce(self) -> None:
+        """Once: say which node this rank is on and where it can be watched."""
+        if self._introduction:
+            return
+        position = self._store.add(f"node/{self._node}", 1)
+        self._introduction = f"node/{self._node}/{position}"
+        process = f"process {os.getpid()} on {socket.gethostname()}"
+        offered = self._offer() if position == 1 else None
+        text = json.dumps([self._rank, self._watch.address, process, offered])
+        self._store.write(self._introduction, text)
+
+    def _meet_node(self) -> None:
+        """Watch the ranks of this node that introduced themselves since the last time."""
+        addresses: dict[int, str] = {}
+        for position in range(self._known_positions + 1, self._store.add(f"node/{self._node}", 0) + 1):
+            text = self._store.read(f"node/{self._node}/{position}")
+            if text is None:
+                # It is about to be written.
+                break
+            rank, address, process, offered = json.loads(text)
+            self.offered = self.offered or offered
+            addresses[rank], self._processes[rank], self._known_positions = address, process, position
+        addresses.pop(self._rank, None)
+        self._watch.connect(addresses)
+
+    def _loss_of(self, rank: int) -> str:
+        process = self._processes.get(rank)
+        return ("" if process is None else f"({process}) ") + "was killed or vanished"
+
+    def _clean_up(self, vote: PendingVote, result: VoteResult, *, deletes_common: bool) -> None:
+        """Delete keys that nobody reads again; one rank deletes those that are common to all."""
+        store, number = self._store, vote.number
+        if vote.posted:
+            store.delete(f"{number}/vote/{self._rank}")
+        if result.complete:
+            # All ranks are in this vote: those of earlier ones are read no more.
+            store.delete(*(key for held, key in self._own_keys if held < number))
+            self._own_keys = [(held, key) for held, key in self._own_keys if held >= number]
+            if deletes_common:
+                store.delete(*self._common_keys)
+            self._common_keys = []
+        common = ["result", "arrived", "left"]
+        common += ["same"] * (vote.same is not None) + ["flagged"] * result.flagged
+        common += ["failed"] * (result.failed_count > 0) + ["turns"] * (not result.complete)
+        self._common_keys += [f"{number}/{key}" for key in common]
+        self.has_values = bool(self._own_keys)
+
+    def _leave(self, vote: PendingVote, result: VoteResult) -> None:
+        """The host of the store waits until the others have read the result; they say when they have.
+
+        They also say when it came too late for them: a host that was stopped can complete a vote that the others gave
+        up. It then has to raise as they did.
+        """
+        left, unread = f"{vote.number}/left", f"{vote.number}/unread"
+        if self._rank != self.host:
+            if vote.abandoned and result.complete:
+                self._store.write(unread, "yes")
+            # Before it is counted: the host may see this rank end, and must not count it twice.
+            self._store.write(f"{left}/{self._rank}", "yes")
+            self._own_keys.append((vote.number, f"{left}/{self._rank}"))
+            self._store.add(left, 1)
+            return
+        until, pause = time.monotonic() + LINGER_SECONDS, _SHORTEST_PAUSE
+        # A result that is not complete counts the ranks that were gone by then as absent.
+        gone_before: frozenset[int] = frozenset() if result.complete else self._watch.vanished()
+        while time.monotonic() < until:
+            gone = self._watch.vanished() - gone_before
+            unread_by = [rank for rank in gone if self._store.read(f"{left}/{rank}") is None]
+            if self._store.add(left, 0) + len(unread_by) >= result.present_count - 1:
+                break
+            time.sleep(pause)
+            pause = min(pause * 2, _LONGEST_PAUSE / 10)
+        if result.complete and self._store.read(unread) is not None:
+            with vote.lock:
+                vote.result = VoteResult(complete=False, silent=(self._rank,))
+            self._store.delete(unread)
+
+
+def _shortened(same: str) -> str:
+    """`same`, or its beginning and hash where it is long or has characters that a store does not take."""
+    shown = same[: _MAX_COMPARED if len(same) <= _MAX_COMPARED else _MAX_COMPARED // 4]
+    text = shown.encode(errors="backslashreplace").decode()
+    if text == same:
+        return same
+    digest = hashlib.sha256(same.encode(errors="surrogatepass")).hexdigest()
+    return f"{text} … ({len(same)} characters, sha256 {digest})"

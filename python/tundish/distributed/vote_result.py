@@ -1,0 +1,151 @@
+"""The result of a vote: what all ranks read from the store, and the error that it means for each of them.
+
+A result travels as JSON of bounded size, however many ranks fail and whatever their errors say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tundish.errors import PeerFailedError, TundishError, VoteTimeoutError, ranks_named
+
+__all__ = ["LostPeerError", "RankFailure", "VoteResult"]
+
+_MAX_CHARACTERS = 2000
+_MAX_DETAILED = 8
+_MAX_NAMED = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFailure:
+    """The failure of one rank.
+
+    Attributes:
+        rank: its global rank.
+        text: its error, or how it was lost: "failed with OSError: …", "was killed or vanished".
+    """
+
+    rank: int
+    text: str
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> RankFailure:
+        """The failure of `rank` with `error`, its text shortened; of a `LostPeerError` the lost peer's failure."""
+        if isinstance(error, LostPeerError):
+            return error.failure
+        try:
+            text = str(error)
+        except Exception:  # noqa: BLE001 (an error that cannot be printed is still a failure)
+            text = "(its message cannot be printed)"
+        text = f"failed with {type(error).__name__}" + (f": {text}" if text else "")
+        if len(text) > _MAX_CHARACTERS:
+            text = text[:_MAX_CHARACTERS] + f" … ({len(text) - _MAX_CHARACTERS} characters more)"
+        return cls(rank=rank, text=text)
+
+    def to_json(self) -> str:
+        """The JSON form."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankFailure:
+        """The failure with this JSON form."""
+        return cls(**json.loads(text))
+
+
+class LostPeerError(PeerFailedError):
+    """Another rank was lost. Brought to a vote, it counts as the failure of that rank."""
+
+    def __init__(self, failure: RankFailure) -> None:
+        super().__init__(f"rank {failure.rank} {failure.text}", failure.rank)
+        self.failure = failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class VoteResult:
+    """The one result of a vote. At most the lowest 256 ranks are named.
+
+    Attributes:
+        complete: every rank brought its status.
+        failures: the lowest ranks that failed or died, ascending, with their errors.
+        also_failed: the ranks of further failures, without their errors.
+        failed_count: the number of all failures, including those that are not named.
+        silent: ranks that had not voted by the deadline.
+        silent_count: the number of all silent ranks.
+        present_count: ranks, still alive, that had voted.
+        flagged: at least one rank gave a flag.
+        seconds: how long the silent ranks were waited for.
+    """
+
+    complete: bool
+    failures: tuple[RankFailure, ...] = ()
+    also_failed: tuple[int, ...] = ()
+    failed_count: int = 0
+    silent: tuple[int, ...] = ()
+    silent_count: int = 0
+    present_count: int = 0
+    flagged: bool = False
+    seconds: float = 0.0
+
+    @classmethod
+    def bounded(
+        cls, *, failures: Sequence[RankFailure], failed_count: int, silent: Sequence[int], **fields: object
+    ) -> VoteResult:
+        """A result of bounded size: only the lowest ranks keep their errors. `failed_count` is a lower bound."""
+        ordered = sorted(failures, key=lambda failure: failure.rank)[:_MAX_NAMED]
+        return cls(
+            failures=tuple(ordered[:_MAX_DETAILED]),
+            also_failed=tuple(failure.rank for failure in ordered[_MAX_DETAILED:]),
+            failed_count=max(failed_count, len(failures)),
+            silent=tuple(sorted(silent)[:_MAX_NAMED]),
+            silent_count=len(silent),
+            **fields,  # type: ignore[arg-type]
+        )
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every rank brought a good status."""
+        return self.complete and not self.failures
+
+    def to_json(self) -> str:
+        """The JSON form."""
+        return json.dumps({**vars(self), "failures": [vars(failure) for failure in self.failures]})
+
+    @classmethod
+    def from_json(cls, text: str) -> VoteResult:
+        """The result with this JSON form."""
+        fields = json.loads(text)
+        fields["failures"] = tuple(RankFailure(**failure) for failure in fields["failures"])
+        fields["also_failed"] = tuple(fields["also_failed"])
+        fields["silent"] = tuple(fields["silent"])
+        return cls(**fields)
+
+    def error(self, what: str, rank: int, *, late: bool) -> TundishError | None:
+        """The error that `rank` raises after the vote on `what`; None where all ranks are well.
+
+        `late`: the vote had ended when `rank` came to it.
+        """
+        if self.failures:
+            text = "; ".join(f"rank {failure.rank} {failure.text}" for failure in self.failures)
+            others = self.failed_count - len(self.failures)
+            if others > 0:
+                text += f"; {ranks_named(self.also_failed, others)} failed too"
+            return PeerFailedError(f"{what}: {text}", self.failures[0].rank)
+        if self.complete:
+            return None
+        if late or rank in self.silent:
+            return VoteTimeoutError(
+                f"{what}: rank {rank} came to this vote after the others had given up waiting for it: it was "
+                "slower than their timeout, or stopped. They raised too, so all can go on with the next vote",
+                (rank,),
+            )
+        if not self.silent:
+            return VoteTimeoutError(f"{what}: the job's store did not answer another rank in time", ())
+        names = ranks_named(self.silent, self.silent_count)
+        return VoteTimeoutError(
+            f"{what}: {names} did not vote within {self.seconds:.4g} s: hung, stopped or elsewhere in the "
+            "program. Look where their stacks are, or give a longer timeout",
+            self.silent,
+        )
