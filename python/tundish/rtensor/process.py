@@ -11,11 +11,7 @@ import secrets
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tundish.rtensor.backends.backend import Backend
-    from tundish.rtensor.server import Server
+from typing import Any
 
 __all__ = ["State", "next_step_number", "state"]
 
@@ -25,6 +21,8 @@ class State:
     """The state of one process.
 
     Attributes:
+        backend: the `Backend` of this process, if one was set or used.
+        server: its `Server`, if it serves.
         claimant: identifies the claims of this process's own steps.
         keeper: identifies what it keeps, which is not given up with its claims.
         last_step: the number of the last step that began here or on a controller here.
@@ -37,8 +35,9 @@ class State:
     lock: threading.RLock = field(default_factory=threading.RLock)
     claimant: int = field(default_factory=lambda: secrets.randbits(63))
     keeper: int = field(default_factory=lambda: secrets.randbits(63))
-    backend: Backend | None = None
-    server: Server | None = None
+    # Their modules import this one.
+    backend: Any = None
+    server: Any = None
     last_step: int = 0
     in_step: bool = False
     kept: set[str] = field(default_factory=set)

@@ -110,7 +110,8 @@ def serve(
                 f"this process serves at {mine.server.addr} already, with other arguments: close that server first"
             )
         trust(*others, token=token)
-        return mine.server
+        server: Server = mine.server
+        return server
 
 
 def trust(*addresses: str, token: str | None) -> None:

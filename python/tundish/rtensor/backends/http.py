@@ -29,4 +29,5 @@ def current_backend() -> Backend:
     mine = state()
     if mine.backend is None:
         mine.backend = HttpBackend()
-    return mine.backend
+    backend: Backend = mine.backend
+    return backend
