@@ -26,7 +26,7 @@ def handle(number: int = 7, data: torch.Tensor = META, owner: str = "10.0.0.1:40
     return RTensor(TensorShardInfo(f"00000000000000ff-{number}", owner), data)
 
 
-def test_a_handle_says_what_it_leads_to() -> None:
+def test_a_handle_shows_its_shape_and_dtype_without_a_fetch() -> None:
     one = handle()
     assert (one.shape, one.dtype, one.ndim, one.nbytes, len(one)) == (
         torch.Size([4, 8]),
@@ -43,7 +43,7 @@ def test_a_handle_says_what_it_leads_to() -> None:
     )
 
 
-def test_what_is_there_already_needs_no_fetching() -> None:
+def test_a_local_shard_needs_no_fetch() -> None:
     tensor = torch.arange(3)
     one = RTensor(TensorShardInfo("a", "nowhere:1"), tensor)
     assert one.data is tensor and one.to_local() is tensor and one.device.type == "cpu"
@@ -97,7 +97,7 @@ def test_an_address_that_a_handle_takes_travels(addr: str) -> None:
 
 
 @pytest.mark.parametrize("addr", ["my store", "h" * 301])
-def test_what_a_backend_calls_its_owner_by_is_refused_by_its_path_where_it_cannot_travel(addr: str) -> None:
+def test_a_handle_with_a_backend_reference_is_refused_by_dumps_with_its_path(addr: str) -> None:
     (one,) = td._native.ShardStore.put([torch.ones(1)], addr, 1.0)
     why = r"^obj\['a'\]\[1\] is a handle that cannot travel: an address of an owner is host:port"
     with pytest.raises(InvalidTypeError, match=why):
@@ -170,7 +170,7 @@ def types_of(value: Any) -> Any:
 
 
 @given(nested)
-def test_what_was_dumped_is_loaded(value: Any) -> None:
+def test_dumped_handles_are_loaded_alike(value: Any) -> None:
     again = loads(dumps(value))
     assert again == value and types_of(again) == types_of(value)
 
@@ -203,7 +203,7 @@ def test_floats_and_large_integers_come_back_bit_for_bit() -> None:
         ([True, "\ud800"], r"obj\[1\] .*surrogates not allowed"),
     ],
 )
-def test_what_cannot_travel_is_refused_by_its_path(value: Any, path: str) -> None:
+def test_dumps_refuses_other_types_with_their_path(value: Any, path: str) -> None:
     with pytest.raises(InvalidTypeError, match=path):
         dumps(value)
 
@@ -247,7 +247,7 @@ def test_hostile_bytes_are_refused_and_import_nothing() -> None:
         assert dumps(value)
 
 
-def test_announced_lengths_make_no_room() -> None:
+def test_loads_allocates_nothing_for_claimed_lengths() -> None:
     # Lists in one another, each of which announces all bytes that are left.
     length = 200_000
     announced = bytes([9, length & 127 | 128, length >> 7 & 127 | 128, length >> 14])

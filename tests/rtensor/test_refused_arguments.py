@@ -93,7 +93,7 @@ def test_a_handle_is_made_of_a_shard_and_a_tensor() -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["a\ud800", "a/b", "\udfff", ""])
-def test_a_text_that_is_no_name_is_refused_with_what_one_is(call: Callable[[str], Any], name: str) -> None:
+def test_an_invalid_name_is_refused_with_the_rule_for_names(call: Callable[[str], Any], name: str) -> None:
     with pytest.raises(
         InvalidInputError, match=r"a shard id (is made of A-Z, a-z, 0-9|has 1 to 128 characters)"
     ):
@@ -225,7 +225,7 @@ def has_address(address: str) -> bool:
         return True
 
 
-def test_other_calls_name_what_they_refuse() -> None:
+def test_other_calls_name_the_refused_argument() -> None:
     handle = remotize(torch.ones(3))
     calls: list[Callable[[], Any]] = [
         lambda: td.rtensor.store(3, torch.ones(1)),  # type: ignore[arg-type]
@@ -246,7 +246,7 @@ def test_other_calls_name_what_they_refuse() -> None:
     assert torch.equal(localize(handle, timeout=10**400), torch.ones(3))
 
 
-def test_what_is_received_into_is_looked_at_where_there_is_nothing_to_receive() -> None:
+def test_output_buffers_are_checked_even_without_handles() -> None:
     with pytest.raises(InvalidTypeError, match="out is a int: give a tensor, or a list"):
         localize([], out=5)  # type: ignore[arg-type]
     for out in (torch.ones(1), [torch.ones(1)], iter([torch.ones(1)])):
@@ -258,7 +258,7 @@ def test_what_is_received_into_is_looked_at_where_there_is_nothing_to_receive() 
 
 @pytest.mark.parametrize("call", [td.rtensor.remove, td.rtensor.clear_fetch_buffer])
 @pytest.mark.parametrize("names", ["handle", 3])
-def test_what_is_no_name_is_refused_with_what_gives_names(call: Callable[[Any], int], names: Any) -> None:
+def test_handles_in_place_of_names_are_refused_with_a_hint(call: Callable[[Any], int], names: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"takes names of shards.*flatten_shard_ids"):
         call(remotize(torch.ones(3)) if names == "handle" else names)
 
@@ -273,7 +273,7 @@ def test_a_limit_is_a_number_of_bytes(limit: str) -> None:
         assert "127.0.0.1:" in server.addr
 
 
-def test_a_number_that_leaves_no_room_for_steps_is_refused() -> None:
+def test_step_numbers_that_json_cannot_hold_are_refused() -> None:
     def begin(addr: str, number: int) -> int:
         connection = http.client.HTTPConnection(addr, timeout=60)
         connection.request("POST", f"/epoch/{number}/begin")

@@ -65,7 +65,7 @@ def remove_what_others_own(handles: list[rtensor.RTensor]) -> None:
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_owners_that_a_process_was_told_of_are_shown_it(is_told: bool) -> None:
+def test_trusted_owners_get_the_token(is_told: bool) -> None:
     with Peer(token="of-the-job") as owner, Peer(token="of-the-job") as other:
         handles = owner.call(peer_functions.make, 2, 10)
         if is_told:

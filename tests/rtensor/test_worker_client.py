@@ -149,6 +149,6 @@ def test_a_child_of_fork_holds_no_connection_open(silent: socket.socket) -> None
 @pytest.mark.parametrize(
     ("method", "path"), [("", "/"), ("GET\r\nX: y", "/"), ("GET", "stats"), ("GET", "/a b"), ("GET", "/\r\n")]
 )
-def test_what_would_break_the_request_is_refused(method: str, path: str) -> None:
+def test_methods_and_paths_that_break_a_request_are_refused(method: str, path: str) -> None:
     with pytest.raises(InvalidInputError):
         WorkerClient("127.0.0.1:1").request(method, path, timeout=1)

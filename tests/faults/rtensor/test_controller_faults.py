@@ -95,7 +95,7 @@ def test_ctrl_c_closes_the_controller_at_once_though_a_worker_stands_still(
     assert owner.call(peer_functions.stats)[0]["num_tensors"] == 0
 
 
-def test_a_line_that_breaks_between_two_steps_is_no_matter(peers: tuple[Peer, Peer]) -> None:
+def test_a_connection_that_breaks_between_two_steps_does_no_harm(peers: tuple[Peer, Peer]) -> None:
     owner, consumer = peers
     with Controller(workers_of(peers)) as controller:
         with controller.step():
@@ -140,7 +140,7 @@ def test_an_owner_that_cannot_be_reached_at_the_end_is_drained_later(
         between.close()
 
 
-def test_claims_are_made_over_a_line_that_was_lost_since_the_last_ones(peers: tuple[Peer, Peer]) -> None:
+def test_claims_reconnect_after_a_lost_connection(peers: tuple[Peer, Peer]) -> None:
     owner, consumer = peers
     between = CuttableProxy(owner.addr)
     try:
@@ -157,7 +157,7 @@ def test_claims_are_made_over_a_line_that_was_lost_since_the_last_ones(peers: tu
         between.close()
 
 
-def test_what_is_fetched_after_a_step_that_did_not_begin_ends_with_the_next(peers: tuple[Peer, Peer]) -> None:
+def test_fetches_after_a_step_that_did_not_begin_end_with_the_next(peers: tuple[Peer, Peer]) -> None:
     owner, consumer = peers
     gone = rtensor.RTensor(
         rtensor.TensorShardInfo("nobody.has.this", owner.addr), torch.empty(1, device="meta")
@@ -286,7 +286,7 @@ def test_a_child_that_leaves_the_block_of_a_step_does_not_end_it(peers: tuple[Pe
     assert owner.call(peer_functions.stats)[0]["num_tensors"] == 0
 
 
-def test_a_worker_that_is_told_of_later_is_shown_the_token() -> None:
+def test_workers_that_are_added_later_get_the_token() -> None:
     with Peer(token="of-the-job") as owner:
         handles = owner.call(peer_functions.make, 2, 10)
         with Controller([], token="of-the-job") as controller:
@@ -319,7 +319,7 @@ def test_silent_workers_are_not_waited_for_one_after_the_other_when_tried_again(
         assert len(caught.value.workers) == 12
 
 
-def test_consumers_are_told_before_owners_when_tried_again_too() -> None:
+def test_repeated_drains_go_to_consumers_before_owners() -> None:
     told_at_last: list[str] = []
     is_well = threading.Event()
 

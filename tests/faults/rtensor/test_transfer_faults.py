@@ -161,7 +161,7 @@ def test_a_consumer_that_is_killed_leaves_nothing_with_the_owner(owner: Peer) ->
     )
 
 
-def test_what_comes_after_the_end_of_its_step_is_refused_and_counted(owner: Peer) -> None:
+def test_late_arrivals_are_refused_and_counted(owner: Peer) -> None:
     handle = owner.call(peer_functions.make, 1, 1000)[0]
     with Peer() as consumer, Controller([Worker(consumer.addr)]) as controller:
 
@@ -257,7 +257,7 @@ def test_ctrl_c_ends_a_fetch_at_once() -> None:
             assert process.wait(20) == 0
 
 
-def test_silent_and_slow_clients_harm_nobody(owner: Peer) -> None:
+def test_silent_and_slow_clients_hold_up_no_other(owner: Peer) -> None:
     handles = owner.call(peer_functions.make, 1, 1000, 1)
     host, _, port = owner.addr.rpartition(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(300)]
@@ -278,7 +278,7 @@ def test_silent_and_slow_clients_harm_nobody(owner: Peer) -> None:
             one.close()
 
 
-def test_a_step_is_drained_from_workers_that_lost_the_controllers_line(owner: Peer) -> None:
+def test_workers_that_lost_the_controllers_connection_are_drained(owner: Peer) -> None:
     """They take the end of it for the controller's: what it claimed is unclaimed, what they fetch is of no step."""
     with Peer() as consumer:
         cuts: list[list[None]] = [[], []]
@@ -317,7 +317,7 @@ def test_a_step_is_drained_from_workers_that_lost_the_controllers_line(owner: Pe
                 way.close()
 
 
-def test_handles_of_a_process_that_is_gone_are_told_of(owner: Peer) -> None:
+def test_the_error_of_a_dead_owner_names_shard_and_address(owner: Peer) -> None:
     handle = owner.call(peer_functions.make, 1, 10)[0]
     owner.kill()
     with pytest.raises(TransferError, match=f"{handle.shard_id}.*{owner.addr}"):

@@ -46,11 +46,11 @@ def test_batches_are_cleared_by_name(driver: Peer) -> None:
     driver.call(ray_tasks.batches_are_cleared_by_name)
 
 
-def test_the_limit_holds_for_what_is_put(driver: Peer) -> None:
+def test_the_limit_holds_for_rays_store(driver: Peer) -> None:
     driver.call(ray_tasks.the_limit_holds_for_what_is_put)
 
 
-def test_what_ctrl_c_ends_takes_no_room(driver: Peer) -> None:
+def test_an_interrupted_store_takes_no_memory(driver: Peer) -> None:
     driver.call(ray_tasks.an_interrupted_store_takes_no_memory)
 
 
@@ -58,7 +58,7 @@ def test_failures_of_ray_have_the_names_of_the_guide(driver: Peer) -> None:
     driver.call(ray_tasks.failures_of_ray_have_the_names_of_the_guide)
 
 
-def test_who_waits_without_end_says_so(driver: Peer) -> None:
+def test_an_infinite_timeout_is_accepted(driver: Peer) -> None:
     driver.call(ray_tasks.who_waits_without_end_says_so)
 
 
@@ -66,10 +66,10 @@ def test_each_store_looks_at_its_own_shards_alone(driver: Peer) -> None:
     driver.call(ray_tasks.each_store_looks_at_its_own_shards_alone)
 
 
-def test_names_that_were_drained_and_are_given_anew_take_no_more_room(driver: Peer) -> None:
+def test_names_that_are_reused_after_a_drain_take_no_more_memory(driver: Peer) -> None:
     driver.call(ray_tasks.names_that_were_drained_and_are_given_anew_take_no_more_room)
 
 
 # The last one: nothing follows in a cluster that was left.
-def test_who_left_the_cluster_starts_no_other_one(driver: Peer) -> None:
+def test_a_process_that_left_the_cluster_starts_no_other_one(driver: Peer) -> None:
     driver.call(ray_tasks.who_left_the_cluster_starts_no_other_one)

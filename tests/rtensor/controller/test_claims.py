@@ -17,7 +17,7 @@ from tundish.rtensor import Controller, Worker
 pytestmark = pytest.mark.usefixtures("emptied")
 
 
-def test_claims_of_what_is_not_there_take_nothing(owners: list[Peer], controller: Controller) -> None:
+def test_a_claim_of_a_missing_shard_claims_nothing(owners: list[Peer], controller: Controller) -> None:
     there = owners[0].call(peer_functions.make, 2, 10)
     gone = owners[1].call(peer_functions.make, 1, 10)
     controller.clear_batches(gone)
@@ -30,7 +30,7 @@ def test_claims_of_what_is_not_there_take_nothing(owners: list[Peer], controller
     assert entries(owners) == [(0, 0), (0, 0)]
 
 
-def test_what_one_controller_claims_another_cannot(owners: list[Peer], controller: Controller) -> None:
+def test_a_shard_has_one_claimant(owners: list[Peer], controller: Controller) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
     with controller.step(claim=handles[:1]), Controller([Worker(owners[0].addr)]) as other:
         with pytest.raises(ShardGoneError, match="another step"), other.step(claim=handles):
@@ -62,7 +62,7 @@ def claim_and_stay(workers: list[Worker], handles: Any) -> None:
     peer_functions.held.append((controller, step))
 
 
-def test_what_is_kept_goes_on(
+def test_kept_shards_outlive_the_step(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept, drained = owners[0].call(peer_functions.make, 2, 10)
@@ -78,7 +78,7 @@ def test_what_is_kept_goes_on(
     assert entries(owners)[0] == (0, 0) and entries(consumers) == [(0, 0)] * 3
 
 
-def test_what_is_kept_between_two_steps_ends_with_the_one_that_claims_it(
+def test_shards_kept_between_two_steps_end_with_the_claiming_one(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
@@ -94,7 +94,7 @@ def test_what_is_kept_between_two_steps_ends_with_the_one_that_claims_it(
     assert entries([owners[0], *consumers]) == [(0, 0)] * 4
 
 
-def test_what_an_earlier_controller_kept_ends_with_the_step_that_claims_it(
+def test_shards_kept_by_an_earlier_controller_end_with_the_claiming_step(
     owners: list[Peer], consumers: list[Peer]
 ) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
@@ -119,7 +119,7 @@ def until(condition: Any, what: str) -> None:
 
 
 @pytest.mark.parametrize("dies", ["within the step", "after it"])
-def test_what_one_controller_keeps_of_anothers_step_ends_with_both(
+def test_shards_kept_of_another_controllers_step_end_with_both(
     dies: str, owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
@@ -141,7 +141,7 @@ def test_what_one_controller_keeps_of_anothers_step_ends_with_both(
     )
 
 
-def test_what_one_controller_keeps_of_anothers_step_that_is_gone_is_dropped_with_it(
+def test_shards_kept_of_a_dead_controllers_step_end_with_the_keeper(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
@@ -162,7 +162,7 @@ def test_what_one_controller_keeps_of_anothers_step_that_is_gone_is_dropped_with
     del step
 
 
-def test_what_one_controller_keeps_ends_with_the_step_of_another_that_claims_it(
+def test_kept_shards_end_with_the_step_of_any_controller_that_claims_them(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
@@ -178,9 +178,7 @@ def test_what_one_controller_keeps_ends_with_the_step_of_another_that_claims_it(
         assert entries([owners[0], *consumers]) == [(0, 0)] * 4
 
 
-def test_what_is_kept_of_an_owner_that_is_no_worker_goes_on(
-    owners: list[Peer], consumers: list[Peer]
-) -> None:
+def test_shards_of_an_owner_that_is_no_worker_can_be_kept(owners: list[Peer], consumers: list[Peer]) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
     # And that is this process itself.
     own = rtensor.remotize([peer_functions.torch.ones(3)])

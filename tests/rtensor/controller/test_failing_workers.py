@@ -58,7 +58,7 @@ def test_a_worker_that_comes_within_a_step_is_in_it(owners: list[Peer], controll
         assert entries([owners[0], late]) == [(0, 0), (0, 0)]
 
 
-def test_what_fails_twice_is_raised(owners: list[Peer], controller: Controller) -> None:
+def test_a_drain_that_fails_twice_is_raised(owners: list[Peer], controller: Controller) -> None:
     handles = owners[0].call(peer_functions.make, 1, 10)
     with Peer() as dead:
         # Nobody listens there any more.
@@ -76,7 +76,7 @@ def test_what_fails_twice_is_raised(owners: list[Peer], controller: Controller) 
         pass
 
 
-def test_who_is_left_out_is_let_go_of(consumers: list[Peer], controller: Controller) -> None:
+def test_workers_that_are_left_out_are_disconnected(consumers: list[Peer], controller: Controller) -> None:
     with controller.step():
         assert consumers[2].call(peer_functions.current_step) is not None
         controller.update(controller.workers[:-1])
@@ -138,7 +138,7 @@ def test_the_workers_are_looked_at_by_another_thread_meanwhile(
     assert entries(owners)[0] == (0, 0)
 
 
-def test_threads_that_ask_one_worker_take_turns() -> None:
+def test_requests_of_two_threads_to_one_worker_take_turns() -> None:
     is_asked, may_answer, found = threading.Event(), threading.Event(), []
 
     def answer(path: str) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def test_threads_that_ask_one_worker_take_turns() -> None:
     assert [type(one) for one in found] == [dict, dict]
 
 
-def test_a_guarded_job_is_drained_with_its_token() -> None:
+def test_a_job_with_a_token_is_drained() -> None:
     with Peer(token="of-the-job") as guarded, Peer() as other:
         handles = guarded.call(peer_functions.make, 2, 10)
         workers = [Worker(guarded.addr, "rollout"), Worker(other.addr, "actor")]
@@ -186,7 +186,7 @@ def test_a_guarded_job_is_drained_with_its_token() -> None:
         assert guarded.call(peer_functions.stats)[0]["num_tensors"] == 0
 
 
-def test_workers_that_cannot_be_are_refused() -> None:
+def test_invalid_workers_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="two workers serve at"):
         Controller([Worker("a:1", "x", 0), Worker("a:1", "y", 1)])
     with pytest.raises(InvalidInputError, match="no address"):
@@ -208,7 +208,7 @@ class Unhashable:
 
 
 @pytest.mark.parametrize("addr", ["local", "nonsense"])
-def test_shards_that_nobody_can_be_asked_for_are_refused_before_anything_is_drained(
+def test_handles_with_unreachable_owners_are_refused_before_anything_is_drained(
     addr: str, owners: list[Peer], controller: Controller
 ) -> None:
     handles = owners[0].call(peer_functions.make, 1, 10)
@@ -226,9 +226,7 @@ def test_shards_that_nobody_can_be_asked_for_are_refused_before_anything_is_drai
 
 
 @pytest.mark.parametrize("is_step", [True, False], ids=["step", "clear_batches"])
-def test_a_worker_that_stands_still_is_waited_for_once_in_a_drain(
-    is_step: bool, consumers: list[Peer]
-) -> None:
+def test_a_stopped_worker_is_waited_for_once_in_a_drain(is_step: bool, consumers: list[Peer]) -> None:
     silent = consumers[0]
     workers = [Worker(silent.addr, "critic", 7), Worker(consumers[1].addr)]
     with Controller(workers, timeout=1) as controller, contextlib.ExitStack() as stack:
@@ -249,7 +247,7 @@ def test_a_worker_that_stands_still_is_waited_for_once_in_a_drain(
 @pytest.mark.parametrize(
     ("status", "body"), [(200, b"{}"), (200, b""), (204, b""), (302, b""), (200, b"[]"), (202, b'{"a": 1}')]
 )
-def test_what_is_content_with_everything_has_drained_nothing(status: int, body: bytes) -> None:
+def test_a_server_that_accepts_everything_has_drained_nothing(status: int, body: bytes) -> None:
     with (
         FakeWorker(lambda _: body, status=status) as proxy,
         Controller([Worker(proxy.addr)], timeout=10) as controller,

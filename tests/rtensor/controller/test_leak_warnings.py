@@ -16,7 +16,7 @@ from tundish.rtensor import Controller, Worker
 pytestmark = pytest.mark.usefixtures("emptied")
 
 
-def test_what_is_left_is_warned_of(
+def test_leftover_entries_are_warned_of(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
@@ -31,7 +31,7 @@ def test_what_is_left_is_warned_of(
     consumers[1].call(peer_functions.end_forgotten_step, 123_456)
 
 
-def test_what_is_in_use_on_a_worker_has_escaped_and_what_handles_alone_keep_has_not(
+def test_tensors_in_use_on_a_worker_escape_and_those_of_handles_do_not(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
@@ -46,7 +46,7 @@ def test_what_is_in_use_on_a_worker_has_escaped_and_what_handles_alone_keep_has_
     consumers[0].call(peer_functions.let_go)
 
 
-def test_what_is_left_after_a_step_of_one_process_is_warned_of(
+def test_leftover_entries_after_a_step_of_the_process_are_warned_of(
     owners: list[Peer], consumers: list[Peer]
 ) -> None:
     said = consumers[0].call(step_that_leaves, owners[0].call(peer_functions.make, 2, 10))
@@ -54,7 +54,7 @@ def test_what_is_left_after_a_step_of_one_process_is_warned_of(
     consumers[0].call(peer_functions.end_forgotten_step, 123_456)
 
 
-def test_rows_that_are_kept_are_no_rest(
+def test_kept_rows_are_no_leftover(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of one shard that is kept several entries are there, and they hide nothing when they are drained."""
@@ -74,7 +74,7 @@ def test_rows_that_are_kept_are_no_rest(
     consumers[1].call(peer_functions.end_forgotten_step, 5_000_000)
 
 
-def test_what_was_kept_and_cleared_hides_nothing_though_something_else_is_kept(
+def test_cleared_kept_entries_hide_no_leftover_though_others_are_kept(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     cleared, kept = owners[0].call(peer_functions.make, 2, 10)
@@ -99,7 +99,7 @@ def test_what_was_kept_and_cleared_hides_nothing_though_something_else_is_kept(
         peer.call(peer_functions.end_forgotten_step, 6_000_000)
 
 
-def test_what_another_ones_step_dropped_of_what_is_kept_hides_nothing(
+def test_kept_entries_that_another_step_dropped_hide_no_leftover(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     dropped, left = (owners[0].call(peer_functions.make, 2, 10) for _ in range(2))
@@ -118,7 +118,7 @@ def test_what_another_ones_step_dropped_of_what_is_kept_hides_nothing(
     consumers[1].call(peer_functions.end_forgotten_step, 7_000_000)
 
 
-def test_rows_that_one_process_keeps_are_no_rest(owners: list[Peer], consumers: list[Peer]) -> None:
+def test_rows_that_a_process_keeps_are_no_leftover(owners: list[Peer], consumers: list[Peer]) -> None:
     handle = owners[0].call(peer_functions.make, 1, 10)[0]
     assert consumers[2].call(steps_that_keep_rows, handle) == []
 

@@ -28,7 +28,7 @@ def held(process: Peer) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("is_claimed", [True, False], ids=["claimed", "fetched"])
-def test_what_was_kept_by_some_alone_ends_with_its_step(
+def test_a_keep_that_failed_on_one_worker_ends_with_the_step(
     is_claimed: bool,
     owners: list[Peer],
     consumers: list[Peer],
@@ -45,7 +45,7 @@ def test_what_was_kept_by_some_alone_ends_with_its_step(
     controller.clear_batches(handles)
 
 
-def test_what_was_kept_by_some_alone_ends_in_the_controllers_process_too(
+def test_a_keep_that_failed_ends_in_the_controllers_process_too(
     owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
@@ -55,7 +55,7 @@ def test_what_was_kept_by_some_alone_ends_in_the_controllers_process_too(
     assert rtensor.fetch_buffer_stats()["num_entries"] == 0
 
 
-def test_what_was_kept_before_and_now_by_some_alone_ends_with_its_step(
+def test_a_second_keep_that_failed_ends_with_the_step(
     owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
@@ -67,7 +67,7 @@ def test_what_was_kept_before_and_now_by_some_alone_ends_with_its_step(
     assert held(owners[0]) == held(consumers[0]) == (0, 0)
 
 
-def test_what_could_not_be_kept_is_not_kept_of_the_next_step(
+def test_a_keep_that_failed_does_not_keep_fetches_of_the_next_step(
     owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
@@ -125,14 +125,14 @@ def claim_what_is_elsewhere(handles: Any) -> int:
     return int(rtensor.fetch_buffer_stats()["num_entries"])
 
 
-def test_what_could_not_be_claimed_ends_with_the_step_that_it_was_fetched_in(
+def test_fetches_of_a_shard_that_could_not_be_claimed_end_with_their_step(
     owners: list[Peer], consumers: list[Peer]
 ) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
     assert consumers[0].call(claim_what_is_elsewhere, handles) == 0
 
 
-def test_what_was_kept_and_is_drained_hides_nothing_that_is_left(
+def test_drained_kept_entries_hide_no_leftover(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = owners[0].call(peer_functions.make, 2, 10)
@@ -197,7 +197,7 @@ def test_a_step_alone_that_is_interrupted_as_it_begins_claims_nothing(
     assert consumers[0].call(interrupted_as_it_begins, handles) == 2
 
 
-def test_what_was_given_up_just_now_is_claimed_as_soon_as_its_owner_has_noticed(
+def test_a_shard_of_a_closed_controller_can_be_claimed_at_once(
     owners: list[Peer], controller: Controller
 ) -> None:
     handles, gone = owners[0].call(peer_functions.make, 2, 10), owners[0].call(peer_functions.make, 1, 10)

@@ -89,7 +89,7 @@ def test_ids_are_written_once_for_all_workers(
     assert entries([owners[0], *consumers]) == [(0, 0)] * 4
 
 
-def test_without_handles_nothing_is_cleared(
+def test_clear_batches_without_handles_clears_nothing(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
     fetch_everywhere(owners[0].call(peer_functions.make, 2, 10), consumers)
@@ -97,7 +97,7 @@ def test_without_handles_nothing_is_cleared(
     assert entries(consumers) == [(0, 2)] * 3 and entries(owners) == [(2, 0), (0, 0)]
 
 
-def test_a_step_drains_what_was_claimed_and_what_was_fetched(
+def test_a_step_drains_its_claims_and_its_fetches(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "tundish.rtensor")
@@ -130,7 +130,7 @@ def test_a_step_drains_what_was_claimed_and_what_was_fetched(
         claimed.append(owners[1].call(peer_functions.make, 4, 10))
 
 
-def test_what_is_fetched_between_steps_is_drained_too(
+def test_fetches_between_steps_are_drained_too(
     owners: list[Peer], consumers: list[Peer], controller: Controller, caplog: pytest.LogCaptureFixture
 ) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
@@ -156,7 +156,7 @@ def test_owners_are_drained_when_all_consumers_were(owners: list[Peer], controll
     assert stored == [2, 3] and entries(owners)[0] == (0, 0)
 
 
-def test_what_the_controllers_own_process_fetches_is_drained_too(
+def test_fetches_of_the_controllers_own_process_are_drained_too(
     owners: list[Peer], consumers: list[Peer]
 ) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
@@ -193,7 +193,7 @@ def test_what_the_controllers_own_process_fetches_is_drained_too(
         assert rtensor.fetch_buffer_stats()["num_entries"] == 0
 
 
-def test_what_is_fetched_while_a_step_is_drained_belongs_to_the_next_one(
+def test_fetches_while_a_step_is_drained_belong_to_the_next_one(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
     with controller.step():
@@ -214,7 +214,7 @@ def test_what_is_fetched_while_a_step_is_drained_belongs_to_the_next_one(
     assert entries(consumers) == [(0, 0)] * 3
 
 
-def test_what_a_step_claimed_is_fetched_by_nobody_while_it_is_drained(
+def test_claimed_shards_cannot_be_fetched_while_they_are_drained(
     owners: list[Peer], consumers: list[Peer], controller: Controller
 ) -> None:
     """Fetched for the next step, it would stay until the end of that one."""
@@ -235,7 +235,7 @@ def test_what_a_step_claimed_is_fetched_by_nobody_while_it_is_drained(
     assert entries(consumers) == [(0, 0)] * 3
 
 
-def test_what_other_threads_fetch_at_the_end_of_a_step_of_one_process_belongs_to_the_next_one(
+def test_fetches_of_other_threads_at_the_end_of_a_step_belong_to_the_next_one(
     owners: list[Peer],
 ) -> None:
     following = owners[0].call(peer_functions.make, 2, 10)

@@ -65,7 +65,7 @@ def dripping(first: bytes, drip: bytes) -> Iterator[str]:
     ],
     ids=["header", "continue", "chunk", "body"],
 )
-def test_an_answer_that_drips_has_a_deadline(first: bytes, drip: bytes) -> None:
+def test_a_slow_answer_has_a_deadline(first: bytes, drip: bytes) -> None:
     with dripping(first, drip) as addr, Controller([Worker(addr)], timeout=_TIMEOUT) as controller:
         began = time.monotonic()
         (answer,) = controller.stats().values()
@@ -73,7 +73,7 @@ def test_an_answer_that_drips_has_a_deadline(first: bytes, drip: bytes) -> None:
         assert time.monotonic() - began < _SOON
 
 
-def test_a_function_that_does_not_end_has_failed() -> None:
+def test_a_drain_function_that_does_not_end_has_failed() -> None:
     over = threading.Event()
     calls: list[list[str]] = []
 
@@ -118,7 +118,7 @@ def test_a_function_that_does_not_end_has_failed() -> None:
         ([1], {"epochs": 3}),
     ],
 )
-def test_what_a_worker_says_of_itself_stops_no_training(buffer: Any, stats: Any) -> None:
+def test_nonsense_in_an_answer_stops_no_training(buffer: Any, stats: Any) -> None:
     said: dict[str, Any] = {"/buffer/stats": buffer, "/stats": stats}
     otherwise = {"held_bytes": "x", "viewed_bytes": "y", "kept_count": "z", "kept_shard_ids": [["x"], 3]}
     otherwise |= {"missing_shard_ids": 3, "taken_shard_ids": {"x": None}}
@@ -135,7 +135,7 @@ def test_what_a_worker_says_of_itself_stops_no_training(buffer: Any, stats: Any)
     assert steps == sorted(set(steps))
 
 
-def test_what_is_no_worker_is_said_to_be_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_recognizes_servers_that_are_no_workers(capsys: pytest.CaptureFixture[str]) -> None:
     for answer in ({}, {"storage": 1, "buffer": {}}, [], "text"):
         with FakeWorker(lambda _, answer=answer: answer) as other:  # type: ignore[misc]
             assert cli.main(["rtensor", "stats", other.addr]) == 1
@@ -148,7 +148,7 @@ def test_what_is_no_worker_is_said_to_be_none(capsys: pytest.CaptureFixture[str]
     assert addr in capsys.readouterr().out
 
 
-def test_the_command_says_what_is_no_address_and_no_token(
+def test_the_command_refuses_invalid_addresses_and_tokens(
     capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
     for addr in ("a b:1", "a/b:1", "[::1]:99999999999", "a\n:1"):
@@ -163,7 +163,7 @@ def test_the_command_says_what_is_no_address_and_no_token(
         assert len(lines) == 1 and str(tmp_path / "token") in lines[0]
 
 
-def test_the_first_failure_ends_a_call_whoever_else_is_silent() -> None:
+def test_the_first_failure_ends_a_fetch_though_other_owners_are_silent() -> None:
     import torch
 
     meta = torch.empty(2, device="meta")

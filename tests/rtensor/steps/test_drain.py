@@ -72,7 +72,7 @@ def one_claims_what_others_keep(rank: int, line: Line) -> None:
     line.say(warned)
 
 
-def test_what_a_rank_kept_ends_whichever_rank_claims_it(tmp_path: Path) -> None:
+def test_kept_shards_end_when_any_rank_claims_them(tmp_path: Path) -> None:
     with Job(one_claims_what_others_keep, 3, tmp_path) as job:
         assert job.hear_all() == [(1, 2)] * 3
         assert job.hear_all() == [(0, 2), (1, 1), (1, 1)]
@@ -111,7 +111,7 @@ def ranks_fetch_ahead(rank: int, line: Line) -> None:
     line.say(rtensor.fetch_buffer_stats()["num_entries"])
 
 
-def test_what_is_fetched_while_ranks_drain_belongs_to_the_next_step(tmp_path: Path) -> None:
+def test_fetches_during_a_drain_belong_to_the_next_step(tmp_path: Path) -> None:
     with Job(ranks_fetch_ahead, 2, tmp_path) as job:
         assert job.hear_all() == [(1,)] * 2
         assert job.hear_all() == [(0,)] * 2
@@ -131,7 +131,7 @@ def one_fails(rank: int, line: Line) -> None:
     line.say("drained")
 
 
-def test_all_ranks_raise_what_one_fails_with(tmp_path: Path) -> None:
+def test_all_ranks_raise_the_failure_of_one(tmp_path: Path) -> None:
     with Job(one_fails, 2, tmp_path) as job:
         kind, text, rank = job.hear(0)
         assert (kind, rank) == ("PeerFailedError", 1) and "step() of its own" in text
@@ -203,7 +203,7 @@ def one_cannot_serve(rank: int, line: Line) -> None:
     line.say(*outcome(rtensor.Controller.from_group))
 
 
-def test_a_rank_that_cannot_serve_is_named_by_all_who_would_have_it_for_a_worker(tmp_path: Path) -> None:
+def test_all_ranks_name_the_rank_that_cannot_serve(tmp_path: Path) -> None:
     with Job(one_cannot_serve, 3, tmp_path) as job:
         (first, text, named), (second, *_), (third, *_) = job.hear_all()
         assert (first, second, third, named) == ("PeerFailedError", "OSError", "PeerFailedError", 1)

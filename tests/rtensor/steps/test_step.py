@@ -37,7 +37,7 @@ def fetch_before_the_first_step(handles: list[rtensor.RTensor]) -> list[int]:
     return [*found, rtensor.fetch_buffer_stats()["num_entries"]]
 
 
-def test_what_is_fetched_before_the_first_step_ends_with_it() -> None:
+def test_fetches_before_the_first_step_end_with_it() -> None:
     with Peer() as owner, Peer() as consumer:
         handles = owner.call(peer_functions.make, 3, 10)
         assert consumer.call(fetch_before_the_first_step, handles) == [3, 3, 0]
@@ -49,7 +49,7 @@ def fetch_after_a_step(handles: list[rtensor.RTensor]) -> None:
     rtensor.localize(handles)
 
 
-def test_what_is_fetched_after_a_step_alone_ends_with_that_of_a_controller() -> None:
+def test_fetches_after_a_step_of_the_process_end_with_that_of_a_controller() -> None:
     with Peer() as owner, Peer() as consumer:
         handles = owner.call(peer_functions.make, 3, 10)
         consumer.call(fetch_after_a_step, handles)
@@ -63,7 +63,7 @@ def fail_to_begin_a_step(claim: rtensor.RTensor) -> None:
         pass
 
 
-def test_what_a_process_keeps_of_a_controllers_step_stays_though_one_of_its_own_does_not_begin() -> None:
+def test_kept_shards_of_a_controllers_step_survive_a_failed_step_of_the_process() -> None:
     with Peer() as worker:
         kept, gone = worker.call(peer_functions.make, 2, 10)
         worker.call(peer_functions.remove, [gone.shard_id])

@@ -53,7 +53,7 @@ def request(method: str, path: str, content: Any) -> None:
     ],
     ids=["step", "controller", "remove", "clear_node", "request"],
 )
-def test_what_is_stored_here_is_forgotten_with_its_shard(drain: Callable[[RTensor], Any]) -> None:
+def test_a_handle_forgets_its_tensor_with_the_stored_shard(drain: Callable[[RTensor], Any]) -> None:
     td.rtensor.serve()
     handle = td.rtensor.remotize(torch.arange(3.0))
     other = td.rtensor.loads(td.rtensor.dumps(handle))
@@ -76,7 +76,7 @@ def wait_for(tensors: list[weakref.ref[Any]]) -> None:
         time.sleep(0.001)
 
 
-def test_what_was_fetched_is_forgotten_with_its_step() -> None:
+def test_a_handle_forgets_a_fetched_tensor_with_its_step() -> None:
     td.rtensor.serve()
     with Peer() as owner:
         forgotten_with_its_step(owner)
@@ -109,7 +109,7 @@ def forgotten_with_its_step(owner: Peer) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 1500])
-def test_what_handles_alone_kept_has_not_escaped(count: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_held_by_handles_only_do_not_escape(count: int, caplog: pytest.LogCaptureFixture) -> None:
     td.rtensor.serve()
     handles = td.rtensor.remotize([torch.ones(3) for _ in range(count)])
     with td.rtensor.step(claim=handles):
@@ -118,7 +118,7 @@ def test_what_handles_alone_kept_has_not_escaped(count: int, caplog: pytest.LogC
     assert "escaped" not in caplog.text
 
 
-def test_what_a_handle_was_made_with_is_its_own() -> None:
+def test_a_handle_keeps_the_tensor_that_it_was_made_with() -> None:
     info = td.rtensor.TensorShardInfo("given", "127.0.0.1:1")
     handle = td.rtensor.RTensor(info, torch.ones(3))
     td.rtensor.clear_node()
@@ -137,7 +137,7 @@ def test_a_handle_goes_with_the_tensor_that_it_alone_keeps(count: int) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (100_000,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_was_fetched_for_inference_is_good_for_training(
+def test_tensors_fetched_in_inference_mode_can_be_trained_with(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """A handle keeps its tensor for all who ask: for who only looks at it, and then for who learns from it."""

@@ -112,7 +112,7 @@ def _contents(tree: Any) -> Any:
         lambda one, other: [(one,), _Pair([other], {})],
     ],
 )
-def test_containers_of_handles_stay_what_they_are(processes: tuple[Peer, Peer], around: Any) -> None:
+def test_containers_of_handles_keep_their_types(processes: tuple[Peer, Peer], around: Any) -> None:
     owner, _ = processes
     given = torch.arange(3), torch.ones(2, 2)
     handles = owner.call(peer_functions.remotize, list(given))
@@ -124,7 +124,7 @@ def test_containers_of_handles_stay_what_they_are(processes: tuple[Peer, Peer], 
 
 
 @pytest.mark.usefixtures("way")
-def test_what_a_consumer_writes_nobody_else_sees(processes: tuple[Peer, Peer]) -> None:
+def test_writes_of_a_consumer_are_its_own(processes: tuple[Peer, Peer]) -> None:
     owner, consumer = processes
     handle = owner.call(peer_functions.make, 1, 5000, 3)[0]
     first = rtensor.localize(handle)
@@ -137,7 +137,7 @@ def test_what_a_consumer_writes_nobody_else_sees(processes: tuple[Peer, Peer]) -
 
 
 @pytest.mark.usefixtures("way")
-def test_memory_that_is_used_again_shows_what_its_owner_put_there(processes: tuple[Peer, Peer]) -> None:
+def test_reused_memory_shows_the_new_values(processes: tuple[Peer, Peer]) -> None:
     owner, _ = processes
     for step in range(8):
         handles = owner.call(peer_functions.make, 5, 100_003, 10 * step)
@@ -196,7 +196,7 @@ def test_rows_travel_alone(processes: tuple[Peer, Peer]) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_what_was_removed_is_gone(processes: tuple[Peer, Peer]) -> None:
+def test_a_removed_shard_is_gone(processes: tuple[Peer, Peer]) -> None:
     owner, _ = processes
     handles = owner.call(peer_functions.make, 2, 10)
     assert (
@@ -211,7 +211,9 @@ def test_what_was_removed_is_gone(processes: tuple[Peer, Peer]) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_what_was_fetched_of_a_name_is_read_until_the_step_ends(processes: tuple[Peer, Peer]) -> None:
+def test_fetches_of_a_reused_name_read_the_old_tensor_until_the_step_ends(
+    processes: tuple[Peer, Peer],
+) -> None:
     owner, _ = processes
     with rtensor.step():
         old = owner.call(peer_functions.store, "weights", 10)
@@ -226,7 +228,9 @@ def test_what_was_fetched_of_a_name_is_read_until_the_step_ends(processes: tuple
 @pytest.mark.parametrize(
     "declared", [torch.empty(10), torch.empty(11, dtype=torch.int64), torch.empty(2, 5, dtype=torch.int64)]
 )
-def test_what_is_not_as_declared_is_refused(processes: tuple[Peer, Peer], declared: torch.Tensor) -> None:
+def test_tensors_that_differ_from_their_handle_are_refused(
+    processes: tuple[Peer, Peer], declared: torch.Tensor
+) -> None:
     owner, _ = processes
     handle = owner.call(peer_functions.make, 1, 10)[0]
     wrong = rtensor.RTensor(handle.shard, declared.to("meta"))
@@ -254,7 +258,7 @@ def test_plain_http_does_it_too(processes: tuple[Peer, Peer]) -> None:
     assert "tundish" in text and "# TYPE" in text
 
 
-def test_tokens_go_to_those_alone_who_were_named() -> None:
+def test_tokens_go_only_to_named_addresses() -> None:
     with Peer(host="127.0.0.1", token="secret-of-the-job") as guarded:
         handle = guarded.call(peer_functions.make, 1, 10, 2)[0]
         assert ask(guarded.addr, "GET", "/stats")[0] == 401

@@ -93,7 +93,7 @@ def test_values_are_stored_not_their_base() -> None:
     assert rtensor.localize(rtensor.remotize(negative)).tolist() == [-1.0] * 3
 
 
-def test_later_changes_do_not_reach_it_either_way() -> None:
+def test_later_changes_reach_neither_the_shard_nor_the_tensor() -> None:
     tensor = torch.zeros(4)
     handle = rtensor.remotize(tensor)
     tensor.fill_(1)
@@ -117,7 +117,7 @@ def test_the_same_tensor_is_stored_once_and_comes_back_as_one() -> None:
 
 
 @pytest.mark.parametrize("columns", [3, 100_000])
-def test_rows_alone_are_had_of_a_handle(columns: int) -> None:
+def test_rows_of_a_handle_can_be_fetched(columns: int) -> None:
     tensor = torch.rand(10, columns)
     handle = rtensor.remotize(tensor)
     parts = rtensor.localize([handle[2:5], handle[9:], handle[4:4], handle[2:9][1:3]])
@@ -208,7 +208,7 @@ def test_rooms_may_lie_between_each_other(cut: Any) -> None:
     assert torch.equal(base, meant)
 
 
-def test_that_thousands_of_rooms_lie_apart_is_soon_known() -> None:
+def test_thousands_of_interleaved_output_buffers_are_checked_fast() -> None:
     columns = torch.zeros(2, 4000)
     handles = rtensor.remotize([torch.full((2,), float(number)) for number in range(4000)])
     for rooms in (columns.unbind(1), columns.view(4000, 2).unbind(0)):
@@ -220,7 +220,7 @@ def test_that_thousands_of_rooms_lie_apart_is_soon_known() -> None:
         rtensor.localize(handles, out=[*columns.unbind(1)[:-1], columns[:, 7]])
 
 
-def test_what_is_made_of_other_tensors_is_no_room() -> None:
+def test_wrapper_subclasses_are_refused_as_output_buffers() -> None:
     """Its own memory is nowhere: what was received into it ended the process."""
     room = TwoTensor(torch.zeros(3), torch.zeros(3))
     with pytest.raises(InvalidInputError, match=r"out\[0\] has no memory"):
@@ -228,7 +228,7 @@ def test_what_is_made_of_other_tensors_is_no_room() -> None:
 
 
 @pytest.mark.usefixtures("local")
-def test_autograd_learns_what_was_received_into_a_tensor() -> None:
+def test_autograd_notices_that_an_output_buffer_changed() -> None:
     room, weight = torch.ones(3), torch.ones(3, requires_grad=True)
     result = (room * weight).sum()
     rtensor.localize(rtensor.remotize(torch.arange(3.0)), out=room)
@@ -254,7 +254,7 @@ def fake() -> torch.Tensor:
     ],
 )
 @pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:The PyTorch API of nested")
-def test_what_is_more_than_values_is_refused_with_its_path(make: Any, why: str) -> None:
+def test_tensors_that_are_more_than_values_are_refused_with_their_path(make: Any, why: str) -> None:
     with pytest.raises(InvalidTypeError, match=rf'obj\["a"\]\[1\] is a .*{why}|obj\["a"\]\[1\] is a {why}'):
         rtensor.remotize({"a": [1, make()]})
     assert rtensor.storage_stats()["num_tensors"] == 0
@@ -289,7 +289,7 @@ def test_memory_that_was_freed_is_neither_read_nor_written(size: int, view: bool
         rtensor.localize(handle, out=cut(size, view=view))
 
 
-def test_zeros_without_memory_are_stored_as_what_they_are() -> None:
+def test_zero_tensors_without_memory_are_stored() -> None:
     zeros = torch._efficientzerotensor((3, 2))
     assert rtensor.localize(rtensor.remotize(zeros)).tolist() == [[0, 0]] * 3
     with pytest.raises(InvalidInputError, match=r"out\[0\] has no memory"):
@@ -328,7 +328,7 @@ def test_named_shards() -> None:
     assert rtensor.storage_stats()["num_tensors"] == 0
 
 
-def test_a_step_drains_what_it_claimed_and_nothing_else() -> None:
+def test_a_step_removes_its_claims_only() -> None:
     this, following = rtensor.remotize([torch.rand(8), torch.rand(8)])
     with rtensor.step(claim=this) as step:
         assert rtensor.localize(this).numel() == 8
@@ -341,7 +341,7 @@ def test_a_step_drains_what_it_claimed_and_nothing_else() -> None:
     assert rtensor.storage_stats()["num_tensors"] == 0
 
 
-def test_what_was_fetched_of_a_claimed_shard_goes_with_it() -> None:
+def test_fetches_of_a_claimed_shard_end_with_it() -> None:
     # As a backend does that has another store for the bytes.
     handle = rtensor.remotize(torch.arange(4))
     td._native.ShardStore.fetch_through([handle], lambda _: [np.arange(4).view(np.uint8)], 5.0)
@@ -355,7 +355,7 @@ def test_what_was_fetched_of_a_claimed_shard_goes_with_it() -> None:
 @pytest.mark.parametrize(
     "error", [ShardGoneError("its handle refers to nothing"), TransferError("it is lost")]
 )
-def test_what_another_store_says_of_a_handle_is_told_to_nobody_who_has_a_better_one(error: Exception) -> None:
+def test_a_wrong_handle_of_one_thread_does_not_fail_another(error: Exception) -> None:
     handle = rtensor.remotize(torch.arange(4))
     goes_on = threading.Event()
 
@@ -395,7 +395,7 @@ def test_a_step_that_fails_drains_too() -> None:
     assert rtensor.storage_stats()["num_tensors"] == 0
 
 
-def test_a_step_in_a_step_and_claims_of_what_is_not_there_are_refused() -> None:
+def test_nested_steps_and_claims_of_missing_shards_are_refused() -> None:
     handle = rtensor.remotize(torch.rand(8))
     with rtensor.step(), pytest.raises(InvalidInputError, match="in a step already"), rtensor.step():
         pass
@@ -405,7 +405,7 @@ def test_a_step_in_a_step_and_claims_of_what_is_not_there_are_refused() -> None:
     assert rtensor.localize(handle).numel() == 8
 
 
-def test_what_is_kept_outlives_its_step() -> None:
+def test_kept_shards_outlive_a_step_of_the_process() -> None:
     kept, drained = rtensor.remotize([torch.rand(8), torch.rand(8)])
     with rtensor.step(claim=[kept, drained]):
         assert rtensor.keep({"carry": kept}) == 1

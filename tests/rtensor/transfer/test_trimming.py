@@ -66,9 +66,7 @@ INFINITY = float("inf")
     ],
     ids=["float", "bfloat16", "-inf", "finite", "all attended", "weights", "nan", "integers"],
 )
-def test_a_mask_of_floats_leaves_columns_out_only_where_it_says_what_is_used(
-    mask: torch.Tensor, width: int
-) -> None:
+def test_a_floating_point_mask_cuts_only_if_it_is_zeros_and_ones(mask: torch.Tensor, width: int) -> None:
     ids = torch.arange(6).view(2, 3)
     back = rtensor.localize(rtensor.remotize({"attention_mask": mask, "input_ids": ids}))
     assert torch.equal(back["input_ids"], ids[:, :width])

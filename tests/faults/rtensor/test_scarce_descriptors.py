@@ -62,7 +62,7 @@ def assert_done(program: str) -> None:
 
 
 @pytest.mark.parametrize("want", [_DESCRIPTORS, _ADDRESSES], ids=["descriptors", "addresses"])
-def test_what_is_kept_warm_makes_room(want: str) -> None:
+def test_cached_mappings_are_released_at_the_limits_of_the_system(want: str) -> None:
     assert_done(_BEGIN + want + _END)
 
 
@@ -80,7 +80,7 @@ print("done")
 )
 
 
-def test_what_is_small_is_stored_where_there_is_no_room_for_what_may_come_with_it() -> None:
+def test_small_tensors_are_stored_where_a_whole_slab_does_not_fit() -> None:
     assert_done(_BEGIN + _SMALL)
 
 

@@ -111,7 +111,7 @@ def job() -> Iterator[Job]:
 
 
 @pytest.mark.timeout(7200 if IS_SOAK else 300)
-def test_whoever_is_killed_and_when_nothing_is_left_of_any_step(job: Job) -> None:
+def test_nothing_is_left_of_any_step_whichever_process_is_killed(job: Job) -> None:
     draw = random.Random(6)
     begun: dict[str, Belongings] = {}
     batch = job.owner.call(soak_roles.rollout, 0, soak_roles.ROWS[0])
