@@ -180,7 +180,7 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     for package in ("aiohttp", "flask", "grpc", "orjson", "pyarrow.flight", "ray", "zmq"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"no {package}")
-    from rtensor import alone_cases, cases
+    from rtensor import cases, one_process_cases
 
     plan = cases.Plan()
     if quick:
@@ -188,7 +188,7 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
             rounds=1,
             repeats=1,
             cases=("64 KB", "4 MB", "256 × 64 KB"),
-            ways=("AReaL", "pyzmq"),
+            contestants=("AReaL", "pyzmq"),
             fetches=10,
             seconds=5.0,
             judges=False,
@@ -207,8 +207,8 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
             "stores": cases.stores,
             "memory": cases.memory,
             "beside": cases.beside,
-            "drains": alone_cases.drains,
-            "handles": alone_cases.handles,
+            "drains": one_process_cases.drains,
+            "handles": one_process_cases.handles,
         }.items()
     }
     return measures, summary

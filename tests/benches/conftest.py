@@ -23,7 +23,7 @@ MODULES = {
     "state": "checkpoint.state",
     "contestants": "shm.contestants",
     "pools": "shm.processes",
-    "rtensor_actors": "rtensor.actors",
+    "rtensor_processes": "rtensor.processes",
     "rtensor_tensors": "rtensor.tensors",
     "scatter_batches": "scatter.batches",
     "scatter_cases": "scatter.cases",
@@ -60,5 +60,5 @@ def warm_programs(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> No
         return Program(command[1:], text=text, **settings)
 
     warm = SimpleNamespace(**vars(subprocess) | {"Popen": started})
-    for module in (bench.processes, bench.pools, bench.rtensor_actors):
+    for module in (bench.processes, bench.pools, bench.rtensor_processes):
         monkeypatch.setattr(module, "subprocess", warm)

@@ -1,4 +1,4 @@
-"""Ways to fetch tensors are timed, weighed and compared."""
+"""Contestants that fetch tensors are timed, weighed and compared."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def test_tensors_to_be_fetched_are_told_apart_and_read_whole(bench: SimpleNamesp
 
 
 def test_a_fetch_is_timed_compared_and_weighed(bench: SimpleNamespace) -> None:
-    with bench.rtensor_actors.pair("ours", ["64 KB", "4 MB"]) as (owner, consumer):
+    with bench.rtensor_processes.pair("ours", ["64 KB", "4 MB"]) as (owner, consumer):
         consumer.ask("fetch", "64 KB")
-        with bench.rtensor_actors.peaks_of([owner, consumer]) as peaks:
+        with bench.rtensor_processes.peaks_of([owner, consumer]) as peaks:
             seconds, digest = consumer.ask("fetch", "4 MB")
         assert 0 < seconds < 60
         assert digest == bench.rtensor_tensors.digest(bench.rtensor_tensors.make("4 MB"))
@@ -37,9 +37,9 @@ def test_a_fetch_is_timed_compared_and_weighed(bench: SimpleNamespace) -> None:
             consumer.ask("fetch", "256 MB")
 
 
-@pytest.mark.parametrize("way", ["sockets", "reading", "ours, from the buffer"])
-def test_what_no_way_can_do_without_is_of_the_same_tensors(bench: SimpleNamespace, way: str) -> None:
-    with bench.rtensor_actors.pair(way, ["64 KB", "256 × 64 KB"]) as (_, consumer):
+@pytest.mark.parametrize("contestant", ["sockets", "reading", "ours, from the buffer"])
+def test_baselines_fetch_the_same_tensors(bench: SimpleNamespace, contestant: str) -> None:
+    with bench.rtensor_processes.pair(contestant, ["64 KB", "256 × 64 KB"]) as (_, consumer):
         for case in ("64 KB", "256 × 64 KB"):
             for _ in range(2):
                 _, digest = consumer.ask("fetch", case)

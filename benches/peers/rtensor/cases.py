@@ -1,8 +1,7 @@
-"""The measures of remote tensors: who fetches what from whom, and which ratio is asked for.
+"""The rows of the rtensor bench: fetches, stores, memory, and fetches beside a large one.
 
-Owns the targets. What always holds: each way has an owner and a consumer of its own, both of them processes; in each
-round every way fetches a few times in a row, after a round that does not count; a fetch is over when every byte has
-been read, and what came is compared.
+Every contestant has an owner process and a consumer process. In each round each contestant fetches a few times in a
+row; the first round does not count. A fetch ends when every byte has been read, and its digest is compared.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from measure import OutputsDiffer
 from report import Row, Section, duration
 
-from rtensor.actors import Process, pair, peaks_of
+from rtensor.processes import Process, pair, peaks_of
 from rtensor.tensors import CASES
 
 __all__ = ["Plan", "beside", "fetches", "memory", "stores"]
@@ -30,9 +29,9 @@ _NAMES = {
     "Arrow Flight": "Arrow Flight",
     "gRPC": "gRPC, a call a tensor",
     "gRPC, one stream": "gRPC, one stream",
-    "sockets": "a plain connection, nothing more",
-    "ours, from the buffer": "from the buffer, nothing travels",
-    "reading": "reading alone",
+    "sockets": "a plain connection",
+    "ours, from the buffer": "from the buffer, nothing is sent",
+    "reading": "reading only",
 }
 _FLOOR = (
     "As many bytes through one plain connection, from warm memory into warm memory, and read, are timed beside it: "
@@ -42,17 +41,22 @@ _FLOOR = (
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much is measured.
+    """The size of a run.
 
-    `rounds`: of fetches and stores. `repeats`: how often a way fetches or stores what is small in a round.
-    `cases`: those of the tensors. `ways`: the others, of those that a measure has.
-    `fetches`: small ones beside a large one, for `seconds` at most. `judges`: whether targets are stated.
+    Attributes:
+        rounds: rounds of fetches and stores.
+        repeats: repetitions of small cases in a round.
+        cases: the cases to run.
+        contestants: the other contestants to run.
+        fetches: small fetches beside a large one.
+        seconds: the longest time for these.
+        judges: whether the rows state targets.
     """
 
     rounds: int = 5
     repeats: int = 10
     cases: tuple[str, ...] = tuple(CASES)
-    ways: tuple[str, ...] = tuple(_NAMES)
+    contestants: tuple[str, ...] = tuple(_NAMES)
     fetches: int = 500
     seconds: float = 20.0
     judges: bool = True
@@ -60,7 +64,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A measure: our way, and what is asked for over each other one, by case."""
+    """A section of rows: our contestant, and the target ratio over each other one, by case."""
 
     title: str
     note: str
@@ -71,8 +75,8 @@ class Comparison:
 _FETCHES = {
     "sockets": Comparison(
         title="Fetching over sockets, beside AReaL",
-        note=f"All over loopback. The consumer has nothing of it before. {_FLOOR} So is making tensors of what the "
-        "buffer has, and reading them: a fetch over one connection does that as well.",
+        note=f"All over loopback. The consumer's buffer is empty before. {_FLOOR} Making tensors of the buffer's bytes "
+        "and reading them is timed, too: a fetch over one connection does that as well.",
         ours="ours",
         others={
             "AReaL": {"64 KB": 40.0, "4 MB": 50.0, "256 MB": 25.0, "256 × 64 KB": 40.0, "256 × 4 MB": 25.0},
@@ -82,8 +86,8 @@ _FETCHES = {
     ),
     "transports": Comparison(
         title="Fetching over sockets, beside transports",
-        note="All over loopback. What they give is read-only but for torch's; ours is the caller's to write to, and "
-        f"a checksum of it was compared. {_FLOOR}",
+        note="All over loopback. The peers' tensors are read-only, except torch's; ours are writable, and "
+        f"their checksum was verified. {_FLOOR}",
         ours="ours",
         others={
             "torch RPC": {_MANY: 3.0},
@@ -96,9 +100,9 @@ _FETCHES = {
     ),
     "ray": Comparison(
         title="Fetching on one node, beside Ray",
-        note="Ours reads the owner's memory where it lies; the tensor is the caller's to write to. Ray's arrays are "
-        "read where they lie, too, and nobody may write to them; its tensors are copied. To read as much that the "
-        "consumer has made itself is timed beside it: no way takes less.",
+        note="Ours reads the owner's shared memory; the tensor is writable. Ray's arrays are read from shared memory, "
+        "too, and are read-only; its tensors are copied. Reading as many bytes of the consumer's own memory is timed "
+        "beside it, as the lower bound.",
         ours="ours, same node",
         others={
             "Ray": {_LARGE: 1.0, _MANY: 10.0},
@@ -114,14 +118,17 @@ def fetches(name: str, plan: Plan) -> Section:
     """One of the measures of fetching."""
     comparison = _FETCHES[name]
     section = Section(title=comparison.title, note=comparison.note)
-    others = {way: asked for way, asked in comparison.others.items() if way in plan.ways}
+    others = {
+        contestant: asked for contestant, asked in comparison.others.items() if contestant in plan.contestants
+    }
     every = [case for case in plan.cases if any(case in asked for asked in others.values())]
     with _consumers({comparison.ours: every, **dict.fromkeys(others, every)}) as consumers:
         for case in every:
             seconds = _fetched(consumers, case, plan)
             ours = seconds.pop(comparison.ours)
             section.rows += [
-                _row(case, ours, way, took, others[way][case], plan) for way, took in seconds.items()
+                _row(case, ours, contestant, took, others[contestant][case], plan)
+                for contestant, took in seconds.items()
             ]
     return section
 
@@ -133,21 +140,23 @@ def stores(plan: Plan) -> Section:
         note="remotize of a list of tensors, and ray.put of each: until copies of them lie where other processes of "
         "the node get at them.",
     )
-    others = [way for way in ("Ray", "Ray, arrays") if way in plan.ways]
+    others = [contestant for contestant in ("Ray", "Ray, arrays") if contestant in plan.contestants]
     with _consumers(dict.fromkeys(("ours, same node", *others), ())) as consumers:
         for case, least in _STORES.items():
             if case not in plan.cases:
                 continue
             seconds = dict.fromkeys(consumers, float("inf"))
             for number in range(plan.rounds + 1):
-                for way, consumer in consumers.items():
+                for contestant, consumer in consumers.items():
                     for _ in range(_repeats(case, plan)):
                         took = consumer.ask("put", case)
-                        # The first round has everything warm.
+                        # The first round warms everything up.
                         if number:
-                            seconds[way] = min(seconds[way], took)
+                            seconds[contestant] = min(seconds[contestant], took)
             ours = seconds.pop("ours, same node")
-            section.rows += [_row(case, ours, way, took, least, plan) for way, took in seconds.items()]
+            section.rows += [
+                _row(case, ours, contestant, took, least, plan) for contestant, took in seconds.items()
+            ]
     return section
 
 
@@ -159,12 +168,12 @@ def beside(plan: Plan) -> Section:
         f"stay under, of {plan.fetches} or of as many as there are in {plan.seconds:g} seconds.",
     )
     late = {}
-    for way in ("ours", "AReaL"):
-        with pair(way, (_SMALL, _LARGE)) as (_, consumer):
+    for contestant in ("ours", "AReaL"):
+        with pair(contestant, (_SMALL, _LARGE)) as (_, consumer):
             for case in (_SMALL, _LARGE):
                 consumer.ask("fetch", case)
             times = sorted(consumer.ask("beside", _LARGE, _SMALL, plan.fetches, plan.seconds))
-            late[way] = times[len(times) * 99 // 100]
+            late[contestant] = times[len(times) * 99 // 100]
     section.rows.append(_row(_SMALL, late["ours"], "AReaL", late["AReaL"], 20.0, plan))
     return section
 
@@ -179,13 +188,13 @@ def memory(plan: Plan) -> Section:
     )
     tensor = CASES[_LARGE][1]
     peaks = {}
-    for way in ("ours", "AReaL"):
-        with pair(way, (_SMALL, _LARGE)) as processes:
+    for contestant in ("ours", "AReaL"):
+        with pair(contestant, (_SMALL, _LARGE)) as processes:
             _, consumer = processes
             consumer.ask("fetch", _SMALL)
             with peaks_of(processes) as most:
                 consumer.ask("fetch", _LARGE)
-            peaks[way] = [peak / tensor for peak in most]
+            peaks[contestant] = [peak / tensor for peak in most]
     for place, (what, most) in enumerate((("the owner", 0.02), ("the consumer", 1.02))):
         ours = peaks["ours"][place]
         section.rows.append(
@@ -203,10 +212,13 @@ def memory(plan: Plan) -> Section:
 
 
 @contextlib.contextmanager
-def _consumers(ways: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Process]]:
-    """A consumer of each way, with its owner."""
+def _consumers(contestants: Mapping[str, Sequence[str]]) -> Iterator[dict[str, Process]]:
+    """Starts an owner and a consumer of each contestant; yields the consumers."""
     with contextlib.ExitStack() as stack:
-        yield {way: stack.enter_context(pair(way, cases))[1] for way, cases in ways.items()}
+        yield {
+            contestant: stack.enter_context(pair(contestant, cases))[1]
+            for contestant, cases in contestants.items()
+        }
 
 
 def _repeats(case: str, plan: Plan) -> int:
@@ -220,24 +232,24 @@ def _fetched(consumers: Mapping[str, Process], case: str, plan: Plan) -> dict[st
     seconds = dict.fromkeys(consumers, float("inf"))
     digests = set()
     for number in range(plan.rounds + 1):
-        for way, consumer in consumers.items():
+        for contestant, consumer in consumers.items():
             for _ in range(_repeats(case, plan)):
                 took, digest = consumer.ask("fetch", case)
                 digests.add(digest)
-                # The first round has everything warm.
+                # The first round warms everything up.
                 if number:
-                    seconds[way] = min(seconds[way], took)
+                    seconds[contestant] = min(seconds[contestant], took)
     if len(digests) != 1:
-        raise OutputsDiffer(f"not all ways bring the same tensors of {case}")
+        raise OutputsDiffer(f"not all contestants bring the same tensors of {case}")
     return seconds
 
 
-def _row(case: str, ours: float, way: str, took: float, least: float | None, plan: Plan) -> Row:
+def _row(case: str, ours: float, contestant: str, took: float, least: float | None, plan: Plan) -> Row:
     ratio = took / ours
     return Row(
         case=case,
         ours=duration(ours),
-        peer=_NAMES[way],
+        peer=_NAMES[contestant],
         peers=duration(took),
         figure=f"{ratio:.3g}×",
         target=f"≥ {least:g}×" if least is not None and plan.judges else "–",

@@ -1,6 +1,6 @@
-"""What the owners own, and how all of it is read.
+"""The tensors of each case, and how every contestant reads them.
 
-What always holds: no byte of a tensor is 0xFF, so that the search for one reads them all; every way is read alike.
+No byte of a tensor is 0xFF: the search for one reads all bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 __all__ = ["CASES", "digest", "make", "read"]
 
 _KIB, _MIB = 1 << 10, 1 << 20
-# Tensors, and the bytes of each.
+# The number of tensors, and the bytes of each.
 CASES = {
     "64 KB": (1, 64 * _KIB),
     "4 MB": (1, 4 * _MIB),
@@ -24,14 +24,14 @@ CASES = {
 _ABSENT = 0xFF
 _PERIOD = 251
 
-# What is called of it lets go of the GIL.
+# Calls through ctypes release the GIL.
 _search = ctypes.CDLL(None).memchr
 _search.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 _search.restype = ctypes.c_void_p
 
 
 def make(case: str) -> list[torch.Tensor]:
-    """The tensors of a case, of float32, each with values of its own."""
+    """The float32 tensors of a case, each with different values."""
     count, size = CASES[case]
     tensors = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
     pattern = torch.arange(2 * _PERIOD, dtype=torch.int64).remainder_(_PERIOD).to(torch.uint8)
@@ -55,6 +55,6 @@ def digest(tensors: Sequence[torch.Tensor]) -> int:
     found = 0
     for number, tensor in enumerate(tensors, 1):
         words = tensor.view(torch.int64)
-        # The last of them tells tensors apart whose sums are alike.
+        # The last element tells tensors with equal sums apart.
         found = (found * 31 + int(words.sum()) + int(words[-1])) * number % (1 << 61)
     return found

@@ -1,9 +1,9 @@
-"""An owner or a consumer of one way, in a process of its own.
+"""An owner or a consumer of one contestant, in a process of its own.
 
-    python benches/peers/rtensor/actor.py
+    python benches/peers/rtensor/child.py
 
-Does what its parent asks, a line of JSON each, and answers with a line. What always holds: only answers go to its
-output; what a library says goes to its errors; it ends when its parent does.
+Answers each line of JSON from its parent with one line. Only answers go to standard output: a library's messages go to
+standard error. It ends with its parent.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any
 
 import torch
 
+from rtensor.contestants import module_of
 from rtensor.tensors import digest, make, read
-from rtensor.ways import module_of
 
 
-class Actor:
-    """What a parent can ask for."""
+class Child:
+    """The requests that a parent can send."""
 
-    def own(self, way: str, cases: list[str]) -> str:
+    def own(self, contestant: str, cases: list[str]) -> str:
         """Serve the tensors of these cases: where."""
-        self._owner = module_of(way).Owner(cases)
+        self._owner = module_of(contestant).Owner(cases)
         place: str = self._owner.place
         return place
 
-    def consume(self, way: str, place: str) -> None:
-        self._consumer = module_of(way).Consumer(place)
-        # To look through all of torch in each round would take longer than the rounds.
+    def consume(self, contestant: str, place: str) -> None:
+        self._consumer = module_of(contestant).Consumer(place)
+        # A collection of all of torch's objects takes longer than a round.
         gc.collect()
         gc.freeze()
 
@@ -93,7 +93,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    actor = Actor()
+    actor = Child()
     for line in sys.stdin:
         what, arguments = json.loads(line)
         method: Callable[..., Any] = getattr(actor, what)
@@ -102,5 +102,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # A library's threads may be in a call that does not end.
+    # A library's thread may hang in a call.
     os._exit(0)

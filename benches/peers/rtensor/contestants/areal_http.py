@@ -11,8 +11,8 @@ import torch
 from flask import Flask
 from werkzeug.serving import make_server
 
+from rtensor.contestants.areal_modules import areal
 from rtensor.tensors import make
-from rtensor.ways.areal_modules import areal
 
 __all__ = ["Consumer", "Owner"]
 

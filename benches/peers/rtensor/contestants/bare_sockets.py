@@ -1,7 +1,6 @@
-"""As many bytes as a case has through one plain connection, and nothing else.
+"""The bytes of a case through one plain connection: a lower bound, no contestant.
 
-They lie one behind the other in memory that was used before, on both sides; a byte asks for them. What is received
-into is used again for the next fetch, so that it is nobody's to keep: this is a limit, not a way to fetch tensors.
+Both sides use the same memory again in each fetch; one byte asks for a case.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from rtensor.tensors import CASES, make
 
 __all__ = ["Consumer", "Owner"]
 
-# Small enough that what was sent is received from the processor's cache: of 0.2 to 4 MiB, and of what the system
-# chooses itself, the fastest for some megabytes.
+# The fastest of 0.2 to 4 MiB and of the system's default: small enough for the processor's cache.
 _BUFFER = 1 << 20
-# So that the kernel does not hold the connection for long.
+# Short calls, so that the kernel does not hold the connection for long.
 _STRIDE = 256 << 10
 _NAMES = tuple(CASES)
 

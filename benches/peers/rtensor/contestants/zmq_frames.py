@@ -1,4 +1,4 @@
-"""pyzmq: a request for a case, answered by a message of one frame a tensor, none of them copied by Python."""
+"""pyzmq: one request a case, answered by a message with one frame a tensor, without copies in Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rtensor.tensors import make
 
 __all__ = ["Consumer", "Owner"]
 
-# They are not written to.
+# torch warns of read-only memory; nobody writes to it.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
@@ -40,4 +40,4 @@ class Consumer:
         return [torch.frombuffer(frame.buffer, dtype=torch.float32) for frame in frames]
 
     def forget(self, case: str) -> None:
-        """Nothing is kept."""
+        """Keeps nothing."""

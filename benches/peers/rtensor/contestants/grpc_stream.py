@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from rtensor.ways import grpc_unary
+from rtensor.contestants import grpc_unary
 
 __all__ = ["Consumer", "Owner"]
 

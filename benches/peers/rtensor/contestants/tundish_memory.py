@@ -1,8 +1,8 @@
-"""`tundish.rtensor` on one node: tensors are read where they lie."""
+"""`tundish.rtensor` on one node: tensors are read from shared memory."""
 
 from __future__ import annotations
 
-from rtensor.ways import tundish_sockets
+from rtensor.contestants import tundish_sockets
 
 __all__ = ["Consumer", "Owner"]
 

@@ -1,7 +1,6 @@
-"""The owner and the consumer of one way, as their parent sees them.
+"""Starts the owner and the consumer of a contestant, and talks to them.
 
-Owns their processes, from the start to the end. What always holds: one that fails or takes too long ends the run; when
-a way is over nothing of its process groups is left.
+A process that fails or takes too long ends the run. Nothing of its process group stays behind.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ from typing import Any
 __all__ = ["Process", "pair", "peaks_of"]
 
 _HERE = Path(__file__).resolve().parent
-# What takes longer hangs.
+# A request that takes longer hangs.
 _LONGEST_SECONDS = 300.0
 
 
 class Process:
-    """An actor, or another program that answers a line with a line."""
+    """`child.py`, or another program that answers each line with a line."""
 
-    def __init__(self, program: str = "actor.py") -> None:
+    def __init__(self, program: str = "child.py") -> None:
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by close)
         self._child = subprocess.Popen(
             [sys.executable, str(_HERE / program)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
-            # What it leaves behind when it fails is of its group.
+            # To end its children, too, when it fails.
             start_new_session=True,
-            # What it starts itself finds the bench's modules, too.
+            # For processes that it starts itself.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_HERE.parent)},
         )
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """The answer; RuntimeError, with the end of what was said, where there is none."""
+        """Sends a request; returns the answer. Raises `RuntimeError` with the end of the output if there is none."""
         assert self._child.stdin is not None and self._child.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.write(json.dumps([what, arguments]).encode() + b"\n")
@@ -83,7 +82,7 @@ class Process:
 
 @contextlib.contextmanager
 def peaks_of(processes: Sequence[Process]) -> Iterator[list[int]]:
-    """The most memory of each while this is entered, above what it had before; known at the end."""
+    """The peak memory of each process within the block, above its memory before; filled in at the end."""
     before = [process.memory() for process in processes]
     most = [0] * len(processes)
     is_over = threading.Event()
@@ -105,7 +104,7 @@ def peaks_of(processes: Sequence[Process]) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def pair(way: str, cases: Iterable[str]) -> Iterator[tuple[Process, Process]]:
+def pair(contestant: str, cases: Iterable[str]) -> Iterator[tuple[Process, Process]]:
     """An owner of these cases and a consumer, connected."""
     with contextlib.ExitStack() as stack:
         processes = []
@@ -113,6 +112,6 @@ def pair(way: str, cases: Iterable[str]) -> Iterator[tuple[Process, Process]]:
             processes.append(Process())
             stack.callback(processes[-1].close)
         owner, consumer = processes
-        place = owner.ask("own", way, list(cases))
-        consumer.ask("consume", way, place)
+        place = owner.ask("own", contestant, list(cases))
+        consumer.ask("consume", contestant, place)
         yield owner, consumer

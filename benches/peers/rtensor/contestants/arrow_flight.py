@@ -13,7 +13,7 @@ from rtensor.tensors import make
 
 __all__ = ["Consumer", "Owner"]
 
-# They are not written to.
+# torch warns of read-only memory; nobody writes to it.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
@@ -41,4 +41,4 @@ class Consumer:
         return [torch.from_numpy(chunk.to_numpy()) for chunk in table["values"].chunks]
 
     def forget(self, case: str) -> None:
-        """Nothing is kept."""
+        """Keeps nothing."""

@@ -1,8 +1,8 @@
-"""What one process does alone: drains of many entries, and handles as bytes.
+"""Measures within one process: drains of many entries, and handles as bytes.
 
-    python benches/peers/rtensor/alone.py
+    python benches/peers/rtensor/one_process.py
 
-Owns nothing but its answers, as `actor.py` does, a line of JSON for each question.
+Answers each line of JSON from its parent with one line, as `child.py` does.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any
 
 import torch
 
-from rtensor.ways.areal_modules import areal
+from rtensor.contestants.areal_modules import areal
 from tundish import rtensor
 
 _CHUNK = 50_000
 _LIMIT = 4 << 30
-# So many numbers each: the bytes of an entry are not what a drain costs.
+# Elements of each tensor: the cost of a drain does not depend on its bytes.
 _WIDTH = 2
 
 
 def store(entries: int) -> str:
-    """Handles of so many, which this process serves from now on."""
+    """Stores so many tensors, and returns their handles."""
     rtensor.serve(limit_bytes=_LIMIT, buffer_limit_bytes=_LIMIT)
     return base64.b64encode(rtensor.dumps(_stored(entries))).decode()
 
 
 def drain_by_step(stored: str) -> dict[str, float]:
-    """The seconds of the end of a step that fetched all of these."""
+    """Seconds for the end of a step that fetched all of these."""
     rtensor.serve(limit_bytes=_LIMIT, buffer_limit_bytes=_LIMIT)
     step = rtensor.step()
     step.__enter__()
@@ -47,9 +47,9 @@ def drain_by_step(stored: str) -> dict[str, float]:
     return {"seconds": seconds, "entries": entries}
 
 
-def drain_by_ids(way: str, entries: int, stored: str) -> dict[str, float]:
-    """The seconds of the call that drops so many, and the longest that a thread waits for one that it has."""
-    return _drained(*(_ours(stored) if way == "ours" else _of_areal(entries)))
+def drain_by_ids(contestant: str, entries: int, stored: str) -> dict[str, float]:
+    """Seconds of the call that drops so many, and the longest stall of a thread that fetches one from the buffer."""
+    return _drained(*(_ours(stored) if contestant == "ours" else _of_areal(entries)))
 
 
 def _ours(stored: str) -> tuple[Callable[[], object], Callable[[], int]]:
@@ -106,7 +106,7 @@ def _drained(fetch: Callable[[], object], drain: Callable[[], int]) -> dict[str,
                 longest = max(longest, time.perf_counter() - begin)
 
     fetch()
-    # A collection stops all threads alike, and is nobody's.
+    # A garbage collection would stop all threads.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -124,9 +124,9 @@ def _drained(fetch: Callable[[], object], drain: Callable[[], int]) -> dict[str,
     return {"seconds": seconds, "stall": longest}
 
 
-def handles(way: str, count: int) -> dict[str, float]:
+def handles(contestant: str, count: int) -> dict[str, float]:
     """The seconds to have so many handles as bytes and back, and the bytes."""
-    return _carried(*(_our_handles(count) if way == "ours" else _areal_handles(count)))
+    return _carried(*(_our_handles(count) if contestant == "ours" else _areal_handles(count)))
 
 
 def _our_handles(count: int) -> tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]:
@@ -135,7 +135,7 @@ def _our_handles(count: int) -> tuple[Any, Callable[[Any], bytes], Callable[[byt
 
 
 def _areal_handles(count: int) -> tuple[Any, Callable[[Any], bytes], Callable[[bytes], Any]]:
-    # Imported where it is asked for: ours does without it.
+    # Imported here: ours does not need it.
     import orjson
 
     module, serialization = areal("infra.rpc.rtensor"), areal("infra.rpc.serialization")

@@ -1,4 +1,4 @@
-"""gRPC: a call a tensor, all of them under way at once."""
+"""gRPC: one call a tensor, all of them at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Consumer", "Owner"]
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
-# They are not written to.
+# torch warns of read-only memory; nobody writes to it.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
@@ -60,4 +60,4 @@ class Consumer:
         return [torch.frombuffer(call.result(), dtype=torch.float32) for call in calls]
 
     def forget(self, case: str) -> None:
-        """Nothing is kept."""
+        """Keeps nothing."""

@@ -1,4 +1,4 @@
-"""What no way on one node can do without: reading every byte, of tensors that the consumer has made itself."""
+"""Reads every byte of tensors that the consumer has made itself: the lower bound on one node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Owner:
     place = ""
 
     def __init__(self, cases: Iterable[str]) -> None:
-        """Nothing is owned."""
+        """Owns nothing."""
 
 
 class Consumer:
@@ -28,4 +28,4 @@ class Consumer:
         return self._made[case]
 
     def forget(self, case: str) -> None:
-        """They are what is read again."""
+        """Keeps them: they are read again."""

@@ -1,4 +1,4 @@
-"""AReaL's remote tensors without the rest of it: empty packages in place of those that hold them."""
+"""Imports AReaL's remote tensors without the rest of it, with empty packages in place of its packages."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Owner:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.place = str(free.getsockname()[1])
-        # Both have to come before either goes on.
+        # Each side waits until both have joined.
         threading.Thread(target=_join, args=("owner", 0, self.place), daemon=True).start()
 
 
@@ -36,7 +36,7 @@ class Consumer:
         return tensors
 
     def forget(self, case: str) -> None:
-        """Nothing is kept."""
+        """Keeps nothing."""
 
 
 def give(case: str) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Ray's object store, with tensors as AReaL's `RayRTensorBackend` puts them into it."""
+"""Ray's object store, with tensors stored as AReaL's `RayRTensorBackend` does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Read when ray is imported.
+# Ray reads it when it is imported.
 os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 import ray
@@ -22,7 +22,7 @@ _STORE_BYTES = 2 << 30
 
 
 class Owner:
-    """Of nothing: the cluster is the consumer's, and the owner an actor in it."""
+    """Owns nothing: the consumer starts the cluster, and an actor in it owns the tensors."""
 
     def __init__(self, cases: Iterable[str]) -> None:
         self.place = " ".join(case.replace(" ", "_") for case in cases)

@@ -1,16 +1,16 @@
-"""Ray's object store with numpy's arrays, which are read where they lie, and are nobody's to write to."""
+"""Ray's object store with numpy arrays, which are read from shared memory and are read-only."""
 
 from __future__ import annotations
 
 import warnings
 
-from rtensor.ways import ray_tensors
+from rtensor.contestants import ray_tensors
 
 __all__ = ["Consumer", "Owner"]
 
 Owner = ray_tensors.Owner
 
-# They are not written to.
+# torch warns of read-only memory; nobody writes to it.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 

@@ -1,4 +1,4 @@
-"""The measures of one process alone: drains, and handles as bytes. Owns their targets."""
+"""The rows of the rtensor bench within one process: drains, and handles as bytes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 
 from report import Row, Section, duration
 
-from rtensor.actors import Process
 from rtensor.cases import Plan
+from rtensor.processes import Process
 
 __all__ = ["drains", "handles"]
 
@@ -18,13 +18,12 @@ def drains(plan: Plan) -> Section:
     """Drains of many entries."""
     section = Section(
         title="Drains",
-        note="By step: the end of a step() that fetched so many of another process; how long it holds the lock that "
-        "fetches need is in the bench in Rust. By ids: clear_fetch_buffer, while "
-        "another thread of the process fetches one that is in the buffer, again and again, and the longest that it "
-        "waits.",
+        note="By step: the end of a step() that fetched so many tensors; the Rust bench has the time for which it "
+        "holds the lock of fetches. By ids: clear_fetch_buffer, and the longest stall of another thread that fetches "
+        "from the buffer meanwhile.",
     )
     many, some = (10**6, 10**5) if plan.judges else (10**4, 10**3)
-    with contextlib.closing(Process("alone.py")) as owner:
+    with contextlib.closing(Process("one_process.py")) as owner:
         stored = owner.ask("store", many)
         step = min(_answer("drain_by_step", stored)["seconds"] for _ in range(plan.rounds))
     section.rows.append(
@@ -38,14 +37,14 @@ def drains(plan: Plan) -> Section:
             met=step <= 1e-3 if plan.judges else None,
         )
     )
-    with contextlib.closing(Process("alone.py")) as owner:
+    with contextlib.closing(Process("one_process.py")) as owner:
         stored = owner.ask("store", some)
         found = {
-            way: [_answer("drain_by_ids", way, some, stored) for _ in range(plan.rounds)]
-            for way in ("ours", _AREAL)
+            contestant: [_answer("drain_by_ids", contestant, some, stored) for _ in range(plan.rounds)]
+            for contestant in ("ours", _AREAL)
         }
     for what, least in (("stall", 50.0), ("seconds", None)):
-        ours, theirs = (min(one[what] for one in found[way]) for way in ("ours", _AREAL))
+        ours, theirs = (min(one[what] for one in found[contestant]) for contestant in ("ours", _AREAL))
         judged = plan.judges and least is not None
         section.rows.append(
             Row(
@@ -65,12 +64,15 @@ def handles(plan: Plan) -> Section:
     """Handles as bytes."""
     section = Section(
         title="Handles, dumps and loads",
-        note="Of tensors of one call; AReaL's serialize_value and orjson, and back.",
+        note="Handles of one remotize call, to bytes and back. AReaL: serialize_value and orjson.",
     )
     count = 10**5 if plan.judges else 10**3
-    found = {way: [_answer("handles", way, count) for _ in range(plan.rounds)] for way in ("ours", _AREAL)}
-    ours, theirs = (min(one["seconds"] for one in found[way]) for way in ("ours", _AREAL))
-    size, other_size = (found[way][0]["bytes"] / count for way in ("ours", _AREAL))
+    found = {
+        contestant: [_answer("handles", contestant, count) for _ in range(plan.rounds)]
+        for contestant in ("ours", _AREAL)
+    }
+    ours, theirs = (min(one["seconds"] for one in found[contestant]) for contestant in ("ours", _AREAL))
+    size, other_size = (found[contestant][0]["bytes"] / count for contestant in ("ours", _AREAL))
     section.rows += [
         Row(
             case=f"{count} handles",
@@ -95,7 +97,7 @@ def handles(plan: Plan) -> Section:
 
 
 def _answer(what: str, *arguments: object) -> dict[str, float]:
-    """Of a process of its own."""
-    with contextlib.closing(Process("alone.py")) as process:
+    """The answer of a new process."""
+    with contextlib.closing(Process("one_process.py")) as process:
         answer: dict[str, float] = process.ask(what, *arguments)
         return answer
