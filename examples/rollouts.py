@@ -1,14 +1,13 @@
-"""A small model is taught by reinforcement, with its batches as remote tensors: memory stays flat.
+"""Reinforcement learning with batches as remote tensors, in four processes; memory stays flat.
 
     python examples/rollouts.py --steps 20
 
-Two rollout processes sample from the model, a trainer with three roles (actor, critic, reference) consumes what
-they made, and this process, the controller, has only handles and drains everybody after each step. Needs `pip
-install 'tundish[hf]'` and no network.
+Two rollout processes sample from a small model. A trainer with three roles (actor, critic, reference) consumes the
+samples. This process, the controller, has only handles and drains all others after each step. Needs `pip install
+'tundish[hf]'` and no network.
 
-The model is to say a number more often than its neighbours know: a sampled token is worth 1 if it is the one before
-plus one. The actor learns by REINFORCE with the critic's values as the baseline, held near the reference by their
-KL divergence.
+A sampled token is worth 1 if it is the one before plus one. The actor learns by REINFORCE with the critic's values as
+the baseline, and is held near the reference by their KL divergence.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Before transformers is imported: nothing here is to be looked up on a network.
+# transformers reads it when it is imported: nothing here needs the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
@@ -52,8 +51,7 @@ def small_model() -> LlamaForCausalLM:
 def main() -> None:
     options = read_options()
     context = multiprocessing.get_context("forkserver")
-    # Its server imports once what takes long, and all processes have it. Many versions of Python forget this script,
-    # which it would import by itself.
+    # The fork server imports the slow modules once, for all processes.
     context.set_forkserver_preload(["transformers.models.llama.modeling_llama", "tundish.rtensor"])
     rollouts = [Process(context, rollout, number) for number in range(2)]
     trainer = Process(context, train, 0)
@@ -69,7 +67,7 @@ def main() -> None:
             with controller.step(claim=[weights, batches]):
                 learn = trainer.begin("learn", batches)
                 report = learn()
-                # The weights of the next step are made in this one, and are not its to drain.
+                # Made in this step, and not claimed by it: they are for the next one.
                 weights = trainer.ask("weights")
             begun = [one.begin("sample", weights) for one in rollouts]
             memory = sum(resident_bytes(one.pid) for one in (*rollouts, trainer))
@@ -95,44 +93,44 @@ def main() -> None:
 
 
 class Process:
-    """A process that serves remote tensors and does what it is asked; what goes to and fro are handles, as bytes."""
+    """A process that serves remote tensors and answers requests; requests and answers are handles, as bytes."""
 
     def __init__(self, context: Any, work: Any, number: int) -> None:
-        self._line, theirs = context.Pipe()
+        self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, work, number), daemon=True)
         self._process.start()
         theirs.close()
         self.pid: int = self._process.pid
-        self.addr: str = self._line.recv()
+        self.addr: str = self._pipe.recv()
 
     def begin(self, what: str, batch: Any = None) -> Any:
-        """Ask for something; what is returned waits for the answer."""
-        self._line.send_bytes(td.rtensor.dumps((what, batch)))
-        return lambda: td.rtensor.loads(self._line.recv_bytes())
+        """Sends a request; returns a function that waits for the answer."""
+        self._pipe.send_bytes(td.rtensor.dumps((what, batch)))
+        return lambda: td.rtensor.loads(self._pipe.recv_bytes())
 
     def ask(self, what: str, batch: Any = None) -> Any:
         return self.begin(what, batch)()
 
     def end(self) -> None:
-        self._line.close()
+        self._pipe.close()
         self._process.join()
 
 
-def serve(line: Connection, work: Any, number: int) -> None:
+def serve(pipe: Connection, work: Any, number: int) -> None:
     torch.set_num_threads(1)
     answers = work(number)
     next(answers)
-    line.send(td.rtensor.serve().addr)
+    pipe.send(td.rtensor.serve().addr)
     while True:
         try:
-            asked = td.rtensor.loads(line.recv_bytes())
+            asked = td.rtensor.loads(pipe.recv_bytes())
         except EOFError:
             return
-        line.send_bytes(td.rtensor.dumps(answers.send(asked)))
+        pipe.send_bytes(td.rtensor.dumps(answers.send(asked)))
 
 
 def rollout(number: int) -> Any:
-    """Samples from the model that it is given."""
+    """Answers weights with samples from the model that has them."""
     model = small_model().eval()
     generator = torch.Generator().manual_seed(number)
     answer = None
@@ -144,7 +142,7 @@ def rollout(number: int) -> Any:
             for _ in range(LENGTH - 1):
                 chances = model(input_ids=tokens).logits[:, -1].softmax(-1)
                 tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
-        # Rows end somewhere, and what is behind the longest of them does not travel.
+        # Rows end at random; columns behind the longest row are not sent.
         lengths = torch.randint(LENGTH // 2, LENGTH, (ROWS, 1), generator=generator)
         mask = (torch.arange(LENGTH) < lengths).long()
         rewards = (tokens[:, 1:] == (tokens[:, :-1] + 1) % VOCABULARY).float() * mask[:, 1:]
@@ -154,7 +152,7 @@ def rollout(number: int) -> Any:
 
 
 def train(_: int) -> Any:
-    """Hands out the actor's weights, and has the roles learn from batches."""
+    """Answers requests for the actor's weights, and lets the roles learn from batches."""
     roles = Roles()
     answer: Any = None
     while True:
@@ -167,7 +165,7 @@ def train(_: int) -> Any:
 
 
 class Roles:
-    """The three of them, each of which localizes what it works on: the second and the third find it in the buffer."""
+    """The three roles. Each localizes its input: the second and the third find it in the fetch buffer."""
 
     def __init__(self) -> None:
         self.actor, self.reference = small_model(), small_model().eval()
@@ -178,10 +176,10 @@ class Roles:
         self.optimizer = torch.optim.AdamW(learning, lr=3e-3)
 
     def learn(self, batch: Any) -> float:
-        """One update; the mean reward of a token."""
+        """Makes one update; returns the mean reward of a token."""
         known = self.refer(batch)
         values = self.value(batch)
-        # What is localized here is gone when this returns: nothing of it outlives the step.
+        # These tensors are freed when this returns: none outlives the step.
         given = td.rtensor.localize(batch)
         tokens, mask, rewards = (given[name] for name in ("input_ids", "attention_mask", "rewards"))
         mask, rewards = mask[:, 1:], rewards[:, 1:]
@@ -207,7 +205,7 @@ class Roles:
 
 
 def resident_bytes(process: int) -> int:
-    """Memory that a process has for itself, and its part of what it shares."""
+    """Memory of a process: its own, and its part of shared memory."""
     text = Path(f"/proc/{process}/smaps_rollup").read_text()
     return 1024 * int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1])
 
@@ -215,7 +213,7 @@ def resident_bytes(process: int) -> int:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Reinforcement with remote tensors, drained each step.")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--report", type=int, default=5, help="steps between two lines")
+    parser.add_argument("--report", type=int, default=5, help="steps between two lines of output")
     options = parser.parse_args()
     for name in ("steps", "report"):
         if getattr(options, name) < 1:

@@ -1,7 +1,7 @@
-"""Puts faults into a copy of the checkout, one at a time: some test of remote tensors has to see each.
+"""Puts faults into a copy of the checkout, one at a time: some test of rtensor has to fail for each.
 
-`make mutants` runs it, on what is built and installed. What always holds: a fault that cannot be put in, or after which
-nothing is built, is told of as that, and counts for nothing; the checkout stays as it is.
+`make mutants` runs it on the built module. A fault that cannot be put in, or does not compile, is an error; the
+checkout is not changed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,21 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 STORE = ("cargo", "nextest", "run", "--package", "tundish-store")
-# What a runner of tests ends with when one of them failed, and nothing worse.
+# Exit codes of the test runners when a test failed.
 FAILED = {"cargo": 100, "pytest": 1}
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: `old`, which `file` has once, becomes `new`. `tests` are files of pytest; none: those in Rust."""
+    """A fault.
+
+    Attributes:
+        fault: its description.
+        file: the file to change.
+        old: the text to replace, which the file has once.
+        new: the faulty text.
+        tests: the pytest files that see it; none for the Rust tests.
+    """
 
     fault: str
     file: str
@@ -106,7 +114,7 @@ MUTANTS = [
 
 
 def copy(folder: Path) -> None:
-    """What git has of the checkout, and the module that is built."""
+    """Copies the files that git tracks, and the built module."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=CHECKOUT, stdout=subprocess.PIPE, check=True, text=True
     )
@@ -117,7 +125,7 @@ def copy(folder: Path) -> None:
 
 
 def seen(mutant: Mutant, folder: Path) -> bool:
-    """Whether a test fails. Raises `RuntimeError` where it cannot be told."""
+    """Whether a test fails. Raises `RuntimeError` if the tests cannot run."""
     environment = {**os.environ, "CARGO_TARGET_DIR": str(CHECKOUT / "target" / "mutants")}
     if mutant.tests:
         environment["PYTHONPATH"] = str(folder / "python")
@@ -149,7 +157,7 @@ def main() -> int:
                 raise RuntimeError(f"{mutant.fault}: {mutant.file} has not once {mutant.old!r}")
             file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
             is_seen = seen(mutant, folder)
-            # With a date of its own, or cargo would take it for what it has built.
+            # Its new modification time makes cargo build it again.
             file.write_text(text, encoding="utf-8")
             print(f"{'seen' if is_seen else 'NOT SEEN'}: {mutant.fault}", flush=True)
             unseen += [] if is_seen else [mutant.fault]

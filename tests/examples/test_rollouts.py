@@ -1,4 +1,4 @@
-"""The example `examples/rollouts.py`: four processes, of which none keeps anything."""
+"""The example `examples/rollouts.py`: four processes, and nothing is left in any."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "rollouts.py"
 def test_a_model_learns_and_memory_stays_flat() -> None:
     ran = run([EXAMPLE, "--steps", 12, "--report", 6], timeout=110)
     assert ran.returncode == 0, ran.stderr
-    # Nothing was left over in any step, or escaped.
+    # No step left anything, and no tensor escaped.
     assert "still has" not in ran.stderr and "escaped" not in ran.stderr, ran.stderr
     found = re.search(r"reward (\S+) -> (\S+), memory ([+-][\d.]+)%, left over: (.*)", ran.stdout)
     assert found is not None, ran.stdout

@@ -120,12 +120,13 @@ class Controller:
         Args:
             group: the process group; None is all ranks.
             role: the role of the calling rank.
-            token: the token that the ranks serve with.
+            token: the token that the ranks serve with; by default that of this rank's server.
             timeout: as of the constructor.
 
         A rank that serves already goes on; one that does not begins to serve at its default address.
         """
-        return cls(group_workers(group, role), token=token, timeout=timeout)
+        workers = group_workers(group, role)
+        return cls(workers, token=token or state().server.token, timeout=timeout)
 
     @property
     def workers(self) -> tuple[Worker, ...]:
