@@ -1,4 +1,4 @@
-"""What tests of remote tensors run under: a store that is empty after each of them; and peers for those of drains."""
+"""Fixtures of the tests of rtensor: an empty store after each test, and peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def local() -> Iterator[None]:
-    """The backend of one process, with nothing in it."""
+    """An empty LocalBackend."""
     import tundish as td
 
     td.rtensor.set_backend(td.rtensor.LocalBackend())
@@ -27,7 +27,7 @@ def local() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """Tests of shared memory, which may be the next ones of this process, count its segments."""
+    """Later tests of shared memory in this process count segments."""
     yield
     import tundish as td
 
@@ -52,7 +52,7 @@ def consumers() -> Iterator[list[Peer]]:
 
 @pytest.fixture
 def emptied(owners: list[Peer], consumers: list[Peer]) -> Iterator[None]:
-    """Afterwards nothing is in any of them."""
+    """Empties all peers after the test."""
     from support.rtensor import peer_functions
 
     yield

@@ -1,4 +1,4 @@
-"""The helpers of the other tests of remote tensors."""
+"""Fixtures of the fault tests of rtensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """Tests of shared memory, which may be the next ones of this process, count its segments."""
+    """Later tests of shared memory in this process count segments."""
     yield
     import tundish as td
 

@@ -116,7 +116,8 @@ def test_a_connection_that_breaks_between_two_steps_does_no_harm(peers: tuple[Pe
 # Who takes the end of its line for that of the controller gives up what it claimed. Where not even a connection is made
 # at the end, the line is the same one when it is there again.
 @pytest.mark.parametrize(
-    ("leave", "come_back"), [(CuttableProxy.cut, CuttableProxy.mend), (CuttableProxy.go, CuttableProxy.come)]
+    ("leave", "come_back"),
+    [(CuttableProxy.cut, CuttableProxy.mend), (CuttableProxy.stop, CuttableProxy.start)],
 )
 def test_an_owner_that_cannot_be_reached_at_the_end_is_drained_later(
     leave: Callable[[CuttableProxy], None],

@@ -23,20 +23,20 @@ from tundish.rtensor import Worker
 
 STEPS = 10_000 if IS_SOAK else 1000
 WARM_UP = STEPS // 5
-# In one step of so many somebody is killed, or is late.
+# On average, steps between two events.
 BETWEEN_EVENTS = 25
-# The third role, the reference, lives through all of it.
+# The third role, the reference, is never killed.
 MORTAL = ("actor", "critic")
-# When somebody is killed: before it is asked to fetch, while it does, when it has, while the step is drained, and when
-# it was. Or somebody fetches while the step is drained.
+# A consumer is killed before it fetches, during it, after it, while the step is drained, or after that; or a consumer
+# fetches while the step is drained.
 EVENTS = ("unasked", "fetching", "fetched", "draining", "drained", "late")
-# Who is not asked to fetch with the others.
+# Events whose consumer does not fetch with the others.
 UNASKED = ("unasked", "late")
 SHARDS_OF_A_BATCH = 4
 
 
 class Belongings(NamedTuple):
-    """What a process has of the machine's."""
+    """Resources of a process."""
 
     resident_bytes: int
     descriptors: int
@@ -45,14 +45,14 @@ class Belongings(NamedTuple):
 
 
 class Job:
-    """The processes, with one in reserve for whoever is killed."""
+    """The processes, with a spare one for the next that is killed."""
 
     def __init__(self) -> None:
         self.owner, self.controller, self._spare = Peer(), Peer(), Peer()
         self.consumers = {role: Peer() for role in (*MORTAL, "ref")}
         self.dead: set[str] = set()
         self.controller.call(soak_roles.control, self._workers())
-        self._is_told = True
+        self._is_updated = True
 
     def _workers(self) -> list[Worker]:
         consumers = [Worker(peer.addr, role) for role, peer in self.consumers.items()]
@@ -66,15 +66,15 @@ class Job:
     def start_again(self, role: str) -> None:
         self.consumers[role].close()
         self.consumers[role], self._spare = self._spare, Peer()
-        self._is_told = False
+        self._is_updated = False
 
     def tell_controller(self) -> None:
         self.controller.call(soak_roles.update, self._workers())
-        self._is_told = True
+        self._is_updated = True
 
     def begin_step(self, batch: Any) -> int:
         """Its number. A controller that was not told who is there finds out, and nothing has begun then."""
-        if not self._is_told:
+        if not self._is_updated:
             with pytest.raises(PeerError, match="does not answer") as raised:
                 self.controller.call(soak_roles.begin, batch)
             assert raised.value.kind == "DrainError"

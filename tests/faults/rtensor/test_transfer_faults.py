@@ -44,8 +44,8 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-class CuttableProxy:
-    """Passes bytes on between a consumer and an owner; `change` does to the answers what a broken network does."""
+class ChangingProxy:
+    """Forwards bytes between a consumer and an owner; `change` changes or drops the answers."""
 
     def __init__(self, addr: str, change: Callable[[bytes, int], bytes | None]) -> None:
         self._to = addr
@@ -109,7 +109,7 @@ def test_damaged_and_truncated_bodies_are_refused(owner: Peer, size: int) -> Non
         return data if passed + len(data) < size * 4 else None
 
     for change in (damaged, truncated):
-        between = CuttableProxy(owner.addr, change)
+        between = ChangingProxy(owner.addr, change)
         try:
             with pytest.raises(TransferError, match=between.addr) as raised:
                 rtensor.localize(between.handle(handle), timeout=10)
@@ -186,7 +186,7 @@ def test_late_arrivals_are_refused_and_counted(owner: Peer) -> None:
 def test_threads_that_wait_for_a_fetch_share_its_failure_and_the_next_asks_anew(owner: Peer) -> None:
     handle = owner.call(peer_functions.make, 1, 1000, 1)[0]
     cut = [True]
-    between = CuttableProxy(owner.addr, lambda data, _: None if cut[0] else data)
+    between = ChangingProxy(owner.addr, lambda data, _: None if cut[0] else data)
     handle, failures = between.handle(handle), []
 
     def fetch() -> None:
@@ -279,11 +279,11 @@ def test_silent_and_slow_clients_hold_up_no_other(owner: Peer) -> None:
 
 
 def test_workers_that_lost_the_controllers_connection_are_drained(owner: Peer) -> None:
-    """They take the end of it for the controller's: what it claimed is unclaimed, what they fetch is of no step."""
+    """They take the end of the connection for the controller's: claims are given up, and fetches belong to no step."""
     with Peer() as consumer:
         cuts: list[list[None]] = [[], []]
         ways = [
-            CuttableProxy(peer.addr, lambda data, _, cut=cut: cut.pop() if cut else data)
+            ChangingProxy(peer.addr, lambda data, _, cut=cut: cut.pop() if cut else data)
             for peer, cut in zip((owner, consumer), cuts, strict=True)
         ]
         handles = [ways[0].handle(one) for one in owner.call(peer_functions.make, 3, 1000, 1)]
@@ -297,12 +297,14 @@ def test_workers_that_lost_the_controllers_connection_are_drained(owner: Peer) -
 
                 for _ in range(2):
                     with controller.step(claim=handles[:2]):
-                        # The next answer does not come, and is asked for again on another connection.
+                        # The next answer is lost; the request is sent again on a new connection.
                         for cut in cuts:
                             cut.append(None)
                         assert not [one for one in controller.stats().values() if isinstance(one, Exception)]
                         assert cuts == [[], []]
-                        until(lambda: all(map(has_given_up, workers)), "a line that ended says nothing")
+                        until(
+                            lambda: all(map(has_given_up, workers)), "the end of a connection is not noticed"
+                        )
                         until(
                             lambda: owner.call(peer_functions.stats)[0]["unclaimed_entries"] > 1,
                             "claims stay",

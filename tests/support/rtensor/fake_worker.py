@@ -1,4 +1,4 @@
-"""A worker that answers what a test has it answer."""
+"""`FakeWorker`: an HTTP server with the answers of a test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 
 class FakeWorker:
-    """Answers every request with what `answer`, given its path, returns: bytes as they are. A context manager."""
+    """Answers every request with the result of `answer(path)`, as JSON or as raw bytes. A context manager."""
 
     def __init__(self, answer: Callable[[str], Any], *, status: int = 200) -> None:
         class Handler(BaseHTTPRequestHandler):
@@ -29,7 +29,7 @@ class FakeWorker:
             do_POST = do_DELETE = do_GET
 
             def log_message(self, *arguments: Any) -> None:
-                """Nobody reads it."""
+                """Logs nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.addr = f"127.0.0.1:{self._server.server_address[1]}"

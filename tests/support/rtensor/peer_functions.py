@@ -1,4 +1,4 @@
-"""What peers are told to do."""
+"""Functions that tests call in peers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ held: list[Any] = []
 
 
 def make(count: int, size: int, start: int = 0) -> list[rtensor.RTensor]:
-    """Handles of `count` tensors of `size` numbers, each full of its own."""
+    """Stores `count` tensors of `size` elements, filled with start, start + 1, …; returns their handles."""
     made: list[rtensor.RTensor] = rtensor.remotize(
         [torch.full((size,), start + number, dtype=torch.int64) for number in range(count)]
     )
@@ -33,7 +33,7 @@ def store(name: str, size: int, value: int = 7) -> rtensor.RTensor:
 
 
 def sums(handles: Any) -> list[int]:
-    """The sums of what handles lead to."""
+    """Fetches tensors and returns their sums."""
     return [int(tensor.sum()) for tensor in td.tree.find_all(torch.Tensor, rtensor.localize(handles))]
 
 
@@ -81,12 +81,12 @@ def sums_in_threads(handles: Any, threads: int) -> list[list[int]]:
 
 
 def hold(handles: Any) -> None:
-    """Keep the tensors in use."""
+    """Fetches tensors and keeps them in use."""
     held.append(rtensor.localize(handles))
 
 
 def hold_by_handles_while_busy(handles: list[rtensor.RTensor]) -> None:
-    """Keep handles that were made local, and a thread that hardly lets others run."""
+    """Keeps handles with local tensors, and a thread that rarely releases the GIL."""
     sums(handles)
     for handle in handles:
         handle.to_local()
@@ -129,6 +129,6 @@ def trust(addr: str, token: str) -> None:
 
 
 def current_step() -> int | None:
-    """The step that fetches belong to now."""
+    """The step that fetches belong to."""
     found: int | None = json.loads(td._native.ShardStore.stats())["current_epoch"]
     return found

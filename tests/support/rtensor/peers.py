@@ -1,6 +1,6 @@
-"""Other processes for tests of remote tensors: each serves, and does what it is told.
+"""`Peer`: another process for tests, which serves and calls functions.
 
-They come from the fork server of the tests, so that one costs tenths of a second.
+It comes from the fork server of the tests, so that one takes tenths of a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.distributed.rank_processes import PATIENCE, preload, send_signal
 
 
 class PeerError(Exception):
-    """What a peer failed with: the kind and the message."""
+    """An error that a function raised in a peer: its class name and message."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
@@ -30,7 +30,7 @@ class PeerError(Exception):
 
 def _serve(connection: Connection, options: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What the fork server imported is never garbage, and to look through it takes long.
+    # The modules of the fork server are no garbage: collections skip them.
     gc.freeze()
     modules: dict[str, Any] = {}
     server = td.rtensor.serve(**options)
@@ -42,7 +42,7 @@ def _serve(connection: Connection, options: dict[str, Any]) -> None:
             return
         try:
             if path not in modules:
-                specification = importlib.util.spec_from_file_location(f"told_{len(modules)}", path)
+                specification = importlib.util.spec_from_file_location(f"called_{len(modules)}", path)
                 assert specification is not None and specification.loader is not None
                 modules[path] = importlib.util.module_from_spec(specification)
                 specification.loader.exec_module(modules[path])
@@ -53,12 +53,12 @@ def _serve(connection: Connection, options: dict[str, Any]) -> None:
 
 
 class Peer:
-    """A process that serves with these options; whoever makes it does not wait for it to begin. A context manager."""
+    """A process that serves with these options; it starts in the background. A context manager."""
 
     def __init__(self, **options: Any) -> None:
         preload()
         context = multiprocessing.get_context("forkserver")
-        self._line, theirs = context.Pipe()
+        self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, options), daemon=True)
         self._process.start()
         theirs.close()
@@ -66,31 +66,31 @@ class Peer:
 
     @functools.cached_property
     def addr(self) -> str:
-        """Where it serves: the first that it says."""
-        return str(self._hear())
+        """The address of its server; waits until it serves."""
+        return str(self._receive())
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function of a test's module returns there."""
+        """Calls a function of a test module in the process; returns its result."""
         self.begin(function, *arguments)
         return self.result()
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
         assert self.addr
-        self._line.send((inspect.getfile(function), function.__name__, arguments))
+        self._pipe.send((inspect.getfile(function), function.__name__, arguments))
 
     def result(self) -> Any:
-        succeeded, answer = self._hear()
+        succeeded, answer = self._receive()
         if not succeeded:
             raise PeerError(*answer)
         return answer
 
     def has_answered(self) -> bool:
-        return self._line.poll()
+        return self._pipe.poll()
 
-    def _hear(self) -> Any:
-        if not self._line.poll(PATIENCE):
-            raise TimeoutError("a peer says nothing")
-        return self._line.recv()
+    def _receive(self) -> Any:
+        if not self._pipe.poll(PATIENCE):
+            raise TimeoutError("a peer does not answer")
+        return self._pipe.recv()
 
     def signal(self, number: signal.Signals) -> None:
         assert self.pid is not None
@@ -103,7 +103,7 @@ class Peer:
     def close(self) -> None:
         self.kill()
         self._process.close()
-        self._line.close()
+        self._pipe.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,4 @@
-"""What the tests of the backend for Ray do, in a process of their own.
-
-Ray leaves threads and descriptors in a process that it was in, which later tests would meet.
-"""
+"""Tests of `RayBackend`, which run in a process of their own: Ray leaves threads and descriptors behind."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the processes of the soak do: the rollout makes batches, consumers use them up, the controller drains.
+"""Functions of the processes in the soak test: the rollout makes batches, consumers use them, the controller drains.
 
-Each function is called in the process whose part it is; see `peers.py`.
+Each runs in its process; see `peers.py`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tundish._native import ShardStore
 from tundish.rtensor import Controller, Worker
 
 COLUMNS = 64
-# Of batches: they vary, as the lengths of what a model says do.
+# Rows of a batch, which vary.
 ROWS = (256, 512, 768, 1024)
 
 
 def rollout(number: int, rows: int) -> dict[str, Any]:
-    """The batch of a step: tensors full of its number, large and small ones."""
+    """Makes the batch of a step: large and small tensors filled with its number."""
     made: dict[str, Any] = rtensor.remotize(
         {
             "input_ids": torch.full((rows, COLUMNS), number, dtype=torch.int64),
@@ -37,7 +37,7 @@ def rollout(number: int, rows: int) -> dict[str, Any]:
 
 
 def consume(batch: dict[str, Any], number: int, seed: int) -> None:
-    """Use up a batch in one of the ways in which roles do, and write to whatever was handed out."""
+    """Fetches a batch in one of several ways, checks it, and writes to the tensors."""
     draw = random.Random(seed)
     rtensor.set_backend(rtensor.HttpBackend(shared_memory=draw.random() < 0.5))
     if draw.random() < 0.3:
@@ -46,7 +46,7 @@ def consume(batch: dict[str, Any], number: int, seed: int) -> None:
     if draw.random() < 0.2:
         room = torch.empty(batch["rewards"].shape)
         _use(rtensor.localize(batch["rewards"], out=room), number)
-    # As often as there are roles in one process, say: who comes second sees nothing of what the first wrote.
+    # Several roles of one process: the second sees nothing that the first wrote.
     for _ in range(draw.choice((1, 1, 2))):
         given = rtensor.localize(batch)
         for tensor in (given["input_ids"], given["logprobs"], given["rewards"], given["versions"][0]):
@@ -60,7 +60,7 @@ def _use(tensor: torch.Tensor, number: int) -> None:
 
 
 class _Control:
-    """The controller's own: its workers, the step under way, and what it warned of."""
+    """State of the controller's process: its step and its warnings."""
 
     controller: Controller
     step: AbstractContextManager[Any]
@@ -85,21 +85,21 @@ def update(workers: list[Worker]) -> None:
 
 
 def begin(batch: dict[str, Any]) -> int:
-    """Begin a step that uses up `batch`."""
+    """Begins a step that claims `batch`."""
     _Control.step = _Control.controller.step(claim=batch)
     number: int = _Control.step.__enter__().number
     return number
 
 
 def end() -> list[str]:
-    """End the step; what was warned of since the last one."""
+    """Ends the step; returns the warnings since the last one."""
     _Control.step.__exit__(None, None, None)
     said, _Control.warnings = _Control.warnings, []
     return said
 
 
 def unbalanced(number: int, gone: set[str], unclaimed: dict[str, int]) -> dict[str, Any]:
-    """Who of the living has anything left of any step, or has not ended that one; but for so many unclaimed shards."""
+    """Stats of living processes that have leftovers (other than unclaimed shards), or have not ended the step."""
     found: dict[str, Any] = {worker.addr: stats for worker, stats in _Control.controller.stats().items()}
     found["controller"] = json.loads(ShardStore.stats())
     return {

@@ -1,4 +1,4 @@
-"""What tests of drains have in common: how the workers of a controller are named, and what is looked at in them."""
+"""Workers of a controller in tests, and looks into them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def workers_of(owners: list[Peer], consumers: list[Peer]) -> list[Worker]:
 
 
 def entries(peers: list[Peer]) -> list[tuple[int, int]]:
-    """Of each, what it stores and what it has fetched."""
+    """The number of stored and of fetched tensors of each."""
     found = [peer.call(peer_functions.stats) for peer in peers]
     return [(storage["num_tensors"], buffer["num_entries"]) for storage, buffer in found]
 
 
-def fetch_everywhere(handles: Any, consumers: list[Peer], way: Any = peer_functions.sums) -> None:
+def fetch_everywhere(handles: Any, consumers: list[Peer], fetch: Any = peer_functions.sums) -> None:
     for peer in consumers:
-        peer.begin(way, handles)
+        peer.begin(fetch, handles)
     for peer in consumers:
         peer.result()
