@@ -25,10 +25,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tundish._native import FileMetadata, add_manifest_checksum
 from tundish.checkpoint.dcp.plan import DcpPlan
 from tundish.checkpoint.dcp.saver import DcpSaver
-from tundish.checkpoint.save import WriteOptions
+from tundish.checkpoint.stager import WriteOptions
 from tundish.distributed import VoteId, group_info, unique_name, voter_of
 
-OPTIONS = WriteOptions(checksum=True, writers_per_node=1, progress=lambda ask: None)
+OPTIONS = WriteOptions(checksum=True, writers_per_node=1, set_progress=lambda ask: None)
 
 
 class Net(torch.nn.Module):
@@ -151,15 +151,10 @@ def new_saver(group: Any = None, *, timeout: float = 30) -> DcpSaver:
     return DcpSaver(group, timeout=timeout, voter=voter_of(group))
 
 
-def hear_news(plan: DcpPlan) -> None:
-    """What a checkpointer does after its vote. Collective."""
-    plan.react_to(max(gathered(plan.news)), VoteId(unique_name("save", group_info(None).ranks), 0))
-
-
 def compare(plan: DcpPlan) -> None:
     """Find what is saved, and take the memory for it. Collective."""
-    hear_news(plan)
-    if plan.compare():
+    vote = VoteId(unique_name("save", group_info(None).ranks), 0)
+    if plan.prepare(vote, any_needs=any(gathered(plan.needs_preparation))):
         plan.release()
         plan.reserve()
 

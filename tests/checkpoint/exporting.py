@@ -11,27 +11,24 @@ from typing import Any
 import torch
 
 from tundish._native import FileMetadata
-from tundish.checkpoint.hf.stager import HfStager, plan_hf
-from tundish.checkpoint.save import Staged, WriteOptions
+from tundish.checkpoint.hf.stager import HfStager, make_hf_stager
+from tundish.checkpoint.stager import StagedSave, WriteOptions
 
 PAGE = 4096
 
 
 def options(progress: Any = lambda ask: None) -> WriteOptions:
-    return WriteOptions(checksum=True, writers_per_node=1, progress=progress)
+    return WriteOptions(checksum=True, writers_per_node=1, set_progress=progress)
 
 
 @contextlib.contextmanager
-def staged(plan: HfStager, *, through: tuple[Path, int] | None = None) -> Iterator[Staged]:
-    """The staged save of `plan`, given back afterwards; `through`: the folder and the limit of one written through."""
+def staged(stager: HfStager) -> Iterator[StagedSave]:
+    """The staged save, released after the block."""
     try:
-        if through is None:
-            plan.reserve()
-            save: Staged = plan.stage()
-        else:
-            save = plan.write_through(through[0], options(), through[1])
+        stager.reserve()
+        save = stager.stage()
     except BaseException:
-        plan.release()
+        stager.release()
         raise
     try:
         yield save
@@ -39,16 +36,16 @@ def staged(plan: HfStager, *, through: tuple[Path, int] | None = None) -> Iterat
         save.release()
 
 
-def write(save: Staged, folder: Path, *, is_first: bool = True) -> list[FileMetadata]:
+def write(save: StagedSave, folder: Path, *, is_first: bool = True) -> list[FileMetadata]:
     """Everything that follows staging, into `folder`, which is made where it is missing."""
     folder.mkdir(exist_ok=True)
     save.wait_staged(60)
-    facts = save.prewrite(folder) if is_first else []
+    facts = save.write_other_files(folder) if is_first else []
     return facts + save.write(folder, options())
 
 
 def export(folder: Path, model_or_tensors: Any, **arguments: Any) -> list[FileMetadata]:
-    with staged(plan_hf(model_or_tensors, **arguments)) as save:
+    with staged(make_hf_stager(model_or_tensors, **arguments)) as save:
         return write(save, folder)
 
 

@@ -1,4 +1,4 @@
-"""The staging budget: never beyond its limit but for one save that is larger by itself."""
+"""The staging budget: never beyond its limit."""
 
 from __future__ import annotations
 
@@ -35,17 +35,11 @@ def test_a_save_that_exceeds_what_is_free_waits_and_says_so(caplog: pytest.LogCa
     assert budget.stats() == {"in_use": 60, "peak": 100, "limit": 100}
 
 
-def test_a_save_larger_than_the_limit_has_it_for_itself() -> None:
+def test_a_save_larger_than_the_limit_is_refused() -> None:
     budget = StagingBudget(100)
-    large = budget.claim()
-    large.take(1000, "a large save")
-    taken = threading.Event()
-    thread = threading.Thread(target=lambda: (budget.claim().take(1, "a small save"), taken.set()))
-    thread.start()
-    assert not taken.wait(0.2)
-    large.give_back()
-    assert taken.wait(10)
-    thread.join()
+    with pytest.raises(InvalidInputError, match="stages 1000 bytes .* staging_limit_bytes=100"):
+        budget.claim().take(1000, "a large save")
+    assert budget.stats()["in_use"] == 0
 
 
 def test_without_a_limit_nothing_waits() -> None:

@@ -89,7 +89,7 @@ def test_who_protects_a_step_waits_for_no_removal(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             checkpointer.save_hf(step, {"w": torch.ones(1)}, blocking=True)
     with Checkpointer(tmp_path, on_failure="raise", keep_last=1) as checkpointer:
-        owner = checkpointer._opened.owner
+        owner = checkpointer._root.writable
         assert owner is not None
         owner._root = slow = _Slow(owner._root)  # type: ignore[assignment]
         try:
@@ -112,7 +112,7 @@ def test_what_is_protected_while_its_removal_waits_is_not_removed(tmp_path: Path
         for step in (1, 2):
             checkpointer.save_hf(step, {"w": torch.ones(1)}, blocking=True)
     with Checkpointer(tmp_path, on_failure="raise", keep_last=1) as checkpointer:
-        owner = checkpointer._opened.owner
+        owner = checkpointer._root.writable
         assert owner is not None
         owner._root = slow = _Slow(owner._root)  # type: ignore[assignment]
         try:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dcp_worlds import World, assert_same, run, whole
 from tundish import _native
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.hf.gather.exchange import TURN_BYTES
+from tundish.checkpoint.hf.gather.schedule import ROUND_BYTES
 from tundish.checkpoint.staging import buffers
 
 # Cycles: some hundred milliseconds, in which a copy that is not waited for would be missed.
@@ -186,7 +186,7 @@ def test_conversions_take_little_of_a_device(tmp_path: Path) -> None:
         torch.cuda._sleep(_SLOW)
         checkpointer.save_hf(1, weights, to_hf=lambda name, tensor: [(name, tensor + 1)], blocking=True)
         # Of a gigabyte.
-        assert torch.cuda.max_memory_allocated() - before <= 4 * TURN_BYTES
+        assert torch.cuda.max_memory_allocated() - before <= 4 * ROUND_BYTES
 
 
 @pytest.mark.needs_gpu

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.staging.copies import BackgroundCopy
+from tundish.checkpoint.staging.copies import LazyCopy
 from tundish.errors import CallbackError
 
 TENSORS = {"w": torch.ones(1000)}
@@ -36,7 +36,7 @@ def test_a_failure_is_acted_upon_before_what_is_left_is_removed(root: Path) -> N
     heard = threading.Event()
     was_heard: list[bool] = []
     with Checkpointer(root, on_failure=lambda _: heard.set()) as checkpointer:
-        owner: Any = checkpointer._opened.owner
+        owner: Any = checkpointer._root.writable
         abandon = owner.abandon
 
         def abandon_slowly(*given: Any) -> None:
@@ -128,7 +128,7 @@ def test_a_thread_that_cannot_be_started_fails_the_save_alone(
         start_named(self)
 
     def refuse(run: Callable[..., object], arguments: tuple[object, ...]) -> int:
-        if getattr(run, "__func__", None) is BackgroundCopy._run:
+        if getattr(run, "__func__", None) is LazyCopy._run:
             raise RuntimeError("can't start new thread")
         return start(run, arguments)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.distributed.rank_processes import Job, Line, outcome
 
-KINDS = ("plain", "dtype", "lazy", "through")
+KINDS = ("plain", "dtype", "lazy")
 # Less than some tensors: they take several windows.
 LIMIT_BYTES = 300
 
@@ -56,8 +56,7 @@ def saving(rank: int, line: Line) -> None:
         trained = [one for one in model.parameters() if one.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=0.1)
         dtype = torch.bfloat16 if kind == "dtype" else None
-        limit = LIMIT_BYTES if kind == "through" else None
-        with Checkpointer(folder, on_failure="raise", staging_limit_bytes=limit, timeout=60) as checkpointer:
+        with Checkpointer(folder, on_failure="raise", timeout=60) as checkpointer:
             DTensor.full_tensor = DTensor.redistribute = refuse
             try:
                 save = checkpointer.save_hf(

@@ -22,7 +22,7 @@ from exporting import bits, export
 from hf_worlds import SMALL
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.hf import adapters
-from tundish.checkpoint.hf.stager import plan_hf
+from tundish.checkpoint.hf.stager import make_hf_stager
 from tundish.errors import CorruptCheckpointError, InvalidInputError, InvalidTypeError
 
 take_any_peft()
@@ -200,12 +200,12 @@ def test_a_model_of_transformers_saves_the_adapter_that_is_active(base: Path, tm
         assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
     model.set_adapter(["first", "second"])
     with pytest.raises(InvalidInputError, match=r"first, second are active, and LlamaForCausalLM saves one"):
-        plan_hf(model)
+        make_hf_stager(model)
     model.set_adapter([])
     with pytest.raises(
         InvalidInputError, match=r"no adapter is active, and LlamaForCausalLM saves the active"
     ):
-        plan_hf(model)
+        make_hf_stager(model)
     # Without its adapters it is a model as any.
     model.delete_adapter(["first", "second"])
     export(tmp_path / "whole", model)
@@ -345,14 +345,14 @@ def test_parameters_that_deepspeed_sharded_are_refused(kind: str, base: Path) ->
         if parameter.requires_grad:
             partitioned(parameter)
     with pytest.raises(InvalidInputError, match=r"is sharded by DeepSpeed \(ZeRO-3\) and has no values here"):
-        plan_hf(model)
+        make_hf_stager(model)
     whole = LlamaForCausalLM.from_pretrained(base)
     partitioned(whole.lm_head.weight)
     empty = nn.Parameter(torch.empty(0))
     for one in (whole, {"some": empty, "lm_head.weight": whole.lm_head.weight}):
         with pytest.raises(InvalidInputError, match=r"^'lm_head\.weight' is sharded by DeepSpeed"):
-            plan_hf(one)
-    plan_hf({"some": empty}).release()
+            make_hf_stager(one)
+    make_hf_stager({"some": empty}).release()
 
 
 def wrapped_inside(model: Any) -> Any:
@@ -409,16 +409,16 @@ def test_what_cannot_be_saved_rightly_is_refused(base: Path) -> None:
     with pytest.raises(
         InvalidTypeError, match=r"PeftMixedModel\) mixes kinds of adapters, which peft cannot"
     ):
-        plan_hf(mixed)
+        make_hf_stager(mixed)
     for one in (model, mixed, added(base)):
         with pytest.raises(InvalidTypeError, match=r"under 'part\.' holds adapters"):
-            plan_hf({"part": one})
+            make_hf_stager({"part": one})
     with pytest.raises(InvalidInputError, match=r"to_hf is given for the adapters of a PeftModel"):
-        plan_hf(model, to_hf=lambda name, tensor: [(name, tensor)])
+        make_hf_stager(model, to_hf=lambda name, tensor: [(name, tensor)])
     with pytest.raises(InvalidInputError, match=r"config is given for a model that holds adapters"):
-        plan_hf(model, config=model.config)
+        make_hf_stager(model, config=model.config)
     named = peft.get_peft_model(LlamaForCausalLM.from_pretrained(base), KINDS["lora"](), adapter_name="a/b")
     with pytest.raises(InvalidInputError, match=r"an adapter is called 'a/b', which cannot name its folder"):
-        plan_hf(named)
+        make_hf_stager(named)
     # Once they are merged it is a model as any.
-    plan_hf(model.merge_and_unload()).release()
+    make_hf_stager(model.merge_and_unload()).release()

@@ -35,7 +35,7 @@ from transformers import (
 
 from exporting import assert_same_export, bits, export
 from hf_worlds import SMALL
-from tundish.checkpoint.hf.stager import plan_hf
+from tundish.checkpoint.hf.stager import make_hf_stager
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -156,7 +156,7 @@ def test_a_save_in_the_middle_of_training(tmp_path: Path) -> None:
         optimizer.zero_grad()
 
     step()
-    plan = plan_hf(model, shard_bytes=20_000)
+    plan = make_hf_stager(model, shard_bytes=20_000)
     plan.reserve()
     save = plan.stage()
     expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -228,7 +228,7 @@ def test_weights_tied_in_a_way_that_is_not_declared() -> None:
     model = MODELS["llama"]()
     model.model.layers[1].mlp = model.model.layers[0].mlp
     with pytest.raises(InvalidInputError, match=r"layers\.0\.mlp\.\w+\.weight, .* does not declare"):
-        plan_hf(model)
+        make_hf_stager(model)
 
 
 class Pair(PreTrainedModel):
@@ -254,12 +254,12 @@ def test_one_of_weights_that_are_all_declared_as_tied_is_kept(tmp_path: Path) ->
 
 def test_settings_that_cannot_be_saved_are_refused_at_once(tmp_path: Path) -> None:
     model = MODELS["llama"]()
-    plan_hf(model)
+    make_hf_stager(model)
     # transformers generates with this and refuses to save it.
     model.generation_config.num_beams = 1
     model.generation_config.num_return_sequences = 4
     with pytest.raises(ValueError, match="num_return_sequences"):
-        plan_hf(model)
+        make_hf_stager(model)
 
 
 def test_what_save_pretrained_writes_otherwise_is_refused() -> None:
@@ -270,11 +270,11 @@ def test_what_save_pretrained_writes_otherwise_is_refused() -> None:
     quantizer.quantization_config = transformers.QuantoConfig(weights="int8")
     model.hf_quantizer = quantizer
     with pytest.raises(InvalidTypeError, match=r"quantized \(quanto\)"):
-        plan_hf(model)
+        make_hf_stager(model)
 
 
 def test_weights_without_values_are_refused() -> None:
     with torch.device("meta"):
         model = MODELS["llama"]()
     with pytest.raises(InvalidInputError, match=r"'model\.embed_tokens\.weight' is on the meta device"):
-        plan_hf(model)
+        make_hf_stager(model)

@@ -11,8 +11,6 @@ import pytest
 from support.distributed.rank_processes import Job, Line, outcome
 
 SHARD_BYTES = 700
-# Less than most tensors: each file takes several windows.
-LIMIT_BYTES = 300
 MEBIBYTE = 1 << 20
 
 
@@ -28,7 +26,6 @@ def halves(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 def arguments_of(kind: str, model: Any) -> dict[str, Any]:
     import torch
 
-    kind = kind.removeprefix("through ")
     return {
         "plain": {},
         "dtype": {"dtype": torch.bfloat16},
@@ -67,29 +64,28 @@ def saving(rank: int, line: Line) -> None:
     from exporting import export, staged, write
     from hf_worlds import spread, whole
     from tundish import _native
-    from tundish.checkpoint.hf.stager import plan_hf
+    from tundish.checkpoint.hf.stager import make_hf_stager
     from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
     background = PrivateGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
-    background.renew("background")
+    background.connect("background")
     alone = distributed.new_group([rank], use_local_synchronization=True)
     while (order := line.hear()) is not None:
         layout, kind, folder = order
         model = spread(layout)
         arguments = arguments_of(kind, model) | {"shard_bytes": SHARD_BYTES}
-        plan = plan_hf(model, background_group=background, **arguments)
+        plan = make_hf_stager(model, exchange_group=background, **arguments)
         if rank == 0:
             folder.mkdir()
         distributed.barrier()
-        limit = LIMIT_BYTES if kind.startswith("through") else None
-        with staged(plan, through=None if limit is None else (folder, limit)) as save:
+        with staged(plan) as save:
             optimizer = arguments.get("optimizer") or torch.optim.SGD(model.parameters(), lr=0.5)
             train(model, optimizer)
             write(save, folder, is_first=rank == 0)
         assert _native.staging_stats()["in_use"] == 0
         distributed.barrier()
-        writers = {file.rank for file in plan.files}
+        writers = set(plan._plan.writers)
         if rank == 0:
             reference = whole(layout)
             for key in ("staging", "optimizer"):
@@ -104,14 +100,14 @@ def saving(rank: int, line: Line) -> None:
 
 
 NETS = ("ddp", "fsdp", "hsdp", "tp", "fsdp+tp", "ep", "replicated")
-KINDS = ("plain", "dtype", "to_hf", "lazy", "lazy to_hf", "through plain", "through to_hf")
+KINDS = ("plain", "dtype", "to_hf", "lazy", "lazy to_hf")
 MODELS = ("llama", "llama-tied", "mixtral")
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_same_bytes_as_from_one_rank(size: int, path_in_memory: Path) -> None:
     orders = [(layout, kind) for layout in NETS for kind in KINDS]
-    orders += [(layout, kind) for layout in MODELS for kind in ("plain", "lazy", "through plain")]
+    orders += [(layout, kind) for layout in MODELS for kind in ("plain", "lazy")]
     with Job(saving, size, path_in_memory) as job:
         for layout, kind in orders:
             for rank in range(size):
@@ -138,8 +134,7 @@ def saving_alone(rank: int, line: Line) -> None:
         layout, kind, step = order
         model = spread(layout)
         arguments = arguments_of(kind, model) | {"shard_bytes": SHARD_BYTES}
-        limit = LIMIT_BYTES if kind.startswith("through") else None
-        with Checkpointer(root, staging_limit_bytes=limit, on_failure="raise", timeout=60) as checkpointer:
+        with Checkpointer(root, on_failure="raise", timeout=60) as checkpointer:
             save = checkpointer.save_hf(step, model, **arguments)
             train(model, arguments.get("optimizer") or torch.optim.SGD(model.parameters(), lr=0.5))
             ours = save.result(60)
@@ -188,12 +183,12 @@ def gathering_much(rank: int, line: Line) -> None:
 
     from exporting import staged, write
     from tundish import _native
-    from tundish.checkpoint.hf.stager import plan_hf
+    from tundish.checkpoint.hf.stager import make_hf_stager
     from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
     background = PrivateGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
-    background.renew("background")
+    background.connect("background")
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     # Half of them have to be put together of parts that are no stretch of the file.
     tensors = {
@@ -214,13 +209,10 @@ def gathering_much(rank: int, line: Line) -> None:
         distributed.barrier()
         _native.trim_staging()
         before = reset_peak()
-        plan = plan_hf(tensors, shard_bytes=128 * MEBIBYTE, background_group=background, **arguments)
-        through = (folder, 96 * MEBIBYTE) if kind == "through" else None
-        with staged(plan, through=through) as save:
+        plan = make_hf_stager(tensors, shard_bytes=128 * MEBIBYTE, exchange_group=background, **arguments)
+        with staged(plan) as save:
             write(save, folder, is_first=rank == 0)
-        line.say(
-            peak() - before, plan.staged_bytes, sum(file.size for file in plan.files if file.rank == rank)
-        )
+        line.say(peak() - before, plan.staged_bytes, plan.file_bytes)
         assert _native.staging_stats()["in_use"] == 0
         distributed.barrier()
         if rank == 0:
@@ -232,15 +224,11 @@ def test_no_rank_holds_the_whole_model(path_in_memory: Path) -> None:
     # Buffers of sockets and the interpreter.
     slack = 32 * MEBIBYTE
     with Job(gathering_much, size, path_in_memory) as job:
-        for kind in ("plain", "to_hf", "lazy", "through"):
+        for kind in ("plain", "to_hf", "lazy"):
             for rank in range(size):
                 job.tell(rank, (kind, path_in_memory / kind))
             for taken, announced, own in job.hear_all():
                 assert own == pytest.approx(whole / size, rel=0.01)
-                if kind == "through":
-                    # Two windows of one tensor each, and the parts of one more.
-                    assert taken < 3 * 64 * MEBIBYTE + slack
-                    continue
                 assert taken < announced + slack, kind
                 # One tensor comes in and parts of others go out beside the files; a lazy save remembers its part.
                 beside = (
@@ -263,7 +251,7 @@ def failing(rank: int, line: Line) -> None:
     from hf_worlds import spread
     from tundish import _native
     from tundish.checkpoint.hf.gather import exchange as gather
-    from tundish.checkpoint.hf.stager import plan_hf
+    from tundish.checkpoint.hf.stager import make_hf_stager
     from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
@@ -271,7 +259,7 @@ def failing(rank: int, line: Line) -> None:
     gather.TURN_BYTES = 1
     folder = line.hear()
     background = PrivateGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
-    background.renew("background")
+    background.connect("background")
     model = spread("fsdp")
 
     def fail_here(name: str, tensor: Any) -> Any:
@@ -280,7 +268,7 @@ def failing(rank: int, line: Line) -> None:
         return [(name, tensor + 0)]
 
     def save(to_hf: Any) -> None:
-        plan = plan_hf(model, to_hf=to_hf, shard_bytes=SHARD_BYTES, background_group=background)
+        plan = make_hf_stager(model, to_hf=to_hf, shard_bytes=SHARD_BYTES, exchange_group=background)
         with staged(plan) as staging:
             write(staging, folder, is_first=rank == 0)
 
@@ -299,9 +287,11 @@ def failing(rank: int, line: Line) -> None:
         DTensor.from_local(whole, mesh, [Partial()]),
         DTensor.from_local(uneven, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride()),
     ):
-        line.say(*outcome(lambda tensor=tensor: plan_hf({"layer.w": tensor}, background_group=background)))
+        line.say(
+            *outcome(lambda tensor=tensor: make_hf_stager({"layer.w": tensor}, exchange_group=background))
+        )
     given = {"a": whole, "b": distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])}
-    line.say(*outcome(lambda: plan_hf(given, shard_bytes=whole.nbytes, background_group=background)))
+    line.say(*outcome(lambda: make_hf_stager(given, shard_bytes=whole.nbytes, exchange_group=background)))
 
 
 def test_what_fails_on_one_rank_fails_there(tmp_path: Path) -> None:

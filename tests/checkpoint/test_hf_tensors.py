@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from exporting import assert_same_export, bits, export, header_and_data, options, staged, write
+from exporting import bits, export, header_and_data, options, staged, write
 from tundish import _native
-from tundish.checkpoint.hf.stager import plan_hf
+from tundish.checkpoint.hf.stager import make_hf_stager
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 MEBIBYTE = 1 << 20
@@ -78,12 +78,12 @@ def test_the_file_is_that_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_the_plan_says_what_is_written(tmp_path: Path) -> None:
-    plan = plan_hf(tensors(), shard_bytes=100)
+    plan = make_hf_stager(tensors(), shard_bytes=100)
     with staged(plan) as save:
         in_use = _native.staging_stats()["in_use"]
         write(save, tmp_path / "hf")
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "hf").iterdir()}
-    assert sum(sizes.values()) == plan.written_bytes
+    assert sum(sizes.values()) == plan.checkpoint_bytes
     assert {file.name: file.size for file in plan.files} == {
         name: size for name, size in sizes.items() if name.endswith(".safetensors")
     }
@@ -94,22 +94,25 @@ def test_the_plan_says_what_is_written(tmp_path: Path) -> None:
 
 def test_fingerprints() -> None:
     given = tensors()
-    same = plan_hf(given).fingerprint
-    assert plan_hf({name: torch.ones_like(tensor) for name, tensor in given.items()}).fingerprint == same
+    same = make_hf_stager(given).fingerprint
+    assert (
+        make_hf_stager({name: torch.ones_like(tensor) for name, tensor in given.items()}).fingerprint == same
+    )
     others = [
-        plan_hf(given, shard_bytes=100),
-        plan_hf(given, dtype=torch.float16),
-        plan_hf(given, to_hf=lambda name, tensor: [(name, tensor + 0)]),
-        plan_hf({**given, "half": torch.zeros(8, dtype=torch.bfloat16)}),
-        plan_hf({**given, "one more": torch.zeros(1)}),
-        plan_hf(given, staging="lazy", optimizer=torch.optim.SGD([given["parameter"]])),
+        make_hf_stager(given, shard_bytes=100),
+        make_hf_stager(given, dtype=torch.float16),
+        make_hf_stager(given, to_hf=lambda name, tensor: [(name, tensor + 0)]),
+        make_hf_stager({**given, "half": torch.zeros(8, dtype=torch.bfloat16)}),
+        make_hf_stager({**given, "one more": torch.zeros(1)}),
+        make_hf_stager(given, staging="lazy", optimizer=torch.optim.SGD([given["parameter"]])),
     ]
     assert len({same, *(plan.fingerprint for plan in others)}) == len(others) + 1
 
 
 def test_ranks_that_convert_other_tensors_do_not_agree() -> None:
     plans = [
-        plan_hf({name: torch.zeros(3)}, to_hf=lambda name, tensor: [("x", tensor + 0)]) for name in ("a", "b")
+        make_hf_stager({name: torch.zeros(3)}, to_hf=lambda name, tensor: [("x", tensor + 0)])
+        for name in ("a", "b")
     ]
     assert plans[0].fingerprint != plans[1].fingerprint
 
@@ -117,7 +120,7 @@ def test_ranks_that_convert_other_tensors_do_not_agree() -> None:
 def test_changes_after_staging_change_nothing(tmp_path: Path) -> None:
     given = tensors()
     expected = {name: tensor.detach().resolve_conj().clone() for name, tensor in given.items()}
-    with staged(plan_hf(given)) as save:
+    with staged(make_hf_stager(given)) as save:
         for tensor in given.values():
             (tensor if tensor._base is None else tensor._base).detach().zero_()
         given.clear()
@@ -210,78 +213,20 @@ def test_no_copy_of_a_conversion_is_left_behind(tmp_path: Path) -> None:
             most = max(most, int(status[1]) * 4096)
         return [(name, tensor * 2)]
 
-    plan = plan_hf(given, to_hf=doubled)
+    plan = make_hf_stager(given, to_hf=doubled)
     plan.reserve()
     before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     save = plan.stage()
     save.release()
-    assert most - before < plan.written_bytes + 6 * 4 * MEBIBYTE
-
-
-@pytest.mark.parametrize("limit", [1, 9 * MEBIBYTE, 10**9])
-def test_writing_through(limit: int, tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    given = tensors() | {f"w{number}": torch.randn(1024, 1000 + number) for number in range(6)}
-    given["large"] = torch.randn(3 * 1024, 1024)
-    arguments: dict[str, Any] = {"shard_bytes": 20 * MEBIBYTE, "dtype": torch.float32}
-    export(tmp_path / "staged", given, **arguments)
-    (tmp_path / "through").mkdir()
-    with staged(plan_hf(given, **arguments), through=(tmp_path / "through", limit)) as save:
-        for tensor in given.values():
-            (tensor if tensor._base is None else tensor._base).detach().zero_()
-        write(save, tmp_path / "through")
-    assert_same_export(tmp_path / "through", tmp_path / "staged")
-
-
-def test_writing_through_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = 9 * MEBIBYTE
-    used: list[int] = []
-
-    class SlowWriter:
-        """The writer, on a disk that takes its time."""
-
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            self._writer = _native.ShardWriter(*arguments, **options)
-            self._threads: list[threading.Thread] = []
-            self.progress, self.abort = self._writer.progress, self._writer.abort
-
-        def write(self, *arguments: Any) -> None:
-            used.append(_native.staging_stats()["in_use"])
-            waiting = [arguments]
-            timer = threading.Timer(0.05, lambda: self._writer.write(*waiting.pop()))
-            self._threads.append(timer)
-            timer.start()
-
-        def finish(self) -> Any:
-            for thread in self._threads:
-                thread.join()
-            return self._writer.finish()
-
-    monkeypatch.setattr("tundish.checkpoint.hf.staged_export.ShardWriter", SlowWriter)
-    given = {f"w{number}": torch.randn(1024, 1024) for number in range(8)}
-    with staged(plan_hf(given), through=(tmp_path, limit)) as save:
-        write(save, tmp_path)
-    assert 4 * MEBIBYTE < max(used) <= limit
-    loaded = load_file(tmp_path / "model.safetensors")
-    assert all(loaded[name].equal(tensor) for name, tensor in given.items())
-
-
-def test_a_disk_that_fails_ends_writing_through(tmp_path: Path) -> None:
-    given = {f"w{number}": torch.randn(1024, 1024) for number in range(8)}
-    plan = plan_hf(given)
-    with pytest.raises(OSError, match="missing"):
-        plan.write_through(tmp_path / "missing", options(), MEBIBYTE)
-    (tmp_path / "model.safetensors").write_text("in the way")
-    with pytest.raises(OSError, match=r"model\.safetensors"):
-        plan.write_through(tmp_path, options(), MEBIBYTE)
+    assert most - before < plan.checkpoint_bytes + 6 * 4 * MEBIBYTE
 
 
 def test_progress_can_be_asked_for(tmp_path: Path) -> None:
     told: list[Callable[[], int]] = []
-    plan = plan_hf({"w": torch.randn(1024, 1024)})
+    plan = make_hf_stager({"w": torch.randn(1024, 1024)})
     with staged(plan) as save:
         save.wait_staged(10)
-        save.prewrite(tmp_path)
+        save.write_other_files(tmp_path)
         save.write(tmp_path, options(told.append))
     assert told[-1]() == plan.files[0].size
     assert not [thread for thread in threading.enumerate() if "tundish-hf" in thread.name]
@@ -319,7 +264,7 @@ class Dispatching(torch.Tensor):
 )
 def test_tensors_that_are_refused(make: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=rf"'layer\.w' .*({message})"):
-        plan_hf({"fine": torch.ones(2), "layer.w": make()})
+        make_hf_stager({"fine": torch.ones(2), "layer.w": make()})
 
 
 @pytest.mark.parametrize(
@@ -345,12 +290,12 @@ def test_tensors_that_are_refused(make: Any, kind: type[Exception], message: str
 )
 def test_arguments_that_are_refused(arguments: dict[str, Any], kind: type[Exception]) -> None:
     with pytest.raises(kind, match=f"(?i){'|'.join(arguments)}"):
-        plan_hf({"w": torch.ones(2)}, **arguments)
+        make_hf_stager({"w": torch.ones(2)}, **arguments)
 
 
 def test_planning_leaves_no_trace() -> None:
     in_use = _native.staging_stats()["in_use"]
-    plan = plan_hf(tensors())
+    plan = make_hf_stager(tensors())
     assert _native.staging_stats()["in_use"] == in_use
     plan.reserve()
     assert _native.staging_stats()["in_use"] > in_use
@@ -360,7 +305,7 @@ def test_planning_leaves_no_trace() -> None:
 
 
 def test_memory_is_given_back_by_release() -> None:
-    plan = plan_hf(tensors())
+    plan = make_hf_stager(tensors())
     plan.reserve()
     save = plan.stage()
     save.release()
@@ -369,14 +314,14 @@ def test_memory_is_given_back_by_release() -> None:
 
 
 def test_memory_that_there_is_not() -> None:
-    plan = plan_hf({"w": torch.zeros(1).expand(1 << 50)})
+    plan = make_hf_stager({"w": torch.zeros(1).expand(1 << 50)})
     with pytest.raises(MemoryError):
         plan.reserve()
     plan.release()
 
 
 def test_wait_staged_is_over_at_once() -> None:
-    with staged(plan_hf(tensors())) as save:
+    with staged(make_hf_stager(tensors())) as save:
         started = time.monotonic()
         save.wait_staged(0)
         save.wait_staged(None)

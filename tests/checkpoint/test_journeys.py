@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tundish.checkpoint.staging.buffers import Buffer, Place, Places
-from tundish.checkpoint.staging.tensor_copy import Block, copy_from_device, journeys
+from tundish.checkpoint.staging.tensor_copy import Block, copy_from_device, transfers
 
 _HOST = torch.device("cpu")
 
@@ -103,6 +103,6 @@ def test_small_ones_of_a_kind_travel_together_and_no_more_than_so_much() -> None
     large = ((torch.float32, torch.bfloat16), (1200, 500), "whole", 0)
     other = ((torch.float32, torch.float32), (5,), "whole", 0)
     block, _ = block_of([small] * 30 + [large] + [small] * 2 + [other] * 3)
-    found = list(journeys(block, _HOST))
+    found = list(transfers(block, _HOST))
     assert found == [[*range(27)], [*range(27, 30)], [30], [31, 32], [33, 34, 35]]
     block.buffer.release()

@@ -352,7 +352,7 @@ def test_verification_names_every_file_that_is_not_as_it_was(tmp_path: Path) -> 
     files = {"model": os.urandom(20 * MIB), "sub/config.json": b"{}", "lost": b"x", "cut": bytes(5000)}
     write_checkpoint(folder, files)
     seen: list[tuple[str, int, int]] = []
-    _native.verify_checkpoint(folder, progress=lambda *update: seen.append(update))
+    _native.verify_checkpoint(folder, set_progress=lambda *update: seen.append(update))
     assert all(phase == "verify" and done <= total for phase, done, total in seen)
     (folder / "lost").unlink()
     (folder / "more").write_bytes(b"")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from exporting import bits
 from tundish.checkpoint.hf.shards import Layout, assign, lay_out
-from tundish.checkpoint.staging.write_windows import PAGE
+from tundish.checkpoint.staging.buffers import PAGE
 from tundish.checkpoint.tensors import DTYPES, Facts
 from tundish.errors import InvalidInputError
 

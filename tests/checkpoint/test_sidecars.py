@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from exporting import export, staged, write
 from hf_worlds import SMALL
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.hf.stager import plan_hf
+from tundish.checkpoint.hf.stager import make_hf_stager
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError
 
 WEIGHTS = {"w": torch.ones(2)}
@@ -96,7 +96,7 @@ COPIED = {
 
 def test_a_source_folder_is_copied_without_its_weights(source: Path, tmp_path: Path) -> None:
     facts = export(tmp_path / "hf", WEIGHTS, source_dir=source)
-    plan = plan_hf(WEIGHTS, source_dir=source)
+    plan = make_hf_stager(WEIGHTS, source_dir=source)
     assert plan.written_bytes == sum(fact.size for fact in facts)
     plan.release()
     assert files(tmp_path / "hf") == COPIED
@@ -155,7 +155,7 @@ def test_a_config_that_is_given_goes_before_the_models(tmp_path: Path) -> None:
 
 def test_settings_are_those_of_the_call(tmp_path: Path) -> None:
     config = LlamaConfig(**SMALL)
-    with staged(plan_hf(WEIGHTS, config=config)) as save:
+    with staged(make_hf_stager(WEIGHTS, config=config)) as save:
         config.rms_norm_eps = 0.125
         write(save, tmp_path / "hf")
     assert json.loads(files(tmp_path / "hf")["config.json"])["rms_norm_eps"] != 0.125
@@ -173,7 +173,7 @@ class OwnConfig:
 
 def test_any_config_that_can_be_saved(tmp_path: Path) -> None:
     config = OwnConfig()
-    with staged(plan_hf(WEIGHTS, config=config)) as save:
+    with staged(make_hf_stager(WEIGHTS, config=config)) as save:
         config.value = 2
         write(save, tmp_path / "hf")
     assert files(tmp_path / "hf") == {"own.txt": b"1"}
@@ -218,7 +218,7 @@ def test_links_that_objects_write_become_what_they_lead_to(name: str, tmp_path: 
 def test_links_in_a_circle_that_objects_write_are_refused(tmp_path: Path) -> None:
     objects = Linking(tmp_path / "missing", circle=True)
     with pytest.raises(InvalidInputError, match="'deep/circle', a link that leads in a circle"):
-        plan_hf(WEIGHTS, config=objects)
+        make_hf_stager(WEIGHTS, config=objects)
     with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
         save = checkpointer.save_hf(1, WEIGHTS, tokenizer=objects)
         with pytest.raises(InvalidInputError, match="'deep/circle', a link that leads in a circle"):
@@ -246,25 +246,25 @@ def test_files_of_others_are_not_taken_for_ours(tmp_path: Path) -> None:
             # Another rank makes its files at the same time.
             (Path(folder) / "model.safetensors").write_text("x")
 
-    with staged(plan_hf(WEIGHTS, config=Meanwhile())) as save:
+    with staged(make_hf_stager(WEIGHTS, config=Meanwhile())) as save:
         (tmp_path / "of somebody else").write_text("x")
-        assert [fact.name for fact in save.prewrite(tmp_path)] == ["own.txt"]
+        assert [fact.name for fact in save.write_other_files(tmp_path)] == ["own.txt"]
 
 
 def test_links_that_lead_in_a_circle_are_refused(source: Path) -> None:
     (source / "assets" / "again").symlink_to(source)
     with pytest.raises(InvalidInputError, match="assets/again links to a folder that it lies in"):
-        plan_hf(WEIGHTS, source_dir=source)
+        make_hf_stager(WEIGHTS, source_dir=source)
     (source / "assets" / "again").unlink()
     (source / "self").symlink_to("self")
     with pytest.raises(InvalidInputError, match="self is a link that leads to itself"):
-        plan_hf(WEIGHTS, source_dir=source)
+        make_hf_stager(WEIGHTS, source_dir=source)
 
 
 def test_a_source_that_is_no_folder(source: Path) -> None:
     for path in (source / "config.json", source / "missing"):
         with pytest.raises(NotFoundError) as caught:
-            plan_hf(WEIGHTS, source_dir=path)
+            make_hf_stager(WEIGHTS, source_dir=path)
         assert caught.value.filename == str(path)
 
 
@@ -272,7 +272,7 @@ def test_a_source_that_is_no_folder(source: Path) -> None:
 def test_what_cannot_be_saved_is_refused(name: str) -> None:
     arguments: dict[str, Any] = {name: object()}
     with pytest.raises(InvalidTypeError, match=f"{name} is a object, which has no save_pretrained"):
-        plan_hf(WEIGHTS, **arguments)
+        make_hf_stager(WEIGHTS, **arguments)
 
 
 def test_a_config_that_fails_is_refused_at_once() -> None:
@@ -281,7 +281,7 @@ def test_a_config_that_fails_is_refused_at_once() -> None:
             raise KeyError("half a config")
 
     with pytest.raises(KeyError, match="half a config"):
-        plan_hf(WEIGHTS, config=Failing())
+        make_hf_stager(WEIGHTS, config=Failing())
 
 
 def test_links_that_lead_nowhere_are_left_out_whatever_they_say(source: Path, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_links_that_lead_nowhere_are_left_out_whatever_they_say(source: Path, tm
 
 
 def test_a_source_that_is_taken_away_after_the_call_is_copied(source: Path, tmp_path: Path) -> None:
-    with staged(plan_hf(WEIGHTS, source_dir=source)) as save:
+    with staged(make_hf_stager(WEIGHTS, source_dir=source)) as save:
         (source / "config.json").unlink()
         (source / "assets" / "deep").rename(tmp_path / "elsewhere")
         (source / "new").write_text("too late")
@@ -304,13 +304,13 @@ def test_a_source_that_is_taken_away_after_the_call_is_copied(source: Path, tmp_
 def test_names_in_a_source_that_are_no_text_are_refused(source: Path) -> None:
     Path(os.fsdecode(os.fsencode(source / "assets") + b"/caf\xe9.txt")).write_text("x")
     with pytest.raises(InvalidInputError, match=r"assets/caf.*is no UTF-8"):
-        plan_hf(WEIGHTS, source_dir=source)
+        make_hf_stager(WEIGHTS, source_dir=source)
 
 
 @pytest.mark.parametrize("given", [5, ["folder"]])
 def test_a_source_of_another_type_is_refused(given: Any) -> None:
     with pytest.raises(InvalidTypeError, match="source_dir is"):
-        plan_hf(WEIGHTS, source_dir=given)
+        make_hf_stager(WEIGHTS, source_dir=given)
 
 
 def test_nothing_of_a_source_stays_open(source: Path, tmp_path: Path) -> None:
@@ -320,16 +320,14 @@ def test_nothing_of_a_source_stays_open(source: Path, tmp_path: Path) -> None:
             os.readlink(link) for link in links if link.is_symlink() and str(tmp_path) in os.readlink(link)
         ]
 
-    plan = plan_hf(WEIGHTS, source_dir=source)
+    plan = make_hf_stager(WEIGHTS, source_dir=source)
     assert opened()
     plan.release()
     assert not opened()
-    for through in (None, (tmp_path / "through", 1)):
-        (tmp_path / "through").mkdir(exist_ok=True)
-        with staged(plan_hf(WEIGHTS, source_dir=source), through=through):
-            assert opened()
-        assert not opened()
+    with staged(make_hf_stager(WEIGHTS, source_dir=source)):
+        assert opened()
+    assert not opened()
     (source / "self").symlink_to("self")
     with pytest.raises(InvalidInputError):
-        plan_hf(WEIGHTS, source_dir=source)
+        make_hf_stager(WEIGHTS, source_dir=source)
     assert not opened()

@@ -1,4 +1,4 @@
-"""Copies during the next forward and backward: over before the optimizer steps, and never half of a step."""
+"""EagerCopy during the next forward and backward: over before the optimizer steps, and never half of a step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from torch import nn
 from exporting import staged, write
 from tundish import _native
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.hf.stager import plan_hf
+from tundish.checkpoint.hf.stager import make_hf_stager
 from tundish.checkpoint.staging import copies as staging
 from tundish.checkpoint.staging.buffers import Buffer, Place, Places
-from tundish.checkpoint.staging.copies import BackgroundCopy, Copies, begin_copies, optimizers_of, run_copies
+from tundish.checkpoint.staging.copies import EagerCopy, LazyCopy, begin_copies, optimizers_of, run_copies
 from tundish.checkpoint.staging.tensor_copy import Block
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -45,14 +45,14 @@ def no_leaks() -> Iterator[None]:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Background copies begin when this is set: as slow as a copy can be."""
     opened = threading.Event()
-    run = staging.Copies.run
+    run = staging.EagerCopy.run
 
-    def wait_and_run(self: staging.Copies) -> None:
+    def wait_and_run(self: staging.EagerCopy) -> None:
         if threading.current_thread() is not threading.main_thread():
             assert opened.wait(60)
         run(self)
 
-    monkeypatch.setattr(staging.Copies, "run", wait_and_run)
+    monkeypatch.setattr(staging.EagerCopy, "run", wait_and_run)
     yield opened
     opened.set()
 
@@ -89,7 +89,7 @@ def test_the_step_waits_for_the_copy(optimizer: Any, gate: threading.Event, tmp_
     for turn in range(3):
         gate.clear()
         expected = state(model)
-        with staged(plan_hf(model, staging="lazy", optimizer=steps)) as save:
+        with staged(make_hf_stager(model, staging="lazy", optimizer=steps)) as save:
             with pytest.raises(TimeoutError):
                 save.wait_staged(0.01)
             # The buffer changes in the forward, and what no optimizer has may change at any time.
@@ -110,7 +110,7 @@ def test_the_step_waits_for_the_copy(optimizer: Any, gate: threading.Event, tmp_
 def test_the_call_does_not_wait_for_the_copy(gate: threading.Event, tmp_path: Path) -> None:
     parameters = {f"w{number}": nn.Parameter(torch.zeros(1 << 20)) for number in range(8)}
     optimizer = torch.optim.SGD(parameters.values(), lr=1)
-    with staged(plan_hf(parameters, staging="lazy", optimizer=optimizer)) as save:
+    with staged(make_hf_stager(parameters, staging="lazy", optimizer=optimizer)) as save:
         with pytest.raises(TimeoutError):
             save.wait_staged(0)
         gate.set()
@@ -128,25 +128,25 @@ def test_the_copy_begins_when_the_fences_stand(monkeypatch: pytest.MonkeyPatch) 
     parameter = torch.zeros(3)
     optimizers = [torch.optim.SGD([parameter], lr=1), torch.optim.SGD([torch.zeros(1)], lr=1)]
     order: list[str] = []
-    add, run = staging._Fence.add, staging.Copies.run
+    add, run = staging._StepGate.add, staging.EagerCopy.run
 
-    def slowly_add(self: staging._Fence, copy: BackgroundCopy) -> None:
+    def slowly_add(self: staging._StepGate, copy: LazyCopy) -> None:
         # The thread is there already; it would be through by now.
         time.sleep(0.2)
         add(self, copy)
         order.append("fence")
 
-    def run_told(self: staging.Copies) -> None:
+    def run_told(self: staging.EagerCopy) -> None:
         order.append("copy")
         run(self)
 
-    monkeypatch.setattr(staging._Fence, "add", slowly_add)
-    monkeypatch.setattr(staging.Copies, "run", run_told)
+    monkeypatch.setattr(staging._StepGate, "add", slowly_add)
+    monkeypatch.setattr(staging.EagerCopy, "run", run_told)
     buffer = Buffer(12)
     block = Block(
         buffer=buffer, places=Places([Place(0, 12, torch.float32, (3,))]), sources=[parameter], names=["w"]
     )
-    copy = BackgroundCopy([block], optimizers)
+    copy = LazyCopy([block], optimizers)
     copy.start()
     copy.wait(time.monotonic() + 60)
     assert order == ["fence", "fence", "copy"]
@@ -161,7 +161,7 @@ def test_several_optimizers(gate: threading.Event, tmp_path: Path) -> None:
         torch.optim.Adam(model.head.parameters(), lr=1),
     ]
     expected = state(model)
-    with staged(plan_hf(model, staging="lazy", optimizer=optimizers)) as save:
+    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizers)) as save:
         model(torch.randn(4, 64)).backward()
         opener = threading.Timer(0.2, gate.set)
         opener.start()
@@ -187,7 +187,7 @@ def test_what_changes_otherwise_fails_the_save(change: Any, gate: threading.Even
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     model(torch.randn(4, 64)).backward()
-    with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
         change(model)
         gate.set()
         with pytest.raises(InvalidInputError, match=r"(layer\.weight|and more) changed while a lazy"):
@@ -200,9 +200,9 @@ def test_what_changes_after_the_copy_changes_nothing(tmp_path: Path) -> None:
     model = Net()
     expected = state(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
         save.wait_staged(60)
-        save.settle()
+        save.allow_changes()
         model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
         write(save, tmp_path / "hf")
     assert_holds(tmp_path / "hf", expected)
@@ -213,7 +213,7 @@ def test_gradients_may_be_cleared_and_memory_exchanged(gate: threading.Event, tm
     model(torch.randn(4, 64)).backward()
     expected = state(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
         model.zero_grad()
         optimizer.zero_grad(set_to_none=False)
         # As moving a model to another device or dtype does.
@@ -226,10 +226,10 @@ def test_gradients_may_be_cleared_and_memory_exchanged(gate: threading.Event, tm
 @pytest.mark.usefixtures("two_threads")
 def test_another_thread_copies_while_the_other_ranks_are_waited_for() -> None:
     values = torch.randint(256, (64 << 20,), dtype=torch.uint8)
-    plan = plan_hf({"w": values})
+    plan = make_hf_stager({"w": values})
     plan.reserve()
     try:
-        (image,) = plan._images
+        (image,) = plan._buffers
         deadline = time.monotonic() + 60
         while not image.bytes[-values.numel() :].equal(values):
             assert time.monotonic() < deadline
@@ -249,7 +249,7 @@ def test_what_the_optimizer_does_not_own_is_copied_at_once(gate: threading.Event
         sources=[parameter, other, parameter.detach().view(3)],
         names=["a", "b", "c"],
     )
-    copies: list[Copies | BackgroundCopy] = []
+    copies: list[EagerCopy | LazyCopy] = []
     begin_copies([block], [torch.optim.SGD([parameter], lr=1)], copies)
     run_copies(copies)
     assert targets.tolist() == [[0] * 3, [1] * 3, [0] * 3, [0] * 3]
@@ -272,7 +272,7 @@ def test_lazy_conversions_take_place_later(gate: threading.Event, tmp_path: Path
             threads.append(threading.current_thread().name)
         return [(f"{name}.t", tensor.t().contiguous() if tensor.ndim == 2 else tensor.clone())]
 
-    with staged(plan_hf(model, staging="lazy", optimizer=optimizer, to_hf=turned)) as save:
+    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer, to_hf=turned)) as save:
         model(torch.randn(4, 64)).backward()
         assert threads == []
         gate.set()
@@ -287,7 +287,7 @@ def test_lazy_conversions_take_place_later(gate: threading.Event, tmp_path: Path
 def test_a_save_that_is_given_up_holds_up_nothing() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
         save.wait_staged(60)
     model(torch.randn(4, 64)).backward()
     optimizer.step()
@@ -295,7 +295,7 @@ def test_a_save_that_is_given_up_holds_up_nothing() -> None:
 
 def test_memory_is_given_back_once_nothing_is_copied_into_it(gate: threading.Event) -> None:
     model = Net()
-    plan = plan_hf(model, staging="lazy", optimizer=torch.optim.SGD(model.parameters(), lr=1))
+    plan = make_hf_stager(model, staging="lazy", optimizer=torch.optim.SGD(model.parameters(), lr=1))
     plan.reserve()
     giving = threading.Thread(target=plan.stage().release)
     giving.start()
@@ -309,7 +309,7 @@ def test_memory_is_given_back_once_nothing_is_copied_into_it(gate: threading.Eve
 def test_optimizers_are_not_kept_alive() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
         save.wait_staged(60)
     remains = weakref.ref(optimizer)
     del optimizer, save
@@ -320,15 +320,15 @@ def test_optimizers_are_not_kept_alive() -> None:
 def test_an_error_of_the_copy_is_raised_by_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    run = staging.Copies.run
+    run = staging.EagerCopy.run
 
-    def fail(self: staging.Copies) -> None:
+    def fail(self: staging.EagerCopy) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise MemoryError("device")
         run(self)
 
-    monkeypatch.setattr(staging.Copies, "run", fail)
-    with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+    monkeypatch.setattr(staging.EagerCopy, "run", fail)
+    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
         model(torch.randn(4, 64)).backward()
         optimizer.step()
         with pytest.raises(MemoryError, match="device"):
@@ -356,11 +356,11 @@ def test_one_step_fences_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     for _ in range(3):
-        with staged(plan_hf(model, staging="lazy", optimizer=optimizer)) as save:
+        with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
             save.wait_staged(60)
     assert len(optimizer._optimizer_step_pre_hooks) == 1
     fenced: list[Any] = []
-    monkeypatch.setattr(BackgroundCopy, "fence", fenced.append)
+    monkeypatch.setattr(LazyCopy, "before_step", fenced.append)
     optimizer.step()
     assert fenced == []
 
@@ -382,7 +382,7 @@ def test_a_step_waits_also_after_ctrl_c_ended_an_earlier_wait(gate: threading.Ev
     optimizer = Adding(parameter)
     buffer, place = Buffer(4000), Place(0, 4000, torch.float32, (1000,))
     block = Block(buffer=buffer, places=Places([place]), sources=[parameter.detach()], names=["w"])
-    copy = BackgroundCopy([block], [optimizer])
+    copy = LazyCopy([block], [optimizer])
     copy.start()
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()

@@ -1,13 +1,10 @@
-"""The checkpointer: what a training loop calls.
+"""`Checkpointer`, which a training loop calls to save and load checkpoints.
 
-It owns an open root (`opening`) until it is closed or nobody has it any more, and takes saves through `taking`. What
-always holds:
-
-1. A save is refused on all ranks, before any tensor is exchanged or anything is written, or taken by all.
-2. All ranks make the same calls (`calls`) in the same order; a call that fails on one rank fails on all.
-3. Nothing is deleted before what replaces it is durable and recorded.
-4. A root is let go of when its saves are over, whatever interrupted the wait for them; the interpreter does not end
-   before, whether or not somebody still has the checkpointer.
+Invariants:
+    - A save is refused on all ranks, before tensors are exchanged or files written, or taken by all ranks.
+    - All ranks make the same calls in the same order; a call that fails on one rank fails on all.
+    - Nothing is deleted before what replaces it is durable and recorded.
+    - The root is released when its saves are over, whatever interrupts the wait for them.
 """
 
 from __future__ import annotations
@@ -20,106 +17,101 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tundish.checkpoint.collective_calls import CollectiveCalls
-from tundish.checkpoint.hf.stager import plan_hf
+from tundish.checkpoint.hf.stager import make_hf_stager
 from tundish.checkpoint.open_root import Arguments, OpenRoot, open_root
 from tundish.checkpoint.publish.failure_policy import OnFailure
 from tundish.checkpoint.publish.read_only_root import Checkpoints, Kind, check_step, plain_step
 from tundish.checkpoint.publish.retention import Checkpoint, Retention
-from tundish.checkpoint.save import DEFAULT_SHARD_BYTES, Save, Staging
+from tundish.checkpoint.save import Save
+from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
 from tundish.checkpoint.staging.buffers import trim
-from tundish.checkpoint.submit import Request, take
+from tundish.checkpoint.submit import Request, submit
 from tundish.errors import InvalidInputError, TimedOutError
-from tundish.timeouts import deadline_of
-from tundish.waiting import Thread, to_its_end
 
 __all__ = ["Checkpointer"]
 
+# How long an interrupted rank waits for the others to hear of it.
+_REPORT_SECONDS = 0.3
+
 _logger = logging.getLogger("tundish.checkpoint")
-_held: set[_Hold] = set()
+_open_roots: set[_RootHandle] = set()
 
 
-class _Hold:
-    """An open root, until it is let go of; it outlives a checkpointer that was dropped with saves under way."""
+class _RootHandle:
+    """Closes an open root once; it outlives a checkpointer that was dropped with saves under way."""
 
-    def __init__(self, opened: OpenRoot) -> None:
-        self.opened = opened
+    def __init__(self, root: OpenRoot) -> None:
+        self.root = root
         self.process = os.getpid()
         self.was_dropped = False
-        # Re-entrant for a signal's handler that closes what its own thread is closing.
-        self._turn = threading.RLock()
-        _held.add(self)
+        # Re-entrant for a signal handler that closes what its own thread is closing.
+        self._lock = threading.RLock()
+        _open_roots.add(self)
 
-    def let_go(self) -> None:
-        """Finish the saves under way and let go of the root. The second call does nothing."""
+    def close(self) -> None:
+        """Finish the saves under way and release the root. The second call does nothing."""
         if os.getpid() != self.process:
             return
-        with self._turn:
-            for lane in self.opened.lanes.values():
-                lane.finish()
-            # Ctrl-C in the middle would lose what was being closed.
-            to_its_end(self._let_go_of_all)
-
-    def _let_go_of_all(self) -> None:
-        for lane in self.opened.lanes.values():
-            lane.close()
-        self.opened.resources.close()
-        _held.discard(self)
-        if not _held:
-            # As much as a model and its optimizer, which nobody needs until a root is opened again.
-            trim()
+        with self._lock:
+            for queue in self.root.queues.values():
+                queue.finish()
+            for queue in self.root.queues.values():
+                queue.close()
+            self.root.resources.close()
+            _open_roots.discard(self)
+            if not _open_roots:
+                # As large as a model and its optimizer; nobody needs it until a root is opened again.
+                trim()
 
     def drop(self) -> None:
-        """Nobody has the checkpointer any more."""
+        """Called when the checkpointer is garbage."""
         self.was_dropped = True
-        self.let_go_later()
+        self.close_later()
 
-    def let_go_later(self) -> None:
-        """As `let_go`, without waiting for it."""
-        # An interpreter that is ending starts no threads, and lets go of everything itself.
-        if self in _held and os.getpid() == self.process:
+    def close_later(self) -> None:
+        """Close on another thread."""
+        if self in _open_roots and os.getpid() == self.process:
+            # An interpreter that is ending starts no thread, and closes everything itself.
             with contextlib.suppress(RuntimeError):
-                Thread(self.let_go, "tundish-close").start()
+                threading.Thread(target=self.close, name="tundish-close", daemon=True).start()
 
 
 class Checkpointer:
     """Saves checkpoints under one folder while training goes on. Collective over `group`; a context manager.
 
     A checkpoint appears under its name, `hf-<step>` or `dcp-<step>`, when all of it is durable, or never. Saves
-    return when the tensors are in host memory; files are written in the background by threads that leave
-    the processors to the training. One save a kind is written at a time.
+    return when the tensors are in host memory; background threads write the files. One save of each kind is written
+    at a time. A checkpointer whose collective call was interrupted (Ctrl-C) is closed: its next call raises.
 
     Args:
-        root: the folder of all checkpoints, the same one on all ranks; made where its parent exists.
-        group: the ranks that save together (None: all ranks of the job, or this process alone).
-        keep_last: untagged checkpoints of each kind to keep; None keeps all. The newest is always kept.
-        keep_every: also keep untagged ones whose step is a multiple of this.
-        keep: also keep what this function of a `Checkpoint` says, tagged or not.
-        keep_tagged: how many of each tag to keep; tags that are not named keep all of theirs.
-        on_failure: what a save that fails in the background does: "terminate" ends this process (a
-            launcher then restarts the job from the last good checkpoint), "raise" raises at the next call, a
-            function gets the error. The save's future has the error in any case.
-        writers_per_node: processes of a node that write at once; None: `TUNDISH_WRITERS_PER_NODE`, else 1.
-        staging_limit_bytes: host memory of each rank for staging, the same on all; a save that exceeds what is
-            free waits for the one before it; one that is larger is written while the caller waits, in as much, unless
-            one tensor alone needs more. None does not bound it.
-        checksum: "crc64" records CRC-64/NVME of every file; None none: nobody can tell later whether a byte changed.
+        root: the folder of all checkpoints, the same on all ranks; created if its parent exists.
+        group: the process group of the ranks that save together. None: all ranks of the job, or this process alone.
+        keep_last: how many untagged checkpoints of each kind to keep; None keeps all. The newest always stays.
+        keep_every: also keep untagged checkpoints whose step is a multiple of this.
+        keep: also keep the checkpoints for which this function of a `Checkpoint` returns True, tagged or not.
+        keep_tagged: how many checkpoints of each tag to keep; tags that are not named keep all of theirs.
+        on_failure: what to do when a save fails in the background. "terminate" ends this process, so that a launcher
+            restarts the job from the last good checkpoint. "raise" raises at the next call. A function gets the
+            error. The save's future has the error in any case.
+        writers_per_node: how many processes of a node write at once. None: `TUNDISH_WRITERS_PER_NODE`, else 1.
+        staging_limit_bytes: host memory of each rank for staging, the same on all ranks. A save waits until earlier
+            saves leave enough of it; a save that is larger than the limit is refused. None sets no limit.
+        checksum: "crc64" records CRC-64/NVME of every file. With None nobody can tell later whether a byte changed.
         timeout: seconds that a step of a save waits for the other ranks.
-        on_published: functions of a published path, called on this rank in the background. One that fails, fails the
-            save's future and nothing else; so does `keep`.
-        on_event: called with "staged", "written", "voted" or "published", the kind and the step, for those
-            who watch the order of things.
+        on_published: functions that are called with each published path, on this rank, in the background. One that
+            raises fails the save's future and nothing else; so does `keep`.
+        on_event: function that is called with "staged", "written", "voted" or "published", the kind and the step.
 
     Raises:
-        InvalidInputError: an argument that cannot be used, or that is another one on another rank. The ranks may
-            differ in `on_failure`, `on_published`, `on_event` and what `keep` does, and in nothing else.
-        StorageError: a root that is a file, is not writable, or is another folder on another rank.
-        RootInUseError: another job saves there, and still does after a minute, in which it may end.
+        InvalidInputError: an argument cannot be used, or differs between ranks. Ranks may differ in `on_failure`,
+            `on_published`, `on_event` and in what `keep` does.
+        StorageError: the root is a file, is not writable, or is another folder on another rank.
+        RootInUseError: another job saves there, and still does after a minute.
     """
 
     def __init__(
@@ -140,10 +132,13 @@ class Checkpointer:
         on_event: Callable[[str, str, int], Any] | None = None,
     ) -> None:
         self._process = os.getpid()
-        self._closed = False
+        # None while it is open, else why it was closed, for the message.
+        self._closed_by: str | None = None
+        # The collective call that each thread is in.
+        self._current = threading.local()
         arguments = Arguments(
             root=root,
-            retention=functools.partial(
+            make_retention=functools.partial(
                 Retention,
                 keep_last=keep_last,
                 keep_every=keep_every,
@@ -157,16 +152,15 @@ class Checkpointer:
             on_published=on_published,
             on_event=on_event,
         )
-        # A notebook that runs a cell again opens the root that the cell had open before.
-        for hold in list(_held):
-            if hold.was_dropped:
-                hold.let_go()
-        self._opened = open_root(arguments, group, timeout)
-        self.path = self._opened.path
-        self._calls = CollectiveCalls(self._opened.voter)
-        self._hold = _Hold(self._opened)
-        # Whoever drops it, as a function does that returns, has its saves finished all the same.
-        weakref.finalize(self, self._hold.drop).atexit = False
+        # A notebook that runs a cell again opens the root that the cell opened before.
+        for handle in list(_open_roots):
+            if handle.was_dropped:
+                handle.close()
+        self._root = open_root(arguments, group, timeout)
+        self.path = self._root.path
+        self._handle = _RootHandle(self._root)
+        # A checkpointer that is dropped without `close` has its saves finished all the same.
+        weakref.finalize(self, self._handle.drop).atexit = False
 
     # ---- Saving ----
 
@@ -190,43 +184,47 @@ class Checkpointer:
         """Collective: save a Hugging Face export of `step`; returns when the tensors are staged.
 
         Args:
-            step: a whole number of at least 0, above every published one.
-            model_or_tensors: an `nn.Module` (of one that holds adapters of peft, these alone); a mapping of names to
-                tensors or DTensors; or a mapping of prefixes to modules, for composed models.
-            config: has `save_pretrained`; by default the model's own. None of a model that holds adapters.
-            tokenizer: tokenizer or processor, likewise.
-            dtype: convert floating-point tensors to this.
-            shard_bytes: no file holds more, unless one tensor does, or the file is an adapter's.
-            source_dir: take everything but the weights from this folder, which is not the root; where both it and the
-                model, `config` or `tokenizer` have a file of one name, that of the latter.
-            to_hf: converts names and tensors, one at a time, of models whose training layout differs:
-                called with a name and its tensor, gives pairs of them.
-            staging: "eager" copies before it returns; "lazy" returns at once, copies during the next forward and
-                backward, and holds up `optimizer.step()` until it is done. Changes by anybody else in between fail the
-                save, but for those through `.data`, which torch does not count.
-            optimizer: of a lazy staging.
+            step: a whole number of at least 0, above every published step.
+            model_or_tensors: an `nn.Module` (of one that holds peft adapters, only these are saved); a mapping of
+                names to tensors or DTensors; or a mapping of prefixes to modules, for composed models.
+            config: object with `save_pretrained`; by default the model's own. None for a model that holds adapters.
+            tokenizer: tokenizer or processor, with `save_pretrained`.
+            dtype: convert floating-point tensors to this torch dtype.
+            shard_bytes: largest size of a file in bytes, unless one tensor is larger or the file is an adapter's.
+            source_dir: copy everything but the weights from this folder, which must not be the root. Files of the
+                model, `config` or `tokenizer` take precedence.
+            to_hf: converts names and tensors, for models whose training layout differs: takes a name and its tensor,
+                returns pairs of them.
+            staging: "eager" copies before the call returns. "lazy" copies during the next forward and backward and
+                holds up `optimizer.step()` until the copy is done. Other changes of the tensors before that fail the
+                save, except writes through `.data`, which torch does not count.
+            optimizer: the optimizer, or a list of them, whose step a lazy save holds up.
             tag: a name for retention ("snapshot").
-            overwrite: exchange a published checkpoint of this step. Whoever reads that is waited for in the background,
-                up to half of `timeout`; then the save fails with `CheckpointInUseError`.
+            overwrite: replace a published checkpoint of this step. The save waits in the background for those who
+                read it, up to half of `timeout`; then it fails with `CheckpointInUseError`.
             blocking: return when the checkpoint is published.
 
-        Returns a future of the published path.
+        Returns:
+            A future of the published path.
 
-        Raises what is wrong with the arguments or the tensors, on all ranks: `InvalidInputError`, `InvalidTypeError`
-        (also for a model that mixes kinds of adapters), `StepExistsError`, `StepOrderError`, `StorageError` (too
-        little disk). With `on_failure="raise"` also what an earlier save failed with.
+        Raises:
+            InvalidInputError: an argument or a tensor cannot be used; on all ranks, as all errors here.
+            InvalidTypeError: likewise; also for a model that mixes kinds of adapters.
+            StepExistsError: the step is published.
+            StepOrderError: the step is below the newest.
+            StorageError: the disk has too little room.
+            Exception: with `on_failure="raise"`, what an earlier save failed with.
         """
-        opened, calls = self._opened, self._calls
-
-        def save() -> Save:
+        root = self._root
+        with self._collective("save_hf"):
             request = Request(
                 kind="hf",
                 step=plain_step(step),
                 tag=tag,
                 overwrite=overwrite,
                 blocking=blocking,
-                make_plan=functools.partial(
-                    plan_hf,
+                make_stager=functools.partial(
+                    make_hf_stager,
                     model_or_tensors,
                     config=config,
                     tokenizer=tokenizer,
@@ -237,14 +235,12 @@ class Checkpointer:
                     to_hf=to_hf,
                     staging=staging,
                     optimizer=optimizer,
-                    group=opened.group,
-                    background_group=opened.background_group,
-                    are_nodes_alike=opened.are_nodes_alike,
+                    group=root.group,
+                    exchange_group=root.exchange_group,
+                    are_nodes_alike=root.are_nodes_alike,
                 ),
             )
-            return take(opened, request, leave=calls.leave)
-
-        return calls.make("save_hf", self._check_call, save)
+            return submit(root, request)
 
     def save_dcp(
         self,
@@ -261,26 +257,31 @@ class Checkpointer:
     ) -> Save:
         """Collective: save a torch DCP checkpoint of `step`; returns when the tensors are staged.
 
+        The files are plain DCP, which `torch.distributed.checkpoint.load` reads.
+
         Args:
-            step: a whole number of at least 0, above every published one.
+            step: a whole number of at least 0, above every published step.
             state_dict: nested, of tensors, DTensors and other objects, as `torch.distributed.checkpoint` takes it.
             extra: facts about the run (step, epoch, consumed tokens), the same on all ranks; JSON.
             rank_extra: what this rank alone has to remember (state of its loader and sampler).
             staging, optimizer, tag, overwrite, blocking: as for `save_hf`.
 
-        Returns and raises as `save_hf`. The files are plain DCP, which `torch.distributed.checkpoint.load` reads.
-        """
-        opened, calls = self._opened, self._calls
+        Returns:
+            A future of the published path.
 
-        def save() -> Save:
+        Raises:
+            Exception: as `save_hf`.
+        """
+        root = self._root
+        with self._collective("save_dcp"):
             request = Request(
                 kind="dcp",
                 step=plain_step(step),
                 tag=tag,
                 overwrite=overwrite,
                 blocking=blocking,
-                make_plan=functools.partial(
-                    opened.dcp.plan,
+                make_stager=functools.partial(
+                    root.dcp.plan,
                     state_dict,
                     extra=extra,
                     rank_extra=rank_extra,
@@ -289,140 +290,140 @@ class Checkpointer:
                 ),
                 extra=extra,
             )
-            return take(opened, request, leave=calls.leave)
+            return submit(root, request)
 
-        return calls.make("save_dcp", self._check_call, save)
-
-    # ---- What is there ----
+    # ---- Reading ----
 
     def list(self, kind: Kind | None = None) -> Checkpoints:
-        """All published checkpoints, one kind after the other and each by step, or one kind's. Not collective."""
+        """All published checkpoints, or those of one kind; each kind sorted by step. Not collective."""
         self._raise_pending()
-        return self._opened.view.list(kind)
+        return self._root.view.list(kind)
 
     def latest(self, kind: Kind = "hf") -> Path | None:
         """The newest published checkpoint of `kind`; None where there is none. Not collective."""
         self._raise_pending()
-        return self._opened.view.latest(kind)
+        return self._root.view.latest(kind)
 
     def verify(self, path: str | os.PathLike[str]) -> builtins.list[str]:
         """Read every byte of a checkpoint again, as `tundish.checkpoint.verify`. Not collective."""
         self._raise_pending()
-        return self._opened.view.verify(path)
+        return self._root.view.verify(path)
 
     def reading(self, step: int, kind: Kind = "hf") -> contextlib.AbstractContextManager[Path]:
-        """Keep the checkpoint of `step` from being pruned while the block reads it. Not collective."""
+        """Keep the checkpoint of `step` from being removed while the block reads it. Not collective."""
         self._raise_pending()
-        return self._opened.view.reading(step, kind)
+        return self._root.view.reading(step, kind)
 
     def protect(self, step: int) -> None:
-        """Keep the checkpoints of `step`, whatever retention says, as long as this checkpointer lives. Not collective.
+        """Keep the checkpoints of `step` whatever retention says, as long as this checkpointer is open. Not collective.
 
-        Any rank may say it, of a step that is yet to come too. The first rank, which removes what is old, knows at once
-        what it says itself, and hears what another one says with the next save that begins after it.
+        Any rank may protect any step, also a future one. The first rank, which removes old checkpoints, hears of it
+        with the next save that begins afterwards.
         """
         self._check_open()
         self._raise_pending()
         step = check_step(plain_step(step))
-        self._opened.protected.add(step)
-        if self._opened.owner is not None:
-            self._opened.owner.protect([step])
+        self._root.protected.add(step)
+        if self._root.writable is not None:
+            self._root.writable.protect([step])
 
     def discard_after(self, step: int) -> None:
-        """Collective: set all checkpoints above `step` aside, after a rollback to it.
+        """Collective: set all checkpoints above `step` aside, after a rollback to it. Nothing is deleted.
 
-        Saving below the newest step is refused; this makes `step` the newest. What is set aside is not deleted.
-        Call it on all ranks, whether there is anything above or not: what one rank sees of the root may be older.
+        Saving below the newest step is refused; this makes `step` the newest. Call it on all ranks, whether or not
+        there is anything above.
         """
-        opened, step = self._opened, plain_step(step)
-
-        def discard() -> None:
-            # Before anything is set aside, all ranks agree on what.
-            with opened.voted(f"discard_after of step {step}"):
-                opened.failure.raise_pending()
+        root, step = self._root, plain_step(step)
+        with self._collective("discard_after"):
+            # All ranks agree before anything is set aside.
+            with root.voted(f"discard_after of step {step}"):
+                root.failure.raise_pending()
                 check_step(step)
-                if any(lane.steps_under_way() for lane in opened.lanes.values()):
+                if any(queue.steps_under_way() for queue in root.queues.values()):
                     raise InvalidInputError("a save is under way: wait() for it before discarding steps")
-            with opened.voted(f"setting aside what is above step {step}"):
-                if opened.owner is not None:
-                    opened.owner.discard_after(step)
-
-        self._calls.make("discard_after", self._check_call, discard)
+            with root.voted(f"setting aside what is above step {step}"):
+                if root.writable is not None:
+                    root.writable.discard_after(step)
 
     def load_dcp(
         self, state_dict: dict[str, Any], step: int | None = None, *, verify: bool = True
     ) -> tuple[dict[str, Any], Mapping[int, Any]]:
-        """Collective: load a DCP checkpoint into `state_dict`, in place, on this world size whatever it was saved on.
+        """Collective: load a DCP checkpoint into `state_dict`, in place, on any number of ranks.
 
-        A DCP save that is under way is waited for. Whoever trains on from what was loaded calls `discard_after` next:
-        newer checkpoints of either kind would be in the way of the saves to come.
+        A DCP save that is under way is waited for. To train on from what was loaded, call `discard_after` next: newer
+        checkpoints of either kind would be in the way of later saves.
 
         Args:
-            state_dict: as it was saved, or parts of it, with the tensors to load into; empty for `extra` alone.
-            step: the checkpoint, the same on all ranks; None takes the newest whole one: where the newest is damaged,
-                the one before it, with an error in the log. A step that is named raises instead.
-            verify: read all bytes first, each rank a part of them, and compare their checksums; of files that were
-                saved without one only the sizes, with a warning in the log. Floating-point values are converted to the
-                dtype that they find.
+            state_dict: as it was saved, or parts of it, with the tensors to load into; empty to get `extra` alone.
+                Floating-point values are converted to the dtype of the target.
+            step: the checkpoint, the same on all ranks. None takes the newest whole one: a damaged one is passed over
+                with an error in the log. A step that is named raises instead.
+            verify: read all bytes first, each rank a part of them, and compare their checksums; sizes alone, with a
+                warning, where no checksum was recorded.
 
-        Returns `extra` and the `rank_extra` of every rank that saved, by rank: a mapping that reads what this rank has
-        not read yet when it is asked for it, and equals, and is pickled as, the dict of all. `dict(rank_extras)` reads
-        all of them now; where the checkpoint is removed before, looking up raises `NotFoundError`.
+        Returns:
+            `extra`, and a mapping of each rank that saved to its `rank_extra`. The mapping reads what this rank has
+            not read yet when it is looked up. `dict(rank_extras)` reads everything now.
 
-        Raises `NotFoundError` where there is none, `CorruptCheckpointError`, `CheckpointInUseError` where somebody
-        locks readers out of it, and `StateMismatchError` where `state_dict` does not fit, on all ranks.
+        Raises:
+            NotFoundError: there is no checkpoint; on all ranks, as all errors here.
+            CorruptCheckpointError: the checkpoint, or every checkpoint, is damaged.
+            CheckpointInUseError: another process locks readers out of it.
+            StateMismatchError: `state_dict` does not fit.
         """
-        opened, step = self._opened, plain_step(step)
+        root, step = self._root, plain_step(step)
+        with self._collective("load_dcp"):
+            # A save of this checkpointer is visible to its load.
+            root.queues["dcp"].wait(None)
+            with root.voted("load_dcp"):
+                root.failure.raise_pending()
+            return root.dcp.load(state_dict, view=root.view, step=step, verify=verify)
 
-        def load() -> tuple[dict[str, Any], Mapping[int, Any]]:
-            # What this checkpointer was given to save is there when it loads.
-            opened.lanes["dcp"].wait(None)
-            with opened.voted("load_dcp"):
-                opened.failure.raise_pending()
-            return opened.dcp.load(state_dict, view=opened.view, step=step, verify=verify)
-
-        return self._calls.make("load_dcp", self._check_call, load)
-
-    # ---- Waiting, failing, ending ----
+    # ---- Waiting and closing ----
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until no save is under way. Not collective.
 
-        Raises `TimedOutError`; with `on_failure="raise"` what a save failed with.
+        Args:
+            timeout: seconds to wait; None waits without end.
+
+        Raises:
+            TimedOutError: a save is not over in time.
+            Exception: with `on_failure="raise"`, what a save failed with.
         """
         self._refuse_in_callback("wait")
-        deadline = deadline_of(timeout)
-        for lane in self._opened.lanes.values():
-            if not lane.wait(None if deadline is None else deadline - time.monotonic()):
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for queue in self._root.queues.values():
+            if not queue.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 raise TimedOutError(
-                    f"saves of steps {lane.steps_under_way()} were not over within {timeout} s"
+                    f"saves of steps {queue.steps_under_way()} were not over within {timeout} s"
                 )
-        self._opened.failure.raise_pending()
+        self._root.failure.raise_pending()
 
     def stats(self) -> dict[str, Any]:
-        """Bytes of host memory that staging uses, and steps under way, by kind."""
+        """Bytes of host memory that staging uses, and the steps under way, by kind."""
         self._raise_pending()
         return {
-            "staging": self._opened.budget.stats(),
-            "under_way": {kind: lane.steps_under_way() for kind, lane in self._opened.lanes.items()},
+            "staging": self._root.budget.stats(),
+            "under_way": {kind: queue.steps_under_way() for kind, queue in self._root.queues.items()},
         }
 
     def close(self) -> None:
-        """Finish the saves under way and let go of the root. The second call does nothing.
+        """Finish the saves under way and release the root. The second call does nothing.
 
-        Where Ctrl-C ends the wait, the saves go on and the root is let go of when they are over; another call waits
-        for that. With `on_failure="raise"` it raises what a save failed with, when everything is let go of.
+        Where Ctrl-C ends the wait, the saves go on and the root is released when they are over. With
+        `on_failure="raise"` it raises what a save failed with, after everything is released.
         """
         if os.getpid() != self._process:
             return
         self._refuse_in_callback("close")
-        self._closed = True
+        self._closed_by = self._closed_by or ""
         try:
-            self._hold.let_go()
+            self._handle.close()
         except BaseException:
-            self._hold.let_go_later()
+            self._handle.close_later()
             raise
-        self._opened.failure.raise_pending()
+        self._root.failure.raise_pending()
 
     def __enter__(self) -> Self:
         return self
@@ -433,54 +434,89 @@ class Checkpointer:
         try:
             self.close()
         except Exception:
-            # What ends the block tells more than what the close has to add.
+            # The error that ends the block says more than the one of closing.
             if error is None:
                 raise
             _logger.exception("a save failed while another error ended the block")
+
+    @contextlib.contextmanager
+    def _collective(self, call: str) -> Iterator[None]:
+        """A block in which this rank makes a collective call; an interrupt in it closes the checkpointer."""
+        self._check_open()
+        self._refuse_in_callback(call)
+        outer = getattr(self._current, "call", None)
+        if outer is not None:
+            raise InvalidInputError(
+                f"{call}() was called inside {outer}(), by a signal handler or a function that was given: the other "
+                "ranks cannot know of it. Have the handler set a flag, and save between two steps"
+            )
+        self._current.call = call
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            self._close_after_interrupt(call, interrupt)
+            raise
+        finally:
+            self._current.call = None
+
+    def _close_after_interrupt(self, call: str, interrupt: BaseException) -> None:
+        """Tell the other ranks that this one left the call, and close."""
+        self._closed_by = f": {call}() was interrupted by {type(interrupt).__name__}; make a new one"
+        root = self._root
+        try:
+            with contextlib.suppress(Exception):
+                root.voter.vote(interrupt, what=call, timeout=_REPORT_SECONDS)
+        except BaseException as caught:
+            if caught is not interrupt:
+                raise
+        finally:
+            # Ranks that wait for this one in a vote or an exchange fail now; saves under way have voters of their own.
+            root.voter.close()
+            root.dcp.close()
+            if root.exchange_group is not None:
+                root.exchange_group.close()
+            self._handle.close_later()
 
     def _check_open(self) -> None:
         if os.getpid() != self._process:
             raise InvalidInputError(
                 "this checkpointer was made before a fork: use it in the process that made it"
             )
-        # The functions of the saves that a close waits for come before it.
-        if self._closed and not self._is_in_callback():
-            raise InvalidInputError("this checkpointer is closed")
+        # Callbacks of the saves that a close waits for may still use it.
+        if self._closed_by is not None and not self._is_in_callback():
+            raise InvalidInputError(f"this checkpointer is closed{self._closed_by}")
 
     def _raise_pending(self) -> None:
-        """Raise what a save failed with, to whoever trains; nobody else is to hear of it first."""
+        """Raise what a save failed with, on the training thread; a callback must not take the error away."""
         if not self._is_in_callback():
-            self._opened.failure.raise_pending()
-
-    def _check_call(self, call: str) -> None:
-        self._check_open()
-        self._refuse_in_callback(call)
+            self._root.failure.raise_pending()
 
     def _refuse_in_callback(self, call: str) -> None:
-        """Refuse what waits for saves, or for other ranks, on the thread of a save."""
         if self._is_in_callback():
             raise InvalidInputError(
                 f"{call}() in a callback of a save would wait for that save itself: call it on the thread that trains"
             )
 
     def _is_in_callback(self) -> bool:
-        """Whether a function of the user's is called, on the thread of a save."""
-        return any(lane.is_own_thread() for lane in self._opened.lanes.values())
+        """Whether the caller is a function of the user's on the thread of a save."""
+        return any(queue.is_own_thread() for queue in self._root.queues.values())
 
 
 def _finish_saves() -> None:
     """Finish the saves that are under way when the interpreter exits; Ctrl-C gives them up."""
-    for hold in list(_held):
+    for handle in list(_open_roots):
         try:
-            hold.let_go()
-            hold.opened.failure.raise_pending()
+            handle.close()
+            handle.root.failure.raise_pending()
         except KeyboardInterrupt:
             _logger.warning(
-                "saves under %s were given up; the next start removes what they left", hold.opened.path
+                "saves under %s were given up; the next start removes what they left", handle.root.path
             )
             return
         except Exception:
-            _logger.exception("a save under %s failed", hold.opened.path)
+            _logger.exception("a save under %s failed", handle.root.path)
 
 
 # Not `atexit`, whose functions run when Python 3.12 starts no thread any more, which votes need.

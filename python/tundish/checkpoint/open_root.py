@@ -1,7 +1,8 @@
-"""How a checkpointer is opened: what is refused of its arguments, and all that it holds as long as it is open.
+"""Opens a root for a checkpointer: checks the arguments and makes everything that it holds while it is open.
 
-What always holds: ranks open together or fail together, each with a reason; what was taken before a failure is let go
-of; one root is owned by one checkpointer, through the group's first rank.
+Invariants:
+    - Ranks open together or fail together, each with a reason. What was made before a failure is closed.
+    - One checkpointer holds the root's writer lock, through the group's first rank.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from tundish.timeouts import timeout_seconds
 __all__ = ["Arguments", "OpenRoot", "open_root"]
 
 _NONCE = ".tundish-opening"
-# Groups in which gloo connects every rank with every other one, once saves need them: for tensors, callers and plans.
-_MESHES = 3
+# Groups in which gloo connects every rank with every other one, once saves need them.
+_GLOO_GROUPS = 3
 
 _logger = logging.getLogger("tundish.checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What `Checkpointer` was given, but for its group and its timeout. `retention`: makes what is kept."""
+    """The arguments of `Checkpointer` but its group and timeout. `make_retention` checks and makes the retention."""
 
     root: Any
-    retention: Callable[[], Retention]
+    make_retention: Callable[[], Retention]
     on_failure: OnFailure
     writers_per_node: Any
     staging_limit_bytes: Any
@@ -58,49 +59,57 @@ class Arguments:
 class OpenRoot:
     """An open root as one rank holds it.
 
-    `index`: of this rank in the group. `owner`: on the first rank alone. `voter`: of the callers' threads.
-    `background_group`: for tensors that travel in host memory; None in a world of one. `are_nodes_alike`: whether all
-    nodes have as many ranks. `protected`: the steps that this rank was told to keep. `resources`: closes everything,
-    once the lanes are closed.
+    Attributes:
+        path: the folder of all checkpoints.
+        group: the process group that the user gave, or None.
+        world_size: number of ranks in the group.
+        timeout: seconds that a step waits for the other ranks.
+        voter: of the caller's thread.
+        failure: what a failure in the background does.
+        budget: host memory for staging.
+        writable: the root with its writer lock, on the first rank; None on the others.
+        view: reads the root.
+        exchange_group: for tensors that travel through host memory; None in a world of one.
+        are_nodes_alike: whether all nodes have as many ranks.
+        dcp: saves and loads DCP checkpoints.
+        queues: the saves under way, by kind.
+        protected: the steps that this rank protects.
+        resources: closes everything, after the queues.
     """
 
     path: Path
     group: Any
-    index: int
     world_size: int
     timeout: float
     voter: Voter
     failure: FailurePolicy
     budget: StagingBudget
-    owner: WritableRoot | None
+    writable: WritableRoot | None
     view: ReadOnlyRoot
-    background_group: PrivateGroup | None
+    exchange_group: PrivateGroup | None
     are_nodes_alike: bool
     dcp: DcpSaver
-    lanes: Mapping[Kind, SaveQueue]
+    queues: Mapping[Kind, SaveQueue]
     protected: set[int]
     resources: contextlib.ExitStack
 
     def voted(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Collective: a block of fallible work that ends in a vote; ranks that make different calls are told so."""
+        """Collective: a block that ends in a vote; ranks that make different calls raise an error that says so."""
         return self.voter.agreed(what, same=what, timeout=self.timeout)
 
 
 def open_root(arguments: Arguments, group: Any, timeout: Any) -> OpenRoot:
-    """Collective over `group`: open the root.
-
-    Raises what `Checkpointer` says.
-    """
+    """Collective over `group`: open the root. Raises as `Checkpointer` does."""
     member = group_info(group)
     index, world_size = member.ranks.index(member.rank), len(member.ranks)
     seconds = timeout_seconds(timeout)
-    owner: WritableRoot | None = None
+    writable: WritableRoot | None = None
     with contextlib.ExitStack() as stack:
         voter = stack.enter_context(Voter(group, timeout=seconds))
-        # The first rank waits for an owner that is dying, and the others for the first rank.
+        # The first rank waits for a writer that is ending, and the others for the first rank.
         with voter.agreed("opening", same="opening", timeout=seconds + WAIT_SECONDS):
             path = path_of(arguments.root, "root")
-            retention = arguments.retention()
+            retention = arguments.make_retention()
             budget = StagingBudget(arguments.staging_limit_bytes)
             failure = FailurePolicy(arguments.on_failure, member.rank)
             writers = _writers_per_node(arguments.writers_per_node)
@@ -109,83 +118,84 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> OpenRoot:
             if arguments.checksum not in ("crc64", None):
                 raise InvalidInputError(f"checksum is {arguments.checksum!r}: give 'crc64' or None")
             if index == 0:
-                owner = WritableRoot(path, retention)
-                stack.callback(owner.close)
-                owner.tell_recovered()
-        told = {
+                writable = WritableRoot(path, retention)
+                stack.callback(writable.close)
+                writable.log_recovered()
+        shared = {
             "keep_last": retention.keep_last,
             "keep_every": retention.keep_every,
             "keep": None if retention.keep is None else "a function",
             "keep_tagged": dict(sorted(retention.keep_tagged.items())),
-            # Not what the environment says: nodes may be of different sizes.
+            # Not the environment variable: nodes may be of different sizes.
             "writers_per_node": arguments.writers_per_node,
             "staging_limit_bytes": budget.limit,
             "checksum": arguments.checksum,
             "timeout": seconds,
         }
-        are_nodes_alike = _meet(path, voter, seconds, is_first=index == 0, told=told)
-        background_group = None
+        are_nodes_alike = _compare_ranks(path, voter, seconds, is_first=index == 0, shared=shared)
+        exchange_group = None
         if world_size > 1:
-            background_group = PrivateGroup(member.ranks, seconds, voter)
-            stack.callback(background_group.break_off)
+            exchange_group = PrivateGroup(member.ranks, seconds, voter)
+            stack.callback(exchange_group.close)
         dcp = DcpSaver(group, timeout=seconds, voter=voter)
         stack.callback(dcp.close)
-        lanes: dict[Kind, SaveQueue] = {}
+        queues: dict[Kind, SaveQueue] = {}
         protected: set[int] = set()
         for kind in KINDS:
             finalizer = Finalizer(
                 kind=kind,
-                # In the background ranks wait for each other's writing, as long as that takes.
+                # In the background ranks wait for slow disks: nothing to warn of.
                 voter=stack.enter_context(Voter(group, timeout=seconds, warn_after=None)),
-                publisher=owner,
+                publisher=writable,
                 world_size=world_size,
                 writers_per_node=writers,
                 checksum=arguments.checksum is not None,
-                announce=_announcing(arguments.on_event),
+                announce=_safe_announce(arguments.on_event),
                 on_published=tuple(arguments.on_published),
                 protected=protected,
                 timeout=seconds,
             )
-            lanes[kind] = SaveQueue(finalizer, failure.act)
+            queues[kind] = SaveQueue(finalizer, failure.act)
         return OpenRoot(
             path=path,
             group=group,
-            index=index,
             world_size=world_size,
             timeout=seconds,
             voter=voter,
             failure=failure,
             budget=budget,
-            owner=owner,
+            writable=writable,
             view=ReadOnlyRoot(path),
-            background_group=background_group,
+            exchange_group=exchange_group,
             are_nodes_alike=are_nodes_alike,
             dcp=dcp,
-            lanes=lanes,
+            queues=queues,
             protected=protected,
             resources=stack.pop_all(),
         )
 
 
-def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, told: Mapping[str, Any]) -> bool:
-    """Make sure that all ranks see the same folder and may write to it, and were `told` the same arguments.
+def _compare_ranks(
+    path: Path, voter: Voter, timeout: float, *, is_first: bool, shared: Mapping[str, Any]
+) -> bool:
+    """Make sure that all ranks see the same writable folder and were given the same arguments.
 
     Returns whether all nodes have as many ranks.
     """
     nonce = path / _NONCE
-    shown = json.dumps([_node_size(), {name: repr(value) for name, value in told.items()}])
+    text = json.dumps([_node_size(), {name: repr(value) for name, value in shared.items()}])
     try:
         error: BaseException | None = None
         given: list[Any] = []
         try:
             if is_first:
-                _show(nonce)
+                _write_nonce(nonce)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        gathered = voter.gather(shown, error, what=f"opening {path}", timeout=timeout)
+        gathered = voter.gather(text, error, what=f"opening {path}", timeout=timeout)
         seen = ""
         try:
-            given = [json.loads(text) for text in gathered]
+            given = [json.loads(one) for one in gathered]
             _compare([arguments for _, arguments in given], voter.ranks)
             with tempfile.TemporaryFile(dir=path):
                 seen = str(nonce.readlink())
@@ -197,7 +207,7 @@ def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, told: Map
                 "is not the same writable folder on this rank as on the first: give a root that all ranks share",
                 str(path),
             )
-        # The first rank alone was told.
+        # Only the first rank has the gathered texts.
         differ = len({size for size, _ in given}) > 1
         return not voter.vote(
             error, what=f"opening {path}", same=f"nonce {seen}", flag=differ, timeout=timeout
@@ -208,8 +218,8 @@ def _meet(path: Path, voter: Voter, timeout: float, *, is_first: bool, told: Map
                 nonce.unlink()
 
 
-def _show(nonce: Path) -> None:
-    """Make a link that says something new and leads nowhere: unlike a file it takes no room of a full disk."""
+def _write_nonce(nonce: Path) -> None:
+    """Make a dangling link with a unique target: unlike a file it takes no space of a full disk."""
     try:
         nonce.unlink(missing_ok=True)
         nonce.symlink_to(uuid.uuid4().hex)
@@ -220,7 +230,7 @@ def _show(nonce: Path) -> None:
 
 
 def _node_size() -> int | None:
-    """How many ranks this node has; None where nobody says."""
+    """How many ranks this node has; None where the launcher does not say."""
     try:
         return local_world_size()
     except InvalidInputError:
@@ -228,7 +238,7 @@ def _node_size() -> int | None:
 
 
 def _compare(given: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> None:
-    """Refuse arguments that are not the same on all ranks. `given`: of each, as the first rank has it; else none."""
+    """Refuse arguments that differ between ranks. `given`: of each rank, on the first one; empty on the others."""
     problems = []
     for name in given[0] if given else ():
         other = next((at for at, one in enumerate(given) if one[name] != given[0][name]), None)
@@ -251,18 +261,15 @@ def _check_functions(arguments: Arguments) -> None:
 
 
 def _check_descriptors(world_size: int, path: Path) -> None:
-    """Refuse what would fail in the middle of a group, where the other ranks wait for this one until their timeout.
-
-    Groups are made by the first save that needs them, which may be hours from here.
-    """
-    needed = _MESHES * (world_size - 1)
+    """Refuse a limit of descriptors that is too low for the groups, which a save may connect hours from now."""
+    needed = _GLOO_GROUPS * (world_size - 1)
     try:
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         taken = sum(1 for _ in Path("/proc/self/fd").iterdir())
     except (ImportError, OSError):
-        # A system that does not tell.
+        # The system does not say.
         return
     if needed and limit != resource.RLIM_INFINITY and taken + needed > limit:
         raise StorageError(
@@ -287,8 +294,8 @@ def _writers_per_node(given: Any) -> int:
     return count
 
 
-def _announcing(on_event: Callable[[str, str, int], Any] | None) -> Callable[[str, str, int], None]:
-    """`on_event` as one that cannot fail a save."""
+def _safe_announce(on_event: Callable[[str, str, int], Any] | None) -> Callable[[str, str, int], None]:
+    """Wrap `on_event` so that it cannot fail a save."""
 
     def announce(event: str, kind: str, step: int) -> None:
         if on_event is None:

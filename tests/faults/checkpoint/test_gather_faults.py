@@ -20,7 +20,7 @@ def gathering(rank: int, line: Line) -> None:
     from hf_worlds import spread
     from tundish import _native
     from tundish.checkpoint.hf.gather import exchange as gather
-    from tundish.checkpoint.hf.stager import plan_hf
+    from tundish.checkpoint.hf.stager import make_hf_stager
     from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
@@ -29,7 +29,7 @@ def gathering(rank: int, line: Line) -> None:
     kind, folder = line.hear()
     size = distributed.get_world_size()
     background = PrivateGroup(tuple(range(size)), 60, voter_of(None))
-    background.renew("background")
+    background.connect("background")
     model = spread("fsdp")
 
     def stop(name: str, tensor: Any) -> Any:
@@ -41,7 +41,7 @@ def gathering(rank: int, line: Line) -> None:
     arguments: dict[str, Any] = {}
     if kind == "lazy":
         arguments = {"staging": "lazy", "optimizer": torch.optim.SGD(model.parameters())}
-    plan = plan_hf(model, to_hf=stop, shard_bytes=300, background_group=background, **arguments)
+    plan = make_hf_stager(model, to_hf=stop, shard_bytes=300, exchange_group=background, **arguments)
 
     def save() -> None:
         through = (folder, 300) if kind == "through" else None

@@ -169,7 +169,7 @@ class Saving:
 
     def let_go(self) -> bool:
         """A block of a comparison that Ctrl-C left suspended, and whose error somebody kept until now."""
-        ranks = self._checkpointer._opened.dcp._ranks
+        ranks = self._checkpointer._root.dcp._ranks
         block = ranks._together()
         block.__enter__()
         del block
@@ -179,7 +179,7 @@ class Saving:
         """A lazy save whose staging vote succeeds, of which this rank does not hear."""
         from tundish.errors import VoteTimeoutError
 
-        voter = self._checkpointer._opened.lanes[self._kind]._finalizer._voter
+        voter = self._checkpointer._root.queues[self._kind]._finalizer._voter
         vote = voter.vote
 
         def lose(*given: Any, **named: Any) -> Any:
@@ -388,7 +388,7 @@ def test_a_group_that_comes_to_nothing_holds_up_nothing_of_the_scripts_own(tmp_p
 
 def make_once(line: Line) -> None:
     group = owngroup.PrivateGroup((0, 1), PATIENCE, voter_of(None))
-    line.say(*outcome(lambda: group.renew("once")))
+    line.say(*outcome(lambda: group.connect("once")))
     group.break_off()
 
 
@@ -425,7 +425,7 @@ def making_on_two_threads(rank: int, line: Line) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     savings = [Saving(rank, root, "hf") for root in line.hear()]
-    later = savings[1 - rank]._checkpointer._opened.voter.last_vote.name.rpartition("-")[0]
+    later = savings[1 - rank]._checkpointer._root.voter.last_vote.name.rpartition("-")[0]
     make = owngroup.temporary_group
 
     def make_in_turn(name: str, *given: Any, **named: Any) -> Any:
@@ -473,5 +473,5 @@ def test_a_rank_that_goes_while_the_others_connect_is_what_they_fail_with(
     group = owngroup.PrivateGroup((0, 1), 30, voter_of(None))
     monkeypatch.setattr(owngroup, "temporary_group", make)
     with pytest.raises(PeerFailedError, match="closed by peer"):
-        group.renew("never made")
+        group.connect("never made")
     assert group.is_absent and group.generation == 0

@@ -61,7 +61,7 @@ class Training:
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies, of a model that is not sharded."""
+        """EagerCopy, of a model that is not sharded."""
         return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
 
 

@@ -75,7 +75,7 @@ def _way(
 
 
 WAYS = {
-    "copy": _way("Tensor.copy_", "plain", "Copies"),
+    "copy": _way("Tensor.copy_", "plain", "EagerCopy"),
     "bytes": _way("bare copies", "plain", "BareCopies"),
     "writes": _way("bare direct writes", "plain", "DirectWrites"),
     "hf": _way("tundish save_hf", "ours", "Ours", arguments={"kind": "hf"}),

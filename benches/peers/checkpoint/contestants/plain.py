@@ -51,7 +51,7 @@ class Safetensors:
         pass
 
 
-class Copies:
+class EagerCopy:
     """What a stall is compared with: `Tensor.copy_` of the same tensors into buffers that were used before."""
 
     def __init__(self, root: Path, state: State) -> None:

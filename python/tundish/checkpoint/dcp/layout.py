@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from tundish.checkpoint.dcp.leaves import Leaves
 from tundish.checkpoint.dcp.record import ALIGNMENT, Frame, frame_of
-from tundish.checkpoint.staging.buffers import Buffer, Place, Places
-from tundish.checkpoint.staging.write_windows import PAGE
+from tundish.checkpoint.staging.buffers import PAGE, Buffer, Place, Places
 from tundish.checkpoint.tensors import local_of
 
 __all__ = ["Layout", "TensorItem", "Window", "tensor_items"]

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,17 +21,21 @@ from tundish._native import FileMetadata, write_small_file
 from tundish.checkpoint.dcp.layout import Layout
 from tundish.checkpoint.dcp.leaves import leaves_of
 from tundish.checkpoint.dcp.ranks import Exchange, Ranks, Share
-from tundish.checkpoint.dcp.through import write_in_windows
 from tundish.checkpoint.dcp.values import to_json
-from tundish.checkpoint.dcp.writer import ImageWriter, Spread, StagedPlanner, file_name, save_together
-from tundish.checkpoint.save import News, PlannedFile, WriteOptions
+from tundish.checkpoint.dcp.writer import ImageWriter, Spread, StagedPlanner, save_together
+from tundish.checkpoint.stager import WriteOptions
 from tundish.checkpoint.staging.buffers import Buffer
-from tundish.checkpoint.staging.copies import BackgroundCopy, Copies, begin_copies, optimizers_of, run_copies
+from tundish.checkpoint.staging.copies import (
+    EagerCopy,
+    LazyCopy,
+    begin_copies,
+    optimizers_of,
+    run_copies,
+)
 from tundish.checkpoint.staging.tensor_copy import Block
 from tundish.checkpoint.tensors import any_on_cuda, check_memories, is_dtensor, local_of
 from tundish.distributed import VoteId
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.timeouts import deadline_of
 
 __all__ = ["DcpPlan", "rank_extra_name"]
 
@@ -44,7 +49,7 @@ def rank_extra_name(index: int) -> str:
 
 
 class DcpPlan:
-    """A `tundish.checkpoint.save.Plan`; its constructor is local and raises for everything that is refused early.
+    """A `tundish.checkpoint.stager.Stager`; its constructor is local and raises for everything that is refused early.
 
     Args:
         state_dict: nested, of tensors, DTensors and other objects.
@@ -54,8 +59,6 @@ class DcpPlan:
         optimizer: whose steps a lazy staging is fenced by; one or several.
         ranks: that save together.
     """
-
-    files: tuple[PlannedFile, ...] = ()
 
     def __init__(
         self,
@@ -74,8 +77,6 @@ class DcpPlan:
         self._rank_extra = b"" if rank_extra is None else to_json(rank_extra, "rank_extra")
         self._leaves = leaves_of(state_dict, ranks.known_form)
         self._ranks = ranks
-        # Until it is known that there are none.
-        self._news = News.OTHER_FORM
         # The generation of the group in which other ranks wait for this one to compare, if they do.
         self._awaited_in: int | None = None
         # Once it compared.
@@ -85,8 +86,8 @@ class DcpPlan:
         self._layout = self._layout_of(self._share)
         self._sources = self._sources_of(self._layout)
         self._buffer: Buffer | None = None
-        self._copies: list[Copies | BackgroundCopy] = []
-        self.written_bytes = self._share.total_bytes
+        self._copies: list[EagerCopy | LazyCopy] = []
+        self.checkpoint_bytes = self._share.total_bytes
         self.fingerprint = (
             f"staging {staging}, extra (what differs by rank goes into rank_extra) {_shortened(facts)}"
         )
@@ -97,32 +98,21 @@ class DcpPlan:
         return self._layout.size
 
     @property
-    def most_staged_bytes(self) -> int:
-        """The same: ranks stage apart from each other."""
+    def file_bytes(self) -> int:
+        """This rank's file."""
         return self._layout.size
 
-    def through_bytes(self, limit_bytes: int) -> int:
-        """Host memory that `write_through` takes."""
-        largest = max(window.stop - window.start for window in self._layout.windows(limit_bytes // 2))
-        return min(self._layout.size, max(limit_bytes, largest))
-
     @property
-    def news(self) -> News:
-        """Whether this rank's state dict, or its way to the others, is not the one of the last save."""
-        return self._ranks.news
+    def needs_preparation(self) -> bool:
+        """Whether the state dict has another form than at the last save, or a group is not connected."""
+        return self._ranks.needs_preparation
 
-    def react_to(self, news: News, meeting: VoteId) -> None:
-        """Know before comparing whether any rank has news; collective where a group is not there."""
-        self._news = news
-        try:
-            if news is News.NO_GROUP:
-                self._ranks.renew(meeting.name)
-        finally:
-            self._awaited_in = self._ranks.generation if news > News.NONE else None
-
-    def compare(self) -> bool:
-        """Collective where some rank has news: find what this rank saves; whether that is not what it expected to."""
-        share, self._exchange = self._ranks.compare(self._leaves, is_known=self._news is News.NONE)
+    def prepare(self, vote: VoteId, *, any_needs: bool) -> bool:
+        """Collective where a rank needs it: connect the groups, and find what this rank saves."""
+        if any_needs:
+            self._ranks.connect_where_absent(vote)
+            self._awaited_in = self._ranks.generation
+        share, self._exchange = self._ranks.compare(self._leaves, is_known=not any_needs)
         self._awaited_in = None
         is_new = share is not self._share
         if is_new:
@@ -143,23 +133,6 @@ class DcpPlan:
         run_copies(self._copies)
         return self._staged(buffer=buffer, copies=tuple(self._copies))
 
-    def write_through(self, folder: Path, options: WriteOptions, limit_bytes: int) -> StagedState:
-        """Instead of `reserve` and `stage`: write while the tensors are taken, in up to `limit_bytes` of host memory.
-
-        After `compare`, on the caller's thread; a lazy save becomes an eager one. Returns when this rank's file is
-        durable.
-        """
-        written = write_in_windows(
-            self._layout,
-            self._sources,
-            self._objects,
-            folder=folder,
-            name=file_name(self._ranks.index),
-            options=options,
-            limit_bytes=limit_bytes,
-        )
-        return self._staged(written=written)
-
     def release(self) -> None:
         """Give the memory back; no rank goes on waiting for this one."""
         if self._awaited_in is not None:
@@ -167,7 +140,7 @@ class DcpPlan:
         for copies in self._copies:
             # Whatever went wrong with them, the save fails with.
             with contextlib.suppress(Exception):
-                copies.end()
+                copies.release()
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None
@@ -176,8 +149,7 @@ class DcpPlan:
         self,
         *,
         buffer: Buffer | None = None,
-        copies: Sequence[Copies | BackgroundCopy] = (),
-        written: Sequence[FileMetadata] = (),
+        copies: Sequence[EagerCopy | LazyCopy] = (),
     ) -> StagedState:
         if self._exchange is None:
             raise RuntimeError("staged before the ranks compared what they save")
@@ -187,7 +159,6 @@ class DcpPlan:
             layout=self._layout,
             buffer=buffer,
             copies=copies,
-            written=written,
             planner=self._planner(),
             objects=self._objects,
             rank_extra=self._rank_extra,
@@ -246,14 +217,13 @@ class DcpPlan:
 
 
 class StagedState:
-    """A `tundish.checkpoint.save.Staged`.
+    """A `tundish.checkpoint.stager.StagedSave`.
 
     Args:
         index: of this rank in the group.
         exchange: with the other ranks, in the background.
         layout: of this rank's file.
-        buffer: the file, with tensors copied into it by `copies`; None where it is empty, or among `written`.
-        written: what is durable already.
+        buffer: the file, with tensors copied into it by `copies`; None where it is empty.
         planner: for what is in the file.
         objects: pickles of what is no tensor.
         rank_extra: the contents of the file that holds it; empty where there is none.
@@ -266,8 +236,7 @@ class StagedState:
         exchange: Exchange,
         layout: Layout,
         buffer: Buffer | None,
-        copies: Sequence[Copies | BackgroundCopy],
-        written: Sequence[FileMetadata],
+        copies: Sequence[EagerCopy | LazyCopy],
         planner: StagedPlanner,
         objects: Mapping[str, bytes],
         rank_extra: bytes,
@@ -277,23 +246,22 @@ class StagedState:
         self._layout = layout
         self._buffer = buffer
         self._copies = copies
-        self._written = list(written)
         self._planner = planner
         self._objects = objects
         self._rank_extra = rank_extra
 
     def wait_staged(self, timeout: float | None) -> None:
         """Block until host memory holds everything that this rank saves."""
-        deadline = deadline_of(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
         for copies in self._copies:
             copies.wait(deadline)
 
-    def settle(self) -> None:
+    def allow_changes(self) -> None:
         """The caller was told that everything is in host memory, and may change its tensors from here on."""
         for copies in self._copies:
-            copies.settle()
+            copies.allow_changes()
 
-    def prewrite(self, folder: Path) -> list[FileMetadata]:  # noqa: ARG002 (nothing is known before the ranks planned)
+    def write_other_files(self, folder: Path) -> list[FileMetadata]:  # noqa: ARG002 (nothing is known before the ranks planned)
         """Nothing: what describes the weights is written beside them."""
         return []
 
@@ -312,9 +280,9 @@ class StagedState:
             writer.facts.append(write_small_file(folder, rank_extra_name(self._index), self._rank_extra))
         for copies in self._copies:
             copies.confirm()
-        return self._written + writer.facts
+        return writer.facts
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Do not plan, while other ranks may: those that wait for this one fail at once."""
         self._exchange.break_off()
 
@@ -323,8 +291,7 @@ class StagedState:
         for copies in self._copies:
             # Whatever went wrong with them was raised where they were waited for.
             with contextlib.suppress(Exception):
-                copies.wait(None)
-            copies.let_go()
+                copies.release()
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None

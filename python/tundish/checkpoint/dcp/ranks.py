@@ -41,11 +41,10 @@ from tundish.checkpoint.dcp.outline import (
     total_bytes,
 )
 from tundish.checkpoint.dcp.owners import owned_by
-from tundish.checkpoint.private_group import Hurry, PrivateGroup, came_from_others
-from tundish.checkpoint.save import News
-from tundish.distributed import Voter, group_info
+from tundish.checkpoint.private_group import PrivateGroup, is_peer_failure
+from tundish.distributed import VoteId, Voter, group_info
 from tundish.errors import PeerFailedError
-from tundish.waiting import to_its_end, was_let_go
+from tundish.waiting import was_let_go
 
 __all__ = ["Exchange", "Ranks", "Share"]
 
@@ -112,13 +111,13 @@ class Ranks:
         return None if self._share is None else self._share.form
 
     @property
-    def news(self) -> News:
-        """What the others have to hear of before the next staging."""
-        if self._callers is None:
-            return News.NONE
-        if self._callers.is_absent or self._exchange.is_absent:
-            return News.NO_GROUP
-        return News.NONE if self._is_compared else News.OTHER_FORM
+    def needs_preparation(self) -> bool:
+        """Whether the ranks have to connect or compare before the next staging, as far as this rank knows."""
+        return self._callers is not None and (self._lacks_a_group or not self._is_compared)
+
+    @property
+    def _lacks_a_group(self) -> bool:
+        return self._callers is not None and (self._callers.is_absent or self._exchange.is_absent)
 
     def expected_share(self, leaves: Leaves) -> Share:
         """What this rank saves if the others hold what they held last, or else the same as this one. Not collective.
@@ -132,19 +131,17 @@ class Ranks:
             self._is_compared = False
         return share
 
-    def renew(self, name: str) -> None:
-        """Collective: make both groups, under a `name` never used before, where a rank has not both."""
-        hurry = Hurry()
-
-        def both() -> None:
-            if self._callers is not None:
-                self._callers.renew(f"{name}-callers", hurry)
-            # Of another one nothing that was told is known.
+    def connect_where_absent(self, vote: VoteId) -> None:
+        """Collective: connect both groups, where a rank lacks one."""
+        what = "looking for the groups of the ranks"
+        if self._callers is not None and self._voter.vote(
+            what=what, flag=self._lacks_a_group, timeout=self._timeout
+        ):
+            self._callers.connect(f"{vote.name}-callers")
+            # What was sent over another group is not known any more.
             self._exchange.break_off()
             self._exchange = Exchange(self.members, self.index, self._timeout, self._voter)
-            self._exchange.make(f"{name}-plans", hurry)
-
-        to_its_end(both, hurry=hurry.begin)
+            self._exchange.make(f"{vote.name}-plans")
 
     def compare(self, leaves: Leaves, *, is_known: bool) -> tuple[Share, Exchange]:
         """Collective: what this rank saves, for certain, and the way to tell the first rank in the background.
@@ -180,7 +177,7 @@ class Ranks:
     def break_off(self, generation: int | None = None) -> None:
         """Let those fail who wait for this rank to compare, in groups of this generation. Not collective."""
         if self._callers is not None:
-            self._callers.break_off(generation)
+            self._callers.close(generation)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -195,7 +192,7 @@ class Ranks:
             # What it holds on to would keep the group.
             traceback.clear_frames(error.__traceback__)
             self.break_off()
-            if not came_from_others(error):
+            if not is_peer_failure(error):
                 raise
             others = [rank for rank in self.members if rank != self.rank]
             problem = PeerFailedError(
@@ -262,10 +259,10 @@ class Exchange:
         """Whether there is no group on this rank, of those that need one."""
         return self._own is not None and self._own.is_absent
 
-    def make(self, name: str, hurry: Hurry | None = None) -> None:
-        """Collective: make the group; as `PrivateGroup.renew`."""
+    def make(self, name: str) -> None:
+        """Collective: make the group; as `PrivateGroup.connect`."""
         if self._own is not None:
-            self._own.renew(name, hurry)
+            self._own.connect(name)
 
     def gather(self, plan: SavePlan | BaseException) -> list[SavePlan] | None:
         """Collective: on the first rank the plans of all; None where `metadata` is of them, and on the others.
@@ -282,7 +279,7 @@ class Exchange:
             # What it holds on to would keep the group, in which others may wait.
             traceback.clear_frames(error.__traceback__)
             self.break_off()
-            if not came_from_others(error):
+            if not is_peer_failure(error):
                 raise
             problem = f"planning with the other ranks broke off: {error}"
             raise PeerFailedError(problem, -1) from None
@@ -305,7 +302,7 @@ class Exchange:
     def break_off(self) -> None:
         """Let go of the group; whoever waits in it for this rank fails at once. Not collective."""
         if self._own is not None:
-            self._own.break_off()
+            self._own.close()
 
     def _bring(self, group: Any, sent: bytes) -> dict[int, bytes]:
         """What each rank that has something new sent, on the first one; nothing on the others."""

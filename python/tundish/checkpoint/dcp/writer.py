@@ -29,7 +29,7 @@ from tundish._native import FileMetadata, ShardWriter, write_small_file
 from tundish.checkpoint.dcp.layout import Layout
 from tundish.checkpoint.dcp.ranks import Exchange
 from tundish.checkpoint.publish.shard_writing import finishing
-from tundish.checkpoint.save import WriteOptions
+from tundish.checkpoint.stager import WriteOptions
 from tundish.checkpoint.staging.buffers import Buffer
 
 __all__ = ["METADATA", "ImageWriter", "Spread", "StagedPlanner", "file_name", "open_file", "save_together"]

@@ -1,13 +1,13 @@
-"""What one Hugging Face export consists of: tensors, what becomes of them, where that lies, and who writes it.
+"""Plans an export before a value is touched: tensors, conversions, the layout of the files, who writes which.
 
-Owns everything that is decided about a save, and refused, before a value is touched. What always holds: ranks that hold
-parts of the same model come to the same drawing, but for the tensors themselves.
+Ranks that hold parts of the same model come to the same plan, but for the tensors themselves.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,9 +16,16 @@ import torch
 
 from tundish.checkpoint.hf import pretrained
 from tundish.checkpoint.hf.adapters import Adapters, adapters_of, holds_adapters
-from tundish.checkpoint.hf.conversion import Conversion, ToHf, as_they_are, by_function, cast, together
-from tundish.checkpoint.hf.metadata_cache import MetadataCache, facts_if_unchanged, remember
-from tundish.checkpoint.hf.shards import Layout, assign, lay_out, lay_out_as_named
+from tundish.checkpoint.hf.conversion import (
+    Conversion,
+    ToHf,
+    Unit,
+    as_they_are,
+    by_function,
+    cast,
+    together,
+)
+from tundish.checkpoint.hf.shards import Layout, ShardFile, assign, lay_out, lay_out_as_named
 from tundish.checkpoint.placements import check_placement, is_cut, shares_for
 from tundish.checkpoint.tensor_names import Part, parts_of
 from tundish.checkpoint.tensors import (
@@ -33,39 +40,42 @@ from tundish.checkpoint.tensors import (
 from tundish.distributed import GroupInfo, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["ExportPlan", "draw"]
+__all__ = ["ExportPlan", "make_export_plan"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-# What was drawn of tensors that were given by name, without them. A training loop saves the same ones again and again.
-_drawn: MetadataCache[ExportPlan] = MetadataCache()
-
-
 class Origins(NamedTuple):
-    """Of each entry of a file the source, or the first of several, by number, and its name."""
+    """The first source of each entry of a file: its number and its name."""
 
     sources: tuple[int, ...]
     names: tuple[str, ...]
 
 
-# What the files hold, how, and from where.
+# Facts of the products, the files, and the origins of each file by its name.
 _LaidOut = tuple[tuple[Facts, ...], Layout, dict[str, Origins]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExportPlan:
-    """All that is known of a save before it is staged.
+    """What an export consists of.
 
-    `tensors`: the sources of `conversion`. `is_spread`: which of them are cut over ranks. `products`: what the files
-    hold. `layout`: how. `origins`: of what, by the name of each file. `writers`: of each file, by rank of the job.
-    `model`: the model of transformers that is saved, if it is one. `adapters`: those of a model that holds some.
+    Attributes:
+        tensors: the sources of `conversion`.
+        is_sharded: which sources are sharded over ranks.
+        conversion: how sources become products.
+        products: name, shape and dtype of what the files hold.
+        layout: where each product lies.
+        origins: the sources of each file, by its name.
+        writers: the rank that writes each file.
+        model: the transformers model that is saved, or None.
+        adapters: of a model that holds some, or None.
     """
 
     tensors: tuple[torch.Tensor, ...]
-    is_spread: tuple[bool, ...]
+    is_sharded: tuple[bool, ...]
     conversion: Conversion
     products: tuple[Facts, ...]
     layout: Layout
@@ -74,50 +84,54 @@ class ExportPlan:
     model: Any = None
     adapters: Adapters | None = None
 
+    @functools.cached_property
+    def any_sharded(self) -> bool:
+        """Whether ranks have to exchange anything."""
+        return any(self.is_sharded)
 
-def draw(
+    def files_of(self, rank: int) -> list[ShardFile]:
+        """The files that `rank` writes."""
+        return [file for file, writer in zip(self.layout.files, self.writers, strict=True) if writer == rank]
+
+    def is_direct(self, unit: Unit) -> bool:
+        """Whether a unit needs neither other ranks nor a conversion."""
+        return unit.convert is None and not self.is_sharded[unit.sources[0]]
+
+    def sent_dtype(self, unit: Unit, source: int) -> torch.dtype:
+        """The dtype in which a source travels: that of the file, unless it is converted after it arrives."""
+        return self.tensors[source].dtype if unit.convert else self.products[unit.products[0]][2]
+
+    def product_bytes(self, product: int) -> int:
+        """Bytes of a product."""
+        _, shape, dtype = self.products[product]
+        return math.prod(shape) * dtype.itemsize
+
+
+def make_export_plan(
     model_or_tensors: Any,
     *,
     dtype: torch.dtype | None,
     shard_bytes: int,
     to_hf: ToHf | None,
-    member: GroupInfo,
+    info: GroupInfo,
     are_nodes_alike: bool,
 ) -> ExportPlan:
-    """Decide what is saved and where it lies. `are_nodes_alike`: whether all have as many ranks as this one.
+    """Decide what is saved and where it lies.
+
+    Args:
+        model_or_tensors, dtype, shard_bytes, to_hf: as `Checkpointer.save_hf` takes them.
+        info: the ranks that save together.
+        are_nodes_alike: whether all nodes have as many ranks as this one.
 
     Raises:
-        InvalidTypeError: for what is no tensor, or of a kind or dtype that cannot be saved; for arguments of other
-            types.
-        InvalidInputError: for names, layouts and numbers that cannot be used.
+        InvalidTypeError: a tensor or an argument has a kind or dtype that cannot be saved.
+        InvalidInputError: a name, a layout or a number cannot be used.
     """
     _check_arguments(dtype, shard_bytes, to_hf)
-    writers = tuple(_by_node(member.ranks)) if are_nodes_alike else member.ranks
-    if to_hf is not None or type(model_or_tensors) is not dict:
-        return _draw(model_or_tensors, dtype, shard_bytes, to_hf, writers, member.rank)
-    # One look at the tensors tells that nothing has to be judged again.
-    key = dtype, shard_bytes, writers, member.rank
-    drawing = _drawn.find(model_or_tensors, key)
-    if drawing is not None:
-        return replace(drawing, tensors=tuple(model_or_tensors.values()))
-    drawing = _draw(model_or_tensors, dtype, shard_bytes, to_hf, writers, member.rank)
-    if len(drawing.tensors) == len(model_or_tensors):
-        _drawn.keep(model_or_tensors, replace(drawing, tensors=()), key)
-    return drawing
-
-
-def _draw(
-    model_or_tensors: Any,
-    dtype: torch.dtype | None,
-    shard_bytes: int,
-    to_hf: ToHf | None,
-    ranks: Sequence[int],
-    rank: int,
-) -> ExportPlan:
-    """As `draw`. `ranks`: in the order in which they are given files; `rank`: this one."""
+    ranks = tuple(_by_node(info.ranks)) if are_nodes_alike else info.ranks
     adapters = adapters_of(model_or_tensors)
     if adapters is not None:
-        return _draw_adapters(adapters, dtype, to_hf, ranks, rank)
+        return _plan_adapters(adapters, dtype, to_hf, ranks, info.rank)
     parts = parts_of(model_or_tensors)
     model = parts[0].module if len(parts) == 1 and pretrained.is_pretrained(parts[0].module) else None
     metadata = {"format": "pt"}
@@ -126,7 +140,8 @@ def _draw(
     totals: list[int] = []
     keep: list[str] = []
     for part in parts:
-        kept, facts, added = _kept(part)
+        kept, added = _kept(part)
+        facts = facts_of(kept)
         metadata = added | metadata
         tensors += kept.values()
         if pretrained.is_pretrained(part.module):
@@ -140,8 +155,8 @@ def _draw(
     conversion = together(conversions)
     if to_hf is not None:
         conversion = by_function(conversion.sources, to_hf)
-    # A conversion by a function is another one each time: to keep it would keep all that the function closes over.
-    lay_out_products = _laid_out_before if to_hf is None else _lay_out
+    # A conversion by a function is a new one each time, and a cache would keep what the function closes over.
+    lay_out_products = _lay_out_cached if to_hf is None else _lay_out
     laid_out = lay_out_products(
         conversion,
         dtype,
@@ -150,29 +165,29 @@ def _draw(
         tuple(metadata.items()),
         totals[0] if model is not None and totals else None,
     )
-    return replace(_drawn_as(tensors, conversion, laid_out, ranks, rank), model=model)
+    return replace(_plan_of(tensors, conversion, laid_out, ranks, info.rank), model=model)
 
 
-def _drawn_as(
+def _plan_of(
     tensors: Sequence[torch.Tensor],
     conversion: Conversion,
     laid_out: _LaidOut,
     ranks: Sequence[int],
     rank: int,
 ) -> ExportPlan:
-    """The drawing of these sources; refuses what this rank is to write and cannot. `ranks`, `rank`: as of `_draw`."""
+    """The plan; `ranks` get files in this order. Refuses what `rank` has to write and holds no part of."""
     products, layout, origins = laid_out
-    drawing = ExportPlan(
+    plan = ExportPlan(
         tensors=tuple(tensors),
-        is_spread=_are_spread(tensors),
+        is_sharded=_are_sharded(tensors),
         conversion=conversion,
         products=products,
         layout=layout,
         origins=origins,
         writers=tuple(assign([file.size for file in layout.files], ranks)),
     )
-    _check_parts_at_hand(drawing, rank)
-    return drawing
+    _check_parts_at_hand(plan, rank)
+    return plan
 
 
 def _lay_out(
@@ -188,8 +203,8 @@ def _lay_out(
     return products, layout, _origins_of(conversion, layout)
 
 
-# A training loop saves the same tensors again and again, and with thousands of them this costs milliseconds.
-_laid_out_before = functools.lru_cache(maxsize=4)(_lay_out)
+# A training loop saves the same tensors again and again: with thousands of them this saves milliseconds.
+_lay_out_cached = functools.lru_cache(maxsize=4)(_lay_out)
 
 
 # As above.
@@ -214,10 +229,10 @@ def _origins_of(conversion: Conversion, layout: Layout) -> dict[str, Origins]:
     return origins
 
 
-def _draw_adapters(
+def _plan_adapters(
     adapters: Adapters, dtype: torch.dtype | None, to_hf: ToHf | None, ranks: Sequence[int], rank: int
 ) -> ExportPlan:
-    """As `_draw`, of a model that holds adapters. Their loaders look for one file each, however large it is."""
+    """The plan of a model that holds adapters: one file each, however large, as their loaders expect."""
     if to_hf is not None:
         raise InvalidInputError(
             f"to_hf is given for the adapters of a {type(adapters.model).__name__}, which are saved under the names "
@@ -238,7 +253,7 @@ def _draw_adapters(
         tuple((adapter.file, len(adapter.tensors)) for adapter in adapters.adapters),
         tuple({**adapters.metadata, "format": "pt"}.items()),
     )
-    return replace(_drawn_as(tensors, conversion, laid_out, ranks, rank), adapters=adapters)
+    return replace(_plan_of(tensors, conversion, laid_out, ranks, rank), adapters=adapters)
 
 
 def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
@@ -252,71 +267,63 @@ def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
         raise InvalidTypeError(f"to_hf is {to_hf!r}: give a function of a name and a tensor")
 
 
-def _kept(part: Part) -> tuple[dict[str, torch.Tensor], tuple[Facts, ...], dict[str, str]]:
+def _kept(part: Part) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of a part that are saved, each memory once, and what they add to the files' metadata."""
     if holds_adapters(part.module):
         raise InvalidTypeError(
             f"the model under {part.prefix!r} holds adapters, which are saved in files of their own: give the model "
             "itself, or merge them and give the merged model"
         )
-    is_pretrained = pretrained.is_pretrained(part.module)
-    facts = None if is_pretrained else facts_if_unchanged(part.tensors)
-    if facts is not None:
-        return part.tensors, facts, {}
     check_tensors(part.prefix, part.tensors)
-    if is_pretrained:
+    if pretrained.is_pretrained(part.module):
         kept, metadata = pretrained.weights_of(part.module, part.tensors)
         check_tensors(part.prefix, kept)
-        return kept, facts_of(kept), metadata
+        return kept, metadata
     tied = tied_names(part.tensors)
     if tied and part.module is None:
         _warn_of_tied(tuple(map(tuple, tied)))
     again = {name for names in tied for name in names[1:]}
-    kept = {name: tensor for name, tensor in part.tensors.items() if name not in again}
-    facts = facts_of(kept)
-    if not again:
-        remember(kept, facts)
-    return kept, facts, {}
+    return {name: tensor for name, tensor in part.tensors.items() if name not in again}, {}
 
 
 @functools.cache
 def _warn_of_tied(tied: tuple[tuple[str, ...], ...]) -> None:
-    """Once, as a mapping of names says of no model that it ties them again when it is loaded."""
+    """Warn once: a mapping of names has no model that ties them again when it is loaded."""
     _logger.warning(
         "these are one tensor each, and are saved under the first name alone: %s; give clones to save them all",
         "; ".join(", ".join(names) for names in tied[:3]) + ("; and more" if tied[3:] else ""),
     )
 
 
-def _are_spread(tensors: Sequence[Any]) -> tuple[bool, ...]:
+def _are_sharded(tensors: Sequence[Any]) -> tuple[bool, ...]:
     if are_of_torch(tensors):
         return (False,) * len(tensors)
     return tuple([is_dtensor(tensor) and is_cut(tensor) for tensor in tensors])
 
 
 def _by_node(ranks: tuple[int, ...]) -> list[int]:
-    """`ranks` so that neighbours are on different nodes: few files are then written by many disks."""
+    """Sort ranks so that neighbours are on different nodes: few files are then written by many disks."""
     try:
         size = local_world_size()
     except InvalidInputError:
-        # Nobody says how many ranks a node has.
+        # The launcher does not say how many ranks a node has.
         return list(ranks)
     return sorted(ranks, key=lambda rank: (rank % size, rank // size))
 
 
-def _check_parts_at_hand(drawing: ExportPlan, rank: int) -> None:
-    """Refuse layouts that are not understood, and tensors that this rank is to write but holds no part of."""
-    if are_of_torch(drawing.tensors):
+def _check_parts_at_hand(plan: ExportPlan, rank: int) -> None:
+    """Refuse unknown placements, and tensors that this rank has to write but holds no part of."""
+    if are_of_torch(plan.tensors):
         return
-    names = [name for name, _, _ in drawing.conversion.sources]
-    for name, tensor, is_spread in zip(names, drawing.tensors, drawing.is_spread, strict=True):
-        if is_spread:
+    names = [name for name, _, _ in plan.conversion.sources]
+    for name, tensor, is_sharded in zip(names, plan.tensors, plan.is_sharded, strict=True):
+        if is_sharded:
             check_placement(name, tensor, rank)
-    for source in _sources_of(drawing, rank):
-        tensor = drawing.tensors[source]
+    for source in _sources_of(plan, rank):
+        tensor = plan.tensors[source]
         has_part = (
             bool(shares_for(tensor, rank))
-            if drawing.is_spread[source]
+            if plan.is_sharded[source]
             else local_of(tensor).shape == tensor.shape
         )
         if tensor.numel() and not has_part:
@@ -326,11 +333,10 @@ def _check_parts_at_hand(drawing: ExportPlan, rank: int) -> None:
             )
 
 
-def _sources_of(drawing: ExportPlan, rank: int) -> Iterator[int]:
-    """What goes into the files of `rank`, where DTensors are among it."""
-    if not any(is_dtensor(tensor) for tensor in drawing.tensors):
+def _sources_of(plan: ExportPlan, rank: int) -> Iterator[int]:
+    """The sources of the files of `rank`, where any source is a DTensor."""
+    if not any(is_dtensor(tensor) for tensor in plan.tensors):
         return
-    for file, writer in zip(drawing.layout.files, drawing.writers, strict=True):
-        if writer == rank:
-            for entry in file.entries:
-                yield from drawing.conversion.unit_of[entry.product].sources
+    for file in plan.files_of(rank):
+        for entry in file.entries:
+            yield from plan.conversion.unit_of[entry.product].sources

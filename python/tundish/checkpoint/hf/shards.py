@@ -1,17 +1,12 @@
-"""Which tensor lies where: the files of a Hugging Face export, byte by byte, and who writes which.
+"""Lays tensors out in safetensors files, and assigns the files to ranks.
 
-Owns the layout of shards, their safetensors headers and the index. What always holds: files follow from names,
-shapes and dtypes alone, so that any number of ranks writes the same bytes; only who writes a file depends on the
-ranks. A header fills whole pages, so that a file can be written past the page cache; tensors follow without gaps,
-each aligned to its own dtype.
-
-The split into shards is that of `huggingface_hub.split_torch_state_dict_into_shards`; the order within a file and the
-form of the header are those of the safetensors format.
+Files follow from names, shapes and dtypes alone, so any number of ranks writes the same bytes. A header fills whole
+pages, so that files can be written past the page cache; tensors follow without gaps, aligned to their dtypes. The split
+into shards is that of `huggingface_hub.split_torch_state_dict_into_shards`; headers follow the safetensors format.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import heapq
 import itertools
@@ -22,12 +17,20 @@ from dataclasses import dataclass
 
 import torch
 
-from tundish.checkpoint.staging.buffers import Place, Places
-from tundish.checkpoint.staging.write_windows import PAGE
+from tundish.checkpoint.staging.buffers import PAGE, Buffer, Place, Places
 from tundish.checkpoint.tensors import DTYPES, Facts
 from tundish.errors import InvalidInputError
 
-__all__ = ["INDEX_NAME", "Entry", "Layout", "ShardFile", "assign", "lay_out", "lay_out_as_named"]
+__all__ = [
+    "INDEX_NAME",
+    "Entry",
+    "Layout",
+    "ShardBuffer",
+    "ShardFile",
+    "assign",
+    "lay_out",
+    "lay_out_as_named",
+]
 
 INDEX_NAME = "model.safetensors.index.json"
 # Readers of the format refuse more.
@@ -38,7 +41,7 @@ _ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A tensor in a file: bytes `start` … `stop` - 1 hold product `product`."""
+    """A tensor in a file: bytes `start` to `stop` - 1 hold the product of this number."""
 
     product: int
     start: int
@@ -47,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardFile:
-    """A file: `header`, then `entries`, in order and without gaps. `places`: of the entries."""
+    """A file: the header, then the entries, in order and without gaps. `places`: of the entries."""
 
     name: str
     size: int
@@ -56,17 +59,24 @@ class ShardFile:
     places: Places
 
 
+class ShardBuffer(Buffer):
+    """Host memory for a whole file, with its header."""
+
+    def __init__(self, file: ShardFile, *, is_pinned: bool = False) -> None:
+        super().__init__(file.size, is_pinned=is_pinned)
+        self.file = file
+        memoryview(self.image)[: len(file.header)] = file.header
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """All files with weights; `index` is None where there is one. `fingerprint` is equal where layouts are."""
+    """All files with weights. `index`: None where there is one file. `fingerprint`: equal for equal layouts."""
 
     files: tuple[ShardFile, ...]
     index: bytes | None
     fingerprint: str
 
 
-# A training loop saves the same tensors again and again, and with thousands of them this costs milliseconds.
-@functools.lru_cache(maxsize=8)
 def lay_out(
     products: tuple[Facts, ...],
     blocks: tuple[int, ...],
@@ -115,7 +125,7 @@ def lay_out(
 def lay_out_as_named(
     products: tuple[Facts, ...], files: tuple[tuple[str, int], ...], metadata: tuple[tuple[str, str], ...]
 ) -> Layout:
-    """Lay products out in files that are there whatever their size, where readers know them by their names.
+    """Lay products out in files with given names and contents.
 
     Args:
         products: those of the first file, then those of the next; names are distinct within a file.
@@ -138,10 +148,16 @@ def lay_out_as_named(
 
 
 def assign(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """The rank that writes each file, so that the fullest rank has as little as can be told quickly.
+    """Assign files to ranks by Graham's LPT rule (SIAM J. Appl. Math. 17, 1969).
 
-    The largest file first, always to the rank with the least so far (Graham's LPT rule, SIAM J. Appl. Math. 17, 1969);
-    of several, to the one that `ranks` names first.
+    The largest file goes first, to the rank with the fewest bytes so far, in the order of `ranks`.
+
+    Args:
+        sizes: bytes of each file.
+        ranks: the ranks that write.
+
+    Returns:
+        The rank that writes each file.
     """
     loads = [(0, place, rank) for place, rank in enumerate(ranks)]
     writers = [0] * len(sizes)

@@ -1,11 +1,9 @@
-"""The way of one save from staged tensors to a published folder, and what follows it.
+"""Finishes one save: from staged tensors to a published folder, then retention and callbacks.
 
-A `Finalizer` owns the voter that the saves of one kind vote with. What always holds:
-
-1. Every fallible step ends in a vote, so all ranks publish or none does; the first rank alone changes the root. The
-   votes of a save are counted from its number, so that they meet whatever became of the save before, even where one
-   rank took that and another did not.
-2. Nothing here is a collective of a process group, unless the kind's own background work is one.
+Invariants:
+    - Every fallible step ends in a vote: all ranks publish or none does. Only the first rank changes the root.
+    - The votes of a save are numbered from the vote that took it, so that all ranks meet whatever the save before did.
+    - Nothing here is a collective of a process group, unless the kind's own background work is one.
 """
 
 from __future__ import annotations
@@ -20,20 +18,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tundish import _native
-from tundish.checkpoint.save import Save, Staged, WriteOptions
+from tundish.checkpoint.save import Save
+from tundish.checkpoint.stager import StagedSave, WriteOptions
 from tundish.distributed import Voter
 from tundish.errors import CallbackError, CheckpointInUseError, StoreLostError, VoteTimeoutError
 
-__all__ = ["Finalizer", "Job", "Publisher"]
+__all__ = ["Finalizer", "Publisher", "QueuedSave"]
 
 FORMAT_VERSION = 1
 
-# The most votes that a save goes through: staging, two for making room, writing, publishing, pruning, and one more
-# where one fails.
+# The most votes of a save: staging, two for making room, writing, publishing, pruning, and one more where one fails.
 _VOTES = 7
-# How long a rank that lost sight of the others tells them that it gave up.
-_TELLING_SECONDS = 2.0
-# How often it is tried again to replace what somebody reads.
+# How long a rank that lost the others waits for them to hear that it gave up.
+_REPORT_SECONDS = 2.0
+# How long to wait before trying again to replace a checkpoint that somebody reads.
 _IN_USE_POLL_SECONDS = 0.2
 
 _logger = logging.getLogger("tundish.checkpoint")
@@ -42,7 +40,7 @@ _logger = logging.getLogger("tundish.checkpoint")
 class Publisher(Protocol):
     """What the group's first rank does to the root."""
 
-    def publish(self, job: Job, manifest: str) -> Path: ...
+    def publish(self, queued: QueuedSave, manifest: str) -> Path: ...
     def abandon(self, kind: str, step: int) -> None: ...
     def protect(self, steps: Iterable[int]) -> None: ...
     def make_room(self) -> None: ...
@@ -50,15 +48,19 @@ class Publisher(Protocol):
 
 
 @dataclass(kw_only=True, eq=False)
-class Job:
-    """One save on its way through a lane.
+class QueuedSave:
+    """One save in the queue.
 
-    `staged` is the error instead where staging failed on this rank: the others hear of it in the next vote. `undo`:
-    gives back what was taken for the staging, until there is something staged. `folder` is where the files lie until
-    they are published as `target`. `is_answered`: the caller hears of a failure by itself, so that the failure policy
-    need not act. `lacks_room`: what is old has to go before anything is written; known to the first rank. `release` is
-    called when the save is over, of which `is_over` tells. `is_published`: it has its name, whatever follows. `number`:
-    of the vote by which it was taken, the same on all ranks and higher than that of any save before.
+    Attributes:
+        save: the future that the caller holds.
+        number: of the vote that took the save; the same on all ranks, and higher than that of any save before.
+        folder: where the files lie until they are published.
+        target: the published folder.
+        needs_room: whether old checkpoints have to go before anything is written; known to the first rank.
+        is_caller_told: whether the caller hears of a failure, so that the failure policy need not act.
+        release: gives back the staging budget.
+        staged: the staged save, or the error that staging failed with on this rank.
+        is_published: whether the checkpoint has its name, whatever follows.
     """
 
     save: Save
@@ -68,13 +70,11 @@ class Job:
     tag: str | None
     overwrite: bool
     extra: dict[str, Any]
-    lacks_room: bool
-    is_answered: bool
-    undo: Callable[[], None] | None
+    needs_room: bool
+    is_caller_told: bool
     release: Callable[[], None]
-    staged: Staged | BaseException | None = None
+    staged: StagedSave | BaseException | None = None
     is_published: bool = False
-    is_over: bool = False
 
     @property
     def what(self) -> str:
@@ -83,18 +83,18 @@ class Job:
 
 
 class Finalizer:
-    """Finishes the saves of one kind, one after the other, on one thread.
+    """Finishes the saves of one kind, one at a time, on the queue's thread.
 
     Args:
         kind: "hf" or "dcp".
-        voter: this one's own.
-        publisher: on the group's first rank; None on the others.
-        world_size: ranks of the group.
-        writers_per_node: processes of a node that write at once.
+        voter: used by this finalizer alone.
+        publisher: changes the root, on the group's first rank; None on the others.
+        world_size: number of ranks in the group.
+        writers_per_node: how many processes of a node write at once.
         checksum: whether checksums are recorded.
         announce: called with an event's name, the kind and the step.
-        on_published: called with a published path.
-        protected: steps that this rank was told to keep; the first rank hears of them with every save.
+        on_published: functions that are called with the published path.
+        protected: steps that this rank protects; the first rank hears of them with every save.
         timeout: seconds that a vote waits for the other ranks.
     """
 
@@ -126,32 +126,33 @@ class Finalizer:
     def options(self, save: Save) -> WriteOptions:
         """How the files of `save` are written."""
         return WriteOptions(
-            checksum=self._checksum, writers_per_node=self._writers_per_node, progress=save.note_written
+            checksum=self._checksum, writers_per_node=self._writers_per_node, set_progress=save.set_progress
         )
 
-    def finish(self, job: Job) -> None:
+    def finish(self, queued: QueuedSave) -> None:
         """Collective: write and publish a save.
 
-        Raises what it failed with, the same on all ranks; `CallbackError` where it is published nevertheless. What lies
-        in the root of one that is not, is still there: `abandon` it.
+        Raises:
+            CallbackError: the save is published, and a callback failed.
+            Exception: what the save failed with, the same on all ranks. Its files are still there: call `abandon`.
         """
         # The vote that made the voter was the first.
-        self._voter.skip_to(1 + _VOTES * job.number)
+        self._voter.skip_to(1 + _VOTES * queued.number)
         try:
-            staged, facts = self._stage(job)
-            facts += self._write(job, staged)
-            with self._voted(f"{job.what}: publishing"):
+            staged, facts = self._stage(queued)
+            facts += self._write(queued, staged)
+            with self._voted(f"{queued.what}: publishing"):
                 if self._publisher is not None:
-                    self._publish(self._publisher, job, self._manifest(job, facts))
-            job.is_published = True
+                    self._publish(self._publisher, queued, self._manifest(queued, facts))
+            queued.is_published = True
         except (StoreLostError, VoteTimeoutError):
-            # The others may have seen the vote succeed that failed here.
-            if job.staged is not None and not isinstance(job.staged, BaseException):
-                job.staged.break_off()
+            # On the other ranks the vote may have succeeded.
+            if queued.staged is not None and not isinstance(queued.staged, BaseException):
+                queued.staged.abort()
             raise
-        self._announce("published", self.kind, job.save.step)
+        self._announce("published", self.kind, queued.save.step)
         failed: list[BaseException] = []
-        with self._voted(f"{job.what}: pruning"):
+        with self._voted(f"{queued.what}: pruning"):
             try:
                 if self._publisher is not None:
                     self._publisher.prune(self.kind)
@@ -160,119 +161,119 @@ class Finalizer:
                 failed.append(caught)
         for callback in self._on_published:
             try:
-                callback(job.target)
+                callback(queued.target)
             except BaseException as caught:  # noqa: BLE001 (an exit too would end this thread alone)
                 failed.append(caught)
         if failed:
             said = "; ".join(str(one) if isinstance(one, CallbackError) else repr(one) for one in failed)
-            raise CallbackError(f"{job.what} is published, but a callback failed: {said}") from failed[0]
+            raise CallbackError(f"{queued.what} is published, but a callback failed: {said}") from failed[0]
 
-    def tell(self, job: Job, error: BaseException) -> None:
-        """Bring `error`, which ended `finish`, to the vote that the others may have gone on to. Never raises."""
+    def report(self, queued: QueuedSave, error: BaseException) -> None:
+        """Bring the error of `finish` to the vote that the other ranks may have gone on to. Never raises."""
         if isinstance(error, StoreLostError | VoteTimeoutError):
             with contextlib.suppress(Exception):
-                self._voter.vote(error, what=f"{job.what}: going on", timeout=_TELLING_SECONDS)
+                self._voter.vote(error, what=f"{queued.what}: going on", timeout=_REPORT_SECONDS)
 
-    def abandon(self, job: Job) -> None:
-        """Remove what lies in the root of a save that comes to nothing. Never raises."""
+    def abandon(self, queued: QueuedSave) -> None:
+        """Remove the files of a save that failed. Never raises."""
         try:
             if self._publisher is not None:
-                self._publisher.abandon(self.kind, job.save.step)
+                self._publisher.abandon(self.kind, queued.save.step)
         except Exception:
             # A log that cannot be written is no reason to end the thread of all saves.
             with contextlib.suppress(Exception):
                 _logger.exception(
-                    "%s failed, and its leftover %s stays until the next start", job.what, job.folder
+                    "%s failed, and its leftover %s stays until the next start", queued.what, queued.folder
                 )
 
     def close(self) -> None:
-        """Let go of the voter."""
+        """Close the voter."""
         self._voter.close()
 
-    def _publish(self, publisher: Publisher, job: Job, manifest: str) -> None:
-        """Publish; what is to be replaced is waited for while somebody reads it."""
+    def _publish(self, publisher: Publisher, queued: QueuedSave, manifest: str) -> None:
+        """Publish; wait while somebody reads the checkpoint that is to be replaced."""
         # The other ranks wait for this rank's vote no longer than the whole of it.
         until = time.monotonic() + self._timeout / 2
         is_told = False
         while True:
             try:
-                publisher.publish(job, manifest)
+                publisher.publish(queued, manifest)
             except CheckpointInUseError as error:
                 if time.monotonic() > until:
                     raise
                 if not is_told:
-                    _logger.warning("%s waits until it can replace the checkpoint: %s", job.what, error)
+                    _logger.warning("%s waits until it can replace the checkpoint: %s", queued.what, error)
                 is_told = True
                 time.sleep(_IN_USE_POLL_SECONDS)
             else:
                 return
 
-    def _stage(self, job: Job) -> tuple[Staged, list[_native.FileMetadata]]:
-        """Wait for the tensors, and make room where it lacks; the first rank writes everything else."""
+    def _stage(self, queued: QueuedSave) -> tuple[StagedSave, list[_native.FileMetadata]]:
+        """Wait for the tensors and make room on the disk; the first rank writes all files but the weights."""
         error: BaseException | None = None
         facts: list[_native.FileMetadata] = []
         try:
-            facts = self._prepare(job)
+            facts = self._prepare(queued)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        what = f"{job.what}: staging"
-        lacks_room = self._voter.vote(error, what=what, flag=job.lacks_room, timeout=self._timeout)
-        if lacks_room:
-            facts = self._make_room(job)
-        return _staged_of(job), facts
+        what = f"{queued.what}: staging"
+        needs_room = self._voter.vote(error, what=what, flag=queued.needs_room, timeout=self._timeout)
+        if needs_room:
+            facts = self._make_room(queued)
+        return _staged_of(queued), facts
 
-    def _prepare(self, job: Job) -> list[_native.FileMetadata]:
-        """Wait for the tensors; the facts of what the first rank wrote."""
-        staged = _staged_of(job)
+    def _prepare(self, queued: QueuedSave) -> list[_native.FileMetadata]:
+        """Wait for the tensors; returns the metadata of the files that the first rank wrote."""
+        staged = _staged_of(queued)
         staged.wait_staged(None)
-        job.save.note_staged()
-        self._announce("staged", self.kind, job.save.step)
-        return [] if self._publisher is None or job.lacks_room else staged.prewrite(job.folder)
+        queued.save.mark_staged()
+        self._announce("staged", self.kind, queued.save.step)
+        return [] if self._publisher is None or queued.needs_room else staged.write_other_files(queued.folder)
 
-    def _make_room(self, job: Job) -> list[_native.FileMetadata]:
-        """Remove what should have gone before, once it is known what all ranks protect; the rest is as `_prepare`."""
-        what = f"{job.what}: making room"
-        told = json.dumps(list(self._protected))
-        gathered = self._voter.gather(told, what=what, timeout=self._timeout)
+    def _make_room(self, queued: QueuedSave) -> list[_native.FileMetadata]:
+        """Remove old checkpoints, once the steps that any rank protects are known; then as `_prepare`."""
+        what = f"{queued.what}: making room"
+        text = json.dumps(list(self._protected))
+        gathered = self._voter.gather(text, what=what, timeout=self._timeout)
         with self._voted(what):
             if self._publisher is None:
                 return []
-            self._publisher.protect(step for text in gathered for step in json.loads(text))
+            self._publisher.protect(step for one in gathered for step in json.loads(one))
             self._publisher.make_room()
-            return _staged_of(job).prewrite(job.folder)
+            return _staged_of(queued).write_other_files(queued.folder)
 
-    def _write(self, job: Job, staged: Staged) -> list[_native.FileMetadata]:
-        """Write this rank's files; on the first rank the facts of all ranks' files, and what they protect."""
+    def _write(self, queued: QueuedSave, staged: StagedSave) -> list[_native.FileMetadata]:
+        """Write this rank's files; on the first rank, returns the metadata of the files of all ranks."""
         error: BaseException | None = None
         own: list[_native.FileMetadata] = []
         try:
-            own = staged.write(job.folder, self.options(job.save))
-            self._announce("written", self.kind, job.save.step)
+            own = staged.write(queued.folder, self.options(queued.save))
+            self._announce("written", self.kind, queued.save.step)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        told = json.dumps(
+        text = json.dumps(
             {
                 "files": [[facts.name, facts.size, facts.checksum] for facts in own],
                 # Copied at once: the caller's thread may add to it.
                 "protected": list(self._protected),
             }
         )
-        what = f"{job.what}: writing"
-        gathered = self._voter.gather(told, error, what=what, timeout=self._timeout)
-        self._announce("voted", self.kind, job.save.step)
+        what = f"{queued.what}: writing"
+        gathered = self._voter.gather(text, error, what=what, timeout=self._timeout)
+        self._announce("voted", self.kind, queued.save.step)
         heard = [json.loads(text) for text in gathered]
         if self._publisher is not None:
             self._publisher.protect(step for one in heard for step in one["protected"])
         return [_native.FileMetadata(*facts) for one in heard for facts in one["files"]]
 
-    def _manifest(self, job: Job, facts: list[_native.FileMetadata]) -> str:
+    def _manifest(self, queued: QueuedSave, facts: list[_native.FileMetadata]) -> str:
         manifest = {
             "format_version": FORMAT_VERSION,
             "kind": self.kind,
-            "step": job.save.step,
-            "tag": job.tag,
+            "step": queued.save.step,
+            "tag": queued.tag,
             "world_size": self._world_size,
-            "extra": job.extra,
+            "extra": queued.extra,
             "files": [
                 {"name": file.name, "size": file.size, "checksum": file.checksum}
                 for file in sorted(facts, key=lambda file: file.name)
@@ -284,10 +285,10 @@ class Finalizer:
         return self._voter.agreed(what, timeout=self._timeout)
 
 
-def _staged_of(job: Job) -> Staged:
-    """What was staged; raises what staging failed with on this rank."""
-    if isinstance(job.staged, BaseException):
-        raise job.staged
-    if job.staged is None:
-        raise RuntimeError(f"{job.what} was handed on without its tensors")
-    return job.staged
+def _staged_of(queued: QueuedSave) -> StagedSave:
+    """The staged save; raises what staging failed with on this rank."""
+    if isinstance(queued.staged, BaseException):
+        raise queued.staged
+    if queued.staged is None:
+        raise RuntimeError(f"{queued.what} was handed on without its tensors")
+    return queued.staged

@@ -1,25 +1,21 @@
-"""The saves of one kind, one after the other.
+"""The queue of the saves of one kind: a background thread finishes one after the other.
 
-A `SaveQueue` owns the finalize thread of its kind. What always holds:
-
-1. The save of step N is over on every rank before that of step N+1 begins to be written.
-2. A save's staging memory is given back and its future resolved, whatever happened.
+Invariants:
+    - A save is over on this rank before the next one begins to be written.
+    - A save's staging memory is given back and its future resolved, whatever happens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import queue
 import threading
 import traceback
 from collections.abc import Callable
 
-from tundish.checkpoint.publish.finalizer import Finalizer, Job
+from tundish.checkpoint.publish.finalizer import Finalizer, QueuedSave
 from tundish.devices import on_this_device
 from tundish.errors import CallbackError, InvalidInputError
-from tundish.waiting import Changes, Moment, Thread, wait_for
 
 __all__ = ["SaveQueue"]
 
@@ -27,161 +23,129 @@ _logger = logging.getLogger("tundish.checkpoint")
 
 
 class SaveQueue:
-    """The finalize thread of one kind.
+    """The saves of one kind and the thread that finishes them.
 
     Args:
         finalizer: of that kind.
-        failed: called with the error of a save that failed in the background and what it was.
+        on_failure: called with the error of a save that failed in the background, and what it was.
     """
 
-    def __init__(self, finalizer: Finalizer, failed: Callable[[BaseException, str], None]) -> None:
+    def __init__(self, finalizer: Finalizer, on_failure: Callable[[BaseException, str], None]) -> None:
         self._finalizer = finalizer
-        self.options = finalizer.options
-        self._failed = failed
-        # Says that there may be something to do; whether there is, `_pending` and `_is_closing` say.
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-        # The one that has `_turn`: where Ctrl-C came while a thread was started, nobody knows of it, and another is.
+        self._on_failure = on_failure
         self._thread: threading.Thread | None = None
-        self._turn = threading.Lock()
-        self._process = os.getpid()
-        self._pending: list[Job] = []
-        self._changes = Changes()
+        self._pending: list[QueuedSave] = []
+        self._changed = threading.Condition()
         self._is_closing = False
-        self._has_ended = Moment()
 
     def steps_under_way(self) -> list[int]:
         """Steps of the saves that are not over, in order."""
-        with self._changes.lock:
-            return [job.save.step for job in self._pending]
+        with self._changed:
+            return [queued.save.step for queued in self._pending]
 
     def wait_for_turn(self) -> None:
         """Block until at most one save is not over: that one may be written while the next is staged."""
-        self._changes.wait_until(lambda: len(self._pending) < 2)
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._pending) < 2)
 
     def start(self) -> None:
-        """Have the thread there, before ranks agree on a save: where it cannot be started, the others have to hear."""
+        """Start the thread before ranks agree on a save: if it cannot start, the other ranks have to hear."""
         if self._thread is None and not self._is_closing:
-            name = f"tundish-{self._finalizer.kind}-finalize"
-            # Functions of the caller's, conversions and callbacks, run there too.
-            thread = Thread(on_this_device(self._run), name)
+            # The user's conversions and callbacks run on this thread.
+            thread = threading.Thread(
+                target=on_this_device(self._run), name=f"tundish-{self._finalizer.kind}-finalize", daemon=True
+            )
             thread.start()
-            self._thread = self._thread or thread
+            self._thread = thread
 
-    def submit(self, job: Job) -> None:
-        """Take over a save; one that cannot be, as the lane is closed, fails and gives back what it has.
-
-        Does nothing with one that was taken over before Ctrl-C interrupted this.
-        """
-        with self._changes.lock:
-            if job in self._pending or job.is_over:
-                return
+    def submit(self, queued: QueuedSave) -> None:
+        """Take over a save. Where the queue is closed, the save fails and gives back its memory."""
+        with self._changed:
             if not self._is_closing:
-                # First, so that what is taken over, by one call, is never without a thread that looks at it.
-                self._wake.put(None)
-                self._pending.append(job)
+                self._pending.append(queued)
+                self._changed.notify_all()
                 return
-            job.is_over = True
-        error = InvalidInputError(f"{job.what}: the checkpointer was closed while the save was taken")
-        self._give_back(job)
-        self._finalizer.abandon(job)
-        job.save.fail(error)
+        error = InvalidInputError(f"{queued.what}: the checkpointer was closed while the save was taken")
+        self._finalizer.abandon(queued)
+        _release(queued)
+        queued.save.fail(error)
         raise error
 
     def is_own_thread(self) -> bool:
-        """Whether the caller is called by this lane, and so would wait for itself."""
+        """Whether the caller runs on this queue's thread, and so would wait for itself."""
         return threading.current_thread() is self._thread
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until no save is under way; whether it came to that in time."""
-        return self._changes.wait_until(lambda: not self._pending, timeout)
+        """Block until no save is under way, up to `timeout` seconds; returns whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, timeout)
 
     def finish(self) -> None:
-        """Take no more saves, and block until those that it has are over, and the thread has ended.
-
-        May be called again, by any thread, where a call was interrupted.
-        """
-        with self._changes.lock:
+        """Take no more saves, and block until the pending ones are over and the thread has ended."""
+        with self._changed:
             self._is_closing = True
-        self._wake.put(None)
-        if self._thread is not None and os.getpid() == self._process:
-            # A join that Ctrl-C ends takes the thread for ended, in some versions of Python.
-            wait_for(self._has_ended.wait)
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
 
     def close(self) -> None:
-        """Let go of the voter. After `finish`."""
+        """Close the finalizer. After `finish`."""
         self._finalizer.close()
 
-    # From here on everything runs on the finalize thread.
+    # From here on everything runs on the queue's thread.
 
     def _run(self) -> None:
-        if not self._turn.acquire(blocking=False):
-            return
-        self._thread = threading.current_thread()
-        try:
-            while (job := self._next()) is not None:
-                self._finish(job)
-                del job
-        finally:
-            self._has_ended.come()
+        while (queued := self._next()) is not None:
+            self._finish(queued)
+            del queued
 
-    def _next(self) -> Job | None:
-        """The save that is to be finished; None once the lane is closed and has none."""
-        while True:
-            self._wake.get()
-            with self._changes.lock:
-                if self._pending:
-                    return self._pending[0]
-                if self._is_closing:
-                    return None
+    def _next(self) -> QueuedSave | None:
+        """Wait for a save; None once the queue is closing and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self._is_closing)
+            return self._pending[0] if self._pending else None
 
-    def _give_back(self, job: Job) -> None:
-        if job.undo is not None:
-            # Perhaps for the second time, where it was interrupted.
-            job.undo()
-        if isinstance(job.staged, BaseException):
-            # As do those of what interrupted the staging.
-            traceback.clear_frames(job.staged.__traceback__)
-        elif job.staged is not None:
-            job.staged.release()
-        job.release()
-
-    def _finish(self, job: Job) -> None:
+    def _finish(self, queued: QueuedSave) -> None:
         error: BaseException | None = None
         try:
-            self._finalizer.finish(job)
+            self._finalizer.finish(queued)
         except BaseException as caught:  # noqa: BLE001 (whatever it is, it is the save's failure)
             error = caught
-            # They hold on to what was staged until somebody collects their cycle.
+            # The frames hold on to what was staged.
             traceback.clear_frames(caught.__traceback__)
-        # Asked once: a caller that Ctrl-C interrupts takes it back.
-        was_answered = job.is_answered
+        is_caller_told = queued.is_caller_told
         if isinstance(error, CallbackError):
-            # It is the future's alone, which perhaps nobody asks. A log that cannot be written ends no thread.
             with contextlib.suppress(Exception):
                 _logger.error("a callback failed", exc_info=error)
-        elif error is not None and not was_answered:
-            # First: to remove what lies in the root may take long, or for ever where a file system hangs. And before
-            # anybody is told that the save is over: the next call is to know of it.
-            self._failed(error, job.what)
+        elif error is not None and not is_caller_told:
+            # Before the leftovers are removed, which may take long, and before the future is resolved.
+            self._on_failure(error, queued.what)
         if error is not None:
-            self._finalizer.tell(job, error)
-        if error is not None and not job.is_published:
-            self._finalizer.abandon(job)
-        self._give_back(job)
-        with self._changes.lock:
-            job.is_over = True
-            self._pending.remove(job)
-            self._changes.tell()
+            self._finalizer.report(queued, error)
+            if not queued.is_published:
+                self._finalizer.abandon(queued)
+        _release(queued)
+        with self._changed:
+            self._pending.remove(queued)
+            self._changed.notify_all()
         try:
             if error is None:
-                job.save.finish(job.target)
+                queued.save.finish(queued.target)
             else:
-                job.save.fail(error)
+                queued.save.fail(error)
         except BaseException:
-            # Of a function that waited for the future, which may even exit; the next save is none of its business.
+            # A callback of the future raised, perhaps SystemExit; the next save must go on.
             with contextlib.suppress(Exception):
-                _logger.exception("a callback of the future of %s failed", job.what)
-        is_unheard = was_answered and not job.is_answered
+                _logger.exception("a callback of the future of %s failed", queued.what)
+        is_unheard = is_caller_told and not queued.is_caller_told
         if is_unheard and error is not None and not isinstance(error, CallbackError):
-            # Ctrl-C ended the caller's wait after it was counted on to hear of this.
-            self._failed(error, job.what)
+            # Ctrl-C ended the caller's wait after this thread relied on the caller to raise the error.
+            self._on_failure(error, queued.what)
+
+
+def _release(queued: QueuedSave) -> None:
+    if isinstance(queued.staged, BaseException):
+        traceback.clear_frames(queued.staged.__traceback__)
+    elif queued.staged is not None:
+        queued.staged.release()
+    queued.release()

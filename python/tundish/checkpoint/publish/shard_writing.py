@@ -1,8 +1,4 @@
-"""How a save of either kind sees its files to the disk.
-
-What always holds: a writer that is not finished is stopped, so that no thread goes on writing into a folder that
-its save has given up.
-"""
+"""Runs the Rust shard writer of one save."""
 
 from __future__ import annotations
 
@@ -10,15 +6,18 @@ import contextlib
 from collections.abc import Iterator
 
 from tundish._native import ShardWriter
-from tundish.checkpoint.save import WriteOptions
+from tundish.checkpoint.stager import WriteOptions
 
 __all__ = ["finishing"]
 
 
 @contextlib.contextmanager
 def finishing(writer: ShardWriter, options: WriteOptions) -> Iterator[None]:
-    """A block that ends with `writer.finish()`: its progress can be asked for, and it is stopped where it raises."""
-    options.progress(lambda: writer.progress()[0])
+    """A block that ends with `writer.finish()`: it reports progress, and where it raises, the writer is stopped.
+
+    A writer that is not stopped would go on writing into a folder that its save has given up.
+    """
+    options.set_progress(lambda: writer.progress()[0])
     try:
         yield
     except BaseException:
@@ -26,5 +25,5 @@ def finishing(writer: ShardWriter, options: WriteOptions) -> Iterator[None]:
         raise
     finally:
         written = writer.progress()[0]
-        # The writer is not held on to.
-        options.progress(lambda: written)
+        # The save outlives the writer.
+        options.set_progress(lambda: written)

@@ -1,8 +1,9 @@
-"""What the group's first rank does to the root, and nobody else.
+"""The root as the group's first rank changes it: it holds the writer lock, publishes, removes and sets aside.
 
-What always holds: a step is begun on the caller's thread and published, or abandoned, on its lane's; retention is
-applied only to what the root says is published; the lanes ask one at a time what it keeps, and who protects a step
-waits for that alone, not for what is removed.
+Invariants:
+    - A step is begun on the caller's thread, and published or abandoned on its queue's thread.
+    - Retention is applied only to what the root lists as published.
+    - `protect` waits for decisions about what to remove, never for the removing itself.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from tundish.checkpoint.publish.retention import Retention
 from tundish.errors import CallbackError, CheckpointInUseError, NotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from tundish.checkpoint.publish.finalizer import Job
+    from tundish.checkpoint.publish.finalizer import QueuedSave
 
 __all__ = ["WritableRoot"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
-_SAID = {
+_LOG_TEXTS = {
     "removed": "removed what dead saves left",
     "live": "left alone what somebody still writes into",
     "set_aside": "set aside after a rollback that was cut short",
@@ -44,19 +45,21 @@ _SAID = {
     "failed": "could not be removed or written again",
 }
 
-# Another user's, a file that is fixed, or another file system mounted in it; what somebody still writes into, or reads
-# where a network file system then keeps it under another name.
-_MAY_NOT = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.ENOTEMPTY)
+# Files of another user, immutable files, mount points, files in use on a network file system.
+_NOT_REMOVABLE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.ENOTEMPTY)
 
-# How long a start waits for an owner that is dying.
+# How long a start waits for a writer that is ending.
 WAIT_SECONDS = 60.0
 
 
 class WritableRoot:
-    """The owned root of a checkpointer, or of a command.
+    """A root with its writer lock, of a checkpointer or of a command.
 
-    `wait_seconds`: how long to wait for an owner that is dying; None takes what a start takes. Whether one that may run
-    elsewhere lives is found out in any case, within 20 s.
+    Args:
+        path: the folder of all checkpoints.
+        retention: which checkpoints stay.
+        wait_seconds: how long to wait for a writer that is ending; None takes a minute. A writer on another node is
+            looked for in any case, for up to 20 s.
     """
 
     def __init__(self, path: Path, retention: Retention, *, wait_seconds: float | None = None) -> None:
@@ -67,25 +70,25 @@ class WritableRoot:
         self._lock = threading.RLock()
         wait = WAIT_SECONDS if wait_seconds is None else wait_seconds
         self._root = _native.CheckpointRoot(path, wait_seconds=wait)
-        # What the saves that were begun will take, by kind and step, until they are published or given up.
+        # Bytes of the saves that were begun, by kind and step, until they are published or abandoned.
         self._promised: dict[tuple[str, int], int] = {}
-        # The marks by which writers of this root take turns, of those that were killed. They hold nothing.
+        # Lock files of writers that were killed; they are empty.
         _native.sweep_writer_slots(path)
 
     @property
     def recovered(self) -> dict[str, Any]:
-        """What opening found and mended: `removed`, `live`, `set_aside`, `repaired`, `ignored`, `failed`."""
+        """What opening found and repaired: `removed`, `live`, `set_aside`, `repaired`, `ignored`, `failed`."""
         return dict(self._root.recovered)
 
-    def tell_recovered(self) -> None:
-        """Log what opening found and mended."""
+    def log_recovered(self) -> None:
+        """Log what opening found and repaired."""
         found = self.recovered
         for path, reason in found["ignored"].items():
             _logger.warning("%s is called like a checkpoint, is none, and is left as it is: %s", path, reason)
         for what, paths in found.items():
             if what != "ignored" and paths:
                 level = logging.WARNING if what == "failed" else logging.INFO
-                _logger.log(level, "opening %s: %s: %s", self.path, _SAID[what], "; ".join(paths))
+                _logger.log(level, "opening %s: %s: %s", self.path, _LOG_TEXTS[what], "; ".join(paths))
 
     def begin(
         self,
@@ -96,17 +99,22 @@ class WritableRoot:
         overwrite: bool,
         wait_for_saves: Callable[[], object],
     ) -> bool:
-        """Make the folder of a step; refuses one that is published, below the newest, or too large for the disk.
+        """Make the folder of a step; refuse a step that is published, below the newest, or too large for the disk.
 
-        `wait_for_saves`: blocks until those under way are over. Called where there is too little room: what is old
-        goes after them.
+        Args:
+            kind: "hf" or "dcp".
+            step: the step.
+            written_bytes: what the checkpoint will take on the disk.
+            overwrite: whether a published checkpoint of this step may be replaced.
+            wait_for_saves: blocks until the saves under way are over; called where the disk has too little room.
 
-        Returns whether `make_room` has to be called before anything is written.
+        Returns:
+            Whether `make_room` has to be called before anything is written.
         """
-        free = self._lacks_room(written_bytes)
+        free = self._free_if_too_little(written_bytes)
         if free is not None:
             wait_for_saves()
-            free = self._lacks_room(written_bytes)
+            free = self._free_if_too_little(written_bytes)
         if free is not None and written_bytes > free + self._surplus_bytes():
             raise StorageError(
                 errno.ENOSPC,
@@ -118,9 +126,9 @@ class WritableRoot:
         return free is not None
 
     def make_room(self) -> None:
-        """Remove what retention does not keep and is still there: a run was killed first, or it kept more.
+        """Remove what retention does not keep, of earlier runs too.
 
-        Raises `CorruptCheckpointError`, and removes nothing of a kind, where the newest, which stays, is damaged.
+        Raises `CorruptCheckpointError`, and removes nothing of a kind, where the newest checkpoint is damaged.
         """
         for kind in KINDS:
             kept = self.kept_from_prune(kind)
@@ -129,44 +137,46 @@ class WritableRoot:
                 self.prune(kind)
 
     def _surplus_bytes(self) -> int:
-        """What retention does not keep, as far as it is known here what is protected."""
+        """Bytes of what retention does not keep, by the steps that this rank knows to be protected."""
         try:
             with self._lock:
                 return sum(one.size for kind in KINDS for one in self._split(kind)[1])
         except CallbackError:
-            _logger.exception("of what may go to make room nothing is known")
+            _logger.exception("cannot tell what retention would remove to make room")
             return 0
 
-    def _lacks_room(self, written_bytes: int) -> int | None:
-        """The bytes that are free, where `written_bytes` do not fit beside what is under way; else None."""
+    def _free_if_too_little(self, written_bytes: int) -> int | None:
+        """The bytes that are free, where `written_bytes` do not fit beside the saves under way; else None."""
         status = os.statvfs(self.path)
-        # A file system without blocks tells of no room at all.
+        # Some file systems report no blocks at all.
         if status.f_blocks == 0:
             return None
         free = status.f_bavail * status.f_frsize
         promised = list(self._promised.items())
         if written_bytes + sum(size for _, size in promised) <= free:
             return None
-        # Files are preallocated when they begin to be written: until then nobody sees what they will take.
+        # Files are preallocated when writing begins: until then the file system does not count them.
         for (kind, step), size in promised:
             free -= max(0, size - _taken_by(self.path / f".{kind}-{step}.incomplete"))
         return max(0, free) if written_bytes > free else None
 
-    def publish(self, job: Job, manifest: str) -> Path:
+    def publish(self, queued: QueuedSave, manifest: str) -> Path:
         """Give a complete folder its name, durably, and record it."""
-        path = Path(self._root.publish(job.save.kind, job.save.step, manifest, overwrite=job.overwrite))
-        self._promised.pop((job.save.kind, job.save.step), None)
+        path = Path(
+            self._root.publish(queued.save.kind, queued.save.step, manifest, overwrite=queued.overwrite)
+        )
+        self._promised.pop((queued.save.kind, queued.save.step), None)
         return path
 
     def abandon(self, kind: str, step: int) -> None:
-        """Remove what a save that failed left."""
+        """Remove the files of a save that failed."""
         try:
             self._root.abandon(kind, step)
         finally:
             self._promised.pop((kind, step), None)
 
     def prune(self, kind: str) -> None:
-        """Remove what retention does not keep; what cannot be removed is told, and goes with a later save or start."""
+        """Remove what retention does not keep; log what cannot be removed, which a later save or start tries again."""
         for error in self.remove_surplus(check_kind(kind)):
             _logger.warning(
                 "retention does not keep it, but it cannot be removed; a later save or start tries again: %s",
@@ -174,7 +184,7 @@ class WritableRoot:
             )
 
     def remove_surplus(self, kind: Kind) -> list[StorageError]:
-        """Remove what retention does not keep, except what somebody reads, or has protected meanwhile.
+        """Remove what retention does not keep, except what is being read or was protected meanwhile.
 
         Returns the errors of what cannot be removed now.
         """
@@ -190,19 +200,19 @@ class WritableRoot:
             except NotFoundError:
                 _logger.warning("somebody else removed %s, which retention does not keep", one.path)
             except StorageError as error:
-                if error.errno not in _MAY_NOT:
+                if error.errno not in _NOT_REMOVABLE:
                     raise
                 refused.append(error)
         return refused
 
     def kept_from_prune(self, kind: Kind) -> Checkpoints:
-        """What `prune` would leave; nothing where it would remove nothing."""
+        """The checkpoints that `prune` would leave; empty where it would remove nothing."""
         with self._lock:
             kept, surplus = self._split(kind)
             return kept if surplus else []
 
     def _split(self, kind: Kind) -> tuple[Checkpoints, Checkpoints]:
-        """What retention keeps of what is published, and what it does not; not looked at where it keeps all."""
+        """The published checkpoints that retention keeps, and the others. Both empty where it keeps all."""
         if self._retention.keeps_all:
             return [], []
         published = checkpoints_of(self._root, kind)
@@ -215,23 +225,23 @@ class WritableRoot:
         """Keep the checkpoints of `steps`: what is listed afterwards is not removed."""
         kept = list(steps)
         for step in kept:
-            # The root decides of what is being removed, which may take as long as a save of the other kind.
+            # The root knows whether the step is being removed just now.
             self._root.protect(step)
         with self._lock:
             self._retention.protected.update(kept)
 
     def discard_after(self, step: int) -> None:
-        """Set the checkpoints above `step` aside, and say where they are."""
+        """Set the checkpoints above `step` aside, and log where they are."""
         for path in self._root.discard_after(step):
             _logger.warning("newer than step %d, to which the run went back, and set aside: %s", step, path)
 
     def close(self) -> None:
-        """Let go of the root."""
+        """Release the writer lock."""
         self._root.close()
 
 
 def _taken_by(folder: Path) -> int:
-    """Bytes of the disk that lie in a folder, as far as it can be looked into."""
+    """Bytes that a folder takes on the disk, as far as it can be read."""
     taken = 0
     for above, _, names in os.walk(folder):
         for name in names:

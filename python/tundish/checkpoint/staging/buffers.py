@@ -1,9 +1,10 @@
-"""Host memory that a save is staged in.
+"""Host memory that saves are staged in, pinned where a CUDA device copies into it.
 
-Owns the buffers of one save, of either kind. What always holds: a buffer is given back once, whatever happened to
-it; buffers that a CUDA device copies into are pinned as long as they are kept, where the system lets them be, and
-pinned ones are kept for the next save, since pinning costs more than a copy; no memory is given back to the system
-while it is pinned. What is kept goes when `trim` is called.
+Pinned buffers are kept for the next save, since pinning costs more than a copy. `trim` gives them back.
+
+Invariants:
+    - Memory is unpinned before it goes back to the system.
+    - A buffer is given back once.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ from typing import Any, NamedTuple
 import torch
 
 from tundish._native import FileImage, TensorSpans, trim_staging
-from tundish.waiting import to_its_end
 
-__all__ = ["Buffer", "Place", "Places", "trim", "unpin"]
+__all__ = ["PAGE", "Buffer", "Place", "Places", "trim"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
+# Files are written past the page cache in multiples of this.
+PAGE = 4096
+
 _PORTABLE = 1
-# All that is pinned, by address: memory that went back while a device still knows of it would be another's next, and
-# the device would copy into pages that are gone.
+# All pinned memory, by address: if it went back to the system while pinned, devices would copy into freed pages.
 _registered: dict[int, FileImage] = {}
-# What of it no buffer uses.
+# The pinned memory that no buffer uses.
 _pinned: list[FileImage] = []
 _pinned_lock = threading.Lock()
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in a buffer: bytes `start` … `stop` - 1."""
+    """Where a tensor lies in a buffer: bytes `start` to `stop` - 1."""
 
     start: int
     stop: int
@@ -43,7 +45,7 @@ class Place(NamedTuple):
 
 
 class Places(tuple[Place, ...]):
-    """Places of one buffer, in its order and without overlap."""
+    """Places in one buffer, sorted and without overlap."""
 
     @functools.cached_property
     def spans(self) -> TensorSpans:
@@ -57,9 +59,10 @@ class Places(tuple[Place, ...]):
 
 
 class Buffer:
-    """`size` bytes of host memory; `is_pinned` for copies from a CUDA device, which wait for it where it cannot be.
+    """`size` bytes of host memory.
 
-    `image`: for whoever writes it to a disk.
+    Attributes:
+        image: the memory, for the shard writer.
     """
 
     def __init__(self, size: int, *, is_pinned: bool = False) -> None:
@@ -68,7 +71,7 @@ class Buffer:
 
     @functools.cached_property
     def bytes(self) -> torch.Tensor:
-        """The memory as a tensor of bytes; none after `release`."""
+        """The memory as a tensor of bytes; not after `release`."""
         return torch.frombuffer(self.image, dtype=torch.uint8)
 
     def view(self, place: Place) -> torch.Tensor:
@@ -76,15 +79,13 @@ class Buffer:
         return self.bytes[place.start : place.stop].view(place.dtype).view(tuple(place.shape))
 
     def release(self) -> None:
-        """Give the memory back; views of it must not be used any more. Does nothing the second time."""
+        """Give the memory back; its views must not be used any more. Does nothing the second time."""
         held = self.__dict__
         held.pop("bytes", None)
-        if self._is_pinned:
-            # In one call, which Ctrl-C does not divide: what is pinned must neither be lost nor be kept twice.
+        image = held.pop("image", None)
+        if image is not None and self._is_pinned:
             with _pinned_lock:
-                _pinned.extend(map(held.pop, held.keys() & {"image"}))
-        else:
-            held.pop("image", None)
+                _pinned.append(image)
 
 
 def _take_pinned(size: int) -> tuple[FileImage, bool]:
@@ -93,36 +94,32 @@ def _take_pinned(size: int) -> tuple[FileImage, bool]:
         for place, image in enumerate(_pinned):
             if image.size == size:
                 return _pinned.pop(place), True
-        # What is kept belongs to another layout, which is not saved any more.
+        # What is kept is of another model.
         _unpin()
     image = FileImage(size)
-    try:
-        # Which takes some fifty milliseconds a gigabyte, and is to be whole: the device's note, and ours.
-        to_its_end(lambda: _register(image))
-    except BaseException:
-        with _pinned_lock:
-            _pinned.extend(filter(None, [_registered.get(image.address)]))
-        raise
-    return image, image.address in _registered
+    return image, _pin(image)
 
 
-def _register(image: FileImage) -> None:
-    """Pin an image, where the system lets it be."""
-    # The runtime would have its pages made one by one, on one thread.
+def _pin(image: FileImage) -> bool:
+    """Pin the memory; whether the system allows it."""
+    # The runtime would fault the pages in one by one, on one thread.
     image.populate()
     with _on_device_in_use():
+        # First: where Ctrl-C comes in between, the memory is kept for good instead of being freed while pinned.
+        _registered[image.address] = image
         try:
             torch.cuda.check_error(_runtime().cudaHostRegister(image.address, image.size, _PORTABLE))
         except torch.cuda.CudaError as error:
+            del _registered[image.address]
             _forget_error()
-            _tell_unpinned(image.size, str(error))
-        else:
-            _registered[image.address] = image
+            _warn_unpinned(image.size, str(error))
+            return False
+    return True
 
 
 @functools.cache
-def _tell_unpinned(size: int, reason: str) -> None:
-    # Once of each size, which is the same in every save.
+def _warn_unpinned(size: int, reason: str) -> None:
+    # Once for each size, which is the same in every save.
     _logger.warning(
         "%d bytes of host memory cannot be pinned (%s): saves wait for their copies from the device",
         size,
@@ -132,39 +129,30 @@ def _tell_unpinned(size: int, reason: str) -> None:
 
 def trim() -> None:
     """Give back to the system what is kept for the next save."""
-    unpin()
+    with _pinned_lock:
+        _unpin()
     trim_staging()
 
 
-def unpin() -> None:
-    """Keep nothing pinned: what is kept may be used for any buffer from here on."""
-    with _pinned_lock:
-        _unpin()
-
-
 def _unpin() -> None:
+    """Unpin what no buffer uses. Under the lock."""
     if not _pinned:
         return
     try:
-        while _pinned:
-            to_its_end(_unregister)
+        with _on_device_in_use():
+            while _pinned:
+                torch.cuda.check_error(_runtime().cudaHostUnregister(_pinned[-1].address))
+                del _registered[_pinned.pop().address]
     except RuntimeError as error:
-        # After an error of the device, which ended all that it had: whoever closes then is to hear of that one.
+        # After an error of the device, which is what the user should hear of.
         _logger.warning(
             "pinned memory is kept to the end of the process, as it cannot be unpinned: %s", error
         )
         _pinned.clear()
 
 
-def _unregister() -> None:
-    """Unpin what was kept last. Under the lock."""
-    with _on_device_in_use():
-        torch.cuda.check_error(_runtime().cudaHostUnregister(_pinned[-1].address))
-    del _registered[_pinned.pop().address]
-
-
 def _on_device_in_use() -> contextlib.AbstractContextManager[object]:
-    """A device that this process uses: on any other, as is the first for new threads, memory is taken to call it."""
+    """Switch to a device that this process uses: a call on another one takes memory there."""
     here = torch.cuda.current_device()
     places = [here, *range(torch.cuda.device_count())]
     is_used = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # not in the stubs
@@ -172,7 +160,7 @@ def _on_device_in_use() -> contextlib.AbstractContextManager[object]:
 
 
 def _forget_error() -> None:
-    """Take back what the runtime keeps of an error for the next kernel of the thread, which would fail with it."""
+    """Clear the runtime's last error, with which the thread's next kernel would fail."""
     with contextlib.suppress(RuntimeError):
         torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # torch leaves it so
 

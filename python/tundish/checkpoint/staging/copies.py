@@ -1,8 +1,9 @@
-"""Copies of tensors into host memory: at once, or during the next forward and backward.
+"""Copies of tensors into host memory: at once (`EagerCopy`), or during the next forward and backward (`LazyCopy`).
 
-Owns when a copy has to be over. What always holds: a copy made at once reads its sources as they are in the order
-of the caller's stream, whatever the caller queues afterwards; a copy that runs in the background is over before a step
-of the optimizers that own its sources begins, and fails where anything else changed a source before.
+Invariants:
+    - An eager copy reads its sources as they are in the order of the caller's stream.
+    - A lazy copy is over before a step of the optimizers that own its sources begins.
+    - A lazy copy fails where anything else changed a source before it was over.
 """
 
 from __future__ import annotations
@@ -21,24 +22,29 @@ import torch
 from tundish._native import TensorCopy
 from tundish.checkpoint.staging.tensor_copy import (
     Block,
+    begin_host_copy,
     check_on_devices,
     copy_from_device,
-    copy_on_host,
-    filling_of,
-    side_stream_of,
+    finish_host_copy,
 )
 from tundish.checkpoint.tensors import any_on_cuda, locals_of
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
-from tundish.waiting import Moment, run_aside, wait_for
 
-__all__ = ["BackgroundCopy", "Copies", "begin_copies", "optimizers_of", "run_copies"]
+__all__ = ["EagerCopy", "LazyCopy", "begin_copies", "optimizers_of", "run_copies"]
+
+# One a device: torch hands out the same 32 streams in turn, and keeps the memory freed on each for that one alone.
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-class Copies:
-    """Copies that are started together. Made on the caller's thread; holds its sources until they are over.
+class EagerCopy:
+    """Copies that the caller waits for. Made on the caller's thread; holds its sources until they are copied.
 
-    On CUDA they run on a side stream, after what the caller's stream was given before this was made; a target must be
-    pinned for that to be unobtrusive. On the host they take `threads`; None: as many as torch does.
+    CUDA sources are copied on a side stream, after everything that the caller's stream was given before. The caller
+    does not wait for them where the buffer is pinned.
+
+    Args:
+        blocks: what to copy.
+        threads: of the copies on the host; None takes as many as torch does.
     """
 
     def __init__(self, blocks: Sequence[Block], threads: int | None = None) -> None:
@@ -56,23 +62,21 @@ class Copies:
         )
         self._ready = [torch.cuda.current_stream(device).record_event() for device in self._devices]
         self._over: list[torch.cuda.Event] = []
-        # Of the block that is being copied.
-        self._filling: TensorCopy | None = None
+        # The copy on the host that is under way.
+        self._host_copy: TensorCopy | None = None
 
     def begin(self) -> None:
-        """Have other threads begin with what is on the host, if that is worth them; `run` does the rest."""
+        """Let Rust threads begin with the first block; `run` does the rest."""
         if self._blocks:
-            self._filling = filling_of(self._blocks[0], self._threads)
+            self._host_copy = begin_host_copy(self._blocks[0], self._threads)
 
     def run(self) -> None:
-        """Copy; returns when all is copied, or queued on a side stream."""
+        """Copy; returns when everything is copied, or queued on a side stream."""
         with torch.no_grad():
             if self._devices:
                 check_on_devices(self._blocks)
             for device, ready in zip(self._devices, self._ready, strict=True):
-                side = side_stream_of(device)
-                # A thread begins on the first device, and goes back there: where this process has nothing else, the
-                # runtime takes half a gigabyte for it.
+                side = _side_stream_of(device)
                 with torch.cuda.device(device), torch.cuda.stream(side):
                     side.wait_event(ready)
                     try:
@@ -80,27 +84,26 @@ class Copies:
                             copy_from_device(device, block, side)
                         self._over.append(side.record_event())
                     except BaseException:
-                        # The memory that it copies into is given back next.
+                        # The caller gives the target memory back next.
                         side.synchronize()
                         raise
             for block in self._blocks:
-                # Kept until it is over: `end` gives up what is under way.
-                if self._filling is None:
-                    self._filling = filling_of(block, self._threads)
-                copy_on_host(block, self._filling, self._threads)
-                self._filling = None
+                if self._host_copy is None:
+                    self._host_copy = begin_host_copy(block, self._threads)
+                finish_host_copy(block, self._host_copy)
+                self._host_copy = None
         if not self._devices:
             self._blocks = ()
 
-    def hold_up_caller(self) -> None:
+    def hold_up_streams(self) -> None:
         """Let the caller's streams wait until the copies are over; the caller itself does not wait."""
         for device, over in zip(self._devices, self._over, strict=False):
             torch.cuda.current_stream(device).wait_event(over)
 
     def wait(self, deadline: float | None) -> None:
-        """Block until all is copied; raises `TimedOutError` at `deadline`, a time of `time.monotonic`."""
+        """Block until everything is copied; raises `TimedOutError` at `deadline`, of `time.monotonic`."""
         for device, over in zip(self._devices, self._over, strict=False):
-            # Asking, too, is on a device.
+            # A query on another device would take memory there.
             with torch.cuda.device(device):
                 while not over.query():  # type: ignore[no-untyped-call]  # torch leaves it so
                     if deadline is not None and time.monotonic() > deadline:
@@ -108,116 +111,73 @@ class Copies:
                     time.sleep(0.001)
         self._blocks = ()
 
-    def settle(self) -> None:
-        """Nothing: whatever the caller does comes after these copies."""
+    def allow_changes(self) -> None:
+        """Nothing to do: the caller's changes come after these copies."""
 
     def confirm(self) -> None:
-        """Nothing, as `settle`."""
+        """Nothing to do, as `allow_changes`."""
 
-    def let_go(self) -> None:
-        """Nothing: nothing waits for these copies."""
-
-    def end(self) -> None:
-        """Copy no more, whether or not it was begun; block until that is so."""
-        if self._filling is not None:
-            self._filling.give_up()
+    def release(self) -> None:
+        """Stop copying, and block until that is so."""
+        if self._host_copy is not None:
+            self._host_copy.give_up()
         self.wait(None)
 
 
-class BackgroundCopy:
-    """Copies on a thread of their own, fenced by the steps of `optimizers`.
+class LazyCopy:
+    """Copies on a background thread, which the steps of `optimizers` wait for.
 
     Args:
-        blocks: what to copy; sources that the optimizers own.
+        blocks: what to copy; the sources belong to the optimizers.
         optimizers: a step of any of them begins only after the copies.
     """
 
     def __init__(self, blocks: Sequence[Block], optimizers: Sequence[Any]) -> None:
-        # The caller goes on meanwhile, and is not to wait for a processor.
-        self._copies = Copies(blocks, max(1, torch.get_num_threads() - 1))
-        # Without their buffer, which is given back before the sources are let go of.
+        # One processor is left to the training.
+        self._copy = EagerCopy(blocks, max(1, torch.get_num_threads() - 1))
+        # Without the buffer, which is given back before the sources.
         self._watched = [(block.names, block.sources, _versions(block.sources)) for block in blocks]
         self._lock = threading.Lock()
-        self._issued = Moment()
+        self._issued = threading.Event()
         self._error: BaseException | None = None
-        self._fences = [_fence_of(optimizer) for optimizer in optimizers]
+        self._gates = [_gate_of(optimizer) for optimizer in optimizers]
         self._is_wanted = True
-        # Held while it is copied.
-        self._copying = threading.Lock()
-        # Held until the fences stand, so that no copy runs of which a step does not know.
-        self._gate = threading.Lock()
-        self._gate.acquire()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin; once."""
+        """Begin to copy; once."""
+        for gate in self._gates:
+            gate.add(self)
         try:
-            # First: where no thread can be started, no step waits for one.
-            run_aside(self._run)
-            for fence in self._fences:
-                fence.add(self)
-        finally:
-            self._gate.release()
+            thread = threading.Thread(target=self._run, name="tundish-lazy-copy", daemon=True)
+            thread.start()
+            self._thread = thread
+        except RuntimeError:
+            self.release()
+            raise
 
-    def end(self) -> None:
-        """Copy no more, whether or not it was begun; block until that is so."""
-        self._is_wanted = False
-        with self._copying:
-            pass
-        self._copies.wait(None)
-        self.let_go()
-
-    def fence(self) -> None:
-        """Make sure that what the caller does from here on changes nothing of what is copied."""
-        wait_for(self._issued.wait)
-        self._judge(for_good=True)
-        self._copies.hold_up_caller()
+    def before_step(self) -> None:
+        """Wait until the sources may change, on the thread that changes them."""
+        self._issued.wait()
+        self.allow_changes()
+        self._copy.hold_up_streams()
 
     def wait(self, deadline: float | None) -> None:
-        """Block until all is copied.
+        """Block until everything is copied.
 
-        Raises what went wrong, and `TimedOutError` at `deadline`, a time of `time.monotonic`.
+        Raises:
+            TimedOutError: at `deadline`, of `time.monotonic`.
+            Exception: what copying failed with.
         """
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not wait_for(self._issued.wait, left):
+        if not self._issued.wait(left):
             raise TimedOutError("not everything is copied into host memory yet")
-        self._copies.wait(deadline)
-        self._judge(for_good=False)
-        if self._error is not None:
-            self.let_go()
-            raise self._error
-
-    def settle(self) -> None:
-        """Once `wait` has returned, on the caller's thread: from here on it may change the sources."""
-        self._judge(for_good=True)
-
-    def confirm(self) -> None:
-        """Once more, when all is written: raise what went wrong.
-
-        torch counts a change when it is made, so one that was being made as the copy ended was not to be seen then.
-        """
-        self._judge(for_good=True)
-        self.let_go()
+        self._copy.wait(deadline)
         if self._error is not None:
             raise self._error
 
-    def let_go(self) -> None:
-        """No step has to be held up any more, and no source to be watched."""
-        for fence in self._fences:
-            fence.discard(self)
-        with self._lock:
-            self._watched = []
-
-    def _run(self) -> None:
-        with self._gate, self._copying:
-            try:
-                if self._is_wanted:
-                    self._copies.run()
-            except BaseException as caught:  # noqa: BLE001 (raised where the save is finished)
-                self._error = caught
-        self._issued.come()
-
-    def _judge(self, *, for_good: bool) -> None:
-        """Find whether something changed a source while it was copied. `for_good`: from here on, they may change."""
+    def allow_changes(self) -> None:
+        """Look for changes so far; from here on the sources may change."""
         with self._lock:
             changed = [
                 name
@@ -225,8 +185,7 @@ class BackgroundCopy:
                 for name, then, now in zip(names, before, _versions(sources), strict=True)
                 if then != now
             ]
-            if for_good or changed:
-                self._watched = []
+            self._watched = []
             if changed:
                 self._error = InvalidInputError(
                     f"{', '.join(changed[:3])}{' and more' if changed[3:] else ''} changed while a lazy save copied: "
@@ -234,19 +193,44 @@ class BackgroundCopy:
                     "for the save's staged()"
                 )
 
+    def confirm(self) -> None:
+        """When everything is written: raise what went wrong, changes of the sources included."""
+        self.allow_changes()
+        if self._error is not None:
+            raise self._error
 
-class _Fence:
-    """What stands before the steps of one optimizer."""
+    def release(self) -> None:
+        """Stop copying, block until that is so, and hold up no step any more."""
+        self._is_wanted = False
+        if self._thread is not None:
+            self._thread.join()
+        self._copy.wait(None)
+        for gate in self._gates:
+            gate.discard(self)
+        with self._lock:
+            self._watched = []
+
+    def _run(self) -> None:
+        try:
+            if self._is_wanted:
+                self._copy.run()
+        except BaseException as caught:  # noqa: BLE001 (raised where the save is finished)
+            self._error = caught
+        self._issued.set()
+
+
+class _StepGate:
+    """The hook before the steps of one optimizer: it waits for lazy copies."""
 
     def __init__(self) -> None:
-        self._pending: list[BackgroundCopy] = []
+        self._pending: list[LazyCopy] = []
         self._lock = threading.Lock()
 
-    def add(self, copy: BackgroundCopy) -> None:
+    def add(self, copy: LazyCopy) -> None:
         with self._lock:
             self._pending.append(copy)
 
-    def discard(self, copy: BackgroundCopy) -> None:
+    def discard(self, copy: LazyCopy) -> None:
         with self._lock:
             if copy in self._pending:
                 self._pending.remove(copy)
@@ -255,29 +239,39 @@ class _Fence:
         with self._lock:
             pending = list(self._pending)
         for copy in pending:
-            copy.fence()
+            copy.before_step()
             # Only now: where Ctrl-C ended the wait, the next step waits again.
             self.discard(copy)
 
 
-# A hook cannot be taken off by a thread while a step runs through the hooks: it stays as long as the optimizer.
-_fences: weakref.WeakKeyDictionary[Any, _Fence] = weakref.WeakKeyDictionary()
-_fences_lock = threading.Lock()
+# A thread cannot remove a hook while a step runs through the hooks, so it stays as long as the optimizer.
+_gates: weakref.WeakKeyDictionary[Any, _StepGate] = weakref.WeakKeyDictionary()
+_gates_lock = threading.Lock()
 
 
-def _fence_of(optimizer: Any) -> _Fence:
-    with _fences_lock:
-        fence = _fences.get(optimizer)
-        if fence is None:
-            fence = _fences[optimizer] = _Fence()
-            optimizer.register_step_pre_hook(fence.hold)
-    return fence
+def _gate_of(optimizer: Any) -> _StepGate:
+    with _gates_lock:
+        gate = _gates.get(optimizer)
+        if gate is None:
+            gate = _gates[optimizer] = _StepGate()
+            optimizer.register_step_pre_hook(gate.hold)
+    return gate
+
+
+def _side_stream_of(device: torch.device) -> torch.cuda.Stream:
+    stream = _side_streams.get(device)
+    if stream is None:
+        made = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
+        stream = _side_streams.setdefault(device, made)
+    return stream
 
 
 def optimizers_of(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers that a lazy staging is fenced by: one is given, or several.
+    """The optimizers of a lazy save, from the argument: one, or several.
 
-    Raises `InvalidInputError` where there is none, `InvalidTypeError` for what is no torch optimizer.
+    Raises:
+        InvalidInputError: there is none.
+        InvalidTypeError: it is no torch optimizer.
     """
     given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     if optimizer is None or not given:
@@ -295,32 +289,35 @@ def optimizers_of(optimizer: Any) -> tuple[Any, ...]:
 
 
 def begin_copies(
-    blocks: Sequence[Block], optimizers: Sequence[Any], begun: list[Copies | BackgroundCopy]
+    blocks: Sequence[Block], optimizers: Sequence[Any], begun: list[EagerCopy | LazyCopy]
 ) -> None:
-    """Begin what `run_copies` goes on with; of what the steps of `optimizers` change, nothing yet.
+    """Begin what `run_copies` goes on with.
 
-    `begun`: gets what there is to run, or to end, before anything is copied.
+    Args:
+        blocks: what to copy.
+        optimizers: tensors that their steps change are copied lazily, all others eagerly.
+        begun: gets the copies, before any of them begins, so that the caller can release them.
     """
     now, later = _divided(blocks, optimizers) if optimizers else (blocks, ())
-    copies = Copies(now)
-    begun.append(copies)
+    copy = EagerCopy(now)
+    begun.append(copy)
     if later:
-        begun.append(BackgroundCopy(later, optimizers))
-    copies.begin()
+        begun.append(LazyCopy(later, optimizers))
+    copy.begin()
 
 
-def run_copies(begun: Sequence[Copies | BackgroundCopy]) -> None:
-    """Copy: what the steps of optimizers alone change in the background, all else at once."""
-    for copies in begun:
-        if isinstance(copies, BackgroundCopy):
-            copies.start()
+def run_copies(begun: Sequence[EagerCopy | LazyCopy]) -> None:
+    """Run the eager copies and start the lazy ones."""
+    for copy in begun:
+        if isinstance(copy, LazyCopy):
+            copy.start()
         else:
-            copies.run()
-            copies.hold_up_caller()
+            copy.run()
+            copy.hold_up_streams()
 
 
 def _divided(blocks: Sequence[Block], optimizers: Sequence[Any]) -> tuple[list[Block], list[Block]]:
-    """What has to be copied at once, and what steps of the optimizers alone change."""
+    """What has to be copied at once, and what only steps of the optimizers change."""
     is_stepped = iter(_stepped_by(optimizers, [source for block in blocks for source in block.sources]))
     now, later = [], []
     for block in blocks:
@@ -330,14 +327,14 @@ def _divided(blocks: Sequence[Block], optimizers: Sequence[Any]) -> tuple[list[B
         if others:
             now.append(block.chosen(others))
         if len(others) < len(numbers):
-            # Not the parameters themselves, to which somebody may assign other memory.
+            # Detached, since other memory may be assigned to a parameter.
             stepped = block.chosen(list(itertools.compress(numbers, of_steps)))
             later.append(replace(stepped, sources=list(map(torch.Tensor.detach, stepped.sources))))
     return now, later
 
 
 def _stepped_by(optimizers: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Which of `tensors` lie in memory that the steps of the optimizers change: of parameters, and of their states."""
+    """Which of `tensors` share memory with parameters or states of the optimizers."""
     parameters = [
         parameter
         for optimizer in optimizers
@@ -349,7 +346,7 @@ def _stepped_by(optimizers: Sequence[Any], tensors: Sequence[torch.Tensor]) -> l
         return is_stepped
     memory = _addresses(tensors)
     stepped = set(_addresses(parameters))
-    # There are several states a parameter, and a save of parameters alone need not look at them.
+    # A save of parameters alone need not look at the states, of which there are several a parameter.
     if not stepped.issuperset(memory):
         states = [state for optimizer in optimizers for state in optimizer.state.values()]
         values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
@@ -366,5 +363,5 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:
-        # Those of inference have none.
+        # Inference tensors have no version.
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

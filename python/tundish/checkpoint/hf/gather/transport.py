@@ -1,4 +1,4 @@
-"""The way that tensors take between ranks."""
+"""How parts of tensors travel between ranks: between devices over the caller's group, or through host memory."""
 
 from __future__ import annotations
 
@@ -10,31 +10,27 @@ import torch
 from tundish.checkpoint.private_group import PrivateGroup
 from tundish.distributed import torch_distributed
 
-__all__ = [
-    "NO_TRANSPORT",
-    "TAGS",
-    "TensorTransport",
-    "joins_devices",
-    "wire_between_devices",
-    "wire_over_host",
-]
+__all__ = ["NO_TRANSPORT", "TAGS", "TensorTransport", "device_transport", "host_transport", "joins_devices"]
 
-# Of one save.
+# Message tags of one save; tags have 31 bits.
 TAGS = 1 << 20
-# Tags have 31 bits.
 _SAVES = 1 << 11
 _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorTransport:
-    """How parts travel: in memory of `device`; `tag` is never the same for two saves at a time.
+    """How parts travel.
 
-    `own`: the group for them, of this `generation`; where it is None they travel over `callers_group`, on the caller's
-    thread, and nobody can give up.
+    Attributes:
+        private: the group for host memory. None: parts travel over `callers_group`, on the caller's thread.
+        generation: of the private group.
+        callers_group: the process group of the user.
+        device: where the parts are sent from and received.
+        tag: the first message tag; no two saves at a time have the same.
     """
 
-    own: PrivateGroup | None
+    private: PrivateGroup | None
     generation: int
     callers_group: Any
     device: torch.device
@@ -42,33 +38,33 @@ class TensorTransport:
 
     @property
     def group(self) -> Any:
-        """What they travel over; raises `PeerFailedError` where it was broken off."""
-        return self.callers_group if self.own is None else self.own.of_generation(self.generation)
+        """The `ProcessGroup`; raises `PeerFailedError` where it was closed."""
+        return self.callers_group if self.private is None else self.private.of_generation(self.generation)
 
-    def break_off(self) -> None:
-        """Give up in the middle of an exchange. The caller's own group is not ours to break off."""
-        if self.own is not None:
-            self.own.break_off(self.generation)
-
-
-# Where nothing is spread over ranks.
-NO_TRANSPORT = TensorTransport(own=None, generation=0, callers_group=None, device=_HOST, tag=0)
+    def close(self) -> None:
+        """Close the private group in the middle of an exchange, so that the other ranks fail at once."""
+        if self.private is not None:
+            self.private.close(self.generation)
 
 
-def wire_between_devices(group: Any, device: torch.device) -> TensorTransport | None:
-    """Collective over `group`, on the caller's thread: the way from `device` to `device`; None where there is none."""
+# Where no tensor is sharded.
+NO_TRANSPORT = TensorTransport(private=None, generation=0, callers_group=None, device=_HOST, tag=0)
+
+
+def device_transport(group: Any, device: torch.device) -> TensorTransport | None:
+    """Collective over `group`, on the caller's thread: between devices; None where the group has no way."""
     if not joins_devices(group, device):
         return None
-    # Ranks that send nothing to each other may be the first to use the group, which takes all of them.
+    # NCCL connects at the first call, for which all ranks of the group have to come.
     torch_distributed().all_reduce(torch.zeros(1, device=device), group=group)
-    return TensorTransport(own=None, generation=0, callers_group=group, device=device, tag=0)
+    return TensorTransport(private=None, generation=0, callers_group=group, device=device, tag=0)
 
 
-def wire_over_host(own: PrivateGroup, number: int) -> TensorTransport:
-    """The way through host memory; the `number` tells the save from one that is still on its way."""
+def host_transport(private: PrivateGroup, number: int) -> TensorTransport:
+    """Through host memory. `number`: of the save, apart from one that still travels."""
     return TensorTransport(
-        own=own,
-        generation=own.generation,
+        private=private,
+        generation=private.generation,
         callers_group=None,
         device=_HOST,
         tag=number % _SAVES * TAGS,
@@ -76,7 +72,7 @@ def wire_over_host(own: PrivateGroup, number: int) -> TensorTransport:
 
 
 def joins_devices(group: Any, device: torch.device) -> bool:
-    """Whether there is a way from `device` to `device` over `group`; not collective."""
+    """Whether `group` sends between CUDA devices; not collective."""
     if device.type != "cuda":
         return False
     distributed = torch_distributed()

@@ -1,0 +1,109 @@
+"""The seam between `Checkpointer` and the kinds of checkpoints: `Stager` copies, `StagedSave` writes.
+
+The caller's thread of every rank makes a `Stager`, which refuses what it can refuse early. `Stager.stage` copies the
+tensors into host memory. The save queue's thread then works on the `StagedSave`.
+
+Invariants:
+    - A stager changes nothing on the disk.
+    - A stager that is not staged, and a staged save, is released whatever happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from tundish import _native
+from tundish.distributed import VoteId
+
+__all__ = ["DEFAULT_SHARD_BYTES", "StagedSave", "Stager", "Staging", "WriteOptions"]
+
+Staging = Literal["eager", "lazy"]
+
+# As huggingface_hub takes by default. One rank writes a file, so files are small enough for many ranks to share in.
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """How the files of one save are written.
+
+    Attributes:
+        checksum: whether checksums are computed while writing.
+        writers_per_node: how many processes of this node may write at once.
+        set_progress: takes a function that returns how many bytes are written so far.
+    """
+
+    checksum: bool
+    writers_per_node: int
+    set_progress: Callable[[Callable[[], int]], None]
+
+
+class StagedSave(Protocol):
+    """A save whose tensors are in host memory, or on their way there."""
+
+    def wait_staged(self, timeout: float | None) -> None:
+        """Block until host memory holds everything. Raises what copying failed with, or `TimedOutError`."""
+
+    def allow_changes(self) -> None:
+        """After `wait_staged`, on the caller's thread: the caller may change the tensors from here on."""
+
+    def write_other_files(self, folder: Path) -> list[_native.FileMetadata]:
+        """Write all files but the weights, durably. On the group's first rank, on a background thread."""
+
+    def write(self, folder: Path, options: WriteOptions) -> list[_native.FileMetadata]:
+        """Write this rank's files and block until they are durable. On a background thread of every rank."""
+
+    def abort(self) -> None:
+        """Called instead of `write` while other ranks may call theirs: ranks that wait for this one fail at once."""
+
+    def release(self) -> None:
+        """Give the host memory back. Never raises."""
+
+
+class Stager(Protocol):
+    """One save before it is staged, known from names, shapes and dtypes alone.
+
+    Attributes:
+        file_bytes: bytes of the files that this rank writes.
+        staged_bytes: host memory that staging takes on this rank.
+        checkpoint_bytes: what the whole checkpoint takes on the disk, of all ranks.
+        fingerprint: equal on all ranks exactly where their saves fit together.
+        needs_preparation: whether `prepare` has work to do, as far as this rank knows.
+    """
+
+    @property
+    def file_bytes(self) -> int: ...
+    @property
+    def staged_bytes(self) -> int: ...
+    @property
+    def checkpoint_bytes(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def needs_preparation(self) -> bool: ...
+
+    def reserve(self) -> None:
+        """Take the host memory, before the ranks vote on the save. Local to this rank. Raises `MemoryError` kinds."""
+
+    def prepare(self, vote: VoteId, *, any_needs: bool) -> bool:
+        """Collective, after the vote: make what staging needs of the other ranks.
+
+        Args:
+            vote: the vote that took the save.
+            any_needs: whether `needs_preparation` holds on any rank; the same on all.
+
+        Returns:
+            Whether `staged_bytes` changed, so that the memory has to be reserved again.
+        """
+
+    def stage(self) -> StagedSave:
+        """Copy the tensors. On the caller's thread, collective where they are sharded.
+
+        When it returns from an eager staging, nothing that the caller does to the model changes what is saved.
+        """
+
+    def release(self) -> None:
+        """Give back what was opened and reserved, where `stage` does not succeed. Never raises."""
