@@ -37,7 +37,7 @@ def test_a_save_that_exceeds_what_is_free_waits_and_says_so(caplog: pytest.LogCa
 
 def test_a_save_larger_than_the_limit_is_refused() -> None:
     budget = StagingBudget(100)
-    with pytest.raises(InvalidInputError, match="stages 1000 bytes .* staging_limit_bytes=100"):
+    with pytest.raises(InvalidInputError, match=r"stages 1000 bytes .* staging_limit_bytes=100"):
         budget.claim().take(1000, "a large save")
     assert budget.stats()["in_use"] == 0
 

@@ -450,13 +450,13 @@ def test_a_failure_that_ctrl_c_keeps_from_the_waiting_caller_is_acted_upon(
         def fail(_: object) -> None:
             raise OSError(5, "the disk is gone")
 
-        def tell(*_: object) -> None:
+        def report(*_: object) -> None:
             # The failure is known, and the caller has yet to hear of it.
             os.kill(os.getpid(), signal.SIGINT)
             assert is_pressed.wait(20)
 
         monkeypatch.setattr(finalizer, "finish", fail)
-        monkeypatch.setattr(finalizer, "tell", tell)
+        monkeypatch.setattr(finalizer, "report", report)
         with pytest.raises(KeyboardInterrupt):
             checkpointer.save_hf(1, {"w": torch.ones(3)}, blocking=True)
         is_pressed.set()

@@ -35,6 +35,8 @@ from tundish.errors import InvalidInputError, TimedOutError
 
 __all__ = ["Checkpointer"]
 
+# More votes than a call takes.
+_VOTES_PER_CALL = 256
 # How long an interrupted rank waits for the others to hear of it.
 _REPORT_SECONDS = 0.3
 
@@ -452,6 +454,9 @@ class Checkpointer:
             )
         self._current.call = call
         try:
+            # The votes of a call have numbers of its own, so that ranks meet again where one left a call early.
+            voter = self._root.voter
+            voter.skip_to(-(-voter.last_vote.number // _VOTES_PER_CALL) * _VOTES_PER_CALL)
             yield
         except Exception:
             raise

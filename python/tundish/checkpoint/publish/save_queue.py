@@ -37,6 +37,7 @@ class SaveQueue:
         self._pending: list[QueuedSave] = []
         self._changed = threading.Condition()
         self._is_closing = False
+        self._has_ended = threading.Event()
 
     def steps_under_way(self) -> list[int]:
         """Steps of the saves that are not over, in order."""
@@ -86,7 +87,8 @@ class SaveQueue:
             self._is_closing = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            # Not `join`, which takes the thread for ended where Ctrl-C interrupts it (Python 3.11).
+            self._has_ended.wait()
 
     def close(self) -> None:
         """Close the finalizer. After `finish`."""
@@ -95,9 +97,12 @@ class SaveQueue:
     # From here on everything runs on the queue's thread.
 
     def _run(self) -> None:
-        while (queued := self._next()) is not None:
-            self._finish(queued)
-            del queued
+        try:
+            while (queued := self._next()) is not None:
+                self._finish(queued)
+                del queued
+        finally:
+            self._has_ended.set()
 
     def _next(self) -> QueuedSave | None:
         """Wait for a save; None once the queue is closing and empty."""

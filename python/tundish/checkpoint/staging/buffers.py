@@ -105,7 +105,6 @@ def _pin(image: FileImage) -> bool:
     # The runtime would fault the pages in one by one, on one thread.
     image.populate()
     with _on_device_in_use():
-        # First: where Ctrl-C comes in between, the memory is kept for good instead of being freed while pinned.
         _registered[image.address] = image
         try:
             torch.cuda.check_error(_runtime().cudaHostRegister(image.address, image.size, _PORTABLE))
@@ -114,6 +113,11 @@ def _pin(image: FileImage) -> bool:
             _forget_error()
             _warn_unpinned(image.size, str(error))
             return False
+        except BaseException:
+            # Ctrl-C, perhaps after it was pinned: kept like any pinned memory, so that it is not freed while pinned.
+            with _pinned_lock:
+                _pinned.append(image)
+            raise
     return True
 
 

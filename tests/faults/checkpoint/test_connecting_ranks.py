@@ -1,4 +1,4 @@
-"""What ranks do not see alike, or not at the same time, where they make groups anew or go on after a vote."""
+"""Ranks that fail, die or stand still while the exchange group is connected, and what follows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 from support.distributed.rank_processes import LAUNCHER, RANK0, Job, Line, outcome
 
-from tundish.checkpoint import open_readonly
-from tundish.checkpoint import private_group as owngroup
+from tundish.checkpoint import open_readonly, private_group
 from tundish.distributed import voter_of
 from tundish.errors import PeerFailedError
-from tundish.waiting import Moment
 
 PATIENCE = 60.0
 ROWS = 64
@@ -66,28 +64,12 @@ class Saving:
 
         def give_up(*given: Any, **named: Any) -> Any:
             setattr(kind, name, whole)
-            raise SystemExit(3)
+            raise MemoryError("no memory")
 
         setattr(kind, name, give_up)
         return self.save(step, **arguments)
 
-    def press_while_made_anew(self, step: int, **arguments: Any) -> Any:
-        """A save in which Ctrl-C comes just before this rank meets the others for a new group."""
-        from tundish.distributed import process_groups
-
-        make = process_groups.new_subgroup
-
-        def press_and_make(*given: Any) -> Any:
-            process_groups.new_subgroup = make
-            os.kill(os.getpid(), signal.SIGINT)
-            # Time for it to come where signals come.
-            time.sleep(0.2)
-            return make(*given)
-
-        process_groups.new_subgroup = press_and_make
-        return self.save(step, **arguments)
-
-    def fail_while_made_anew(self, step: int, **arguments: Any) -> Any:
+    def fail_while_connecting(self, step: int, **arguments: Any) -> Any:
         """A save in which this rank cannot make a group, the last of those that it needs."""
         left = 1 if self._kind == "hf" else 2
 
@@ -97,29 +79,24 @@ class Saving:
             if left == 0:
                 raise OSError(errno.EMFILE, "too many open files")
 
-        return self._while_made(fail, step, **arguments)
+        return self._while_connecting(fail, step, **arguments)
 
-    def die_while_made(self, step: int, **arguments: Any) -> Any:
+    def die_while_connecting(self, step: int, **arguments: Any) -> Any:
         """A save in which this rank is killed just before it meets the others for a group."""
-        return self._while_made(lambda: os.kill(os.getpid(), signal.SIGKILL), step, **arguments)
+        return self._while_connecting(lambda: os.kill(os.getpid(), signal.SIGKILL), step, **arguments)
 
-    def stop_while_made(self, step: int, **arguments: Any) -> Any:
+    def stop_while_connecting(self, step: int, **arguments: Any) -> Any:
         """A save in which this rank is stopped just before it meets the others for a group."""
-        return self._while_made(lambda: os.kill(os.getpid(), signal.SIGSTOP), step, **arguments)
+        return self._while_connecting(lambda: os.kill(os.getpid(), signal.SIGSTOP), step, **arguments)
 
-    def come_late_while_made(self, step: int, seconds: float) -> Any:
-        """A save in which this rank comes so much later than the others to where they meet for the first group."""
-        pauses = [seconds]
-        return self._while_made(lambda: time.sleep(pauses.pop() if pauses else 0), step)
-
-    def fail_first_while_made(self, step: int) -> Any:
+    def fail_first_while_connecting(self, step: int) -> Any:
         """A save in which this rank cannot make a group, while the others wait for it to connect."""
 
         def fail() -> None:
             time.sleep(1)
             raise OSError(errno.EMFILE, "too many open files")
 
-        return self._while_made(fail, step)
+        return self._while_connecting(fail, step)
 
     def bind(self) -> None:
         """Bind the default group to a device, as `init_process_group` does with device_id=."""
@@ -139,7 +116,7 @@ class Saving:
 
         distributed.barrier(distributed.new_group(backend="gloo"))
 
-    def _while_made(self, do: Callable[[], None], step: int, **arguments: Any) -> Any:
+    def _while_connecting(self, do: Callable[[], None], step: int, **arguments: Any) -> Any:
         from tundish.distributed import process_groups
 
         make = process_groups.new_subgroup
@@ -153,27 +130,6 @@ class Saving:
             return self.save(step, **arguments)
         finally:
             process_groups.new_subgroup = make
-
-    def press_before_lazy_exchange(self, step: int, **arguments: Any) -> Any:
-        """A lazy save in which Ctrl-C comes while this rank is still alone with its tensors."""
-        from tundish.checkpoint.hf.stager import HfStager
-
-        snapshots = HfStager._snapshots_in
-
-        def press(*given: Any) -> Any:
-            HfStager._snapshots_in = snapshots  # type: ignore[method-assign]
-            raise KeyboardInterrupt
-
-        HfStager._snapshots_in = press  # type: ignore[method-assign]
-        return self.save(step, **arguments)
-
-    def let_go(self) -> bool:
-        """A block of a comparison that Ctrl-C left suspended, and whose error somebody kept until now."""
-        ranks = self._checkpointer._root.dcp._ranks
-        block = ranks._together()
-        block.__enter__()
-        del block
-        return ranks._callers.is_absent
 
     def lose_sight(self, step: int, **arguments: Any) -> Any:
         """A lazy save whose staging vote succeeds, of which this rank does not hear."""
@@ -226,11 +182,8 @@ FINE = ("", "", None)
 @pytest.mark.parametrize(
     ("kind", "trouble", "kinds"),
     [
-        ("hf", "press_while_made_anew", ["PeerFailedError", "KeyboardInterrupt"]),
-        ("dcp", "press_while_made_anew", ["PeerFailedError", "KeyboardInterrupt"]),
-        ("hf", "fail_while_made_anew", ["PeerFailedError", "OSError"]),
-        ("dcp", "fail_while_made_anew", ["PeerFailedError", "OSError"]),
-        ("hf", "press_before_lazy_exchange", ["PeerFailedError", "KeyboardInterrupt"]),
+        ("hf", "fail_while_connecting", ["PeerFailedError", "OSError"]),
+        ("dcp", "fail_while_connecting", ["PeerFailedError", "OSError"]),
         ("hf", "lose_sight", ["PeerFailedError", "VoteTimeoutError"]),
         ("dcp", "lose_sight", ["PeerFailedError", "VoteTimeoutError"]),
     ],
@@ -239,13 +192,13 @@ def test_no_rank_waits_and_the_next_save_succeeds(
     kind: str, trouble: str, kinds: list[str], tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
-    staging = "eager" if trouble.endswith("while_made_anew") else "lazy"
+    staging = "eager" if trouble.endswith("while_connecting") else "lazy"
     with Job(saving, 2, tmp_path) as job:
         for rank in (0, 1):
             job.tell(rank, (root, kind))
         assert each(job, "save", 0) == [FINE, FINE]
         broken = each(job, "save", 1, last="break_group")
-        assert [one[0] for one in broken] == ["PeerFailedError", "SystemExit"], broken
+        assert [one[0] for one in broken] == ["PeerFailedError", "MemoryError"], broken
         if staging == "lazy":
             assert each(job, "save", 2, staging=staging) == [FINE, FINE]
         failed = each(job, "save", 3, last=trouble, staging=staging)
@@ -272,7 +225,7 @@ def test_nobody_waits_for_a_rank_that_is_killed_before_it_connects(kind: str, tm
             job.tell(rank, (tmp_path / "root", kind))
         begun = time.monotonic()
         for rank in range(3):
-            job.tell(rank, ("die_while_made" if rank == 2 else "save", (1,), {}))
+            job.tell(rank, ("die_while_connecting" if rank == 2 else "save", (1,), {}))
         for rank in (0, 1):
             ((name, text, who),) = job.hear(rank)
             assert (name, who) == ("PeerFailedError", 2), text
@@ -285,7 +238,7 @@ def test_ctrl_c_ends_the_wait_for_a_rank_that_does_not_connect(kind: str, tmp_pa
         for rank in range(3):
             job.tell(rank, (tmp_path / "root", kind))
         for rank in range(3):
-            job.tell(rank, ("stop_while_made" if rank == 2 else "save", (1,), {}))
+            job.tell(rank, ("stop_while_connecting" if rank == 2 else "save", (1,), {}))
         # What it waits for comes no sooner than it is woken.
         time.sleep(2)
         begun = time.monotonic()
@@ -295,8 +248,8 @@ def test_ctrl_c_ends_the_wait_for_a_rank_that_does_not_connect(kind: str, tmp_pa
         assert time.monotonic() - begun < 20
         job.signal(2, signal.SIGCONT)
         assert job.hear(2)[0][0] == "PeerFailedError"
-        for step in (2, 3):
-            assert each(job, "save", step) == [FINE] * 3
+        for rank, came in enumerate(each(job, "save", 2)):
+            assert came[0] == ("PeerFailedError" if rank else "InvalidInputError"), came
         each(job, "close")
         for rank in range(3):
             job.tell(rank)
@@ -313,7 +266,7 @@ def test_a_rank_that_stands_still_before_it_connects_is_named_in_time(
             job.tell(rank, (tmp_path / "root", kind, timeout))
         begun = time.monotonic()
         for rank in range(3):
-            job.tell(rank, ("stop_while_made" if rank == 0 else "save", (1,), {}))
+            job.tell(rank, ("stop_while_connecting" if rank == 0 else "save", (1,), {}))
         for rank in (1, 2):
             ((name, text, who),) = job.hear(rank)
             assert (name, who) == ("VoteTimeoutError", (0,)), text
@@ -333,7 +286,7 @@ def test_ctrl_c_is_heard_while_the_host_of_the_store_stands_still(tmp_path: Path
         for rank in (0, 1):
             job.tell(rank, (tmp_path / "root", "hf"))
         for rank in (0, 1):
-            job.tell(rank, ("save" if rank else "stop_while_made", (1,), {}))
+            job.tell(rank, ("save" if rank else "stop_while_connecting", (1,), {}))
         # It has to be at the making, which it comes to in tenths of a second.
         time.sleep(2)
         begun = time.monotonic()
@@ -342,29 +295,8 @@ def test_ctrl_c_is_heard_while_the_host_of_the_store_stands_still(tmp_path: Path
         assert time.monotonic() - begun < 20
         job.signal(0, signal.SIGCONT)
         assert job.hear(0)[0][0] in ("PeerFailedError", "VoteTimeoutError")
-        assert each(job, "save", 2) == [FINE] * 2
         each(job, "close")
         for rank in (0, 1):
-            job.tell(rank)
-        job.expect_end()
-
-
-def test_a_rank_that_gave_up_just_before_the_last_one_came_leaves_nobody_waiting(tmp_path: Path) -> None:
-    with Job(saving, 3, tmp_path) as job:
-        for rank in range(3):
-            job.tell(rank, (tmp_path / "root", "dcp"))
-        assert each(job, "left") == [(0, 0)] * 3
-        begun = time.monotonic()
-        # Two seconds after Ctrl-C the first rank gives up; the last one comes while it tells the others.
-        for rank in range(3):
-            job.tell(rank, ("come_late_while_made", (1, 3.0), {}) if rank == 2 else ("save", (1,), {}))
-        time.sleep(0.5)
-        job.signal(0, signal.SIGINT)
-        assert [one[0] for (one,) in job.hear_all()] == ["KeyboardInterrupt"] + ["PeerFailedError"] * 2
-        assert time.monotonic() - begun < 20
-        assert each(job, "save", 2) == [FINE] * 3
-        each(job, "close")
-        for rank in range(3):
             job.tell(rank)
         job.expect_end()
 
@@ -375,7 +307,7 @@ def test_a_group_that_comes_to_nothing_holds_up_nothing_of_the_scripts_own(tmp_p
             job.tell(rank, (tmp_path / "root", "hf"))
         each(job, "bind")
         for rank in (0, 1):
-            job.tell(rank, ("fail_first_while_made" if rank else "save", (1,), {}))
+            job.tell(rank, ("fail_first_while_connecting" if rank else "save", (1,), {}))
         assert [one[0] for (one,) in job.hear_all()] == ["PeerFailedError", "OSError"]
         assert each(job, "is_bound") == [True, True]
         each(job, "meet_in_a_group_of_the_scripts_own")
@@ -386,47 +318,13 @@ def test_a_group_that_comes_to_nothing_holds_up_nothing_of_the_scripts_own(tmp_p
         job.expect_end()
 
 
-def make_once(line: Line) -> None:
-    group = owngroup.PrivateGroup((0, 1), PATIENCE, voter_of(None))
-    line.say(*outcome(lambda: group.connect("once")))
-    group.break_off()
-
-
-def making_late(rank: int, line: Line) -> None:
-    # The voter's first work is to look, as long as the other rank does not come.
-    time.sleep(rank)
-    make_once(line)
-
-
-class _Overtaken(Moment):
-    """Whoever comes to it is overtaken by those that waited for it, as on a machine with much to do."""
-
-    def come(self) -> None:
-        super().come()
-        time.sleep(0.2)
-
-
-def making_while_overtaken(rank: int, line: Line) -> None:
-    owngroup.Moment = _Overtaken
-    make_once(line)
-
-
-@pytest.mark.parametrize("making", [making_late, making_while_overtaken])
-def test_a_group_is_there_for_whoever_comes_first(
-    making: Callable[[int, Line], None], tmp_path: Path
-) -> None:
-    with Job(making, 2, tmp_path) as job:
-        assert job.hear_all() == [FINE] * 2
-        job.expect_end()
-
-
 def making_on_two_threads(rank: int, line: Line) -> None:
     """Two checkpointers save at once; of their groups, each rank begins to make another one first."""
     from concurrent.futures import ThreadPoolExecutor
 
     savings = [Saving(rank, root, "hf") for root in line.hear()]
     later = savings[1 - rank]._checkpointer._root.voter.last_vote.name.rpartition("-")[0]
-    make = owngroup.temporary_group
+    make = private_group.temporary_group
 
     def make_in_turn(name: str, *given: Any, **named: Any) -> Any:
         if name.startswith(later):
@@ -434,7 +332,7 @@ def making_on_two_threads(rank: int, line: Line) -> None:
             time.sleep(0.5)
         return make(name, *given, **named)
 
-    owngroup.temporary_group = make_in_turn
+    private_group.temporary_group = make_in_turn
     with ThreadPoolExecutor() as threads:
         line.say(list(threads.map(lambda saving: saving.save(1), savings)))
     for saving in savings:
@@ -451,27 +349,14 @@ def test_two_checkpointers_of_a_process_connect_at_once_in_any_order(tmp_path: P
         job.expect_end()
 
 
-def test_what_was_begun_and_never_left_breaks_off_nothing_later(tmp_path: Path) -> None:
-    with Job(saving, 2, tmp_path) as job:
-        for rank in (0, 1):
-            job.tell(rank, (tmp_path / "root", "dcp"))
-        assert each(job, "save", 0) == [FINE, FINE]
-        assert each(job, "let_go") == [False, False]
-        assert each(job, "save", 1) == [FINE, FINE]
-        each(job, "close")
-        for rank in (0, 1):
-            job.tell(rank)
-        job.expect_end()
-
-
 def test_a_rank_that_goes_while_the_others_connect_is_what_they_fail_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def make(*_: Any, **__: Any) -> Any:
         raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer")
 
-    group = owngroup.PrivateGroup((0, 1), 30, voter_of(None))
-    monkeypatch.setattr(owngroup, "temporary_group", make)
+    group = private_group.PrivateGroup((0, 1), 30, voter_of(None))
+    monkeypatch.setattr(private_group, "temporary_group", make)
     with pytest.raises(PeerFailedError, match="closed by peer"):
         group.connect("never made")
     assert group.is_absent and group.generation == 0
