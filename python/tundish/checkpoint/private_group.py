@@ -30,8 +30,8 @@ __all__ = ["PrivateGroup", "is_peer_failure"]
 
 # How often a rank that connects looks whether the others are alive; longer where many ranks ask the store.
 _POLL_SECONDS = 0.25
-# How long the vote after connecting waits beyond the timeout of the connecting itself.
-_VOTE_SECONDS = 10.0
+# How long the vote after connecting waits; the ranks come to it at about the same time.
+_VOTE_SECONDS = 5.0
 
 _WHAT = "connecting the ranks with one another"
 
@@ -86,8 +86,17 @@ class PrivateGroup:
         """
         self.close()
         with contextlib.ExitStack() as resources:
-            with self._voter.agreed(_WHAT, timeout=self._timeout + _VOTE_SECONDS):
+            group: Any = None
+            problem = error = None
+            try:
                 group = self._connect(name, resources)
+            except PeerFailedError as caught:
+                # Another rank is to blame, and brings its error or is named by the vote.
+                problem = caught
+            except Exception as caught:  # noqa: BLE001 (the vote raises it again)
+                error = caught
+            if self._voter.vote(error, what=_WHAT, flag=group is None, timeout=_VOTE_SECONDS):
+                raise problem or PeerFailedError(f"{_WHAT}: another rank could not connect", -1)
             with self._lock:
                 self._group, self._resources = group, resources.pop_all()
                 self.generation += 1
@@ -123,19 +132,18 @@ class PrivateGroup:
         pause = _POLL_SECONDS * store_load_factor(len(self._ranks))
         deadline = time.monotonic() + self._timeout
         try:
-            while True:
+            while time.monotonic() < deadline:
                 with contextlib.suppress(TimeoutError):
                     group, stack = connected.result(pause)
                     resources.enter_context(stack)
                     return group
-                if self._voter.next_vote_fails(pause) or time.monotonic() > deadline:
-                    self._voter.raise_if_peer_lost()
-                    raise PeerFailedError(f"{_WHAT}: another rank did not come", -1)
+                if self._voter.next_vote_fails(pause):
+                    break
+            raise PeerFailedError(f"{_WHAT}: another rank did not come", -1)
         except BaseException as error:
             if not connected.done():
                 connected.add_done_callback(_close_late)
             if is_peer_failure(error):
-                self._voter.raise_if_peer_lost()
                 raise PeerFailedError(f"{_WHAT}: {error}", -1) from None
             raise
 
