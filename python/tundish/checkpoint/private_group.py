@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from torch import distributed
@@ -133,8 +133,8 @@ class PrivateGroup:
         deadline = time.monotonic() + self._timeout
         try:
             while time.monotonic() < deadline:
-                with contextlib.suppress(TimeoutError):
-                    group, stack = connected.result(pause)
+                if wait([connected], timeout=pause).done:
+                    group, stack = connected.result()
                     resources.enter_context(stack)
                     return group
                 if self._voter.next_vote_fails(pause):
