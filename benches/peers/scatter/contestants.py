@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from tundish.distributed import Voter
 from tundish.scatter.participants import participants_of
-from tundish.scatter.source import ScatterSession
+from tundish.scatter.received_batch import ReceivedBatch
+from tundish.scatter.receiver import ScatterReceiver
+from tundish.scatter.source import ScatterSource
 
 __all__ = ["WAYS", "Scatter", "apart", "seed", "together"]
 
@@ -24,16 +26,17 @@ Scatter = Callable[[list[Any] | None], Any]
 
 def ours(shared_memory: bool) -> Scatter:
     with Voter() as voter:
-        scatterer = ScatterSession(
+        kind = ScatterReceiver if voter.rank else ScatterSource
+        session = kind(
             voter, participants_of(None, 0), timeout=timedelta(minutes=1), shared_memory=shared_memory
         )
 
     def scatter(batches: list[Any] | None) -> Any:
-        if batches is not None:
-            return scatterer.give(batches)
-        arrival = scatterer.take()
-        assert arrival is not None
-        return arrival.build(None)
+        if isinstance(session, ScatterSource):
+            return session.send(batches)
+        received = session.receive()
+        assert isinstance(received, ReceivedBatch)
+        return received.build(None)
 
     return scatter
 

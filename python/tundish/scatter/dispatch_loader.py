@@ -1,10 +1,9 @@
-"""`DispatchLoader`: a loader that is read on one rank, and feeds all.
+"""`DispatchLoader`: a data loader that reads on one rank and hands every rank its own batches.
 
-Owns the passes through it, one at a time. What always holds:
-
-1. All ranks go through the same rounds: what ends a pass for one ends it for all.
-2. A state tells of the last round that was handed out, whatever was read ahead of it.
-3. A pass begins when the one before is over on this rank.
+Invariants:
+- All ranks go through the same steps: what ends an iteration for one rank ends it for all.
+- A state is that of the last step that was handed out, whatever was prefetched after it.
+- An iteration begins when the one before is over on this rank.
 """
 
 from __future__ import annotations
@@ -30,85 +29,89 @@ from tundish.errors import (
     TimedOutError,
 )
 from tundish.progress import ProgressLine
-from tundish.scatter.loader.batch_reader import BatchReader, Tail, length_of, rounds_of, tell_epoch
-from tundish.scatter.loader.epoch import Pass, ReceiverPass, SourcePass, Start
+from tundish.scatter.loader.batch_reader import BatchReader, Tail, length_of, set_epoch_of_all, steps_of
+from tundish.scatter.loader.early_exit import EarlyExits
 from tundish.scatter.loader.epoch_iterator import FORKED, EpochIterator
-from tundish.scatter.loader.loader_state import Standing, as_count
-from tundish.scatter.loader.prefetch import Ahead, Inline, Rounds
+from tundish.scatter.loader.epoch_receiver import EpochReceiver
+from tundish.scatter.loader.epoch_source import Epoch, EpochSource, EpochStart
+from tundish.scatter.loader.loader_state import LoaderState, as_count
+from tundish.scatter.loader.prefetch import Inline, Prefetcher, Steps
 from tundish.scatter.loader.sharding_check import refuse_sharded
-from tundish.scatter.received_batch import device_of
-from tundish.scatter.rendezvous import limit_of
+from tundish.scatter.participants import process_group
+from tundish.scatter.receiver import ScatterReceiver
+from tundish.scatter.rendezvous import agree_on_participants, memory_limit
 from tundish.scatter.session import ScatterStats
-from tundish.scatter.session_setup import group_of, taking_part
-from tundish.scatter.source import ScatterSession
-from tundish.scatter.stops import Stops
-from tundish.scatter.telling import wait_for_telling
+from tundish.scatter.source import ScatterSource
+from tundish.scatter.target_device import resolve_device
 
 __all__ = ["DispatchLoader", "LoaderStats"]
 
 T_co = TypeVar("T_co", covariant=True)
 
 _TAILS = ("drop", "pad", "short")
-# What is sent in a pass has its number above these bits.
-_ROUND_BITS = 32
-# Rounds that a receiver has here beyond those that it asked for, so that what comes after them is heard of in time.
-_MORE_ROUNDS = 2
+# The number of an iteration stands above these bits in the number of each of its steps.
+_STEP_BITS = 32
+# Steps that a receiver prefetches beyond `prefetch`, so that it hears early of what ends the iteration.
+_MORE_STEPS = 2
 _FAREWELL_SECONDS = 1.0
 
 
 class LoaderStats(ScatterStats):
-    """What a loader did on this rank; its `rounds` are those that were handed out."""
+    """What a loader did on this rank; its `steps` are those that were handed out."""
 
     reading_seconds: float
-    """On the source: time spent in its loader."""
+    """On the source: seconds spent in its loader."""
     next_seconds: float
-    """Time that the loop waited for its batches."""
-    ready_rounds: int
-    """Rounds that are here and were not handed out."""
+    """Seconds that the loop waited for its batches."""
+    ready_steps: int
+    """Steps that are prefetched."""
     ready_bytes: int
-    """Bytes of their batches; on the source counted only where more than one may be ready."""
+    """Bytes of their batches; on the source counted only where more than one may be prefetched."""
 
 
 class DispatchLoader(Generic[T_co]):
-    """Collective over `group`: reads a loader on one rank and hands every rank its own batches.
+    """Reads a loader on one rank and hands every rank its own batches. Collective over `group`.
 
-    Each round takes as many batches from the loader as the group has ranks, in order: rank r of it gets the r-th. All
-    ranks make one in the same order, and iterate alike.
+    Each step takes as many batches from the loader as the group has ranks, in order: rank r gets the r-th. All ranks
+    make the loaders in the same order and iterate alike. Without `torch.distributed` it does the same in one process.
 
     Args:
-        dataloader: on the source any iterable of batches, a `torch.utils.data.DataLoader` say, made for one process;
-            None on all other ranks. A batch is any nest of containers, as `tundish.tree.flatten` takes.
+        dataloader: on the source any iterable of batches, a `torch.utils.data.DataLoader` for example, made for one
+            process; None on all other ranks. A batch is any nest of containers that `tundish.tree.flatten` takes.
         src: the source's rank within the group.
         group: a process group or a `DeviceMesh` of one dimension (None: all ranks).
         replicate: a process group or a mesh dimension whose ranks get the same batch; see `scatter_batch`.
-        device: to which the tensors go (None: they are in host memory).
-        skip_batches: how many rounds the first pass leaves out, each as many batches as the group has ranks.
-        prefetch: how many rounds are read and sent ahead, in the background. With 0 the loader is read on the caller's
-            thread, round by round, as what belongs to one thread wants it: a cursor of sqlite, say.
-        prefetch_bytes: how many bytes the batches of such rounds may have on each rank (None: an eighth of its
-            memory, for all ranks of a node together). One round may have more.
-        tail: what becomes of the last batches where they are fewer than the ranks: nobody gets them (`"drop"`), the
-            other ranks get one of the round before once more, and `is_padding` says so (`"pad"`), or they get None
-            (`"short"`). Where there is no round before, or a loader with a state of its own goes on after it, it is
-            one of the last batches themselves.
-        progress: whether batches that are left out are counted on standard error (None: on a terminal).
+        device: where the tensors go (None: host memory).
+        skip_batches: how many steps the first iteration leaves out, each of as many batches as the group has ranks.
+        prefetch: how many steps are read and sent ahead, by a background thread. With 0 the loader is read on the
+            caller's thread, as a cursor of sqlite requires.
+        prefetch_bytes: how many bytes the prefetched batches may have on each rank (None: an eighth of the memory, for
+            all ranks of a node together). One step may have more.
+        tail: what becomes of the last batches where they are fewer than the ranks. `"drop"`: no rank gets them.
+            `"pad"`: the other ranks get a batch of the step before once more, and `is_padding` says so; where there is
+            no step before, or a loader with a state of its own resumes after it, one of the last batches. `"short"`:
+            the other ranks get None.
+        progress: whether standard error shows how many batches are left out (None: on a terminal).
 
-    Without `torch.distributed` it does the same in one process.
+    Attributes:
+        is_padding: whether this rank's last batch was handed out before.
 
-    Raises on all ranks:
-        InvalidInputError, InvalidTypeError: an argument that cannot be used, also a loader that reads only a part of
-            the data, being one rank's.
-        PeerFailedError: it is another rank's.
+    Raises:
+        InvalidInputError, InvalidTypeError: an argument cannot be used, also a loader that reads only one rank's part
+            of the data.
+        PeerFailedError: an argument of another rank cannot be used.
         VoteTimeoutError: a rank did not come.
 
     Iterating raises what `scatter_batch` raises, and also:
-        PeerStoppedError: another rank left the loop before its end, and this one asked for more.
-        InvalidInputError: the loader is closed, another process's or has too few batches; an iterator is not its last.
+        PeerStoppedError: another rank left the loop before its end, and this rank asked for more.
+        InvalidInputError: the loader is closed, belongs to another process or has too few batches; or another iterator
+            was begun since.
         StateMismatchError: this rank loaded a state, and the source did not.
 
-    What the loader raises is raised in its own round, on the source as it is and on the others as a `PeerFailedError`
-    with its traceback.
+    An error of the source's loader is raised in its own step: on the source as it is, on the others as a
+    `PeerFailedError` with its traceback.
 
+    Example:
         >>> import torch
         >>> import tundish as td
         >>> loader = td.DispatchLoader(torch.arange(6).split(2))
@@ -117,6 +120,7 @@ class DispatchLoader(Generic[T_co]):
         >>> loader.close()
     """
 
+    # Until the constructor is through.
     _is_closed = True
 
     def __init__(
@@ -134,169 +138,164 @@ class DispatchLoader(Generic[T_co]):
         progress: bool | None = None,
     ) -> None:
         self._process = os.getpid()
-        self._rounds: Rounds | None = None
-        self._pass: Pass | None = None
-        self._passage: weakref.ref[EpochIterator[T_co]] | None = None
-        self._passes = 0
-        self._reading_seconds = self._next_seconds = 0.0
+        self._steps: Steps | None = None
+        self._epoch: Epoch | None = None
+        self._iterator: weakref.ref[EpochIterator[T_co]] | None = None
+        self._iterations = 0
         self._handed_out = 0
-        self._loader = dataloader
-        self._tail = tail
-        self._progress = progress
+        self._reading_seconds = self._next_seconds = 0.0
         self.is_padding = False
-        """Whether the batch that was handed out last was there before (`tail="pad"`)."""
+        group, replicate = process_group(group), process_group(replicate, "replicate")
         what = "making a DispatchLoader"
-        job = group_info(None)
-        with taking_part(group_of(group), src, group_of(replicate, "replicate")) as joined:
-            voter, place, timeout = joined
-            self._is_source = place.rank == place.source
+        with agree_on_participants(group, src, replicate) as (voter, participants, timeout):
+            is_source = participants.rank == participants.source
+            job = group_info(None)
             error = None
             try:
-                # Alone, a part of the data is all that there is to it.
-                is_whole_job = len(place.ranks) == len(job.ranks) > 1
-                self._check(dataloader, tail, is_whole_job=is_whole_job)
-                with ProgressLine("dispatch", progress):
-                    pass
-                self._device = device_of(device)
+                self._loader = self._checked(
+                    dataloader,
+                    tail,
+                    is_source=is_source,
+                    is_whole_job=len(participants.ranks) == len(job.ranks),
+                )
+                self._tail: Tail = tail
+                # Refused here, and not where the first batches are left out.
+                ProgressLine("dispatch", progress).close()
+                self._progress = progress
+                self._device = resolve_device(device)
                 self._prefetch = as_count(prefetch, "prefetch")
                 self._prefetch_bytes = (
-                    limit_of(local_world_size())
+                    memory_limit(local_world_size())
                     if prefetch_bytes is None
                     else as_count(prefetch_bytes, "prefetch_bytes")
                 )
-                self._standing = Standing(as_count(skip_batches, "skip_batches") * place.batches)
-                length = length_of(dataloader) if self._is_source else None
+                skip = as_count(skip_batches, "skip_batches")
+                self._state = LoaderState(skip * participants.batches)
+                length = length_of(dataloader) if is_source else None
             except Exception as caught:  # noqa: BLE001 (the vote raises it again)
                 error = caught
-            # A source that may have more ahead than its receivers would wait for these, and not without end.
+            # Receivers would wait without end for a source that may prefetch more than they do.
             same = f"tail={tail!r}, prefetch={prefetch!r} and prefetch_bytes={prefetch_bytes!r}"
             voter.vote(error, what=what, same=same, timeout=timeout)
-            told = json.dumps((length, secrets.token_hex(16))) if self._is_source else None
-            heard = voter.broadcast(told, source=place.source, what=what, timeout=timeout)
-            self._length, name = json.loads(heard)
-            self._scatterer = ScatterSession(voter, place, timeout=timeout, in_loop=True)
+            text = json.dumps((length, secrets.token_hex(16))) if is_source else None
+            text = voter.broadcast(text, source=participants.source, what=what, timeout=timeout)
+            self._length, name = json.loads(text)
+            kind = ScatterSource if is_source else ScatterReceiver
+            self._session = kind(voter, participants, timeout=timeout, in_loop=True)
         self._timeout = timeout.total_seconds()
-        # While its loader is read every source watches; behind the end of the data all ranks may.
-        watchers = len(job.ranks) // len(place.ranks) if self._is_source else len(job.ranks)
-        self._stops = None if job.store is None else Stops(job.store, name, place.rank, watchers=watchers)
+        self._exits = None if job.store is None else EarlyExits(job.store, name, participants.rank)
         self._is_closed = False
-        _open.add(self)
+        _open_loaders.add(self)
 
     def __iter__(self) -> Iterator[T_co]:
-        """Collective: a pass through what is left of the epoch, and from then on through whole ones."""
-        if self._is_closed:
-            raise InvalidInputError("this DispatchLoader is closed")
+        """Collective: iterates over what is left of the epoch; later iterations go through whole epochs."""
+        self._raise_if_closed()
         if os.getpid() != self._process:
             raise InvalidInputError(FORKED)
-        before, number = self._rounds, self._passes + 1
-        made, rounds, begin = self._sending(number) if self._is_source else self._receiving(number)
-        has_entered = False
-        # From here on this rank is in the pass, and leaves it where it gets no further: the others may be in it.
         try:
-            self._passes, self._rounds = number, rounds
-            self._settle(before)
-            self._pass = made
-            self._scatterer.skip_to(number << _ROUND_BITS)
-            has_entered = True
-            begin()
-            rounds.start()
-            passage: EpochIterator[T_co] = EpochIterator(functools.partial(self._take, made, rounds), rounds)
-            self._passage = weakref.ref(passage)
-        except BaseException:
-            leave = rounds.leave
-            if not has_entered:
-                leave = functools.partial(_enter_and_leave, self._scatterer, number, rounds)
-            if before is None:
-                leave()
-            else:
-                # What comes until then is of that one.
-                before.then(leave)
+            self._end_iteration()
+            self._iterations += 1
+            self._session.skip_to(self._iterations << _STEP_BITS)
+            self._epoch, self._steps = self._begin_epoch(self._iterations)
+            iterator: EpochIterator[T_co] = EpochIterator(
+                functools.partial(self._take, self._epoch, self._steps), self._steps
+            )
+            self._iterator = weakref.ref(iterator)
+            return iterator
+        except Exception:
             raise
-        return passage
+        except BaseException:
+            # Other ranks may be in the iteration.
+            self.close()
+            raise
 
     def __len__(self) -> int:
-        """Rounds of a whole epoch. Raises `InvalidTypeError` where the source's loader does not know its length."""
-        batches = length_of(self._loader) if self._is_source else self._length
+        """Steps of a whole epoch. Raises `InvalidTypeError` where the source's loader does not know its length."""
+        batches = length_of(self._loader) if self._session.is_source else self._length
         if batches is None:
             raise InvalidTypeError("nobody knows how many batches the source's loader has: it has no len()")
-        return self._rounds_in(batches)
-
-    def _rounds_in(self, batches: int) -> int:
-        return rounds_of(max(0, batches), self._scatterer.place.batches, self._tail)
+        return self._steps_in(batches)
 
     @property
     def epoch(self) -> int:
-        """The epoch that is under way, or that the next pass goes through.
+        """The epoch under way, or that of the next iteration.
 
-        Counted on when one is through, or when a pass begins after all rounds that it is known to have were handed out.
+        It advances at the end of an iteration, or when an iteration begins after all steps of the one before were
+        handed out.
         """
-        return self._standing.epoch
+        return self._state.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to `epoch`: call it on every rank before iterating, as with torch's `DistributedSampler`.
+        """Go to an epoch: call it on every rank before iterating, as with torch's `DistributedSampler`.
 
-        On the source the loader, its dataset, its sampler and its batch sampler are told, as far as they have a
-        `set_epoch`. Another epoch starts at its first batch; the one that the loader is at already goes on where it is,
-        so that a loop may call this right after `load_state_dict`. A pass that is under way is left: its iterator
-        raises `InvalidInputError` where it is asked for more.
+        On the source it calls `set_epoch` of the loader, its dataset, its sampler and its batch sampler, where they
+        have one. Another epoch starts at its first batch; the epoch under way goes on where it is, so a loop may call
+        this right after `load_state_dict`. It ends an iteration that is under way: its iterator raises
+        `InvalidInputError`.
 
-        Raises `InvalidTypeError` and `InvalidInputError` for what is no number of an epoch, and on the source what a
-        `set_epoch` raises.
+        Args:
+            epoch: the number of the epoch, from 0 on.
+
+        Raises:
+            InvalidInputError, InvalidTypeError: `epoch` is no such number.
+            Whatever a `set_epoch` raises, on the source.
         """
         epoch = as_count(epoch, "epoch")
         self._leave("set_epoch was called since")
-        self._standing.set_epoch(epoch)
-        if self._is_source:
-            tell_epoch(self._loader, epoch)
+        self._state.set_epoch(epoch)
+        if self._session.is_source:
+            set_epoch_of_all(self._loader, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands: after the last round that was handed out, in batches of the source's loader.
+        """The state after the last step that was handed out, in batches of the source's loader.
 
-        Where that has a `state_dict` of its own the source's has it too, as of that round. Any rank's will do for all,
-        on any number of ranks; only the source's has the loader's own.
+        Any rank's state resumes all ranks, on any number of ranks. Only the source's has the state of its loader, where
+        that has a `state_dict`.
         """
-        return self._standing.state_dict()
+        return self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, from the next pass on: call it on every rank, with the state of any.
+        """Resume from a state with the next iteration: call it on every rank, with the state of any.
 
-        The source's loader goes on from its own state where the state has one; else it leaves out the batches that
-        were handed out. Where a batch sampler makes them, those are not even read. A pass that is under way is left, as
-        by `set_epoch`.
+        The source's loader resumes from its own state where `state` has one; else the batches that were handed out are
+        left out. Where a batch sampler makes them they are not even read. It ends an iteration that is under way, as
+        `set_epoch` does.
 
         Raises:
             StateMismatchError: it is no such state, or damaged; nothing changes.
         """
-        self._standing.load_state_dict(state)
+        self._state.load_state_dict(state)
         self._leave("load_state_dict was called since")
-        if self._is_source and self._standing.told_epoch is not None:
-            tell_epoch(self._loader, self._standing.told_epoch)
+        if self._session.is_source and self._state.told_epoch is not None:
+            set_epoch_of_all(self._loader, self._state.told_epoch)
 
     def stats(self) -> LoaderStats:
-        """Bytes, batches, memory and times of this rank so far.
-
-        What `tundish.scatter.stats` gives of each scatter, where `rounds` are those that were handed out; and
-        `reading_seconds`, on the source, in its loader; `next_seconds` that the loop waited for its batches;
-        `ready_rounds` that are here and were not handed out, and `ready_bytes` of their batches, on the source counted
-        only where more than one may be ready.
-        """
-        rounds, bytes_ready = (0, 0) if self._rounds is None else self._rounds.stock
-        reading = self._pass.reading_seconds if self._pass is not None else 0.0
+        """Bytes, batches, memory and seconds of this rank so far; see `LoaderStats`."""
+        steps, ready_bytes = (0, 0) if self._steps is None else self._steps.ready
+        reading = self._epoch.reading_seconds if self._epoch is not None else 0.0
         return LoaderStats(
-            **{**self._scatterer.stats(), "rounds": self._handed_out},  # type: ignore[typeddict-item]
+            **{**self._session.stats(), "steps": self._handed_out},  # type: ignore[typeddict-item]
             reading_seconds=self._reading_seconds + reading,
             next_seconds=self._next_seconds,
-            ready_rounds=rounds,
-            ready_bytes=bytes_ready,
+            ready_steps=steps,
+            ready_bytes=ready_bytes,
         )
 
     def close(self) -> None:
-        """Leave a pass that is under way, and let go of threads and memory; not collective.
+        """End an iteration that is under way, and free threads and memory; not collective.
 
-        Batches stay. Others that go on with their loop get a `PeerStoppedError`, or, where they begin another, a
-        `PeerFailedError`.
+        Batches stay. Ranks that go on with their loop get a `PeerStoppedError`, or a `PeerFailedError` where they begin
+        another.
         """
-        self._release(_FAREWELL_SECONDS)
+        if self._is_closed or os.getpid() != self._process:
+            return
+        self._is_closed = True
+        try:
+            self._leave("the DispatchLoader was closed")
+            if self._steps is not None:
+                self._steps.join(_FAREWELL_SECONDS)
+        finally:
+            self._session.close()
 
     def __enter__(self) -> Self:
         return self
@@ -307,178 +306,156 @@ class DispatchLoader(Generic[T_co]):
         self.close()
 
     def __del__(self) -> None:
-        self._release(0.0)
+        if self._is_closed or os.getpid() != self._process:
+            return
+        self._is_closed = True
+        if self._steps is None:
+            self._session.close()
+        else:
+            # Not through the iterator, which may be garbage as well. The thread tells the other ranks before it closes.
+            self._steps.leave()
+            self._steps.close_when_over(self._session)
 
     def __reduce__(self) -> NoReturn:
-        # With a copy, as `copy.copy` makes one, would go what this one has.
+        # `copy.copy` would close the original's channels with the copy.
         raise NotPicklableError("a DispatchLoader cannot be copied or pickled: every process makes its own")
 
     @property
     def dataset(self) -> NoReturn:
-        """There is none: whoever asks for it makes a loader of his own over it, which gives each rank a part."""
+        """Raises `AttributeError`: a loader made over the dataset would give each rank a part of it."""
         raise NoDatasetError(
             "a DispatchLoader has no dataset to make another loader over: it gives each rank its own batches already. "
             "Do not give it to accelerator.prepare_data_loader or skip_first_batches: iterate over it as it is, and "
             "leave batches out with skip_batches= or load_state_dict"
         )
 
-    def _check(self, dataloader: Any, tail: Any, *, is_whole_job: bool) -> None:
+    @staticmethod
+    def _checked(dataloader: Any, tail: Any, *, is_source: bool, is_whole_job: bool) -> Any:
         if tail not in _TAILS:
             raise InvalidInputError(f"tail is {tail!r}: give one of {', '.join(map(repr, _TAILS))}")
-        if not self._is_source:
+        if not is_source:
             if dataloader is not None:
                 raise InvalidInputError("only the source has a loader: pass None on all other ranks")
-            return
+            return None
         if not isinstance(dataloader, Iterable):
             raise InvalidTypeError(
                 f"the source's loader is {dataloader!r}: give an iterable of batches, a DataLoader say. Each group has "
                 "a source of its own; ranks that are to get what those of another group get are named by replicate="
             )
-        # One reader a node may well read one part of the data.
+        # A source of each node may read a part of the data.
         if is_whole_job:
             refuse_sharded(dataloader)
+        return dataloader
 
-    def _read(self, skip: int, state: Any, be_alive: Callable[[], None]) -> BatchReader:
+    def _raise_if_closed(self) -> None:
+        if self._is_closed:
+            raise InvalidInputError("this DispatchLoader is closed")
+
+    def _steps_in(self, batches: int) -> int:
+        return steps_of(max(0, batches), self._session.participants.batches, self._tail)
+
+    def _begin_epoch(self, iteration: int) -> tuple[Epoch, Steps]:
+        """A new iteration over an epoch, and its steps."""
+        session, state = self._session, self._state
+        if isinstance(session, ScatterReceiver):
+            if self._exits is None:
+                raise InvalidInputError("torch.distributed was taken down since this loader was made")
+            epoch = EpochReceiver(session, self._exits, iteration, self._device)
+            state.begin()
+            return epoch, self._prefetcher(epoch, self._prefetch + _MORE_STEPS, self._timeout)
+        counts_bytes = self._prefetch > 1 and session.participants.batches == 1
+        source = EpochSource(
+            session, self._exits, iteration, self._device, tail=self._tail, counts_bytes=counts_bytes
+        )
+        skip, loader_state = state.begin()
+        source.begin(
+            lambda: EpochStart(state.epoch, skip, length_of(self._loader)),
+            functools.partial(self._read, skip, loader_state),
+        )
+        if not self._prefetch:
+            return source, Inline(source)
+        return source, self._prefetcher(source, self._prefetch, None)
+
+    def _prefetcher(self, epoch: Epoch, max_steps: int, timeout: float | None) -> Prefetcher:
+        return Prefetcher(
+            epoch,
+            max_steps=max_steps,
+            max_bytes=self._prefetch_bytes,
+            timeout=timeout,
+            source=self._session.participants.source,
+        )
+
+    def _read(self, skip: int, state: Any, say_alive: Callable[[], None]) -> BatchReader:
         with ProgressLine("dispatch", self._progress) as line:
 
             def show(done: int, of: int) -> None:
                 line.update("leaving out batches", done, of)
-                be_alive()
+                say_alive()
 
-            place = self._scatterer.place
+            participants = self._session.participants
             return BatchReader(
                 () if self._loader is None else self._loader,
-                width=place.batches,
+                width=participants.batches,
                 tail=self._tail,
-                kept=place.batch(place.rank),
+                kept=participants.batch(participants.rank),
                 skip=skip,
                 state=state,
                 show=show,
             )
 
-    def _sending(self, number: int) -> tuple[Pass, Rounds, Callable[[], object]]:
-        """A pass on the source, its rounds, and what begins it."""
-        standing, scatterer = self._standing, self._scatterer
-        counts_bytes = self._prefetch > 1 and scatterer.place.batches == 1
-        sending = SourcePass(
-            scatterer, self._stops, number, self._device, tail=self._tail, counts_bytes=counts_bytes
-        )
-        rounds: Rounds = Inline(sending)
-        if self._prefetch > 0:
-            rounds = Ahead(sending, most=self._prefetch, most_bytes=self._prefetch_bytes)
-
-        def begin() -> None:
-            skip, state = standing.begin()
-            sending.begin(
-                lambda: Start(standing.epoch, skip, length_of(self._loader)),
-                functools.partial(self._read, skip, state),
-            )
-
-        return sending, rounds, begin
-
-    def _receiving(self, number: int) -> tuple[Pass, Rounds, Callable[[], object]]:
-        """As `_sending`, on a receiver."""
-        if self._stops is None:
-            raise InvalidInputError("torch.distributed was taken down since this loader was made")
-        receiving = ReceiverPass(self._scatterer, self._stops, number, self._device)
-        rounds = Ahead(
-            receiving,
-            most=self._prefetch + _MORE_ROUNDS,
-            most_bytes=self._prefetch_bytes,
-            patience=(self._timeout, f"the source, rank {self._scatterer.place.source},"),
-        )
-        return receiving, rounds, self._standing.begin
-
-    def _settle(self, before: Rounds | None) -> None:
-        """Have the pass before end, where one is under way."""
+    def _end_iteration(self) -> None:
+        """Leave the iteration before, where one is under way, and wait until it is over on this rank."""
         self._leave("another one was begun since, and a DispatchLoader has one at a time")
-        if before is not None and not before.join(self._timeout):
+        if self._steps is not None and not self._steps.join(self._timeout):
             raise TimedOutError(
                 f"the loop before was left, and another rank is still in it after {self._timeout:.4g} s"
             )
-        if self._pass is not None:
-            self._reading_seconds += self._pass.reading_seconds
-            self._pass = None
+        if self._epoch is not None:
+            self._reading_seconds += self._epoch.reading_seconds
+        self._epoch = self._steps = None
 
     def _leave(self, why: str) -> None:
-        passage = None if self._passage is None else self._passage()
-        if passage is not None:
-            passage.close(why)
+        iterator = None if self._iterator is None else self._iterator()
+        if iterator is not None:
+            iterator.close(why)
 
-    def _take(self, source: Pass, rounds: Rounds, check: Callable[[], None]) -> tuple[Any] | None:
-        """The batch of the next round, on the caller's thread; None at the end.
-
-        `check` raises where the pass was left meanwhile: by a signal's handler, say.
-        """
+    def _take(self, epoch: Epoch, steps: Steps, check: Callable[[], None]) -> tuple[Any] | None:
+        """The batch of the next step, in a tuple; None at the end. `check` raises where the loop was left meanwhile."""
         begin = time.monotonic()
         try:
-            found = rounds.take()
+            step = steps.next_step()
+        except Exception:
+            check()
+            raise
         finally:
             self._next_seconds += time.monotonic() - begin
         check()
-        standing, start = self._standing, source.start
-        if start is not None and not self._is_source:
-            if standing.loaded not in (None, (start.epoch, start.done)):
+        state, start = self._state, epoch.start
+        if start is not None and not self._session.is_source:
+            if state.loaded not in (None, (start.epoch, start.done)):
                 raise StateMismatchError(
-                    f"this rank loaded a state of epoch {standing.epoch} after {standing.done} batches, and the source "
+                    f"this rank loaded a state of epoch {state.epoch} after {state.done} batches, and the source "
                     f"begins with epoch {start.epoch} after {start.done}: load the state on the source too"
                 )
-            standing.epoch, self._length = start.epoch, start.length
-        if found is None:
-            standing.end()
-        else:
-            # Before it counts as handed out: bringing it to a device may fail.
-            batch = None if found.batch is None else found.batch()
-            length = None if start is None else start.length
-            standing.go_on(
-                found.done,
-                found.state,
-                is_last=length is not None and not self._rounds_in(length - found.done),
-            )
-            self._handed_out += 1
-            self.is_padding = found.is_padding
-            return (batch,)
-        return None
-
-    def _release(self, seconds: float) -> None:
-        if self._is_closed or os.getpid() != self._process:
-            return
-        self._is_closed = True
-        self._leave("the DispatchLoader was closed")
-        rounds = self._rounds
-        if rounds is None:
-            self._scatterer.close()
-            return
-        # An interpreter that ends waits for these too.
-        _leaving.add(rounds)
-        try:
-            if seconds:
-                rounds.join(seconds)
-        finally:
-            rounds.then(functools.partial(_let_go, rounds, self._scatterer))
+            state.epoch, self._length = start.epoch, start.length
+        if step is None:
+            state.end()
+            return None
+        # Bringing it to a device may fail: then it was not handed out.
+        batch = None if step.batch is None else step.batch()
+        length = None if start is None else start.length
+        is_last = length is not None and not self._steps_in(length - step.done)
+        state.advance(step.done, step.state, is_last=is_last)
+        self._handed_out += 1
+        self.is_padding = step.is_padding
+        return (batch,)
 
 
-_open: weakref.WeakSet[DispatchLoader[Any]] = weakref.WeakSet()
-# Of loaders that are closed, what is not over yet.
-_leaving: set[Rounds] = set()
-
-
-def _enter_and_leave(scatterer: ScatterSession, number: int, rounds: Rounds) -> None:
-    """Leave a pass that the others may be in before anything of it was read or sent here."""
-    scatterer.skip_to(number << _ROUND_BITS)
-    rounds.leave()
-
-
-def _let_go(rounds: Rounds, scatterer: ScatterSession) -> None:
-    _leaving.discard(rounds)
-    scatterer.close()
+_open_loaders: weakref.WeakSet[DispatchLoader[Any]] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    # Threads that are in compiled code when the interpreter ends would come back to one that is gone.
-    for loader in list(_open):
+    # A thread that is in compiled code when the interpreter ends would come back to one that is gone.
+    for loader in list(_open_loaders):
         loader.close()
-    for rounds in list(_leaving):
-        rounds.join(_FAREWELL_SECONDS)
-    wait_for_telling(_FAREWELL_SECONDS)

@@ -1,7 +1,7 @@
-"""Who takes part in a scatter, and which batch is whose.
+"""The ranks of a scatter, and which batch each of them gets.
 
-Owns the reading of `group`, `src` and `replicate`. What always holds: `src` is a rank within the group, all others in
-a `Place` are the job's.
+Invariants:
+- `src` is a rank within the group. All other ranks are those of the job.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from tundish.distributed import Voter, group_info
 from tundish.errors import InvalidInputError, InvalidTypeError, listed, ranks_named
 
 __all__ = [
-    "Place",
+    "Participants",
     "participants_of",
     "process_group",
     "replicated_participants",
     "source_index",
 ]
 
-# Of groups, in a message.
+# How many groups a message shows.
 _SHOWN_GROUPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """A rank's place among those who take part.
+class Participants:
+    """The ranks of a scatter, as one of them sees it.
 
     Attributes:
-        ranks: of all who take part.
+        ranks: all ranks.
         batch_of: for each of them, the number of its batch.
-        rank: this one.
-        source: the one who has the data.
+        rank: this rank.
+        source: the rank that has the data.
     """
 
     ranks: tuple[int, ...]
@@ -47,21 +47,24 @@ class Place:
 
     @property
     def batches(self) -> int:
-        """How many batches a round has."""
+        """How many batches a step has."""
         return max(self.batch_of) + 1
 
     def batch(self, rank: int) -> int:
         """The number of a rank's batch."""
-        return self._batches[rank]
+        return self._batch_by_rank[rank]
 
     @functools.cached_property
-    def _batches(self) -> dict[int, int]:
-        # Asked for every rank in every round.
+    def _batch_by_rank(self) -> dict[int, int]:
+        # Looked up for every rank in every step.
         return dict(zip(self.ranks, self.batch_of, strict=True))
 
 
 def process_group(group: Any, what: str = "group") -> Any:
-    """The process group that is meant: `group` itself, or that of a `DeviceMesh` of one dimension."""
+    """The process group of a `DeviceMesh` of one dimension; anything else as it is.
+
+    Raises `InvalidInputError` for a mesh of several dimensions; `what` is the name of the argument.
+    """
     if group is None or not hasattr(group, "get_group"):
         return group
     if group.ndim != 1:
@@ -75,7 +78,7 @@ def process_group(group: Any, what: str = "group") -> Any:
 
 
 def source_index(src: Any) -> int:
-    """`src` as a number, whatever kind of integer it is."""
+    """`src` as an int, whatever kind of integer it is."""
     try:
         if isinstance(src, bool):
             raise TypeError
@@ -84,8 +87,8 @@ def source_index(src: Any) -> int:
         raise InvalidTypeError(f"src is {src!r}: give the rank of the source within the group") from None
 
 
-def participants_of(group: Any, src: Any) -> Place:
-    """The place of this process in `group`, whose rank `src` has the data."""
+def participants_of(group: Any, src: Any) -> Participants:
+    """The participants of a scatter from rank `src` of `group`."""
     member = group_info(group)
     src = source_index(src)
     size = len(member.ranks)
@@ -93,7 +96,7 @@ def participants_of(group: Any, src: Any) -> Place:
         raise InvalidInputError(
             f"src is {src}: it is a rank within the group, which has {size} of them (0 to {size - 1})"
         )
-    return Place(
+    return Participants(
         ranks=member.ranks,
         batch_of=tuple(range(len(member.ranks))),
         rank=member.rank,
@@ -102,38 +105,42 @@ def participants_of(group: Any, src: Any) -> Place:
 
 
 def replicated_participants(
-    group: Any, src: Any, voter: Voter, beside: Voter | None, *, timeout: timedelta
-) -> Place:
-    """Collective over `voter`: the place of this process in `group`, with all that get the same as its ranks.
+    group: Any, src: Any, same_batch: Voter, same_group: Voter | None, *, timeout: timedelta
+) -> Participants:
+    """The participants of a scatter in which ranks of several groups get the same batch. Collective over `same_batch`.
 
-    The ranks of `voter` are this one and those that get the same batch, each of which has a `group` of its own. The
-    first of them is of the source's. `beside`: the voter of `group`; None where that is none.
+    Args:
+        group: this rank's group.
+        src: the source's rank in the first of the groups.
+        same_batch: the voter of the ranks that get the same batch as this one, each of which has another `group`.
+        same_group: the voter of `group`; None where that is no group.
+        timeout: how long this rank waits for the others.
     """
     what = "finding who gets the same batch"
-    place: Place | None = None
+    participants: Participants | None = None
     error: Exception | None = None
     try:
-        place = _replicated(voter, group, src, what=what, timeout=timeout)
+        participants = _replicated(same_batch, group, src, what=what, timeout=timeout)
     except Exception as caught:  # noqa: BLE001 (raised once the others know)
         error = caught
-    # Over both, so that every rank of the grid hears of it.
-    if beside is not None:
+    # Over both dimensions, so that every rank of the grid hears of it.
+    if same_group is not None:
         try:
-            beside.vote(error, what=what, timeout=timeout)
-        except Exception as told_by_group:  # noqa: BLE001 (raised once the others know)
-            error = error or told_by_group
-    voter.vote(error, what=what, timeout=timeout)
-    assert place is not None  # noqa: S101 (for the type checker)
-    return place
+            same_group.vote(error, what=what, timeout=timeout)
+        except Exception as of_group:  # noqa: BLE001 (raised once the others know)
+            error = error or of_group
+    same_batch.vote(error, what=what, timeout=timeout)
+    assert participants is not None  # noqa: S101 (for the type checker)
+    return participants
 
 
-def _named(groups: Sequence[Sequence[int]]) -> str:
+def _shown(groups: Sequence[Sequence[int]]) -> str:
     """Groups, for messages: "[0-7], [8-15] and 30 more"."""
     shown = ", ".join(f"[{listed(group)}]" for group in groups[:_SHOWN_GROUPS])
     return shown + (f" and {len(groups) - _SHOWN_GROUPS} more" if len(groups) > _SHOWN_GROUPS else "")
 
 
-def _replicated(voter: Voter, group: Any, src: Any, *, what: str, timeout: timedelta) -> Place:
+def _replicated(voter: Voter, group: Any, src: Any, *, what: str, timeout: timedelta) -> Participants:
     error: Exception | None = None
     mine = ""
     try:
@@ -142,22 +149,22 @@ def _replicated(voter: Voter, group: Any, src: Any, *, what: str, timeout: timed
     except (InvalidInputError, InvalidTypeError) as caught:
         error = caught
     gathered = voter.gather(mine, error, what=what, timeout=timeout)
-    told = json.dumps([json.loads(one) for one in gathered]) if gathered else None
-    heard = json.loads(voter.broadcast(told, source=voter.ranks[0], what=what, timeout=timeout))
-    groups, positions = zip(*heard, strict=True)
+    text = json.dumps([json.loads(one) for one in gathered]) if gathered else None
+    all_groups = json.loads(voter.broadcast(text, source=voter.ranks[0], what=what, timeout=timeout))
+    groups, positions = zip(*all_groups, strict=True)
     ranks = tuple(rank for group in groups for rank in group)
     if len(set(ranks)) != len(ranks) or any(len(group) != len(own.ranks) for group in groups):
         raise InvalidInputError(
             f"group and replicate do not make a grid: {ranks_named(voter.ranks)}, which get the same batch, are in the "
-            f"groups {_named(groups)}; give two dimensions of one mesh"
+            f"groups {_shown(groups)}; give two dimensions of one mesh"
         )
     if len(set(positions)) > 1:
         raise InvalidInputError(
             f"{ranks_named(voter.ranks)}, which are to get the same batch, are at the places {listed(positions)} of "
-            f"the groups {_named(groups)}, which are in the order of ranks: give a mesh whose ranks rise along both "
+            f"the groups {_shown(groups)}, which are in the order of ranks: give a mesh whose ranks rise along both "
             "dimensions"
         )
-    return Place(
+    return Participants(
         ranks=ranks,
         batch_of=own.batch_of * len(groups),
         rank=own.rank,

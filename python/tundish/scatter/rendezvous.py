@@ -1,29 +1,33 @@
-"""How those who take part in a scatter find each other, once.
+"""How the ranks of a scatter connect to each other, once, before the first step.
 
-Owns the ways between a source and its receivers until a `ScatterSession` takes them over. What always holds:
+Ranks of the source's node get their batches through shared memory. On another node, of the ranks that get the same
+batch, the first receives it over gloo and passes it on.
 
-1. Nobody waits here but in votes, so that whoever fails or dies is named on all ranks; when a meeting fails, nothing of
-   it is left.
-2. Sockets in the abstract namespace have names that every user of the machine finds: of this node, batches go to
-   processes of the same user, and come from such, only.
+Invariants:
+- Ranks wait for each other in votes only, so every rank names the one that fails or dies. After a failure nothing is
+  left of the rendezvous.
+- Every user of the machine can find a socket in the abstract namespace. Both ends check that the other process belongs
+  to the same user.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
 import socket
 import struct
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from tundish import _native
-from tundish._native import available_processors
 from tundish.distributed import (
+    DEFAULT_TIMEOUT,
     PeerWatch,
     Voter,
     env_integer,
@@ -32,264 +36,298 @@ from tundish.distributed import (
     nodes_of,
     torch_distributed,
     unique_name,
+    voter_of,
 )
-from tundish.errors import PeerFailedError
-from tundish.scatter.participants import Place
-from tundish.scatter.refusals import refused_calls
-from tundish.scatter.transport.device import Direct
-from tundish.scatter.transport.gloo import Courier, GlooReceiver, GlooSender
-from tundish.scatter.transport.peer_connections import Calls, call, greeted
+from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError
+from tundish.scatter.participants import Participants, participants_of, replicated_participants
+from tundish.scatter.transport.channels import Channels
+from tundish.scatter.transport.device import DeviceChannel
+from tundish.scatter.transport.gloo import GlooReceiver, GlooSender, WaitThread
+from tundish.scatter.transport.peer_connections import PeerListener, connect_to_source, is_source
 from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
-__all__ = ["Ways", "limit_of"]
+__all__ = ["agree_on_participants", "connect", "memory_limit", "timeout_of"]
 
 _BACKLOG = 4096
+# The rank, before the address of its watch.
 _HELLO = struct.Struct("<q")
+_ADDRESS_BYTES = 108
 # Process, user and group on the other end of a unix socket.
 _CREDENTIALS = struct.Struct("iII")
+_WHAT = "connecting the ranks of a scatter"
 
 
-def limit_of(shares: int) -> int:
-    """Bytes for each of so many of one node, for what is on its way, and as many that are kept for the next batches.
+@contextlib.contextmanager
+def agree_on_participants(
+    group: Any, src: Any, replicate: Any
+) -> Iterator[tuple[Voter, Participants, timedelta]]:
+    """Collective: the voter, the participants and the timeout of a scatter; see `scatter_batch`.
 
-    Together an eighth of the memory that this process can have, which may be less than the machine's.
+    `group` and `replicate` are process groups. The voter may end with the block.
+
+    Raises on all ranks what is wrong with `src` or `replicate` on one of them.
+    """
+    timeout = timeout_of(group)
+    if replicate is None:
+        voter = voter_of(group)
+        try:
+            participants = participants_of(group, src)
+        except (InvalidInputError, InvalidTypeError) as error:
+            voter.vote(error, what="finding the source", timeout=timeout)
+            raise
+        yield voter, participants, timeout
+        return
+    same_batch, same_group = voter_of(replicate), None
+    # Where `group` is none, the ranks that get the same batch are told by this rank.
+    with contextlib.suppress(InvalidInputError, InvalidTypeError):
+        same_group = voter_of(group)
+    participants = replicated_participants(group, src, same_batch, same_group, timeout=timeout)
+    with Voter.among(participants.ranks, timeout=timeout) as voter:
+        yield voter, participants, timeout
+
+
+def timeout_of(group: Any) -> timedelta:
+    """The timeout of a group's collectives."""
+    distributed = torch_distributed()
+    if distributed is None:
+        return DEFAULT_TIMEOUT
+    if group is None and distributed.is_initialized():
+        group = distributed.group.WORLD
+    if not isinstance(group, distributed.ProcessGroup):
+        return DEFAULT_TIMEOUT
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        found = getattr(options, "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return distributed.distributed_c10d.default_pg_timeout  # type: ignore[no-any-return]
+
+
+def memory_limit(shares: int) -> int:
+    """Bytes of batches on their way for each of so many channels of a node, and as many kept for the next batches.
+
+    All shares together are an eighth of the memory that this process can have, which may be less than the machine's.
     """
     return 2 * _native.default_arena_limit() // max(1, shares)
 
 
-def feeders_of(nodes: list[tuple[int, ...]], place: Place) -> dict[int, int]:
-    """Who gives receivers their batches, where that is a rank of their own node.
-
-    On the source's node it is the source; on another one, of the ranks that get the same batch, the first.
-    """
-    feeders = {}
+def senders_of(nodes: list[tuple[int, ...]], participants: Participants) -> dict[int, int]:
+    """By receiver, the rank of its own node that sends it its batches; none for ranks that receive over gloo."""
+    senders = {}
     for node in nodes:
-        firsts: dict[int, int] = {}
+        first_of_batch: dict[int, int] = {}
         for rank in node:
-            if rank != place.source:
-                first = firsts.setdefault(place.batch(rank), rank)
-                if place.source in node:
-                    feeders[rank] = place.source
+            if rank != participants.source:
+                first = first_of_batch.setdefault(participants.batch(rank), rank)
+                if participants.source in node:
+                    senders[rank] = participants.source
                 elif first != rank:
-                    feeders[rank] = first
-    return feeders
+                    senders[rank] = first
+    return senders
 
 
-def shares_of(nodes: list[tuple[int, ...]], place: Place, fed: list[int], far: list[int]) -> int:
-    """Among how many the memory of this rank's node is shared out.
+def connect(
+    voter: Voter,
+    participants: Participants,
+    *,
+    shared_memory: bool,
+    timeout: timedelta,
+    device_backend: tuple[str, str] | None,
+) -> Channels:
+    """Collective over the members of `voter`: the channels of this rank.
 
-    On the source these are its lanes, of which those to `far` have one arena. What other ranks pass on lies where it
-    came from far away.
+    Args:
+        voter: of all participants.
+        participants: the ranks of the scatter.
+        shared_memory: whether ranks of one node use shared memory; else all use gloo.
+        timeout: how long this rank waits for the others.
+        device_backend: the kind of device and the backend for batches between devices of different nodes.
+
+    Raises what `Voter.vote` raises.
     """
-    if place.rank == place.source:
-        return len(fed) + bool(far)
+    with contextlib.ExitStack() as temporary, contextlib.ExitStack() as on_failure:
+        # What is equal on all ranks, without the thousands of ranks that there may be.
+        ranks = hashlib.sha256(repr((participants.ranks, participants.batch_of)).encode()).hexdigest()[:16]
+        same = f"source {participants.source}, {len(participants.ranks)} ranks with the digest {ranks}"
+        meeting = _Rendezvous(voter, participants, timeout, temporary)
+        with voter.agreed(_WHAT, same=same, timeout=timeout):
+            watch = PeerWatch()
+            on_failure.callback(watch.close)
+            meeting.listen(watch)
+        nodes = nodes_of(voter, timeout=timeout) if shared_memory and watch.address else []
+        senders = senders_of(nodes, participants)
+        channels = Channels(watch, senders.get(participants.rank, participants.source))
+        on_failure.callback(channels.close)
+        meeting.exchange_addresses(senders, channels.sender_rank)
+        # A connection waits in the backlog of its listener, with what was sent on it, until that accepts.
+        with voter.agreed(_WHAT, timeout=timeout):
+            channels.arena_limit = memory_limit(_memory_shares(nodes, participants, senders))
+            meeting.call(channels)
+        with voter.agreed(_WHAT, timeout=timeout):
+            meeting.accept(channels)
+        with voter.agreed(_WHAT, timeout=timeout):
+            meeting.open(channels, device_backend)
+        on_failure.pop_all()
+        return channels
+
+
+def _memory_shares(nodes: list[tuple[int, ...]], participants: Participants, senders: dict[int, int]) -> int:
+    """Among how many channels the memory of this rank's node is shared out."""
+    others = [rank for rank in participants.ranks if rank not in senders and rank != participants.source]
+    if participants.rank == participants.source:
+        own = sum(sender == participants.source for sender in senders.values())
+        return own + bool(others)
     if not nodes:
-        # Nobody knows who of them is on this one.
         return env_integer("LOCAL_WORLD_SIZE", 1) or 1
-    return sum(rank in far for node in nodes if place.rank in node for rank in node)
+    (node,) = (node for node in nodes if participants.rank in node)
+    return len(set(node) & set(others))
 
 
-class Ways:
-    """The ways by which batches come to this rank, and go from it. Collective over the members of `voter`.
-
-    `awake`: whether a receiver of the source's node may keep a processor busy for short waits, where it has one.
-
-    Attributes:
-        near: the lanes to ranks of this node that this rank feeds.
-        far: on the source, those to ranks of other nodes.
-        end: on a receiver, where its batches come.
-        feeder: of the receiver whose they come from.
-        watch: of the ranks on the other end of these.
-        courier: who waits for what is far away.
-        direct: the way between devices of this rank and those far away, where there is one.
-    """
+class _Rendezvous:
+    """The steps of `connect`, each between two votes. `temporary` closes what nobody needs afterwards."""
 
     def __init__(
-        self,
-        voter: Voter,
-        place: Place,
-        *,
-        shared_memory: bool,
-        timeout: timedelta,
-        direct: tuple[str, str] | None,
-        awake: bool,
+        self, voter: Voter, participants: Participants, timeout: timedelta, temporary: contextlib.ExitStack
     ) -> None:
-        self.near: list[SharedMemorySender] = []
-        self.far: list[GlooSender] = []
-        self.end: SharedMemoryReceiver | GlooReceiver | None = None
-        self.courier: Courier | None = None
-        self.direct: Direct | None = None
-        self._direct = direct
-        self._awake = awake
-        self.feeder = place.source
-        self._place = place
+        self._voter = voter
+        self._participants = participants
         self._timeout = timeout
-        self._group: Any = None
-        self._lines: dict[int, socket.socket] = {}
-        # Of this rank's lanes, and of what comes from far away: those of all ranks of a node share its memory.
-        self._limit = 0
-        self._watching = contextlib.ExitStack()
-        try:
-            self._meet(voter, shared_memory)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            # Those of receivers that came to nothing.
-            for line in self._lines.values():
-                line.close()
+        self._temporary = temporary
+        self._is_source = participants.rank == participants.source
+        self._listener: socket.socket | None = None
+        self._peer_listener: PeerListener | None = None
+        # Addresses of this rank's listener and watch, and its process id; then those of its sender.
+        self._address: tuple[str, str, int] | None = None
+        self._invitation: Any = None
+        self._to_sender: socket.socket | None = None
+        self._to_source: socket.socket | None = None
+        self._senders: dict[int, int] = {}
+        self._others: list[int] = []
 
-    def close(self) -> None:
-        """Let go of sockets and memory; those who watch this rank see it leave."""
-        # Nothing where it could not even be made.
-        self._watching.close()
-        for lane in self.near:
-            lane.close()
-        if isinstance(self.end, SharedMemoryReceiver):
-            self.end.close()
-        if self.courier is not None:
-            self.courier.close()
-        self.near, self.far, self.end = [], [], None
-        group, self._group = self._group, None
-        if group is not None:
-            # The others see its connections end. The default group takes it along when it is destroyed before.
-            with contextlib.suppress(Exception):
-                distributed = torch_distributed()
-                if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
-                    distributed.destroy_process_group(group)
+    @property
+    def _own_receivers(self) -> list[int]:
+        """Ranks of this node that get their batches from this rank."""
+        return [rank for rank, sender in self._senders.items() if sender == self._participants.rank]
 
-    def renew_courier(self) -> Courier:
-        """Leave the courier to what it waits for, and have another one."""
-        # In this order: what Ctrl-C interrupts leaves one that works.
-        left, self.courier = self.courier, Courier()
-        if left is not None:
-            left.close()
-        return self.courier
-
-    def _meet(self, voter: Voter, shared_memory: bool) -> None:
-        place, timeout = self._place, self._timeout
-        is_source = place.rank == place.source
-        what = "meeting of a scatter"
-        # Of many ranks messages show the beginning.
-        after = f" after {refused_calls()} calls that were refused for their group" if refused_calls() else ""
-        same = f"source {place.source}{after}, of {place.ranks} for {place.batch_of}"
-        with contextlib.ExitStack() as stack:
-            near, listener, calls = None, None, None
-            # Nobody knows yet who is called, but whoever has no descriptors for it has to say so.
-            with voter.agreed(what, same=same, timeout=timeout):
-                self.watch = PeerWatch()
-                self._watching.callback(self.watch.close)
-                if self.watch.address:
-                    listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                    address = f"tundish-scatter-{secrets.token_hex(16)}"
-                    listener.bind(f"\0{address}")
-                    listener.listen(_BACKLOG)
-                    near = address, self.watch.address, os.getpid()
-            # All members work out the same.
-            nodes = nodes_of(voter, timeout=timeout) if shared_memory and self.watch.address else []
-            feeders = feeders_of(nodes, place)
-            self.feeder = feeders.get(place.rank, place.source)
-            fed = [rank for rank, feeder in feeders.items() if feeder == place.rank]
-            far = [rank for rank in place.ranks if rank not in feeders and rank != place.source]
-            if far and is_source:
-                # Without one, out of descriptors say, deadlines have to do.
-                with contextlib.suppress(OSError):
-                    calls = stack.enter_context(contextlib.closing(Calls(group_info(None).store)))
-            told = json.dumps((near, None if calls is None else calls.invitation))
-            near, invitation = json.loads(
-                voter.broadcast(told, source=self.feeder, what=what, timeout=timeout)
-            )
-            line = None
-            # A connection waits in the feeder's queue, and what is said on it, until the feeder looks there.
-            with voter.agreed(what, timeout=timeout):
-                self._limit = limit_of(shares_of(nodes, place, fed, far))
-                if place.rank in feeders:
-                    self._call(*near)
-                elif place.rank in far and invitation is not None:
-                    line = call(invitation, place.rank)
-            with voter.agreed(what, timeout=timeout):
-                if listener is not None and fed:
-                    self._answer(listener, fed)
-                for rank, caller in ({} if calls is None else calls.answer()).items():
-                    self.watch.adopt(rank, caller)
-            with voter.agreed(what, timeout=timeout):
-                if place.rank in feeders:
-                    beside = sum(feeder == self.feeder for feeder in feeders.values())
-                    # Ranks of the node that are no part of this scatter want their processors, too.
-                    beside = max(beside, (env_integer("LOCAL_WORLD_SIZE", 1) or 1) - 1)
-                    self._listen(near[2], awake=self._awake and available_processors() > beside)
-                if line is not None and greeted(line, invitation):
-                    self.watch.adopt(place.source, line)
-                if far and (is_source or place.rank in far):
-                    # Whoever passes batches on has to have them in host memory.
-                    passed_on = any(rank in feeders.values() for rank in far)
-                    self._join((place.source, *far), None if passed_on else self._direct)
-
-    def _call(self, address: str, watch: str, _: int) -> None:
-        line = self._lines[self.feeder] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        line.connect(f"\0{address}")
-        if not _is_same_user(line):
-            raise PeerFailedError(
-                f"scatter: another user's process answers in place of rank {self.feeder}: run all ranks of a node as "
-                "one user",
-                self.feeder,
-            )
-        line.sendall(_HELLO.pack(self._place.rank) + self.watch.address.encode())
-        self.watch.connect({self.feeder: watch})
-
-    def _answer(self, listener: socket.socket, fed: list[int]) -> None:
-        listener.settimeout(0)
-        while len(self._lines) < len(fed):
-            try:
-                line, _ = listener.accept()
-            except BlockingIOError:
-                silent = min(set(fed) - self._lines.keys())
-                raise PeerFailedError(
-                    f"scatter: rank {silent}, of this node, is another user's process: run all ranks of a node as one "
-                    "user",
-                    silent,
-                ) from None
-            if not _is_same_user(line):
-                line.close()
-                continue
-            line.settimeout(self._timeout.total_seconds())
-            hello = line.recv(_HELLO.size + 108)
-            (rank,) = _HELLO.unpack_from(hello)
-            self._lines[rank] = line
-            self.watch.connect({rank: hello[_HELLO.size :].decode()})
-        for rank in fed:
-            lane = SharedMemorySender(rank, self._lines[rank], self._limit)
-            del self._lines[rank]
-            self.near.append(lane)
-            lane.introduce()
-
-    def _listen(self, process: int, *, awake: bool) -> None:
-        line = self._lines.pop(self.feeder)
-        try:
-            self.end = SharedMemoryReceiver(line, process, awake=awake)
-        except BaseException:
-            line.close()
-            raise
-
-    def _join(self, members: tuple[int, ...], direct: tuple[str, str] | None) -> None:
-        if direct is not None:
-            self.direct = Direct(*direct, members, self._timeout)
-        name = unique_name("scatter", members)
-        group = self._group = new_subgroup(torch_distributed(), members, name, self._timeout, "gloo")
-        # Not through the dispatcher, where modes of the caller's would see it.
-        gloo = group._get_backend(torch.device("cpu"))
-        arena = _native.SegmentArena(self._limit)
-        self.courier = Courier()
-        if self._place.rank != self._place.source:
-            self.end = GlooReceiver(gloo, self.courier, arena, passes_on=bool(self.near))
+    def listen(self, watch: PeerWatch) -> None:
+        """Open the listener for ranks of this node, where the system has abstract sockets."""
+        if not watch.address:
             return
-        self.far = [
-            GlooSender(rank, gloo, position, arena) for position, rank in enumerate(members) if position > 0
+        self._listener = self._temporary.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        address = f"tundish-scatter-{secrets.token_hex(16)}"
+        self._listener.bind(f"\0{address}")
+        self._listener.listen(_BACKLOG)
+        self._address = address, watch.address, os.getpid()
+
+    def exchange_addresses(self, senders: dict[int, int], sender_rank: int) -> None:
+        """Learn where this rank's sender listens."""
+        participants = self._participants
+        self._senders = senders
+        self._others = [
+            rank for rank in participants.ranks if rank not in senders and rank != participants.source
         ]
+        if self._others and self._is_source:
+            # Without it, because there are no descriptors left for example, timeouts have to do.
+            with contextlib.suppress(OSError):
+                self._peer_listener = self._temporary.enter_context(
+                    contextlib.closing(PeerListener(group_info(None).store))
+                )
+        invitation = None if self._peer_listener is None else self._peer_listener.invitation
+        text = self._voter.broadcast(
+            json.dumps((self._address, invitation)), source=sender_rank, what=_WHAT, timeout=self._timeout
+        )
+        self._address, self._invitation = json.loads(text)
+
+    def call(self, channels: Channels) -> None:
+        """Connect to this rank's sender."""
+        rank = self._participants.rank
+        if rank in self._senders and self._address is not None:
+            address, watch_address, _ = self._address
+            connection = self._to_sender = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._temporary.callback(self._close_unused)
+            connection.connect(f"\0{address}")
+            if not _is_same_user(connection):
+                raise PeerFailedError(
+                    f"scatter: another user's process answers in place of rank {channels.sender_rank}: run all "
+                    "ranks of a node as one user",
+                    channels.sender_rank,
+                )
+            connection.sendall(_HELLO.pack(rank) + channels.watch.address.encode())
+            channels.watch.connect({channels.sender_rank: watch_address})
+        elif rank in self._others and self._invitation is not None:
+            self._to_source = connect_to_source(self._invitation, rank)
+
+    def accept(self, channels: Channels) -> None:
+        """Accept the ranks that get their batches from this one."""
+        receivers, connections = self._own_receivers, dict[int, socket.socket]()
+        if self._listener is not None:
+            self._listener.settimeout(0)
+        try:
+            while self._listener is not None and len(connections) < len(receivers):
+                try:
+                    connection, _ = self._listener.accept()
+                except BlockingIOError:
+                    missing = min(set(receivers) - connections.keys())
+                    raise PeerFailedError(
+                        f"scatter: rank {missing}, of this node, is another user's process: run all ranks of a "
+                        "node as one user",
+                        missing,
+                    ) from None
+                if not _is_same_user(connection):
+                    connection.close()
+                    continue
+                connection.settimeout(self._timeout.total_seconds())
+                hello = connection.recv(_HELLO.size + _ADDRESS_BYTES)
+                (rank,) = _HELLO.unpack_from(hello)
+                connections[rank] = connection
+                channels.watch.connect({rank: hello[_HELLO.size :].decode()})
+            for rank in receivers:
+                sender = SharedMemorySender(rank, connections[rank], channels.arena_limit)
+                del connections[rank]
+                channels.to_node.append(sender)
+                sender.send_queue()
+        finally:
+            for connection in connections.values():
+                connection.close()
+        for rank, connection in ({} if self._peer_listener is None else self._peer_listener.accept()).items():
+            channels.watch.adopt(rank, connection)
+
+    def open(self, channels: Channels, device_backend: tuple[str, str] | None) -> None:
+        """Open what this rank receives from, and the groups of the ranks of different nodes."""
+        participants, others = self._participants, self._others
+        if self._to_sender is not None and self._address is not None:
+            channels.receiver = SharedMemoryReceiver(self._to_sender, self._address[2])
+            self._to_sender = None
+        if self._to_source is not None and is_source(self._to_source, self._invitation):
+            channels.watch.adopt(participants.source, self._to_source)
+        if not others or not (self._is_source or participants.rank in others):
+            return
+        members = participants.source, *others
+        # A rank that passes batches on needs them in host memory.
+        if device_backend is not None and not any(rank in self._senders.values() for rank in others):
+            channels.device = DeviceChannel(*device_backend, members, self._timeout)
+        name = unique_name("scatter", members)
+        channels.gloo_group = new_subgroup(torch_distributed(), members, name, self._timeout, "gloo")
+        # torch's dispatcher would show these messages to the caller's dispatch modes.
+        gloo = channels.gloo_group._get_backend(torch.device("cpu"))
+        channels.arena = _native.SegmentArena(channels.arena_limit)
+        channels.thread = WaitThread()
+        if self._is_source:
+            channels.to_other_nodes = [
+                GlooSender(rank, gloo, position) for position, rank in enumerate(members) if position
+            ]
+        else:
+            channels.receiver = GlooReceiver(
+                gloo, channels.thread, channels.arena, passes_on=bool(channels.to_node)
+            )
+
+    def _close_unused(self) -> None:
+        if self._to_sender is not None:
+            self._to_sender.close()
 
 
-def _is_same_user(line: socket.socket) -> bool:
-    """Whether this process and the one on the other end of a unix socket act for the same user."""
-    told = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(told)
+def _is_same_user(connection: socket.socket) -> bool:
+    """Whether the process on the other end of a unix socket belongs to this process's user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.geteuid())

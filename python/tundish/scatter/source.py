@@ -1,165 +1,141 @@
-"""Rounds of a scatter, from one source to all who take part.
+"""`ScatterSource`: the steps of a scatter on the rank that has the data.
 
-A `ScatterSession` owns the ways to the others and counts rounds. What always holds:
-
-1. Every call is the next round on its rank, whatever came of the one before. A receiver gets what was sent in its own
-   round: a batch, nothing, or the error that the source failed with.
-2. A source that fails in a round tells everybody whom it has not given a batch yet, before it raises. Who has not got
-   all of his by then is told too, and gets no bytes that may be others than those that were given.
-3. A receiver that hears nothing of a round, since the source left it at once, is in step again with the next one.
-4. One thread at a time calls. In the background it may be any, as nothing here is a collective of the job's.
+Invariants:
+- All batches of a step are taken apart before any is sent, so that a bad one is refused in time.
+- A source that fails tells all ranks that have no batch of the step yet, before it raises.
+- A source that is interrupted tells all ranks, and closes the scatter.
 """
 
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from concurrent.futures import Future
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from tundish._native import BufferLease
-from tundish.errors import (
-    InvalidInputError,
-    InvalidTypeError,
-    OutOfMemoryError,
-    PeerFailedError,
-    SegmentGoneError,
+from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
+from tundish.scatter.outgoing_batch import OutgoingBatch, copy_threads
+from tundish.scatter.session import GONE, Session
+from tundish.scatter.transport.channels import Channels
+from tundish.scatter.transport.gloo import (
+    GlooSender,
+    OutgoingMessages,
+    batch_messages,
+    copied,
+    is_done,
+    text_messages,
 )
-from tundish.scatter.outgoing_batch import OutgoingBatch, threads_beside
-from tundish.scatter.received_batch import ReceivedBatch
-from tundish.scatter.rendezvous import Ways
-from tundish.scatter.session import GONE, Member
-from tundish.scatter.transport.device import Direct
-from tundish.scatter.transport.gloo import GlooReceiver, GlooSender, Job, Sending
-from tundish.scatter.transport.message_header import (
-    DIRECT,
-    FAILED,
-    FILLED,
-    FILLING,
-    LOST,
-    NOTE,
-    NOTHING,
-    Head,
-)
-from tundish.scatter.transport.shared_memory import (
-    Announcement,
-    HungUpError,
-    SharedMemoryReceiver,
-    SharedMemorySender,
-    own_pages,
-)
+from tundish.scatter.transport.message_header import Kind
+from tundish.scatter.transport.shared_memory import ConnectionLostError, SharedMemorySender
 from tundish.tree import flatten_with_addresses
 
-__all__ = ["Note", "ScatterSession"]
+__all__ = ["ScatterSource"]
 
-# A batch of less bytes and fewer tensors is there sooner than its receiver could make use of hearing that it comes.
-_LARGE = 128 << 10
-_MANY = 64
-# To write so many bytes takes milliseconds, and is worth waking another processor for.
-_LONG = 32 << 20
-# Memory for so many bytes is set aside for a batch that is only likely to come; that of a larger one is hardly there
-# sooner for it.
-_EARLY = 8 << 20
+# How long a source that is interrupted, or has waited in vain, waits for ranks of other nodes to hear why.
+_FAREWELL_SECONDS = 0.5
+_LONGEST_TEXT = 16_000
 
-# Of a round without a batch: what it is, and what is said of it.
-_Word = tuple[int, str]
+# What a receiver is sent in a step: a batch, or the kind and the text of a message without one.
+_Content = OutgoingBatch | tuple[Kind, str]
+_Senders = dict[int, "SharedMemorySender | GlooSender"]
 
 
-class Note(NamedTuple):
-    """What the source tells all receivers in place of batches."""
+class _DeviceBuffers(NamedTuple):
+    """Batches on the source's device, by rank."""
 
-    text: str
-
-
-class _Loaded(NamedTuple):
-    """Batches on their way from device to device, by rank."""
-
-    direct: Direct
     device: torch.device
-    buffers: dict[int, Tensor]
+    by_rank: dict[int, Tensor]
 
 
-class ScatterSession(Member):
-    """Collective, as `Member`: on the source `give`, on a receiver `take`, each as often as the other."""
+class ScatterSource(Session):
+    """The session of the source. `send` as often as the receivers receive.
 
-    # What came last, until this rank is done with it, which of a round that is still to come it is not before that.
-    _came: tuple[Head, ReceivedBatch | str] | None = None
-    # The device to which the round is to go, on a receiver.
-    _wanted_on: torch.device | None = None
-    # What receivers were told at the end of a round of the next one, which has this number, by rank.
-    _foretold_next: tuple[int, dict[int, Announcement]] = (0, {})
+    Attributes:
+        largest_batch: bytes of the largest batch of the last step.
+    """
 
-    # On the source.
+    largest_batch = 0
+    # The messages to other nodes that were posted last, and the wait for them.
+    _outgoing: tuple[OutgoingMessages, Future[None]] | None = None
+    # The error that the receivers were told last, by identity: the error itself would keep its frames alive.
+    _told = 0
 
-    def give(self, batches: Iterable[Any] | None, device: torch.device | None = None) -> Any:
-        """The next round, on the source: give every rank its batch; this rank's own, as it was given.
+    def send(self, batches: Iterable[Any] | None, device: torch.device | None = None) -> Any:
+        """The next step: send every rank its batch.
 
-        `batches`: one for each, None for those that get nothing; None: nobody gets anything. `device`: on which they
-        may be gathered, to be sent from there, and to which this rank's own is to go.
+        Args:
+            batches: one for each rank that gets its own, None for a rank that gets nothing; None: no rank gets any.
+            device: from which batches for other nodes may be sent, and where this rank's own is to go.
 
-        Raises what the iteration over `batches` or taking a batch apart raised, once the others were told, and as
-        `take`.
+        Returns this rank's batch, the very object.
+
+        Raises:
+            PeerFailedError: a rank was lost.
+            TimedOutError: a rank did not come in time.
+            InvalidInputError, InvalidTypeError, NotPicklableError: `batches` cannot be sent.
+            Whatever the iteration over `batches` raised.
         """
-        self._begin()
-        untold = {lane.rank: lane for lane in self._lanes()}
-        try:
-            self._look_for_lost()
+        with self._step_told_to_all() as waiting:
             listed = self._listed(batches)
-            own = listed[self._place.batch(self._place.rank)]
+            own = listed[self.participants.batch(self.participants.rank)]
             if device is not None:
-                # What cannot be brought there is refused before any rank has been sent anything.
-                flatten_with_addresses(own, f"rank {self._place.rank}'s batch")
-            foretold = self._foretold(listed)
-            departures = self._departures(listed, untold)
-            loaded = self._loaded(departures, device)
-            sizes = (one.size for one in departures.values() if isinstance(one, OutgoingBatch))
-            self._largest = max(sizes, default=0)
-            self._send(departures, untold, loaded, foretold)
-            self._foretell_next()
-        except BaseException as error:
-            self._tell(error, untold)
-            raise
+                # Refused before any rank has been sent anything.
+                flatten_with_addresses(own, f"rank {self.participants.rank}'s batch")
+            contents = self._taken_apart(listed, waiting)
+            self.largest_batch = max(
+                (one.size for one in contents.values() if isinstance(one, OutgoingBatch)), default=0
+            )
+            self._send(contents, waiting, self._on_device(contents, device))
         return own
 
-    def note(self, text: str) -> None:
-        """The next round, on the source: tell all receivers `text`."""
-        self._begin()
-        untold = {lane.rank: lane for lane in self._lanes()}
-        try:
-            self._look_for_lost()
-            self._send(dict.fromkeys(untold, (NOTE, text)), untold)
-        except BaseException as error:
-            self._tell(error, untold)
-            raise
+    def send_note(self, text: str) -> None:
+        """The next step: send all receivers a text."""
+        with self._step_told_to_all() as waiting:
+            self._send(dict.fromkeys(waiting, (Kind.NOTE, text)), waiting, None)
 
-    def look(self) -> None:
-        """Between rounds, on the source: raise `PeerFailedError` where a rank was lost, once the others were told."""
-        if self._lost is not None or (self._ways is not None and self._ways.watch.vanished()):
-            self.note("")
+    def check_peers(self) -> None:
+        """Between steps: raise `PeerFailedError` where a rank was lost, once the others were told."""
+        if self._lost is not None or (self._channels is not None and self._channels.watch.vanished()):
+            self.send_note("")
 
     def fail(self, error: BaseException) -> NoReturn:
-        """The next round, with an error of this rank; on the source the others are told.
-
-        Raises `error`.
-        """
-        self._begin()
-        if self.is_source:
-            self._tell(error, {lane.rank: lane for lane in self._lanes()})
-            # A loader may raise the same one again, in another pass.
-            self._told = 0
+        """The next step: tell all receivers of an error, and raise it."""
         try:
-            raise error
+            with self._step_told_to_all():
+                raise error
         finally:
-            # Else the error holds on to what it is raised from.
+            # A loader may raise the same error again.
+            self._told = 0
+            # Else the error keeps the frames that it is raised from.
             del error
 
+    def was_told(self, error: BaseException) -> bool:
+        """Whether the receivers were told of `error`, which was just raised. Ask once."""
+        told, self._told = self._told, 0
+        return told == id(error)
+
+    @contextlib.contextmanager
+    def _step_told_to_all(self) -> Iterator[_Senders]:
+        """A step, whose error goes to all ranks that have not been sent theirs; yields those."""
+        self._begin_step()
+        channels = self._channels
+        waiting: _Senders = {} if channels is None else {one.rank: one for one in channels.senders}
+        try:
+            self._raise_if_lost()
+            yield waiting
+        except BaseException as error:
+            self._tell(error, waiting)
+            raise
+
     def _listed(self, batches: Iterable[Any] | None) -> list[Any]:
-        count = self._place.batches
+        count = self.participants.batches
         if batches is None:
             return [None] * count
         if type(batches) is not list and (
@@ -168,351 +144,192 @@ class ScatterSession(Member):
             raise InvalidTypeError(
                 f"scatter takes one batch for each rank, {count} in all, not a {type(batches).__qualname__}"
             )
-        # No more, as an iterable may be endless.
+        # One more at most: an iterable may be endless.
         listed = list(islice(batches, count + 1))
         if len(listed) != count:
-            came = (
+            given = (
                 len(batches) if isinstance(batches, Sized) else "more" if len(listed) > count else len(listed)
             )
             raise InvalidInputError(
-                f"scatter takes one batch for each rank, {count} in all, and {came} came: "
+                f"scatter takes one batch for each rank, {count} in all, and {given} came: "
                 "None stands for a rank that gets nothing"
             )
         return listed
 
-    def _foretell_next(self) -> None:
-        """Tell those who wait for nothing but their batch of this round of the next one.
-
-        They get ready for it as soon as they come to it, whatever the source has to do before.
-        """
-        if not self._announces or self._ways is None:
-            return
-        number, early = self._number + 1, dict[int, Announcement]()
-        self._foretold_next = number, early
-        for lane in self._ways.near:
-            # This round is given whatever becomes of that; who is gone is found to be in the next one.
-            with contextlib.suppress(HungUpError, OutOfMemoryError, OSError):
-                announcement = lane.foretell(number, _EARLY)
-                if announcement is not None:
-                    early[lane.rank] = announcement
-
-    def _foretold(self, listed: list[Any]) -> dict[int, Announcement]:
-        """Batches that those who are likely to get them were told of, by rank: they get ready already."""
-        number, early = self._foretold_next
-        self._foretold_next = 0, {}
-        foretold = early if number == self._number else {}
-        if self._announces and self._ways is not None:
-            try:
-                for lane in self._ways.near:
-                    if lane.rank not in foretold and listed[self._place.batch(lane.rank)] is not None:
-                        announcement = lane.foretell(self._number)
-                        if announcement is not None:
-                            foretold[lane.rank] = announcement
-            except HungUpError as error:
-                raise self._lose(error.rank, GONE) from error
-        return foretold
-
-    def _departures(self, listed: list[Any], receivers: Iterable[int]) -> dict[int, OutgoingBatch | _Word]:
-        """What is to be sent to each receiver; a batch that several get is taken apart once."""
-        made: dict[int, OutgoingBatch | _Word] = {id(None): (NOTHING, "")}
-        departures = {}
+    def _taken_apart(self, listed: list[Any], receivers: Iterable[int]) -> dict[int, _Content]:
+        """By rank what it is sent. A batch that several ranks get is taken apart once."""
+        channels = self._channels
+        threads = copy_threads(0 if channels is None else len(channels.to_node))
+        made: dict[int, _Content] = {id(None): (Kind.NOTHING, "")}
+        contents = {}
         for rank in receivers:
-            batch = listed[self._place.batch(rank)]
+            batch = listed[self.participants.batch(rank)]
             if id(batch) not in made:
-                made[id(batch)] = OutgoingBatch(batch, rank, self._threads)
-            departures[rank] = made[id(batch)]
-        return departures
+                made[id(batch)] = OutgoingBatch(batch, rank, threads)
+            contents[rank] = made[id(batch)]
+        return contents
 
-    def _loaded(
-        self, departures: dict[int, OutgoingBatch | _Word], device: torch.device | None
-    ) -> _Loaded | None:
-        """The batches for ranks that get them from device to device."""
-        direct = None if self._ways is None else self._ways.direct
-        if direct is None or device is None or device.type != direct.kind:
+    def _on_device(self, contents: dict[int, _Content], device: torch.device | None) -> _DeviceBuffers | None:
+        """The batches for other nodes on the source's device, where they go from device to device."""
+        channels = self._channels
+        if (
+            channels is None
+            or channels.device is None
+            or device is None
+            or device.type != channels.device.kind
+        ):
             return None
-        far = [lane.rank for lane in self._lanes() if isinstance(lane, GlooSender)]
-        batches = {rank: departures[rank] for rank in far}
-        loaded = {
-            rank: direct.load(batch, device)
-            for rank, batch in batches.items()
-            if isinstance(batch, OutgoingBatch)
-        }
-        return _Loaded(direct, device, loaded)
+        buffers = {}
+        for sender in channels.to_other_nodes:
+            batch = contents[sender.rank]
+            if isinstance(batch, OutgoingBatch):
+                buffers[sender.rank] = channels.device.load(batch, device)
+        return _DeviceBuffers(device, buffers)
 
     def _send(
-        self,
-        departures: dict[int, OutgoingBatch | _Word],
-        untold: dict[int, SharedMemorySender | GlooSender],
-        loaded: _Loaded | None = None,
-        foretold: Mapping[int, Announcement] = MappingProxyType({}),
+        self, contents: dict[int, _Content], waiting: _Senders, on_device: _DeviceBuffers | None
     ) -> None:
-        ways, number = self._ways, self._number
-        if ways is None:
+        channels = self._channels
+        if channels is None:
             return
-        sending, job = None, None
-        errors: dict[int, Exception] = {}
         try:
-            if ways.far:
-                sending = self._begin_sending(ways)
-                self._post(number, sending, ways.far, departures, untold, is_direct=loaded is not None)
-                job = self._have_finished(ways, sending)
-            self._send_near(ways.near, departures, untold, foretold)
-            if job is not None and sending is not None:
-                errors = self._sent_far(job, sending.reached, departures)
-            if job is not None and loaded is not None:
-                # Those who heard of it wait for it, whoever did not.
-                told = {rank: buffer for rank, buffer in loaded.buffers.items() if rank not in errors}
-                loaded.direct.send(told, loaded.device)
+            if channels.to_other_nodes:
+                self._post(channels, contents, waiting, is_on_device=on_device is not None)
+            self._send_on_node(channels.to_node, contents, waiting)
+            if channels.to_other_nodes:
+                self._wait_until_sent()
+            if on_device is not None and channels.device is not None:
+                channels.device.send(on_device.by_rank, on_device.device)
         except BaseException:
-            if loaded is not None and any(far.rank not in untold for far in ways.far):
-                # They would take the tensors of the next one for those of this one.
+            if on_device is not None and any(one.rank not in waiting for one in channels.to_other_nodes):
+                # They would take the tensors of the next step for those of this one.
                 self.end("could not send an earlier batch")
-            if sending is not None and job is None:
-                self._have_finished(ways, sending)
             raise
-        self._batches += sum(isinstance(departure, OutgoingBatch) for departure in departures.values())
-        for rank, error in errors.items():
-            raise self._lose(rank, f"could not be sent its batch ({error})") from error
+        self._batches += sum(isinstance(content, OutgoingBatch) for content in contents.values())
+
+    def _send_on_node(
+        self, senders: list[SharedMemorySender], contents: dict[int, _Content], waiting: _Senders
+    ) -> None:
+        readers = Counter(id(contents[sender.rank]) for sender in senders)
+        leases: dict[int, BufferLease] = {}
+        try:
+            for sender in senders:
+                content, wait = contents[sender.rank], self._waiter(sender.rank)
+                if isinstance(content, tuple):
+                    sender.send_text(self._step, *content, wait)
+                else:
+                    is_shared = readers[id(content)] > 1
+                    lease = leases.get(id(content))
+                    if lease is None:
+                        lease = sender.write(content, wait)
+                        self._sent_bytes += content.size
+                    if is_shared:
+                        leases[id(content)] = lease
+                    schema_bytes = len(content.encoded_schema)
+                    sender.send(self._step, content.size, schema_bytes, lease, wait, is_shared=is_shared)
+                del waiting[sender.rank]
+        except ConnectionLostError as error:
+            raise self._lose(error.rank, GONE) from error
 
     def _post(
-        self,
-        number: int,
-        sending: Sending,
-        lanes: list[GlooSender],
-        departures: dict[int, OutgoingBatch | _Word],
-        untold: dict[int, SharedMemorySender | GlooSender],
-        *,
-        is_direct: bool,
+        self, channels: Channels, contents: dict[int, _Content], waiting: _Senders, *, is_on_device: bool
     ) -> None:
-        """Have ranks of other nodes sent theirs, one after the other: who has it first is first to go on."""
+        """Begin to send ranks of other nodes their messages; at most so many bytes at once as the memory limit."""
+        payloads: dict[int, Tensor | None] = {}
+        copied_bytes = 0
+        outgoing = self._begin_outgoing(channels)
         try:
-            made = ((lane, lane.messages(number, departures[lane.rank], is_direct)) for lane in lanes)
-            # What may fail is done by the time that the first one waits for tensors.
-            for lane, messages in list(made) if is_direct else made:
-                # Before it has them, as Ctrl-C may come in between: who is told of the next round in this one hears of
-                # it.
-                del untold[lane.rank]
-                sending.post(lane, messages)
-        except BaseException:
-            # Nobody knows what became of the last ones that were made.
-            for lane in lanes:
-                lane.forget()
-            raise
-
-    def _sent_far(
-        self,
-        job: Job[dict[int, Exception]],
-        reached: list[int],
-        departures: Mapping[int, OutgoingBatch | _Word],
-    ) -> dict[int, Exception]:
-        """Wait until ranks of other nodes have theirs; by rank, what went wrong."""
-        self._wait(job.wait, lambda: reached[-1] if reached else None)
-        errors = job.result()
-        for rank in reached:
-            sent = departures[rank]
-            self._sent_bytes += sent.size if isinstance(sent, OutgoingBatch) and rank not in errors else 0
-        return errors
-
-    def _send_near(
-        self,
-        lanes: list[SharedMemorySender],
-        departures: dict[int, OutgoingBatch | _Word],
-        untold: dict[int, SharedMemorySender | GlooSender],
-        foretold: Mapping[int, Announcement],
-    ) -> None:
-        number = self._number
-        readers = Counter(id(departures[lane.rank]) for lane in lanes)
-        shipments: dict[int, BufferLease] = {}
-        announced: list[tuple[SharedMemorySender, OutgoingBatch, Announcement]] = []
-        try:
-            for lane in lanes:
-                departure, wait = departures[lane.rank], self._waiter(lane.rank)
-                if isinstance(departure, tuple):
-                    lane.say(number, *departure, wait)
-                elif not departure.size:
-                    lane.give(number, departure, wait)
-                elif readers[id(departure)] > 1:
-                    shipment = shipments.get(id(departure))
-                    if shipment is None:
-                        shipment = shipments[id(departure)] = lane.load(departure)
-                        self._sent_bytes += departure.size
-                    lane.share(number, departure.schema, departure.size, shipment, wait)
-                elif (self._announces_large and departure.size >= _LARGE) or (
-                    self._announces and len(departure.tensors) >= _MANY
-                ):
-                    announcement = foretold.get(lane.rank)
-                    if announcement is None or not lane.fits(announcement, departure):
-                        announcement = lane.announce(number, departure, wait)
-                    announced.append((lane, departure, announcement))
-                    continue
+            for sender in channels.to_other_nodes:
+                content = contents[sender.rank]
+                if isinstance(content, tuple):
+                    messages = text_messages(self._step, *content, on_device=is_on_device)
                 else:
-                    self._take_processors(departure, lanes, untold)
-                    self._sent_bytes += lane.give(number, departure, wait)
-                del untold[lane.rank]
-            while announced:
-                lane, departure, announcement = announced[0]
-                self._take_processors(departure, lanes, untold)
-                self._sent_bytes += lane.fill(number, departure, announcement)
-                del untold[lane.rank], announced[0]
-        except HungUpError as error:
-            raise self._lose(error.rank, GONE) from error
+                    if id(content) not in payloads and not is_on_device:
+                        if copied_bytes and copied_bytes + content.size > channels.arena_limit:
+                            outgoing.complete()
+                            self._wait_until_sent()
+                            outgoing, payloads, copied_bytes = self._begin_outgoing(channels), {}, 0
+                        copied_bytes += content.size
+                        payloads[id(content)] = copied(content, channels.arena)
+                    payload = payloads.get(id(content))
+                    messages = batch_messages(self._step, content, payload, on_device=is_on_device)
+                # Before it has them: a rank that may have them hears of an error in the next step.
+                del waiting[sender.rank]
+                outgoing.post(sender, messages)
+        finally:
+            outgoing.complete()
 
-    def _take_processors(
-        self,
-        departure: OutgoingBatch,
-        lanes: list[SharedMemorySender],
-        untold: Mapping[int, SharedMemorySender | GlooSender],
-    ) -> None:
-        """Have a large batch written by as many threads as there are processors that nobody of this node wants yet."""
-        if departure.size >= _LONG and not self._in_loop:
-            busy = sum(lane.rank not in untold for lane in lanes)
-            departure.threads = max(self._threads, threads_beside(busy))
+    def _begin_outgoing(self, channels: Channels) -> OutgoingMessages:
+        """Messages to other nodes, which follow all messages before them."""
+        thread = channels.thread
+        if thread is None or (self._outgoing is not None and not self._outgoing[1].done()):
+            # The thread waits for a rank that is late, perhaps for ever.
+            thread = channels.replace_thread()
+        outgoing = OutgoingMessages()
+        self._outgoing = outgoing, thread.submit(outgoing.wait)
+        return outgoing
 
-    # On a receiver.
+    def _wait_until_sent(self) -> None:
+        """Wait until the messages that were posted last are sent. Raises for a rank that they could not be sent to."""
+        if self._outgoing is None:
+            return
+        outgoing, future = self._outgoing
+        self._wait(lambda seconds: is_done(future, seconds), lambda: outgoing.waiting_for)
+        self._sent_bytes += outgoing.sent_bytes
+        for rank, error in outgoing.errors.items():
+            raise self._lose(rank, f"could not be sent its batch ({error})") from error
 
-    def take(self, device: torch.device | None = None) -> ReceivedBatch | Note | None:
-        """The next round, on a receiver: what the source gave this rank, None if nothing.
-
-        `device`: to which it is to go.
-
-        Raises:
-            PeerFailedError: the source failed in this round, with its traceback in the message, or a rank was lost.
-            TimedOutError: the source gave nothing in time.
-            SegmentGoneError: the memory of this round could not be reached.
-        """
-        self._begin()
-        self._wanted_on = device
-        ready: ReceivedBatch | str = ""
-        while True:
-            try:
-                message = self._receive()
-            except PeerFailedError as error:
-                if error is self._lost:
-                    self._tell(error, {})
-                    if self._ways is not None and self._ways.near:
-                        # The source does not see who gets batches from this rank: it sees this one leave, and why.
-                        self._ways.watch.close(because_of=error.rank)
-                raise
-            if message is None:
+    def _tell(self, error: BaseException, waiting: _Senders) -> None:
+        """Tell the ranks that wait for this step why it fails, and all ranks where no step follows."""
+        channels = self._channels
+        self._told = id(error)
+        if channels is None:
+            return
+        is_interrupt = not isinstance(error, Exception)
+        if is_interrupt and self._lost is None:
+            self._lose(
+                self.participants.rank,
+                f"was interrupted ({type(error).__name__}) in a step, which closed the scatter",
+            )
+        is_lost = is_interrupt or error is self._lost
+        if is_lost and self._lost is not None:
+            kind, text = Kind.CLOSED, f"{self._lost.rank}\n{self._lost}"
+        else:
+            kind, text = Kind.FAILED, f"{self.participants.source}\n{_described(error)}"
+        seconds = _FAREWELL_SECONDS if is_interrupt else None
+        to_all = is_lost or self._in_loop
+        outgoing: OutgoingMessages | None = None
+        gone = channels.watch.vanished()
+        for sender in channels.senders:
+            if not (to_all or sender.rank in waiting) or sender.rank in gone:
                 continue
-            head, content = message
-            if head.number > self._number:
-                source = self._place.source
-                raise PeerFailedError(
-                    f"scatter: rank {source}, the source, or a rank on the way from it, left this round without a word",
-                    source,
-                )
-            self._done()
-            # One of an earlier round is of one that this rank left.
-            if head.number == self._number:
-                if not head.flags & FILLING:
-                    break
-                if isinstance(content, ReceivedBatch):
-                    ready = content.prepared(device)
-        if head.kind == FAILED:
-            rank, _, text = str(content).partition("\n")
-            raise PeerFailedError(f"scatter: rank {rank}, the source, {text}", int(rank))
-        if head.kind == FILLED:
-            if not isinstance(ready, ReceivedBatch):
-                raise SegmentGoneError(
-                    f"scatter: the memory in which rank {self._place.source}, the source, announced this rank's batch "
-                    "could not be opened"
-                )
-            content = ready.filled(content.schema if isinstance(content, ReceivedBatch) else ready.schema)
-        if isinstance(content, ReceivedBatch):
-            self._batches += 1
-            return content
-        return Note(content) if head.kind == NOTE else None
-
-    def _receive(self) -> tuple[Head, ReceivedBatch | str] | None:
-        """The next message, once those who get it from this rank have it; None where another one belongs to it.
-
-        The same again until this rank is `_done` with it, also where Ctrl-C came in between.
-        """
-        ways = self._ways
-        if ways is None or ways.end is None:
-            raise InvalidInputError("this scatter is closed")
-        if self._lost is not None:
-            raise self._lost.with_traceback(None)
-        if self._came is None:
-            self._came = self._next(ways, ways.end)
-        if self._came is None:
-            return None
-        head, content = self._came
-        if head.kind == LOST:
-            rank_text, _, text = str(content).partition("\n")
-            self._lost = PeerFailedError(text, int(rank_text))
-            raise self._lost
-        return self._came
-
-    def _next(
-        self, ways: Ways, end: SharedMemoryReceiver | GlooReceiver
-    ) -> tuple[Head, ReceivedBatch | str] | None:
-        """As `_receive`, of a message that is yet to come."""
-        feeder = ways.feeder
-        self._wait(end.wait, feeder, patient=self._in_loop)
-        try:
-            message = end.read()
-        except Exception as error:
-            if isinstance(end, SharedMemoryReceiver):
-                raise
-            if isinstance(error, RuntimeError):
-                raise self._lose(feeder, f"is gone ({error})") from error
-            # What else was sent in this round is still on its way, and nobody knows how much it is. The source, which
-            # would wait for this rank to take it, is not to.
-            self.end(f"could not read an earlier batch: {error}")
-            raise
-        if message is None:
-            return None
-        head, content = message
-        if head.flags & DIRECT and ways.direct is not None:
+            # A rank that has its batch of this step hears of it in the next.
+            step = self._step + (sender.rank not in waiting)
+            if isinstance(sender, GlooSender):
+                outgoing = outgoing or self._begin_outgoing(channels)
+                outgoing.post(sender, text_messages(step, kind, text))
+                continue
             try:
-                content = self._fetched(ways.direct, head, content)
-                self._came = head, content
-            except BaseException:
-                # Its tensors are on their way, and would be taken for those of the next one.
-                self.end("could not take an earlier batch")
-                raise
-        if ways.near:
-            self._look_for_lost()
-            try:
-                content = self._pass_on(ways.near, head, content)
-                self._came = head, content
-            except BaseException:
-                # Nobody knows who has it; of a text no harm is done where somebody gets it twice.
-                if isinstance(content, ReceivedBatch):
-                    self._done()
-                raise
-        return head, content
+                sender.send_text(step, kind, text, self._waiter(sender.rank, seconds))
+            except Exception as another:  # noqa: BLE001 (the first one is raised)
+                error.add_note(f"rank {sender.rank} could not be told of it: {another}")
+        if outgoing is not None:
+            outgoing.complete()
+            if is_lost or isinstance(error, TimedOutError):
+                # A rank that did not come until now takes this no sooner.
+                seconds = _FAREWELL_SECONDS
+            if self._outgoing is not None:
+                is_done(self._outgoing[1], self._timeout if seconds is None else seconds)
+        if is_interrupt:
+            channels.watch.close()
 
-    def _done(self) -> None:
-        """Be done with what came last: the next message is the one after it."""
-        if self._ways is not None and self._ways.end is not None:
-            self._ways.end.done()
-        self._came = None
 
-    def _fetched(self, direct: Direct, head: Head, content: ReceivedBatch | str) -> ReceivedBatch | str:
-        """What came, with the tensors that come from device to device."""
-        if not isinstance(content, ReceivedBatch):
-            direct.meet(self._wanted_on)
-            return content
-        return content._replace(on_device=direct.receive(head.size, self._wanted_on))
-
-    def _pass_on(
-        self, lanes: list[SharedMemorySender], head: Head, content: ReceivedBatch | str
-    ) -> ReceivedBatch | str:
-        """Give those who get it from this rank what came; what this rank then has of it."""
-        if not isinstance(content, ReceivedBatch):
-            for lane in lanes:
-                lane.say(head.number, head.kind, content, self._waiter(lane.rank))
-            return content
-        shipment = None if content.parcel is None else BufferLease(content.parcel)
-        try:
-            for lane in lanes:
-                lane.share(head.number, content.schema, head.size, shipment, self._waiter(lane.rank))
-        except HungUpError as error:
-            raise self._lose(error.rank, GONE) from error
-        if shipment is None:
-            return content
-        # As all who share it.
-        return ReceivedBatch(content.schema, own_pages(shipment.reference))
+def _described(error: BaseException) -> str:
+    """An error with its traceback, without the middle of a long one."""
+    try:
+        text = "".join(traceback.format_exception(error)).rstrip()
+    except Exception:  # noqa: BLE001 (an error that cannot even be printed is still one)
+        text = "(its message cannot be printed)"
+    if len(text) > _LONGEST_TEXT:
+        text = text[:1000] + "\n…\n" + text[-_LONGEST_TEXT:]
+    return f"failed with {type(error).__name__}:\n{text}"

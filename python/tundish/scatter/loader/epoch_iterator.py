@@ -1,8 +1,4 @@
-"""One pass through a `DispatchLoader`, as its caller sees it: an iterator.
-
-What always holds: who lets go of it leaves the pass; once the pass was left for another reason it says so, and does not
-look like the end of the data.
-"""
+"""The iterator over one epoch that a `DispatchLoader` returns."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar
 
 from tundish.errors import InvalidInputError
-from tundish.scatter.loader.prefetch import Rounds
+from tundish.scatter.loader.prefetch import Steps
 
 __all__ = ["FORKED", "EpochIterator"]
 
@@ -21,29 +17,32 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class EpochIterator(Iterator[T_co]):
-    """The batches of `rounds`.
+    """Iterates over this rank's batches of one epoch. Dropping it leaves the loop.
 
-    `take`: the batch of the next round, None at the end; called with what raises where the pass was left meanwhile.
+    Args:
+        take: returns the batch of the next step in a tuple, None at the end. It is called with a function that raises
+            where the loop was left meanwhile, by a signal's handler for example.
+        steps: the steps of the iteration.
     """
 
-    def __init__(self, take: Callable[[Callable[[], None]], tuple[Any] | None], rounds: Rounds) -> None:
+    def __init__(self, take: Callable[[Callable[[], None]], tuple[Any] | None], steps: Steps) -> None:
         self._take = take
-        self._rounds = rounds
+        self._steps = steps
         self._process = os.getpid()
         self._is_over = False
-        self._left_since: str | None = None
+        self._left_because: str | None = None
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T_co:
-        self._check()
+        self._raise_if_left()
         if self._is_over:
             raise StopIteration
         if os.getpid() != self._process:
             raise InvalidInputError(FORKED)
         try:
-            taken = self._take(self._check)
+            taken = self._take(self._raise_if_left)
         except StopIteration as error:
             self.close()
             # A loop would take it for the end of the data.
@@ -59,19 +58,19 @@ class EpochIterator(Iterator[T_co]):
         raise StopIteration
 
     def close(self, why: str | None = None) -> None:
-        """Leave the pass, where it is not over. `why`: if it is not its caller who leaves it."""
+        """Leave the loop, where it is not over. `why`: where it is not the caller that leaves it."""
         if not self._is_over and os.getpid() == self._process:
-            self._left_since = why
-            self._rounds.leave()
+            self._left_because = why
             self._is_over = True
+            self._steps.leave()
 
-    def _check(self) -> None:
-        if self._left_since is not None:
-            # There may be more, which would be missed without a word.
-            raise InvalidInputError(f"this iterator has no more rounds: {self._left_since}")
+    def _raise_if_left(self) -> None:
+        if self._left_because is not None:
+            # The end of the iteration would look like the end of the data.
+            raise InvalidInputError(f"this iterator has no more steps: {self._left_because}")
 
     def __del__(self) -> None:
-        # When the interpreter ends, what this module has imported may be gone before.
+        # At the end of the interpreter, modules may be gone.
         try:  # noqa: SIM105
             self.close()
         except Exception:  # noqa: BLE001, S110

@@ -1,7 +1,8 @@
-"""Where a rank stands in the data, and the state that says so.
+"""How far a rank is in the data, and the state to resume from.
 
-What always holds: batches are counted as the source's loader gives them, so that a state holds for any number of ranks;
-a state is taken over whole or refused whole.
+Invariants:
+- Batches are counted as the source's loader gives them, so a state holds for any number of ranks.
+- A state is loaded whole or refused whole.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ from typing import Any
 
 from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError
 
-__all__ = ["Standing", "as_count"]
+__all__ = ["LoaderState", "as_count"]
 
 _KIND, _VERSION = "DispatchLoader", 1
 _COUNTED = ("epoch", "batches")
 
 
-class Standing:
-    """`skip`: how many batches the first pass leaves out.
+class LoaderState:
+    """The progress of a `DispatchLoader` on one rank.
+
+    Args:
+        skip: how many batches the first iteration leaves out.
 
     Attributes:
-        epoch: the one that the pass under way or the next one goes through.
-        done: how many of its batches were handed out, or left out.
-        loader_state: the source's loader's own state, after them; None elsewhere and where it has none.
-        told_epoch: what `set_epoch` was called with last; None where it never was.
-        loaded: epoch and batches of a state that was loaded, until a round after it was handed out.
+        epoch: the epoch of the iteration under way, or of the next one.
+        done: how many batches of that epoch were handed out or left out, over all ranks.
+        loader_state: the state of the source's loader after them; None on other ranks and where it has none.
+        told_epoch: what `set_epoch` was called with last; None where it was not.
+        loaded: epoch and batches of a state that was loaded, until a step after it is handed out.
     """
 
     def __init__(self, skip: int) -> None:
@@ -36,12 +40,12 @@ class Standing:
         self.told_epoch: int | None = None
         self.loaded: tuple[int, int] | None = None
         self._skip = skip
-        # Whether all rounds of the epoch were handed out, which nobody may ask for.
-        self._is_through = False
+        # Whether the last step of the epoch was handed out, though the end was not asked for.
+        self._is_complete = False
 
     def begin(self) -> tuple[int, Any]:
-        """A pass begins: how many batches are left out, and the state of the loader that stands for them."""
-        if self._is_through:
+        """An iteration begins. Returns how many batches it leaves out, and the loader's state that stands for them."""
+        if self._is_complete:
             self.end()
         skip, state = self._skip, None
         if self.loaded is not None:
@@ -49,22 +53,24 @@ class Standing:
         self.done, self.loader_state = skip, state
         return skip, state
 
-    def go_on(self, done: int, state: Any, *, is_last: bool) -> None:
-        """A round was handed out; `is_last`: as far as is known, of its epoch."""
-        self.done, self.loader_state, self._is_through = done, state, is_last
+    def advance(self, done: int, state: Any, *, is_last: bool) -> None:
+        """A step was handed out. `is_last`: whether it is known to be the last of its epoch."""
+        self.done, self.loader_state, self._is_complete = done, state, is_last
         self._skip, self.loaded = 0, None
 
     def end(self) -> None:
-        """The epoch is through."""
+        """The epoch is complete."""
         self._skip = 0
-        self._move(self.epoch + 1)
+        self._move_to(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        self.told_epoch, self._is_through = epoch, False
+        """Go to the beginning of `epoch`, unless that is the epoch under way."""
+        self.told_epoch, self._is_complete = epoch, False
         if epoch != self.epoch:
-            self._move(epoch)
+            self._move_to(epoch)
 
     def state_dict(self) -> dict[str, Any]:
+        """The state, of plain values."""
         return {
             "kind": _KIND,
             "version": _VERSION,
@@ -75,11 +81,12 @@ class Standing:
         }
 
     def load_state_dict(self, state: Any) -> None:
+        """Take over a state. Raises `StateMismatchError`, and changes nothing, where it is damaged."""
         if not isinstance(state, Mapping) or state.get("kind") != _KIND:
             what = repr(state.get("kind")) if isinstance(state, Mapping) else type(state).__name__
             raise StateMismatchError(f"this is no state of a DispatchLoader: {what}")
         version = state.get("version")
-        # True is one, too.
+        # True equals 1.
         if isinstance(version, bool) or version != _VERSION:
             raise StateMismatchError(
                 f"the state has version {version!r}, this release of tundish reads {_VERSION}: "
@@ -96,15 +103,15 @@ class Standing:
         self.epoch, self.done, self.told_epoch = epoch, batches, told
         self.loader_state = state["loader"]
         self.loaded = epoch, batches
-        self._skip, self._is_through = 0, False
+        self._skip, self._is_complete = 0, False
 
-    def _move(self, epoch: int) -> None:
+    def _move_to(self, epoch: int) -> None:
         self.epoch, self.done, self.loader_state, self.loaded = epoch, self._skip, None, None
-        self._is_through = False
+        self._is_complete = False
 
 
 def as_count(value: Any, name: str) -> int:
-    """A whole number from 0 on. Raises `InvalidTypeError` and `InvalidInputError` for anything else."""
+    """A whole number of at least 0. Raises `InvalidTypeError` and `InvalidInputError` for anything else."""
     try:
         if isinstance(value, bool):
             raise TypeError

@@ -1,8 +1,4 @@
-"""Loaders that read a part of the data only.
-
-What always holds: a loader that would give the ranks a part of the data, as it was made to run on each of them, is
-refused where it is handed over.
-"""
+"""Refuses a source's loader that reads only one rank's part of the data, as it would on each rank by itself."""
 
 from __future__ import annotations
 
@@ -12,20 +8,20 @@ from tundish.errors import InvalidInputError
 
 __all__ = ["refuse_sharded"]
 
-# What samplers, datasets and loaders call the number of processes among which they divide the data.
+# Attributes of samplers, datasets and loaders that hold the number of processes among which they split the data.
 _COUNTS = ("num_replicas", "num_processes", "world_size")
-# And which part is theirs. What has a number alone may be prepared by so many processes, say.
-_PLACES = ("rank", "process_index")
+# And the number of their part. An object with a count alone may be prepared by so many processes.
+_RANKS = ("rank", "process_index")
 
 
 def refuse_sharded(loader: Any) -> None:
-    """Raise `InvalidInputError` where a loader or a part of it reads only what is one rank's."""
+    """Raise `InvalidInputError` where a loader, or a part of it, reads only one rank's part of the data."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     dataset = getattr(loader, "dataset", None)
     parts = {
         "it": loader,
         "its dataset": dataset,
-        # Of the datasets of Hugging Face that were split by node, which are loaders too.
+        # Datasets of Hugging Face that were split by node, which are loaders too.
         "what it is split by": getattr(loader, "_distributed", None),
         "what its dataset is split by": getattr(dataset, "_distributed", None),
         "its sampler": getattr(loader, "sampler", None),
@@ -39,7 +35,7 @@ def refuse_sharded(loader: Any) -> None:
             "already: give DispatchLoader the one that was given to accelerator.prepare, and do not prepare it"
         )
     for name, part in parts.items():
-        if not any(isinstance(getattr(part, place, None), int) for place in _PLACES):
+        if not any(isinstance(getattr(part, rank, None), int) for rank in _RANKS):
             continue
         for count in _COUNTS:
             number = getattr(part, count, None)

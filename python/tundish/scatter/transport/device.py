@@ -1,12 +1,9 @@
-"""From device to device: batches for ranks of other nodes, through the kind of backend that their group has.
+"""Batches from device to device, for ranks of other nodes whose group has NCCL or HCCL.
 
-Owns a group of the source and those ranks. What always holds:
-
-1. It is used on the caller's thread only, as NCCL and HCCL want it.
-2. The head of a batch has come another way before, and all that may fail on the source is done by then.
-3. What is sent lives until the device has sent it.
-4. It begins and ends on one device of each rank: with another one a communicator would have to be made, for which all
-   members would be waited for.
+Invariants:
+- Only the caller's thread uses the channel, as NCCL and HCCL require.
+- The header of a batch travels over gloo before; everything on the source that may fail is done by then.
+- A rank keeps one device for the channel's life: another would need a new communicator, which is collective.
 """
 
 from __future__ import annotations
@@ -21,14 +18,14 @@ from torch import Tensor
 from tundish.distributed import new_subgroup, torch_distributed, unique_name
 from tundish.scatter.outgoing_batch import OutgoingBatch
 
-__all__ = ["Direct", "direct_backend"]
+__all__ = ["DeviceChannel", "device_backend"]
 
-# Those whose collectives are of the caller's thread, and between devices.
+# Backends between devices, whose collectives belong to the caller's thread.
 _BACKENDS = ("nccl", "hccl", "xccl")
 
 
-def direct_backend(group: Any) -> tuple[str, str] | None:
-    """The kind of device and the backend by which the ranks of a process group reach each other's; None without one."""
+def device_backend(group: Any) -> tuple[str, str] | None:
+    """The kind of device and the backend that a process group has for it; None where it has none."""
     distributed = torch_distributed()
     if distributed is None or not distributed.is_initialized():
         return None
@@ -42,12 +39,12 @@ def direct_backend(group: Any) -> tuple[str, str] | None:
     return None
 
 
-class Direct:
-    """The way from the source, the first of `members`, to the others, ranks of other nodes. Collective over them.
+class DeviceChannel:
+    """A process group of the source, the first of `members`, and ranks of other nodes. Collective over `members`.
 
     Attributes:
-        kind: of the devices.
-        backend: by which they are reached.
+        kind: the type of the devices, "cuda" for example.
+        backend: the backend of the group.
     """
 
     def __init__(self, kind: str, backend: str, members: tuple[int, ...], timeout: timedelta) -> None:
@@ -56,15 +53,13 @@ class Direct:
         name = unique_name("scatter-direct", members)
         self._group = new_subgroup(torch_distributed(), members, name, timeout, backend)
         self._source = members[0]
-        self._has_met = False
+        self._has_communicator = False
         self._device: torch.device | None = None
-        self._sent: list[Tensor] = []
+        # The device may still read what was sent last.
+        self._last_sent: list[Tensor] = []
 
     def device_for(self, wanted: torch.device | None) -> torch.device:
-        """This rank's device on this way: the one that is `wanted` first, else the caller's current one.
-
-        What is on other devices, or wanted there, is copied.
-        """
+        """This rank's device of the channel: the first that was `wanted` of its kind, else the current one."""
         if self._device is None:
             any_of_kind = torch.device(self.kind)
             device = wanted if wanted is not None and wanted.type == self.kind else any_of_kind
@@ -73,40 +68,39 @@ class Direct:
             self._device = device
         return self._device
 
-    def load(self, departure: OutgoingBatch, wanted: torch.device) -> Tensor:
-        """The bytes of a batch, shape (size,), uint8; `wanted`: as `device_for` has it."""
-        device, layout = self.device_for(wanted), departure.schema.layout
-        if departure.is_plain and self.kind != "cpu":
-            # Together, in one transfer that goes on while the caller does.
-            pinned = torch.empty(departure.size, dtype=torch.uint8, device="cpu", pin_memory=True)
-            for place, tensor in zip(layout.tensors_in(pinned), departure.tensors, strict=True):
+    def load(self, batch: OutgoingBatch, wanted: torch.device) -> Tensor:
+        """The bytes of a batch on this rank's device, shape (size,), uint8."""
+        device, layout = self.device_for(wanted), batch.schema.layout
+        if batch.is_contiguous and self.kind != "cpu":
+            # One transfer for all tensors, which goes on while the caller does.
+            pinned = torch.empty(batch.size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            for place, tensor in zip(layout.tensors_in(pinned), batch.tensors, strict=True):
                 place.copy_(tensor)
             return pinned.to(device, non_blocking=True)
-        buffer = torch.empty(departure.size, dtype=torch.uint8, device=device)
-        for place, tensor in zip(layout.tensors_in(buffer), departure.tensors, strict=True):
+        buffer = torch.empty(batch.size, dtype=torch.uint8, device=device)
+        for place, tensor in zip(layout.tensors_in(buffer), batch.tensors, strict=True):
             place.copy_(tensor, non_blocking=tensor.is_pinned())
         return buffer
 
     def send(self, buffers: Mapping[int, Tensor], wanted: torch.device) -> None:
-        """Send what `load` made, by rank; to all of those who were told of it."""
-        self.meet(wanted)
+        """Send what `load` made, by rank, to all ranks that got a header."""
+        self.connect(wanted)
         distributed = torch_distributed()
         self._exchange([(distributed.isend, buffer, rank) for rank, buffer in buffers.items()])
-        # The device may be at it when this returns; it is through with these when it sends the next ones.
-        self._sent = list(buffers.values())
+        self._last_sent = list(buffers.values())
 
     def receive(self, size: int, wanted: torch.device | None) -> Tensor:
         """What the source sends this rank, shape (size,), uint8."""
-        self.meet(wanted)
+        self.connect(wanted)
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device_for(wanted))
         self._exchange([(torch_distributed().irecv, buffer, self._source)])
         return buffer
 
-    def meet(self, wanted: torch.device | None) -> None:
-        """Collective over the members, once: a communicator's first operation is one that all take part in."""
-        if not self._has_met:
+    def connect(self, wanted: torch.device | None) -> None:
+        """Collective over the members, once: the first operation of a communicator has to be one of all ranks."""
+        if not self._has_communicator:
             torch_distributed().all_reduce(torch.zeros(1, device=self.device_for(wanted)), group=self._group)
-            self._has_met = True
+            self._has_communicator = True
 
     def _exchange(self, operations: list[tuple[Any, Tensor, int]]) -> None:
         distributed = torch_distributed()

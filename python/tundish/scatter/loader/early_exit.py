@@ -1,0 +1,64 @@
+"""How the source learns that a rank left a loop early: a key in the job's store, read before each step."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+from tundish.distributed import JobStore
+
+__all__ = ["EarlyExits"]
+
+# How long a rank that leaves waits for the store.
+_REPORT_SECONDS = 1.0
+
+
+class EarlyExits:
+    """The early exits from the iterations of one loader.
+
+    Args:
+        store: the job's store.
+        name: of the loader, the same on all ranks.
+        rank: this rank.
+    """
+
+    def __init__(self, store: Any, name: str, rank: int) -> None:
+        self._store = JobStore(store, "tundish-dispatch")
+        self._name = name
+        self._rank = rank
+        self._lock = threading.Lock()
+
+    def report(self, iteration: int, steps: int) -> None:
+        """Say that this rank left an iteration after so many steps. The first rank that leaves is the one named."""
+        # A store whose host is stopped does not answer: then nobody waits for it.
+        with contextlib.suppress(RuntimeError):
+            thread = threading.Thread(target=self._write, args=(iteration, steps), daemon=True)
+            thread.start()
+            thread.join(_REPORT_SECONDS)
+
+    def find(self, iteration: int) -> tuple[int, int] | None:
+        """The rank that left an iteration, and after how many steps; None where none is known to have left."""
+        found = None
+        # Without the store the job ends, and other errors say so.
+        with contextlib.suppress(Exception), self._lock:
+            self._store.connect()
+            found = self._store.read(self._key(iteration))
+        if found is None:
+            return None
+        rank, steps = map(int, found.split())
+        return rank, steps
+
+    def forget(self, iteration: int) -> None:
+        """Delete what the store has of an iteration."""
+        with contextlib.suppress(Exception), self._lock:
+            self._store.connect()
+            self._store.delete(self._key(iteration))
+
+    def _write(self, iteration: int, steps: int) -> None:
+        with contextlib.suppress(Exception), self._lock:
+            self._store.connect()
+            self._store.write_once(self._key(iteration), f"{self._rank} {steps}")
+
+    def _key(self, iteration: int) -> str:
+        return f"{self._name}/{iteration}"

@@ -1,0 +1,158 @@
+"""`ScatterReceiver`: the steps of a scatter on a rank that gets its batches from the source."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from tundish._native import BufferLease
+from tundish.errors import OutOfMemoryError, PeerFailedError, StorageError
+from tundish.scatter.received_batch import ReceivedBatch
+from tundish.scatter.session import GONE, Session
+from tundish.scatter.transport.channels import Channels
+from tundish.scatter.transport.gloo import GlooReceiver
+from tundish.scatter.transport.message_header import DEVICE, Kind
+from tundish.scatter.transport.shared_memory import ConnectionLostError, ReceivedMessage
+
+__all__ = ["Note", "ScatterReceiver"]
+
+
+class Note(NamedTuple):
+    """What the source tells all receivers in place of batches."""
+
+    text: str
+
+
+class ScatterReceiver(Session):
+    """The session of a receiver. `receive` as often as the source sends."""
+
+    def receive(self, device: torch.device | None = None) -> ReceivedBatch | Note | None:
+        """The next step: what the source sent this rank; None if nothing.
+
+        Args:
+            device: where the batch is to go.
+
+        Raises:
+            PeerFailedError: the source failed in this step, with its traceback in the message; or a rank was lost.
+            TimedOutError: the source sent nothing in time.
+            SegmentGoneError: the memory of the batch cannot be reached.
+            NotPicklableError: a type of the batch is not found here.
+        """
+        self._begin_step()
+        try:
+            while True:
+                message = self._next_message(device)
+                # A message of an earlier step belongs to one that this rank left.
+                if message.header.step >= self._step:
+                    break
+        except PeerFailedError as error:
+            if error is self._lost:
+                self._tell_own_receivers(error)
+            raise
+        except Exception:
+            raise
+        except BaseException as error:
+            self.end(f"was interrupted ({type(error).__name__}) in a step, which closed the scatter")
+            raise
+        header, content = message.header, message.content
+        if header.step > self._step:
+            why = f"left step {self._step} without a word"
+            self.end(f"missed step {self._step}")
+            raise PeerFailedError(
+                f"scatter: rank {self.participants.source}, the source, {why}", self.participants.source
+            )
+        if isinstance(content, Exception):
+            raise content
+        if isinstance(content, ReceivedBatch):
+            self._batches += 1
+            return content
+        if header.kind == Kind.FAILED:
+            rank, _, text = content.partition("\n")
+            raise PeerFailedError(f"scatter: rank {rank}, the source, {text}", int(rank))
+        return Note(content) if header.kind == Kind.NOTE else None
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """The next step, in which this rank receives nothing: raise `error`."""
+        self._begin_step()
+        try:
+            raise error
+        finally:
+            # Else the error keeps the frames that it is raised from.
+            del error
+
+    def _next_message(self, device: torch.device | None) -> ReceivedMessage:
+        """The next message, once the ranks that get it from this one have it. Raises where it ends the scatter."""
+        self._raise_if_closed()
+        if self._lost is not None:
+            raise self._lost.with_traceback(None)
+        channels = self._channels
+        if channels is None or channels.receiver is None:
+            raise RuntimeError("a receiver has no channel")
+        receiver = channels.receiver
+        self._wait(receiver.wait, channels.sender_rank)
+        try:
+            message = receiver.read()
+        except (OutOfMemoryError, StorageError) as error:
+            if isinstance(receiver, GlooReceiver):
+                # The rest of the batch is still on its way.
+                self.end(f"could not read an earlier batch: {error}")
+            raise
+        except RuntimeError as error:
+            raise self._lose(channels.sender_rank, f"is gone ({error})") from error
+        if message.header.flags & DEVICE:
+            message = self._from_device(channels, message, device)
+        if channels.to_node:
+            self._pass_on(channels, message)
+        if message.header.kind == Kind.CLOSED:
+            rank, _, text = str(message.content).partition("\n")
+            self._lost = PeerFailedError(text, int(rank))
+            raise self._lost
+        return message
+
+    def _from_device(
+        self, channels: Channels, message: ReceivedMessage, device: torch.device | None
+    ) -> ReceivedMessage:
+        """The message with the tensors that come from device to device."""
+        if channels.device is None:
+            raise RuntimeError("a batch comes from device to device, and there is no channel for it")
+        try:
+            if not isinstance(message.content, ReceivedBatch):
+                channels.device.connect(device)
+                return message
+            buffer = channels.device.receive(message.header.size, device)
+            return message._replace(content=message.content._replace(device_buffer=buffer))
+        except BaseException:
+            # Its tensors would be taken for those of the next step.
+            self.end("could not take an earlier batch")
+            raise
+
+    def _pass_on(self, channels: Channels, message: ReceivedMessage) -> None:
+        """Send the message to the ranks of this node that get the same batch."""
+        self._raise_if_lost()
+        header, lease = message.header, None if message.buffer is None else BufferLease(message.buffer)
+        for sender in channels.to_node:
+            wait = self._waiter(sender.rank)
+            try:
+                if lease is None:
+                    sender.send_text(header.step, header.kind, str(message.content), wait)
+                else:
+                    sender.send(header.step, header.size, header.text_bytes, lease, wait, is_shared=True)
+            except ConnectionLostError as error:
+                raise self._lose(error.rank, GONE) from error
+
+    def _tell_own_receivers(self, error: PeerFailedError) -> None:
+        """Tell the ranks that get their batches from this one which rank was lost, and leave."""
+        channels = self._channels
+        if channels is None or not channels.to_node:
+            return
+        gone = channels.watch.vanished()
+        for sender in channels.to_node:
+            if sender.rank not in gone:
+                try:
+                    text = f"{error.rank}\n{error}"
+                    sender.send_text(self._step, Kind.CLOSED, text, self._waiter(sender.rank))
+                except Exception as another:  # noqa: BLE001 (the first one is raised)
+                    error.add_note(f"rank {sender.rank} could not be told of it: {another}")
+        # The source does not know these ranks: it sees this one leave, and because of which rank.
+        channels.watch.close(because_of=error.rank)
