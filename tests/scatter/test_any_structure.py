@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from support.distributed.rank_processes import Job, Line, on_nodes
+from support.scatter.batches import Node, Opaque, Pair, Rows, Sample, Span, same
 from support.tree.containers import KEYS, containers
 
 import tundish as td
-from batches import Node, Opaque, Pair, Rows, Sample, Span, same
 
 
 def tensor(dtype: torch.dtype, shape: tuple[int, ...], first: int, kind: str) -> Any:

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.scatter.batches import KINDS, same
 from torch.utils.data import DataLoader, DistributedSampler
 
 import tundish as td
-from batches import KINDS, same
 
 
 def batch(number: int) -> dict[str, Any]:

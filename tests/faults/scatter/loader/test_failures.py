@@ -207,7 +207,7 @@ def one_leaves(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize(("node", "prefetch"), [(3, 0), (3, 2), (1, 1)])
 @pytest.mark.parametrize("leaver", [0, 2])
-def test_a_rank_that_leaves_early_stops_the_others_at_their_next_round(
+def test_a_rank_that_leaves_early_stops_the_others(
     node: int, prefetch: int, leaver: int, tmp_path: Path
 ) -> None:
     with Job(one_leaves, 3, tmp_path) as job:
@@ -215,7 +215,10 @@ def test_a_rank_that_leaves_early_stops_the_others_at_their_next_round(
             job.tell(rank, (node, prefetch, leaver))
         # And the loader is as good as new: again.
         for _ in range(2):
-            assert job.hear_all() == [(4,)] * 3
+            for rank, (came,) in enumerate(job.hear_all()):
+                # The others hear of a receiver that leaves when the source makes its next step.
+                most = 4 if 0 in (leaver, prefetch) or rank == leaver else 4 + prefetch + 2
+                assert 4 <= came <= most, (rank, came)
             for rank in range(3):
                 job.tell(rank)
         job.expect_end()
@@ -244,7 +247,7 @@ def one_leaves_near_the_end(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("leaver", [0, 1])
 @pytest.mark.parametrize("rounds", [8, 10])
-def test_whoever_leaves_when_all_was_read_is_told_of_and_after_the_last_round_nobody_cares(
+def test_a_rank_that_leaves_when_all_was_read_is_named_unless_it_took_the_last_step(
     leaver: int, rounds: int, tmp_path: Path
 ) -> None:
     with Job(one_leaves_near_the_end, 2, tmp_path) as job:
@@ -252,7 +255,10 @@ def test_whoever_leaves_when_all_was_read_is_told_of_and_after_the_last_round_no
             job.tell(rank, (leaver, rounds))
         told = job.hear_all()
         assert told[leaver] == (rounds, "", None)
-        assert told[1 - leaver] == (rounds, *(("PeerStoppedError", leaver) if rounds == 8 else ("", None)))
+        came, *how = told[1 - leaver]
+        assert how == (["PeerStoppedError", leaver] if rounds == 8 else ["", None])
+        # The source hears of a receiver that leaves at the end of the data.
+        assert came == rounds or (leaver == 1 and rounds <= came <= 10)
         for rank in range(2):
             job.tell(rank)
         job.expect_end()

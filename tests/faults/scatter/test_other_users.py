@@ -47,18 +47,21 @@ def what_comes(line: socket.socket) -> int:
 
 
 def stranger_calls_first(rank: int, line: Line) -> None:
-    from tundish.scatter import rendezvous as meeting
+    from tundish.scatter import rendezvous
 
-    call, children = meeting.Ways._call, []
+    call, children = rendezvous._Rendezvous.call, []
 
-    def calling(ways: Any, address: str, watch: str, process: int) -> None:
+    def calling(own: Any, channels: Any) -> None:
+        if rank not in own._senders:
+            call(own, channels)
+            return
         began, begun = os.pipe()
 
         def claim() -> int:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-                stranger.connect(f"\0{address}")
+                stranger.connect(f"\0{own._address[0]}")
                 # As the rank whose batch it would have.
-                stranger.sendall(meeting._HELLO.pack(rank) + ways.watch.address.encode())
+                stranger.sendall(rendezvous._HELLO.pack(rank) + channels.watch.address.encode())
                 os.write(begun, b".")
                 return what_comes(stranger)
 
@@ -67,9 +70,9 @@ def stranger_calls_first(rank: int, line: Line) -> None:
         # It is the first in the queue.
         assert os.read(began, 1) == b"."
         os.close(began)
-        call(ways, address, watch, process)
+        call(own, channels)
 
-    meeting.Ways._call = calling  # type: ignore[method-assign]
+    rendezvous._Rendezvous.call = calling  # type: ignore[method-assign]
     for number in range(3):
         given = [{"x": torch.full((50_000,), number)}] * 2 if rank == 0 else None
         assert (td.scatter_batch(given)["x"] == number).all()
@@ -85,11 +88,14 @@ def test_another_user_who_claims_to_be_a_rank_gets_nothing_and_the_rank_its_batc
 
 
 def stranger_answers(rank: int, line: Line) -> None:
-    from tundish.scatter import rendezvous as meeting
+    from tundish.scatter import rendezvous
 
-    call, children = meeting.Ways._call, []
+    call, children = rendezvous._Rendezvous.call, []
 
-    def calling(ways: Any, address: str, watch: str, process: int) -> None:
+    def calling(own: Any, channels: Any) -> None:
+        if rank not in own._senders:
+            call(own, channels)
+            return
         trap = f"tundish-scatter-test-{os.getpid()}"
         began, begun = os.pipe()
 
@@ -106,15 +112,16 @@ def stranger_answers(rank: int, line: Line) -> None:
         os.close(begun)
         assert os.read(began, 1) == b"."
         os.close(began)
-        call(ways, trap, watch, process)
+        own._address = (trap, *own._address[1:])
+        call(own, channels)
 
-    meeting.Ways._call = calling  # type: ignore[method-assign]
+    rendezvous._Rendezvous.call = calling  # type: ignore[method-assign]
     begin = time.monotonic()
     kind, text, lost = outcome(lambda: td.scatter_batch([1, 2] if rank == 0 else None))
     line.say(kind, text, lost, time.monotonic() - begin)
     for child in children:
         line.say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    meeting.Ways._call = call  # type: ignore[method-assign]
+    rendezvous._Rendezvous.call = call  # type: ignore[method-assign]
     assert td.scatter_batch([1, 2] if rank == 0 else None) == 1 + rank
 
 

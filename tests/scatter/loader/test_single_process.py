@@ -47,8 +47,8 @@ def test_every_epoch_has_every_batch(prefetch: int) -> None:
             assert loader.epoch == epoch
             assert numbers(loader) == list(range(7))
         stats = loader.stats()
-        assert stats["rounds"] == 21
-        assert stats["transports"] == {} and stats["ready_rounds"] == 0
+        assert stats["steps"] == 21
+        assert stats["transports"] == {} and stats["ready_steps"] == 0
         assert stats["next_seconds"] > 0 and stats["reading_seconds"] > 0
     with pytest.raises(InvalidInputError, match="closed"):
         iter(loader)
@@ -68,7 +68,7 @@ def test_it_reads_as_far_ahead_as_it_is_told(prefetch: int) -> None:
             # It would have gone on by now.
             time.sleep(0.02)
             assert counting.read == number + prefetch
-        assert loader.stats()["ready_rounds"] == prefetch
+        assert loader.stats()["ready_steps"] == prefetch
 
 
 def test_bytes_bound_what_is_ahead() -> None:
@@ -80,11 +80,11 @@ def test_bytes_bound_what_is_ahead() -> None:
         rounds = iter(loader)
         next(rounds)
         deadline = time.monotonic() + 10
-        while loader.stats()["ready_rounds"] < 3 and time.monotonic() < deadline:
+        while loader.stats()["ready_steps"] < 3 and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.05)
         stats = loader.stats()
-        assert (stats["ready_rounds"], stats["ready_bytes"]) == (3, 3 << 20)
+        assert (stats["ready_steps"], stats["ready_bytes"]) == (3, 3 << 20)
 
 
 def test_what_belongs_to_a_thread_is_read_on_it() -> None:
@@ -341,13 +341,13 @@ def test_going_elsewhere_leaves_a_pass() -> None:
         state = loader.state_dict()
         next(batches)
         loader.load_state_dict(state)
-        with pytest.raises(InvalidInputError, match="no more rounds: load_state_dict was called"):
+        with pytest.raises(InvalidInputError, match="no more steps: load_state_dict was called"):
             next(batches)
         assert numbers(loader) == list(range(1, 9))
         batches = iter(loader)
         next(batches)
         loader.set_epoch(7)
-        with pytest.raises(InvalidInputError, match="no more rounds: set_epoch was called"):
+        with pytest.raises(InvalidInputError, match="no more steps: set_epoch was called"):
             next(batches)
         assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (7, 0)
         assert numbers(loader) == list(range(9)) and loader.epoch == 8
@@ -358,7 +358,7 @@ def test_a_second_iterator_does_not_pass_for_the_end_of_the_first(prefetch: int)
     with td.DispatchLoader(Counting(3), prefetch=prefetch) as loader:
         pairs = ((outer["n"], inner["n"]) for outer in loader for inner in loader)
         assert [next(pairs) for _ in range(3)] == [(0, 0), (0, 1), (0, 2)]
-        with pytest.raises(InvalidInputError, match="no more rounds: another one was begun"):
+        with pytest.raises(InvalidInputError, match="no more steps: another one was begun"):
             next(pairs)
         with pytest.raises(InvalidInputError, match="another one was begun"):
             list(zip(loader, loader, strict=True))
@@ -429,16 +429,3 @@ def test_an_error_of_the_loader_is_raised_in_its_round_and_the_next_pass_works(p
 def test_tensors_go_to_the_device() -> None:
     with td.DispatchLoader(Counting(3), device="meta") as loader:
         assert [batch["x"].device.type for batch in loader] == ["meta"] * 3
-
-
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_a_block_that_ctrl_c_left_suspended_ends_no_pass_later(prefetch: int) -> None:
-    with td.DispatchLoader(Counting(9), prefetch=prefetch) as loader:
-        batches = iter(loader)
-        first = next(batches)["n"]
-        sending: Any = loader._pass
-        block = sending._told_to_all()
-        block.__enter__()
-        # As with the error of that Ctrl-C, which somebody kept until now.
-        del block
-        assert [first, *(batch["n"] for batch in batches)] == list(range(9))

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.scatter.batches import KINDS, same
 
 import tundish as td
-from batches import KINDS, same
 
 
 def rounds_of_all_kinds(rank: int, line: Line) -> None:
@@ -86,7 +86,7 @@ def numbers_of_other_kinds(rank: int, line: Line) -> None:
     for number in range(5):
         src = (1, np.int64(1), torch.tensor(1))[number % 3]
         assert td.scatter_batch([number, number + 10] if rank == 1 else None, src=src) == number + 10 * rank  # type: ignore[arg-type]
-    assert [one["rounds"] for one in td.scatter.stats()] == [5]
+    assert [one["steps"] for one in td.scatter.stats()] == [5]
 
 
 def test_the_source_may_be_named_by_any_integer(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def warm_memory(rank: int, line: Line) -> None:
         td.scatter_batch([{"x": torch.zeros(1 << 18)}] * 2 if rank == 0 else None)
         dist.barrier()
     [found] = td.scatter.stats()
-    assert found["rounds"] == 30 and found["batches"] == (30)
+    assert found["steps"] == 30 and found["batches"] == (30)
     if rank == 0:
         assert found["sent_bytes"] >= 30 << 20
         # One on its way and one that its receiver still looks at: warm, not made anew.

@@ -47,7 +47,7 @@ def test_what_a_signal_s_handler_ends_is_no_end_of_the_data(way: str) -> None:
         replaced = signal.signal(signal.SIGALRM, handler)
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.1)
-            with pytest.raises(InvalidInputError, match="no more rounds"):
+            with pytest.raises(InvalidInputError, match="no more steps"):
                 next(batches)
         finally:
             signal.signal(signal.SIGALRM, replaced)

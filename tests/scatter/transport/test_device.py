@@ -18,10 +18,11 @@ from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 import tundish as td
 from tundish.scatter.participants import participants_of
 from tundish.scatter.received_batch import ReceivedBatch
-from tundish.scatter.source import ScatterSession
-from tundish.scatter.transport import device as direct
-from tundish.scatter.transport.device import Direct
-from tundish.scatter.transport.gloo import Sending
+from tundish.scatter.receiver import ScatterReceiver
+from tundish.scatter.source import ScatterSource
+from tundish.scatter.transport import device as device_transport
+from tundish.scatter.transport.device import DeviceChannel
+from tundish.scatter.transport.gloo import OutgoingMessages
 
 
 def make(number: int) -> Any:
@@ -138,19 +139,25 @@ def test_a_loader_is_read_on_the_device_of_its_caller() -> None:
         torch.cuda.set_device(before)
 
 
-def one_round_goes_wrong(rank: int, line: Line) -> None:
-    """Between devices, as below; `whose` of the two calls of a round fails as it begins, or `post`, when it is done."""
-    whose = line.hear()
+def open_between_devices(rank: int) -> Any:
+    """A scatter whose batches go between devices that are host memory: all but the backend is the same."""
     with td.distributed.Voter() as voter:
-        scatterer = ScatterSession(
+        kind = ScatterReceiver if rank else ScatterSource
+        return kind(
             voter,
             participants_of(None, 0),
             timeout=timedelta(seconds=20),
             shared_memory=False,
-            direct=("cpu", "gloo"),
+            device_backend=("cpu", "gloo"),
         )
 
-    post = Sending.post
+
+def one_round_goes_wrong(rank: int, line: Line) -> None:
+    """Between devices, as below; `whose` of the two calls of a round fails as it begins, or `post`, when it is done."""
+    whose = line.hear()
+    session = open_between_devices(rank)
+
+    post = OutgoingMessages.post
 
     def fail(*arguments: Any) -> None:
         if whose == "post":
@@ -161,16 +168,16 @@ def one_round_goes_wrong(rank: int, line: Line) -> None:
 
     def go_through(number: int, given: list[Any]) -> None:
         if rank == 0:
-            scatterer.give(given, host)
+            session.send(given, host)
             return
-        arrival = scatterer.take()
-        assert isinstance(arrival, ReceivedBatch)
-        check(arrival.build(host), number, "cpu")
+        received = session.receive()
+        assert isinstance(received, ReceivedBatch)
+        check(received.build(host), number, "cpu")
 
     with pytest.MonkeyPatch.context() as patch:
         for number in range(4):
             if number == 1 and rank == (whose == "receive"):
-                patch.setattr(Sending if whose == "post" else Direct, whose, fail)
+                patch.setattr(OutgoingMessages if whose == "post" else DeviceChannel, whose, fail)
             else:
                 patch.undo()
             # All of one form and size.
@@ -204,14 +211,7 @@ def test_tensors_of_a_round_that_went_wrong_are_not_taken_for_the_next_ones(
 def from_device_to_device(rank: int, line: Line) -> None:
     """The path between devices, with memory of the host for theirs: all but the backend is the same."""
     world = dist.get_world_size()
-    with td.distributed.Voter() as voter:
-        scatterer = ScatterSession(
-            voter,
-            participants_of(None, 0),
-            timeout=timedelta(seconds=20),
-            shared_memory=False,
-            direct=("cpu", "gloo"),
-        )
+    session = open_between_devices(rank)
     host = torch.device("cpu")
     for number in range(6):
         # A rank without a batch in the first round too; then batches without bytes, and others than before.
@@ -223,15 +223,15 @@ def from_device_to_device(rank: int, line: Line) -> None:
         # Some rounds go the other way.
         way = None if number == 2 else host
         if rank == 0:
-            scatterer.give(given, way)
+            session.send(given, way)
             continue
-        arrival = scatterer.take()
+        received = session.receive()
         if given[rank] is None:
-            assert arrival is None
+            assert received is None
             continue
-        assert isinstance(arrival, ReceivedBatch)
-        assert (arrival.on_device is not None) == (number not in (2, 4)) or number == 4
-        mine = arrival.build(host if number == 1 else None)
+        assert isinstance(received, ReceivedBatch)
+        assert (received.device_buffer is not None) == (number not in (2, 4)) or number == 4
+        mine = received.build(host if number == 1 else None)
         if number == 4:
             assert mine["n"] == rank and mine["none"].shape == (0, 3)
         else:
@@ -239,11 +239,11 @@ def from_device_to_device(rank: int, line: Line) -> None:
             mine["pixels"].zero_()
     # What fails on the source is told all the same.
     kind, text, _ = outcome(
-        lambda: scatterer.give([1, threading.Lock(), 3], host) if rank == 0 else scatterer.take()
+        lambda: session.send([1, threading.Lock(), 3], host) if rank == 0 else session.receive()
     )
     assert kind == ("NotPicklableError" if rank == 0 else "PeerFailedError") and "rank 1's batch" in text
-    assert scatterer.stats()["transports"] == {"gloo, from device to device": [1, 2] if rank == 0 else [0]}
-    scatterer.close()
+    assert session.stats()["transports"] == {"gloo, from device to device": [1, 2] if rank == 0 else [0]}
+    session.close()
 
 
 def test_batches_go_from_device_to_device_between_nodes(tmp_path: Path) -> None:
@@ -253,14 +253,7 @@ def test_batches_go_from_device_to_device_between_nodes(tmp_path: Path) -> None:
 
 def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
     """As above, where the receiver takes the second GPU for its own and says so in the call alone."""
-    with td.distributed.Voter() as voter:
-        scatterer = ScatterSession(
-            voter,
-            participants_of(None, 0),
-            timeout=timedelta(seconds=20),
-            shared_memory=False,
-            direct=("cpu", "gloo"),
-        )
+    session = open_between_devices(rank)
     host, made_on = torch.device("cpu"), []
     empty, zeros = torch.empty, torch.zeros
 
@@ -274,21 +267,21 @@ def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            assert scatterer._ways is not None and scatterer._ways.direct is not None
-            patch.setattr(scatterer._ways.direct, "kind", "cuda")
+            assert session._channels is not None and session._channels.device is not None
+            patch.setattr(session._channels.device, "kind", "cuda")
             patch.setattr(torch.cuda, "current_device", lambda: 0)
             patch.setattr(torch, "empty", noted(empty))
             patch.setattr(torch, "zeros", noted(zeros))
         # Where it wants to have a batch later on is another matter: between the two there is one communicator.
         for number, wanted in enumerate(["cuda:1", "cuda:1", None, "cuda:0"]):
             if rank == 0:
-                scatterer.give([None, make(number)], host)
+                session.send([None, make(number)], host)
                 continue
-            arrival = scatterer.take(None if wanted is None else torch.device(wanted))
-            assert isinstance(arrival, ReceivedBatch)
-            check(arrival.build(None), number, "cpu")
+            received = session.receive(None if wanted is None else torch.device(wanted))
+            assert isinstance(received, ReceivedBatch)
+            check(received.build(None), number, "cpu")
     assert rank == 0 or (len(made_on) > 4 and set(made_on) == {torch.device("cuda", 1)}), made_on
-    scatterer.close()
+    session.close()
 
 
 def test_what_comes_from_device_to_device_goes_to_the_one_that_the_call_names(tmp_path: Path) -> None:
@@ -300,10 +293,10 @@ def test_what_comes_from_device_to_device_goes_to_the_one_that_the_call_names(tm
 def test_a_call_that_names_no_device_gets_it_on_the_current_one(
     wanted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "new_subgroup", lambda *_: None)
+    monkeypatch.setattr(device_transport, "new_subgroup", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    way = Direct("cuda", "nccl", (0, 1), timedelta(seconds=20))
-    assert way.device_for(None if wanted is None else torch.device(wanted)) == torch.device("cuda", 3)
+    channel = DeviceChannel("cuda", "nccl", (0, 1), timedelta(seconds=20))
+    assert channel.device_for(None if wanted is None else torch.device(wanted)) == torch.device("cuda", 3)
 
 
 def over_nccl(rank: int, line: Line) -> None:

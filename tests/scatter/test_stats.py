@@ -21,13 +21,13 @@ SCATTER = {
     "source",
     "ranks",
     "transports",
-    "rounds",
+    "steps",
     "batches",
     "sent_bytes",
     "waiting_seconds",
     "memory",
 }
-LOADER = SCATTER | {"reading_seconds", "next_seconds", "ready_rounds", "ready_bytes"}
+LOADER = SCATTER | {"reading_seconds", "next_seconds", "ready_steps", "ready_bytes"}
 TRANSPORTS = {2: "shared memory", 1: "gloo"}
 
 
@@ -72,7 +72,7 @@ def test_a_scatter_counts_rounds_batches_and_bytes(node: int, tmp_path: Path) ->
             assert found.keys() == SCATTER
             assert (found["source"], found["ranks"]) == (0, [0, 1])
             assert found["transports"] == {TRANSPORTS[node]: [1 - rank]}
-            assert found["rounds"] == 9
+            assert found["steps"] == 9
             # Its own batch is not sent to the source.
             assert found["batches"] == 6
             assert found["sent_bytes"] == (5 * BYTES if rank == 0 else 0)
@@ -110,7 +110,7 @@ def a_loader_ahead(rank: int, line: Line) -> None:
         for number in range(3):
             assert next(rounds)["n"] == 2 * number + rank
         deadline = time.monotonic() + 60
-        while loader.stats()["ready_rounds"] < prefetch:
+        while loader.stats()["ready_steps"] < prefetch:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         dist.barrier()
@@ -130,19 +130,19 @@ def test_a_loader_tells_what_is_handed_out_and_what_is_ahead(
             job.tell(rank, (node, prefetch))
         for (found,) in job.hear_all():
             counts = (
-                "rounds",
+                "steps",
                 "batches",
                 "sent_bytes",
                 "reading_seconds",
                 "next_seconds",
-                "ready_rounds",
+                "ready_steps",
                 "ready_bytes",
             )
             assert {found[count] for count in counts} == {0}
         for rank, (found,) in enumerate(job.hear_all()):
             assert found.keys() == LOADER
             assert found["transports"] == {TRANSPORTS[node]: [1 - rank]}
-            assert (found["rounds"], found["ready_rounds"]) == (3, prefetch)
+            assert (found["steps"], found["ready_steps"]) == (3, prefetch)
             assert found["ready_bytes"] == prefetch * BYTES
             assert found["batches"] == 3 + prefetch
             assert found["sent_bytes"] == ((3 + prefetch) * BYTES if rank == 0 else 0)
@@ -153,7 +153,7 @@ def test_a_loader_tells_what_is_handed_out_and_what_is_ahead(
                 assert found["reading_seconds"] == 0
             job.tell(rank)
         for rank, (found,) in enumerate(job.hear_all()):
-            assert (found["rounds"], found["ready_rounds"], found["ready_bytes"]) == (8, 0, 0)
+            assert (found["steps"], found["ready_steps"], found["ready_bytes"]) == (8, 0, 0)
             assert (found["batches"], found["sent_bytes"]) == (8, 0 if rank else 8 * BYTES)
             assert (found["reading_seconds"] >= 16 * READING) == (rank == 0)
             job.tell(rank)
@@ -184,7 +184,7 @@ def test_what_is_ahead_is_bounded_in_bytes_on_every_rank(node: int, tmp_path: Pa
         for rank in range(2):
             job.tell(rank, node)
         for found in job.hear_all():
-            assert [(one["ready_rounds"], one["ready_bytes"]) for one in found] == [(3, 3 * BYTES)]
+            assert [(one["ready_steps"], one["ready_bytes"]) for one in found] == [(3, 3 * BYTES)]
         for rank in range(2):
             job.tell(rank)
         job.expect_end()

@@ -51,9 +51,9 @@ def leaving_a_slow_loader(rank: int, line: Line) -> None:
                 threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
                 assert outcome(lambda: next(batches))[0] == "KeyboardInterrupt"  # noqa: B023
             line.say(left)
-            line.hear()
+            # The others hear of it once the loader has read on.
             slow.may_go_on.set()
-            assert loader._rounds is not None and loader._rounds.join(PATIENCE)
+            assert loader._steps is not None and loader._steps.join(PATIENCE)
             slow.is_reading.clear()
             slow.may_go_on.clear()
         if rank == 0:
@@ -71,5 +71,4 @@ def test_a_source_that_leaves_while_it_reads_is_known_to_have_left(node: int, tm
             assert (kind, leaver) == ("PeerStoppedError", 0), text
             (left,) = job.hear(0)
             assert at - left < KNOWN
-            job.tell(0)
         job.expect_end()

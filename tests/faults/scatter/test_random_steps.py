@@ -6,7 +6,6 @@ the batch that was given in it or an error of that round, and what it keeps stay
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 import time
@@ -16,11 +15,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from support.distributed.ctrl_c import CtrlC
 from support.distributed.rank_processes import Job, Line, on_nodes
+from support.scatter.batches import same
 
 import tundish as td
-from batches import same
 from soak import IS_SOAK
 
 WORLD = 3
@@ -73,8 +71,7 @@ FORMS = [
 class Round(NamedTuple):
     """One round, as all ranks know it beforehand.
 
-    `absent`: ranks that get nothing. `fails`: what is wrong with what the source gives. `stops`: by rank, the moment at
-    which Ctrl-C comes there. `pauses`: by rank, seconds.
+    `absent`: ranks that get nothing. `fails`: what is wrong with what the source gives. `pauses`: by rank, seconds.
     """
 
     form: Any
@@ -82,7 +79,6 @@ class Round(NamedTuple):
     is_shared: bool
     fails: str
     is_together: bool
-    stops: dict[int, int]
     pauses: dict[int, float]
 
     def batch(self, number: int, rank: int) -> Any:
@@ -103,7 +99,7 @@ class Round(NamedTuple):
 
 def rounds_of(seed: int) -> list[Round]:
     draw = random.Random(seed)
-    form, rounds, was_stopped = FORMS[0], list[Round](), False
+    form, rounds = FORMS[0], list[Round]()
     for _ in range(ROUNDS):
         if draw.random() < 0.25:
             form = draw.choice(FORMS)
@@ -117,37 +113,21 @@ def rounds_of(seed: int) -> list[Round]:
             frozenset(range(WORLD) if kind == "none" else some),
             is_shared=kind == "one for all",
             fails=kind if kind in ("a wrong count", "an iteration", "a batch") else "",
-            # Whoever heard nothing of a round that the source left waits for the next one; as does a source, over the
-            # network, for whoever left one.
-            is_together=draw.random() < 0.1 and not was_stopped,
-            stops={
-                rank: draw.randrange(draw.choice([5, 40, 250]))
-                for rank in range(WORLD)
-                if draw.random() < 0.15
-            },
+            is_together=draw.random() < 0.1,
             pauses={rank: 0.02 * draw.random() for rank in range(WORLD) if draw.random() < 0.1},
         )
         rounds.append(one)
-        was_stopped = bool(one.stops)
-    # All are to hear of the end.
-    return [*rounds, *[Round(small, frozenset(), False, "", False, {}, {})] * 2]
+    return rounds
 
 
 def rounds(rank: int, line: Line) -> None:
-    import tundish.scatter.collective as call
-    import tundish.scatter.session as member
-    import tundish.scatter.source as scatterer
-    import tundish.scatter.transport.gloo as far
-    import tundish.scatter.transport.shared_memory as near
+    import tundish.scatter.transport.gloo as gloo
+    import tundish.scatter.transport.shared_memory as shared_memory
 
     seed, node = line.hear()
     on_nodes(rank, node)
-    # As where there is a processor for each; and few of those batches that are kept lie where they came to.
-    member.available_processors = lambda: 64  # type: ignore[attr-defined]
-    near.MOST_HELD = far.MOST_HELD = 8  # type: ignore[misc]
-    td.scatter_batch([None] * WORLD if rank == 0 else None)
-    [of_group] = call._scatterers.values()
-    [one] = of_group.values()
+    # Few of the batches that are kept lie where they came to.
+    shared_memory.MAX_LEASES = gloo.MAX_LEASES = 8  # type: ignore[misc]
     kept: list[tuple[int, Any, Any]] = []
     draw = random.Random(rank)
     for number, this in enumerate(rounds_of(seed)):
@@ -155,25 +135,10 @@ def rounds(rank: int, line: Line) -> None:
         if this.is_together:
             dist.barrier()
         given = this.given(number) if rank == 0 else None
-        before = one._number
-        assert before == number + 1
-        stop = this.stops.get(rank)
-        ctrl_c = contextlib.nullcontext() if stop is None else CtrlC(stop, scatterer, near, far, member)
         try:
-            with ctrl_c:
-                mine = td.scatter_batch(given)
-        except KeyboardInterrupt:
-            assert stop is not None
-            if one._number == before and rank:
-                # It came before the round began here, which is left out then.
-                one.skip_to(before + 2)
-            elif one._number == before:
-                with contextlib.suppress(InterruptedError):
-                    one.fail(InterruptedError("before the round began"))
-            continue
+            mine = td.scatter_batch(given)
         except Exception as error:
-            is_this_rounds = isinstance(error, td.errors.PeerFailedError) and 0 in this.stops
-            if not (this.fails or (rank and is_this_rounds)):
+            if not this.fails:
                 raise AssertionError((number, this)) from error
             continue
         assert not this.fails, (number, this)
@@ -190,7 +155,7 @@ def rounds(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("node", [3, 2, 1], ids=["one node", "two nodes", "a node each"])
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_rounds_of_every_kind_with_ctrl_c_in_between(seed: int, node: int, tmp_path: Path) -> None:
+def test_rounds_of_every_kind_come_as_they_were_given(seed: int, node: int, tmp_path: Path) -> None:
     with Job(rounds, WORLD, tmp_path, seconds=20.0) as job:
         for rank in range(WORLD):
             job.tell(rank, (seed, node))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -208,6 +207,12 @@ def test_a_call_that_is_refused_is_a_round_all_the_same(node: int, tmp_path: Pat
         job.expect_end()
 
 
+def is_closed(rank: int, number: int, by: int) -> None:
+    """The scatter was closed by a rank that was interrupted, and says so."""
+    kind, text, lost = outcome(lambda: a_round(rank, number))
+    assert (kind, lost) == ("PeerFailedError", by), text
+
+
 def interrupted_receiver(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
     a_round(rank, 0)
@@ -216,55 +221,65 @@ def interrupted_receiver(rank: int, line: Line) -> None:
         begin = time.monotonic()
         assert outcome(lambda: td.scatter_batch(None))[0] == "KeyboardInterrupt"
         assert time.monotonic() - begin < 1
+        kind, text, lost = outcome(lambda: td.scatter_batch(None))
+        assert (kind, lost) == ("PeerFailedError", 1) and "was interrupted" in text, text
         line.say("interrupted")
     else:
         line.hear()
-        a_round(0, 1)
-    # Round 1 passed without rank 1; all are in step.
-    a_round(rank, 2)
+        is_closed(0, 1, by=1)
+    line.say("closed")
+    line.hear()
 
 
 @pytest.mark.parametrize("node", [2, 1])
-def test_ctrl_c_ends_a_wait_and_the_next_round_is_the_next(node: int, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_wait_of_a_receiver_and_closes_the_scatter(node: int, tmp_path: Path) -> None:
     with Job(interrupted_receiver, 2, tmp_path) as job:
         job.tell(0, node)
         job.tell(1, node)
         assert job.hear(1) == ("interrupted",)
         job.tell(0)
+        assert job.hear_all() == [("closed",)] * 2
+        job.tell(0)
+        job.tell(1)
         job.expect_end()
 
 
-def interrupted_while_it_counts(rank: int, line: Line) -> None:
-    from tundish.scatter.transport.shared_memory import SharedMemorySender
-
+def interrupted_source(rank: int, line: Line) -> None:
+    on_nodes(rank, line.hear())
     a_round(rank, 0)
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code is not SharedMemorySender._collect.__code__:
-            return None
-        if event == "line":
-            begun.add(frame.f_lineno)
-        # Right after the board has told what was taken.
-        if len(begun) == 2:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    for number in range(1, 9):
-        begun: set[int] = set()
-        # All that was sent before has been looked at.
-        dist.barrier()
-        if rank == 0:
-            sys.settrace(trace)
-        kind, text, _ = outcome(lambda number=number: a_round(rank, number))  # type: ignore[misc]
-        sys.settrace(None)
-        assert kind == ("KeyboardInterrupt" if rank == 0 else "PeerFailedError"), text
-    for number in range(9, 20):
-        a_round(rank, number)
+    if rank == 0:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        # Rank 1 takes nothing: the source waits for room, or for its network.
+        while (kind := outcome(lambda: a_round(0, 1))[0]) == "":
+            pass
+        assert kind == "KeyboardInterrupt"
+        kind, text, lost = outcome(lambda: a_round(0, 2))
+        assert (kind, lost) == ("PeerFailedError", 0) and "was interrupted" in text, text
+    elif rank == 1:
+        line.hear()
+    if rank != 0:
+        while (found := outcome(lambda: a_round(rank, 1)))[0] == "":
+            pass
+        assert (found[0], found[2]) == ("PeerFailedError", 0), found
+        is_closed(rank, 2, by=0)
+    line.say("closed")
+    line.hear()
 
 
-def test_ctrl_c_while_a_source_counts_what_was_taken_loses_none_of_it(tmp_path: Path) -> None:
-    with Job(interrupted_while_it_counts, 2, tmp_path, seconds=3.0) as job:
+@pytest.mark.parametrize("node", [3, 1])
+def test_ctrl_c_ends_the_wait_of_a_source_and_all_ranks_hear_who_closed_the_scatter(
+    node: int, tmp_path: Path
+) -> None:
+    with Job(interrupted_source, 3, tmp_path) as job:
+        for rank in range(3):
+            job.tell(rank, node)
+        begin = time.monotonic()
+        assert job.hear_all(0, 2) == [("closed",)] * 2
+        assert time.monotonic() - begin < 5
+        job.tell(1)
+        assert job.hear(1) == ("closed",)
+        for rank in range(3):
+            job.tell(rank)
         job.expect_end()
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import tundish as td
 from tundish.errors import InvalidInputError
-from tundish.scatter.loader.batch_reader import BatchReader, Drawn, Tail
+from tundish.scatter.loader.batch_reader import BatchReader, StepBatches, Tail
 
 
 class Squares(Dataset[int]):
@@ -59,7 +59,7 @@ class Stateful:
         self.at = state
 
 
-def drawn(reading: BatchReader) -> list[Drawn]:
+def drawn(reading: BatchReader) -> list[StepBatches]:
     rounds = list(iter(reading.draw, None))
     # The end stays the end.
     assert reading.draw() is None

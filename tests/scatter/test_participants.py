@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tundish as td
-from tundish.scatter.participants import Place, replicated_participants
+from tundish.scatter.participants import Participants, replicated_participants
 
 
 class Mates:
@@ -50,7 +50,7 @@ def test_a_message_names_some_of_thousands_of_ranks(heard: list[Any], said: str)
 def test_whose_batch_is_whose_is_known_without_a_search() -> None:
     # A source asks for every rank in every round.
     ranks = tuple(range(0, 60_000, 3))
-    place = Place(ranks=ranks, batch_of=tuple(range(len(ranks))), rank=3, source=0)
+    place = Participants(ranks=ranks, batch_of=tuple(range(len(ranks))), rank=3, source=0)
     started = time.monotonic()
     assert [place.batch(rank) for rank in ranks] == list(place.batch_of)
     assert time.monotonic() - started < 0.5

@@ -1,0 +1,122 @@
+"""Scatters between nodes, interrupted anywhere on the way, and with batches of all sizes in a row."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.scatter.batches import same
+
+import tundish as td
+
+MIB = 1 << 20
+
+
+def batch_of(number: int, rank: int) -> Any:
+    """Of a form that came before or not, of a size that has room behind a head or not."""
+    random.seed(1000 * number + rank)
+    sizes = random.choice(
+        [[8] * random.randint(1, 70), [MIB // 8 - 1, 8], [MIB // 8], [random.randrange(100)], [], [0, 3]]
+    )
+    tensors = [torch.full((size,), number + rank, dtype=torch.int64) for size in sizes]
+    return {"number": number, "tensors": tensors, "said": "x" * random.choice([0, 10, 5000])}
+
+
+def a_round(rank: int, number: int) -> None:
+    given = [batch_of(number, other) for other in range(3)] if rank == 0 else None
+    mine = td.scatter_batch(given)
+    assert same(mine, batch_of(number, rank)), number
+
+
+def batches_of_all_sizes(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    for number in range(200):
+        a_round(rank, number)
+
+
+def test_batches_of_all_sizes_come_whole_in_any_order(tmp_path: Path) -> None:
+    with Job(batches_of_all_sizes, 3, tmp_path) as job:
+        job.expect_end()
+
+
+def small_ones_kept(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    kept = []
+    for number in range(60):
+        # What comes before it leaves a lot of room for each.
+        large = {"x": [torch.full((MIB // 16,), number + part) for part in range(16)]}
+        for batch in (large, {"x": torch.full((3,), number)}):
+            mine = td.scatter_batch([batch] * 2 if rank == 0 else None)
+            assert same(mine, batch)
+        kept.append(mine)
+    assert all(mine["x"].tolist() == [number] * 3 for number, mine in enumerate(kept))
+    line.say(size_in_mib())
+
+
+def size_in_mib() -> float:
+    """The addresses that this process has taken for memory of files and the like."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * mmap.PAGESIZE / MIB
+
+
+def test_whoever_keeps_small_batches_keeps_no_room_of_large_ones(tmp_path: Path) -> None:
+    with Job(small_ones_kept, 2, tmp_path) as job:
+        source, receiver = (size for (size,) in job.hear_all())
+        job.expect_end()
+    # 60 of them would be 480 MiB.
+    assert receiver < source + 200, (source, receiver)
+
+
+def changed_on_its_way(rank: int, line: Line) -> None:
+    on_nodes(rank, 1)
+    given = {"x": torch.zeros(MIB), "small": torch.zeros(3)}
+    assert same(td.scatter_batch([given] * 3 if rank == 0 else None), given)
+    line.say("ready")
+    if rank != 0:
+        # Longer than the source waits.
+        line.hear()
+    kind, text, lost = outcome(
+        lambda: line.say("came", td.scatter_batch([given] * 3 if rank == 0 else None)["x"].sum().item())
+    )
+    for tensor in given.values():
+        tensor.fill_(1.0)
+    line.say(kind, text, lost)
+
+
+def test_a_batch_that_the_source_changes_after_its_timeout_comes_as_it_was(tmp_path: Path) -> None:
+    with Job(changed_on_its_way, 3, tmp_path, seconds=2.0) as job:
+        assert job.hear_all() == [("ready",)] * 3
+        kind, text, _ = job.hear(0)
+        assert kind == "TimedOutError" and "rank 1 did not come within 2 s" in text, (kind, text)
+        for rank in (1, 2):
+            job.tell(rank)
+            assert job.hear(rank) == ("came", 0.0)
+            assert job.hear(rank)[0] == ""
+        job.expect_end()
+
+
+def test_a_batch_that_an_interrupted_source_changes_is_not_taken_for_what_was_given(tmp_path: Path) -> None:
+    with Job(changed_on_its_way, 3, tmp_path) as job:
+        assert job.hear_all() == [("ready",)] * 3
+        # As it waits for rank 1.
+        time.sleep(0.3)
+        job.signal(0, signal.SIGINT)
+        kind, text, _ = job.hear(0)
+        assert kind == "KeyboardInterrupt", text
+        for rank in (1, 2):
+            job.tell(rank)
+            came = job.hear(rank)
+            # It was sent whole before, or the source says that it left.
+            if came[0] == "came":
+                assert came == ("came", 0.0)
+                came = job.hear(rank)
+                assert came[0] == ""
+            else:
+                assert (came[0], came[2]) == ("PeerFailedError", 0), came
+        job.expect_end()
