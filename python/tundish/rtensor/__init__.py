@@ -17,7 +17,7 @@
 Invariants:
     What is fetched belongs to a step; every process drops it when the step ends, and refuses what arrives later.
     Memory is bounded in bytes on both sides. At the limit calls wait, and then raise; nothing in use is evicted.
-    A tensor that was handed out is its holder's to write to, and nobody else sees that.
+    A fetched tensor is the caller's to write to: no other reader sees the change.
     Nothing from the network is unpickled, imported or called.
 
 The modules are imported when one of their names is used.

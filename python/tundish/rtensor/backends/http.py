@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tundish.rtensor.backends.backend import Backend
-from tundish.rtensor.backends.store import StoreBackend
+from tundish.rtensor.backends.store_backend import StoreBackend
 from tundish.rtensor.process import state
 from tundish.rtensor.server import server_address
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tundish._native import RTensor, ShardStore, ShardView
 from tundish.errors import InvalidInputError
-from tundish.rtensor.backends.store import StoreBackend
+from tundish.rtensor.backends.store_backend import StoreBackend
 
 __all__ = ["LocalBackend"]
 

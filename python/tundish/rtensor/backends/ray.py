@@ -35,7 +35,7 @@ from tundish.errors import (
 )
 from tundish.rawbytes import raw_bytes
 from tundish.rtensor.backends.backend import Removed
-from tundish.rtensor.backends.store import StoreBackend
+from tundish.rtensor.backends.store_backend import StoreBackend
 from tundish.rtensor.handles import TensorShardInfo
 from tundish.rtensor.server import server_address
 

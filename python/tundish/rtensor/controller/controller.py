@@ -229,7 +229,7 @@ class Controller:
             The number of shards and fetched entries that are kept.
 
         Raises:
-            DrainError: a worker could not be told. The shards end with the current step after all.
+            DrainError: a worker does not answer. The shards end with the current step after all.
         """
         self._check_open()
         handles = claimed(obj, "keep")
@@ -348,7 +348,7 @@ class Controller:
         end = Request("POST", f"/epoch/{step.number}/end")
         send = self._requests.send_until_done
         with self._requests.skip_silent_workers():
-            # Owners hand out no more of these: whoever fetched them now would have them in the next step.
+            # Owners refuse fetches of these from here on: a late one would belong to the next step.
             close = Request("POST", f"/epoch/{step.number}/close")
             closed = self._requests.send(
                 (one, close) for one in owners if one.drain is None and ending[one.addr]

@@ -23,11 +23,11 @@ class KeptShards:
         self._partly_kept: set[str] = set()
 
     def begin_keep(self, ids: Iterable[str]) -> None:
-        """Workers are about to be told to keep these."""
+        """Before the requests to keep these."""
         self._partly_kept.update(ids)
 
     def finish_keep(self, by_owner: _ByOwner) -> None:
-        """All workers were told to keep these."""
+        """After all workers have kept these."""
         self._kept.update(_pairs(by_owner))
         self._partly_kept.difference_update(*by_owner.values())
 

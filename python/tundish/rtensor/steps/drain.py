@@ -88,7 +88,7 @@ def remove_claimed(claims: dict[str, list[str]]) -> None:
     requests = [
         (Worker(owner, "owner"), Request("DELETE", "/data/clear", ids)) for owner, ids in claims.items()
     ]
-    # Handles may name any host: the token goes to addresses that this process was told of.
+    # Handles may name any host: the token goes to trusted addresses only.
     with contextlib.closing(WorkerConnections(state().tokens.get, _TIMEOUT_SECONDS)) as connections:
         for answer in connections.send_all(requests):
             if isinstance(answer, Exception):

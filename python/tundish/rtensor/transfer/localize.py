@@ -26,7 +26,8 @@ def localize(
 
     What was fetched in this step comes from the fetch buffer, and stays there until the step ends. Everything else
     is fetched in one request an owner, all owners at once; fetches that another thread has begun are waited for. The
-    tensors are in host memory. You may write to them: nobody else sees that. Equal handles become one tensor.
+    tensors are in host memory. You may write to them: no other reader sees the change. Equal handles become one
+    tensor.
 
     Args:
         obj: a handle, or nested containers of handles. Everything else stays as it is.

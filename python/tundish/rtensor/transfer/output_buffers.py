@@ -107,7 +107,7 @@ def _intersecting(spans: list[tuple[int, int, int]]) -> Iterator[list[tuple[int,
 
 
 def _check_interleaved(buffers: list[Tensor], group: list[tuple[int, int, int]]) -> None:
-    """Marks the bytes of each buffer in a map of their memory: whoever meets a mark shares memory."""
+    """Marks the bytes of each buffer in a map of their memory. A buffer with marked bytes shares memory."""
     lowest = group[0][0]
     is_taken = np.zeros(max(stop for _, stop, _ in group) - lowest, dtype=np.bool_)
 

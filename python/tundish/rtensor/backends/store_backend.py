@@ -1,8 +1,8 @@
 """`StoreBackend`: what all backends share, on top of the process's `ShardStore`.
 
 Invariants:
-    Every shard is known to the `ShardStore`, and every fetch goes through its buffer, whoever carries the bytes: so
-    all drains and limits apply.
+    The `ShardStore` knows every shard, and every fetch goes through its buffer, whatever sends the bytes: so all drains
+    and limits apply.
 """
 
 from __future__ import annotations
