@@ -46,6 +46,11 @@ class Steps(Protocol):
         """How many steps are prefetched, and their bytes."""
 
 
+# Where a loader and its iterator are garbage together, the sockets behind them have to outlive them, as they tell the
+# other ranks that this one left. A prefetching thread keeps them alive by itself.
+_under_way: set[Inline] = set()
+
+
 class Inline:
     """Steps that the caller's thread makes, on the source."""
 
@@ -55,6 +60,7 @@ class Inline:
         self._epoch = epoch
         self._taken = 0
         self._is_over = False
+        _under_way.add(self)
 
     def next_step(self) -> Step | None:
         try:
@@ -66,6 +72,7 @@ class Inline:
             raise
         if step is None:
             self._is_over = True
+            _under_way.discard(self)
         else:
             self._taken += 1
         return step
@@ -75,6 +82,7 @@ class Inline:
             self._is_over = True
             with contextlib.suppress(Exception):
                 self._epoch.leave(self._taken)
+            _under_way.discard(self)
 
     def join(self, _: float, /) -> bool:
         return True
