@@ -1,7 +1,7 @@
-//! Checksums of files: CRC-64/NVME, the one that object stores keep too.
+//! Checksums of files: CRC-64/NVME, which object stores use too.
 //!
-//! The bytes are summed by the crate `crc-fast`. Checksums of neighbouring parts combine into that of both, so that
-//! the parts of a file may be written in any order, by any number of threads.
+//! The crate `crc-fast` sums the bytes. Checksums of adjacent parts combine into that of both, so any number of threads
+//! may write the parts of a file in any order.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,13 +10,13 @@ use crc_fast::CrcAlgorithm;
 
 const PREFIX: &str = "crc64nvme:";
 
-/// The polynomial x⁶⁴ + …, its coefficients in reflected order: the highest bit is that of x⁰.
+/// The polynomial x⁶⁴ + … with its coefficients in reflected order: the highest bit belongs to x⁰.
 const POLYNOMIAL: u64 = 0x9a6c_9329_ac4b_c9b5;
 
 /// The polynomial 1.
 const ONE: u64 = 1 << 63;
 
-/// The CRC-64/NVME of some bytes; written as `crc64nvme:` and 16 lower-case hexadecimal digits.
+/// A CRC-64/NVME, written as `crc64nvme:` and 16 lower-case hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Checksum(u64);
 
@@ -29,11 +29,11 @@ impl Checksum {
         Checksum(crc_fast::checksum(CrcAlgorithm::Crc64Nvme, bytes))
     }
 
-    /// The checksum of the bytes of `self` and after them `length` bytes of which `next` is the checksum.
+    /// The checksum of the bytes of `self` followed by `length` bytes with the checksum `next`.
     ///
     /// Appending bytes multiplies the earlier remainder by x⁸ for each; the power is found by repeated squaring.
-    /// The method is that of zlib's `crc32_combine` (Mark Adler), and some thirty times as fast as the matrices that
-    /// `crc-fast` multiplies for it.
+    /// The method is that of zlib's `crc32_combine` (Mark Adler), some thirty times as fast as the matrix method of
+    /// `crc-fast`.
     #[must_use]
     pub fn then(self, next: Checksum, length: u64) -> Checksum {
         Checksum(multiply(self.0, power_of_x8(length)) ^ next.0)
@@ -73,7 +73,7 @@ impl fmt::Display for Checksum {
     }
 }
 
-/// A text that is no checksum as this crate writes them.
+/// A text that is not a checksum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a checksum of the form crc64nvme:0123456789abcdef")]
 pub struct NotAChecksum;

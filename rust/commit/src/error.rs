@@ -1,4 +1,4 @@
-//! The one error of this crate. Every variant names the path it is about.
+//! The error of this crate. Every variant names a path.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,9 +14,9 @@ pub enum CommitError {
     /// A system call failed.
     #[error("cannot {operation} {}: {source}", path.display())]
     Io {
-        /// What was tried, a verb phrase such as `"write"` or `"create folder"`.
+        /// The attempted operation, such as `"write"` or `"create folder"`.
         operation: &'static str,
-        /// What it was tried on.
+        /// The path of the operation.
         path: PathBuf,
         /// The operating system's answer.
         source: io::Error,
@@ -36,7 +36,7 @@ pub enum CommitError {
         /// The missing folder.
         path: PathBuf,
     },
-    /// What is to hold the target is not a directory.
+    /// The parent of the target is not a directory.
     #[error("{} is not a folder", path.display())]
     NotADirectory {
         /// The path that should be a directory.
@@ -56,7 +56,7 @@ pub enum CommitError {
         /// The file.
         path: PathBuf,
     },
-    /// The folder was to be published before [`FolderFile::finish`](crate::FolderFile::finish) of this file.
+    /// The folder was published before [`FolderFile::finish`](crate::FolderFile::finish) of this file.
     #[error("{} was not finished, so its folder is not published", path.display())]
     Unfinished {
         /// The first such file.
@@ -95,27 +95,27 @@ pub enum CommitError {
         path: PathBuf,
     },
     /// Another process owns the checkpoint root.
-    #[error("{} is owned by {owner}; end that, or save elsewhere", path.display())]
+    #[error("{} is owned by {owner}; end that process, or save elsewhere", path.display())]
     RootInUse {
         /// The root.
         path: PathBuf,
-        /// Who it is: process and host.
+        /// Its process and host.
         owner: String,
     },
-    /// The root was this process's, and is no longer.
-    #[error("{} is no longer this process's to change: {reason}", path.display())]
+    /// The root no longer belongs to this process.
+    #[error("{} no longer belongs to this process: {reason}", path.display())]
     RootLost {
         /// The root.
         path: PathBuf,
         /// What happened to it.
         reason: String,
     },
-    /// A name that this library needs in a root is taken by something that is not its own.
+    /// Something that this library did not make has a name that it needs in a root.
     #[error("{} is in the way: the name is needed for {needed_for}; move it elsewhere", path.display())]
     NameTaken {
         /// What is in the way.
         path: PathBuf,
-        /// What the name stands for.
+        /// What the name is needed for.
         needed_for: &'static str,
     },
     /// A checkpoint of this kind and step is there already, or being written.
@@ -141,17 +141,17 @@ pub enum CommitError {
         /// The newest that is there or being written.
         newest: u64,
     },
-    /// A checkpoint may not go, or not be set aside, now.
+    /// A checkpoint cannot be removed or set aside now.
     #[error("{} stays: {reason}", path.display())]
     CheckpointInUse {
         /// Its folder.
         path: PathBuf,
-        /// Who needs it.
+        /// Why not.
         reason: &'static str,
     },
-    /// Readers are kept out of a checkpoint that is there.
+    /// A checkpoint exists, but readers are locked out of it.
     #[error(
-        "{} cannot be read now: somebody has locked readers out of its tundish.json, and does not let go", path.display()
+        "{} cannot be read now: another process locks readers out of its tundish.json and does not release the lock", path.display()
     )]
     CheckpointLocked {
         /// Its folder.
@@ -160,13 +160,13 @@ pub enum CommitError {
     /// There is no such checkpoint.
     #[error("there is no checkpoint {}", path.display())]
     NoSuchCheckpoint {
-        /// Where it would be.
+        /// Its path.
         path: PathBuf,
     },
-    /// A checkpoint was to be published without having been begun, or after it failed.
+    /// A checkpoint cannot be published: it was not begun, or it failed before.
     #[error("{} cannot be published: {reason}", path.display())]
     NotPublishable {
-        /// The folder it is written in.
+        /// Its hidden folder.
         path: PathBuf,
         /// Why.
         reason: String,
@@ -210,7 +210,7 @@ impl CommitError {
         CommitError::Io { operation, path: path.to_path_buf(), source: errno.into() }
     }
 
-    /// The same failure of a system call, told as that of a larger step.
+    /// The same failure of a system call, reported as that of a larger operation.
     pub(crate) fn about(self, operation: &'static str, path: &Path) -> Self {
         match self {
             CommitError::Io { source, .. } => CommitError::Io { operation, path: path.to_path_buf(), source },
@@ -273,13 +273,13 @@ impl CommitError {
         Some(errno.raw_os_error())
     }
 
-    /// Whether there was no room for what was to be written. An fsync that says so has failed like any other: for good.
+    /// Whether the disk was full. A failed fsync is final even if it reports that.
     pub(crate) fn is_out_of_space(&self) -> bool {
         let is_fsync = matches!(self, CommitError::Io { operation: "fsync", .. });
         !is_fsync && [Errno::NOSPC, Errno::DQUOT].into_iter().any(|errno| self.is(errno))
     }
 
-    /// Whether it tells of what this process lacks, and nothing of what it was about.
+    /// Whether this process lacks descriptors or memory; then it says nothing about the path.
     pub(crate) fn is_shortage(&self) -> bool {
         [Errno::MFILE, Errno::NFILE, Errno::NOMEM].into_iter().any(|errno| self.is(errno))
     }

@@ -1,24 +1,22 @@
-//! Durable, atomic publication of a folder or a file.
+//! Durable, atomic publication of folders, files and checkpoints.
 //!
-//! A [`Folder`] is written under a hidden name beside its target and appears under the target's name in one
-//! step, when all of it is on the disk; [`replace_file`] does the same for a single file. What always holds:
+//! A [`Folder`] is written under a hidden name beside its target. One rename gives it the target's name, after every
+//! byte of it is durable. [`replace_file`] does the same for a single file. Four rules hold:
 //!
-//! 1. Under the target's name there is the whole folder or file, or there is what was there before. The order that
-//!    gives this: fsync of every file, fsync of the folder, rename, fsync of the parent.
-//! 2. A write or fsync that failed is never taken for one that succeeded: the kernel may have dropped the bytes and
-//!    forgotten the error, so the folder can no longer be published, and the fsync is not tried again.
-//! 3. A writer that dies at any instant leaves at most its hidden folder. The next [`Folder::create`] in the
-//!    same parent, or [`sweep()`], removes it; the folder of a live writer is never touched (see `claim.rs`).
-//! 4. Every system call that changes the disk goes through [`disk`], where test builds (feature `failpoints`) can
-//!    be killed or made to fail at each one.
+//! 1. The target's name leads to the whole new folder or file, or to what was there before. The order is: fsync of
+//!    every file, fsync of the folder, rename, fsync of the parent.
+//! 2. A failed write or fsync is final. The kernel may have dropped the bytes and forgotten the error, so the folder
+//!    can no longer be published and the fsync is not repeated.
+//! 3. A writer that dies at any instant leaves at most its hidden folder. The next [`Folder::create`] in the same
+//!    parent, or [`sweep()`], removes it. The folder of a live writer is never touched.
+//! 4. Every system call that changes the disk goes through [`disk`]. Test builds (feature `failpoints`) can kill the
+//!    process or fail the call at each of them.
 //!
-//! The checkpoints of a run are published so too, but many ranks write each of them and readers look for the newest:
-//! [`root`] decides which of them exist, [`shards`] writes their files, and [`staging`] is the memory they are written
-//! from.
+//! Checkpoints follow the same rules with many writers and readers: [`root`] decides which checkpoints exist,
+//! [`shards`] writes their files, and [`staging`] holds the memory they are written from.
 //!
-//! The method is that of "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014) for atomic
-//! replacement; why a failed fsync is final is shown in "Can Applications Recover from fsync Failures?" (Rebello
-//! et al., USENIX ATC 2020).
+//! The method of atomic replacement is that of "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014).
+//! "Can Applications Recover from fsync Failures?" (Rebello et al., USENIX ATC 2020) shows why a failed fsync is final.
 //!
 //! ```
 //! let parent = tempfile::tempdir().unwrap();
@@ -34,34 +32,18 @@
 #![deny(unsafe_code)]
 
 mod checksum;
-mod claim;
 pub mod disk;
 mod error;
-#[cfg(feature = "failpoints")]
-mod failpoint;
-mod file;
-mod file_metadata;
-mod folder;
-mod ledger;
+mod files;
+mod folders;
 pub mod manifest;
-mod name;
-mod reading;
-mod remove;
+mod names;
 pub mod root;
-mod seal;
 pub mod shards;
-mod sidecar;
 pub mod staging;
-mod sweep;
-mod tree;
-mod writeback;
 
 pub use checksum::{Checksum, NotAChecksum};
 pub use error::CommitError;
-pub use file::FolderFile;
-pub use file_metadata::FileMetadata;
-pub use folder::{Folder, free_space, replace_file};
-pub use manifest::{Kind, Manifest};
-pub use seal::seal;
-pub use sidecar::{checksum_file, write_small_file};
-pub use sweep::{SweepReport, sweep};
+pub use files::{checksum_file, write_small_file};
+pub use folders::{Folder, FolderFile, SweepReport, free_space, replace_file, sweep};
+pub use manifest::{FileMetadata, Kind, Manifest, add_manifest_checksum};

@@ -5,6 +5,7 @@
 
 #![expect(clippy::disallowed_methods, reason = "the tests build what the crate has to cope with")]
 
+#[path = "support/common/mod.rs"]
 mod common;
 
 use std::collections::HashSet;
@@ -384,7 +385,7 @@ fn a_replacer_killed_at_any_failpoint_leaves_the_old_file_or_the_new_one() {
 }
 
 #[test]
-fn a_failing_call_fails_the_replacement_or_is_no_part_of_it() {
+fn a_failing_call_fails_the_replacement_or_does_not_matter() {
     let calls = replace(None).0.trace;
     let create = position(&calls, "create folder");
     let rename = position(&calls, "rename");

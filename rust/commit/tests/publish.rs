@@ -1,7 +1,8 @@
-//! What one writer sees: what is published, what is refused, what is cleared away.
+//! A single writer of a folder: publication, refusals, and sweeps.
 
 #![expect(clippy::disallowed_methods, reason = "the tests build what the crate has to cope with")]
 
+#[path = "support/common/mod.rs"]
 mod common;
 
 use std::fs;

@@ -2,6 +2,7 @@
 
 #![expect(clippy::disallowed_methods, reason = "the tests play people and writers")]
 
+#[path = "support/common/mod.rs"]
 mod common;
 
 use std::fs;
@@ -13,7 +14,7 @@ use std::time::Duration;
 
 use common::{Mount, entries};
 use tundish_commit::disk::{Disk, Lock, RealDisk, Sharing};
-use tundish_commit::root::{Opening, ReadonlyRoot, Root, read_lock_at, verify_checkpoint};
+use tundish_commit::root::{OpenOptions, ReadonlyRoot, Root, read_lock_at, verify_checkpoint};
 use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::{CommitError, Kind};
 
@@ -21,7 +22,7 @@ const ENOSPC: i32 = 28;
 const EROFS: i32 = 30;
 
 fn open(path: &Path) -> Result<Root<RealDisk>, CommitError> {
-    Root::open(RealDisk, path, Opening::new(Duration::ZERO), &mut || Ok(()))
+    Root::open(RealDisk, path, OpenOptions::new(Duration::ZERO), &mut || Ok(()))
 }
 
 fn manifest(kind: Kind, step: u64) -> String {
@@ -100,7 +101,7 @@ fn both_kinds_are_saved_pruned_and_read_at_once() {
 }
 
 #[test]
-fn what_a_live_writer_writes_into_is_not_removed() {
+fn the_folder_of_a_live_writer_is_not_removed() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
     let attempt = root.begin(Kind::Hf, 1, false).unwrap();
@@ -126,7 +127,7 @@ fn what_a_live_writer_writes_into_is_not_removed() {
 }
 
 #[test]
-fn what_cannot_be_removed_keeps_no_root_from_being_opened() {
+fn a_leftover_that_cannot_be_removed_does_not_block_opening() {
     let folder = tempfile::tempdir().unwrap();
     let leftover = folder.path().join(".hf-1.incomplete");
     fs::create_dir(&leftover).unwrap();
@@ -180,7 +181,7 @@ fn on_a_full_disk_old_checkpoints_make_room() {
     // Its publication was cut short by the full disk, before the registry and the link.
     write(&root.begin(Kind::Hf, 4, false).unwrap(), 4);
     drop(root);
-    let sealed = tundish_commit::seal(&manifest(Kind::Hf, 4)).unwrap();
+    let sealed = tundish_commit::add_manifest_checksum(&manifest(Kind::Hf, 4)).unwrap();
     fs::write(mount.path.join(".hf-4.incomplete/tundish.json"), sealed).unwrap();
     fs::rename(mount.path.join(".hf-4.incomplete"), mount.path.join("hf-4")).unwrap();
     let filler = fill(&mount);
@@ -202,7 +203,7 @@ fn on_a_full_disk_old_checkpoints_make_room() {
 }
 
 #[test]
-fn on_a_full_disk_what_is_newer_is_set_aside_at_the_next_start() {
+fn on_a_full_disk_the_next_start_completes_discard_after() {
     let Some(mount) = Mount::new("tmpfs", "size=256k") else { return };
     let root = open(&mount.path).unwrap();
     (1..=4).for_each(|step| drop(save(&root, Kind::Hf, step).unwrap()));
@@ -223,7 +224,7 @@ fn on_a_full_disk_what_is_newer_is_set_aside_at_the_next_start() {
 }
 
 #[test]
-fn on_a_full_disk_what_a_dead_save_left_makes_room_at_the_start() {
+fn on_a_full_disk_the_start_removes_leftovers_first() {
     let Some(mount) = Mount::new("tmpfs", "size=256k") else { return };
     save(&open(&mount.path).unwrap(), Kind::Hf, 1).unwrap();
     fs::create_dir(mount.path.join(".hf-2.incomplete")).unwrap();
@@ -248,7 +249,7 @@ fn a_root_that_cannot_be_written_is_refused_and_can_be_read() {
 }
 
 #[test]
-fn a_root_that_is_removed_fails_what_comes_next() {
+fn a_removed_root_fails_later_calls() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("root");
     let root = open(&path).unwrap();
@@ -262,7 +263,7 @@ fn a_root_that_is_removed_fails_what_comes_next() {
 }
 
 #[test]
-fn a_manifest_of_any_size_or_sort_is_read_with_care() {
+fn foreign_manifests_of_any_size_and_kind_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
     for step in 1..=4 {
@@ -304,7 +305,7 @@ fn a_closed_root_leaves_what_it_was_writing_to_the_next_owner() {
 }
 
 #[test]
-fn what_is_called_like_a_checkpoint_and_is_none_is_told_with_the_reason() {
+fn a_survey_gives_the_reason_for_each_damaged_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
     for step in [1, 2, 3] {
@@ -328,7 +329,7 @@ fn what_is_called_like_a_checkpoint_and_is_none_is_told_with_the_reason() {
 }
 
 #[test]
-fn what_is_removed_or_replaced_meanwhile_is_never_called_damaged() {
+fn a_checkpoint_removed_meanwhile_is_not_reported_as_damaged() {
     const ROUNDS: u64 = 300;
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
@@ -370,7 +371,7 @@ fn what_is_removed_or_replaced_meanwhile_is_never_called_damaged() {
 }
 
 #[test]
-fn a_checkpoint_is_kept_by_its_path_wherever_it_lies() {
+fn a_read_lock_by_path_keeps_a_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
     let first = save(&root, Kind::Dcp, 1).unwrap();
@@ -400,7 +401,7 @@ fn a_checkpoint_is_kept_by_its_path_wherever_it_lies() {
 }
 
 #[test]
-fn a_root_is_made_only_where_its_parent_is() {
+fn a_root_is_created_only_in_an_existing_parent() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("not mounted/run");
     match open(&missing) {
@@ -412,7 +413,7 @@ fn a_root_is_made_only_where_its_parent_is() {
 }
 
 #[test]
-fn what_is_read_is_replaced_once_nobody_reads_it() {
+fn a_checkpoint_is_replaced_after_its_readers_end() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
     save(&root, Kind::Hf, 1).unwrap();
@@ -429,7 +430,7 @@ fn what_is_read_is_replaced_once_nobody_reads_it() {
 }
 
 #[test]
-fn a_checkpoint_that_readers_are_locked_out_of_is_not_taken_for_gone() {
+fn a_locked_checkpoint_is_not_reported_as_missing() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
     let path = save(&root, Kind::Dcp, 1).unwrap();
@@ -445,7 +446,7 @@ fn a_checkpoint_that_readers_are_locked_out_of_is_not_taken_for_gone() {
 }
 
 #[test]
-fn what_only_has_the_name_of_an_intent_sets_nothing_aside() {
+fn a_folder_named_like_a_discard_marker_is_ignored() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
     for step in [1, 2] {
@@ -468,7 +469,7 @@ fn what_only_has_the_name_of_an_intent_sets_nothing_aside() {
 }
 
 #[test]
-fn an_owners_file_of_any_size_is_read_no_further_than_a_record() {
+fn only_a_record_is_read_of_a_lock_file_of_any_size() {
     let folder = tempfile::tempdir().unwrap();
     save(&open(folder.path()).unwrap(), Kind::Hf, 1).unwrap();
     let owner = folder.path().join(".owner");

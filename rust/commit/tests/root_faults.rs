@@ -5,6 +5,7 @@
 
 #![expect(clippy::disallowed_methods, reason = "the tests build what the crate has to cope with")]
 
+#[path = "support/common/mod.rs"]
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,7 +18,7 @@ use std::time::Duration;
 
 use common::entries;
 use tundish_commit::disk::RealDisk;
-use tundish_commit::root::{Identity, Opening, Root, Timing};
+use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, Root};
 use tundish_commit::{CommitError, Kind};
 
 const EIO: i32 = 5;
@@ -57,8 +58,8 @@ fn write(folder: &Path, kind: Kind, step: u64, save: u8) {
 
 fn open(path: &Path) -> Result<Root<RealDisk>, CommitError> {
     // A heart that beats in between would shift the numbers of the calls.
-    let timing = Timing { beat: Duration::from_secs(3600), stale: Duration::from_secs(3600) };
-    let opening = Opening { identity: Identity::current(), timing, wait: Duration::from_secs(10) };
+    let timing = HeartbeatTiming { beat: Duration::from_secs(3600), stale: Duration::from_secs(3600) };
+    let opening = OpenOptions { identity: ProcessIdentity::current(), timing, wait: Duration::from_secs(10) };
     Root::open(RealDisk, path, opening, &mut || Ok(()))
 }
 
@@ -261,7 +262,7 @@ fn which_save(folder: &Path, kind: Kind, step: u64) -> Option<u8> {
     let is = |save: &u8| {
         let contents = contents(kind, step, *save);
         let files = contents.iter().all(|(name, bytes)| fs::read(folder.join(name)).is_ok_and(|found| found == *bytes));
-        let manifest = tundish_commit::seal(&manifest(kind, step, *save)).unwrap();
+        let manifest = tundish_commit::add_manifest_checksum(&manifest(kind, step, *save)).unwrap();
         let count = contents.iter().map(|(name, _)| name.split('/').next().unwrap()).collect::<BTreeSet<_>>().len();
         files
             && fs::read_to_string(folder.join("tundish.json")).is_ok_and(|found| found == manifest)
@@ -341,7 +342,7 @@ fn held(path: &Path, context: &str) -> State {
 }
 
 #[test]
-fn a_run_that_goes_well_ends_in_the_last_state() {
+fn an_undisturbed_run_ends_in_the_last_state() {
     let run = Run::new(None);
     assert_eq!(run.printed("reached").len(), STEPS.len() + 1, "{:?}", run.output);
     assert_eq!(run.printed("finished").len(), 1);
@@ -400,23 +401,23 @@ fn fail_at_every_call(mode: &str, errno: i32) {
 }
 
 #[test]
-fn whatever_call_fails_the_old_or_the_new_state_is_there() {
+fn after_any_failing_call_the_old_or_the_new_state_is_there() {
     fail_at_every_call("fail", EIO);
 }
 
 #[test]
-fn a_disk_that_is_full_at_any_call_costs_nothing() {
+fn a_disk_that_is_full_at_any_call_loses_nothing() {
     fail_at_every_call("fail", ENOSPC);
 }
 
 #[test]
-fn a_call_that_fails_after_it_was_made_costs_nothing() {
+fn a_call_that_succeeds_but_reports_failure_loses_nothing() {
     fail_at_every_call("fail-after", EIO);
 }
 
 /// Else it would find itself to be the owner, until it ends.
 #[test]
-fn whose_opening_failed_may_try_again() {
+fn a_failed_opening_can_be_repeated() {
     let calls = Run::of("root-twice", None).trace;
     let mut failures = 0;
     for (number, (operation, path, _)) in calls.iter().enumerate() {

@@ -5,6 +5,7 @@
 
 #![expect(clippy::disallowed_methods, reason = "the tests read what was written")]
 
+#[path = "support/common/mod.rs"]
 mod common;
 
 use std::fs;
@@ -148,7 +149,7 @@ fn a_panic_fails_the_writer_with_the_path() {
 }
 
 #[test]
-fn short_writes_are_written_to_their_end() {
+fn short_writes_are_completed() {
     for role in ["write", "cached"] {
         let well = run(role, None);
         let first_write = well.trace.iter().position(|[operation, ..]| operation == "write").unwrap();
@@ -167,7 +168,7 @@ fn short_writes_are_written_to_their_end() {
 }
 
 #[test]
-fn a_file_system_that_refuses_the_first_direct_write_gets_all_through_the_page_cache() {
+fn without_direct_io_everything_goes_through_the_page_cache() {
     let well = run("single", None);
     let first_write = well.trace.iter().position(|[operation, ..]| operation == "write").unwrap();
     let refused = run("single", Some(&format!("fail {first_write} {EINVAL}")));
@@ -177,7 +178,7 @@ fn a_file_system_that_refuses_the_first_direct_write_gets_all_through_the_page_c
 }
 
 #[test]
-fn without_preallocation_the_free_space_is_looked_at() {
+fn without_preallocation_the_free_space_is_checked() {
     let Some(mount) = Mount::new("tmpfs", "size=32m") else {
         return;
     };

@@ -1,7 +1,8 @@
-//! What the shard writer promises, on real disks: the bytes, their checksums, and what is refused.
+//! The shard writer on real disks: bytes, checksums, and refusals.
 
 #![expect(clippy::disallowed_methods, reason = "the tests build what the crate has to cope with")]
 
+#[path = "support/common/mod.rs"]
 mod common;
 
 use std::fs;
@@ -48,7 +49,7 @@ fn assert_file(folder: &Path, facts: &FileMetadata, expected: &[u8]) {
 }
 
 #[test]
-fn files_of_all_sizes_hold_what_the_image_held() {
+fn files_of_all_sizes_equal_their_image() {
     for folder in [tempfile::tempdir().unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()] {
         let sizes = [0, 1, 4095, 4096, 4097, 8 * MIB - 1, 8 * MIB, 8 * MIB + 1, 21 * MIB + 5];
         let names: Vec<_> = sizes.iter().map(|size| format!("of/{size}/bytes")).collect();
@@ -69,7 +70,7 @@ fn files_of_all_sizes_hold_what_the_image_held() {
 }
 
 #[test]
-fn more_files_than_a_process_may_open() {
+fn more_files_than_descriptors_can_be_written() {
     let folder = tempfile::tempdir().unwrap();
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     rustix::process::setrlimit(
@@ -91,7 +92,7 @@ fn more_files_than_a_process_may_open() {
 }
 
 #[test]
-fn without_checksums_there_are_none() {
+fn checksums_can_be_turned_off() {
     let folder = tempfile::tempdir().unwrap();
     let options = WriterOptions { checksum: false, ..options() };
     let files = [("a", 5)];
@@ -168,7 +169,7 @@ fn modes_are_those_that_the_umask_leaves() {
 }
 
 #[test]
-fn room_is_kept_before_the_first_byte() {
+fn room_is_reserved_before_the_first_byte() {
     let folder = tempfile::tempdir().unwrap();
     let writer = writer(folder.path(), &[("a", 3 << 20), ("b", 5000)]).unwrap();
     for (name, size) in [("a", 3 << 20), ("b", 5000)] {
@@ -180,7 +181,7 @@ fn room_is_kept_before_the_first_byte() {
 }
 
 #[test]
-fn a_full_disk_shows_before_the_first_byte() {
+fn a_full_disk_is_found_before_the_first_byte() {
     let Some(mount) = Mount::new("tmpfs", "size=4m") else {
         return;
     };
@@ -191,7 +192,7 @@ fn a_full_disk_shows_before_the_first_byte() {
 }
 
 #[test]
-fn a_file_system_without_direct_writes_and_preallocation_will_do() {
+fn a_file_system_without_direct_io_and_preallocation_works() {
     let Some(mount) = Mount::new("ramfs", "rw") else {
         return;
     };
@@ -204,7 +205,7 @@ fn a_file_system_without_direct_writes_and_preallocation_will_do() {
 }
 
 #[test]
-fn what_cannot_be_written_is_refused_and_harms_nothing() {
+fn invalid_writes_are_refused_and_harm_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let bytes = pattern(10_000, 1);
     let image = image(&bytes);
@@ -240,7 +241,7 @@ fn what_cannot_be_written_is_refused_and_harms_nothing() {
 }
 
 #[test]
-fn files_that_cannot_be_are_refused_before_anything_is_made() {
+fn invalid_files_are_refused_before_anything_is_created() {
     let folder = tempfile::tempdir().unwrap();
     for names in
         [&["../a"][..], &["/a"], &["a/../b"], &[""], &["a", "a"], &["a", "a/b"], &["tundish.json"], &["ok", "a\0"]]
@@ -261,7 +262,7 @@ fn files_that_cannot_be_are_refused_before_anything_is_made() {
 }
 
 #[test]
-fn a_link_in_the_place_of_the_folder_leads_nowhere() {
+fn a_symbolic_link_in_place_of_the_folder_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let outside = tempfile::tempdir().unwrap();
     let swapped = folder.path().join(".hf-1.incomplete");
@@ -275,7 +276,7 @@ fn a_link_in_the_place_of_the_folder_leads_nowhere() {
 }
 
 #[test]
-fn what_is_there_already_is_not_written_to() {
+fn existing_files_are_not_overwritten() {
     let folder = tempfile::tempdir().unwrap();
     let outside = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("file"), b"old").unwrap();
@@ -292,7 +293,7 @@ fn what_is_there_already_is_not_written_to() {
 }
 
 #[test]
-fn an_interrupted_beginning_says_where() {
+fn an_interrupted_preallocation_names_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let mut asked = 0;
     let mut go_on = || {
@@ -346,7 +347,7 @@ fn nothing_is_held_after_an_abort_or_a_drop() {
 }
 
 #[test]
-fn finish_waits_no_longer_than_it_is_told() {
+fn finish_respects_its_timeout() {
     let folder = tempfile::tempdir().unwrap();
     let image = image(&pattern(200 * MIB, 0));
     let writer = writer(folder.path(), &[("file", 200 << 20)]).unwrap();
@@ -358,7 +359,7 @@ fn finish_waits_no_longer_than_it_is_told() {
 }
 
 #[test]
-fn a_writer_of_nothing_is_done_at_once() {
+fn a_writer_without_files_finishes_at_once() {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(finish(&writer(folder.path(), &[]).unwrap()), []);
     let empty = FileImage::new(0).unwrap();

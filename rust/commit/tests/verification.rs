@@ -2,6 +2,7 @@
 
 #![expect(clippy::disallowed_methods, reason = "the tests damage what was written")]
 
+#[path = "support/common/mod.rs"]
 mod common;
 
 use std::collections::BTreeSet;
@@ -11,8 +12,8 @@ use std::path::{Path, PathBuf};
 
 use common::crc64;
 use tundish_commit::disk::RealDisk;
-use tundish_commit::root::{Part, read_lock_at, verify_checkpoint};
-use tundish_commit::{CommitError, checksum_file, seal, write_small_file};
+use tundish_commit::root::{read_lock_at, verify_checkpoint};
+use tundish_commit::{CommitError, add_manifest_checksum, checksum_file, write_small_file};
 
 const FILES: [(&str, usize); 5] =
     [("model.safetensors", 20_000_003), ("config.json", 700), ("a/b/deep", 4096), ("a/flat", 9000), ("empty", 0)];
@@ -35,7 +36,7 @@ fn checkpoint() -> (tempfile::TempDir, PathBuf) {
     }
     let files = entries.join(",\n");
     let manifest = format!(r#"{{"format_version": 1, "kind": "hf", "step": 7, "files": [{files}]}}"#);
-    fs::write(folder.join("tundish.json"), seal(&manifest).unwrap()).unwrap();
+    fs::write(folder.join("tundish.json"), add_manifest_checksum(&manifest).unwrap()).unwrap();
     (parent, folder)
 }
 
@@ -56,7 +57,7 @@ fn damage(folder: &Path) -> Vec<String> {
 }
 
 #[test]
-fn what_was_written_is_whole() {
+fn a_written_checkpoint_verifies() {
     let (_parent, folder) = checkpoint();
     assert_eq!(verify(&folder).unwrap(), [] as [String; 0]);
     let total: u64 = FILES.iter().map(|(_, length)| *length as u64).sum();
@@ -71,7 +72,7 @@ fn what_was_written_is_whole() {
 }
 
 #[test]
-fn a_flipped_bit_a_zeroed_page_and_a_cut_are_found_in_every_file() {
+fn flipped_bits_zeroed_pages_and_truncations_are_found_in_every_file() {
     let (_parent, folder) = checkpoint();
     let names = FILES.iter().map(|(name, _)| *name).chain(["tundish.json"]);
     let mut changes = 0;
@@ -102,7 +103,7 @@ fn a_flipped_bit_a_zeroed_page_and_a_cut_are_found_in_every_file() {
 }
 
 #[test]
-fn all_that_is_missing_strange_or_changed_is_named_at_once() {
+fn all_missing_foreign_and_changed_files_are_named_at_once() {
     let (parent, folder) = checkpoint();
     fs::write(folder.join("config.json"), bytes(700, 99)).unwrap();
     fs::write(folder.join("a/flat"), b"short").unwrap();
@@ -125,7 +126,7 @@ fn all_that_is_missing_strange_or_changed_is_named_at_once() {
 }
 
 #[test]
-fn of_some_files_these_alone_are_looked_at() {
+fn only_the_named_files_are_verified() {
     let (_parent, folder) = checkpoint();
     let lock = read_lock_at(&RealDisk, &folder).unwrap();
     let look = |names: &[&str], every_byte| {
@@ -153,40 +154,7 @@ fn of_some_files_these_alone_are_looked_at() {
 }
 
 #[test]
-fn parts_of_a_file_that_several_read_tell_of_it_what_the_whole_does() {
-    let (_parent, folder) = checkpoint();
-    let lock = read_lock_at(&RealDisk, &folder).unwrap();
-    let (_, files, _) = lock.describe().unwrap();
-    let whole = files.iter().find(|file| file.name == "model.safetensors").unwrap();
-    let part = |start, size| Part { name: whole.name.clone(), start, size };
-    let cuts = [part(0, 1), part(1, whole.size / 3), part(1 + whole.size / 3, whole.size - 1 - whole.size / 3)];
-    let sum = || lock.sum_parts(&cuts, &mut |_, _| ControlFlow::Continue(())).unwrap();
-    let told = || {
-        let (sums, damaged) = sum();
-        assert!(damaged.is_empty());
-        let sums: Vec<_> = sums.into_iter().map(Option::unwrap).zip(cuts.iter().map(|cut| cut.size)).collect();
-        lock.compare_sums(&whole.name, &sums).unwrap()
-    };
-    assert!(told().is_none());
-    let error = lock.sum_parts(&cuts, &mut |_, _| ControlFlow::Break(())).unwrap_err();
-    assert!(matches!(error, CommitError::Interrupted { .. }), "{error}");
-    let mut bytes = fs::read(folder.join(&whole.name)).unwrap();
-    for at in [0, bytes.len() / 2, bytes.len() - 1] {
-        bytes[at] ^= 1;
-        fs::write(folder.join(&whole.name), &bytes).unwrap();
-        let damage = told().unwrap();
-        assert!(damage.is_changed && damage.what.starts_with("has the checksum"), "{damage}");
-        bytes[at] ^= 1;
-    }
-    // What shows in each part shows once.
-    fs::write(folder.join(&whole.name), &bytes[1..]).unwrap();
-    let (sums, damaged) = sum();
-    assert_eq!((sums, damaged.len(), damaged[0].is_changed), (vec![None; 3], 1, false));
-    assert!(lock.compare_sums("mine", &[]).unwrap().is_some());
-}
-
-#[test]
-fn what_is_read_of_a_file_is_what_was_written() {
+fn a_file_is_read_as_it_was_written() {
     let (_parent, folder) = checkpoint();
     let lock = read_lock_at(&RealDisk, &folder).unwrap();
     let (_, files, _) = lock.describe().unwrap();
@@ -215,7 +183,7 @@ fn what_is_read_of_a_file_is_what_was_written() {
 }
 
 #[test]
-fn a_checkpoint_without_a_manifest_is_none() {
+fn a_folder_without_a_manifest_is_no_checkpoint() {
     let (_parent, folder) = checkpoint();
     let manifest = fs::read_to_string(folder.join("tundish.json")).unwrap();
     fs::remove_file(folder.join("tundish.json")).unwrap();
@@ -226,21 +194,21 @@ fn a_checkpoint_without_a_manifest_is_none() {
     assert_eq!(damage(&folder), ["tundish.json"]);
     // One of a kind of checksum that there is not.
     let other = body.replacen("crc64nvme:", "md5:", 1);
-    fs::write(folder.join("tundish.json"), seal(&format!("{other}}}")).unwrap()).unwrap();
+    fs::write(folder.join("tundish.json"), add_manifest_checksum(&format!("{other}}}")).unwrap()).unwrap();
     assert_eq!(damage(&folder), ["model.safetensors"]);
     let missing = verify(&folder.join("missing")).unwrap_err();
     assert!(matches!(missing, CommitError::NoSuchCheckpoint { .. }), "{missing}");
 }
 
 #[test]
-fn a_file_without_a_checksum_is_judged_by_its_size() {
+fn a_file_without_a_checksum_is_compared_by_size() {
     let parent = tempfile::tempdir().unwrap();
     let folder = parent.path().join("dcp-1");
     fs::create_dir(&folder).unwrap();
     fs::write(folder.join("file"), b"12345").unwrap();
     let manifest = r#"{"format_version": 1, "kind": "dcp", "step": 1, "files": [{"name": "file", "size": 5}]}"#;
-    fs::write(folder.join("tundish.json"), seal(manifest).unwrap()).unwrap();
-    // And whoever verifies it is told.
+    fs::write(folder.join("tundish.json"), add_manifest_checksum(manifest).unwrap()).unwrap();
+    // Verification reports it.
     assert_eq!(verify(&folder).unwrap(), ["file"]);
     fs::write(folder.join("file"), b"12354").unwrap();
     assert_eq!(verify(&folder).unwrap(), ["file"]);
@@ -249,14 +217,14 @@ fn a_file_without_a_checksum_is_judged_by_its_size() {
 }
 
 #[test]
-fn an_interrupted_verification_says_so() {
+fn an_interrupted_verification_reports_that() {
     let (_parent, folder) = checkpoint();
     let error = verify_checkpoint(&folder, &mut |_, _| ControlFlow::Break(())).unwrap_err();
     assert!(matches!(error, CommitError::Interrupted { .. }), "{error}");
 }
 
 #[test]
-fn files_of_others_are_summed_and_made_durable() {
+fn foreign_files_are_summed_and_made_durable() {
     let folder = tempfile::tempdir().unwrap();
     let mut go_on = |_, _| ControlFlow::Continue(());
     for length in [0, 1, 4096, 8 << 20, (17 << 20) + 3] {
@@ -275,7 +243,7 @@ fn files_of_others_are_summed_and_made_durable() {
 }
 
 #[test]
-fn a_sidecar_takes_the_place_of_nothing() {
+fn a_small_file_replaces_nothing() {
     let folder = tempfile::tempdir().unwrap();
     write_small_file(folder.path(), "a/config.json", b"{}").unwrap();
     assert_eq!(fs::read(folder.path().join("a/config.json")).unwrap(), b"{}");

@@ -42,14 +42,23 @@ mod _native {
     }
 
     #[pymodule_export]
-    use super::checkpoint::root::{
-        CheckpointReadLock, CheckpointRoot, ReadonlyCheckpointRoot, open_checkpoints_readonly,
+    use super::checkpoint::checkpoint_files::{
+        FileMetadata, add_manifest_checksum, checksum_file, sweep_writer_slots, verify_checkpoint, write_small_file,
     };
     #[pymodule_export]
-    use super::checkpoint::shards::{
-        FileImage, FileMetadata, ShardWriter, TensorCopy, TensorSpans, add_manifest_checksum, checksum_file,
-        staging_stats, sweep_writer_slots, trim_staging, verify_checkpoint, write_small_file,
-    };
+    use super::checkpoint::checkpoint_root::CheckpointRoot;
+    #[pymodule_export]
+    use super::checkpoint::file_image::{FileImage, staging_stats, trim_staging};
+    #[pymodule_export]
+    use super::checkpoint::read_lock::CheckpointReadLock;
+    #[pymodule_export]
+    use super::checkpoint::readonly_root::{ReadonlyCheckpointRoot, open_checkpoints_readonly};
+    #[pymodule_export]
+    use super::checkpoint::shard_writer::ShardWriter;
+    #[pymodule_export]
+    use super::checkpoint::tensor_copy::TensorCopy;
+    #[pymodule_export]
+    use super::checkpoint::tensor_spans::TensorSpans;
     #[pymodule_export]
     use super::new_folder::{NewFolder, replace_file};
     #[pymodule_export]

@@ -1,7 +1,7 @@
-//! Binds `tundish-commit`.
+//! [`NewFolder`] and [`replace_file`]: durable folders and files.
 //!
-//! What always holds: bytes of a buffer are read by the system alone, in the call that hands them over, so that whoever
-//! writes to them meanwhile spoils their file and nothing else.
+//! Invariant: only the system reads the bytes of a buffer, within the call that passes them. Somebody who writes to them
+//! meanwhile spoils the file and nothing else.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -26,9 +26,9 @@ pub(crate) fn replace_file(py: Python<'_>, target: PathBuf, contents: &[u8]) -> 
     enter(py, None, |_| Ok(tundish_commit::replace_file(&target, contents)?))
 }
 
-/// A folder that is written piece by piece and appears as `target`, whole and durable, when it is published.
+/// A folder that is written in pieces and appears as `target`, whole and durable, when it is published.
 ///
-/// One that is abandoned, let go of, or left by a process that was killed never appears.
+/// A folder that is abandoned, dropped, or left by a killed process never appears.
 #[pyclass(frozen)]
 pub(crate) struct NewFolder {
     writing: Mutex<Option<Writing>>,
@@ -50,7 +50,7 @@ impl NewFolder {
         })
     }
 
-    /// Write the bytes of a buffer, which lie one after the other, at the end of the file `name`.
+    /// Append the bytes of a contiguous buffer to the file `name`.
     fn append(&self, py: Python<'_>, name: &str, contents: PyBuffer<u8>) -> PyResult<()> {
         if !contents.is_c_contiguous() {
             return Err(BindingError::Value(format!("the bytes for {name} do not lie one after the other")).into());

@@ -1,53 +1,50 @@
-//! Who waits for whom in a root.
+//! The locks of an open root.
 //!
-//! To make something durable may take a disk seconds, in a network file system that others load even more, and the
-//! thread that trains is not to wait for that. So there are three locks, taken in this order:
+//! An fsync may take seconds, and the thread that trains must not wait for one. So there are three locks, taken in
+//! this order:
 //!
-//! 1. `changes`: who publishes, removes, replaces, gives up, sets aside or closes holds it from the first look to the
-//!    last fsync. Two of them never interleave: the registry and the pointers are written in the order of what they
-//!    record. The root is made durable under it alone, since a failed fsync is told but once: it has to reach who made
-//!    the change.
-//! 2. `beginnings`: who begins a checkpoint holds it alone, and waits for no publication. What it changes is hidden and
-//!    has no part in what is visible; where it tries whether the folder to be replaced can be exchanged, it makes the
-//!    root durable and holds `changes` as well. Who gives an attempt up, or takes the root from its process, holds both;
-//!    who publishes takes the hidden name away under `changes` alone, since nobody begins what is an attempt still.
-//! 3. `state`: what is known, held through no call of the disk. A copy of it is looked at outside of the lock, and what
-//!    was found of a checkpoint is noted only where the state still has that very one.
+//! 1. `publish_lock`: publish, remove, abandon, discard and close hold it from the first look to the last fsync. So
+//!    the registry and the links are written in the order of what they record. Only its holder makes the root durable,
+//!    because a failed fsync is reported once and must reach the change it belongs to.
+//! 2. `begin_lock`: beginning a checkpoint takes it alone and waits for no publication. What it changes is hidden.
+//!    Where it tests whether two folders can be exchanged, it makes the root durable and holds `publish_lock` too.
+//!    Abandoning a checkpoint and closing the root hold both.
+//! 3. `state`: what is known, held during no disk call. Callers copy it, look at the disk without the lock, and then
+//!    change only the entry that they looked at.
 //!
-//! So a reader of the state finds a checkpoint published when it is durable and recorded, and not before; one that is
-//! being replaced is not counted from the exchange until the new one is; one that is being removed is not counted from
-//! before it leaves the registry, and can be protected no longer. What is being published is an attempt until its hidden
-//! name is free again: nobody begins the same step, or a lower one, meanwhile.
+//! So the state lists a checkpoint as published when it is durable and recorded. A checkpoint that is being replaced is
+//! not listed from the exchange until the new one is. One that is being removed is not listed from before it leaves the
+//! registry, and can no longer be protected. A checkpoint that is being published stays in progress until its hidden
+//! name is free again; nobody begins the same or a lower step meanwhile.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::directory::Directory;
-use super::{Root, State};
+use super::checkpoint_root::{Root, State};
+use super::contents::Directory;
 use crate::disk::Disk;
 use crate::error::CommitError;
 
 impl<D: Disk + Clone + 'static> Root<D> {
-    /// The right to change what is visible.
+    /// Locks changes of what is visible.
     ///
     /// # Errors
     /// As [`state`](Root::state).
-    pub(super) fn changes(&self) -> Result<MutexGuard<'_, ()>, CommitError> {
-        self.locked(&self.changes)
+    pub(super) fn publish_lock(&self) -> Result<MutexGuard<'_, ()>, CommitError> {
+        self.locked(&self.publish_lock)
     }
 
-    /// The right to begin a checkpoint.
+    /// Locks the beginning of checkpoints.
     ///
     /// # Errors
     /// As [`state`](Root::state).
-    pub(super) fn beginnings(&self) -> Result<MutexGuard<'_, ()>, CommitError> {
-        self.locked(&self.beginnings)
+    pub(super) fn begin_lock(&self) -> Result<MutexGuard<'_, ()>, CommitError> {
+        self.locked(&self.begin_lock)
     }
 
-    /// What is known.
+    /// Locks what is known.
     ///
     /// # Errors
-    /// [`CommitError::RootLost`] in a child made by `fork`, which may find the lock held by a thread that it
-    /// does not have.
+    /// [`CommitError::RootLost`] in a child made by `fork`: a thread that it does not have may hold the lock.
     pub(super) fn state(&self) -> Result<MutexGuard<'_, State<D>>, CommitError> {
         self.locked(&self.state)
     }
@@ -63,17 +60,16 @@ impl<D: Disk + Clone + 'static> Root<D> {
         CommitError::RootLost { path: self.root.path.clone(), reason: reason.to_owned() }
     }
 
-    /// Makes sure that the root is still this process's, and where it was: for who is about to change it, and holds the
-    /// right to.
+    /// Checks that the root still belongs to this process and is where it was, before a change.
     ///
     /// # Errors
     /// [`CommitError::RootLost`].
     pub(super) fn check_owned(&self) -> Result<(), CommitError> {
-        let (owner, is_discarding) = {
+        let (writer_lock, is_discarding) = {
             let state = self.state()?;
-            (state.owner.clone(), state.is_discarding)
+            (state.writer_lock.clone(), state.is_discarding)
         };
-        owner.ok_or_else(|| self.lost("it was closed"))?.check(&self.root)?;
+        writer_lock.ok_or_else(|| self.lost("it was closed"))?.check(&self.root)?;
         if is_discarding {
             return Err(self.lost("setting checkpoints aside failed on the way: open it again"));
         }
@@ -85,20 +81,20 @@ impl<D: Disk + Clone + 'static> Root<D> {
         Ok(())
     }
 
-    /// Lets go of the root; what is being written is left to the next owner to remove.
+    /// Releases the root. The next owner removes what is still being written.
     pub fn close(&self) {
-        // A copy in a child made by `fork` has nothing to let go of.
-        let Ok(changes) = self.changes() else { return };
-        let Ok(beginnings) = self.beginnings() else { return };
+        // A copy in a child made by `fork` has nothing to release.
+        let Ok(publish_lock) = self.publish_lock() else { return };
+        let Ok(begin_lock) = self.begin_lock() else { return };
         let Ok(mut state) = self.state() else { return };
-        let owner = state.owner.take();
-        // With their locks, by which the next owner would take them for somebody's who still writes.
-        state.attempts.clear();
+        let writer_lock = state.writer_lock.take();
+        // This drops the locks on their folders, which the next owner would take for those of live writers.
+        state.in_progress.clear();
         drop(state);
-        drop(beginnings);
-        drop(changes);
-        // The last: who changes the root has it no longer than the locks. Outside of them: it waits for the heart.
-        debug_assert!(owner.as_ref().is_none_or(|owner| Arc::strong_count(owner) == 1));
-        drop(owner);
+        drop(begin_lock);
+        drop(publish_lock);
+        debug_assert!(writer_lock.as_ref().is_none_or(|lock| Arc::strong_count(lock) == 1));
+        // Last, and without the locks: it waits for the heartbeat to end.
+        drop(writer_lock);
     }
 }

@@ -1,13 +1,13 @@
-//! The memory that images are made of, kept for the next ones.
+//! The memory of file images, kept for the next ones.
 //!
-//! It owns every range that is not part of an image. What always holds:
+//! Invariants:
 //!
-//! 1. What is in use and what is kept together never exceed the most that was ever in use at once. So a save takes
-//!    no more memory than its images, rounded up (see [`capacity_of`]).
-//! 2. Free ranges are disjoint, none is empty, and no two of them touch: neighbours are one range. An image is cut
-//!    from the smallest range that holds it, so that images of any sizes make use of what others left.
-//! 3. An arena is used only by the process that made it. A child made by `fork` makes its own: it may have inherited
-//!    a lock held by a thread that it does not have. Arenas are never freed, and there is one a process.
+//! 1. Memory in use and cached memory together never exceed the most that was ever in use at once. So a save takes no
+//!    more memory than its images, rounded up (see [`capacity_of`]).
+//! 2. Free ranges are disjoint and not empty; adjacent ones are merged. An image is cut from the smallest range that
+//!    holds it, so that images of other sizes reuse the memory.
+//! 3. Only the process that made an arena uses it. A child made by `fork` makes its own, because a thread that it does
+//!    not have may hold the inherited lock. Arenas are never freed.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::memory::{self, HUGE_PAGE};
+use super::mapped_memory::{self, HUGE_PAGE};
 
 /// From this size on images are whole huge pages, which adds at most one part in 32.
 const WHOLE_HUGE_PAGES: usize = 32 * HUGE_PAGE;
@@ -24,11 +24,11 @@ const WHOLE_HUGE_PAGES: usize = 32 * HUGE_PAGE;
 /// Bytes of staging memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StagingStats {
-    /// In images.
+    /// Bytes in images.
     pub in_use: usize,
-    /// Given back, and kept for the next images.
+    /// Bytes kept for the next images.
     pub cached: usize,
-    /// The most that both ever were together.
+    /// The largest sum of both so far.
     pub peak: usize,
 }
 
@@ -37,13 +37,12 @@ pub fn staging_stats() -> StagingStats {
     Arena::of_process().lock().stats
 }
 
-/// Gives all memory that no image uses back to the operating system; returns how many bytes.
+/// Returns all cached memory to the operating system, and its size in bytes.
 pub fn trim_staging() -> usize {
     Arena::of_process().trim()
 }
 
-/// The bytes that an image of `size` takes: whole pages, and whole huge pages where that adds little. `None` where
-/// there is no such number.
+/// The bytes that an image of `size` takes: whole pages, and whole huge pages where that adds little. `None` on overflow.
 pub(super) fn capacity_of(size: usize) -> Option<usize> {
     let unit = if size >= WHOLE_HUGE_PAGES { HUGE_PAGE } else { rustix::param::page_size() };
     size.checked_next_multiple_of(unit)
@@ -53,56 +52,47 @@ pub(super) fn capacity_of(size: usize) -> Option<usize> {
 pub(super) struct Arena {
     process: u32,
     state: Mutex<State>,
-    next: AtomicPtr<Arena>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// By address: the start and the length of each.
+    /// By address: start and length of each.
     free: BTreeMap<usize, (Range, usize)>,
     stats: StagingStats,
 }
 
-/// The start of a range, which its owner alone uses.
+/// The start of a free range.
 #[derive(Clone, Copy, Debug)]
 struct Range(NonNull<u8>);
 
-// SAFETY: whoever holds the range is the only one to use it, on whichever thread.
+// SAFETY: only the holder of a range uses it, on any thread.
 unsafe impl Send for Range {}
 
-static FIRST: AtomicPtr<Arena> = AtomicPtr::new(ptr::null_mut());
+static ARENA: AtomicPtr<Arena> = AtomicPtr::new(ptr::null_mut());
 
 impl Arena {
     pub(super) fn of_process() -> &'static Arena {
-        let process = process::id();
-        let mut link = &FIRST;
         loop {
-            let mut arena = link.load(Ordering::Acquire);
-            if arena.is_null() {
-                let fresh = Box::into_raw(Box::new(Arena::new()));
-                arena = match link.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
-                    Ok(_) => fresh,
-                    Err(first) => {
-                        // SAFETY: made by `Box::into_raw` above, and never published.
-                        drop(unsafe { Box::from_raw(fresh) });
-                        first
-                    }
-                };
-            }
-            // SAFETY: not null, made by `Box::into_raw`, published with release ordering and never freed.
-            let arena: &'static Arena = unsafe { &*arena };
-            if arena.process == process {
+            let current = ARENA.load(Ordering::Acquire);
+            // SAFETY: null, or made by `Box::into_raw`, published with release ordering and never freed.
+            if let Some(arena) = unsafe { current.as_ref() }
+                && arena.process == process::id()
+            {
                 return arena;
             }
-            link = &arena.next;
+            let fresh = Box::into_raw(Box::new(Arena::new()));
+            if ARENA.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire).is_err() {
+                // SAFETY: made by `Box::into_raw` above, and never published.
+                drop(unsafe { Box::from_raw(fresh) });
+            }
         }
     }
 
     fn new() -> Self {
-        Arena { process: process::id(), state: Mutex::default(), next: AtomicPtr::default() }
+        Arena { process: process::id(), state: Mutex::default() }
     }
 
-    /// A range of `capacity` bytes, a multiple of the page size, kept or fresh; `None` where there is no room.
+    /// A cached or fresh range of `capacity` bytes, a multiple of the page size; `None` without memory.
     pub(super) fn take(&self, capacity: usize) -> Option<NonNull<u8>> {
         if capacity == 0 {
             return Some(NonNull::dangling());
@@ -114,13 +104,14 @@ impl Arena {
         let released = state.make_room(capacity)?;
         drop(state);
         unmap(&released);
-        // A limit on the address space counts what is kept, too.
-        let start = memory::map(capacity).or_else(|| (self.trim() > 0).then(|| memory::map(capacity)).flatten());
+        // A limit on the address space counts cached memory too.
+        let start =
+            mapped_memory::map(capacity).or_else(|| (self.trim() > 0).then(|| mapped_memory::map(capacity)).flatten());
         self.lock().took(capacity, start.is_some());
         start
     }
 
-    /// Gives all free ranges back to the operating system; returns how many bytes.
+    /// Returns all free ranges to the operating system, and their size in bytes.
     fn trim(&self) -> usize {
         let released = self.lock().release_down_to(0);
         unmap(&released);
@@ -130,7 +121,7 @@ impl Arena {
     /// Takes back what [`take`](Arena::take) gave.
     ///
     /// # Safety
-    /// The range came from this arena and nobody uses it any more.
+    /// The range came from this arena, and nothing uses it.
     pub(super) unsafe fn give_back(&self, start: NonNull<u8>, capacity: usize) {
         if capacity == 0 {
             return;
@@ -138,8 +129,8 @@ impl Arena {
         if self.process == process::id() {
             self.lock().give_back(start, capacity);
         } else {
-            // SAFETY: the caller's promise; in a child the range is the child's own, and its arena another.
-            unsafe { memory::unmap(start, capacity) };
+            // SAFETY: the caller's promise. In a child made by `fork` the range is the child's own, and its arena another.
+            unsafe { mapped_memory::unmap(start, capacity) };
         }
     }
 
@@ -148,11 +139,11 @@ impl Arena {
     }
 }
 
-/// Gives free ranges back to the operating system: without the lock, since it takes milliseconds a gigabyte.
+/// Returns ranges to the operating system, without the lock, since it takes milliseconds a gigabyte.
 fn unmap(ranges: &[(Range, usize)]) {
     for &(range, length) in ranges {
-        // SAFETY: the range was free, and was taken off the list.
-        unsafe { memory::unmap(range.0, length) };
+        // SAFETY: the range was free and is no longer listed.
+        unsafe { mapped_memory::unmap(range.0, length) };
     }
 }
 
@@ -172,8 +163,7 @@ impl State {
         Some(range.0)
     }
 
-    /// Counts a fresh image in, and takes off the list what must go for invariant 1; [`took`](State::took) says what
-    /// came of it.
+    /// Counts a fresh image, and takes ranges off the list to keep invariant 1. [`took`](State::took) follows.
     fn make_room(&mut self, capacity: usize) -> Option<Vec<(Range, usize)>> {
         self.stats.in_use = self.stats.in_use.checked_add(capacity)?;
         let most = self.stats.peak.max(self.stats.in_use);
@@ -206,7 +196,7 @@ impl State {
         }
     }
 
-    /// Takes free ranges off the list, the smallest first, until at most `bytes` are kept.
+    /// Takes free ranges off the list, the smallest first, until at most `bytes` are cached.
     fn release_down_to(&mut self, bytes: usize) -> Vec<(Range, usize)> {
         let mut released = Vec::new();
         while self.stats.cached > bytes {
@@ -242,12 +232,12 @@ mod tests {
     }
 
     fn fill(image: &FileImage, mark: u8) {
-        // SAFETY: the image's own bytes, which nobody else looks at.
+        // SAFETY: only this test uses the bytes of the image.
         unsafe { image.as_ptr().write_bytes(mark, image.size()) };
     }
 
     impl State {
-        /// Invariant 2, and that the numbers are those of the ranges.
+        /// Checks invariant 2 and the statistics.
         fn check(&self) {
             let mut end = 0;
             for (&address, &(range, length)) in &self.free {
@@ -273,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_kept_for_the_next_image_and_given_back_when_asked() {
+    fn memory_is_cached_for_the_next_image_until_it_is_trimmed() {
         let arena = new_arena();
         let first = image(arena, 5 << 20);
         let address = first.as_ptr();
@@ -290,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn images_of_other_sizes_use_what_is_kept() {
+    fn images_of_other_sizes_use_cached_memory() {
         let arena = new_arena();
         drop(image(arena, 12 << 20));
         let parts: Vec<_> = [5 << 20, 4 << 20, 3 << 20].map(|size| image(arena, size)).into();
@@ -302,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_given_back_before_fresh_memory_is_taken() {
+    fn memory_that_does_not_fit_is_released_before_fresh_memory_is_taken() {
         let arena = new_arena();
         drop(image(arena, 4 << 20));
         let larger = image(arena, 5 << 20);
@@ -311,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_that_cannot_be_is_refused_with_its_size() {
+    fn an_impossible_image_is_refused_with_its_size() {
         for size in [usize::MAX, isize::MAX as usize, 1 << 60] {
             let error = FileImage::in_arena(new_arena(), size).unwrap_err();
             assert_eq!(error.size, size);

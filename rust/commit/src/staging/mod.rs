@@ -1,11 +1,11 @@
-//! Staging memory: where the bytes of a file wait until they are on the disk.
+//! Staging memory: holds the bytes of files until they are on the disk.
 //!
-//! An [`FileImage`] is one file as it will lie on the disk. Its memory comes from the arena of its process, which keeps
-//! what is given back, because fresh pages cost fifteen to twenty times a copy into warm ones.
+//! A [`FileImage`] is the memory of one file, laid out as the file. An arena keeps freed memory for the next save, because
+//! fresh pages cost fifteen to twenty times a copy into warm ones.
 
 mod arena;
-mod image;
-mod memory;
+mod file_image;
+mod mapped_memory;
 
 pub use arena::{StagingStats, staging_stats, trim_staging};
-pub use image::{FileImage, OutOfMemory};
+pub use file_image::{FileImage, OutOfMemory};

@@ -58,7 +58,7 @@ fn every_sync_is_missed() {
     assert!(found.len() > 25);
 }
 
-/// The names of what is set aside and that of the intent are durable for whoever saves next; here nobody does. Where
+/// The names of what is set aside and that of the intent are durable for the next save; here there is none. Where
 /// the killed owner had come so far that nothing was left to set aside, nothing is to be made durable. And whatever the
 /// writer does for the folders, who publishes does it again: writers on other machines cannot do it for him.
 const NOT_MISSED: [&str; 4] = [

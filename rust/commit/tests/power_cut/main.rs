@@ -1,11 +1,11 @@
-//! The power of a machine is cut, at every point of a root's life, on a model of its disk.
+//! Power cuts at every point of a root's life, on a model of its disk.
 //!
 //! The method is that of "All File Systems Are Not Created Equal" (Pillai et al., OSDI 2014): a run of the real
 //! protocol is logged, every prefix of the log is taken with all that a file system may make of what was not synced,
 //! and the real recovery has to make the old or the new state of it, bit by bit.
 
 mod broken;
-#[path = "../common/mod.rs"]
+#[path = "../support/common/mod.rs"]
 mod common;
 mod losses;
 mod model;
@@ -110,7 +110,7 @@ fn cut_in_recovery(disk: &ModelDisk, what: String, allowed: &[&State]) -> Result
 }
 
 #[test]
-fn whatever_is_lost_the_old_or_the_new_state_is_there_and_life_goes_on() {
+fn after_any_power_cut_the_old_or_the_new_state_is_there() {
     let run = life();
     let world = run.disk.world().clone();
     let mut states = 0;
@@ -137,7 +137,7 @@ fn whatever_is_lost_the_old_or_the_new_state_is_there_and_life_goes_on() {
 }
 
 #[test]
-fn a_recovery_may_lose_its_power_too() {
+fn a_recovery_survives_a_power_cut() {
     let run = life();
     let world = run.disk.world().clone();
     let every = if is_soak() { 5 } else { 25 };
@@ -158,7 +158,7 @@ fn a_recovery_may_lose_its_power_too() {
 }
 
 #[test]
-fn the_power_may_go_while_the_root_of_a_killed_process_is_recovered() {
+fn a_recovery_after_a_kill_survives_a_power_cut() {
     let run = life();
     let world = run.disk.world().clone();
     let mut states = 0;

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::io::Errno;
 use tundish_commit::CommitError;
-use tundish_commit::disk::{Disk, EntryKind, Listed, Lock, Sharing, Status};
+use tundish_commit::disk::{Disk, EntryKind, Lock, Sharing, Status};
 
 pub const ROOT: &str = "/model/root";
 
@@ -253,17 +253,6 @@ impl Disk for ModelDisk {
         self.call(path, |world| Ok(world.names(*folder).keys().cloned().collect()))
     }
 
-    fn list_with_numbers(&self, folder: &Number, path: &Path) -> Result<Vec<Listed>, CommitError> {
-        self.call(path, |world| {
-            let is_folder = |number: usize| matches!(*world.nodes[number], Node::Folder(_));
-            let listed = world.names(*folder).iter().map(|(name, &number)| {
-                let told = is_folder(number).then_some(number as u64);
-                Listed { name: name.clone(), number: told }
-            });
-            Ok(listed.collect())
-        })
-    }
-
     fn look_at(&self, folder: &Number, name: &OsStr, path: &Path) -> Result<Option<Status>, CommitError> {
         self.call(path, |world| Ok(world.find(*folder, name).ok().map(|number| world.status(number))))
     }
@@ -305,7 +294,7 @@ impl Disk for ModelDisk {
         true
     }
 
-    // The machine starts anew: whoever held a lock is gone.
+    // The machine starts again: no lock is held.
 
     fn lock_folder(&self, _folder: &Number, _sharing: Sharing, _path: &Path) -> Result<Lock, CommitError> {
         Ok(Lock::Taken)

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tundish_commit::disk::Disk;
-use tundish_commit::root::{Identity, Opening, Root, Timing};
+use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, Root};
 use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::{CommitError, Kind};
 
@@ -83,7 +83,7 @@ pub fn manifest(kind: Kind, step: u64, version: Version) -> String {
 
 pub fn open(disk: &ModelDisk) -> Result<Root<ModelDisk>, CommitError> {
     let never = Duration::from_secs(1 << 20);
-    let identity = Identity {
+    let identity = ProcessIdentity {
         host: "model".into(),
         boot_id: String::new(),
         pid_space: String::new(),
@@ -91,7 +91,7 @@ pub fn open(disk: &ModelDisk) -> Result<Root<ModelDisk>, CommitError> {
         started: 0,
         program: String::new(),
     };
-    let opening = Opening { identity, timing: Timing { beat: never, stale: never }, wait: Duration::ZERO };
+    let opening = OpenOptions { identity, timing: HeartbeatTiming { beat: never, stale: never }, wait: Duration::ZERO };
     Root::open(disk.clone(), Path::new(ROOT), opening, &mut || Ok(()))
 }
 

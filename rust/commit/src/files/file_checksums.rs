@@ -1,0 +1,159 @@
+//! Reads files completely to compute their checksums.
+//!
+//! Several threads read through the page cache, because a verified checkpoint is mostly loaded next.
+
+use std::ffi::OsStr;
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::Duration;
+
+use crate::checksum::Checksum;
+use crate::disk::Disk;
+use crate::error::CommitError;
+use crate::files::file_progress::FileProgress;
+
+/// Bytes of a file that one thread reads at a time.
+const PIECE: u64 = 8 << 20;
+
+/// Bytes of one read: few enough to be summed in the processor's cache.
+const BUFFER: usize = 1 << 20;
+
+/// More threads were not faster on any disk measured.
+const MOST_THREADS: usize = 8;
+
+/// Between two calls of `go_on`.
+const INTERVAL: Duration = Duration::from_millis(20);
+
+/// A file to read, of `size` bytes: the name `leaf` in an open folder.
+pub(crate) struct Source<'a, D: Disk> {
+    pub(crate) folder: &'a D::Folder,
+    pub(crate) leaf: &'a OsStr,
+    pub(crate) path: &'a Path,
+    pub(crate) size: u64,
+}
+
+/// Why a file has no checksum.
+#[derive(Debug)]
+pub(crate) enum Unread {
+    /// It is shorter than its size says.
+    Short,
+    Failed(CommitError),
+}
+
+struct Piece {
+    source: usize,
+    offset: u64,
+    length: u64,
+    outcome: Result<Checksum, Unread>,
+}
+
+/// The checksum of each source. Calls `go_on` now and then with the bytes read and the bytes in total.
+///
+/// # Errors
+/// [`CommitError::Interrupted`] at `path`; [`CommitError::Io`] where no thread can be started.
+pub(crate) fn checksums<D: Disk>(
+    disk: &D,
+    sources: &[Source<'_, D>],
+    path: &Path,
+    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+) -> Result<Vec<Result<Checksum, Unread>>, CommitError> {
+    let pieces: Vec<(usize, u64)> = sources
+        .iter()
+        .enumerate()
+        .flat_map(|(source, Source { size, .. })| (0..size.div_ceil(PIECE)).map(move |piece| (source, piece * PIECE)))
+        .collect();
+    let work = Work { disk, sources, pieces, next: AtomicUsize::new(0), stopped: AtomicBool::new(false) };
+    thread::scope(|scope| {
+        let (send, receive) = mpsc::channel();
+        let available = thread::available_parallelism().map_or(1, usize::from);
+        for number in 0..available.min(MOST_THREADS).min(work.pieces.len()) {
+            let (work, send) = (&work, send.clone());
+            let thread = thread::Builder::new().name(format!("tundish-read-{number}"));
+            if let Err(source) = thread.spawn_scoped(scope, move || work.run(&send))
+                && number == 0
+            {
+                let operation = "start a thread that reads in";
+                return Err(CommitError::Io { operation, path: path.to_path_buf(), source });
+            }
+        }
+        drop(send);
+        work.gather(&receive, path, go_on)
+    })
+}
+
+struct Work<'a, D: Disk> {
+    disk: &'a D,
+    sources: &'a [Source<'a, D>],
+    /// Source and offset of each.
+    pieces: Vec<(usize, u64)>,
+    next: AtomicUsize,
+    stopped: AtomicBool,
+}
+
+impl<D: Disk> Work<'_, D> {
+    /// Runs one thread.
+    fn run(&self, send: &Sender<Piece>) {
+        let mut buffer = vec![0; BUFFER];
+        while !self.stopped.load(Ordering::Relaxed)
+            && let Some(&(source, offset)) = self.pieces.get(self.next.fetch_add(1, Ordering::Relaxed))
+        {
+            let length = PIECE.min(self.sources[source].size - offset);
+            let outcome = self.read(source, offset, length, &mut buffer);
+            if send.send(Piece { source, offset, length, outcome }).is_err() {
+                return;
+            }
+        }
+    }
+
+    fn read(&self, source: usize, offset: u64, length: u64, buffer: &mut [u8]) -> Result<Checksum, Unread> {
+        let Source { folder, leaf, path, .. } = &self.sources[source];
+        // Opened for each piece: there may be more files than descriptors.
+        let file = self.disk.open_file(folder, leaf, path).map_err(Unread::Failed)?;
+        let mut checksum = Checksum::EMPTY;
+        let mut done = 0;
+        while done < length && !self.stopped.load(Ordering::Relaxed) {
+            let wanted = buffer.len().min(usize::try_from(length - done).unwrap_or(usize::MAX));
+            let read = self.disk.read_at(&file, offset + done, &mut buffer[..wanted], path).map_err(Unread::Failed)?;
+            if read == 0 {
+                return Err(Unread::Short);
+            }
+            checksum = checksum.then(Checksum::of(&buffer[..read]), read as u64);
+            done += read as u64;
+        }
+        Ok(checksum)
+    }
+
+    fn gather(
+        &self,
+        receive: &mpsc::Receiver<Piece>,
+        path: &Path,
+        go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+    ) -> Result<Vec<Result<Checksum, Unread>>, CommitError> {
+        let mut files: Vec<Result<FileProgress, Unread>> =
+            self.sources.iter().map(|source| Ok(FileProgress::new(source.size))).collect();
+        let total = self.sources.iter().map(|source| source.size).sum();
+        let mut read = 0;
+        loop {
+            match receive.recv_timeout(INTERVAL) {
+                Ok(Piece { source, offset, length, outcome }) => {
+                    read += length;
+                    match (&mut files[source], outcome) {
+                        (Ok(progress), Ok(checksum)) => progress.sum(offset, length, checksum),
+                        (file @ Ok(_), Err(unread)) => *file = Err(unread),
+                        (Err(_), _) => {}
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+            if go_on(read, total).is_break() {
+                self.stopped.store(true, Ordering::Relaxed);
+                return Err(CommitError::Interrupted { path: path.to_path_buf() });
+            }
+        }
+        Ok(files.into_iter().map(|file| file.map(|progress| progress.checksum())).collect())
+    }
+}

@@ -1,0 +1,70 @@
+//! Checkpoint files that no shard writer writes: small ones, and files that another program wrote.
+
+use std::ops::ControlFlow;
+use std::path::Path;
+
+use rustix::io::Errno;
+
+use crate::checksum::Checksum;
+use crate::disk::{self, Disk, EntryKind, RealDisk};
+use crate::error::CommitError;
+use crate::files::file_checksums::{self, Source, Unread};
+use crate::files::folder_tree::FolderTree;
+use crate::files::writeback::WINDOW;
+use crate::manifest::FileMetadata;
+use crate::names;
+
+/// Writes `bytes` as the new file `name`, relative to `folder`, and makes it and the folders it lies in durable.
+///
+/// Missing inner folders are created. Modes are those that the umask leaves.
+///
+/// # Errors
+/// [`CommitError::InvalidWrite`] for an invalid file name, [`CommitError::FileExists`],
+/// [`CommitError::ParentMissing`] and [`CommitError::Io`].
+pub fn write_small_file(folder: impl AsRef<Path>, name: &str, bytes: &[u8]) -> Result<FileMetadata, CommitError> {
+    let disk = RealDisk;
+    let (tree, places) = FolderTree::make(&disk, folder.as_ref(), std::iter::once(name))?;
+    for place in &places {
+        let file = tree.create(&disk, place)?;
+        disk::write_all(&disk, &file, 0, bytes, &place.path, WINDOW as usize, |_| Ok(()))?;
+        disk.fsync(&file, &place.path)?;
+    }
+    tree.fsync(&disk)?;
+    Ok(FileMetadata { name: name.to_owned(), size: bytes.len() as u64, checksum: Some(Checksum::of(bytes)) })
+}
+
+/// Makes a file that another program wrote durable, with its name, and computes its checksum. The name in the metadata is
+/// the last part of `path`. `go_on` is called now and then with the bytes read and the bytes in total.
+///
+/// # Errors
+/// [`CommitError::InvalidName`]; [`CommitError::Io`], also for anything but a regular file (`EINVAL`) and for one that
+/// becomes shorter meanwhile (`ESTALE`); [`CommitError::Interrupted`].
+pub fn checksum_file(
+    path: impl AsRef<Path>,
+    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+) -> Result<FileMetadata, CommitError> {
+    let disk = RealDisk;
+    let path = path.as_ref();
+    let (parent_path, leaf) = names::split(path)?;
+    let Some(name) = leaf.to_str() else {
+        let reason = "its name is not UTF-8";
+        return Err(CommitError::InvalidName { path: path.to_path_buf(), reason });
+    };
+    let parent = disk.open_path(&parent_path)?;
+    let file = disk.open_file(&parent, &leaf, path)?;
+    let status = disk.file_status(&file, path)?;
+    if status.kind != EntryKind::File {
+        return Err(CommitError::io("read as a file of a checkpoint", path, Errno::INVAL));
+    }
+    disk.fsync(&file, path)?;
+    disk.fsync_folder(&parent, &parent_path)?;
+    let sources = [Source { folder: &parent, leaf: &leaf, path, size: status.size }];
+    let mut checksum = Checksum::EMPTY;
+    for outcome in file_checksums::checksums(&disk, &sources, path, go_on)? {
+        checksum = outcome.map_err(|unread| match unread {
+            Unread::Short => CommitError::io("read to its end", path, Errno::STALE),
+            Unread::Failed(error) => error,
+        })?;
+    }
+    Ok(FileMetadata { name: name.to_owned(), size: status.size, checksum: Some(checksum) })
+}

@@ -1,0 +1,142 @@
+//! Removes the hidden folders that dead writers left.
+//!
+//! Invariants: only hidden folders of this user are candidates; each is removed only under the rules of `unfinished_folder.rs`;
+//! nothing outside them can be lost (see `remove_contents.rs`).
+
+use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use rustix::process::geteuid;
+
+use crate::disk::remove_contents::remove_contents;
+use crate::disk::{Disk, Lock, RealDisk, Sharing, absent_is_fine, leads_to};
+use crate::error::CommitError;
+use crate::folders::unfinished_folder;
+use crate::names;
+
+/// The result of a sweep.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct SweepReport {
+    /// Unfinished folders of dead writers, removed.
+    pub removed: Vec<PathBuf>,
+    /// Unfinished folders that stay: their writers live, or that is unknown.
+    pub live: Vec<PathBuf>,
+    /// Folders that could not be examined or removed. The next sweep tries again.
+    pub failed: Vec<CommitError>,
+}
+
+/// Removes the unfinished folders that dead writers left in `parent`, and nothing else.
+///
+/// [`Folder::create`](crate::Folder::create) does this too; call it to free space without writing a folder. Any number of
+/// processes may sweep at once.
+///
+/// # Errors
+/// When `parent` cannot be opened or listed. A folder that cannot be removed is listed in the report.
+pub fn sweep(parent: impl AsRef<Path>) -> Result<SweepReport, CommitError> {
+    let parent = parent.as_ref();
+    let directory = RealDisk.open_path(parent)?;
+    let mut report = SweepReport::default();
+    sweep_into(&directory, parent, &mut report)?;
+    Ok(report)
+}
+
+/// Sweeps an open parent; fails only when it cannot be listed.
+pub(crate) fn sweep_into(parent: &OwnedFd, path: &Path, report: &mut SweepReport) -> Result<(), CommitError> {
+    for name in RealDisk.list(parent, path)? {
+        let Some(tag) = names::tag_of(&name) else {
+            continue;
+        };
+        let folder = path.join(&name);
+        match sweep_one(parent, &name, tag, &folder) {
+            Ok(Fate::Removed) => report.removed.push(folder),
+            Ok(Fate::Live) => report.live.push(folder),
+            Ok(Fate::NotOurs) => {}
+            Err(error) => report.failed.push(error),
+        }
+    }
+    Ok(())
+}
+
+enum Fate {
+    Removed,
+    Live,
+    /// Not an unfinished folder of this user, or gone meanwhile.
+    NotOurs,
+}
+
+fn sweep_one(parent: &OwnedFd, name: &OsStr, tag: u32, path: &Path) -> Result<Fate, CommitError> {
+    let directory = match RealDisk.open_folder(parent, name, path) {
+        // Gone, a file, or a symbolic link (which Linux answers with either of the last two).
+        Err(error) if error.is(Errno::NOENT) || error.is(Errno::NOTDIR) || error.is(Errno::LOOP) => {
+            return Ok(Fate::NotOurs);
+        }
+        // Another user's folder may be closed to this one; this user's own should not be.
+        Err(error) if error.is(Errno::ACCESS) && !is_own(parent, name) => return Ok(Fate::NotOurs),
+        outcome => outcome?,
+    };
+    let status = RealDisk.folder_status(&directory, path)?;
+    let is_mount_point = status.device != RealDisk.folder_status(parent, path)?.device;
+    if status.user != geteuid().as_raw() || is_mount_point {
+        return Ok(Fate::NotOurs);
+    }
+    // Before the lock is taken: it must not be withheld from a writer of another machine even for an instant.
+    if !RealDisk.is_local(&directory) && Some(tag) != unfinished_folder::local_tag(parent, path)? {
+        return Ok(Fate::Live);
+    }
+    match RealDisk.lock_folder(&directory, Sharing::Exclusive, path) {
+        Ok(Lock::Taken) => {}
+        Ok(Lock::HeldByAnother | Lock::Unknown) | Err(_) => return Ok(Fate::Live),
+    }
+    if remove_locked(parent, name, &directory, path)? { Ok(Fate::Removed) } else { Ok(Fate::NotOurs) }
+}
+
+fn is_own(parent: &OwnedFd, name: &OsStr) -> bool {
+    let status = RealDisk.look_at(parent, name, Path::new(name));
+    matches!(status, Ok(Some(status)) if status.user == geteuid().as_raw())
+}
+
+/// Removes a hidden folder whose lock the caller holds. Returns `false`, and removes nothing, when the hidden name no
+/// longer leads to it.
+pub(crate) fn remove_locked(
+    parent: &OwnedFd,
+    name: &OsStr,
+    directory: &OwnedFd,
+    path: &Path,
+) -> Result<bool, CommitError> {
+    if !leads_to(&RealDisk, parent, name, directory, path)? {
+        return Ok(false);
+    }
+    remove_contents(&RealDisk, directory, path)?;
+    absent_is_fine(RealDisk.remove_folder(parent, name, path))?;
+    Ok(true)
+}
+
+#[cfg(test)]
+#[expect(clippy::disallowed_methods, reason = "the test plays the writer")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_published_while_it_was_being_swept_is_left_alone() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join(".plan.0000000000000001.incomplete");
+        std::fs::create_dir(&path).unwrap();
+        std::fs::write(path.join("file"), b"keep").unwrap();
+        let name = path.file_name().unwrap();
+        let parent_directory = RealDisk.open_path(parent.path()).unwrap();
+        let directory = RealDisk.open_folder(&parent_directory, name, &path).unwrap();
+        // Its writer publishes it and ends, between the sweeper's open and its lock.
+        let target = parent.path().join("plan");
+        std::fs::rename(&path, &target).unwrap();
+        assert_eq!(RealDisk.lock_folder(&directory, Sharing::Exclusive, &path).unwrap(), Lock::Taken);
+        assert!(!remove_locked(&parent_directory, name, &directory, &path).unwrap());
+        // Another folder under the old name is not the one that is locked either.
+        std::fs::create_dir(&path).unwrap();
+        assert!(!remove_locked(&parent_directory, name, &directory, &path).unwrap());
+        assert!(path.exists());
+        assert_eq!(std::fs::read(target.join("file")).unwrap(), b"keep");
+    }
+}

@@ -1,0 +1,71 @@
+//! The root as its owner holds it in memory.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use super::contents::{Checkpoints, Directory, Key, newest, root_names};
+use super::recovery::Recovery;
+use super::writer_lock::WriterLock;
+use crate::disk::{Disk, Status};
+use crate::manifest::Kind;
+
+/// A root that this process owns, and alone may change. Its methods may be called from several threads.
+pub struct Root<D: Disk + Clone + 'static> {
+    pub(super) root: Directory<D>,
+    pub(super) process: u32,
+    pub(super) recovered: Recovery,
+    /// Held while visible names change.
+    pub(super) publish_lock: Mutex<()>,
+    /// Held while the hidden name of an unfinished checkpoint is created or taken away.
+    pub(super) begin_lock: Mutex<()>,
+    /// Held for lookups in memory, never during a disk call; `discard_after` is the exception.
+    pub(super) state: Mutex<State<D>>,
+}
+
+pub(super) struct State<D: Disk + Clone + 'static> {
+    /// `None` once the root is closed.
+    pub(super) writer_lock: Option<Arc<WriterLock<D>>>,
+    /// Whole, durable, and recorded as far as the disk allowed.
+    pub(super) published: Checkpoints,
+    /// Visible or not, durable or not: a rename is under way, or the rename or the fsync after it failed.
+    pub(super) uncertain: BTreeSet<Key>,
+    /// Begun, and neither published nor abandoned yet.
+    pub(super) in_progress: BTreeMap<Key, InProgress<D>>,
+    /// Steps whose checkpoints are not removed.
+    pub(super) protected: BTreeSet<u64>,
+    /// A `discard_after` began and did not end.
+    pub(super) is_discarding: bool,
+}
+
+/// A checkpoint that is being written.
+#[derive(Clone)]
+pub(super) struct InProgress<D: Disk + Clone> {
+    pub(super) folder: Arc<Directory<D>>,
+    pub(super) status: Status,
+    /// Its publication failed and cannot be tried again.
+    pub(super) failed: bool,
+}
+
+impl<D: Disk + Clone + 'static> Root<D> {
+    /// The absolute path.
+    pub fn path(&self) -> &Path {
+        &self.root.path
+    }
+
+    /// What opening found and repaired.
+    pub fn recovered(&self) -> &Recovery {
+        &self.recovered
+    }
+
+    pub(super) fn checkpoint_path(&self, (kind, step): Key) -> PathBuf {
+        self.root.path.join(root_names::checkpoint(kind, step))
+    }
+}
+
+impl<D: Disk + Clone + 'static> State<D> {
+    /// The newest published step of a kind.
+    pub(super) fn newest(&self, kind: Kind) -> Option<u64> {
+        newest(&self.published, kind)
+    }
+}

@@ -1,0 +1,271 @@
+//! Whether a folder is a whole checkpoint, judged without reading its weights.
+//!
+//! A folder is whole when its manifest is valid, names the kind and step of the folder's name, and lists files that
+//! exist with the sizes it says.
+//!
+//! Invariants: nothing is opened through a symbolic link, and a folder that is not whole stays as it is. A shortage of
+//! this process (descriptors, memory) is an error and says nothing about the checkpoint.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use serde::Serialize;
+use serde_json::value::RawValue;
+
+use super::directory::Directory;
+use super::root_names;
+use crate::checksum::Checksum;
+use crate::disk::{Disk, EntryKind, Status};
+use crate::error::CommitError;
+use crate::manifest::{self, Kind, Manifest, ManifestFile};
+
+/// A larger file is no manifest. No number of ranks comes near this size.
+const LARGEST_MANIFEST: u64 = 1 << 30;
+
+/// The key of a checkpoint in a root.
+pub(crate) type Key = (Kind, u64);
+
+/// Published checkpoints, by kind and step.
+pub(crate) type Checkpoints = BTreeMap<Key, Arc<Published>>;
+
+/// The newest step of a kind.
+pub(crate) fn newest(published: &Checkpoints, kind: Kind) -> Option<u64> {
+    published.range((kind, 0)..=(kind, u64::MAX)).next_back().map(|(&(_, step), _)| step)
+}
+
+/// A published checkpoint.
+#[derive(Debug, Clone, Serialize)]
+pub struct Checkpoint {
+    /// Its kind.
+    pub kind: Kind,
+    /// The training step it was taken at.
+    pub step: u64,
+    /// Its folder, absolute.
+    #[serde(skip)]
+    pub path: PathBuf,
+    /// The `tag` of its save.
+    pub tag: Option<String>,
+    /// Bytes of all files but the manifest.
+    pub bytes: u64,
+    /// The number of ranks that wrote it.
+    pub world_size: Option<u64>,
+    /// The `extra` of its save.
+    pub extra: Option<Box<RawValue>>,
+}
+
+impl Checkpoint {
+    pub(crate) fn new(path: PathBuf, manifest: Manifest) -> Self {
+        Self {
+            kind: manifest.kind,
+            step: manifest.step,
+            path,
+            bytes: manifest.bytes(),
+            tag: manifest.tag,
+            world_size: manifest.world_size,
+            extra: manifest.extra,
+        }
+    }
+}
+
+/// A whole checkpoint and the identity of its folder.
+#[derive(Debug, Clone)]
+pub(crate) struct Published {
+    pub(crate) checkpoint: Checkpoint,
+    pub(crate) status: Status,
+    /// Of its manifest file, which identifies it where the inode number of the folder changes.
+    pub(crate) manifest: Status,
+}
+
+/// A manifest that was read.
+#[derive(Debug)]
+pub(crate) struct ReadManifest {
+    pub(crate) manifest: Manifest,
+    pub(crate) checksum: Checksum,
+    /// Of the file.
+    pub(crate) status: Status,
+}
+
+/// Why a folder does not count as a whole checkpoint.
+#[derive(Debug)]
+pub(crate) enum NotWhole {
+    /// It is not one, for this reason.
+    Because(String),
+    /// Unknown: this process lacks what it takes to read it.
+    Unreadable(CommitError),
+}
+
+impl From<CommitError> for NotWhole {
+    fn from(error: CommitError) -> Self {
+        if error.is_shortage() { NotWhole::Unreadable(error) } else { NotWhole::Because(error.to_string()) }
+    }
+}
+
+impl NotWhole {
+    /// The error of a caller that reads the manifest of the checkpoint in `folder`.
+    pub(crate) fn into_error<D: Disk>(self, folder: &Directory<D>) -> CommitError {
+        match self {
+            NotWhole::Because(reason) => {
+                let files = vec![manifest::FILE_NAME.to_owned()];
+                CommitError::Corrupt { path: folder.path.clone(), reason, files }
+            }
+            NotWhole::Unreadable(error) => error,
+        }
+    }
+}
+
+/// Examines the folder of one checkpoint.
+///
+/// # Errors
+/// Why it is not whole.
+pub(crate) fn examine<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u64) -> Result<Published, NotWhole> {
+    let folder = root.open_folder(&root_names::checkpoint(kind, step))?;
+    let ReadManifest { manifest, status: file, .. } = read_manifest(&folder)?;
+    if (manifest.kind, manifest.step) != (kind, step) {
+        let (kind, step) = (manifest.kind, manifest.step);
+        return Err(NotWhole::Because(format!("{} says that this is {kind}-{step}", manifest::FILE_NAME)));
+    }
+    if let Some(damage) = compare_sizes(&folder, &manifest.files)?.first() {
+        return Err(NotWhole::Because(damage.to_string()));
+    }
+    let status = folder.status()?;
+    Ok(Published { checkpoint: Checkpoint::new(folder.path, manifest), status, manifest: file })
+}
+
+/// Reads the manifest in a folder.
+pub(crate) fn read_manifest<D: Disk + Clone>(folder: &Directory<D>) -> Result<ReadManifest, NotWhole> {
+    let name = OsStr::new(manifest::FILE_NAME);
+    let refuse = |reason: String| Err(NotWhole::Because(reason));
+    let status = match folder.look_at(name)? {
+        None => return refuse(format!("it has no {}", manifest::FILE_NAME)),
+        Some(status) if status.kind != EntryKind::File || status.size > LARGEST_MANIFEST => {
+            return refuse(format!("its {} is no manifest", manifest::FILE_NAME));
+        }
+        Some(status) => status,
+    };
+    let bytes = folder.disk.read(&folder.open_file(name)?, &folder.path.join(name))?;
+    if !manifest::has_valid_checksum(&bytes) {
+        return refuse(format!("its {} is not as it was written", manifest::FILE_NAME));
+    }
+    let manifest = Manifest::parse(&bytes)
+        .map_err(|reason| NotWhole::Because(format!("its {}: {reason}", manifest::FILE_NAME)))?;
+    Ok(ReadManifest { manifest, checksum: Checksum::of(&bytes), status })
+}
+
+/// A file that differs from the manifest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Damage {
+    /// Its name, relative to the folder.
+    pub name: String,
+    /// The difference, for messages: "is missing".
+    pub problem: String,
+    /// Whether its bytes were read and differ. If not, another machine may still see the file intact.
+    pub is_changed: bool,
+}
+
+impl Damage {
+    pub(crate) fn unlisted(name: String) -> Self {
+        Self { name, problem: "is foreign: it is in no manifest".to_owned(), is_changed: false }
+    }
+}
+
+impl std::fmt::Display for Damage {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "{} {}", self.name, self.problem)
+    }
+}
+
+/// Refuses a folder with any damage.
+pub(crate) fn refuse_damaged<D: Disk>(folder: &Directory<D>, mut damaged: Vec<Damage>) -> Result<(), CommitError> {
+    damaged.sort_by(|one, other| one.name.cmp(&other.name));
+    let Some(first) = damaged.first() else {
+        return Ok(());
+    };
+    let reason = match damaged.len() {
+        1 => first.to_string(),
+        count => format!("{first}, and {} more", count - 1),
+    };
+    let files = damaged.into_iter().map(|Damage { name, .. }| name).collect();
+    Err(CommitError::Corrupt { path: folder.path.clone(), reason, files })
+}
+
+/// Refuses a folder that does not hold exactly the files of its manifest.
+pub(crate) fn check_contents<D: Disk + Clone>(folder: &Directory<D>, manifest: &Manifest) -> Result<(), CommitError> {
+    let mut damaged = compare_sizes(folder, &manifest.files)?;
+    let names: BTreeSet<&str> = manifest.files.iter().map(|file| file.name.as_str()).collect();
+    damaged.extend(unlisted_files(folder, "", &|name| names.contains(name))?);
+    refuse_damaged(folder, damaged)
+}
+
+/// Which of `files`, of the manifest, are missing or of another kind or size.
+pub(crate) fn compare_sizes<'a, D: Disk + Clone>(
+    folder: &Directory<D>,
+    files: impl IntoIterator<Item = &'a ManifestFile>,
+) -> Result<Vec<Damage>, CommitError> {
+    let files: Vec<&ManifestFile> = files.into_iter().collect();
+    let folders = open_inner_folders(folder, files.iter().copied())?;
+    let mut damaged = Vec::new();
+    for file in files {
+        let (parent, leaf) = parent_and_name(&file.name);
+        let directory = if parent.is_empty() { Some(folder) } else { folders[parent].as_ref() };
+        let status = directory.map(|directory| directory.look_at(OsStr::new(leaf))).transpose()?.flatten();
+        let problem = match status {
+            None => "is missing".to_owned(),
+            Some(status) if status.kind != EntryKind::File => "is no plain file".to_owned(),
+            Some(status) if status.size != file.size => {
+                format!("has {} bytes in the place of {}", status.size, file.size)
+            }
+            Some(_) => continue,
+        };
+        damaged.push(Damage { name: file.name.clone(), problem, is_changed: false });
+    }
+    Ok(damaged)
+}
+
+/// Opens the folders in `top` that `files` lie in, by relative name; `None` for one that does not exist.
+pub(crate) fn open_inner_folders<'a, D: Disk + Clone>(
+    top: &Directory<D>,
+    files: impl Iterator<Item = &'a ManifestFile>,
+) -> Result<BTreeMap<&'a str, Option<Directory<D>>>, CommitError> {
+    let mut folders: BTreeMap<&str, Option<Directory<D>>> = BTreeMap::new();
+    for file in files {
+        for (end, _) in file.name.match_indices('/') {
+            let name = &file.name[..end];
+            if folders.contains_key(name) {
+                continue;
+            }
+            let (parent, leaf) = parent_and_name(name);
+            let parent = if parent.is_empty() { Some(top) } else { folders[parent].as_ref() };
+            let opened = match parent {
+                Some(parent) if parent.has_folder(OsStr::new(leaf))? => Some(parent.open_folder(OsStr::new(leaf))?),
+                _ => None,
+            };
+            folders.insert(name, opened);
+        }
+    }
+    Ok(folders)
+}
+
+/// Splits a relative name into that of its folder and its last part.
+pub(crate) fn parent_and_name(name: &str) -> (&str, &str) {
+    name.rsplit_once('/').unwrap_or(("", name))
+}
+
+/// The files in a folder and its inner folders that are not `known`.
+pub(crate) fn unlisted_files<D: Disk + Clone>(
+    folder: &Directory<D>,
+    prefix: &str,
+    known: &dyn Fn(&str) -> bool,
+) -> Result<Vec<Damage>, CommitError> {
+    let mut found = Vec::new();
+    for leaf in folder.list()? {
+        let name = format!("{prefix}{}", leaf.to_string_lossy());
+        if folder.has_folder(&leaf)? {
+            found.extend(unlisted_files(&folder.open_folder(&leaf)?, &format!("{name}/"), known)?);
+        } else if leaf.to_str().is_none() || !known(&name) {
+            found.push(Damage::unlisted(name));
+        }
+    }
+    Ok(found)
+}

@@ -1,0 +1,229 @@
+//! An open folder with its disk and path.
+//!
+//! Invariants: names are relative to the open folder, wherever its path leads by now. A replacement is durable before it
+//! takes its place, and the change of names is durable before the call returns.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+
+use super::root_names;
+use crate::disk::remove_contents::remove_contents;
+use crate::disk::{self, Disk, EntryKind, Lock, Sharing, Status, absent_is_fine, leads_to};
+use crate::error::CommitError;
+
+/// The largest single write.
+const PIECE: usize = 8 << 20;
+
+pub(crate) struct Directory<D: Disk> {
+    pub(crate) disk: D,
+    pub(crate) folder: D::Folder,
+    pub(crate) path: PathBuf,
+}
+
+impl<D: Disk + Clone> Directory<D> {
+    pub(crate) fn open(disk: &D, path: &Path) -> Result<Self, CommitError> {
+        Ok(Self { disk: disk.clone(), folder: disk.open_path(path)?, path: path.to_path_buf() })
+    }
+
+    /// Opens the folder at `path`. Creates it if only its last part is missing: more missing parts mean a mistyped path,
+    /// or a disk that is not mounted.
+    pub(crate) fn open_or_create(disk: &D, path: &Path) -> Result<Self, CommitError> {
+        let missing = match Self::open(disk, path) {
+            Err(error @ CommitError::ParentMissing { .. }) => error,
+            outcome => return outcome,
+        };
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+            return Err(missing);
+        };
+        let parent = Self::open(disk, parent)?;
+        match disk.create_folder(&parent.folder, name, path) {
+            // Another process was faster; or it is a broken link, which cannot be opened.
+            Err(error) if error.is(Errno::EXIST) => {}
+            outcome => outcome?,
+        }
+        parent.sync()?;
+        Self::open(disk, path)
+    }
+
+    pub(crate) fn open_folder(&self, name: &OsStr) -> Result<Self, CommitError> {
+        let path = self.path.join(name);
+        Ok(Self { disk: self.disk.clone(), folder: self.disk.open_folder(&self.folder, name, &path)?, path })
+    }
+
+    pub(crate) fn open_file(&self, name: &OsStr) -> Result<D::File, CommitError> {
+        self.disk.open_file(&self.folder, name, &self.path.join(name))
+    }
+
+    pub(crate) fn look_at(&self, name: &OsStr) -> Result<Option<Status>, CommitError> {
+        self.disk.look_at(&self.folder, name, &self.path.join(name))
+    }
+
+    pub(crate) fn list(&self) -> Result<Vec<OsString>, CommitError> {
+        self.disk.list(&self.folder, &self.path)
+    }
+
+    /// Whether the folder `name` is in it.
+    pub(crate) fn has_folder(&self, name: &OsStr) -> Result<bool, CommitError> {
+        Ok(self.look_at(name)?.is_some_and(|status| status.kind == EntryKind::Folder))
+    }
+
+    /// Whether a process holds the lock that writers take on the folder `name`.
+    pub(crate) fn has_live_writer(&self, name: &OsStr) -> Result<bool, CommitError> {
+        if !self.has_folder(name)? {
+            return Ok(false);
+        }
+        let folder = self.open_folder(name)?;
+        // The owner that made it is dead. Where locks cannot show other writers, the folder would stay for ever.
+        Ok(self.disk.lock_folder(&folder.folder, Sharing::Exclusive, &folder.path)? == Lock::HeldByAnother)
+    }
+
+    pub(crate) fn status(&self) -> Result<Status, CommitError> {
+        self.disk.folder_status(&self.folder, &self.path)
+    }
+
+    /// Whether `name` leads to that open folder.
+    pub(crate) fn has(&self, name: &OsStr, folder: &Self) -> Result<bool, CommitError> {
+        leads_to(&self.disk, &self.folder, name, &folder.folder, &folder.path)
+    }
+
+    /// Makes the names in it durable.
+    pub(crate) fn sync(&self) -> Result<(), CommitError> {
+        self.disk.fsync_folder(&self.folder, &self.path)
+    }
+
+    /// Makes the names in it and in all folders in it durable, the innermost first.
+    pub(crate) fn sync_all(&self) -> Result<(), CommitError> {
+        for name in self.list()? {
+            if self.has_folder(&name)? {
+                self.open_folder(&name)?.sync_all()?;
+            }
+        }
+        self.sync()
+    }
+
+    pub(crate) fn create_folder(&self, name: &OsStr) -> Result<Self, CommitError> {
+        self.disk.create_folder(&self.folder, name, &self.path.join(name))?;
+        self.open_folder(name)
+    }
+
+    /// Makes a new file with durable bytes and returns its status. Its name is not durable yet.
+    pub(crate) fn create_file(&self, name: &OsStr, bytes: &[u8]) -> Result<Status, CommitError> {
+        let path = self.path.join(name);
+        let file = self.disk.create_file(&self.folder, name, &path)?;
+        disk::write_all(&self.disk, &file, 0, bytes, &path, PIECE, |_| Ok(()))?;
+        self.disk.fsync(&file, &path)?;
+        self.disk.file_status(&file, &path)
+    }
+
+    /// Replaces a file, or creates it, durably.
+    pub(crate) fn replace_file(&self, name: &OsStr, bytes: &[u8]) -> Result<(), CommitError> {
+        self.replace(name, |temporary| self.create_file(temporary, bytes).map(drop))
+    }
+
+    /// Replaces a symbolic link or file by a link to `target`, durably.
+    pub(crate) fn replace_link(&self, name: &OsStr, target: &OsStr) -> Result<(), CommitError> {
+        self.replace(name, |temporary| {
+            self.disk.create_link(&self.folder, temporary, target, &self.path.join(temporary))?;
+            // The contents of a link have no fsync of their own.
+            self.sync()
+        })
+    }
+
+    fn replace(&self, name: &OsStr, make: impl FnOnce(&OsStr) -> Result<(), CommitError>) -> Result<(), CommitError> {
+        let temporary = root_names::temporary(name);
+        absent_is_fine(self.remove_file(&temporary))?;
+        let made = make(&temporary).and_then(|()| {
+            let from = (&self.folder, temporary.as_os_str());
+            self.disk.rename(from, (&self.folder, name), &self.path.join(name))
+        });
+        if let Err(error) = made {
+            // Best effort: the next replacement, or the next start, removes it too.
+            let _ = self.remove_file(&temporary);
+            return Err(error);
+        }
+        self.sync()
+    }
+
+    /// Renames the folder `from` to the unused name `to`.
+    ///
+    /// # Errors
+    /// `EEXIST` where something has that name.
+    pub(crate) fn rename_new(&self, from: &OsStr, to: &OsStr) -> Result<(), CommitError> {
+        let path = self.path.join(to);
+        let moved = self.look_at(from)?;
+        let ends = ((&self.folder, from), (&self.folder, to));
+        match self.disk.rename_new(ends.0, ends.1, &path) {
+            // Network file systems have no such rename. Only the owner renames here, and a plain rename never
+            // replaces a folder that is not empty.
+            Err(error) if error.is(Errno::INVAL) => {
+                if self.look_at(to)?.is_some() {
+                    return Err(CommitError::io("rename to the new name", &path, Errno::EXIST));
+                }
+                let renamed = self.disk.rename(ends.0, ends.1, &path);
+                self.confirm(renamed, to, moved)
+            }
+            outcome => self.confirm(outcome, to, moved),
+        }
+    }
+
+    /// Exchanges the folder `from` with the folder `to`.
+    ///
+    /// # Errors
+    /// [`CommitError::ExchangeUnsupported`].
+    pub(crate) fn exchange(&self, from: &OsStr, to: &OsStr) -> Result<(), CommitError> {
+        let path = self.path.join(to);
+        let moved = self.look_at(from)?;
+        let exchanged = self.disk.exchange((&self.folder, from), (&self.folder, to), &path);
+        self.confirm(exchanged, to, moved).map_err(|error| match error {
+            error if error.is(Errno::INVAL) => CommitError::ExchangeUnsupported { path },
+            error => error,
+        })
+    }
+
+    /// Accepts a failed rename if `to` leads to what was `moved`: network file systems may report failure for a rename
+    /// that the server carried out.
+    fn confirm(&self, renamed: Result<(), CommitError>, to: &OsStr, moved: Option<Status>) -> Result<(), CommitError> {
+        let Err(error) = renamed else {
+            return Ok(());
+        };
+        match (self.look_at(to)?, moved) {
+            (Some(found), Some(moved)) if found.is_same(&moved) => Ok(()),
+            _ => Err(error),
+        }
+    }
+
+    /// The first unused name of a sequence.
+    pub(crate) fn free_name(&self, name: impl Fn(u64) -> OsString) -> Result<OsString, CommitError> {
+        let mut number = 0;
+        loop {
+            let candidate = name(number);
+            if self.look_at(&candidate)?.is_none() {
+                return Ok(candidate);
+            }
+            number += 1;
+        }
+    }
+
+    pub(crate) fn remove_file(&self, name: &OsStr) -> Result<(), CommitError> {
+        self.disk.remove_file(&self.folder, name, &self.path.join(name))
+    }
+
+    /// Removes the file or folder `name` with its contents.
+    pub(crate) fn remove(&self, name: &OsStr) -> Result<(), CommitError> {
+        let Some(status) = self.look_at(name)? else {
+            return Ok(());
+        };
+        if status.kind != EntryKind::Folder {
+            return absent_is_fine(self.remove_file(name));
+        }
+        let path = self.path.join(name);
+        if status.device != self.status()?.device {
+            return Err(CommitError::io("remove the mounted file system at", &path, Errno::BUSY));
+        }
+        let inner = self.open_folder(name)?;
+        remove_contents(&self.disk, &inner.folder, &path)?;
+        absent_is_fine(self.disk.remove_folder(&self.folder, name, &path))
+    }
+}

@@ -1,0 +1,168 @@
+//! The names in a root.
+//!
+//! | name | what it is |
+//! |---|---|
+//! | `hf-100`, `dcp-100` | a published checkpoint: whole and durable |
+//! | `hf-latest`, `dcp-latest` | a relative symbolic link to the newest |
+//! | `checkpoints.json` | the registry of published checkpoints, for people and tools |
+//! | `discarded-hf-100`, `discarded-hf-100-2` | set aside by [`discard_after`](crate::root::Root::discard_after); no longer counted |
+//! | `.hf-100.incomplete` | a checkpoint that is being written, or one that was overwritten |
+//! | `.hf-100.removed-0` | a checkpoint that is being removed |
+//! | `.discard-after-100` | marker of a `discard_after` under way; the next start completes it |
+//! | `.checkpoints.json.incomplete`, `.hf-latest.incomplete` | the registry or a link before it has its name |
+//! | `.exchange.incomplete` | an empty folder that tests whether the file system can exchange two |
+//! | `.owner` | the writer lock and the owner's heartbeat |
+//!
+//! Invariants: the owner may remove every hidden name here except the lock and the marker. All other names belong to
+//! people and are never touched.
+
+use std::ffi::{OsStr, OsString};
+
+use crate::manifest::Kind;
+
+/// The largest step, so that steps fit into signed integers everywhere.
+pub(crate) const MAX_STEP: u64 = i64::MAX as u64;
+pub(crate) const REGISTRY: &str = "checkpoints.json";
+pub(crate) const WRITER_LOCK: &str = ".owner";
+pub(crate) const EXCHANGE_PROBE: &str = ".exchange.incomplete";
+
+/// The meaning of a name in a root.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Entry {
+    Checkpoint(Kind, u64),
+    /// Left by a dead owner.
+    Leftover,
+    /// Checkpoints above this step are to be set aside.
+    DiscardMarker(u64),
+    Other,
+}
+
+pub(crate) fn checkpoint(kind: Kind, step: u64) -> OsString {
+    format!("{kind}-{step}").into()
+}
+
+pub(crate) fn unfinished(kind: Kind, step: u64) -> OsString {
+    format!(".{kind}-{step}.incomplete").into()
+}
+
+pub(crate) fn removed(kind: Kind, step: u64, number: u64) -> OsString {
+    format!(".{kind}-{step}.removed-{number}").into()
+}
+
+/// The candidates for the name of a checkpoint that is set aside.
+pub(crate) fn set_aside(kind: Kind, step: u64, number: u64) -> OsString {
+    match number {
+        0 => format!("discarded-{kind}-{step}").into(),
+        _ => format!("discarded-{kind}-{step}-{}", number + 1).into(),
+    }
+}
+
+pub(crate) fn discard_marker(step: u64) -> OsString {
+    format!(".discard-after-{step}").into()
+}
+
+pub(crate) fn latest_link(kind: Kind) -> OsString {
+    format!("{kind}-latest").into()
+}
+
+/// The name of a file or link before it takes the place of `name`.
+pub(crate) fn temporary(name: &OsStr) -> OsString {
+    let mut temporary = OsString::from(".");
+    temporary.push(name);
+    temporary.push(".incomplete");
+    temporary
+}
+
+pub(crate) fn classify(name: &OsStr) -> Entry {
+    let Some(text) = name.to_str() else {
+        return Entry::Other;
+    };
+    if let Some((kind, step)) = kind_and_step(text) {
+        return Entry::Checkpoint(kind, step);
+    }
+    if let Some(step) = text.strip_prefix(".discard-after-").and_then(number) {
+        return Entry::DiscardMarker(step);
+    }
+    if is_leftover(text) { Entry::Leftover } else { Entry::Other }
+}
+
+fn is_leftover(text: &str) -> bool {
+    let Some(hidden) = text.strip_prefix('.') else {
+        return false;
+    };
+    if let Some(name) = hidden.strip_suffix(".incomplete") {
+        let is_pointer = Kind::ALL.into_iter().any(|kind| latest_link(kind) == name);
+        return name == REGISTRY || text == EXCHANGE_PROBE || is_pointer || kind_and_step(name).is_some();
+    }
+    hidden
+        .rsplit_once(".removed-")
+        .is_some_and(|(name, count)| kind_and_step(name).is_some() && number(count).is_some())
+}
+
+fn kind_and_step(text: &str) -> Option<(Kind, u64)> {
+    let (kind, step) = text.split_once('-')?;
+    Some((kind.parse().ok()?, number(step)?))
+}
+
+/// Parses a number in the one spelling that this library writes.
+fn number(text: &str) -> Option<u64> {
+    let number = text.parse().ok()?;
+    (number <= MAX_STEP && format!("{number}") == text).then_some(number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn classified(name: &str) -> Entry {
+        classify(OsStr::new(name))
+    }
+
+    #[test]
+    fn own_names_are_recognised() {
+        for step in [0, 7, MAX_STEP] {
+            for kind in Kind::ALL {
+                assert_eq!(classify(&checkpoint(kind, step)), Entry::Checkpoint(kind, step));
+                assert_eq!(classify(&unfinished(kind, step)), Entry::Leftover);
+                assert_eq!(classify(&removed(kind, step, 3)), Entry::Leftover);
+                assert_eq!(classify(&set_aside(kind, step, 0)), Entry::Other);
+                assert_eq!(classify(&set_aside(kind, step, 1)), Entry::Other);
+                assert_eq!(classify(&latest_link(kind)), Entry::Other);
+                assert_eq!(classify(&temporary(&latest_link(kind))), Entry::Leftover);
+            }
+            assert_eq!(classify(&discard_marker(step)), Entry::DiscardMarker(step));
+        }
+        assert_eq!(classified(".checkpoints.json.incomplete"), Entry::Leftover);
+        assert_eq!(classified(EXCHANGE_PROBE), Entry::Leftover);
+        assert_eq!(set_aside(Kind::Hf, 5, 1), "discarded-hf-5-2");
+    }
+
+    #[test]
+    fn foreign_names_are_not_recognised() {
+        for name in [
+            "hf-007",
+            "hf-+7",
+            "hf--7",
+            "hf-7 ",
+            "hf-7.bak",
+            "HF-7",
+            "hf-9223372036854775808",
+            "dcp-",
+            "hf-latest",
+            "notes.incomplete",
+            ".notes.incomplete",
+            ".hf-7",
+            ".hf-07.incomplete",
+            ".hf-7.removed",
+            ".hf-7.removed-x",
+            ".hf-7.incomplete.txt",
+            ".discard-after-",
+            ".discard-after-1x",
+            ".owner",
+            "checkpoints.json",
+            "",
+        ] {
+            assert_eq!(classified(name), Entry::Other, "{name}");
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Sets checkpoints aside after a rollback.
+//!
+//! An empty marker file, `.discard-after-<step>`, is made durable before the first checkpoint is renamed, and removed
+//! after the last.
+//!
+//! Invariants: without the marker nothing has changed. With it, the next start completes the operation. So after a crash
+//! all of the checkpoints are set aside, or none. An owner that failed on the way changes nothing more, because the next
+//! start would set aside what it saved since. That start skips what a full disk has no room for: it removes a link that
+//! it cannot change, and leaves a registry that it cannot write, since a root must be open before it can be pruned.
+//!
+//! All other calls wait until it is over.
+
+use std::cmp::Reverse;
+use std::ffi::OsStr;
+use std::path::PathBuf;
+
+use super::checkpoint_root::Root;
+use super::contents::root_names::Entry;
+use super::contents::{Checkpoints, Directory, Key, registry, root_names};
+use super::reading::exclude_readers;
+use crate::disk::{Disk, EntryKind, absent_is_fine};
+use crate::error::CommitError;
+use crate::manifest::Kind;
+
+impl<D: Disk + Clone + 'static> Root<D> {
+    /// Renames every checkpoint above `step`, of both kinds, whole or not, to a name that begins with `discarded-`. It no
+    /// longer counts and is never removed. Returns the new paths.
+    ///
+    /// # Errors
+    /// [`CommitError::CheckpointInUse`] while one of them is being read or written; [`CommitError::NameTaken`]. Then
+    /// nothing was changed.
+    pub fn discard_after(&self, step: u64) -> Result<Vec<PathBuf>, CommitError> {
+        let _publish_lock = self.publish_lock()?;
+        let _beginnings = self.begin_lock()?;
+        self.check_owned()?;
+        self.forget_missing()?;
+        let mut state = self.state()?;
+        let path = |key: &Key| self.checkpoint_path(*key);
+        if let Some((key, _)) = state.in_progress.iter().find(|((_, writing), _)| *writing > step) {
+            return Err(CommitError::CheckpointInUse { path: path(key), reason: "it is being written" });
+        }
+        let newer = above(&self.root, step)?;
+        if newer.is_empty() {
+            return Ok(Vec::new());
+        }
+        let marker = root_names::discard_marker(step);
+        if self.root.look_at(&marker)?.is_some() {
+            let path = self.root.path.join(marker);
+            return Err(CommitError::NameTaken { path, needed_for: "setting checkpoints aside" });
+        }
+        let mut no_readers = Vec::new();
+        for &(kind, step) in &newer {
+            no_readers.push(exclude_readers(&self.root, &root_names::checkpoint(kind, step))?);
+        }
+        state.is_discarding = true;
+        // Writing the registry makes its name durable, before the first checkpoint loses its own.
+        self.root.disk.create_file(&self.root.folder, &marker, &self.root.path.join(&marker))?;
+        state.published.retain(|(_, newer), _| *newer <= step);
+        for kind in Kind::ALL {
+            registry::update_latest_link(&self.root, &state.published, kind)?;
+        }
+        registry::write_registry(&self.root, &state.published)?;
+        let set_aside = set_aside(&self.root, step)?;
+        state.uncertain.retain(|(_, uncertain)| *uncertain <= step);
+        state.is_discarding = false;
+        Ok(set_aside)
+    }
+}
+
+/// Whether `name` is a marker: a plain file.
+pub(crate) fn is_discard_marker<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<bool, CommitError> {
+    Ok(root.look_at(name)?.is_some_and(|status| status.kind == EntryKind::File))
+}
+
+/// The checkpoints above a step, the newest first, so that the remaining ones never have a gap.
+fn above<D: Disk + Clone>(root: &Directory<D>, step: u64) -> Result<Vec<Key>, CommitError> {
+    let mut newer = Vec::new();
+    for name in root.list()? {
+        match root_names::classify(&name) {
+            Entry::Checkpoint(kind, found) if found > step && is_folder(root, &name)? => newer.push((kind, found)),
+            _ => {}
+        }
+    }
+    newer.sort_unstable_by_key(|&(kind, step)| (Reverse(step), kind));
+    Ok(newer)
+}
+
+fn is_folder<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<bool, CommitError> {
+    Ok(root.look_at(name)?.is_some_and(|status| status.kind == EntryKind::Folder))
+}
+
+/// Completes at a start what a marker says, from wherever it stopped.
+pub(crate) fn complete<D: Disk + Clone>(
+    root: &Directory<D>,
+    published: &mut Checkpoints,
+    step: u64,
+) -> Result<Vec<PathBuf>, CommitError> {
+    published.retain(|(_, newer), _| *newer <= step);
+    for kind in Kind::ALL {
+        registry::update_or_remove_latest_link(root, published, kind)?;
+    }
+    match registry::write_registry(root, published) {
+        Err(error) if error.is_out_of_space() => {}
+        outcome => outcome?,
+    }
+    set_aside(root, step)
+}
+
+/// Renames the checkpoints above a step, to which no link leads any more, and removes the marker.
+fn set_aside<D: Disk + Clone>(root: &Directory<D>, step: u64) -> Result<Vec<PathBuf>, CommitError> {
+    let mut set_aside = Vec::new();
+    for (kind, step) in above(root, step)? {
+        let to = root.free_name(|number| root_names::set_aside(kind, step, number))?;
+        root.rename_new(&root_names::checkpoint(kind, step), &to)?;
+        set_aside.push(root.path.join(to));
+    }
+    root.sync()?;
+    absent_is_fine(root.remove_file(&root_names::discard_marker(step)))?;
+    root.sync()?;
+    Ok(set_aside)
+}

@@ -1,0 +1,112 @@
+//! Finds out whether published checkpoints are still there: people remove, rename and replace them.
+//!
+//! Invariants: the next call that depends on a checkpoint notices that it is gone. A checkpoint is forgotten only when
+//! its name leads to nothing, or to another folder with another manifest.
+
+use std::ffi::OsStr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use rustix::io::Errno;
+
+use super::checkpoint_root::Root;
+use super::contents::checkpoint::Published;
+use super::contents::{Checkpoint, Checkpoints, Key, root_names};
+use crate::disk::{Disk, EntryKind};
+use crate::error::CommitError;
+use crate::manifest::{self, Kind};
+
+impl<D: Disk + Clone + 'static> Root<D> {
+    /// The published checkpoints: by kind, steps ascending. Checkpoints that a person removed or renamed are left out.
+    ///
+    /// # Errors
+    /// [`CommitError::Io`] when the root cannot be read.
+    pub fn list(&self) -> Result<Vec<Checkpoint>, CommitError> {
+        self.forget_missing()?;
+        Ok(self.published()?.into_values().map(|published| published.checkpoint.clone()).collect())
+    }
+
+    /// The newest published checkpoint of a kind.
+    ///
+    /// # Errors
+    /// As [`list`](Root::list).
+    pub fn latest(&self, kind: Kind) -> Result<Option<PathBuf>, CommitError> {
+        Ok(self.newest_present(kind)?.map(|step| self.checkpoint_path((kind, step))))
+    }
+
+    /// A copy of what is known, for use without the lock.
+    pub(super) fn published(&self) -> Result<Checkpoints, CommitError> {
+        Ok(self.state()?.published.clone())
+    }
+
+    /// Forgets every checkpoint that is gone.
+    ///
+    /// # Errors
+    /// [`CommitError::Io`] when the root cannot be read.
+    pub(super) fn forget_missing(&self) -> Result<(), CommitError> {
+        for key in self.published()?.into_keys() {
+            self.is_present(key)?;
+        }
+        Ok(())
+    }
+
+    /// The newest step of a kind that is there. Forgets newer ones that are gone.
+    ///
+    /// # Errors
+    /// As [`forget_missing`](Root::forget_missing).
+    pub(super) fn newest_present(&self, kind: Kind) -> Result<Option<u64>, CommitError> {
+        loop {
+            let newest = self.state()?.newest(kind);
+            match newest {
+                Some(step) if !self.is_present((kind, step))? => {}
+                newest => return Ok(newest),
+            }
+        }
+    }
+
+    /// Whether a checkpoint is published and there. Forgets it if it is gone.
+    ///
+    /// # Errors
+    /// As [`forget_missing`](Root::forget_missing).
+    pub(super) fn is_present(&self, key: Key) -> Result<bool, CommitError> {
+        let Some(published) = self.state()?.published.get(&key).cloned() else {
+            return Ok(false);
+        };
+        let is_there = self.is_there(key, &published)?;
+        if !is_there {
+            let mut state = self.state()?;
+            // Another one may have been published in its place since.
+            if state.published.get(&key).is_some_and(|known| Arc::ptr_eq(known, &published)) {
+                state.published.remove(&key);
+            }
+        }
+        Ok(is_there)
+    }
+
+    fn is_there(&self, (kind, step): Key, published: &Published) -> Result<bool, CommitError> {
+        let name = root_names::checkpoint(kind, step);
+        match self.root.look_at(&name)? {
+            // A file may have received the inode number of a removed folder.
+            Some(found) if found.kind == EntryKind::Folder => {
+                Ok(found.is_same(&published.status) || self.has_manifest(&name, published)?)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    /// Whether the folder `name` has the manifest file of a checkpoint. Overlayfs over several file systems may change
+    /// the inode number of a folder under memory pressure, but not that of a file.
+    fn has_manifest(&self, name: &OsStr, published: &Published) -> Result<bool, CommitError> {
+        let folder = match self.root.open_folder(name) {
+            // It is gone by now, or this library did not make it.
+            Err(error)
+                if [Errno::NOENT, Errno::NOTDIR, Errno::LOOP, Errno::ACCESS].iter().any(|&code| error.is(code)) =>
+            {
+                return Ok(false);
+            }
+            outcome => outcome?,
+        };
+        let found = folder.look_at(OsStr::new(manifest::FILE_NAME))?;
+        Ok(found.is_some_and(|found| found.kind == EntryKind::File && found.is_same(&published.manifest)))
+    }
+}

@@ -1,0 +1,29 @@
+//! Bytes that were submitted to a shard writer.
+
+use std::sync::Arc;
+
+use crate::files::writeback::WINDOW;
+use crate::staging::FileImage;
+
+/// Bytes of an image for one file.
+pub(super) struct PendingWrite {
+    pub(super) file: usize,
+    pub(super) offset: u64,
+    pub(super) image: Arc<FileImage>,
+    pub(super) start: usize,
+    pub(super) length: usize,
+}
+
+impl PendingWrite {
+    /// Cuts off the first piece, which one thread writes at a time: up to the next multiple of [`WINDOW`] in the file.
+    pub(super) fn cut_piece(&mut self) -> PendingWrite {
+        let room = WINDOW - self.offset % WINDOW;
+        let length = usize::try_from(room).map_or(self.length, |room| room.min(self.length));
+        let image = Arc::clone(&self.image);
+        let piece = PendingWrite { file: self.file, offset: self.offset, image, start: self.start, length };
+        self.offset += length as u64;
+        self.start += length;
+        self.length -= length;
+        piece
+    }
+}

@@ -1,0 +1,240 @@
+//! [`ShardWriter`], the public face of the shard writer.
+
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::process;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::pending_write::PendingWrite;
+use super::writer_threads::WriterShared;
+use crate::disk::{Disk, RealDisk};
+use crate::error::CommitError;
+use crate::files::folder_tree::{FolderTree, TreeFile};
+use crate::files::writeback::WINDOW;
+use crate::manifest::FileMetadata;
+use crate::staging::FileImage;
+
+/// The most threads that write. One alone saturates the disks measured; the others keep the disk busy while one sums,
+/// or waits for a processor that training uses.
+const THREADS: usize = 4;
+
+/// How a [`ShardWriter`] writes.
+#[derive(Clone, Copy, Debug)]
+pub struct WriterOptions {
+    /// Whether to compute a checksum of each file.
+    pub checksum: bool,
+    /// How many writers to folders of the same root write at once on this node; at least one. The root is the parent
+    /// of the writer's folder.
+    pub writers_per_node: usize,
+}
+
+/// Writes the files of one rank; see the [module](self).
+///
+/// Its methods may be called from several threads. Dropping it before [`finish`](ShardWriter::finish) has answered aborts
+/// it. The files then stay as they are; the owner of their folder removes them.
+pub struct ShardWriter<D: Disk + 'static = RealDisk> {
+    shared: Arc<WriterShared<D>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    process: u32,
+}
+
+impl ShardWriter {
+    /// A writer to the disk of this machine; see [`on_disk`](ShardWriter::on_disk).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn create(
+        folder: impl AsRef<Path>,
+        files: &[(&str, u64)],
+        options: WriterOptions,
+        go_on: &mut dyn FnMut() -> ControlFlow<()>,
+    ) -> Result<Self, CommitError> {
+        Self::on_disk(RealDisk, folder.as_ref(), files, options, go_on)
+    }
+}
+
+impl<D: Disk> ShardWriter<D> {
+    /// Creates `files` at their full length and starts the threads. Names are relative to `folder`, sizes in bytes.
+    ///
+    /// `folder` must exist; inner folders are created. Modes are those that the umask leaves. `go_on` is called after
+    /// each file.
+    ///
+    /// # Errors
+    /// Before anything is created: [`CommitError::InvalidWrite`] for invalid options, names and sizes, and
+    /// [`CommitError::ParentMissing`]. Then [`CommitError::FileExists`], [`CommitError::Interrupted`] and
+    /// [`CommitError::Io`]; `ENOSPC`, `EDQUOT` and `EFBIG` mean that the files do not fit. Created files stay.
+    pub fn on_disk(
+        disk: D,
+        folder: &Path,
+        files: &[(&str, u64)],
+        options: WriterOptions,
+        go_on: &mut dyn FnMut() -> ControlFlow<()>,
+    ) -> Result<Self, CommitError> {
+        let refuse = |path: &Path, reason: &str| {
+            Err(CommitError::InvalidWrite { path: path.to_path_buf(), reason: reason.to_owned() })
+        };
+        if options.writers_per_node == 0 {
+            return refuse(folder, "at least one writer a node has to be allowed");
+        }
+        let total = files.iter().try_fold(0u64, |total, (_, size)| total.checked_add(*size));
+        if total.is_none_or(|total| total > i64::MAX as u64) {
+            return refuse(folder, "its files are larger together than a file can be");
+        }
+        let (tree, places) = FolderTree::make(&disk, folder, files.iter().map(|(name, _)| *name))?;
+        preallocate(&disk, &tree, &places, files, go_on)?;
+        let root = *tree.parent();
+        let sizes = files.iter().map(|(_, size)| *size);
+        let shared = Arc::new(WriterShared::new(disk, tree, places.into_iter().zip(sizes), options, &root));
+        let writer = ShardWriter { shared, threads: Mutex::default(), process: process::id() };
+        // No more threads than pieces.
+        let writes: u64 = files.iter().map(|(_, size)| size.div_ceil(WINDOW).max(1)).sum();
+        writer.start_threads(usize::try_from(writes).map_or(THREADS, |writes| writes.clamp(1, THREADS)))?;
+        Ok(writer)
+    }
+
+    fn start_threads(&self, count: usize) -> Result<(), CommitError> {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        for number in 0..count {
+            let shared = Arc::clone(&self.shared);
+            let thread = thread::Builder::new().name(format!("tundish-write-{number}"));
+            self.shared.count_thread(1);
+            let started = thread.spawn(move || shared.run()).map_err(|source| {
+                self.shared.count_thread(-1);
+                let path = self.shared.path().to_path_buf();
+                CommitError::Io { operation: "start a thread that writes to", path, source }
+            });
+            threads.push(started?);
+        }
+        Ok(())
+    }
+
+    /// Submits `length` bytes of `image` from `start` on, to be written at `offset` of the file `name`. Returns at once.
+    ///
+    /// The writer keeps the image until the bytes are on the disk. Do not change them before.
+    ///
+    /// # Errors
+    /// [`CommitError::InvalidWrite`] for an unknown file, a range outside the image or the file, bytes that were
+    /// submitted before, and after `finish` or `abort`; the writer stays usable. [`CommitError::Poisoned`] or
+    /// [`CommitError::Panicked`] after a failure.
+    pub fn write(
+        &self,
+        name: &str,
+        offset: u64,
+        image: &Arc<FileImage>,
+        start: usize,
+        length: usize,
+    ) -> Result<(), CommitError> {
+        self.check_process()?;
+        let in_image = start.checked_add(length).is_some_and(|end| end <= image.size());
+        if !in_image {
+            let reason = format!("bytes {start} + {length} are not in an image of {}", image.size());
+            return Err(CommitError::InvalidWrite { path: self.shared.path().join(name), reason });
+        }
+        self.shared.submit(name, PendingWrite { file: 0, offset, image: Arc::clone(image), start, length })
+    }
+
+    /// Bytes that are written (and summed, if wanted), whose memory may be reused; and bytes of all files.
+    pub fn progress(&self) -> (u64, u64) {
+        self.shared.progress()
+    }
+
+    /// Waits up to `patience` until every file and its folders are durable; `None` when they are not by then. Returns the
+    /// metadata of the files in the order in which they were named.
+    ///
+    /// # Errors
+    /// [`CommitError::InvalidWrite`] when bytes of a file were not submitted; submit them and call `finish` again. The
+    /// first failure of a thread; later calls return [`CommitError::Poisoned`] for it. After such an error no thread
+    /// writes.
+    pub fn finish(&self, patience: Duration) -> Result<Option<Vec<FileMetadata>>, CommitError> {
+        self.check_process()?;
+        let until = Instant::now() + patience;
+        let outcome = self.shared.finish(until);
+        if !matches!(outcome, Ok(None) | Err(CommitError::InvalidWrite { .. })) {
+            self.join();
+        }
+        outcome
+    }
+
+    /// Stops: drops what is not written yet. When this returns, no thread runs and no image is held.
+    ///
+    /// It waits for the pieces that are being written, at most 8 MiB a thread.
+    pub fn abort(&self) {
+        if self.process == process::id() {
+            self.shared.stop();
+            self.join();
+        }
+    }
+
+    fn join(&self) {
+        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        for thread in threads {
+            // The thread caught its own panic.
+            let _ = thread.join();
+        }
+    }
+
+    fn check_process(&self) -> Result<(), CommitError> {
+        if self.process == process::id() {
+            return Ok(());
+        }
+        let reason = "its writer belongs to the process that this one was forked from; make one here".to_owned();
+        Err(CommitError::InvalidWrite { path: self.shared.path().to_path_buf(), reason })
+    }
+}
+
+impl<D: Disk> Drop for ShardWriter<D> {
+    fn drop(&mut self) {
+        if self.process == process::id() {
+            self.abort();
+        } else {
+            // The child has none of these threads to join.
+            std::mem::forget(std::mem::take(self.threads.get_mut().unwrap_or_else(PoisonError::into_inner)));
+        }
+    }
+}
+
+/// Creates all files and reserves room for their bytes.
+fn preallocate<D: Disk>(
+    disk: &D,
+    tree: &FolderTree<D>,
+    places: &[TreeFile],
+    files: &[(&str, u64)],
+    go_on: &mut dyn FnMut() -> ControlFlow<()>,
+) -> Result<(), CommitError> {
+    let sizes = files.iter().map(|(_, size)| *size);
+    let mut left: u64 = sizes.clone().sum();
+    let mut can_allocate = true;
+    for (place, size) in places.iter().zip(sizes) {
+        let file = tree.create(disk, place)?;
+        if size > 0 && can_allocate {
+            match disk.allocate(&file, size, &place.path) {
+                Err(error) if error.is(Errno::OPNOTSUPP) || error.is(Errno::NOSYS) => {
+                    can_allocate = false;
+                    check_free_space(disk, tree, left)?;
+                }
+                outcome => outcome?,
+            }
+        }
+        if size > 0 && !can_allocate {
+            // This reserves no room, but finds a limit on file sizes.
+            disk.truncate(&file, size, &place.path)?;
+        }
+        left -= size;
+        if go_on().is_break() {
+            return Err(CommitError::Interrupted { path: place.path.clone() });
+        }
+    }
+    Ok(())
+}
+
+/// Where no room can be reserved, it must at least be free now.
+fn check_free_space<D: Disk>(disk: &D, tree: &FolderTree<D>, needed: u64) -> Result<(), CommitError> {
+    match disk.free_space(tree.top(), tree.path())? {
+        Some(free) if free < needed => Err(CommitError::io("find room for all files of", tree.path(), Errno::NOSPC)),
+        _ => Ok(()),
+    }
+}

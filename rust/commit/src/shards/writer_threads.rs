@@ -1,0 +1,291 @@
+//! The threads of a shard writer and the state they share.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::WriterOptions;
+use super::output_file::{DirectIo, OutputFile};
+use super::pending_write::PendingWrite;
+use super::thread_priority;
+use super::work_queue::{Done, SlotState, Task, WorkQueue};
+use super::writer_slots::{WriterSlot, WriterSlots};
+use crate::checksum::Checksum;
+use crate::disk::{Disk, Status};
+use crate::error::CommitError;
+use crate::files::folder_tree::{FolderTree, TreeFile};
+use crate::manifest::FileMetadata;
+
+/// Between two attempts to take a slot: a fraction of the time waited so far, within these limits.
+const LEAST_SLOT_INTERVAL: Duration = Duration::from_micros(500);
+const MOST_SLOT_INTERVAL: Duration = Duration::from_millis(5);
+const PART_OF_WAIT: u32 = 64;
+
+/// What the threads of a writer share.
+pub(super) struct WriterShared<D: Disk> {
+    disk: D,
+    tree: FolderTree<D>,
+    files: Vec<SharedFile<D>>,
+    by_name: HashMap<String, usize>,
+    direct_io: DirectIo,
+    slots: WriterSlots,
+    checksum: bool,
+    total: u64,
+    /// Bytes that are written, and summed if wanted: their memory may be reused.
+    written: AtomicU64,
+    state: Mutex<WorkQueue>,
+    /// Notified of every change of the state.
+    changed: Condvar,
+}
+
+struct SharedFile<D: Disk> {
+    place: TreeFile,
+    size: u64,
+    /// Open from the first piece until the file is durable: there may be more files than descriptors.
+    output: Mutex<Option<Arc<OutputFile<D>>>>,
+}
+
+impl<D: Disk> WriterShared<D> {
+    pub(super) fn new(
+        disk: D,
+        tree: FolderTree<D>,
+        files: impl Iterator<Item = (TreeFile, u64)>,
+        options: WriterOptions,
+        root: &Status,
+    ) -> Self {
+        let files: Vec<_> = files.map(|(place, size)| SharedFile { place, size, output: Mutex::new(None) }).collect();
+        let sizes: Vec<_> = files.iter().map(|file| file.size).collect();
+        WriterShared {
+            disk,
+            tree,
+            by_name: files.iter().enumerate().map(|(number, file)| (file.place.name.clone(), number)).collect(),
+            files,
+            direct_io: DirectIo::default(),
+            slots: WriterSlots::new(options.writers_per_node, (root.device, root.number)),
+            checksum: options.checksum,
+            total: sizes.iter().sum(),
+            written: AtomicU64::new(0),
+            state: Mutex::new(WorkQueue::new(&sizes)),
+            changed: Condvar::new(),
+        }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        self.tree.path()
+    }
+
+    /// Written bytes, and bytes of all files. Without the lock, which a child made by `fork` may find held.
+    pub(super) fn progress(&self) -> (u64, u64) {
+        (self.written.load(Ordering::Relaxed), self.total)
+    }
+
+    pub(super) fn submit(&self, name: &str, mut write: PendingWrite) -> Result<(), CommitError> {
+        let refuse = |reason: String| Err(CommitError::InvalidWrite { path: self.path().join(name), reason });
+        let Some(&number) = self.by_name.get(name) else {
+            return refuse("it is not a file of this writer".to_owned());
+        };
+        let size = self.files[number].size;
+        let end = write.offset.checked_add(write.length as u64).filter(|&end| end <= size);
+        let Some(end) = end else {
+            return refuse(format!("bytes {} + {} are not in a file of {size}", write.offset, write.length));
+        };
+        write.file = number;
+        let mut state = self.lock();
+        state.check()?;
+        if state.closed || state.stopped {
+            return refuse("its writer was finished or aborted; make another one".to_owned());
+        }
+        if write.length == 0 {
+            return Ok(());
+        }
+        if !state.files[number].submit(write.offset..end) {
+            return refuse(format!("some of the bytes {}..{end} were submitted before", write.offset));
+        }
+        state.push(write);
+        drop(state);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    pub(super) fn finish(&self, until: Instant) -> Result<Option<Vec<FileMetadata>>, CommitError> {
+        let mut state = self.lock();
+        if !state.is_over() && !state.closed {
+            self.check_complete(&state)?;
+            state.closed = true;
+            self.changed.notify_all();
+        }
+        while !(state.is_over() && state.running == 0) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        match state.take_failure() {
+            Some(failure) => Err(failure),
+            None if state.is_done() => Ok(Some(self.file_metadata(&state))),
+            None => {
+                let reason = "its writer was aborted; make another one".to_owned();
+                Err(CommitError::InvalidWrite { path: self.path().to_path_buf(), reason })
+            }
+        }
+    }
+
+    fn check_complete(&self, state: &WorkQueue) -> Result<(), CommitError> {
+        for (file, progress) in self.files.iter().zip(&state.files) {
+            if let Some(gap) = progress.first_gap() {
+                let reason = format!("its bytes from {gap} on were not submitted");
+                return Err(CommitError::InvalidWrite { path: file.place.path.clone(), reason });
+            }
+        }
+        Ok(())
+    }
+
+    fn file_metadata(&self, state: &WorkQueue) -> Vec<FileMetadata> {
+        let files = self.files.iter().zip(&state.files);
+        let metadata = files.map(|(file, progress)| FileMetadata {
+            name: file.place.name.clone(),
+            size: file.size,
+            checksum: self.checksum.then(|| progress.checksum()),
+        });
+        metadata.collect()
+    }
+
+    pub(super) fn stop(&self) {
+        self.lock().stop();
+        self.changed.notify_all();
+    }
+
+    /// Counts a thread that is about to run (1), or that could not be started (−1).
+    pub(super) fn count_thread(&self, change: isize) {
+        let mut state = self.lock();
+        state.running = state.running.saturating_add_signed(change);
+    }
+
+    /// Runs one thread from its start to its end.
+    pub(super) fn run(&self) {
+        thread_priority::lower();
+        let mut at = self.path().to_path_buf();
+        let panic = catch_unwind(AssertUnwindSafe(|| self.work(&mut at))).err();
+        let mut state = self.lock();
+        if let Some(panic) = panic {
+            state.fail(CommitError::Panicked { path: at, message: message_of(panic.as_ref()) });
+        }
+        state.running -= 1;
+        if state.running == 0 {
+            state.slot = SlotState::None;
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Works until nothing is left to do. `at` is the file that a panic refers to.
+    fn work(&self, at: &mut PathBuf) {
+        let mut state = self.lock();
+        while !state.is_over() {
+            let Some(task) = state.next_task() else {
+                state = if state.has_writes() && matches!(state.slot, SlotState::None) {
+                    self.seek_slot(state)
+                } else {
+                    self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+                };
+                continue;
+            };
+            drop(state);
+            let outcome = self.perform(task, at);
+            state = self.lock();
+            if let SlotState::Held(slot) = &state.slot {
+                slot.touch();
+            }
+            match outcome {
+                Ok(done) => {
+                    if let Done::Wrote { write, .. } = &done {
+                        self.written.fetch_add(write.length as u64, Ordering::Relaxed);
+                    }
+                    state.done(done);
+                }
+                Err(error) => state.fail(error),
+            }
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits for a slot for all threads, without the lock. Afterwards the writer has it, or is over.
+    fn seek_slot<'a>(&'a self, mut state: MutexGuard<'a, WorkQueue>) -> MutexGuard<'a, WorkQueue> {
+        state.slot = SlotState::Seeking;
+        drop(state);
+        let taken = self.wait_for_slot();
+        let mut state = self.lock();
+        state.slot = taken.map_or(SlotState::None, SlotState::Held);
+        self.changed.notify_all();
+        state
+    }
+
+    /// `None` when the writer is over.
+    fn wait_for_slot(&self) -> Option<WriterSlot> {
+        let (mut waiting, begun) = (self.slots.wait(), Instant::now());
+        loop {
+            if let Some(slot) = waiting.try_take() {
+                return Some(slot);
+            }
+            let state = self.lock();
+            if state.is_over() {
+                return None;
+            }
+            let interval = (begun.elapsed() / PART_OF_WAIT).clamp(LEAST_SLOT_INTERVAL, MOST_SLOT_INTERVAL);
+            drop(self.changed.wait_timeout(state, interval));
+        }
+    }
+
+    fn perform(&self, task: Task, at: &mut PathBuf) -> Result<Done, CommitError> {
+        match task {
+            Task::Write(write) => {
+                at.clone_from(&self.files[write.file].place.path);
+                self.write(write)
+            }
+            Task::Finish(file) => {
+                at.clone_from(&self.files[file].place.path);
+                let file = &self.files[file];
+                self.output(file)?.finish(&self.disk, &file.place.path)?;
+                *file.output.lock().unwrap_or_else(PoisonError::into_inner) = None;
+                Ok(Done::Finished)
+            }
+            Task::FinishFolders => {
+                at.clone_from(&self.path().to_path_buf());
+                self.tree.fsync(&self.disk)?;
+                Ok(Done::FinishedFolders)
+            }
+        }
+    }
+
+    fn write(&self, write: PendingWrite) -> Result<Done, CommitError> {
+        let file = &self.files[write.file];
+        let bytes = write.image.bytes(write.start, write.length);
+        let output = self.output(file)?;
+        output.write(&self.disk, write.offset, bytes, &file.place.path, &self.direct_io)?;
+        let checksum = self.checksum.then(|| Checksum::of(bytes));
+        Ok(Done::Wrote { write, checksum })
+    }
+
+    fn output(&self, file: &SharedFile<D>) -> Result<Arc<OutputFile<D>>, CommitError> {
+        let mut output = file.output.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(output) = output.as_ref() {
+            return Ok(Arc::clone(output));
+        }
+        let opened = Arc::new(OutputFile::open(&self.disk, &self.tree, &file.place, &self.direct_io)?);
+        Ok(Arc::clone(output.insert(opened)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, WorkQueue> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn message_of(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|&text| text.to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}

@@ -1,0 +1,199 @@
+//! Any two calls on one root leave it consistent. The second call is made at each change of the disk by the first.
+#![expect(clippy::disallowed_methods, reason = "a copy of a root has not to be durable")]
+
+#[macro_use]
+#[path = "support/forwarding/mod.rs"]
+mod forwarding;
+#[path = "support/watched_disk/mod.rs"]
+mod watched_disk;
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::ThreadId;
+use std::time::Duration;
+
+use tundish_commit::disk::RealDisk;
+use tundish_commit::root::{ReadonlyRoot, Root};
+use tundish_commit::{CommitError, Kind};
+use watched_disk::{CHANGING, WatchedDisk, manifest, names, open, registered, save, write};
+
+type Outcome = Result<(), CommitError>;
+type Call = (&'static str, fn(&Root<WatchedDisk>) -> Outcome);
+
+const CALLS: [Call; 10] = [
+    ("publish hf-5", |root| publish(root, Kind::Hf, 5)),
+    ("publish dcp-3 again", |root| publish(root, Kind::Dcp, 3)),
+    ("remove hf-2", |root| root.remove(Kind::Hf, 2)),
+    ("remove dcp-1", |root| root.remove(Kind::Dcp, 1)),
+    ("give up hf-5", |root| root.abandon(Kind::Hf, 5)),
+    ("give up dcp-3", |root| root.abandon(Kind::Dcp, 3)),
+    ("begin hf-6", |root| root.begin(Kind::Hf, 6, false).map(drop)),
+    ("begin hf-5", |root| root.begin(Kind::Hf, 5, true).map(drop)),
+    ("go back to 2", |root| {
+        [(Kind::Hf, 5), (Kind::Dcp, 3)].into_iter().try_for_each(|(kind, step)| root.abandon(kind, step))?;
+        root.discard_after(2).map(drop)
+    }),
+    ("list", |root| root.list().map(drop)),
+];
+
+/// How long the second call is given to be over before the first goes on; it may be one that waits for that.
+const MOMENT: Duration = Duration::from_millis(4);
+
+fn publish(root: &Root<WatchedDisk>, kind: Kind, step: u64) -> Outcome {
+    root.publish(kind, step, &manifest(kind, step, "new"), true).map(drop)
+}
+
+/// Holds one thread up before one of its changes.
+#[derive(Default)]
+struct Gate {
+    state: Mutex<Passing>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Passing {
+    /// Who is to stand, and how many changes come before that.
+    who: Option<(ThreadId, usize)>,
+    stands: bool,
+    is_over: bool,
+}
+
+impl Gate {
+    fn pass(&self) {
+        let mut state = self.state.lock().unwrap();
+        match &mut state.who {
+            Some((who, 0)) if *who == std::thread::current().id() => {
+                state.who = None;
+                state.stands = true;
+                self.changed.notify_all();
+                drop(self.changed.wait_while(state, |state| state.stands).unwrap());
+            }
+            Some((who, before)) if *who == std::thread::current().id() => *before -= 1,
+            _ => {}
+        }
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Passing)) {
+        change(&mut self.state.lock().unwrap());
+        self.changed.notify_all();
+    }
+
+    /// Whether the first stands; if not, it is over.
+    fn stands(&self) -> bool {
+        let state = self.state.lock().unwrap();
+        self.changed.wait_while(state, |state| !state.stands && !state.is_over).unwrap().stands
+    }
+}
+
+#[test]
+fn any_two_calls_leave_a_root_in_order() {
+    let before = new_folder();
+    let published = open(&WatchedDisk::new(|_, _| {}), before.path());
+    for (kind, step) in [(Kind::Hf, 1), (Kind::Hf, 2), (Kind::Hf, 3), (Kind::Dcp, 1), (Kind::Dcp, 3)] {
+        save(&published, kind, step, "old");
+    }
+    drop(published);
+    let mut meetings = 0;
+    for (one, first) in CALLS {
+        for (other, second) in CALLS {
+            for number in 0.. {
+                let gate = Arc::new(Gate::default());
+                let passing = Arc::clone(&gate);
+                let disk = WatchedDisk::new(move |call, _| {
+                    if CHANGING.contains(&call) {
+                        passing.pass();
+                    }
+                });
+                let folder = new_folder();
+                // To save them each time takes ten times longer.
+                copy(before.path(), folder.path());
+                let root = open(&disk, folder.path());
+                write(&root.begin(Kind::Hf, 5, false).unwrap());
+                write(&root.begin(Kind::Dcp, 3, true).unwrap());
+                let (stood, outcomes) = std::thread::scope(|scope| {
+                    let worker = scope.spawn(|| {
+                        gate.change(|state| state.who = Some((std::thread::current().id(), number)));
+                        let outcome = first(&root);
+                        gate.change(|state| state.is_over = true);
+                        outcome
+                    });
+                    let stood = gate.stands();
+                    let meeting = scope.spawn(|| second(&root));
+                    if stood {
+                        std::thread::sleep(MOMENT);
+                    }
+                    gate.change(|state| state.stands = false);
+                    (stood, [worker.join().unwrap(), meeting.join().unwrap()])
+                });
+                let context = format!("{other} before change {number} of {one}: {outcomes:?}");
+                let refused = outcomes.iter().filter_map(|outcome| outcome.as_ref().err());
+                refused.for_each(|error| assert!(is_refusal(error), "{context}"));
+                check(root, folder.path(), &context);
+                if !stood {
+                    break;
+                }
+                meetings += 1;
+            }
+        }
+    }
+    println!("{meetings} meetings");
+    assert!(meetings > 500);
+}
+
+/// In memory where it can be: what is durable when is no matter here, and each fsync would wait for a disk.
+fn new_folder() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
+}
+
+fn copy(from: &Path, to: &Path) {
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let (kind, target) = (entry.file_type().unwrap(), to.join(entry.file_name()));
+        if kind.is_dir() {
+            fs::create_dir(&target).unwrap();
+            copy(&entry.path(), &target);
+        } else if kind.is_symlink() {
+            symlink(fs::read_link(entry.path()).unwrap(), target).unwrap();
+        } else {
+            fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+/// Whether somebody else was first.
+fn is_refusal(error: &CommitError) -> bool {
+    matches!(
+        error,
+        CommitError::StepExists { .. }
+            | CommitError::StepOrder { .. }
+            | CommitError::CheckpointInUse { .. }
+            | CommitError::NotPublishable { .. }
+            | CommitError::NoSuchCheckpoint { .. }
+    )
+}
+
+/// What is known, recorded and there is the same, and the next start has nothing to mend.
+fn check(root: Root<WatchedDisk>, path: &Path, context: &str) {
+    for (kind, step) in [(Kind::Hf, 5), (Kind::Hf, 6), (Kind::Dcp, 3)] {
+        root.abandon(kind, step).unwrap();
+    }
+    let known = names(&root);
+    assert_eq!(registered(path), known, "{context}");
+    let watcher = ReadonlyRoot::open(RealDisk, path).unwrap();
+    let survey = watcher.survey().unwrap();
+    let there: Vec<_> = survey.whole.iter().map(|found| format!("{}-{}", found.kind, found.step)).collect();
+    assert_eq!((there, survey.damaged.len()), (known.clone(), 0), "{context}");
+    for kind in Kind::ALL {
+        let latest = watcher.latest(kind).unwrap();
+        let target = fs::read_link(path.join(format!("{kind}-latest"))).ok().map(|target| path.join(target));
+        assert_eq!(target, latest, "{context}");
+    }
+    drop(root);
+    let again = open(&WatchedDisk::new(|_, _| {}), path);
+    let found = again.recovered();
+    let mended = [&found.removed, &found.live, &found.set_aside, &found.repaired, &found.failed];
+    assert!(mended.iter().all(|what| what.is_empty()) && found.ignored.is_empty(), "{context}: {found:?}");
+    assert_eq!(names(&again), known, "{context}");
+}

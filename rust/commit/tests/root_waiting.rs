@@ -1,0 +1,358 @@
+//! Which calls wait for an fsync of a root, and which do not: the disk blocks at one fsync after the other.
+
+#[macro_use]
+#[path = "support/forwarding/mod.rs"]
+mod forwarding;
+#[path = "support/watched_disk/mod.rs"]
+mod watched_disk;
+
+use std::path::Path;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::ThreadId;
+use std::time::Duration;
+
+use tundish_commit::root::Root;
+use tundish_commit::{CommitError, Kind};
+use watched_disk::{CHANGING, WatchedDisk, listed, manifest, names, open, registered, save, write};
+
+/// Far longer than anything takes that does not wait.
+const LONG: Duration = Duration::from_secs(20);
+
+/// How long somebody is watched who is to wait.
+const MOMENT: Duration = Duration::from_millis(80);
+
+/// Lets all fsyncs but one through.
+#[derive(Default)]
+struct Gate {
+    state: Mutex<Passing>,
+    changed: Condvar,
+    changes: Mutex<Vec<(ThreadId, &'static str)>>,
+}
+
+#[derive(Default)]
+struct Passing {
+    /// How many more fsyncs pass before one stands; `None`: all.
+    before: Option<usize>,
+    stands: bool,
+    /// Whether there is nothing to wait for any more.
+    is_over: bool,
+}
+
+impl Gate {
+    fn disk(self: &Arc<Self>) -> WatchedDisk {
+        let gate = Arc::clone(self);
+        WatchedDisk::new(move |call, _| {
+            if CHANGING.contains(&call) {
+                gate.changes.lock().unwrap().push((std::thread::current().id(), call));
+            }
+            if call.starts_with("fsync") {
+                gate.pass();
+            }
+        })
+    }
+
+    fn pass(&self) {
+        let mut state = self.state.lock().unwrap();
+        match state.before {
+            Some(0) => {
+                *state = Passing { stands: true, ..Passing::default() };
+                self.changed.notify_all();
+                drop(self.changed.wait_while(state, |state| state.stands).unwrap());
+            }
+            Some(before) => state.before = Some(before - 1),
+            None => {}
+        }
+    }
+
+    fn close_after(&self, fsyncs: usize) {
+        self.state.lock().unwrap().before = Some(fsyncs);
+    }
+
+    /// Whether somebody stands, once that is decided.
+    fn stands(&self) -> bool {
+        let state = self.state.lock().unwrap();
+        self.changed.wait_while(state, |state| !state.stands && !state.is_over).unwrap().stands
+    }
+
+    fn end(&self) {
+        self.state.lock().unwrap().is_over = true;
+        self.changed.notify_all();
+    }
+
+    fn open(&self) {
+        self.state.lock().unwrap().stands = false;
+        self.changed.notify_all();
+    }
+
+    /// What `work` gives, which is not to wait for who stands.
+    fn promptly<T: Send>(&self, what: &str, work: impl FnOnce() -> T + Send) -> T {
+        std::thread::scope(|scope| {
+            let (sender, receiver) = channel();
+            scope.spawn(move || sender.send(work()));
+            receiver.recv_timeout(LONG).unwrap_or_else(|error| {
+                // Else nobody would ever end.
+                self.open();
+                assert_eq!(error, RecvTimeoutError::Timeout);
+                panic!("{what} waits")
+            })
+        })
+    }
+}
+
+/// Has `work` done of a root that `prepare` made, once for each of its fsyncs, and calls `meanwhile` while that stands.
+/// Returns how many there were.
+fn at_each_fsync(
+    prepare: impl Fn(&Root<WatchedDisk>),
+    work: impl Fn(&Root<WatchedDisk>) + Sync,
+    meanwhile: impl Fn(&Root<WatchedDisk>, &Arc<Gate>, &Path),
+    afterwards: impl Fn(&Root<WatchedDisk>, &Path),
+) -> usize {
+    for number in 0.. {
+        let gate = Arc::new(Gate::default());
+        let folder = tempfile::tempdir().unwrap();
+        let root = open(&gate.disk(), folder.path());
+        prepare(&root);
+        gate.close_after(number);
+        let stood = std::thread::scope(|scope| {
+            let worker = scope.spawn(|| {
+                work(&root);
+                gate.end();
+            });
+            let stands = gate.stands();
+            if stands {
+                let outcome =
+                    std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| meanwhile(&root, &gate, folder.path())));
+                gate.open();
+                outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            }
+            worker.join().unwrap();
+            stands
+        });
+        if !stood {
+            return number;
+        }
+        afterwards(&root, folder.path());
+    }
+    unreachable!("some fsync is the last")
+}
+
+fn begin_and_write(root: &Root<WatchedDisk>, kind: Kind, step: u64) {
+    write(&root.begin(kind, step, false).unwrap());
+}
+
+fn publish(root: &Root<WatchedDisk>, kind: Kind, step: u64) {
+    root.publish(kind, step, &manifest(kind, step, "new"), true).unwrap();
+}
+
+/// Both kinds are published, and each has a save under way.
+fn prepare(root: &Root<WatchedDisk>) {
+    for (kind, step) in [(Kind::Hf, 1), (Kind::Dcp, 1), (Kind::Dcp, 2)] {
+        save(root, kind, step, "old");
+    }
+    begin_and_write(root, Kind::Hf, 5);
+    begin_and_write(root, Kind::Dcp, 3);
+}
+
+const OLD: [&str; 3] = ["dcp-1", "dcp-2", "hf-1"];
+
+#[test]
+fn queries_and_beginnings_do_not_wait_for_a_publication() {
+    let stood = at_each_fsync(
+        |root| {
+            prepare(root);
+            root.abandon(Kind::Dcp, 3).unwrap();
+        },
+        |root| publish(root, Kind::Hf, 5),
+        |root, gate, path| {
+            let mut found = gate.promptly("list", || names(root));
+            found.sort();
+            assert_eq!(found, OLD);
+            assert_eq!(gate.promptly("latest", || root.latest(Kind::Hf)).unwrap(), Some(path.join("hf-1")));
+            assert_eq!(gate.promptly("latest", || root.latest(Kind::Dcp)).unwrap(), Some(path.join("dcp-2")));
+            drop(gate.promptly("a reader", || root.read_lock(Kind::Hf, 1)).unwrap());
+            let folder = gate.promptly("begin", || root.begin(Kind::Dcp, 3, false)).unwrap();
+            write(&folder);
+            // That there is nothing to overwrite is no reason to wait either.
+            gate.promptly("begin", || root.begin(Kind::Dcp, 4, true)).unwrap();
+        },
+        |root, path| {
+            assert_eq!(root.latest(Kind::Hf).unwrap(), Some(path.join("hf-5")));
+            publish(root, Kind::Dcp, 3);
+            root.abandon(Kind::Dcp, 4).unwrap();
+            let mut all = registered(path);
+            all.sort();
+            assert_eq!(all, ["dcp-1", "dcp-2", "dcp-3", "hf-1", "hf-5"]);
+            assert_eq!(listed(root).len(), 5);
+        },
+    );
+    // The manifest, two folders, the name, the registry and its name, the link and its name.
+    assert_eq!(stood, 8);
+}
+
+/// What must not come between the steps of a publication, and what has to be so before it.
+type Change = (&'static str, fn(&Root<WatchedDisk>), fn(&Root<WatchedDisk>));
+
+const CHANGES: [Change; 6] = [
+    ("publish", |_| {}, |root| publish(root, Kind::Dcp, 3)),
+    ("remove", |_| {}, |root| root.remove(Kind::Dcp, 1).unwrap()),
+    ("give up", |_| {}, |root| root.abandon(Kind::Dcp, 3).unwrap()),
+    (
+        "begin to replace",
+        |root| root.abandon(Kind::Dcp, 3).unwrap(),
+        |root| drop(root.begin(Kind::Dcp, 2, true).unwrap()),
+    ),
+    ("discard", |root| root.abandon(Kind::Dcp, 3).unwrap(), |root| assert_eq!(root.discard_after(1).unwrap().len(), 2)),
+    ("close", |_| {}, |root| root.close()),
+];
+
+#[test]
+fn no_other_change_interleaves_with_a_publication() {
+    for (what, before, change) in CHANGES {
+        let stood = at_each_fsync(
+            |root| {
+                prepare(root);
+                before(root);
+            },
+            |root| publish(root, Kind::Hf, 5),
+            |root, gate, path| {
+                let found = registered(path);
+                std::thread::scope(|scope| {
+                    let other = scope.spawn(|| change(root));
+                    std::thread::sleep(MOMENT);
+                    let changes = gate.changes.lock().unwrap().clone();
+                    let is_over = other.is_finished();
+                    let id = other.thread().id();
+                    gate.open();
+                    other.join().unwrap();
+                    assert!(!is_over, "{what} does not wait");
+                    let own: Vec<_> = changes.iter().filter(|(thread, _)| *thread == id).collect();
+                    assert!(own.is_empty(), "{what}: {own:?}, registered {found:?}");
+                });
+            },
+            |root, path| {
+                if what == "close" {
+                    assert!(matches!(root.begin(Kind::Hf, 9, false), Err(CommitError::RootLost { .. })));
+                    assert_eq!(registered(path).len(), 4);
+                    return;
+                }
+                let mut found = names(root);
+                assert_eq!(registered(path), found, "{what}");
+                found.sort();
+                let expected: &[&str] = match what {
+                    "publish" => &["dcp-1", "dcp-2", "dcp-3", "hf-1", "hf-5"],
+                    "remove" => &["dcp-2", "hf-1", "hf-5"],
+                    "discard" => &["dcp-1", "hf-1"],
+                    _ => &["dcp-1", "dcp-2", "hf-1", "hf-5"],
+                };
+                assert_eq!(found, expected, "{what}");
+            },
+        );
+        assert_eq!(stood, 8, "{what}");
+    }
+}
+
+#[test]
+fn a_step_under_publication_blocks_itself_and_lower_ones() {
+    at_each_fsync(
+        |root| {
+            save(root, Kind::Hf, 1, "old");
+            begin_and_write(root, Kind::Hf, 5);
+        },
+        |root| publish(root, Kind::Hf, 5),
+        |root, gate, _| {
+            for overwrite in [false, true] {
+                let again = gate.promptly("begin", || root.begin(Kind::Hf, 5, overwrite)).unwrap_err();
+                assert!(again.to_string().contains("is being written already"), "{again}");
+                let lower = gate.promptly("begin", || root.begin(Kind::Hf, 4, overwrite)).unwrap_err();
+                assert!(matches!(lower, CommitError::StepOrder { newest: 5, .. }), "{lower}");
+            }
+        },
+        |root, _| assert_eq!(names(root), ["hf-1", "hf-5"]),
+    );
+}
+
+#[test]
+fn a_replacement_counts_once_it_is_durable_and_recorded() {
+    let stood = at_each_fsync(
+        |root| {
+            save(root, Kind::Hf, 1, "old");
+            save(root, Kind::Hf, 2, "old");
+            write(&root.begin(Kind::Hf, 2, true).unwrap());
+        },
+        |root| publish(root, Kind::Hf, 2),
+        |root, gate, path| {
+            let found = gate.promptly("list", || listed(root));
+            let is_old = |(_, tag): &(String, String)| tag == "old";
+            assert!(found.iter().all(is_old) && found.iter().any(|(name, _)| name == "hf-1"), "{found:?}");
+            // Whichever of the two it leads to, it is there.
+            assert!(path.join("hf-2/tundish.json").is_file());
+            let again = gate.promptly("begin", || root.begin(Kind::Hf, 2, true)).unwrap_err();
+            assert!(again.to_string().contains("is being written already"), "{again}");
+        },
+        |root, path| {
+            assert_eq!(listed(root), [("hf-1".into(), "old".into()), ("hf-2".into(), "new".into())]);
+            assert!(!path.join(".hf-2.incomplete").exists());
+        },
+    );
+    // The link stays as it is.
+    assert_eq!(stood, 6);
+}
+
+#[test]
+fn queries_and_beginnings_do_not_wait_for_a_removal() {
+    let stood = at_each_fsync(
+        |root| (1..=3).for_each(|step| drop(save(root, Kind::Hf, step, "old"))),
+        |root| root.remove(Kind::Hf, 2).unwrap(),
+        |root, gate, _| {
+            assert_eq!(gate.promptly("list", || names(root)), ["hf-1", "hf-3"]);
+            gate.promptly("begin", || root.begin(Kind::Dcp, 3, false)).unwrap();
+            gate.promptly("begin", || root.begin(Kind::Hf, 4, false)).unwrap();
+        },
+        |root, path| {
+            assert_eq!(names(root), ["hf-1", "hf-3"]);
+            assert_eq!(registered(path), ["hf-1", "hf-3"]);
+        },
+    );
+    // The registry, its name, and that the other is gone.
+    assert_eq!(stood, 3);
+}
+
+#[test]
+fn a_checkpoint_protected_before_its_removal_stays() {
+    let old = |root: &Root<WatchedDisk>| {
+        (1..=3).for_each(|step| drop(save(root, Kind::Hf, step, "old")));
+        begin_and_write(root, Kind::Dcp, 3);
+    };
+    // Who removes it waits for who publishes another.
+    at_each_fsync(
+        old,
+        |root| publish(root, Kind::Dcp, 3),
+        |root, gate, _| {
+            std::thread::scope(|scope| {
+                let removal = scope.spawn(|| root.remove(Kind::Hf, 2));
+                std::thread::sleep(MOMENT);
+                gate.promptly("protect", || root.protect(2)).unwrap();
+                gate.open();
+                let refused = removal.join().unwrap().unwrap_err();
+                assert!(refused.to_string().contains("protected"), "{refused}");
+            });
+        },
+        |root, path| {
+            assert_eq!(names(root), ["dcp-3", "hf-1", "hf-2", "hf-3"]);
+            assert_eq!(registered(path), names(root));
+            root.remove(Kind::Hf, 1).unwrap();
+        },
+    );
+    // Once it is on its way out it is not listed any more.
+    let stood = at_each_fsync(
+        old,
+        |root| root.remove(Kind::Hf, 2).unwrap(),
+        |root, gate, _| {
+            gate.promptly("protect", || root.protect(2)).unwrap();
+            assert!(!gate.promptly("list", || names(root)).contains(&"hf-2".to_owned()));
+        },
+        |root, _| assert_eq!(names(root), ["hf-1", "hf-3"]),
+    );
+    assert_eq!(stood, 3);
+}

@@ -1,0 +1,12 @@
+//! Progress callbacks that also look at signals.
+
+use std::ops::ControlFlow;
+
+use tundish_packing::Watch;
+
+use crate::enter::Door;
+
+/// Reports progress and looks at signals; breaks on Ctrl-C.
+pub(crate) fn look(door: &mut Door, phase: &'static str, done: u64, total: u64) -> ControlFlow<()> {
+    if door.tick(phase, done, total).is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+}

@@ -1,0 +1,97 @@
+//! Small files, checksums, manifests and verification of checkpoints.
+
+use std::path::PathBuf;
+
+use pyo3::prelude::*;
+use tundish_commit::Checksum;
+use tundish_commit::shards;
+
+use super::callbacks::look;
+use crate::enter::enter;
+use crate::error::BindingError;
+
+/// A file of a checkpoint: its name relative to the folder, its size in bytes, and its checksum
+/// (`crc64nvme:0123456789abcdef`) or None.
+#[pyclass(frozen, eq, hash)]
+#[derive(PartialEq, Eq, Hash)]
+pub(crate) struct FileMetadata {
+    pub(super) metadata: tundish_commit::FileMetadata,
+}
+
+#[pymethods]
+impl FileMetadata {
+    #[new]
+    fn new(name: String, size: u64, checksum: Option<&str>) -> PyResult<Self> {
+        let checksum = checksum
+            .map(|text| text.parse::<Checksum>().map_err(|error| BindingError::Value(format!("{text:?} is {error}"))));
+        Ok(Self { metadata: tundish_commit::FileMetadata { name, size, checksum: checksum.transpose()? } })
+    }
+
+    #[getter]
+    fn name(&self) -> &str {
+        &self.metadata.name
+    }
+
+    #[getter]
+    fn size(&self) -> u64 {
+        self.metadata.size
+    }
+
+    #[getter]
+    fn checksum(&self) -> Option<String> {
+        self.metadata.checksum.map(|checksum| checksum.to_string())
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let name = self.metadata.name.as_str().into_pyobject(py)?.repr()?;
+        let checksum = self.checksum().map_or_else(|| "None".to_owned(), |text| format!("'{text}'"));
+        Ok(format!("FileMetadata({name}, {}, {checksum})", self.metadata.size))
+    }
+}
+
+/// Write `contents` as the new file `name`, relative to `folder`, and make it and the folders it lies in durable.
+#[pyfunction]
+pub(crate) fn write_small_file(
+    py: Python<'_>,
+    folder: PathBuf,
+    name: String,
+    contents: &[u8],
+) -> PyResult<FileMetadata> {
+    enter(py, None, move |_| Ok(FileMetadata { metadata: tundish_commit::write_small_file(folder, &name, contents)? }))
+}
+
+/// Make a file that another program wrote durable, and compute its checksum. Its name is the last part of `path`.
+#[pyfunction]
+pub(crate) fn checksum_file(py: Python<'_>, path: PathBuf) -> PyResult<FileMetadata> {
+    enter(py, None, move |door| {
+        let mut go_on = |read, total| look(door, "checksum", read, total);
+        Ok(FileMetadata { metadata: tundish_commit::checksum_file(path, &mut go_on)? })
+    })
+}
+
+/// Read every file of the checkpoint in `folder` and compare it with the manifest.
+///
+/// Raises `CorruptCheckpointError`, whose `paths` are all files that are missing, changed, cut off or in no manifest.
+#[pyfunction]
+#[pyo3(signature = (folder, *, progress=None))]
+pub(crate) fn verify_checkpoint(py: Python<'_>, folder: PathBuf, progress: Option<Py<PyAny>>) -> PyResult<Vec<String>> {
+    enter(py, progress, move |door| {
+        let mut go_on = |read, total| look(door, "verify", read, total);
+        Ok(tundish_commit::root::verify_checkpoint(folder, &mut go_on)?)
+    })
+}
+
+/// Remove the slot files that killed writers of this user left, unless `dry_run`; returns their paths. `root` restricts it
+/// to writers under that folder.
+#[pyfunction]
+#[pyo3(signature = (root = None, *, dry_run = false))]
+pub(crate) fn sweep_writer_slots(py: Python<'_>, root: Option<PathBuf>, dry_run: bool) -> PyResult<Vec<PathBuf>> {
+    enter(py, None, |_| Ok(shards::sweep_slots(root.as_deref(), dry_run)))
+}
+
+/// Add the checksum of itself to a manifest; `manifest` is a JSON object.
+#[pyfunction]
+pub(crate) fn add_manifest_checksum(manifest: &str) -> PyResult<String> {
+    let summed = tundish_commit::add_manifest_checksum(manifest);
+    Ok(summed.ok_or_else(|| BindingError::Value("a manifest is a JSON object".to_owned()))?)
+}

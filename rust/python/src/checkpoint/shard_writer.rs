@@ -1,0 +1,90 @@
+//! [`ShardWriter`].
+//!
+//! Invariant: no writer is joined with the GIL held.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use tundish_commit::shards::{self, WriterOptions};
+use tundish_packing::Watch;
+
+use super::callbacks::look;
+use super::checkpoint_files::FileMetadata;
+use super::file_image::FileImage;
+use crate::enter::enter;
+use crate::error::BindingError;
+
+/// Between two looks at signals while a writer works.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(30);
+
+/// Writes the files of one rank with threads of its own.
+///
+/// When the constructor returns, all files are created and preallocated. Names are relative to `folder`, sizes in bytes.
+/// At most `writers_per_node` writers under the same root write at once on a node. `checksum` computes the CRC-64/NVME
+/// of each file.
+#[pyclass(frozen)]
+pub(crate) struct ShardWriter {
+    writer: shards::ShardWriter,
+}
+
+#[pymethods]
+impl ShardWriter {
+    #[new]
+    #[pyo3(signature = (folder, files, *, checksum, writers_per_node))]
+    fn new(
+        py: Python<'_>,
+        folder: PathBuf,
+        files: Vec<(String, u64)>,
+        checksum: bool,
+        writers_per_node: usize,
+    ) -> PyResult<Self> {
+        enter(py, None, move |door| {
+            let files: Vec<_> = files.iter().map(|(name, size)| (name.as_str(), *size)).collect();
+            let options = WriterOptions { checksum, writers_per_node };
+            let mut go_on = || look(door, "preallocate", 0, 0);
+            Ok(Self { writer: shards::ShardWriter::create(folder, &files, options, &mut go_on)? })
+        })
+    }
+
+    /// Submit `length` bytes of `image` from `start` on, to be written at `offset` of the file `name`.
+    fn write(&self, name: &str, offset: u64, image: &FileImage, start: usize, length: usize) -> PyResult<()> {
+        Ok(self.writer.write(name, offset, &image.image, start, length).map_err(BindingError::from)?)
+    }
+
+    /// Bytes that are written (and summed), whose memory may be reused; and bytes of all files.
+    fn progress(&self) -> (u64, u64) {
+        self.writer.progress()
+    }
+
+    /// Block until every file and its folders are durable. Returns the metadata of the files, in the given order.
+    ///
+    /// Ctrl-C ends the wait, not the writing: wait again, or abort.
+    fn finish(&self, py: Python<'_>) -> PyResult<Vec<FileMetadata>> {
+        let metadata = enter(py, None, |door| {
+            loop {
+                if let Some(metadata) = self.writer.finish(SIGNAL_INTERVAL)? {
+                    return Ok(metadata);
+                }
+                let (written, total) = self.writer.progress();
+                door.tick("write", written, total)?;
+            }
+        })?;
+        Ok(metadata.into_iter().map(|metadata| FileMetadata { metadata }).collect())
+    }
+
+    /// Stop writing. When this returns, no thread runs and no image is held. The files stay.
+    fn abort(&self, py: Python<'_>) -> PyResult<()> {
+        enter(py, None, |_| {
+            self.writer.abort();
+            Ok(())
+        })
+    }
+}
+
+impl Drop for ShardWriter {
+    fn drop(&mut self) {
+        // Wait for the threads without the GIL.
+        Python::try_attach(|py| py.detach(|| self.writer.abort()));
+    }
+}

@@ -1,0 +1,185 @@
+//! [`TensorCopy`]: copies tensors into a file image.
+//!
+//! Invariant: no thread that copies is joined with the GIL held.
+#![allow(unsafe_code)]
+
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PySequence;
+use tundish_commit::staging;
+use tundish_copying::{self as copying, Copying};
+use tundish_packing::Watch;
+
+use super::tensor_spans::{Span, TensorSpans};
+use crate::enter::enter;
+use crate::tensors::{KnownDtypes, TensorReader};
+
+/// Copies of tensors into a file image, made by other threads where that pays off. A thread that waits for them helps.
+#[pyclass(frozen)]
+pub(crate) struct TensorCopy {
+    left: Vec<usize>,
+    /// `None` after `finish` or `give_up`.
+    running: Mutex<Option<Running>>,
+}
+
+struct Running {
+    copying: Copying,
+    // The target and the sources: dropped after the copying.
+    _image: Arc<staging::FileImage>,
+    _tensors: Py<PySequence>,
+}
+
+#[pymethods]
+impl TensorCopy {
+    /// The indices of tensors that are not copied: of another dtype, or not dense in host memory.
+    #[getter]
+    fn left(&self) -> Vec<usize> {
+        self.left.clone()
+    }
+
+    /// Block until all is copied. Call it once.
+    fn finish(&self, py: Python<'_>) -> PyResult<()> {
+        let Some(running) = self.take_running() else {
+            return Err(PyValueError::new_err("it was finished or given up before"));
+        };
+        enter(py, None, |door| running.copying.finish(|begun| Ok(door.tick("stage", begun as u64, 0)?)))
+    }
+
+    /// Stop. When this returns, nothing is copied, unless another thread is in `finish`.
+    fn give_up(&self, py: Python<'_>) {
+        if let Some(running) = self.take_running() {
+            py.detach(|| drop(running.copying));
+        }
+    }
+}
+
+impl TensorCopy {
+    pub(super) fn begin(
+        py: Python<'_>,
+        image: &Arc<staging::FileImage>,
+        spans: &TensorSpans,
+        tensors: &Bound<'_, PySequence>,
+        threads: usize,
+        reader: Option<&TensorReader>,
+    ) -> PyResult<Self> {
+        if spans.spans.len() != tensors.len()? || spans.spans.last().is_some_and(|last| last.stop > image.size()) {
+            return Err(PyValueError::new_err("the spans are not those of the tensors, or end after the image"));
+        }
+        let mut finder = Finder {
+            image,
+            spans,
+            reader,
+            tensors: tensors.try_iter()?.zip(&spans.spans).enumerate(),
+            known: KnownDtypes::default(),
+            left: Vec::new(),
+        };
+        let mut copying = Copying::new(threads);
+        // SAFETY: the result holds the image and the tensors as long as anything is copied. Freeing the memory of a tensor
+        // meanwhile would break torch's own copy too.
+        if let Err(error) = unsafe { finder.submit_all(&mut copying) } {
+            py.detach(|| drop(copying));
+            return Err(error);
+        }
+        let running = Running { copying, _image: Arc::clone(image), _tensors: tensors.clone().unbind() };
+        Ok(TensorCopy { left: finder.left, running: Mutex::new(Some(running)) })
+    }
+
+    fn take_running(&self) -> Option<Running> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+impl Drop for TensorCopy {
+    fn drop(&mut self) {
+        // Wait for the threads without the GIL.
+        Python::try_attach(|py| self.give_up(py));
+    }
+}
+
+/// Finds the copies of a `TensorCopy`.
+struct Finder<'a, 'py, T> {
+    image: &'a staging::FileImage,
+    spans: &'a TensorSpans,
+    reader: Option<&'a TensorReader>,
+    /// The remaining tensors with their spans and indices.
+    tensors: T,
+    known: KnownDtypes<'py>,
+    /// The indices of tensors that cannot be copied here.
+    left: Vec<usize>,
+}
+
+impl<'a, 'py, T> Finder<'a, 'py, T>
+where
+    T: Iterator<Item = (usize, (PyResult<Bound<'py, PyAny>>, &'a Span))>,
+{
+    /// Submits the copies of all tensors, in portions that are worth a thread.
+    ///
+    /// # Safety
+    /// The image and the tensors live until `copying` is finished or dropped.
+    unsafe fn submit_all(&mut self, copying: &mut Copying) -> PyResult<()> {
+        loop {
+            let found = self.copies(copying::WORTH_A_THREAD)?;
+            if found.is_empty() {
+                return Ok(());
+            }
+            // SAFETY: the spans are disjoint ranges of the image, and sources lie in the memory of dense tensors.
+            unsafe { copying.hand_in(&found) };
+        }
+    }
+
+    /// The copies of the next tensors, of at least `enough` bytes together.
+    fn copies(&mut self, enough: usize) -> PyResult<Vec<copying::Copy>> {
+        let (mut copies, mut found) = (Vec::new(), 0);
+        while found < enough
+            && let Some((number, (tensor, span))) = self.tensors.next()
+        {
+            let tensor = tensor?;
+            let dtype = self.spans.dtypes[span.dtype].bind(tensor.py());
+            let read = self.reader.map(|reader| reader.plain(&tensor, dtype, &mut self.known)).transpose()?.flatten();
+            let Some((address, length)) = read.map_or_else(|| plain(&tensor, dtype), |read| Ok(Some(read)))? else {
+                self.left.push(number);
+                continue;
+            };
+            if length != span.stop - span.start {
+                return Err(PyValueError::new_err(format!("span {number} is not as large as its tensor")));
+            }
+            found += length;
+            copies.push(copying::Copy {
+                source: ptr::with_exposed_provenance(address),
+                target: self.image.as_ptr().wrapping_add(span.start),
+                length,
+            });
+        }
+        Ok(copies)
+    }
+}
+
+/// Address and size in bytes of a torch tensor whose values lie densely in host memory as `dtype`.
+fn plain(tensor: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Option<(usize, usize)>> {
+    let py = tensor.py();
+    let says = |method| tensor.call_method0(method)?.is_truthy();
+    let is_plain = tensor.getattr(intern!(py, "dtype"))?.is(dtype)
+        && tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?
+        && says(intern!(py, "is_contiguous"))?
+        // Torch negates or conjugates the values of such tensors lazily.
+        && !says(intern!(py, "is_neg"))?
+        && !says(intern!(py, "is_conj"))?;
+    if !is_plain {
+        return Ok(None);
+    }
+    let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    let size: usize = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
+    let itemsize: usize = tensor.getattr(intern!(py, "itemsize"))?.extract()?;
+    let offset: usize = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
+    let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+    let held: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+    if offset.saturating_mul(itemsize).saturating_add(size) > held {
+        return Ok(None);
+    }
+    // Torch may keep no memory for zeros.
+    Ok((address > 0 || size == 0).then_some((address, size)))
+}
