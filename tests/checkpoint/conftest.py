@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.checkpoint.checkpoint_roots import Root
+from support.checkpoint.dcp_states import new_saver
 
-from dcp_worlds import new_saver
-from roots import Root
-from tundish.checkpoint.dcp.saver import DcpSaver
+from tundish.checkpoint.dcp.dcp_saver import DcpSaver
 from tundish.errors import NotFoundError
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.checkpoint.dcp_states import World, assert_same, run, whole
 from support.distributed.nccl_ranks import nccl_group
 from support.distributed.rank_processes import Line
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dcp_worlds import World, assert_same, run, whole
 from tundish import _native
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.hf.gather.schedule import ROUND_BYTES

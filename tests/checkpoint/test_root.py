@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.checkpoint.checkpoint_roots import Root, manifest, save, started
 
-from roots import Root, manifest, save, started
 from tundish import _native
 from tundish.checkpoint import Checkpointer
 from tundish.errors import (

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from support.checkpoint.checkpoint_roots import Root, save, started
 
-from roots import Root, save, started
 from tundish.errors import RootInUseError
 
 OWNER = """

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoint.dcp_states import run
 from support.distributed.rank_processes import Line, on_nodes, outcome
 
-from dcp_worlds import run
 from tundish._native import staging_stats, trim_staging
 from tundish.checkpoint import Checkpointer
 

@@ -14,7 +14,7 @@ from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
     from tundish.checkpoint.checkpointer import Checkpointer
-    from tundish.checkpoint.dcp.saver import load_dcp
+    from tundish.checkpoint.dcp.dcp_saver import load_dcp
     from tundish.checkpoint.publish.read_only_root import ReadOnlyRoot, open_readonly, verify
     from tundish.checkpoint.publish.retention import Checkpoint
     from tundish.checkpoint.save import Save
@@ -23,7 +23,7 @@ else:
         __name__,
         {
             "tundish.checkpoint.checkpointer": ("Checkpointer",),
-            "tundish.checkpoint.dcp.saver": ("load_dcp",),
+            "tundish.checkpoint.dcp.dcp_saver": ("load_dcp",),
             "tundish.checkpoint.publish.read_only_root": ("ReadOnlyRoot", "open_readonly", "verify"),
             "tundish.checkpoint.publish.retention": ("Checkpoint",),
             "tundish.checkpoint.save": ("Save",),

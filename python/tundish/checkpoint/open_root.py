@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tundish.checkpoint.dcp.saver import DcpSaver
+from tundish.checkpoint.dcp.dcp_saver import DcpSaver
 from tundish.checkpoint.private_group import PrivateGroup
 from tundish.checkpoint.publish.failure_policy import FailurePolicy, OnFailure
 from tundish.checkpoint.publish.finalizer import Finalizer

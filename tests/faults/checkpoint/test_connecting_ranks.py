@@ -56,10 +56,10 @@ class Saving:
 
     def break_group(self, step: int, **arguments: Any) -> Any:
         """A save that this rank gives up in the middle of an exchange with the others."""
-        from tundish.checkpoint.dcp.ranks import Ranks
+        from tundish.checkpoint.dcp.saving.rank_comparison import RankComparison
         from tundish.checkpoint.hf.gather.exchange import Gather
 
-        kind, name = (Gather, "_exchange") if self._kind == "hf" else (Ranks, "_greatest")
+        kind, name = (Gather, "_exchange") if self._kind == "hf" else (RankComparison, "_maxima")
         whole = getattr(kind, name)
 
         def give_up(*given: Any, **named: Any) -> Any:

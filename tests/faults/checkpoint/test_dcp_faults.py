@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoint.dcp_states import OPTIONS, compare, new_saver, save
 from support.distributed.rank_processes import Job, Line, outcome
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from dcp_worlds import OPTIONS, compare, new_saver, save
 from tundish.checkpoint import Checkpointer
 
 NOTICED = 1.0

@@ -20,7 +20,7 @@ def calling(rank: int, line: Line) -> None:
     import torch
 
     from tundish.checkpoint import Checkpointer
-    from tundish.checkpoint.dcp.plan import DcpPlan
+    from tundish.checkpoint.dcp.saving.dcp_plan import DcpPlan
     from tundish.checkpoint.hf.stager import HfStager
     from tundish.distributed import Voter
 

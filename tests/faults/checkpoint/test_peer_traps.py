@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from soak import IS_SOAK
 from tundish._native import ShardWriter, staging_stats
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.dcp import writer as dcp_writer
+from tundish.checkpoint.dcp.saving import staged_state
 from tundish.checkpoint.hf import staged_export as hf_writer
 
 MIB = 1 << 20
@@ -72,7 +72,7 @@ def test_a_failing_writer_thread_fails_the_save(
     kind: str, tmp_path: Path, limit_files: Limit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two writer threads, DCP's own writer reports success where one of them fails."""
-    module, name = {"hf": (hf_writer, "open_writer"), "dcp": (dcp_writer, "open_file")}[kind]
+    module, name = {"hf": (hf_writer, "open_writer"), "dcp": (staged_state, "open_shard")}[kind]
     opened = getattr(module, name)
 
     def open_and_fail(*arguments: Any) -> ShardWriter:

@@ -83,10 +83,10 @@ def with_experts_apart() -> Any:
 def train_and_export(rank: int, line: Line) -> None:
     """Trains, exports in between, and says of each export whether `from_pretrained` gives what the model was then."""
     import torch
+    from support.checkpoint.dcp_states import assert_same, whole
     from torch import distributed
     from transformers import AutoModelForCausalLM
 
-    from dcp_worlds import assert_same, whole
     from hf_worlds import spread
     from hf_worlds import whole as unspread
     from tundish.checkpoint import Checkpointer

@@ -1,0 +1,275 @@
+"""A DCP checkpoint that several ranks read and verify together.
+
+Invariants: all ranks read the same checkpoint, and it is not removed or replaced until they are done. Each file is
+verified by one rank. Where nodes have copies of their own, every rank verifies its whole copy. Damage found by one rank
+counts for all. A file that one rank alone cannot reach is that rank's failure and says nothing about the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tundish._native import CheckpointReadLock
+from tundish.checkpoint.dcp.loading.read_partition import files_of_reader
+from tundish.checkpoint.publish.read_only_root import MANIFEST, held, is_file, tell_unsummed
+from tundish.distributed import Voter
+from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
+
+__all__ = ["OpenCheckpoint", "Readers", "open_checkpoint", "read_lock"]
+
+_logger = logging.getLogger("tundish.checkpoint")
+
+# More ranks than any job has. A larger number in a manifest means damage.
+_MOST_RANKS = 1 << 20
+# Damaged files that a rank reports to the first one by name.
+_MOST_REPORTED = 64
+
+# File name, problem, whether its bytes were read and differ.
+_Damage = tuple[str, str, bool]
+
+
+@dataclass(kw_only=True)
+class LoadVote:
+    """What a rank brings to a vote, and what it learns.
+
+    Attributes:
+        same: texts that must be equal on all ranks.
+        flag: a bit of this rank.
+        is_any_flagged: afterwards, whether any rank set its `flag`.
+    """
+
+    same: list[str] = field(default_factory=list)
+    flag: bool = False
+    is_any_flagged: bool = False
+
+
+class Readers:
+    """The ranks that load together.
+
+    Args:
+        voter: their voter; this rank is number `index` of `count`.
+        timeout: seconds that they wait for each other.
+    """
+
+    def __init__(self, voter: Voter, timeout: float) -> None:
+        self.voter = voter
+        self.timeout = timeout
+        self.index = voter.ranks.index(voter.rank)
+        self.count = len(voter.ranks)
+        self.is_first = self.index == 0
+
+    def agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """As `Voter.agreed`."""
+        return self.voter.agreed(what, timeout=self.timeout)
+
+    @contextlib.contextmanager
+    def voted(self, what: str) -> Iterator[LoadVote]:
+        """Collective: a block of fallible work that ends in a vote."""
+        error: BaseException | None = None
+        vote = LoadVote(same=[what])
+        try:
+            yield vote
+        except GeneratorExit:
+            raise
+        except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+            error = caught
+        same = ", ".join(vote.same)
+        vote.is_any_flagged = self.voter.vote(
+            error, what=what, same=same, flag=vote.flag, timeout=self.timeout
+        )
+
+
+class OpenCheckpoint:
+    """A checkpoint on which all `readers` hold a read lock.
+
+    Attributes:
+        extra: the `extra` of its save.
+        savers: the number of ranks that saved it.
+        files: name, size in bytes and checksum of each file.
+        checksum: of the manifest.
+    """
+
+    def __init__(
+        self, lock: CheckpointReadLock, step: int | None, readers: Readers, *, every_byte: bool
+    ) -> None:
+        described, files, checksum = lock.describe()
+        self.lock = lock
+        self.path = lock.path
+        self.readers = readers
+        self._every_byte = every_byte
+        self.files: Sequence[tuple[str, int, str | None]] = files
+        self.checksum = checksum
+        self.extra: dict[str, Any] = {} if described["extra"] is None else described["extra"]
+        world_size = described["world_size"]
+        if described["kind"] != "dcp":
+            raise StateMismatchError(
+                f"{self.path} is a checkpoint of kind {described['kind']!r}: load_dcp reads kind 'dcp'"
+            )
+        if step is not None and described["step"] != step:
+            raise self._refused(f"is the checkpoint of step {described['step']}: rename it back")
+        if world_size is None or not 0 < world_size <= _MOST_RANKS:
+            raise self._refused(f"says that {world_size} ranks saved it")
+        if not isinstance(self.extra, dict):
+            raise self._refused(f"has an extra that no save writes: {str(self.extra)[:100]}")
+        self.savers = world_size
+
+    def _refused(self, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.path} {what}", (MANIFEST,))
+
+    def verify(self) -> CorruptCheckpointError | None:
+        """Collective: compare the sizes of all files and, with `every_byte`, their checksums.
+
+        Files that no save wrote, and files without a checksum, are logged.
+
+        Returns:
+            The damage, on all ranks or none; only the first rank's error lists all of it.
+        """
+        readers = self.readers
+        found: list[_Damage] = []
+        foreign: list[str] = []
+        is_alone = self._every_byte and self._are_copies()
+        index, count = (0, 1) if is_alone else (readers.index, readers.count)
+        with readers.voted(f"verifying {self.path}") as vote:
+            names = files_of_reader(index, count, (name for name, _, _ in self.files), self.savers)
+            found = self.lock.verify_files(names, every_byte=self._every_byte)
+            vote.flag = bool(found)
+            if readers.is_first and self._every_byte:
+                foreign = self.lock.foreign_files()
+        if vote.is_any_flagged:
+            return self._agree_on(found)
+        if foreign:
+            _logger.warning(
+                "%s holds files that no save wrote, which are not read: %s", self.path, "; ".join(foreign)
+            )
+        if readers.is_first and self._every_byte:
+            tell_unsummed(self.path, [name for name, _, checksum in self.files if checksum is None])
+        return None
+
+    def _are_copies(self) -> bool:
+        """Collective: whether nodes have copies of their own under this path."""
+        readers, voter = self.readers, self.readers.voter
+        if readers.count == 1:
+            return False
+        what = f"comparing what the ranks see of {self.path.name}"
+        own = self._change_times()
+        first = voter.broadcast(
+            own if readers.is_first else None, source=voter.ranks[0], what=what, timeout=readers.timeout
+        )
+        return voter.vote(what=what, flag=own != first, timeout=readers.timeout)
+
+    def _change_times(self) -> str:
+        """The change times of two files, which differ between copies.
+
+        A copy may preserve all other times, and some network file systems number a file differently on each node.
+        Copies that are made at once may share one change time, but seldom two.
+        """
+        times = []
+        for name in (MANIFEST, *(name for name, _, _ in self.files[:1])):
+            # The verification finds missing files.
+            with contextlib.suppress(OSError):
+                times.append(f"{name} {(self.path / name).stat().st_ctime_ns}")
+        return ", ".join(times)
+
+    def _agree_on(self, found: list[_Damage]) -> CorruptCheckpointError:
+        readers = self.readers
+        reports = readers.voter.gather(
+            json.dumps([len(found), sorted(found)[:_MOST_REPORTED]]),
+            what=f"collecting the damage of {self.path}",
+            timeout=readers.timeout,
+        )
+        problem = CorruptCheckpointError(f"{self.path} is damaged, as the first rank reports")
+        with readers.agreed(f"judging the damage of {self.path}"):
+            if readers.is_first:
+                problem = self._judge([json.loads(report) for report in reports])
+        return problem
+
+    def _judge(self, reports: Sequence[Any]) -> CorruptCheckpointError:
+        """The damage that the ranks report; raises `StorageError` if one rank alone cannot reach a file."""
+        voter = self.readers.voter
+        damaged: dict[str, str] = {}
+        unreached: dict[str, tuple[int, str]] = {}
+        unnamed = 0
+        for rank, (count, named) in zip(voter.ranks, reports, strict=True):
+            unnamed += count - len(named)
+            for name, problem, is_changed in named:
+                if is_changed or rank == voter.rank:
+                    damaged[name] = problem if rank == voter.rank else f"{problem} (as rank {rank} reads it)"
+                else:
+                    unreached[name] = rank, problem
+        # It may be missing or unreadable on that rank's node alone.
+        again = self.lock.verify_files(set(unreached), every_byte=self._every_byte)
+        damaged |= {name: problem for name, problem, _ in again}
+        if not damaged:
+            name, (rank, problem) = min(unreached.items())
+            raise StorageError(
+                errno.EIO,
+                f"rank {rank} does not see what rank {voter.rank} sees: to it {name} {problem}. The checkpoint is "
+                "whole",
+                str(self.path / name),
+            )
+        names = tuple(sorted(damaged))
+        others = len(names) - 1 + unnamed
+        more = f", and {others} more" if others else ""
+        return CorruptCheckpointError(
+            f"{self.path} does not hold what its manifest says: {names[0]} {damaged[names[0]]}{more}", names
+        )
+
+    def check(self, names: set[str]) -> None:
+        """Check, on this rank alone, that these files exist with the sizes they were saved with.
+
+        Raises:
+            CorruptCheckpointError: one does not.
+        """
+        found = self.lock.verify_files(names, every_byte=False)
+        if found:
+            name, problem, _ = min(found)
+            raise CorruptCheckpointError(
+                f"{self.path} does not hold what its manifest says: {name} {problem}",
+                tuple(sorted(name for name, _, _ in found)),
+            )
+
+
+@contextlib.contextmanager
+def open_checkpoint(
+    path: Path, *, step: int | None, every_byte: bool, readers: Readers
+) -> Iterator[OpenCheckpoint]:
+    """Collective: open the checkpoint at `path`; it does not change during the block.
+
+    Args:
+        path: of the checkpoint.
+        step: that it must have; None accepts any.
+        every_byte: verify checksums; else only the sizes of the files.
+        readers: the ranks that read it.
+    """
+    with contextlib.ExitStack() as stack:
+        with readers.voted(f"opening {path.name}") as vote:
+            # Each rank verifies a part. So all must verify, or none.
+            vote.same.append("every byte" if every_byte else "sizes")
+            lock = stack.enter_context(held(read_lock(path)))
+            checkpoint = OpenCheckpoint(lock, step, readers, every_byte=every_byte)
+            # Another checkpoint may have taken the name between two ranks' calls.
+            vote.same.append(checkpoint.checksum)
+        yield checkpoint
+
+
+def read_lock(path: Path) -> CheckpointReadLock:
+    """A lock that keeps the checkpoint at `path` from being removed or replaced.
+
+    Raises:
+        NotFoundError: there is none, or it is still being written.
+    """
+    if path.name.startswith(".") or path.is_symlink() or not is_file(path / MANIFEST):
+        raise NotFoundError(
+            errno.ENOENT,
+            f"no whole checkpoint is here: what a save under way or cut short leaves has no {MANIFEST}, and "
+            "what torch saved by itself is read by torch.distributed.checkpoint.load",
+            str(path),
+        )
+    return CheckpointReadLock(path)

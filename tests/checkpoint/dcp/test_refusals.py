@@ -1,0 +1,106 @@
+"""A DCP save refuses invalid input before anything is staged."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoint.dcp_states import new_saver
+from support.distributed.rank_processes import Job, Line
+from torch import distributed
+
+from tundish._native import staging_stats
+from tundish.checkpoint.dcp.dcp_saver import DcpSaver
+
+
+def partial_tensor(rank: int, line: Line) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    alone = distributed.new_group([0])
+    outsider = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+    crooked = DTensor.from_local(
+        torch.ones(2 + rank), mesh, [Shard(0)], run_check=False, shape=(5,), stride=(1,)
+    )
+    said = []
+    saver = new_saver()
+    refused = [(saver, DTensor.from_local(torch.ones(2), mesh, [Partial()])), (saver, crooked)]
+    if rank == 0:
+        alone_saver = new_saver(alone)
+        refused.append((alone_saver, outsider))
+    for one, tensor in refused:
+        try:
+            one.plan({"w": tensor})
+        except Exception as error:
+            said.append((type(error).__name__, str(error)))
+    saver.close()
+    if rank == 0:
+        alone_saver.close()
+    line.say(said)
+
+
+def test_layouts_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
+    with Job(partial_tensor, 2, tmp_path) as job:
+        ((first,), _) = job.hear_all()
+        job.expect_end()
+    assert [kind for kind, _ in first] == ["InvalidInputError"] * 3
+    assert "yet to be reduced" in first[0][1]
+    assert "its local tensor has shape (2,)" in first[1][1]
+    assert "a part on rank 1, which is not in the group" in first[2][1]
+
+
+def ragged() -> torch.Tensor:
+    with warnings.catch_warnings():
+        # That it is a prototype.
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "said"),
+    [
+        ({}, "InvalidInputError", "nothing to save"),
+        ([1], "InvalidTypeError", "is a list"),
+        ({1: torch.ones(1)}, "InvalidTypeError", "1 names"),
+        ({"../up": torch.ones(1)}, "InvalidInputError", "'../up'"),
+        ({"a.b": 1, "a": {"b": 2}}, "InvalidInputError", "a.b"),
+        ({"w": torch.empty(1, device="meta")}, "InvalidInputError", "'w' is on the meta device"),
+        ({"w": torch.eye(2).to_sparse()}, "InvalidTypeError", "'w' is sparse"),
+        ({"w": ragged()}, "InvalidTypeError", "'w' is nested"),
+        ({"w": torch.zeros(4, dtype=torch.uint8).view(torch.bits8)}, "InvalidTypeError", "'w' is bits8"),
+        ({"f": lambda: 1}, "InvalidTypeError", "'f', a function, cannot be pickled"),
+    ],
+)
+def test_unsupported_values_are_refused_before_staging(
+    saver: DcpSaver, state: Any, kind: str, said: str
+) -> None:
+    before = staging_stats()["in_use"]
+    with pytest.raises((ValueError, TypeError)) as refusal:
+        saver.plan(state)
+    assert type(refusal.value).__name__ == kind
+    assert said in str(refusal.value)
+    assert staging_stats()["in_use"] == before
+    saver.plan({"w": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"extra": [("step", 1)]}, "extra is a list"),
+        ({"extra": {"step": torch.tensor(1)}}, "extra is no JSON"),
+        ({"extra": {"loss": math.nan}}, "extra is no JSON"),
+        ({"extra": {1: 2}}, "extra is no JSON"),
+        ({"rank_extra": {"loader": object()}}, "rank_extra['loader'] is a builtins.object"),
+        ({"staging": "later"}, "staging is 'later'"),
+        ({"staging": "lazy"}, "give optimizer="),
+    ],
+)
+def test_invalid_arguments_are_refused(saver: DcpSaver, arguments: Any, said: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as refusal:
+        saver.plan({"w": torch.ones(1)}, **arguments)
+    assert said in str(refusal.value)

@@ -1,0 +1,132 @@
+"""Another user of the node can neither change a root of checkpoints nor hold up its owner."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tundish.checkpoint import Checkpointer, open_readonly
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """A folder that every user may read."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+
+
+def as_nobody(work: Callable[[], None]) -> None:
+    """Do `work` in a child that belongs to another user; fails where it fails there."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+
+
+def save(root: Path, step: int) -> Path:
+    with Checkpointer(root, on_failure="raise", timeout=60) as checkpointer:
+        checkpointer.save_dcp(step, {"w": torch.ones(1000)}, blocking=True)
+        return checkpointer.save_hf(step, {"w": torch.ones(1000)}).result(60)
+
+
+def test_another_user_changes_nothing(shared_folder: Path) -> None:
+    root = shared_folder / "root"
+    published = save(root, 1)
+
+    def attack() -> None:
+        for path in (root, published, *published.iterdir(), root / "checkpoints.json"):
+            assert not os.access(path, os.W_OK), path
+        with pytest.raises(PermissionError):
+            (root / "hf-2").mkdir()
+        with pytest.raises(PermissionError):
+            (root / "hf-latest").unlink()
+        with pytest.raises(OSError, match="Permission denied"):
+            Checkpointer(root, on_failure="raise", timeout=10)
+
+    as_nobody(attack)
+    assert open_readonly(root).latest("hf") == published
+    open_readonly(root).verify(published)
+
+
+def test_another_user_cannot_take_the_writer_lock(shared_folder: Path) -> None:
+    root = shared_folder / "root"
+    save(root, 1)
+
+    def attack() -> None:
+        for mode in ("rb", "r+b"):
+            with pytest.raises(PermissionError):
+                (root / ".owner").open(mode)
+
+    as_nobody(attack)
+    save(root, 2)
+
+
+def test_another_user_cannot_hold_up_writers_with_their_slot_files(shared_folder: Path) -> None:
+    root = shared_folder / "root"
+    save(root, 1)
+    status = root.stat()
+    # As the writers of this user name the file of their first slot.
+    slot = Path(f"/dev/shm/tundish-writer-{os.getuid()}-{status.st_dev:x}-{status.st_ino:x}-0")
+
+    def squat() -> None:
+        slot.touch(0o666)
+        with slot.open("r+b") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fork() == 0:
+                # This process inherits the lock and holds it during the save.
+                time.sleep(30)
+                os._exit(0)
+
+    try:
+        as_nobody(squat)
+        started = time.monotonic()
+        save(root, 2)
+        # Sooner than a stalled holder is given up.
+        assert time.monotonic() - started < 14
+    finally:
+        slot.unlink(missing_ok=True)
+
+
+def test_another_user_may_read_where_the_umask_lets_it(shared_folder: Path) -> None:
+    published = save(shared_folder / "root", 1)
+
+    def read() -> None:
+        view = open_readonly(shared_folder / "root")
+        assert view.latest("hf") == published
+        view.verify(published)
+
+    as_nobody(read)
+    before = os.umask(0o077)
+    try:
+        save(shared_folder / "private", 1)
+    finally:
+        os.umask(before)
+
+    def refused() -> None:
+        with pytest.raises(OSError, match="Permission denied"):
+            open_readonly(shared_folder / "private").list()
+
+    as_nobody(refused)

@@ -1,0 +1,1 @@
+"""Helper modules of the tests of checkpoints."""
