@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tundish import _native
-from tundish.tree.layout import BufferLayout, Recipe, contiguous_strides, layout_of, layout_said
+from tundish.tree.layout import BufferLayout, Recipe, contiguous_strides, layout_of, layout_of_dlpack
 from tundish.tree.tensors import QUANTIZED
 
 __all__ = ["DLPACK_EXCHANGE", "as_they_are", "carry"]
@@ -58,7 +58,7 @@ def _as_said_together(
     if read is None:
         return None
     said, addresses = read
-    layout = layout_said(said)
+    layout = layout_of_dlpack(said)
     # torch says the same of several dtypes of one byte, as of uint4 and uint8.
     if layout is None or (layout.has_bytes and tuple(map(_get_dtype, leaves)) != layout.dtypes):
         return None

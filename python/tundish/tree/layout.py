@@ -15,14 +15,12 @@ from __future__ import annotations
 import pickle
 from array import array
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
-
-from tundish.tree.recent import Recent
 
 __all__ = [
     "ALIGNMENT",
@@ -30,8 +28,9 @@ __all__ = [
     "BufferLayout",
     "Recipe",
     "contiguous_strides",
+    "decode_layout",
     "layout_of",
-    "layout_said",
+    "layout_of_dlpack",
 ]
 
 # Bytes. In a buffer of several tensors each begins at a multiple of it: enough for every dtype, vector unit and DMA.
@@ -41,8 +40,6 @@ ALIGNMENT: Final = 64
 # (number, dtype or None, size, stride, offset): a view of it, offset in bytes, dtype where it is another.
 View = tuple[int, torch.dtype | None, tuple[int, ...], tuple[int, ...], int]
 Recipe = int | View
-
-_layouts: Recent[Any, BufferLayout] = Recent(256)
 
 # By DLPack's code and bits: those of which each value is its bytes. Complex ones may be conjugated lazily.
 DLPACK_DTYPES: dict[tuple[int, int], torch.dtype] = {
@@ -126,24 +123,6 @@ class BufferLayout:
         ]
         return pickle.dumps((names, list(map(tuple, self.shapes)), recipes), 5)
 
-    @staticmethod
-    def decode(encoded: bytes) -> BufferLayout:
-        """The layout that `encoded` tells."""
-        layout = _layouts[encoded]
-        if layout is None:
-            names, shapes, recipes = pickle.loads(encoded)  # noqa: S301 (from a rank of the same job)
-            layout = BufferLayout(
-                tuple(getattr(torch, name) for name in names),
-                tuple(map(torch.Size, shapes)),
-                recipes
-                and tuple(
-                    one if isinstance(one, int) else (one[0], one[1] and getattr(torch, one[1]), *one[2:])
-                    for one in recipes
-                ),
-            )
-            _layouts.keep(encoded, layout)
-        return layout
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BufferLayout):
             return NotImplemented
@@ -182,36 +161,42 @@ class BufferLayout:
         ]
 
 
+@lru_cache(256)
 def layout_of(
     dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...], recipes: tuple[Recipe, ...] | None
 ) -> BufferLayout:
-    """The layout that says this."""
-    key = dtypes, shapes, recipes
-    layout = _layouts[key]
-    if layout is None:
-        layout = BufferLayout(dtypes, shapes, recipes)
-        _layouts.keep(key, layout)
-    return layout
+    """The layout with these fields: one object for equal fields."""
+    return BufferLayout(dtypes, shapes, recipes)
 
 
-def layout_said(said: bytes) -> BufferLayout | None:
-    """The layout of leaves that are carried as they are, as `TensorExchange.read` tells it; None: of other dtypes."""
-    # In a tuple, so that none is what a layout is encoded in.
-    key = (said,)
-    layout = _layouts[key]
-    if layout is None:
-        dtypes: list[torch.dtype] = []
-        shapes: list[torch.Size] = []
-        told = iter(array("Q", said))
-        for word in told:
-            count, dtype = word >> 32, DLPACK_DTYPES.get((word >> 16 & 0xFFFF, word >> 8 & 0xFF))
-            if dtype is None:
-                return None
-            dtypes += [dtype] * count
-            shapes += [torch.Size(islice(told, word & 0xFF))] * count
-        layout = layout_of(tuple(dtypes), tuple(shapes), None)
-        _layouts.keep(key, layout)
-    return layout
+@lru_cache(256)
+def decode_layout(encoded: bytes) -> BufferLayout:
+    """The layout whose `encoded` is this."""
+    names, shapes, recipes = pickle.loads(encoded)  # noqa: S301 (from a rank of the same job)
+    return layout_of(
+        tuple(getattr(torch, name) for name in names),
+        tuple(map(torch.Size, shapes)),
+        recipes
+        and tuple(
+            one if isinstance(one, int) else (one[0], one[1] and getattr(torch, one[1]), *one[2:])
+            for one in recipes
+        ),
+    )
+
+
+@lru_cache(256)
+def layout_of_dlpack(words: bytes) -> BufferLayout | None:
+    """The layout of plain tensors that `TensorExchange.read` describes by `words`; None for an unknown dtype."""
+    dtypes: list[torch.dtype] = []
+    shapes: list[torch.Size] = []
+    rest = iter(array("Q", words))
+    for word in rest:
+        count, dtype = word >> 32, DLPACK_DTYPES.get((word >> 16 & 0xFFFF, word >> 8 & 0xFF))
+        if dtype is None:
+            return None
+        dtypes += [dtype] * count
+        shapes += [torch.Size(islice(rest, word & 0xFF))] * count
+    return layout_of(tuple(dtypes), tuple(shapes), None)
 
 
 def _base(tensor: Tensor, width: int) -> Tensor:

@@ -8,8 +8,8 @@ is remembered of them is true whatever happens to the object.
 from __future__ import annotations
 
 import marshal
-import pickle
 from array import array
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from tundish import _native
 from tundish.tree.parts import AGAIN, KEYS, LIST, TUPLE, VALUE, WHOLE, Token
 from tundish.tree.rules import PLAIN_TUPLES
-from tundish.tree.schema import MARSHALLED, Structure, keep_structure, known_structure, structure_of
+from tundish.tree.schema import MARSHALLED, Structure, structure_of
 
 __all__ = ["QuickWalk", "quick_walk"]
 
@@ -54,13 +54,10 @@ def quick_walk(root: Any) -> QuickWalk | None:
     if found is None:
         return None
     words, keys, leaves, values = found
-    structure = known_structure((words, keys))
-    if structure is None:
-        try:
-            structure = structure_of(program_of(words, keys), _encode)
-        except Exception:  # noqa: BLE001 (of a class that is not found by its name: the other walk knows where it is)
-            return None
-        keep_structure((words, keys), structure)
+    try:
+        structure = _structure_of_words(words, keys)
+    except Exception:  # noqa: BLE001 (a class that is not found by its name: the other walk knows where it is)
+        return None
     try:
         return QuickWalk(leaves, structure, values)
     except ValueError:
@@ -68,8 +65,9 @@ def quick_walk(root: Any) -> QuickWalk | None:
         return None
 
 
-def _encode(program: tuple[Any, ...]) -> bytes:
-    return pickle.dumps(program, 5)
+@lru_cache(256)
+def _structure_of_words(words: bytes, keys: tuple[Any, ...]) -> Structure:
+    return structure_of(program_of(words, keys))
 
 
 def program_of(words: bytes, keys: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -16,22 +16,18 @@ from __future__ import annotations
 import marshal
 import pickle
 import struct
-from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from tundish._native import QuickProgram
 from tundish.errors import InvalidInputError, NotPicklableError
-from tundish.tree.layout import BufferLayout
+from tundish.tree.layout import BufferLayout, decode_layout
 from tundish.tree.parts import HOST, Token
-from tundish.tree.recent import Recent
 
 __all__ = [
     "MARSHALLED",
     "Schema",
     "Structure",
-    "keep_structure",
-    "known_structure",
     "structure_of",
     "values_of",
 ]
@@ -40,8 +36,6 @@ __all__ = [
 MARSHALLED = 2
 _HEADER = struct.Struct("<4sBQQQ")
 _MAGIC = b"tree"
-
-_structures: Recent[Any, Structure] = Recent(256)
 
 
 class Structure:
@@ -79,34 +73,16 @@ class Structure:
         """
         return QuickProgram.of(self.program)
 
-    @staticmethod
-    def decode(encoded: bytes) -> Structure:
-        """The structure that `encoded` tells."""
-        structure = _structures[encoded]
-        if structure is None:
-            program = pickle.loads(encoded)  # noqa: S301 (from a rank of the same job)
-            structure = structure_of(program, lambda _: encoded)
-            keep_structure(encoded, structure)
-        return structure
+
+@lru_cache(256)
+def structure_of(program: tuple[Any, ...]) -> Structure:
+    """The structure with this program. Raises what pickling the program raises."""
+    return Structure(program, pickle.dumps(program, 5))
 
 
-def known_structure(key: Any) -> Structure | None:
-    """The structure that is kept by this key, if it is a recent one."""
-    return _structures[key]
-
-
-def structure_of(program: tuple[Any, ...], encode: Callable[[tuple[Any, ...]], bytes]) -> Structure:
-    """The structure with this program; `encode` is called if it is new."""
-    structure = _structures[program]
-    if structure is None:
-        structure = Structure(program, encode(program))
-        keep_structure(program, structure)
-    return structure
-
-
-def keep_structure(key: Any, structure: Structure) -> None:
-    """Keep a structure by a key, beside those by their programs and their bytes."""
-    _structures.keep(key, structure)
+@lru_cache(256)
+def _decode_structure(encoded: bytes) -> Structure:
+    return Structure(pickle.loads(encoded), encoded)  # noqa: S301 (from a rank of the same job)
 
 
 class Schema:
@@ -131,13 +107,13 @@ class Schema:
         if not isinstance(other, Schema):
             return NotImplemented
         return (
-            (self.structure is other.structure or self.structure.encoded == other.structure.encoded)
+            (self.structure is other.structure or self.structure.program == other.structure.program)
             and self.layout == other.layout
             and self.values == other.values
         )
 
     def __hash__(self) -> int:
-        return hash((self.structure.encoded, self.layout, self.values))
+        return hash((self.structure.program, self.layout, self.values))
 
     def __repr__(self) -> str:
         return f"<Schema of {len(self.layout.shapes)} tensors, {sum(self.layout.sizes)} bytes>"
@@ -178,8 +154,8 @@ class Schema:
             raise InvalidInputError(f"a schema of {third + values_size} bytes was cut to {len(view)}")
         try:
             return Schema(
-                Structure.decode(bytes(view[first:second])),
-                BufferLayout.decode(bytes(view[second:third])),
+                _decode_structure(bytes(view[first:second])),
+                decode_layout(bytes(view[second:third])),
                 bytes(view[third:]),
                 bool(pickled),
             )

@@ -97,7 +97,10 @@ class Walk:
     @property
     def structure(self) -> Structure:
         """The structure of this program. Raises `NotPicklableError`."""
-        return structure_of(self.program, self._encode)
+        try:
+            return structure_of(self.program)
+        except Exception as error:
+            raise self._cannot_encode(error) from error
 
     def _begin(self) -> None:
         self.leaves: list[Tensor] = []
@@ -268,18 +271,14 @@ class Walk:
                 return NotPicklableError(f"{path} cannot be sent between processes: {error}")
         return NotPicklableError(f"{self._name} cannot be sent between processes: {error}")
 
-    def _encode(self, program: tuple[Any, ...]) -> bytes:
-        """The program in bytes."""
-        try:
-            return pickle.dumps(program, 5)
-        except Exception as error:
-            for number, token in enumerate(program):
-                try:
-                    pickle.dumps(token, 5)
-                except Exception as reason:
-                    path = self._path_to("_program", number, token)
-                    raise NotPicklableError(f"{path} cannot be sent between processes: {reason}") from reason
-            raise NotPicklableError(f"{self._name} cannot be sent between processes: {error}") from error
+    def _cannot_encode(self, error: Exception) -> Exception:
+        for number, token in enumerate(self.program):
+            try:
+                pickle.dumps(token, 5)
+            except Exception as reason:  # noqa: BLE001 (code of users)
+                path = self._path_to("_program", number, token)
+                return NotPicklableError(f"{path} cannot be sent between processes: {reason}")
+        return NotPicklableError(f"{self._name} cannot be sent between processes: {error}")
 
     def _path_to(self, which: str, number: int, entry: Any) -> str:
         """The path of what made this entry of the values or the program: the walk goes there once more."""
